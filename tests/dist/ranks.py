@@ -1,0 +1,221 @@
+"""Gloo ranks forked from one warm process, about a tenth of a second for two of them.
+
+``Nursery.start()`` forks a helper once, after collection and before the first test: torch and every test module are
+imported in it, and no test has left threads or autograd workers behind. For each request it forks the ranks, which
+meet through a file, run ``body(rank, world, *args)`` and send back a pickled result. Processes that miss the deadline
+are killed by their own ids, after each wrote where it stood; every rank also carries an alarm of its own.
+"""
+
+import contextlib
+import datetime
+import faulthandler
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import struct
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HEADER = struct.Struct("!Q")
+
+
+class RankFailure(AssertionError):
+    """At least one rank raised, died or missed the deadline; the message holds every traceback."""
+
+
+@dataclass
+class Request:
+    """What the nursery forks: one body for all ranks."""
+
+    world: int
+    body: Callable[..., Any]
+    args: tuple[Any, ...]
+    timeout: float
+
+
+@dataclass
+class Reply:
+    """One rank's result, or the text of what went wrong."""
+
+    result: Any = None
+    error: str | None = None
+
+
+@dataclass
+class Child:
+    """A forked rank as the nursery sees it."""
+
+    rank: int
+    pid: int
+    reader: int
+    received: bytearray = field(default_factory=bytearray)
+    finished: bool = False
+
+
+def _write(descriptor: int, payload: bytes) -> None:
+    message = memoryview(HEADER.pack(len(payload)) + payload)
+    while message:
+        message = message[os.write(descriptor, message) :]
+
+
+def _read_exactly(descriptor: int, count: int) -> bytes:
+    chunks = bytearray()
+    while len(chunks) < count:
+        chunk = os.read(descriptor, min(count - len(chunks), 1 << 20))
+        if not chunk:
+            raise EOFError("the other end of the pipe is closed")
+        chunks += chunk
+    return bytes(chunks)
+
+
+def _read(descriptor: int) -> bytes:
+    (count,) = HEADER.unpack(_read_exactly(descriptor, HEADER.size))
+    return _read_exactly(descriptor, count)
+
+
+def _run_rank(rank: int, request: Request, folder: Path, writer: int) -> None:
+    """The whole life of one rank; never returns to the code that forked it."""
+    with open(folder / f"output{rank}", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    signal.alarm(int(request.timeout) + 5)
+    faulthandler.enable(2, all_threads=False)
+    faulthandler.dump_traceback_later(request.timeout * 0.95, file=2)
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        _strict_warnings()
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(folder / "store"), request.world),
+            rank=rank,
+            world_size=request.world,
+            timeout=datetime.timedelta(seconds=request.timeout),
+        )
+        reply = Reply(result=request.body(rank, request.world, *request.args))
+        payload = pickle.dumps(reply)
+    except BaseException:
+        payload = pickle.dumps(Reply(error=traceback.format_exc()))
+    _write(writer, payload)
+
+
+def _strict_warnings() -> None:
+    """Ranks fail on an unexpected Float8Warning, as the pytest process does."""
+    import f8sub
+
+    warnings.simplefilter("error", f8sub.Float8Warning)
+
+
+def _fork_ranks(request: Request, folder: Path) -> list[Child]:
+    children: list[Child] = []
+    for rank in range(request.world):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reader)
+                _run_rank(rank, request, folder, writer)
+            finally:
+                os._exit(0)
+        os.close(writer)
+        children.append(Child(rank, pid, reader))
+    return children
+
+
+def _collect(children: list[Child], timeout: float) -> None:
+    """Reads from every rank until it closes its pipe or the time is up."""
+    deadline = time.monotonic() + timeout
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.reader, selectors.EVENT_READ, child)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                chunk = os.read(key.fd, 1 << 20)
+                key.data.received += chunk
+                if not chunk:
+                    key.data.finished = True
+                    selector.unregister(key.fd)
+
+
+def _reply_of(child: Child, folder: Path, timeout: float) -> Reply:
+    output = (folder / f"output{child.rank}").read_text(errors="replace")[-4000:]
+    if not child.finished:
+        return Reply(error=f"no answer within {timeout:.0f} s; killed.\n{output}")
+    if len(child.received) < HEADER.size:
+        return Reply(error=f"died without an answer.\n{output}")
+    reply: Reply = pickle.loads(bytes(child.received[HEADER.size :]))
+    if reply.error is not None and output:
+        reply.error += f"--- its output ---\n{output}"
+    return reply
+
+
+def _serve(request: Request) -> list[Reply]:
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    try:
+        children = _fork_ranks(request, folder)
+        _collect(children, request.timeout)
+        for child in children:
+            if not child.finished:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+            os.close(child.reader)
+        return [_reply_of(child, folder, request.timeout) for child in children]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Nursery:
+    """The warm process that ranks are forked from."""
+
+    def __init__(self, pid: int, requests: int, replies: int) -> None:
+        self.pid, self._requests, self._replies = pid, requests, replies
+
+    @classmethod
+    def start(cls) -> "Nursery":
+        request_reader, request_writer = os.pipe()
+        reply_reader, reply_writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(request_writer)
+                os.close(reply_reader)
+                os.environ["CUDA_VISIBLE_DEVICES"] = ""
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                while True:
+                    try:
+                        request = pickle.loads(_read(request_reader))
+                    except EOFError:
+                        break
+                    _write(reply_writer, pickle.dumps(_serve(request)))
+            finally:
+                os._exit(0)
+        os.close(request_reader)
+        os.close(reply_writer)
+        return cls(pid, request_writer, reply_reader)
+
+    def run(self, world: int, body: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """``body(rank, world, *args)`` on ``world`` gloo ranks; the results in the order of the ranks."""
+        _write(self._requests, pickle.dumps(Request(world, body, args, timeout)))
+        replies: list[Reply] = pickle.loads(_read(self._replies))
+        errors = [f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None]
+        if errors:
+            raise RankFailure(f"{len(errors)} of {world} ranks failed in {body.__name__}\n" + "\n".join(errors))
+        return [reply.result for reply in replies]
+
+    def stop(self) -> None:
+        os.close(self._requests)
+        os.close(self._replies)
+        os.waitpid(self.pid, 0)

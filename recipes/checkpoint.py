@@ -1,0 +1,274 @@
+"""Checkpoints that are whole or refused: DCP, and a manifest of digests that is written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_DCP_INDEX = ".metadata"
+_STEP_PREFIX = "step-"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is not whole, or that belongs to another run."""
+
+
+class Checkpoints:
+    """The checkpoints of one run: ``folder/step-00000100`` and so on.
+
+    A step's folder holds the tensors as torch.distributed.checkpoint writes them, state.json with the plain
+    values, and manifest.json with the size and SHA-256 of each of these files. The manifest is written last
+    and in one piece, so a checkpoint that a crash cut short has none. Loading verifies it before anything
+    opens the files it lists, and opens no other file. All ranks call each method (but ``names``) together,
+    and all see the same folder.
+    """
+
+    def __init__(self, folder: Path, keep_latest_k: int = 0) -> None:
+        self.folder = folder
+        self._keep_latest_k = keep_latest_k
+
+    def names(self) -> list[str]:
+        """Give the names of the checkpoints there, whole or not, oldest first."""
+        found = self.folder.glob(f"{_STEP_PREFIX}*") if self.folder.is_dir() else ()
+        return sorted(path.name for path in found if path.name.removeprefix(_STEP_PREFIX).isdigit())
+
+    def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> str:
+        """Write one checkpoint.
+
+        Args:
+            step: The steps trained so far.
+            tensors: Tensors and DTensors; a plain tensor that only one rank has is saved from there.
+            state: Values that JSON can hold, the same on all ranks.
+
+        Returns:
+            The checkpoint's name.
+        """
+        name = f"{_STEP_PREFIX}{step:08d}"
+        target = self.folder / name
+        if dist.get_rank() == 0:
+            _remove(target)
+            target.mkdir(parents=True)
+            (target / STATE).write_text(json.dumps(state, indent=1))
+        dist.barrier()
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(target))
+
+        files = sorted(path.name for path in target.iterdir())
+        entries: dict[str, dict[str, Any]] = {}
+        for part in _gathered({file: _digest(target / file) for file in _share(files)}):
+            entries.update(part)
+        if dist.get_rank() == 0:
+            manifest = {"step": step, "files": dict(sorted(entries.items()))}
+            _write_at_once(target / MANIFEST, json.dumps(manifest, indent=1))
+            if self._keep_latest_k:
+                whole = [other for other in self.names() if (self.folder / other / MANIFEST).exists()]
+                for other in whole[: -self._keep_latest_k]:
+                    _remove(self.folder / other)
+        dist.barrier()
+        return name
+
+    def problem(self, name: str) -> str:
+        """Say what is wrong with a checkpoint, having opened nothing but the manifest and the files it lists.
+
+        Args:
+            name: The checkpoint.
+
+        Returns:
+            What is wrong, the same text on all ranks; empty if the checkpoint is whole.
+        """
+        folder = self.folder / name
+        if not folder.is_dir():
+            found = "there is no such checkpoint"
+            problems = [f"{found} (there are {', '.join(self.names()) or 'none'})"]
+        else:
+            try:
+                files = _read_manifest(folder / MANIFEST)
+                problems = [
+                    text for file in _share(sorted(files)) if (text := _difference(folder, file, files[file]))
+                ]
+            except CheckpointError as error:
+                problems = [str(error)]
+        everyones = [problem for part in _gathered(problems) for problem in part]
+        return "; ".join(dict.fromkeys(everyones))
+
+    def newest_whole(self, before: str = "") -> tuple[str, dict[str, str]]:
+        """Find the newest whole checkpoint.
+
+        Args:
+            before: Only look at checkpoints older than this one.
+
+        Returns:
+            Its name, empty if there is none, and what is wrong with each newer one.
+        """
+        broken: dict[str, str] = {}
+        for name in reversed([name for name in self.names() if not before or name < before]):
+            broken[name] = self.problem(name)
+            if not broken[name]:
+                del broken[name]
+                return name, broken
+        return "", broken
+
+    def load(
+        self, name: str, tensors: dict[str, torch.Tensor], optional: frozenset[str] = frozenset()
+    ) -> dict[str, Any]:
+        """Verify a checkpoint, then fill tensors from it in place.
+
+        Args:
+            name: The checkpoint.
+            tensors: What to fill, of the names and shapes that were saved.
+            optional: Those of them that stay as they are where the checkpoint lacks them.
+
+        Returns:
+            The plain values that were saved with it.
+
+        Raises:
+            CheckpointError: If it is not whole (the message names the newest whole one before it), or if it
+                holds tensors of other names or shapes.
+        """
+        if problem := self.problem(name):
+            older, _ = self.newest_whole(before=name)
+            advice = (
+                f"Resume with --checkpoint.resume {older}" if older else "No checkpoint before it is whole"
+            )
+            raise CheckpointError(f"Checkpoint {name} in {self.folder} is refused: {problem}. {advice}.")
+        reader = _VerifiedReader(self.folder / name)
+        metadata = reader.read_metadata()
+        wanted = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if key in metadata.state_dict_metadata or key not in optional
+        }
+        _check_same_tensors(name, metadata, wanted)
+        dcp.load(wanted, storage_reader=reader)
+        state: dict[str, Any] = json.loads((self.folder / name / STATE).read_text())
+        return state
+
+
+class _VerifiedReader(dcp.FileSystemReader):
+    """Reads tensors only, from the files of the manifest; unpickles no class but those of DCP's index."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        files = _read_manifest(self._folder / MANIFEST)
+        with (self._folder / _DCP_INDEX).open("rb") as file:
+            metadata: Metadata = _IndexUnpickler(file).load()
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(
+                    f"Checkpoint {self._folder} is refused: {key} is no tensor but a pickle."
+                )
+        for key, place in metadata.storage_data.items():
+            if place.relative_path not in files:
+                raise CheckpointError(
+                    f"Checkpoint {self._folder} is refused: {key.fqn} is in {place.relative_path!r}, which "
+                    "the manifest does not list."
+                )
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        if (known and "." not in name) or (module, name) in _PLAIN_CLASSES:
+            return super().find_class(module, name)
+        raise CheckpointError(f"The checkpoint's index is refused: it asks for {module}.{name}.")
+
+
+_PLAIN_CLASSES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+
+
+def _check_same_tensors(name: str, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
+    saved: dict[str, Any] = metadata.state_dict_metadata
+    for key, tensor in tensors.items():
+        if key not in saved:
+            raise CheckpointError(
+                f"Checkpoint {name} has no tensor {key}: it was saved by another model or optimizer."
+            )
+        if saved[key].size != tensor.size():
+            raise CheckpointError(
+                f"Checkpoint {name} has {key} of shape {tuple(saved[key].size)}, this run's is "
+                f"{tuple(tensor.size())}. Resume with the model settings of the run that saved it."
+            )
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"it has no {MANIFEST}, so saving it was cut short")
+    try:
+        files = json.loads(path.read_text())["files"]
+        entries = {
+            str(file): {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for file, e in files.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+    for file in entries:
+        if file != os.path.basename(file) or file in ("", ".", ".."):
+            raise CheckpointError(f"its {MANIFEST} lists {file!r}, which is not a file of its folder")
+    for file in (_DCP_INDEX, STATE):
+        if file not in entries:
+            raise CheckpointError(f"its {MANIFEST} does not list {file}")
+    return entries
+
+
+def _difference(folder: Path, file: str, entry: dict[str, Any]) -> str:
+    path = folder / file
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        return f"{file} is not a regular file"
+    if not path.exists():
+        return f"{file} is missing"
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        return f"{file} has {size} bytes where the manifest says {entry['bytes']}"
+    if _digest(path) != entry:
+        return f"the digest of {file} differs from the manifest's"
+    return ""
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _share(files: list[str]) -> list[str]:
+    return files[dist.get_rank() :: dist.get_world_size()]
+
+
+def _gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)

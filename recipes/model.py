@@ -1,0 +1,136 @@
+"""The Llama of transformers: converted to float8, sharded by FSDP2, its weights drawn after sharding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from settings import Settings
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import f8sub
+
+SIZES: dict[str, dict[str, Any]] = {
+    "debug": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+    "60m": {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[Any, str]:
+    """Make the model, convert it, shard it and draw its weights.
+
+    The weights depend on the seed and the model alone: not on the number of ranks, float8, torch.compile or
+    activation checkpointing.
+
+    Args:
+        settings: Size, precision, float8, compile, activation checkpointing and seed.
+        vocab_size: Number of token ids.
+        mesh: The ranks to shard over.
+
+    Returns:
+        The sharded model, which is both an FSDPModule and a LlamaForCausalLM, and one line about what float8
+        covers.
+    """
+    config = LlamaConfig(
+        **SIZES[settings.model.size],
+        vocab_size=-(-vocab_size // 16) * 16,
+        max_position_embeddings=settings.training.seq_len,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    report = "float8: off"
+    if settings.float8_recipe:
+        f8sub.convert_to_float8(
+            model,
+            recipe=settings.float8_recipe,
+            skip=settings.float8.skip,
+            float8_all_gather=settings.float8.all_gather,
+            backend=settings.float8.backend,
+        )
+        report = f"float8: {f8sub.conversion_report(model)}"
+
+    layers = model.model.layers
+    for index, block in enumerate(layers):
+        if settings.activation_checkpoint.enabled:
+            block = checkpoint_wrapper(block)
+        if settings.compile.enabled:
+            block = torch.compile(block, fullgraph=True)
+        layers[index] = block
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, settings.training.dtype), reduce_dtype=torch.float32
+    )
+    reshard = settings.training.reshard_after_forward
+    for block in layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    model.to_empty(device=mesh.device_type)
+    draw_weights(model, config, settings.training.seed)
+    return model, report
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, config: LlamaConfig, seed: int) -> None:
+    """Fill a sharded model with the initial weights that transformers gives an unsharded one.
+
+    One layer at a time is drawn in full on every rank, from the same seed, and each rank keeps its shard.
+
+    Args:
+        model: The sharded model, its memory allocated.
+        config: What the model was made from.
+        seed: Seed of the draw; torch's global generators are left seeded with it.
+    """
+    torch.manual_seed(seed)
+    with torch.device("meta"):
+        unsharded: Any = LlamaForCausalLM(config)
+    targets = {
+        name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): tensor
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+    for prefix, layer in unsharded.named_modules():
+        own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        names = [name for name, _ in own]
+        if not names:
+            continue
+        device = targets[f"{prefix}.{names[0]}"].device
+        layer.to_empty(device=device, recurse=False)
+        unsharded._init_weights(layer)
+        for name in names:
+            target, full = targets[f"{prefix}.{name}"], getattr(layer, name)
+            if isinstance(target, DTensor):
+                full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+            target.copy_(full)
+        layer.to_empty(device="meta", recurse=False)

@@ -1,0 +1,345 @@
+r"""Pretrain a Llama in float8 under FSDP2: a plain PyTorch loop to copy.
+
+    torchrun --nproc-per-node 8 recipes/pretrain.py \
+        --job.config_file recipes/pretrain.toml --float8.recipe rowwise
+
+Runs on CUDA (NCCL) and on the CPU (gloo), on any number of ranks; one process needs no torchrun. ``--help``
+lists the settings, ``--compare bf16`` trains twice and plots both losses.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from checkpoint import CheckpointError, Checkpoints
+from compare import compare
+from data import DataError, PackedSequences, load_tokenizer
+from metrics import Metrics, peak_memory_gib
+from model import build_model
+from settings import Settings, SettingsError, as_dict, parse
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from traffic import count_traffic
+
+import f8sub
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Trainer:
+    """One run: model, optimizer and data, and the loop over them."""
+
+    def __init__(self, settings: Settings, mesh: DeviceMesh, stop: StopRequest, title: str) -> None:
+        self.settings = settings
+        self.stop = stop
+        self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
+        self.device = torch.device(mesh.device_type)
+        self.tokenizer = load_tokenizer(settings.data.tokenizer)
+        self.train_data = PackedSequences(settings, self.tokenizer, "train", self.rank, self.world_size)
+        self.model, report = build_model(settings, self.tokenizer.vocab_size, mesh)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings.optimizer.lr,
+            betas=(settings.optimizer.beta1, settings.optimizer.beta2),
+            eps=settings.optimizer.eps,
+            weight_decay=settings.optimizer.weight_decay,
+        )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.training.dtype == "float16")
+        folder = Path(settings.job.dump_folder)
+        self.checkpoints = Checkpoints(folder / "checkpoints", settings.checkpoint.keep_latest_k)
+        self.metrics = Metrics(settings, folder, self.rank, title)
+        self.step = 0
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.metrics.say(
+            f"{title}: {settings.model.size} Llama, {parameters:,} parameters, {self.world_size} ranks on "
+            f"{self.device.type}, {report}"
+        )
+
+    def run(self) -> bool:
+        """Train to the last step, or to a step at which some rank was asked to stop.
+
+        Returns:
+            Whether the run came to its last step.
+        """
+        settings = self.settings
+        self.resume()
+        if settings.float8_recipe:
+            f8sub.precompute_scales(self.model)
+        with self.metrics, count_traffic() as traffic:
+            self.metrics.open(self.step + 1)
+            while self.step < settings.training.steps:
+                started, gathered, reduced = (
+                    time.monotonic(),
+                    traffic.all_gather_bytes,
+                    traffic.amax_all_reduces,
+                )
+                record = self.train_step()
+                seconds = time.monotonic() - started
+                record["tokens_per_second"] = self.tokens_per_step() / seconds
+                record["memory"] = peak_memory_gib(self.device)
+                record["all_gather_bytes"] = traffic.all_gather_bytes - gathered
+                record["amax_all_reduces"] = traffic.amax_all_reduces - reduced
+                last = self.step == settings.training.steps
+                stopping = record.pop("stopping") and not last
+                self.metrics.write({**record, "time": time.time()})
+                self.metrics.show(record)
+                if _due(self.step, settings.eval.interval, last) and not stopping:
+                    self.evaluate()
+                if _due(self.step, settings.checkpoint.interval, last) or stopping:
+                    self.save()
+                if stopping:
+                    self.metrics.say(f"Stopped by a signal after step {self.step}.")
+                    return False
+        return True
+
+    def train_step(self) -> dict[str, Any]:
+        """Train one step.
+
+        Returns:
+            The step's metrics, and whether the run stops here because some rank was asked to.
+
+        Raises:
+            FloatingPointError: If the loss is not finite.
+        """
+        training = self.settings.training
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro_batch in range(training.gradient_accumulation_steps):
+            last = micro_batch == training.gradient_accumulation_steps - 1
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+            loss = self.loss(self.train_data) / training.gradient_accumulation_steps
+            self.scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm or math.inf)
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+        rate = learning_rate(self.settings, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.settings.float8_recipe:
+            f8sub.precompute_scales(self.model)
+        self.step += 1
+
+        # One all-reduce for both: the ranks agree on the step at which they stop.
+        shared = torch.stack([loss_sum, torch.full_like(loss_sum, float(self.stop.requested))])
+        dist.all_reduce(shared)
+        loss_value, stopping = shared[0].item() / self.world_size, shared[1].item() > 0
+        if not math.isfinite(loss_value):
+            raise FloatingPointError(
+                f"The loss of step {self.step} is {loss_value}. Resume from a checkpoint before it "
+                "(--checkpoint.resume newest) with a lower --optimizer.lr."
+            )
+        return {
+            "step": self.step,
+            "loss": loss_value,
+            "grad_norm": float(grad_norm),
+            "lr": rate,
+            "stopping": stopping,
+        }
+
+    def loss(self, data: PackedSequences) -> torch.Tensor:
+        """Give the mean loss of this rank's next sequences."""
+        batch = data.next_batch(self.settings.training.local_batch_size).to(self.device)
+        logits = self.model(input_ids=batch[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Write the mean loss on the first batches of the documents kept aside."""
+        data = PackedSequences(self.settings, self.tokenizer, "eval", self.rank, self.world_size)
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _ in range(self.settings.eval.batches):
+            total += self.loss(data)
+        self.model.train()
+        dist.all_reduce(total)
+        loss = total.item() / self.settings.eval.batches / self.world_size
+        self.metrics.write({"step": self.step, "eval_loss": loss, "time": time.time()})
+        self.metrics.say(f"{self.metrics.title}  step {self.step}  eval loss {loss:.4f}")
+
+    def tokens_per_step(self) -> int:
+        """Give the tokens that all ranks together train on in a step."""
+        training = self.settings.training
+        sequences = training.local_batch_size * training.gradient_accumulation_steps * self.world_size
+        return sequences * training.seq_len
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Give all tensors of the training state under the names that checkpoints use."""
+        tensors: dict[str, Any] = {f"model.{name}": v for name, v in get_model_state_dict(self.model).items()}
+        optimizer = self.optimizer_state()
+        tensors |= {f"optimizer.{name}": v for name, v in optimizer.items() if isinstance(v, torch.Tensor)}
+        tensors[f"rng.cpu.{self.rank}"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors[f"rng.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
+        return tensors
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Give the optimizer's state and hyperparameters under the parameters' names, flat."""
+        return get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+
+    def save(self) -> None:
+        """Save everything that the next step depends on."""
+        state = {
+            "step": self.step,
+            "data": self.train_data.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "settings": as_dict(self.settings),
+        }
+        name = self.checkpoints.save(self.step, self.tensors(), state)
+        self.metrics.say(f"Saved {self.checkpoints.folder / name}")
+
+    def resume(self) -> None:
+        """Go to the checkpoint that ``checkpoint.resume`` asks for, if it asks for one.
+
+        Raises:
+            CheckpointError: If it is not whole or of another run, or if a new run would mix its checkpoints
+                with those of an older one.
+        """
+        name = self.settings.checkpoint.resume
+        if not name:
+            if there := self.checkpoints.names():
+                raise CheckpointError(
+                    f"{self.checkpoints.folder} has checkpoints of an earlier run, up to {there[-1]}. Go on "
+                    "from them with --checkpoint.resume newest, or start anew in another --job.dump_folder."
+                )
+            return
+        if name == "newest":
+            name, broken = self.checkpoints.newest_whole()
+            for other, problem in broken.items():
+                self.metrics.say(f"Checkpoint {other} is refused: {problem}.")
+            if not name and broken:
+                raise CheckpointError(
+                    f"No checkpoint in {self.checkpoints.folder} is whole. "
+                    "Start anew in another --job.dump_folder."
+                )
+            if not name:
+                self.metrics.say(f"No checkpoint in {self.checkpoints.folder} yet: starting at step 1.")
+                return
+        tensors = self.tensors()
+        random_states = frozenset(key for key in tensors if key.startswith("rng."))
+        state = self.checkpoints.load(name, tensors, optional=random_states)
+        set_model_state_dict(self.model, _under(tensors, "model."))
+        optimizer = {**self.optimizer_state(), **_under(tensors, "optimizer.")}
+        set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=FLAT)
+        torch.set_rng_state(tensors[f"rng.cpu.{self.rank}"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[f"rng.cuda.{self.rank}"], self.device)
+        self.train_data.load_state_dict(state["data"])
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.step = state["step"]
+        self.metrics.say(f"Resumed from {self.checkpoints.folder / name}")
+
+
+class StopRequest:
+    """Whether SIGTERM or SIGINT has asked this process to save and stop."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.requested = True
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Give the learning rate of a step: linear warmup, then a cosine.
+
+    Args:
+        settings: Peak rate, warmup, floor and length of the run.
+        step: Steps trained before this one.
+
+    Returns:
+        The rate.
+    """
+    peak, schedule = settings.optimizer.lr, settings.lr_scheduler
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    done = (step - schedule.warmup_steps) / max(1, settings.training.steps - schedule.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * cosine)
+
+
+@contextmanager
+def joined_ranks(settings: Settings) -> Iterator[DeviceMesh]:
+    """Join the ranks that torchrun started, or be the only one.
+
+    Args:
+        settings: Which device to use.
+
+    Yields:
+        The mesh of all ranks.
+
+    Raises:
+        SettingsError: If CUDA was asked for and a rank would have no GPU.
+    """
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    kind = settings.training.device
+    if kind == "auto":
+        kind = "cuda" if gpus >= local_ranks else "cpu"
+    if kind == "cuda" and gpus < local_ranks:
+        raise SettingsError(
+            f"--training.device cuda with {local_ranks} ranks on this machine, which has {gpus} GPUs: start "
+            "at most one rank a GPU, or use --training.device cpu."
+        )
+    options: dict[str, Any] = {"backend": "gloo"}
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+        torch.set_float32_matmul_precision("high")
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", local_rank)}
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**options)
+    yield init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run the job that the command line describes."""
+    rank = os.environ.get("RANK", "0")
+    try:
+        settings = parse()
+        stop = StopRequest()
+        with joined_ranks(settings) as mesh:
+            if settings.compare:
+                compare(settings, lambda one, title: Trainer(one, mesh, stop, title).run())
+            else:
+                Trainer(settings, mesh, stop, settings.float8_recipe or settings.training.dtype).run()
+    except (SettingsError, DataError, CheckpointError, FloatingPointError) as error:
+        sys.exit(f"rank {rank}: {error}")
+
+
+def _due(step: int, interval: int, last: bool) -> bool:
+    return interval > 0 and (last or step % interval == 0)
+
+
+def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+if __name__ == "__main__":
+    main()

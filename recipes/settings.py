@@ -1,0 +1,323 @@
+"""Settings of the training job: a TOML file, overridden by ``--section.key value`` on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+
+class SettingsError(ValueError):
+    """A setting that the job does not have, or a value that it cannot take."""
+
+
+def _parse_flag(words: list[str]) -> bool:
+    choices = {"true": True, "false": False}
+    if words[0].lower() not in choices:
+        raise ValueError(f"got {words[0]!r}, expected true or false")
+    return choices[words[0].lower()]
+
+
+Flag = Annotated[
+    bool,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{true,false}",
+        instance_from_str=_parse_flag,
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Where the settings come from and where the results go."""
+
+    config_file: str = ""
+    """TOML file with the sections of this page; the command line overrides it."""
+    dump_folder: str = "runs/pretrain"
+    """Folder for metrics.jsonl, TensorBoard files and checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The Llama to train, with random weights."""
+
+    size: Literal["debug", "60m", "1b", "8b"] = "debug"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The text to train on."""
+
+    source: str = "stdlib"
+    """A text, jsonl or parquet file, a folder of them, the name of a Hugging Face dataset (owner/name or
+    owner/name:config), or "stdlib": the Python source of the standard library on this machine."""
+    text_field: str = "text"
+    """The column of jsonl, parquet and Hugging Face data that holds the text."""
+    tokenizer: str = "byte"
+    """"byte", or a folder with a tokenizer that transformers can load."""
+    eval_every_nth: int = 20
+    """One document in so many is kept for evaluation and never trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW."""
+
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScheduler:
+    """Linear warmup, then a cosine down to ``min_lr_factor`` of the rate."""
+
+    warmup_steps: int = 10
+    min_lr_factor: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Length, batch and precision of the run."""
+
+    steps: int = 100
+    seq_len: int = 256
+    local_batch_size: int = 8
+    """Sequences of one rank in one micro-batch."""
+    gradient_accumulation_steps: int = 1
+    max_norm: float = 1.0
+    """Gradients are clipped to this norm; 0 does not clip."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """What the forward and backward compute in; the master weights are float32. float16 uses a GradScaler."""
+    reshard_after_forward: Flag = True
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """What f8sub converts; everything else stays in ``training.dtype``."""
+
+    enabled: Flag = True
+    recipe: str = "tensorwise"
+    """A name that f8sub.recipe_names() lists; empty is the same as enabled = false."""
+    all_gather: Flag = True
+    """Gather the weights as float8 codes."""
+    skip: tuple[str, ...] = ("lm_head",)
+    """Globs over the names of the layers that stay as they are."""
+    backend: Literal["auto", "scaled_mm", "triton", "reference"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """torch.compile, block by block."""
+
+    enabled: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpoint:
+    """Recompute the forward of each block in backward instead of keeping its activations."""
+
+    enabled: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Whole states to resume from, in ``dump_folder/checkpoints``."""
+
+    interval: int = 0
+    """Save after so many steps and at the end; 0 saves only when SIGTERM or SIGINT stops the job."""
+    keep_latest_k: int = 0
+    """Older whole checkpoints are deleted; 0 keeps all."""
+    resume: str = ""
+    """"newest": the newest whole checkpoint, or a fresh start where there is none yet. A name such as
+    step-00000100: that one. Empty: a fresh start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Loss on the documents kept aside."""
+
+    interval: int = 50
+    """Evaluate after so many steps and at the end; 0 never does."""
+    batches: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is shown and written while training."""
+
+    log_interval: int = 10
+    """Print a line after so many steps where there is no terminal for the progress bar."""
+    tensorboard: Flag = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Pretrain a Llama, in float8 or not, under FSDP2."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LrScheduler = field(default_factory=LrScheduler)
+    training: Training = field(default_factory=Training)
+    float8: Float8 = field(default_factory=Float8)
+    compile: Compile = field(default_factory=Compile)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    eval: Eval = field(default_factory=Eval)
+    metrics: Metrics = field(default_factory=Metrics)
+    compare: Literal["", "bf16"] = ""
+    """Train once in float8 and once in this, on the same data from the same seed, and plot both losses."""
+
+    @property
+    def float8_recipe(self) -> str:
+        """The recipe in use; empty for a run without float8."""
+        return self.float8.recipe if self.float8.enabled else ""
+
+
+def parse(args: Sequence[str] | None = None) -> Settings:
+    """Read the TOML file that ``--job.config_file`` names, then the rest of the command line over it.
+
+    Args:
+        args: The command line without the program; ``sys.argv[1:]`` when None.
+
+    Returns:
+        Settings whose every value was checked.
+
+    Raises:
+        SettingsError: If the file has a key that does not exist or a value of the wrong type, or if a value
+            is out of range.
+        SystemExit: If the command line has an option that does not exist (the message names it).
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    path = _config_file(args)
+    defaults = _from_toml(Path(path)) if path else Settings()
+    settings: Settings = tyro.cli(
+        Settings,
+        args=args,
+        default=defaults,
+        description="Pretrain a Llama, in float8 or not, under FSDP2.",
+        config=(tyro.conf.FlagConversionOff,),
+        use_underscores=True,
+    )
+    _check_ranges(settings)
+    return settings
+
+
+def as_dict(settings: Settings) -> dict[str, Any]:
+    """Give the settings as nested dicts of plain values, for JSON."""
+    return dataclasses.asdict(settings)
+
+
+def _config_file(args: Sequence[str]) -> str:
+    for position, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name.replace("-", "_") == "__job.config_file":
+            return value if equals else "".join(args[position + 1 : position + 2])
+    return ""
+
+
+def _from_toml(path: Path) -> Settings:
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"--job.config_file {path}: cannot be read ({error.strerror}).") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--job.config_file {path}: is not TOML ({error}).") from error
+    sections = get_type_hints(Settings, include_extras=True)
+    values: dict[str, Any] = {}
+    for name, content in document.items():
+        _check_known(str(path), name, sections)
+        if not dataclasses.is_dataclass(sections[name]):
+            values[name] = _checked(f"{path}: {name}", content, sections[name])
+        elif not isinstance(content, dict):
+            raise SettingsError(f"{path}: {name} is a section ([{name}]), but the file gives it {content!r}.")
+        else:
+            values[name] = _section(f"{path}: [{name}]", sections[name], content)
+    return Settings(**values)
+
+
+def _section(where: str, cls: Any, content: dict[str, Any]) -> Any:
+    fields = get_type_hints(cls, include_extras=True)
+    for key in content:
+        _check_known(where, key, fields)
+    return cls(**{key: _checked(f"{where} {key}", value, fields[key]) for key, value in content.items()})
+
+
+def _check_known(where: str, key: str, known: dict[str, Any]) -> None:
+    if key not in known:
+        close = difflib.get_close_matches(key, known, n=1)
+        advice = f"Did you mean {close[0]!r}?" if close else f"It knows {', '.join(known)}."
+        raise SettingsError(f"{where}: unknown key {key!r}. {advice}")
+
+
+def _checked(where: str, value: Any, annotation: Any) -> Any:
+    if annotation == Flag:
+        annotation = bool
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        if value not in choices:
+            raise SettingsError(f"{where} = {value!r}: expected one of {', '.join(map(repr, choices))}.")
+        return value
+    if get_origin(annotation) is tuple:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise SettingsError(f"{where} = {value!r}: expected a list of strings.")
+        return tuple(value)
+    if annotation is float and type(value) is int:
+        return float(value)
+    if type(value) is not annotation:
+        raise SettingsError(
+            f"{where} = {value!r}: expected {annotation.__name__}, got {type(value).__name__}."
+        )
+    return value
+
+
+def _check_ranges(settings: Settings) -> None:
+    minima = {
+        "data.eval_every_nth": 2,
+        "lr_scheduler.warmup_steps": 0,
+        "training.steps": 1,
+        "training.seq_len": 1,
+        "training.local_batch_size": 1,
+        "training.gradient_accumulation_steps": 1,
+        "training.max_norm": 0,
+        "checkpoint.interval": 0,
+        "checkpoint.keep_latest_k": 0,
+        "eval.interval": 0,
+        "eval.batches": 1,
+        "metrics.log_interval": 1,
+        "optimizer.lr": 0,
+        "optimizer.weight_decay": 0,
+    }
+    for name, minimum in minima.items():
+        section, key = name.split(".")
+        value = getattr(getattr(settings, section), key)
+        if not value >= minimum:
+            raise SettingsError(f"{name} = {value}: must be at least {minimum}.")
+    if settings.compare and not settings.float8_recipe:
+        raise SettingsError(
+            "--compare bf16 trains in float8 first, but float8 is off (float8.enabled = "
+            f"{str(settings.float8.enabled).lower()}, float8.recipe = {settings.float8.recipe!r})."
+        )
+    if settings.compare and settings.training.dtype != "bfloat16":
+        raise SettingsError(
+            f"--compare bf16 with training.dtype = {settings.training.dtype!r}: the run beside float8 would "
+            "not be bf16. Use --training.dtype bfloat16."
+        )
+    if settings.compare and settings.checkpoint.resume:
+        raise SettingsError("--compare bf16 starts two new runs: leave checkpoint.resume empty.")

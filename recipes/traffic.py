@@ -1,0 +1,53 @@
+"""Count what goes over the wire, at the calls that FSDP2 and f8sub make to ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Traffic:
+    """What this rank has gathered and all-reduced since counting began."""
+
+    all_gather_bytes: int = 0
+    """Bytes that came out of all-gathers: of all ranks together, this one's own shard included."""
+    amax_all_reduces: int = 0
+    """All-reduces that take the maximum, as those of the scales do and no others here."""
+
+
+@contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Count collectives until the end of the ``with`` block.
+
+    Yields:
+        The running totals.
+    """
+    traffic = Traffic()
+
+    def counted_all_gather(call: Callable[..., Any]) -> Callable[..., Any]:
+        def all_gather(output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            traffic.all_gather_bytes += output_tensor.numel() * output_tensor.element_size()
+            return call(output_tensor, *args, **kwargs)
+
+        return all_gather
+
+    all_reduce_call = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        traffic.amax_all_reduces += op == dist.ReduceOp.MAX
+        return all_reduce_call(tensor, op, *args, **kwargs)
+
+    with ExitStack() as patches:
+        # torch <= 2.12 has the first name only; FSDP2 of 2.13 calls the second.
+        for name in ("all_gather_into_tensor", "all_gather_single"):
+            if hasattr(dist, name):
+                patches.enter_context(mock.patch.object(dist, name, counted_all_gather(getattr(dist, name))))
+        patches.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
+        yield traffic

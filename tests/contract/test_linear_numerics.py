@@ -1,0 +1,215 @@
+"""y, dx, dw, the bias gradient, and all codes and scales of a converted layer, against the float64 oracle."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from tests import oracle
+from tests.budgets import excess
+from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make, spread_columns
+
+RECIPES = f8sub.recipe_names()
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPES = {
+    "64x48-to-32": ((64, 48), 32),
+    "13x64-to-48": ((13, 64), 48),
+    "1x32-to-16": ((1, 32), 16),
+    "2x5x32-to-64": ((2, 5, 32), 64),
+    "40x512-to-16": ((40, 512), 16),
+}
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_data_set = pytest.mark.parametrize("data", DATA_SETS, ids=list(DATA_SETS))
+on_each_operand = pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=["x", "w", "dy"])
+
+
+def test_the_oracle_knows_every_recipe():
+    assert sorted(oracle.RECIPES) == sorted(RECIPES)
+
+
+def converted(recipe: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    model = f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)
+    assert isinstance(model[0], f8sub.Float8Linear)
+    return model[0]
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def step(layer: nn.Linear, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    results = {"y": flat(y), "dx": flat(x.grad), "dw": layer.weight.grad}
+    if layer.bias is not None:
+        results["db"] = layer.bias.grad[None]
+    return results
+
+
+def assert_within_budget(results: dict[str, torch.Tensor], products: dict[str, oracle.Product]) -> None:
+    worst = {name: excess(result, products[name]) for name, result in results.items()}
+    assert all(ratio <= 1 for ratio in worst.values()), f"errors in units of their budgets: {worst}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=list(SHAPES))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"], ids=["fp32", "bf16"])
+@on_each_data_set
+@on_each_recipe
+def test_the_three_products_and_the_bias_gradient(recipe, data, dtype, shape):
+    dtype = DTYPES[dtype]
+    x_shape, rows = SHAPES[shape]
+    x = make(data, x_shape, 1, dtype)
+    w = make(data, (rows, x_shape[-1]), 2, dtype)
+    dy = make(data, (*x_shape[:-1], rows), 3, dtype)
+    bias = make(data, (1, rows), 4, dtype)[0]
+    results = step(converted(recipe, w, bias), x, dy)
+    assert {tensor.dtype for tensor in results.values()} == {dtype}
+    assert_within_budget(results, oracle.linear(recipe, flat(x), w, flat(dy), bias))
+
+
+@on_each_recipe
+def test_fp16(recipe):
+    x, w, dy = (make("gaussian", shape, 5, torch.float16) for shape in ((24, 64), (32, 64), (24, 32)))
+    assert_within_budget(step(converted(recipe, w), x, dy), oracle.linear(recipe, x, w, dy))
+
+
+@on_each_recipe
+def test_autocast_casts_first_and_returns_each_gradient_in_its_own_dtype(recipe):
+    x, w, dy = make("gaussian", (24, 64), 1), make("gaussian", (32, 64), 2), make("gaussian", (24, 32), 3)
+    layer, x_leaf = converted(recipe, w), x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x_leaf)
+    y.backward(dy.bfloat16())
+    assert (y.dtype, x_leaf.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, x.dtype, w.dtype)
+    products = oracle.linear(recipe, x.bfloat16(), w.bfloat16(), dy.bfloat16())
+    results = {"y": y, "dx": x_leaf.grad.bfloat16(), "dw": layer.weight.grad.bfloat16()}
+    assert_within_budget(results, products)
+
+
+@on_each_recipe
+def test_dgrad_reads_columns_derived_from_the_rowwise_codes(recipe):
+    """Columns over e^4: codes derived and codes cast directly differ, and the budget tells them apart."""
+    x, dy = make("gaussian", (32, 64), 1), make("gaussian", (32, 48), 3)
+    w = spread_columns(make("gaussian", (48, 64), 2))
+    dx = step(converted(recipe, w), x, dy)["dx"]
+    right = oracle.linear(recipe, x, w, dy)["dx"]
+    direct = oracle.quantize(oracle.to_numpy(w).T.copy(), oracle.RECIPES[recipe]["w"])
+    assert excess(dx, right) <= 1
+    assert (excess(dx, oracle.Product(right.a, direct.values)) > 1) == (recipe != "tensorwise")
+
+
+@on_each_recipe
+def test_a_shared_scale_of_the_batch_is_not_taken_per_microbatch(recipe):
+    """Leading dimensions are one matrix: a 3-D x gives what its flattened rows give, bitwise."""
+    x, w, dy = (
+        make("lognormal", (4, 8, 32), 1),
+        make("gaussian", (16, 32), 2),
+        make("gaussian", (4, 8, 16), 3),
+    )
+    deep, shallow = step(converted(recipe, w), x, dy), step(converted(recipe, w), flat(x), flat(dy))
+    for name, result in deep.items():
+        assert torch.equal(result, shallow[name]), name
+
+
+def same_bits(a: torch.Tensor, b: np.ndarray) -> bool:
+    return a.dtype == torch.float32 and np.array_equal(a.numpy().view(np.int32), b.view(np.int32))
+
+
+def assert_bitwise(operand: f8sub.formats.Operand, expected: oracle.Quantized) -> None:
+    assert operand.data.dtype == oracle.TORCH_DTYPES[expected.spec.format]
+    assert operand.data.is_contiguous()
+    codes = operand.data.view(torch.uint8)
+    wrong = (codes != expected.codes_as()).sum().item() if codes.shape == expected.codes.shape else "all"
+    assert wrong == 0, f"{wrong} of {expected.codes.size} codes differ"
+    assert tuple(operand.scale_inv.shape) == expected.scale_inv.shape
+    assert same_bits(operand.scale_inv, expected.scale_inv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=list(DTYPES))
+@on_each_operand
+@on_each_data_set
+@on_each_recipe
+def test_codes_and_scales_are_the_oracles(recipe, data, operand, dtype):
+    for shape in ((32, 48), (13, 64), (1, 16), (257, 16)):
+        matrix = make(data, shape, 11, DTYPES[dtype])
+        if not matrix.isfinite().all():
+            matrix = matrix.nan_to_num(posinf=1e4, neginf=-1e4)
+        quantized = f8sub.quantize(matrix, recipe, operand=operand)
+        for usage, expected in zip(
+            (quantized.rowwise, quantized.columnwise), oracle.operands(recipe, operand, matrix), strict=True
+        ):
+            assert_bitwise(usage, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=list(DTYPES))
+@on_each_operand
+@on_each_recipe
+def test_edge_values_are_the_oracles(recipe, operand, dtype):
+    for name, matrix in edge_values(DTYPES[dtype]).items():
+        if name.startswith("largest") and DTYPES[dtype] is not torch.float16:
+            continue  # clamped below the end of float32's range: the next test
+        quantized = f8sub.quantize(matrix, recipe, operand=operand)
+        for usage, expected in zip(
+            (quantized.rowwise, quantized.columnwise), oracle.operands(recipe, operand, matrix), strict=True
+        ):
+            assert_bitwise(usage, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=list(DTYPES))
+@on_each_operand
+@on_each_recipe
+def test_the_largest_number_comes_back_finite_and_near(recipe, operand, dtype):
+    matrix = edge_values(DTYPES[dtype])["largest_among_gaussian"]
+    quantized = f8sub.quantize(matrix, recipe, operand=operand)
+    for back in (quantized.dequantize().double(), quantized.t().dequantize().double().t()):
+        assert back.isfinite().all()
+        largest = matrix.double().abs() == matrix.double().abs().max()
+        assert (back[largest] / matrix.double()[largest] - 1).abs().max() <= 0.125
+
+
+@on_each_operand
+@on_each_recipe
+def test_non_finite_elements_stay_where_they_are(recipe, operand):
+    matrix = gaussian((32, 48), generator(2))
+    matrix[3, 4], matrix[7, 9], matrix[20, 0] = float("nan"), float("inf"), float("-inf")
+    bad = ~matrix.isfinite()
+    quantized = f8sub.quantize(matrix, recipe, operand=operand)
+    expected = oracle.operands(recipe, operand, matrix)
+    for usage, right, where in zip(
+        (quantized.rowwise, quantized.columnwise), expected, (bad, bad.t()), strict=True
+    ):
+        assert torch.equal(usage.data.float().isnan(), where)
+        assert torch.equal(usage.data.view(torch.uint8)[~where], right.codes_as()[~where])
+        assert same_bits(usage.scale_inv, right.scale_inv)
+
+
+@on_each_recipe
+def test_dequantize_is_the_oracles_value(recipe):
+    matrix = make("lognormal", (32, 48), 8)
+    quantized = f8sub.quantize(matrix, recipe)
+    values = torch.from_numpy(oracle.operands(recipe, "x", matrix)[0].values)
+    assert torch.equal(quantized.dequantize(), values.float())
+    assert torch.equal(quantized.t().dequantize(), torch.from_numpy(oracle_columns(recipe, matrix)).float())
+
+
+def oracle_columns(recipe: str, matrix: torch.Tensor) -> np.ndarray:
+    return oracle.operands(recipe, "x", matrix)[1].values
+
+
+@pytest.mark.parametrize("kept", ["rowwise", "columnwise"], ids=["rowwise", "columnwise"])
+@on_each_recipe
+def test_one_usage_alone_is_the_same_usage(recipe, kept):
+    matrix = make("gaussian", (32, 48), 9)
+    both = f8sub.quantize(matrix, recipe)
+    one = f8sub.quantize(matrix, recipe, rowwise=kept == "rowwise", columnwise=kept == "columnwise")
+    expected, found = getattr(both, kept), getattr(one, kept)
+    assert getattr(one, "columnwise" if kept == "rowwise" else "rowwise") is None
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(found.scale_inv, expected.scale_inv)

@@ -1,0 +1,127 @@
+"""What arrives is what was sent: gathered codes and scales are those of the full weight, bit for bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import f8sub
+from tests import oracle
+from tests.data_sets import gaussian, generator, lognormal, spread_columns
+from tests.dist.models import BF16, Stack
+
+RECIPES = f8sub.recipe_names()
+WORLDS = [1, 2, 3, 4, 5, 7]
+ROWS = [256, 80, 64, 16]
+ODD_ROWS = [33, 5]
+COLUMNS = 48
+on_each_world = pytest.mark.parametrize("world", WORLDS, ids="world{}".format)
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+
+
+def full_weight(rows: int) -> torch.Tensor:
+    """Rows and columns of very different sizes, the largest element in the last row."""
+    weight = spread_columns(lognormal((rows, COLUMNS), generator(rows)), 3.0)
+    weight[-1, 0] = 2 * weight.abs().max()
+    return weight
+
+
+def bits(operand: f8sub.formats.Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    return operand.data.view(torch.uint8).clone(), operand.scale_inv.view(torch.int32).clone()
+
+
+def differences(gathered: torch.Tensor, recipe: str, weight: torch.Tensor) -> list[str]:
+    """Names of the parts that differ from ``quantize`` of the full weight and from the oracle."""
+    assert isinstance(gathered, f8sub.Float8Tensor), type(gathered)
+    assert tuple(gathered.shape) == tuple(weight.shape)
+    both = gathered.detach()
+    both.update_usage(columnwise=True)
+    quantized = f8sub.quantize(weight, recipe, operand="w")
+    expected = oracle.operands(recipe, "w", weight)
+    found = []
+    for name, independent in zip(("rowwise", "columnwise"), expected, strict=True):
+        codes, scales = bits(getattr(both, name))
+        right_codes, right_scales = bits(getattr(quantized, name))
+        same = torch.equal(codes, right_codes) and torch.equal(scales, right_scales)
+        found += [] if same else [f"{name}: not quantize's"]
+        same = torch.equal(codes, independent.codes_as())
+        found += [] if same else [f"{name}: not the oracle's codes"]
+        same = torch.equal(scales, torch.from_numpy(independent.scale_inv).view(torch.int32))
+        found += [] if same else [f"{name}: not the oracle's scales"]
+    return found
+
+
+def with_weight(recipe: str, rows: int) -> nn.Module:
+    model = Stack(COLUMNS, rows)
+    with torch.no_grad():
+        model.layers[0].weight.copy_(full_weight(rows))
+    return f8sub.convert_to_float8(model, recipe=recipe)
+
+
+def products(model: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and dx, which read the rowwise and the columnwise weight."""
+    rows = model.layers[0].out_features
+    x = gaussian((16, COLUMNS), generator(1)).to(dtype).requires_grad_()
+    y = model(x)
+    y.backward(gaussian((16, rows), generator(2)).to(dtype))
+    return y.detach(), x.grad
+
+
+def through_a_model(rank: int, world: int, recipe: str) -> dict[str, list[str]]:
+    found = {}
+    for rows in ROWS:
+        for name, policy, dtype in (("fp32", None, torch.float32), ("bf16", BF16, torch.bfloat16)):
+            weight = full_weight(rows).to(dtype)
+            model = with_weight(recipe, rows)
+            fully_shard(model, **({} if policy is None else {"mp_policy": policy}))
+            f8sub.precompute_scales(model)
+            unsharded = with_weight(recipe, rows).to(dtype)
+            y, dx = products(model, dtype)
+            right_y, right_dx = products(unsharded, dtype)
+            model.unshard()
+            wrong = differences(model.layers[0].weight, recipe, weight)
+            wrong += [] if torch.equal(y, right_y) else ["y"]
+            wrong += [] if torch.equal(dx, right_dx) else ["dx"]
+            found[f"{rows} rows of {name}"] = wrong
+    return found
+
+
+@on_each_world
+@on_each_recipe
+def test_through_a_converted_model(ranks, recipe, world):
+    for found in ranks(world, through_a_model, recipe):
+        assert {name: wrong for name, wrong in found.items() if wrong} == {}
+        assert len(found) == 2 * len(ROWS)
+
+
+def sharded_by_columns(rank: int, world: int, recipe: str) -> list[str]:
+    model = with_weight(recipe, 64)
+    fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
+    f8sub.precompute_scales(model)
+    model.unshard()
+    return differences(model.layers[0].weight, recipe, full_weight(64))
+
+
+@pytest.mark.parametrize("world", [2, 3], ids=["world2", "world3"])
+@on_each_recipe
+def test_sharded_by_columns(ranks, recipe, world):
+    assert ranks(world, sharded_by_columns, recipe) == [[]] * world
+
+
+def hybrid(rank: int, world: int, recipe: str, replicas: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    model = with_weight(recipe, 80)
+    fully_shard(model, mesh=mesh)
+    f8sub.precompute_scales(model)
+    model.unshard()
+    dist.barrier()
+    return differences(model.layers[0].weight, recipe, full_weight(80))
+
+
+@pytest.mark.parametrize("replicas", [2, 4], ids=["2-replicas-of-2-shards", "4-replicas-of-1-shard"])
+@on_each_recipe
+def test_hybrid_sharding(ranks, recipe, replicas):
+    assert ranks(4, hybrid, recipe, replicas) == [[]] * 4

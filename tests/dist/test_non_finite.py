@@ -1,0 +1,99 @@
+"""NaN or infinity in one rank's shard: every rank sees NaN codes at once, then an error that names the layer."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.dist.models import Stack, seed_weights, shard
+from tests.dist.wire import Wire
+
+RECIPES = f8sub.recipe_names()
+BAD = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_value = pytest.mark.parametrize("value", BAD, ids=list(BAD))
+
+
+def spoiled(rank: int, world: int, recipe: str, value: str) -> tuple[bool, list[bool], int, str]:
+    """Rank 1 alone finds a bad element in layer 1 of 3."""
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 64, 32)), recipe=recipe))
+    f8sub.precompute_scales(model)
+    x = gaussian((16, 32), generator(rank))
+    clean = model(x).isfinite().all().item()
+    if rank == 1:
+        with torch.no_grad():
+            model.layers[1].weight.to_local()[3, 5] = BAD[value]
+    with Wire() as wire:
+        f8sub.precompute_scales(model)
+    poisoned = []
+    for layer in model.layers:
+        layer.unshard()
+        poisoned.append(layer.weight.dequantize().isnan().any().item())
+        layer.reshard()
+    assert model(x).isnan().any()
+    try:
+        f8sub.precompute_scales(model)
+    except f8sub.Float8NumericsError as error:
+        return clean, poisoned, wire.all_reduces, str(error)
+    return clean, poisoned, wire.all_reduces, "no error"
+
+
+@pytest.mark.parametrize("world", [2, 3], ids=["world2", "world3"])
+@on_each_value
+@on_each_recipe
+def test_one_rank_s_bad_element_is_everyone_s(ranks, recipe, value, world):
+    for clean, poisoned, all_reduces, message in ranks(world, spoiled, recipe, value):
+        assert clean
+        assert poisoned == [False, True, False]
+        assert all_reduces == 1
+        assert "layers.1" in message
+        assert "layers.0" not in message
+        assert "layers.2" not in message
+
+
+def spoiled_without_precompute(rank: int, world: int, recipe: str) -> bool:
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe=recipe))
+    f8sub.precompute_scales(model)
+    if rank == 1:
+        with torch.no_grad():
+            model.layers[0].weight.to_local()[0, 0] = float("nan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        return model(gaussian((16, 32), generator(0))).isnan().any().item()
+
+
+@on_each_recipe
+def test_a_bad_element_shows_on_every_rank_without_precompute_scales_too(ranks, recipe):
+    assert ranks(2, spoiled_without_precompute, recipe) == [True, True]
+
+
+@on_each_value
+@on_each_recipe
+def test_a_bad_activation_does_not_flush_the_rest(recipe, value):
+    """The other elements keep their codes: a row of y without the bad element is what it is without it."""
+    layer = f8sub.convert_to_float8(nn.Sequential(seed_weights(nn.Linear(32, 48))), recipe=recipe)
+    x = gaussian((16, 32), generator(4))
+    x[5, 7] = 0.0
+    expected = layer(x)
+    x[5, 7] = BAD[value]
+    y = layer(x)
+    others = torch.arange(16) != 5
+    assert torch.equal(y[others], expected[others])
+    assert (y[others] != 0).all()
+    assert y[5].isnan().all()
+
+
+@on_each_recipe
+def test_a_bad_cotangent_shows_in_its_row_of_dx_and_spares_the_others(recipe):
+    layer = f8sub.convert_to_float8(nn.Sequential(seed_weights(nn.Linear(32, 48))), recipe=recipe)
+    x = gaussian((16, 32), generator(4)).requires_grad_()
+    dy = gaussian((16, 48), generator(5))
+    dy[2, 3] = float("inf")
+    layer(x).backward(dy)
+    bad = torch.arange(16) == 2
+    assert x.grad[bad].isnan().all()
+    assert x.grad[~bad].isfinite().all()
+    assert (x.grad[~bad] != 0).any(dim=1).all()

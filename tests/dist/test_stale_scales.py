@@ -1,0 +1,276 @@
+"""However a weight was changed, the next forward uses what it is now, on all ranks alike."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.dist.models import Stack, seed_weights, shard
+
+RECIPES = f8sub.recipe_names()
+LEAST_DB = 25.0
+FATAL = 2.0  # an amax this much too small saturates: 23 dB at 2x, 10 dB at 4x
+ROWS, COLUMNS = 96, 64
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+
+Mutation = Callable[[nn.Module, str], None]
+
+
+def local(model: nn.Module) -> torch.Tensor:
+    weight = model.layers[0].weight
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def new_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {"layers.0.weight": 20 * gaussian((ROWS, COLUMNS), generator(8))}
+
+
+def optimizer_step(make: Callable[..., torch.optim.Optimizer], **options) -> Mutation:
+    def mutate(model: nn.Module, folder: str) -> None:
+        optimizer = make(model.parameters(), **options)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return mutate
+
+
+def load_state_dict(model: nn.Module, folder: str) -> None:
+    other = Stack(COLUMNS, ROWS)
+    other.load_state_dict(new_weights(model))
+    model.load_state_dict(shard(other).state_dict() if hasattr(model, "unshard") else other.state_dict())
+
+
+def dcp_load(model: nn.Module, folder: str) -> None:
+    other = Stack(COLUMNS, ROWS)
+    other.load_state_dict(new_weights(model))
+    dcp.save(shard(other).state_dict(), checkpoint_id=folder)
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+
+
+def set_state_dict(model: nn.Module, folder: str) -> None:
+    set_model_state_dict(model, new_weights(model), options=StateDictOptions(full_state_dict=True))
+
+
+@torch.no_grad()
+def in_place(model: nn.Module, folder: str) -> None:
+    model.layers[0].weight.mul_(20.0)
+
+
+@torch.no_grad()
+def in_place_on_the_shard(model: nn.Module, folder: str) -> None:
+    local(model).copy_(20 * local(model).flip(-1))
+
+
+@torch.no_grad()
+def through_views(model: nn.Module, folder: str) -> None:
+    local(model)[1:].view(-1)[::3].mul_(-20.0)
+    local(model).t()[5].fill_(9.0)
+
+
+def through_data(model: nn.Module, folder: str) -> None:
+    local(model).data.mul_(20.0)
+
+
+@torch.no_grad()
+def through_an_old_alias(model: nn.Module, folder: str) -> None:
+    """A view taken before anything was computed from the weight."""
+    model.alias.mul_(20.0)
+
+
+@torch.no_grad()
+def initialized_again(model: nn.Module, folder: str) -> None:
+    torch.manual_seed(4)
+    nn.init.normal_(model.layers[0].weight, std=10.0)
+
+
+@torch.no_grad()
+def foreach(model: nn.Module, folder: str) -> None:
+    torch._foreach_mul_([local(model)], 20.0)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "adamw-foreach": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=True),
+    "adamw-fused": optimizer_step(torch.optim.AdamW, lr=3.0, fused=True),
+    "adamw-loop": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=False),
+    "sgd": optimizer_step(torch.optim.SGD, lr=30.0),
+    "sgd-momentum-fused": optimizer_step(torch.optim.SGD, lr=30.0, momentum=0.9, fused=True),
+    "load_state_dict": load_state_dict,
+    "set_model_state_dict": set_state_dict,
+    "in-place": in_place,
+    "in-place-on-the-shard": in_place_on_the_shard,
+    "views": through_views,
+    "data": through_data,
+    "old-alias": through_an_old_alias,
+    "init": initialized_again,
+    "foreach": foreach,
+}
+on_each_mutation = pytest.mark.parametrize("mutation", MUTATIONS, ids=list(MUTATIONS))
+
+
+def inputs() -> torch.Tensor:
+    return gaussian((32, COLUMNS), generator(3))
+
+
+def full_weight(model: nn.Module) -> torch.Tensor:
+    weight = model.layers[0].weight.detach()
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+def decibels(model: nn.Module, y: torch.Tensor) -> float:
+    expected = inputs().double() @ full_weight(model).double().t()
+    return (20 * torch.log10(expected.norm() / (y.double() - expected).norm())).item()
+
+
+def used(recipe: str, sharded: bool) -> nn.Module:
+    """A model whose scales and codes were computed and used, with gradients in place."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(COLUMNS, ROWS)), recipe=recipe)
+    if sharded:
+        model = shard(model)
+    model.alias = local(model).detach()
+    f8sub.precompute_scales(model)
+    model(inputs()).square().mean().backward()
+    return model
+
+
+def after(mutate: Mutation, folder: str, recipe: str, sharded: bool, precompute: bool) -> torch.Tensor:
+    """y after the change; asserts that it is right, and that old scales would not have been."""
+    model = used(recipe, sharded)
+    before = full_weight(model).clone()
+    mutate(model, folder)
+    growth = full_weight(model).abs().amax() / before.abs().amax()
+    assert growth > FATAL, f"this change would not show: the amax grew by {growth:.2f}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        if precompute:
+            f8sub.precompute_scales(model)
+        y = model(inputs())
+    found = decibels(model, y)
+    assert found >= LEAST_DB, f"{found:.1f} dB, precompute_scales called: {precompute}"
+    return y.detach()
+
+
+def on_a_rank(rank: int, world: int, mutation: str, recipe: str, folder: str) -> list[torch.Tensor]:
+    mutate = dcp_load if mutation == "dcp.load" else MUTATIONS[mutation]
+    return [after(mutate, f"{folder}/{p}", recipe, sharded=True, precompute=p) for p in (False, True)]
+
+
+def assert_alike(results: list[list[torch.Tensor]]) -> None:
+    for ys in results:
+        for y in ys:
+            assert torch.equal(y, results[0][0])
+
+
+@on_each_mutation
+@on_each_recipe
+def test_sharded(ranks, recipe, mutation, tmp_path):
+    assert_alike(ranks(2, on_a_rank, mutation, recipe, str(tmp_path)))
+
+
+@on_each_recipe
+def test_sharded_dcp_load(ranks, recipe, tmp_path):
+    assert_alike(ranks(2, on_a_rank, "dcp.load", recipe, str(tmp_path)))
+
+
+@on_each_mutation
+@on_each_recipe
+def test_unsharded(recipe, mutation, tmp_path):
+    after(MUTATIONS[mutation], str(tmp_path), recipe, sharded=False, precompute=False)
+
+
+def assign_data(model: nn.Module, folder: str) -> None:
+    model.layers[0].weight.data = new_weights(model)["layers.0.weight"]
+
+
+def assign_data_then_write_to_it(model: nn.Module, folder: str) -> None:
+    """The tensor assigned is a plain one: nothing shows that it was written to."""
+    weight = gaussian((ROWS, COLUMNS), generator(8))
+    model.layers[0].weight.data = weight
+    model(inputs())
+    weight.mul_(20.0)
+
+
+def vector_to_parameters(model: nn.Module, folder: str) -> None:
+    vector = new_weights(model)["layers.0.weight"].flatten()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def vector_to_parameters_then_write(model: nn.Module, folder: str) -> None:
+    vector = gaussian((ROWS * COLUMNS,), generator(8))
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    model(inputs())
+    vector.mul_(20.0)
+
+
+REBOUND = {
+    "data": assign_data,
+    "data-then-write": assign_data_then_write_to_it,
+    "vector": vector_to_parameters,
+    "vector-then-write": vector_to_parameters_then_write,
+}
+
+
+@pytest.mark.parametrize("mutation", REBOUND, ids=list(REBOUND))
+@on_each_recipe
+def test_a_storage_that_was_replaced(recipe, mutation, tmp_path):
+    after(REBOUND[mutation], str(tmp_path), recipe, sharded=False, precompute=False)
+
+
+def converted_dtype(rank: int, world: int, recipe: str, sharded: bool) -> list[float]:
+    """Another dtype, a change through the new weight, and the first forward of each."""
+    model = used(recipe, sharded).to(torch.bfloat16)
+    found = []
+    for factor in (1.0, 20.0):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", f8sub.Float8Warning)
+            local(model).mul_(factor)
+            y = model(inputs().bfloat16())
+        assert y.dtype == torch.bfloat16
+        found.append(decibels(model, y))
+    return found
+
+
+@on_each_recipe
+def test_another_dtype_unsharded(recipe):
+    assert min(converted_dtype(0, 1, recipe, sharded=False)) >= LEAST_DB
+
+
+@on_each_recipe
+def test_another_dtype_sharded(ranks, recipe):
+    first, second = ranks(2, converted_dtype, recipe, True)
+    assert first == second
+    assert min(first) >= LEAST_DB
+
+
+def compiled_optimizer(model: nn.Module, folder: str) -> None:
+    """torchao's 8-bit AdamW compiles its step: generated code writes to the weight, no operator shows it."""
+    from torchao.optim import AdamW8bit
+
+    optimizer = AdamW8bit(model.parameters(), lr=3.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def compiled_on_a_rank(rank: int, world: int, recipe: str, folder: str) -> list[torch.Tensor]:
+    torch._inductor.config.compile_threads = 1
+    return [after(compiled_optimizer, folder, recipe, sharded=True, precompute=p) for p in (False, True)]
+
+
+@on_each_recipe
+def test_a_compiled_optimizer_step_sharded(ranks, recipe, tmp_path):
+    assert_alike(ranks(2, compiled_on_a_rank, recipe, str(tmp_path), timeout=240.0))
+
+
+@on_each_recipe
+def test_a_compiled_optimizer_step_unsharded(ranks, recipe, tmp_path):
+    ranks(1, compiled_unsharded, recipe, str(tmp_path), timeout=240.0)
+
+
+def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:
+    torch._inductor.config.compile_threads = 1
+    after(compiled_optimizer, folder, recipe, sharded=False, precompute=False)

@@ -1,0 +1,182 @@
+"""What crosses the wire: one byte an element, one all-reduce a step, and never a rank that waits for ever."""
+
+import time
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.dist.models import BF16, Stack, seed_weights, shard
+from tests.dist.wire import Wire
+
+RECIPES = f8sub.recipe_names()
+WIDTHS = (64, 96, 48, 64)
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+
+
+def stack(recipe: str | None, widths: tuple[int, ...] = WIDTHS) -> nn.Module:
+    model = seed_weights(Stack(*widths))
+    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
+
+
+def forward_bytes(model: nn.Module) -> int:
+    with Wire() as wire:
+        model(gaussian((16, model.layers[0].in_features), generator(1)))
+    return wire.gathered
+
+
+def gathered(rank: int, world: int, recipe: str, widths: tuple[int, ...]) -> dict[str, int]:
+    found = {}
+    for name, policy in (("fp32", None), ("bf16", BF16)):
+        float8 = shard(stack(recipe, widths), policy)
+        f8sub.precompute_scales(float8)
+        found[f"float8 of {name}"] = forward_bytes(float8)
+        found[name] = forward_bytes(shard(stack(None, widths), policy))
+    return found
+
+
+@on_each_recipe
+def test_a_weight_is_gathered_as_one_byte_an_element(ranks, recipe):
+    numel = sum(fan_in * fan_out for fan_in, fan_out in zip(WIDTHS, WIDTHS[1:], strict=False))
+    for found in ranks(2, gathered, recipe, WIDTHS):
+        assert found == {"float8 of fp32": numel, "float8 of bf16": numel, "fp32": 4 * numel, "bf16": 2 * numel}
+
+
+@on_each_recipe
+def test_an_uneven_weight_is_gathered_with_its_padding_and_no_more(ranks, recipe):
+    padded = 3 * 27 * 64 + 3 * 6 * 80
+    for found in ranks(3, gathered, recipe, (64, 80, 16)):
+        assert found == {
+            "float8 of fp32": padded,
+            "float8 of bf16": padded,
+            "fp32": 4 * padded,
+            "bf16": 2 * padded,
+        }
+
+
+def train(rank: int, world: int, recipe: str, precompute: bool, steps: int) -> dict:
+    """All-reduces and gathered bytes of each step, the warnings of the run, its losses."""
+    model = shard(stack(recipe))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    all_reduces, gathered_bytes, losses = [], [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            with Wire() as wire:
+                if precompute:
+                    f8sub.precompute_scales(model)
+                loss = model(gaussian((16, WIDTHS[0]), generator(step + 100 * rank))).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            all_reduces.append(wire.all_reduces)
+            gathered_bytes.append(wire.gathered)
+            losses.append(loss.item())
+    messages = [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
+    return {"all_reduces": all_reduces, "gathered": gathered_bytes, "warnings": messages, "losses": losses}
+
+
+def both_ways(rank: int, world: int, recipe: str, steps: int) -> tuple[dict, dict]:
+    return train(rank, world, recipe, True, steps), train(rank, world, recipe, False, steps)
+
+
+@on_each_recipe
+def test_all_reduces_with_and_without_precompute_scales(ranks, recipe):
+    weights = len(WIDTHS) - 1
+    numel = sum(fan_in * fan_out for fan_in, fan_out in zip(WIDTHS, WIDTHS[1:], strict=False))
+    for called, forgotten in ranks(2, both_ways, recipe, 4):
+        assert called["all_reduces"][1:] == [1, 1, 1]
+        assert called["gathered"][1:] == [2 * numel] * 3
+        assert called["warnings"] == []
+        assert all(count <= weights for count in forgotten["all_reduces"][1:])
+        assert len(forgotten["warnings"]) == 1
+        assert "precompute_scales" in forgotten["warnings"][0]
+        assert forgotten["losses"] == called["losses"]
+
+
+def relative_error(model: nn.Module, y: torch.Tensor, x: torch.Tensor) -> float:
+    """Against float64 with the weights as they are now on all ranks."""
+    expected = x.double()
+    for parameter in model.parameters():
+        expected = expected @ parameter.full_tensor().double().t()
+    return ((y.double() - expected).norm() / expected.norm()).item()
+
+
+def outcome(model: nn.Module, forward: Callable[[], torch.Tensor], x: torch.Tensor) -> tuple[str, float]:
+    """("right" | "wrong" | the name of f8sub's error, seconds until this rank knew)."""
+    start = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        try:
+            y = forward()
+        except (f8sub.Float8RankMismatchError, f8sub.Float8NumericsError) as error:
+            return type(error).__name__, time.monotonic() - start
+        seconds = time.monotonic() - start
+        return ("right" if relative_error(model, y, x) < 10 ** (-25 / 20) else "wrong"), seconds
+
+
+def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
+    """A model one step into training, its weights changed since its scales were computed."""
+    model = shard(stack(recipe, (64, 96)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    f8sub.precompute_scales(model)
+    x = gaussian((16, 64), generator(3))
+    (3 * model(x).square().sum()).backward()
+    optimizer.step()
+    return model, x
+
+
+def one_rank_forgets(rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool) -> tuple[str, float]:
+    model, x = prepared(recipe)
+
+    def forward() -> torch.Tensor:
+        if rank != forgetful:
+            f8sub.precompute_scales(model)
+        if with_all_reduce:
+            loss = torch.tensor([1.0 + rank])
+            dist.all_reduce(loss)
+            assert loss.item() == world * (world + 1) / 2, f"the user's own all-reduce gave {loss.item()}"
+        return model(x)
+
+    return outcome(model, forward, x)
+
+
+def assert_nobody_waits(outcomes: list[tuple[str, float]]) -> None:
+    verdicts, seconds = zip(*outcomes, strict=True)
+    assert max(seconds) < 10, outcomes
+    assert len(set(verdicts)) == 1, outcomes
+    assert verdicts[0] in ("right", "Float8RankMismatchError"), outcomes
+
+
+@pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
+@pytest.mark.parametrize("forgetful", [0, 1], ids=["rank0-forgets", "rank1-forgets"])
+@on_each_recipe
+def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(ranks, recipe, forgetful, with_all_reduce):
+    assert_nobody_waits(ranks(2, one_rank_forgets, recipe, forgetful, with_all_reduce, timeout=30.0))
+
+
+def one_rank_changes_its_shard(rank: int, world: int, recipe: str, precompute: bool) -> tuple[str, float]:
+    model, x = prepared(recipe)
+    f8sub.precompute_scales(model)
+    model(x)
+    if rank == 0:
+        with torch.no_grad():
+            model.layers[0].weight.to_local().mul_(4.0)
+
+    def forward() -> torch.Tensor:
+        if precompute:
+            f8sub.precompute_scales(model)
+        return model(x)
+
+    return outcome(model, forward, x)
+
+
+@pytest.mark.parametrize("precompute", [False, True], ids=["without-precompute", "with-precompute"])
+@on_each_recipe
+def test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting(ranks, recipe, precompute):
+    assert_nobody_waits(ranks(2, one_rank_changes_its_shard, recipe, precompute, timeout=30.0))

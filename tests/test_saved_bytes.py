@@ -1,0 +1,136 @@
+"""What a converted layer keeps for backward: one byte an element of x, and nothing of the weight."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.dist.models import Stack, seed_weights, shard
+
+RECIPES = f8sub.recipe_names()
+FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8}
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+
+
+class Saved:
+    """Storages saved for backward during ``run``, parameters aside, as they are after it."""
+
+    def __init__(self, run: Callable[[], torch.Tensor], parameters: list[torch.Tensor]) -> None:
+        own = {parameter.untyped_storage()._cdata for parameter in parameters}
+        saved: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            for buffer in inner_tensors(tensor):
+                if buffer.untyped_storage()._cdata not in own:
+                    saved[buffer.untyped_storage()._cdata] = buffer
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.y = run()
+        self._tensors = list(saved.values())
+
+    def bytes_of(self, float8: bool) -> int:
+        return sum(
+            tensor.untyped_storage().size() for tensor in self._tensors if (tensor.dtype in FLOAT8) == float8
+        )
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(tensor, f8sub.Float8Tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [tensor]
+
+
+def scale_bytes(x: torch.Tensor, layer: nn.Linear) -> int:
+    """Scales of x by columns and of w by rows, float32, at their largest: one a row of the operand."""
+    return 4 * (x.shape[-1] + layer.weight.shape[0])
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return gaussian(shape, generator(1)).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_each_recipe
+def test_one_layer_saves_one_byte_an_element_of_x(recipe, dtype):
+    layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 96, dtype=dtype)), recipe=recipe)[0]
+    x = leaf(4, 24, 64, dtype=dtype)
+    saved = Saved(lambda: layer(x), list(layer.parameters()))
+    assert saved.bytes_of(float8=True) == x.numel()
+    assert saved.bytes_of(float8=False) <= scale_bytes(x, layer)
+    assert saved.y.grad_fn is not None
+
+
+class Projections(nn.Module):
+    """Three layers that read one x, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, size, bias=False) for size in (64, 32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.q(x), self.k(x), self.v(x)], dim=-1)
+
+
+@on_each_recipe
+def test_three_layers_of_one_x_save_it_once(recipe):
+    model = f8sub.convert_to_float8(Projections(), recipe=recipe)
+    x = leaf(48, 64)
+    saved = Saved(lambda: model(x), list(model.parameters()))
+    assert saved.bytes_of(float8=True) == x.numel()
+    assert saved.bytes_of(float8=False) <= scale_bytes(x, model.q) * 3
+
+
+@on_each_recipe
+def test_three_layers_of_different_x_save_each(recipe):
+    """The sharing goes by the tensor: equal values in another tensor are another x."""
+    model = f8sub.convert_to_float8(Projections(), recipe=recipe)
+    x = leaf(48, 64)
+    saved = Saved(lambda: model.q(x)[:, :32] + model.k(x.clone()) + model.v(x * 2), list(model.parameters()))
+    assert saved.bytes_of(float8=True) == 3 * x.numel()
+
+
+@on_each_recipe
+def test_an_x_changed_in_place_is_quantized_again(recipe):
+    model = f8sub.convert_to_float8(
+        nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2)), recipe=recipe
+    )
+    x = gaussian((16, 32), generator(2))
+    with torch.no_grad():
+        model[0](x)
+        x.mul_(100.0)
+        y = model[1](x)
+        expected = model[1](x.clone())
+    assert torch.equal(y, expected)
+
+
+@on_each_recipe
+def test_a_frozen_weight_saves_nothing_of_x(recipe):
+    layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 96, bias=False)), recipe=recipe)[0]
+    layer.weight.requires_grad_(False)
+    x = leaf(24, 64)
+    saved = Saved(lambda: layer(x), list(layer.parameters()))
+    assert saved.bytes_of(float8=True) == 0
+    assert saved.y.grad_fn is not None
+
+
+def _sharded(rank: int, world: int, recipe: str) -> tuple[int, int]:
+    model = f8sub.convert_to_float8(seed_weights(Stack(64, 96)), recipe=recipe)
+    model = shard(model)
+    x = leaf(24, 64)
+    f8sub.precompute_scales(model)
+    saved = Saved(lambda: model(x), [])
+    counted = saved.bytes_of(float8=True), saved.bytes_of(float8=False)
+    saved.y.backward(gaussian(tuple(saved.y.shape), generator(3)))
+    return counted
+
+
+@on_each_recipe
+def test_under_fsdp_all_that_is_left_of_the_weight_after_forward_is_its_shard(ranks, recipe):
+    """Unsharded codes that autograd saw are FSDP's to free; the shard in high precision is a parameter."""
+    for float8, other in ranks(2, _sharded, recipe):
+        assert float8 == 24 * 64
+        assert other <= 4 * (64 + 96) + 96 * 64 * 4 // 2

@@ -1,0 +1,73 @@
+"""A training step of a real Llama: three float8 matmuls for each converted layer, and none for the others."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import f8sub
+from tests.data_sets import generator
+
+RECIPES = f8sub.recipe_names()
+LAYERS, PROJECTIONS = 2, 7
+
+
+class ScaledMatmuls(TorchDispatchMode):
+    """Counts ``aten._scaled_mm`` of either version."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten._scaled_mm, torch.ops.aten._scaled_mm_v2)
+        return func(*args, **(kwargs or {}))
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=112,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+        )
+    )
+
+
+def step(model: LlamaForCausalLM) -> tuple[float, int]:
+    tokens = torch.randint(0, 96, (2, 24), generator=generator(1))
+    with ScaledMatmuls() as matmuls:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+    return loss.item(), matmuls.count
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+def test_three_for_each_converted_layer(recipe):
+    plain_loss, none = step(llama())
+    model = f8sub.convert_to_float8(llama(), recipe=recipe)
+    converted = [module for module in model.modules() if isinstance(module, f8sub.Float8Linear)]
+    assert len(converted) == LAYERS * PROJECTIONS
+    assert not isinstance(model.lm_head, f8sub.Float8Linear)
+    loss, count = step(model)
+    assert (none, count) == (0, 3 * len(converted))
+    assert loss != plain_loss
+    assert abs(loss - plain_loss) < 0.02 * plain_loss
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+def test_frozen_weights_skip_wgrad_and_a_frozen_input_skips_dgrad(recipe):
+    model = f8sub.convert_to_float8(llama(), recipe=recipe)
+    layers = [module for module in model.modules() if isinstance(module, f8sub.Float8Linear)]
+    for layer in layers[PROJECTIONS:]:
+        layer.weight.requires_grad_(False)
+    _, count = step(model)
+    assert count == 3 * PROJECTIONS + 2 * PROJECTIONS
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.model.layers[0].input_layernorm.weight.requires_grad_(False)
+    _, count = step(model)
+    assert count == 3 * PROJECTIONS + 2 * PROJECTIONS - 3  # q, k and v of the first layer read a constant

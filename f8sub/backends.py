@@ -1,0 +1,89 @@
+"""Layer 2. Which kernel does the work. A GEMM's is decided once, at conversion, visible in ``repr``, never replaced silently."""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels import host, reference, scaled_mm
+from f8sub.recipe import GemmSpec, Recipe
+
+GEMM: dict[str, ModuleType] = {"scaled_mm": scaled_mm, "reference": reference}
+"""Backends by name, the one to prefer first."""
+
+
+def backend_names() -> list[str]:
+    """What ``backend=`` takes besides ``"auto"``."""
+    return list(GEMM)
+
+
+def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> str | None:
+    """Name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
+
+    Raises:
+        Float8ConfigError: no such backend, or none that can; the message carries every candidate's reason.
+    """
+    if backend != "auto" and backend not in GEMM:
+        raise Float8ConfigError(f"unknown backend {backend!r}; choose 'auto' or one of {backend_names()}")
+    if spec.a is None or spec.b is None:
+        return None
+    reasons = {}
+    for name in GEMM if backend == "auto" else [backend]:
+        reason: str | None = GEMM[name].why_not(spec.a, spec.b, device)
+        if reason is None:
+            return name
+        reasons[name] = reason
+    listed = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    raise Float8ConfigError(
+        f"no backend can multiply {spec.a} by {spec.b} on {device}: {listed}. "
+        "Choose another recipe, or backend='reference' (slow, any device)"
+    )
+
+
+def quantize(
+    x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
+) -> tuple[Operand | None, Operand | None]:
+    """``reference.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit."""
+    if not torch.compiler.is_compiling() and host.takes(x, rowwise, columnwise):
+        return host.quantize(x, rowwise, columnwise)
+    return reference.quantize(x, rowwise, columnwise)
+
+
+def gemm_nt(
+    backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool = False
+) -> torch.Tensor:
+    """``a @ b.t()`` by the backend of that name: (M, K) x (N, K) -> (M, N) in ``out_dtype``.
+
+    A batch of no rows, or a contraction over none, multiplies nothing and gives zeros.
+    """
+    if a.data.numel() == 0 or b.data.numel() == 0:
+        return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
+    out: torch.Tensor = GEMM[backend].gemm_nt(a, b, out_dtype, fast_accum)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A recipe bound to a device: the backend of each GEMM, None where it stays in high precision.
+
+    A frozen value, so ``torch.compile`` takes it for a constant.
+    """
+
+    recipe: Recipe
+    fprop: str | None
+    dgrad: str | None
+    wgrad: str | None
+
+    @classmethod
+    def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "Plan":
+        """Select the three backends.
+
+        Raises:
+            Float8ConfigError: see ``select_gemm``.
+        """
+        fprop, dgrad, wgrad = (
+            select_gemm(spec, device, backend) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)
+        )
+        return cls(recipe, fprop, dgrad, wgrad)

@@ -1,0 +1,64 @@
+"""Layer 1. Quantizer for one scale a tensor, eager, on the CPU: the amax is read and the scale made on the host.
+
+Bitwise equal to the reference, in 5 operators instead of 20. On a CPU reading a tensor's value waits for nothing;
+on an accelerator it would stall the stream, so this kernel is not for one.
+"""
+
+import ctypes
+import math
+
+import torch
+
+from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.kernels import reference
+
+_TENSORWISE = Tile(ALL, ALL)
+
+
+def takes(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> bool:
+    """Whether ``x`` is an ordinary, contiguous CPU tensor with elements, and each format has one scale for all of it."""
+    return (
+        type(x) is torch.Tensor
+        and x.is_cpu
+        and x.numel() > 0
+        and x.is_contiguous()
+        and (rowwise is None or rowwise.tile == _TENSORWISE)
+        and (columnwise is None or columnwise.tile == _TENSORWISE)
+    )
+
+
+def quantize(
+    x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
+) -> tuple[Operand | None, Operand | None]:
+    """``reference.quantize`` for the tensors that ``takes`` is true of.
+
+    Numerics:
+        No clamp: with current scaling a finite product is at most ``format.max * (1 + 2**-23)``, which rounds to
+        ``format.max``. Tensors with NaN, infinity or values that need the clamp go to the reference.
+    """
+    lowest, highest = torch.aminmax(x)
+    amax = max(highest.item(), -lowest.item())
+    if not amax <= reference.LARGEST:
+        return reference.quantize(x, rowwise, columnwise)
+    x = x.float()
+    row = None if rowwise is None else _cast(x, amax, rowwise)
+    if columnwise is None:
+        return row, None
+    same = row if row is not None and rowwise == columnwise else _cast(x, amax, columnwise)
+    return row, Operand(same.data.t().contiguous(), same.scale_inv, columnwise)
+
+
+def _cast(x: torch.Tensor, amax: float, format: Float8Format) -> Operand:
+    scale = scale_from_amax(amax, format)
+    scale_inv = torch.full((1, 1), 1.0 / scale, dtype=torch.float32, device=x.device)
+    return Operand((x * scale).to(format.dtype), scale_inv, format)
+
+
+def scale_from_amax(amax: float, format: Float8Format) -> float:
+    """``reference.scale_from_amax`` of one finite number; a Python float that float32 holds exactly."""
+    if amax == 0.0:
+        return 1.0
+    scale: float = ctypes.c_float(min(format.max / amax, reference.LARGEST_SCALE)).value
+    if format.scale_rule is ScaleRule.POWER_OF_2:
+        scale = math.ldexp(0.5, math.frexp(scale)[1])
+    return scale

@@ -1,0 +1,164 @@
+"""Layer 4. Float8Linear: ``y = x @ w.t() + bias`` with each of the three GEMMs run as the recipe says.
+
+    x  --quantize--> rowwise, columnwise       saved for backward: columnwise only, 1 byte an element
+    w  --quantize--> rowwise                   saved for backward: nothing; columnwise is derived there and freed
+    dy --quantize--> rowwise, columnwise
+"""
+
+from typing import Any
+
+import torch
+
+from f8sub import backends
+from f8sub.backends import Plan, gemm_nt
+from f8sub.errors import Float8ShapeError
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.ops import derive_columnwise_in_backward
+from f8sub.recipe import GemmSpec
+from f8sub.shared_input import quantize_input
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.master_weight import MasterWeight
+
+GemmInput = Operand | torch.Tensor
+"""An operand in float8, or a matrix where the GEMM stays in high precision."""
+
+
+class Float8Linear(torch.nn.Linear):
+    """``nn.Linear`` whose three GEMMs run in float8; made by ``convert_to_float8``, by class swap.
+
+    x may be float32, bfloat16 or float16 with any leading dims, and need not have the weight's dtype: y has x's
+    dtype, or autocast's under ``torch.autocast``. The bias is added in high precision.
+
+    Attributes:
+        plan: the recipe and the backend of each GEMM.
+        fqn: the layer's name in the model that was converted, for errors and reports.
+    """
+
+    plan: Plan
+    fqn: str
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        if not x.is_floating_point():
+            raise TypeError(
+                f"{self.fqn}: a float8 linear layer takes a floating-point input, got {x.dtype} of shape "
+                f"{tuple(x.shape)}; convert it with .to(torch.bfloat16)"
+            )
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise Float8ShapeError(
+                f"{self.fqn}: expected an input of shape (..., {self.in_features}), got {tuple(x.shape)}"
+            )
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return _Float8Matmul.apply(x, self.weight, self.bias, self.plan, dtype)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        """Features, recipe and the backend of each GEMM."""
+        gemms = ", ".join(f"{gemm}={getattr(self.plan, gemm) or 'high precision'}" for gemm in _GEMMS)
+        return f"{super().extra_repr()}, recipe={self.plan.recipe.name}, {gemms}"
+
+
+_GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+class _Float8Matmul(torch.autograd.Function):
+    """The three GEMMs over raw tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, plan: Plan, dtype: torch.dtype
+    ) -> torch.Tensor:
+        recipe = plan.recipe
+        matrix = _as_matrix(x)
+        matrix = matrix if x.dtype is dtype else matrix.to(dtype)
+        need_dw = ctx.needs_input_grad[1]
+        x_row, x_col = quantize_input(x, matrix, (recipe.fprop.a, recipe.wgrad.b if need_dw else None))
+        y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, _weight_rowwise(w, recipe.fprop.b, dtype), dtype)
+        if bias is not None:
+            y = y + bias.to(dtype)
+        saved: tuple[torch.Tensor, ...] = ()
+        if need_dw:
+            saved = (matrix,) if x_col is None else (x_col.data, x_col.scale_inv)
+        ctx.save_for_backward(w, *saved)
+        ctx.plan, ctx.dtype = plan, dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if x.dim() == 2:
+            return y
+        # Not a view to autograd: FSDP2 warns about modules that return views.
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError("a float8 linear layer is differentiated once; create_graph=True asks for twice")
+        plan, recipe, dtype = ctx.plan, ctx.plan.recipe, ctx.dtype
+        need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
+        w, *saved = ctx.saved_tensors
+        matrix = _as_matrix(dy)
+        dy_row, dy_col = backends.quantize(
+            matrix, recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
+        )
+        dx = dw = dbias = None
+        if need_dx:
+            w_col = _weight_columnwise(w, recipe.fprop.b, recipe.dgrad.b, dtype, dy)
+            dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
+            dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
+        if need_dw:
+            x_col = saved[0].t() if recipe.wgrad.b is None else Operand(saved[0], saved[1], recipe.wgrad.b)
+            dw = _gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
+        if need_dbias:
+            dbias = matrix.sum(0, dtype=ctx.bias_dtype)
+        return dx, dw, dbias, None, None
+
+
+def _as_matrix(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _gemm(
+    backend: str | None, spec: GemmSpec, a: GemmInput, b: GemmInput, out_dtype: torch.dtype
+) -> torch.Tensor:
+    if backend is not None and isinstance(a, Operand) and isinstance(b, Operand):
+        return gemm_nt(backend, a, b, out_dtype, spec.fast_accum)
+    if isinstance(a, Operand) or isinstance(b, Operand):
+        raise RuntimeError(f"one operand of {spec} is in float8 and the other is not")
+    return torch.mm(a, b.t().to(a.dtype)).to(out_dtype)
+
+
+def _weight_rowwise(w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype) -> GemmInput:
+    """``w``'s rowwise operand: as gathered, as cast last, or cast now; high precision where ``format`` is None.
+
+    Args:
+        w: (N, K): unsharded by FSDP2 in float8, a master weight, or a plain tensor gathered in high precision.
+        format: fprop's format of w.
+        dtype: the GEMM's high-precision dtype; a weight is rounded to it before it is cast.
+    """
+    if isinstance(w, Float8Tensor):
+        return w.dequantize().to(dtype) if format is None else _has(w.rowwise)
+    if format is None:
+        return w.to(dtype)
+    if isinstance(w, MasterWeight):
+        return w.rowwise(format, dtype)
+    return _has(backends.quantize(w.to(dtype), format, None)[0])
+
+
+def _weight_columnwise(
+    w: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    dtype: torch.dtype,
+    dy: torch.Tensor,
+) -> GemmInput:
+    """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees."""
+    if columnwise is None:
+        high_precision = w.dequantize() if isinstance(w, Float8Tensor) else w
+        return high_precision.to(dtype).t()
+    operand = _weight_rowwise(w, rowwise, dtype)
+    if isinstance(operand, Operand):
+        return derive_columnwise_in_backward(operand, columnwise, dy)
+    return _has(backends.quantize(operand, None, columnwise)[1])
+
+
+def _has(operand: Operand | None) -> Operand:
+    if operand is None:
+        raise RuntimeError("a float8 weight lacks the rowwise operand that its recipe reads")
+    return operand

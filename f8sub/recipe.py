@@ -1,0 +1,100 @@
+"""Layer 0. A recipe says how each of the three GEMMs of a linear layer reads its two operands."""
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Literal
+
+from f8sub import recipes
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import Float8Format, why_not_derivable
+
+OperandName = Literal["x", "w", "dy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmSpec:
+    """One GEMM, ``out = a @ b.t()``.
+
+    Attributes:
+        a: format of the left operand, (M, K); None with ``b`` None: this GEMM stays in high precision.
+        b: format of the right operand, (N, K).
+        fast_accum: let the GEMM keep its partial sums in the tensor core's own, narrower accumulator.
+
+    Raises:
+        Float8ConfigError: one operand in float8 and the other not.
+    """
+
+    a: Float8Format | None
+    b: Float8Format | None
+    fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.a is None) != (self.b is None):
+            raise Float8ConfigError(
+                f"a GEMM takes both operands in float8 or neither, got a={self.a}, b={self.b}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The three GEMMs of a linear layer with x (M, K), w (N, K) and dy (M, N).
+
+    Attributes:
+        name: how logs and errors call it.
+        fprop: ``y = x @ w.t()``; a = x rowwise, b = w rowwise.
+        dgrad: ``dx = dy @ w``; a = dy rowwise, b = w columnwise.
+        wgrad: ``dw = dy.t() @ x``; a = dy columnwise, b = x columnwise.
+
+    Raises:
+        Float8ConfigError: w's columnwise operand cannot be derived from its rowwise codes. A weight is cast
+            once and crosses the wire once, so its second usage is always made from its first.
+    """
+
+    name: str
+    fprop: GemmSpec
+    dgrad: GemmSpec
+    wgrad: GemmSpec
+
+    def __post_init__(self) -> None:
+        rowwise, columnwise = self.formats("w")
+        if rowwise is None or columnwise is None:
+            return
+        if reason := why_not_derivable(rowwise, columnwise):
+            raise Float8ConfigError(
+                f"recipe {self.name!r}: dgrad reads the columnwise weight, which is derived from the rowwise "
+                f"codes of fprop, but {reason}; give fprop.b and dgrad.b formats that agree"
+            )
+
+    def formats(self, operand: OperandName) -> tuple[Float8Format | None, Float8Format | None]:
+        """(rowwise, columnwise) formats of one of the three tensors; None where no float8 GEMM reads it."""
+        match operand:
+            case "x":
+                return self.fprop.a, self.wgrad.b
+            case "w":
+                return self.fprop.b, self.dgrad.b
+            case "dy":
+                return self.dgrad.a, self.wgrad.a
+            case _:
+                raise Float8ConfigError(f'operand is one of "x", "w", "dy", got {operand!r}')
+
+
+def recipe_names() -> list[str]:
+    """Every recipe that comes with f8sub: the file names of ``f8sub/recipes``."""
+    return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
+
+
+def get_recipe(recipe: "Recipe | str") -> Recipe:
+    """The recipe of that name; a ``Recipe`` of the caller's own needs no registration and is returned as is.
+
+    Raises:
+        Float8ConfigError: no such name; the message lists the valid ones.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in recipe_names():
+        raise Float8ConfigError(
+            f"unknown recipe {recipe!r}; choose one of {recipe_names()} or pass an f8sub.Recipe"
+        )
+    loaded: Recipe = importlib.import_module(f"{recipes.__name__}.{recipe}").RECIPE
+    return loaded

@@ -1,0 +1,74 @@
+"""Layer 4. An x that sibling layers share (q, k, v; gate, up) is quantized once in a forward, and saved once.
+
+The module that owns the siblings opens a scope when its forward begins and closes it when it ends; within it, the
+last x quantized is remembered by identity, version and formats. Nothing outlives the forward that made it. Off in
+inference_mode, where tensors have no version, and under torch.compile, where common subexpressions are merged
+anyway.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from f8sub.formats import Float8Format, Operand
+from f8sub import backends
+
+Formats = tuple[Float8Format | None, Float8Format | None]
+
+
+class _Scope:
+    """One forward of a module with sibling layers: the last x quantized in it."""
+
+    __slots__ = ("key", "operands", "owner", "x")
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+        self.x: weakref.ref[torch.Tensor] | None = None
+        self.key: Any = None
+        self.operands: tuple[Operand | None, Operand | None] = (None, None)
+
+
+class _Scopes(threading.local):
+    """Per thread: autograd recomputes checkpointed forwards on threads of its own."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Scope] = []
+
+
+_scopes = _Scopes()
+
+
+def open_scope(module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook of a module whose children may share an input."""
+    if not torch.compiler.is_compiling():
+        _scopes.stack.append(_Scope(id(module)))
+
+
+def close_scope(module: torch.nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of the same module, called even when its forward raised."""
+    if torch.compiler.is_compiling():
+        return
+    stack = _scopes.stack
+    if any(scope.owner == id(module) for scope in stack):
+        while stack.pop().owner != id(module):
+            pass
+
+
+def quantize_input(x: torch.Tensor, matrix: torch.Tensor, formats: Formats) -> tuple[Operand | None, Operand | None]:
+    """Both operands of ``matrix``, or those of an earlier sibling that was given the same ``x``.
+
+    Args:
+        x: what the layer was called with; its identity and version are the key.
+        matrix: (M, K), ``x`` flattened and in the dtype to quantize from.
+        formats: (rowwise, columnwise); None for a usage nobody reads.
+    """
+    if torch.compiler.is_compiling() or not _scopes.stack or x.is_inference():
+        return backends.quantize(matrix, *formats)
+    scope = _scopes.stack[-1]
+    key = (x._version, matrix.dtype, formats)
+    if scope.x is None or scope.x() is not x or scope.key != key:
+        scope.operands = backends.quantize(matrix, *formats)
+        scope.x, scope.key = weakref.ref(x), key
+    return scope.operands

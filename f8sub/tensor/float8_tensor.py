@@ -1,0 +1,164 @@
+"""Layer 3. Float8Tensor: a matrix quantized for one or both of the directions a GEMM can contract it in."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import Float8Format, Operand, why_not_derivable
+from f8sub.kernels import reference
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+OPS: dict[Any, Handler] = {}
+"""Every operator a Float8Tensor answers; filled by ``dispatch.py``."""
+
+_BUFFERS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+
+class Float8Tensor(torch.Tensor):
+    """A (rows, cols) matrix in float8.
+
+    A value: codes, scales, formats and the dtype it stands for, nothing else. ``A @ B`` reads ``A.rowwise`` and
+    ``B.columnwise``; ``t()`` swaps the two and moves no bytes.
+
+    Attributes:
+        rowwise: operand stored as it is, (rows, cols), contracted along cols; None when that usage is absent.
+        columnwise: operand stored transposed, (cols, rows), contracted along rows; None when absent.
+        dtype: the high-precision dtype it stands for: of ``dequantize()`` and of a matmul's result.
+
+    Raises:
+        Float8ConfigError: neither usage given.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    rowwise_data: torch.Tensor | None
+    rowwise_scale_inv: torch.Tensor | None
+    rowwise_format: Float8Format | None
+    columnwise_data: torch.Tensor | None
+    columnwise_scale_inv: torch.Tensor | None
+    columnwise_format: Float8Format | None
+
+    @staticmethod
+    def __new__(
+        cls: type["Float8Tensor"], rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype
+    ) -> "Float8Tensor":
+        """Wrap operands; the shape is theirs."""
+        if rowwise is not None:
+            data, shape = rowwise.data, rowwise.data.shape
+        elif columnwise is not None:
+            data, shape = columnwise.data, columnwise.data.t().shape
+        else:
+            raise Float8ConfigError("a Float8Tensor has a rowwise or a columnwise operand, got neither")
+        self: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device)
+        self._set_usages(rowwise, columnwise)
+        return self
+
+    def __init__(self, rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype) -> None:
+        super().__init__()
+
+    @property
+    def rowwise(self) -> Operand | None:
+        """Operand contracted along the last dimension, stored (rows, cols)."""
+        if self.rowwise_data is None or self.rowwise_scale_inv is None or self.rowwise_format is None:
+            return None
+        return Operand(self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format)
+
+    @property
+    def columnwise(self) -> Operand | None:
+        """Operand contracted along the first dimension, stored transposed: (cols, rows)."""
+        if self.columnwise_data is None or self.columnwise_scale_inv is None or self.columnwise_format is None:
+            return None
+        return Operand(self.columnwise_data, self.columnwise_scale_inv, self.columnwise_format)
+
+    def dequantize(self) -> torch.Tensor:
+        """High-precision values, (rows, cols) in ``dtype``; from the rowwise codes where both are there."""
+        if (rowwise := self.rowwise) is not None:
+            return reference.dequantize(rowwise, self.dtype)
+        return reference.dequantize(_present(self.columnwise), self.dtype).t()
+
+    def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Derive or drop a usage, in place.
+
+        Args:
+            rowwise: True to have it, derived from the columnwise codes where absent; False to drop it; None to
+                leave it as it is.
+            columnwise: the same the other way round.
+
+        Raises:
+            Float8ConfigError: both would be dropped, or deriving would round a second time; then quantize the
+                high-precision tensor for both usages instead.
+        """
+        row, col = self.rowwise, self.columnwise
+        new_row = None if rowwise is False else row
+        new_col = None if columnwise is False else col
+        if rowwise and row is None:
+            new_row = _derive(_present(col), "rowwise", "columnwise")
+        if columnwise and col is None:
+            new_col = _derive(_present(row), "columnwise", "rowwise")
+        if new_row is None and new_col is None:
+            raise Float8ConfigError(f"{self!r}: dropping the last usage would leave no data; keep one of the two")
+        self._set_usages(new_row, new_col)
+
+    def map_buffers(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Float8Tensor":
+        """The same tensor with ``fn`` applied to every inner buffer: the one way handlers rebuild a tensor."""
+        row, col = (
+            None if op is None else Operand(fn(op.data), fn(op.scale_inv), op.format)
+            for op in (self.rowwise, self.columnwise)
+        )
+        return Float8Tensor(row, col, self.dtype)
+
+    def _set_usages(self, rowwise: Operand | None, columnwise: Operand | None) -> None:
+        self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format = rowwise or (None, None, None)
+        self.columnwise_data, self.columnwise_scale_inv, self.columnwise_format = columnwise or (None, None, None)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = [name for name in _BUFFERS if getattr(self, name) is not None]
+        return names, (self.rowwise_format, self.columnwise_format, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> "Float8Tensor":
+        rowwise_format, columnwise_format, dtype = context
+        row = col = None
+        if rowwise_format is not None:
+            row = Operand(inner["rowwise_data"], inner["rowwise_scale_inv"], rowwise_format)
+        if columnwise_format is not None:
+            col = Operand(inner["columnwise_data"], inner["columnwise_scale_inv"], columnwise_format)
+        return Float8Tensor(row, col, dtype)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        usages = [f"rowwise={self.rowwise_format}"] if self.rowwise_data is not None else []
+        usages += [f"columnwise={self.columnwise_format}"] if self.columnwise_data is not None else []
+        return f"Float8Tensor({tuple(self.shape)}, {', '.join(usages)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look ``func`` up in the table; an operator that is not in it raises and names itself."""
+        handler = OPS.get(func)
+        if handler is None:
+            raise NotImplementedError(
+                f"{func} is not defined for Float8Tensor; call .dequantize() on the tensor first, or keep the "
+                "operation in high precision"
+            )
+        return handler(func, args, kwargs or {})
+
+
+def _present(operand: Operand | None) -> Operand:
+    if operand is None:
+        raise RuntimeError("a Float8Tensor lost both of its usages")
+    return operand
+
+
+def _derive(source: Operand, wanted: str, have: str) -> Operand:
+    if reason := why_not_derivable(source.format, source.format):
+        raise Float8ConfigError(
+            f"cannot derive the {wanted} usage from the {have} codes: {reason}; quantize the high-precision "
+            f"tensor with {wanted}=True instead"
+        )
+    return reference.derive_columnwise(source, source.format)

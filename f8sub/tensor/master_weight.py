@@ -1,0 +1,246 @@
+"""Layer 3. MasterWeight: a high-precision weight that knows when it was changed.
+
+Codes are cast from it once and used until it changes. Version counters cannot tell when that is (foreach and fused
+AdamW and ``dcp.load`` bump none), so every operator that writes to it, through any view, marks one cell that all its
+views share.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from f8sub.formats import Float8Format, Operand
+from f8sub import backends
+
+aten = torch.ops.aten
+c10d = torch.ops.c10d
+
+_VIEWS = {
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.detach.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.t.default,
+    aten.transpose.int,
+    aten.view.default,
+}
+"""Operators whose result shares the storage, and so the cell."""
+
+_COPIES = {
+    aten._pin_memory.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+}
+"""Operators whose result is a master weight of its own: what FSDP2, DTensor and ``nn.Module`` re-make weights with."""
+
+_COLLECTIVES = {getattr(c10d, name).default for name in ("scatter_", "broadcast_") if hasattr(c10d, name)}
+"""In-place collectives of ``distribute_tensor``: the result holds the tensors they wrote to."""
+
+
+class Cell:
+    """What all views of one storage share.
+
+    Attributes:
+        epoch: number of operators that wrote to the storage.
+        storage: identity of that storage, which ``p.data = t`` replaces without any operator running.
+        cast: the codes cast last and what they were cast from, see ``MasterWeight.rowwise``.
+    """
+
+    __slots__ = ("cast", "epoch", "storage", "wire")
+
+    def __init__(self, storage: int) -> None:
+        self.epoch = 0
+        self.storage = storage
+        self.cast: tuple[tuple[int, Float8Format, torch.dtype], Operand] | None = None
+        self.wire: Any = None
+
+
+Self = TypeVar("Self", bound="MasterWeight")
+
+
+class MasterWeight(torch.Tensor):
+    """A weight in high precision, sharded or whole, that pickles, checkpoints and computes as the tensor it is.
+
+    Storage-backed: checkpointers and safetensors find a real storage behind it. Any operator runs on the plain
+    tensor and returns plain tensors, except the views and copies that sharding APIs re-make weights with.
+    While ``torch.compile`` traces it is a wrapper around the traced tensor instead.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _cell: Cell
+    _traced: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls: type[Self], data: torch.Tensor, cell: Cell | None = None) -> Self:
+        """Share ``data``'s storage; a view of a master weight gives its ``cell`` too."""
+        self: Self
+        if type(data) is torch.Tensor:
+            self = torch.Tensor._make_subclass(cls, data, data.requires_grad)
+            self._traced = None
+            self._cell = cell or Cell(self.untyped_storage()._cdata)
+            return self
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            device=data.device,
+            requires_grad=data.requires_grad,
+        )
+        self._traced = data
+        self._cell = cell or Cell(0)
+        return self
+
+    def __init__(self, data: torch.Tensor, cell: Cell | None = None) -> None:
+        super().__init__()
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The same storage as an ordinary tensor. Made anew each time: none is kept past ``p.data = t``."""
+        if self._traced is not None:
+            return self._traced
+        with torch._C._DisableTorchDispatch():
+            return aten.alias.default(self)  # type: ignore[no-any-return]
+
+    @property
+    def owns_storage(self) -> bool:
+        """False after ``p.data = t``: plain aliases of ``t`` may write to it unseen, so nothing is cached."""
+        return self.untyped_storage()._cdata == self._cell.storage
+
+    def mark_stale(self) -> None:
+        """Say that the weight changed where no operator of its own showed it (compiled optimizers)."""
+        self._cell.epoch += 1
+
+    def rowwise(self, format: Float8Format, dtype: torch.dtype) -> Operand:
+        """The weight's rowwise operand, cast once and kept until the weight changes.
+
+        Args:
+            format: format of the codes.
+            dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
+        """
+        if torch.compiler.is_compiling() or self._traced is not None:
+            return _quantize_rowwise(self.to(dtype), format)
+        cell, key = self._cell, (self._cell.epoch, format, dtype)
+        owned = self.owns_storage
+        if owned and cell.cast is not None and cell.cast[0] == key:
+            return cell.cast[1]
+        if torch.is_inference_mode_enabled():
+            # The cast outlives this forward, and a backward of later may not save inference tensors.
+            with torch.inference_mode(mode=False):
+                operand = _quantize_rowwise(self.plain.detach().to(dtype), format)
+        else:
+            operand = _quantize_rowwise(self.plain.detach().to(dtype), format)
+        cell.cast = (key, operand) if owned else None
+        return operand
+
+    @property
+    def _inner(self) -> torch.Tensor:
+        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own.
+
+        torch.compile refuses a subclass whose inner tensor shares the StorageImpl of the outer one.
+        """
+        return self._traced if self._traced is not None else torch.from_dlpack(self.plain)  # type: ignore[attr-defined]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: None, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> "MasterWeight":
+        return cls(inner["_inner"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.plain
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MasterWeight":
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        copy: Any = type(self)(self.plain.clone())
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, self.requires_grad)
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)  # type: ignore[operator]
+        memo[id(self)] = copy
+        return copy  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}({self.plain!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Mark what is written to, run on plain tensors, and keep the class where a weight is re-made."""
+        kwargs = kwargs or {}
+        if written := _written_arguments(func):
+            _mark_written(written, args, kwargs)
+        if all(issubclass(t, MasterWeight) for t in types) and not _any_traced(args, kwargs):
+            with torch._C._DisableTorchDispatch():
+                out = func(*args, **kwargs)
+        else:
+            plain_args, plain_kwargs = pytree.tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
+            out = func(*plain_args, **plain_kwargs)
+        if func in _VIEWS or func in _COPIES:
+            source = args[0]
+            cell = source._cell if func in _VIEWS else None
+            wrap = functools.partial(type(source), cell=cell)
+            return [wrap(o) for o in out] if isinstance(out, (list, tuple)) else wrap(out)
+        if func in _COLLECTIVES:
+            kind = next(type(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
+            return pytree.tree_map_only(
+                torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out
+            )
+        return out
+
+
+def _quantize_rowwise(weight: torch.Tensor, format: Float8Format) -> Operand:
+    operand = backends.quantize(weight, format, None)[0]
+    if operand is None:
+        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
+    return operand
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of every argument that ``func``'s schema says it writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _mark_written(
+    written: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    for position, name in written:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if isinstance(value, MasterWeight):
+            value._cell.epoch += 1
+        elif isinstance(value, (list, tuple)):
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, MasterWeight):
+                    tensor._cell.epoch += 1
+
+
+def _any_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, MasterWeight):
+            if value._traced is not None:
+                return True
+        elif isinstance(value, (list, tuple)) and _any_traced(tuple(value), {}):
+            return True
+    return False

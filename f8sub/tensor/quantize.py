@@ -1,0 +1,69 @@
+"""Layer 3. High precision in, Float8Tensor out."""
+
+import torch
+
+from f8sub.errors import Float8ConfigError, Float8ShapeError
+from f8sub.formats import Float8Format, Operand
+from f8sub import backends
+from f8sub.kernels import reference
+from f8sub.recipe import OperandName, Recipe, get_recipe
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.master_weight import MasterWeight
+
+
+def quantize(
+    x: torch.Tensor,
+    format_or_recipe: Float8Format | Recipe | str,
+    operand: OperandName = "x",
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Float8Tensor:
+    """Quantize a matrix with scales of its own current amax.
+
+    Args:
+        x: (rows, cols), float32, bfloat16 or float16; parameters and master weights too. Not differentiated.
+        format_or_recipe: one format for both usages as stored, or a recipe (or its name) whose formats for
+            ``operand`` are taken.
+        operand: ``"x"``, ``"w"`` or ``"dy"``; only matters with a recipe. A weight's columnwise operand is
+            derived from its rowwise codes, as it is in training, sharded or not.
+        rowwise: have the operand stored as ``x``.
+        columnwise: have the operand stored as ``x.t()``.
+
+    Returns:
+        A Float8Tensor of ``x``'s shape and dtype.
+
+    Raises:
+        Float8ShapeError: ``x`` is not a matrix.
+        TypeError: ``x`` is not of a floating-point dtype.
+        Float8ConfigError: no usage asked for, or none that the recipe keeps in float8.
+    """
+    if x.dim() != 2:
+        raise Float8ShapeError(f"quantize takes a matrix, got shape {tuple(x.shape)}; flatten the leading dims")
+    if not x.is_floating_point():
+        raise TypeError(f"quantize takes a floating-point matrix, got {x.dtype}")
+    if isinstance(format_or_recipe, Float8Format):
+        formats: tuple[Float8Format | None, Float8Format | None] = (format_or_recipe, format_or_recipe)
+        derive = False
+    else:
+        formats = get_recipe(format_or_recipe).formats(operand)
+        derive = operand == "w"
+    row, col = formats[0] if rowwise else None, formats[1] if columnwise else None
+    if row is None and col is None:
+        raise Float8ConfigError(
+            f"nothing to quantize: rowwise={rowwise}, columnwise={columnwise}, and the formats are {formats}"
+        )
+    with torch.no_grad():
+        plain = x.plain if isinstance(x, MasterWeight) else x.detach()
+        if derive and col is not None and formats[0] is not None:
+            return _quantize_weight(plain, formats[0], col, keep_rowwise=rowwise)
+        return Float8Tensor(*backends.quantize(plain, row, col), x.dtype)
+
+
+def _quantize_weight(
+    plain: torch.Tensor, row: Float8Format, col: Float8Format, keep_rowwise: bool
+) -> Float8Tensor:
+    operand: Operand | None = backends.quantize(plain, row, None)[0]
+    if operand is None:
+        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
+    derived = reference.derive_columnwise(operand, col)
+    return Float8Tensor(operand if keep_rowwise else None, derived, plain.dtype)

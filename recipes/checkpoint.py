@@ -183,13 +183,28 @@ class _VerifiedReader(dcp.FileSystemReader):
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        if (known and "." not in name) or (module, name) in _PLAIN_CLASSES:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
-        raise CheckpointError(f"The checkpoint's index is refused: it asks for {module}.{name}.")
+        raise CheckpointError(f"The checkpoint's {_DCP_INDEX} is refused: it asks for {module}.{name}.")
 
 
-_PLAIN_CLASSES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+_INDEX_CLASSES = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    ),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # Python 3.13
+}
 
 
 def _check_same_tensors(name: str, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:

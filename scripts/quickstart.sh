@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Train a small Llama in float8 and in bf16 on this machine, and show the difference. Extra arguments go to the job:
+#   ./scripts/quickstart.sh --float8.recipe rowwise --training.steps 200
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+./scripts/setup_env.sh
+
+# An all-gather needs two ranks and NCCL a GPU for each, so one GPU alone leaves this to the CPU.
+ranks=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
+device=cuda
+if [ "$ranks" -lt 2 ]; then
+    ranks=2 device=cpu
+fi
+rm -rf runs/quickstart
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+    recipes/pretrain.py --job.config_file recipes/pretrain.toml --job.dump_folder runs/quickstart \
+    --training.device $device --compare bf16 "$@"

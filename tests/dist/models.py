@@ -60,12 +60,12 @@ def seed_weights(model: nn.Module, spread: float = 0.0, seed: int = 0) -> nn.Mod
     """The same random parameters on every rank; the columns of matrices spread over ``e ** spread``."""
     rng = generator(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            noise = gaussian(tuple(parameter.shape), rng)
             if parameter.dim() == 2:
-                weight = gaussian(tuple(parameter.shape), rng) / parameter.shape[1] ** 0.5
-                parameter.copy_(spread_columns(weight, spread))
+                parameter.copy_(spread_columns(noise / parameter.shape[1] ** 0.5, spread))
             else:
-                parameter.add_(0.1 * gaussian(tuple(parameter.shape), rng))
+                parameter.copy_(0.1 * noise + ("norm" in name and name.endswith("weight")))
     return model
 
 

@@ -62,6 +62,12 @@ class Child:
     received: bytearray = field(default_factory=bytearray)
     finished: bool = False
 
+    @property
+    def answered(self) -> bool:
+        if len(self.received) < HEADER.size:
+            return False
+        return len(self.received) >= HEADER.size + HEADER.unpack_from(self.received)[0]
+
 
 def _write(descriptor: int, payload: bytes) -> None:
     message = memoryview(HEADER.pack(len(payload)) + payload)
@@ -107,8 +113,11 @@ def _run_rank(rank: int, request: Request, folder: Path, writer: int) -> None:
         reply = Reply(result=request.body(rank, request.world, *request.args))
         payload = pickle.dumps(reply)
     except BaseException:
-        payload = pickle.dumps(Reply(error=traceback.format_exc()))
+        _write(writer, pickle.dumps(Reply(error=traceback.format_exc())))
+        return  # at once: the others learn from the closed connection
     _write(writer, payload)
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()  # leaving while another rank still reads would look like a crash to it
 
 
 def _strict_warnings() -> None:
@@ -151,9 +160,9 @@ def _collect(children: list[Child], timeout: float) -> None:
 
 def _reply_of(child: Child, folder: Path, timeout: float) -> Reply:
     output = (folder / f"output{child.rank}").read_text(errors="replace")[-4000:]
-    if not child.finished:
+    if not child.answered and not child.finished:
         return Reply(error=f"no answer within {timeout:.0f} s; killed.\n{output}")
-    if len(child.received) < HEADER.size:
+    if not child.answered:
         return Reply(error=f"died without an answer.\n{output}")
     reply: Reply = pickle.loads(bytes(child.received[HEADER.size :]))
     if reply.error is not None and output:

@@ -219,9 +219,13 @@ class Nursery:
         """``body(rank, world, *args)`` on ``world`` gloo ranks; the results in the order of the ranks."""
         _write(self._requests, pickle.dumps(Request(world, body, args, timeout)))
         replies: list[Reply] = pickle.loads(_read(self._replies))
-        errors = [f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None]
+        errors = [
+            f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None
+        ]
         if errors:
-            raise RankFailure(f"{len(errors)} of {world} ranks failed in {body.__name__}\n" + "\n".join(errors))
+            raise RankFailure(
+                f"{len(errors)} of {world} ranks failed in {body.__name__}\n" + "\n".join(errors)
+            )
         return [reply.result for reply in replies]
 
     def stop(self) -> None:

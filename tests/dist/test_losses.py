@@ -36,7 +36,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
 
 
-def sharded(rank: int, world: int, recipe: str, policy: str, all_gather: bool) -> tuple[list[float], list[torch.Tensor]]:
+def sharded(
+    rank: int, world: int, recipe: str, policy: str, all_gather: bool
+) -> tuple[list[float], list[torch.Tensor]]:
     model = shard(transformer(recipe, spread=SPREAD, all_gather=all_gather), POLICIES[policy])
     optimizer, losses = optimizer_of(model), []
     for step in range(STEPS):

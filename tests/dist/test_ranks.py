@@ -36,7 +36,6 @@ def test_a_failure_names_the_rank_and_its_reason(ranks):
         ranks(3, _rank_one_fails)
 
 
-
 def _rank_one_dies(rank: int, world: int) -> None:
     if rank == 1:
         os._exit(3)

@@ -98,8 +98,8 @@ MUTATIONS: dict[str, Mutation] = {
     "adamw-foreach": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=True),
     "adamw-fused": optimizer_step(torch.optim.AdamW, lr=3.0, fused=True),
     "adamw-loop": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=False),
-    "sgd": optimizer_step(torch.optim.SGD, lr=30.0),
-    "sgd-momentum-fused": optimizer_step(torch.optim.SGD, lr=30.0, momentum=0.9, fused=True),
+    "sgd": optimizer_step(torch.optim.SGD, lr=3e3),
+    "sgd-momentum-foreach": optimizer_step(torch.optim.SGD, lr=3e3, momentum=0.9, foreach=True),
     "load_state_dict": load_state_dict,
     "set_model_state_dict": set_state_dict,
     "in-place": in_place,
@@ -127,13 +127,19 @@ def decibels(model: nn.Module, y: torch.Tensor) -> float:
     return (20 * torch.log10(expected.norm() / (y.double() - expected).norm())).item()
 
 
-def used(recipe: str, sharded: bool) -> nn.Module:
-    """A model whose scales and codes were computed and used, with gradients in place."""
+def prepared(recipe: str, sharded: bool) -> nn.Module:
+    """A model whose scales were computed."""
     model = f8sub.convert_to_float8(seed_weights(Stack(COLUMNS, ROWS)), recipe=recipe)
     if sharded:
         model = shard(model)
     model.alias = local(model).detach()
     f8sub.precompute_scales(model)
+    return model
+
+
+def used(recipe: str, sharded: bool) -> nn.Module:
+    """A model whose scales and codes were computed and used, with gradients in place."""
+    model = prepared(recipe, sharded)
     model(inputs()).square().mean().backward()
     return model
 
@@ -222,8 +228,8 @@ def test_a_storage_that_was_replaced(recipe, mutation, tmp_path):
 
 
 def converted_dtype(rank: int, world: int, recipe: str, sharded: bool) -> list[float]:
-    """Another dtype, a change through the new weight, and the first forward of each."""
-    model = used(recipe, sharded).to(torch.bfloat16)
+    """Another dtype, then a change through the new weight. FSDP2 itself takes a dtype until its first forward."""
+    model = (prepared if sharded else used)(recipe, sharded).to(torch.bfloat16)
     found = []
     for factor in (1.0, 20.0):
         with torch.no_grad(), warnings.catch_warnings():

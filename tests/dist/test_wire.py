@@ -44,7 +44,12 @@ def gathered(rank: int, world: int, recipe: str, widths: tuple[int, ...]) -> dic
 def test_a_weight_is_gathered_as_one_byte_an_element(ranks, recipe):
     numel = sum(fan_in * fan_out for fan_in, fan_out in zip(WIDTHS, WIDTHS[1:], strict=False))
     for found in ranks(2, gathered, recipe, WIDTHS):
-        assert found == {"float8 of fp32": numel, "float8 of bf16": numel, "fp32": 4 * numel, "bf16": 2 * numel}
+        assert found == {
+            "float8 of fp32": numel,
+            "float8 of bf16": numel,
+            "fp32": 4 * numel,
+            "bf16": 2 * numel,
+        }
 
 
 @on_each_recipe
@@ -131,7 +136,9 @@ def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
     return model, x
 
 
-def one_rank_forgets(rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool) -> tuple[str, float]:
+def one_rank_forgets(
+    rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool
+) -> tuple[str, float]:
     model, x = prepared(recipe)
 
     def forward() -> torch.Tensor:
@@ -156,7 +163,9 @@ def assert_nobody_waits(outcomes: list[tuple[str, float]]) -> None:
 @pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
 @pytest.mark.parametrize("forgetful", [0, 1], ids=["rank0-forgets", "rank1-forgets"])
 @on_each_recipe
-def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(ranks, recipe, forgetful, with_all_reduce):
+def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
+    ranks, recipe, forgetful, with_all_reduce
+):
     assert_nobody_waits(ranks(2, one_rank_forgets, recipe, forgetful, with_all_reduce, timeout=30.0))
 
 

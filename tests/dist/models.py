@@ -1,5 +1,7 @@
 """Small models of the shapes FSDP2 meets in practice, with weights that do not depend on the rank."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -47,7 +49,7 @@ class Stack(nn.Module):
 
     def __init__(self, *widths: int) -> None:
         super().__init__()
-        pairs = zip(widths, widths[1:], strict=False)
+        pairs = itertools.pairwise(widths)
         self.layers = nn.ModuleList(nn.Linear(fan_in, fan_out, bias=False) for fan_in, fan_out in pairs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

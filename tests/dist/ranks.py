@@ -1,9 +1,10 @@
 """Gloo ranks forked from one warm process, about a tenth of a second for two of them.
 
-``Nursery.start()`` forks a helper once, after collection and before the first test: torch and every test module are
-imported in it, and no test has left threads or autograd workers behind. For each request it forks the ranks, which
-meet through a file, run ``body(rank, world, *args)`` and send back a pickled result. Processes that miss the deadline
-are killed by their own ids, after each wrote where it stood; every rank also carries an alarm of its own.
+``Nursery.start()`` forks a helper once, after collection and before the first test: torch and every test
+module are imported in it, and no test has left threads or autograd workers behind. For each request it forks
+the ranks, which meet through a file, run ``body(rank, world, *args)`` and send back a pickled result. Ranks that
+miss the deadline are killed by their own ids, after each wrote where it stood; each also carries an alarm of its
+own.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Twenty AdamW steps: the same losses with the float8 all-gather, without it, and without sharding.
 
-What may differ between a sharded and an unsharded run is the order in which gradients are summed. One rank sums
-nothing and two ranks add two numbers, so an unsharded run that adds the two ranks' gradients has the same sums, and
-equality is bitwise. Three ranks may sum in another order: there the losses must be close.
+What may differ between a sharded and an unsharded run is the order in which gradients are summed. One rank
+sums nothing and two ranks add two numbers, so an unsharded run that adds the two ranks' gradients has the same
+sums, and equality is bitwise. Three ranks may sum in another order: there the losses must be close.
 """
 
 import pytest
@@ -56,7 +56,7 @@ def on_and_off(rank: int, world: int, recipe: str, policy: str) -> tuple:
 
 
 class Bf16Copies(nn.Module):
-    """What MixedPrecisionPolicy(bf16) computes, unsharded: bf16 copies of float32 masters, remade each step."""
+    """MixedPrecisionPolicy(bf16), unsharded: bf16 copies of float32 masters, made anew each step."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()

@@ -228,7 +228,7 @@ def test_a_storage_that_was_replaced(recipe, mutation, tmp_path):
 
 
 def converted_dtype(rank: int, world: int, recipe: str, sharded: bool) -> list[float]:
-    """Another dtype, then a change through the new weight. FSDP2 itself takes a dtype until its first forward."""
+    """Another dtype, then a change through the new weight. FSDP2 itself takes one until its first forward."""
     model = (prepared if sharded else used)(recipe, sharded).to(torch.bfloat16)
     found = []
     for factor in (1.0, 20.0):

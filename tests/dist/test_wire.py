@@ -1,5 +1,6 @@
 """What crosses the wire: one byte an element, one all-reduce a step, and never a rank that waits for ever."""
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def gathered(rank: int, world: int, recipe: str, widths: tuple[int, ...]) -> dic
 
 @on_each_recipe
 def test_a_weight_is_gathered_as_one_byte_an_element(ranks, recipe):
-    numel = sum(fan_in * fan_out for fan_in, fan_out in zip(WIDTHS, WIDTHS[1:], strict=False))
+    numel = sum(fan_in * fan_out for fan_in, fan_out in itertools.pairwise(WIDTHS))
     for found in ranks(2, gathered, recipe, WIDTHS):
         assert found == {
             "float8 of fp32": numel,
@@ -93,7 +94,7 @@ def both_ways(rank: int, world: int, recipe: str, steps: int) -> tuple[dict, dic
 @on_each_recipe
 def test_all_reduces_with_and_without_precompute_scales(ranks, recipe):
     weights = len(WIDTHS) - 1
-    numel = sum(fan_in * fan_out for fan_in, fan_out in zip(WIDTHS, WIDTHS[1:], strict=False))
+    numel = sum(fan_in * fan_out for fan_in, fan_out in itertools.pairwise(WIDTHS))
     for called, forgotten in ranks(2, both_ways, recipe, 4):
         assert called["all_reduces"][1:] == [1, 1, 1]
         assert called["gathered"][1:] == [2 * numel] * 3

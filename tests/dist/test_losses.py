@@ -1,8 +1,8 @@
 """Twenty AdamW steps: the same losses with the float8 all-gather, without it, and without sharding.
 
 What may differ between a sharded and an unsharded run is the order in which gradients are summed. One rank
-sums nothing and two ranks add two numbers, so an unsharded run that adds the two ranks' gradients has the same
-sums, and equality is bitwise. Three ranks may sum in another order: there the losses must be close.
+sums nothing and two ranks add two numbers, so an unsharded run that adds the two ranks' gradients has the
+same sums, and equality is bitwise. Three ranks may sum in another order: there the losses must be close.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""NaN or infinity in one rank's shard: NaN codes on every rank at once, then an error that names the layer."""
+"""NaN or infinity in one rank's shard: NaN codes on all ranks at once, then an error that names the layer."""
 
 import warnings
 

@@ -3,8 +3,8 @@
 ``Nursery.start()`` forks a helper once, after collection and before the first test: torch and every test
 module are imported in it, and no test has left threads or autograd workers behind. For each request it forks
 the ranks, which meet through a file, run ``body(rank, world, *args)`` and send back a pickled result. Ranks
-that miss the deadline are killed by their own ids, after each wrote where it stood; each also carries an alarm
-of its own.
+that miss the deadline are killed by their own ids, after each wrote where it stood; each also carries an
+alarm of its own.
 """
 
 import contextlib

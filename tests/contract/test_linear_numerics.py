@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import f8sub
@@ -146,6 +148,23 @@ def test_codes_and_scales_are_the_oracles(recipe, data, operand, dtype):
             (quantized.rowwise, quantized.columnwise), oracle.operands(recipe, operand, matrix), strict=True
         ):
             assert_bitwise(usage, expected)
+
+
+@on_each_operand
+@on_each_recipe
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(bits=st.binary(min_size=4 * 16 * 4, max_size=4 * 16 * 4))
+def test_any_float32_bits(recipe, operand, bits):
+    """NaN, infinity, subnormals and any mixture of magnitudes."""
+    matrix = torch.frombuffer(bytearray(bits), dtype=torch.float32).view(4, 16)
+    matrix = matrix.where(~matrix.isfinite() | (matrix.abs() <= 1.75 * 2.0**127), torch.ones(()))
+    quantized = f8sub.quantize(matrix, recipe, operand=operand)
+    expected = oracle.operands(recipe, operand, matrix)
+    for usage, right in zip((quantized.rowwise, quantized.columnwise), expected, strict=True):
+        not_a_number = torch.from_numpy(np.isnan(right.values))
+        assert torch.equal(usage.data.float().isnan(), not_a_number)
+        assert torch.equal(usage.data.view(torch.uint8)[~not_a_number], right.codes_as()[~not_a_number])
+        assert same_bits(usage.scale_inv, right.scale_inv)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=list(DTYPES))

@@ -144,13 +144,16 @@ class Checkpoints:
             )
             raise CheckpointError(f"Checkpoint {name} in {self.folder} is refused: {problem}. {advice}.")
         reader = _VerifiedReader(self.folder / name)
-        metadata = reader.read_metadata()
-        wanted = {
-            key: tensor
-            for key, tensor in tensors.items()
-            if key in metadata.state_dict_metadata or key not in optional
-        }
-        _check_same_tensors(name, metadata, wanted)
+        wanted: dict[str, torch.Tensor] = {}
+        try:
+            saved = reader.read_metadata().state_dict_metadata
+            wanted = {key: tensor for key, tensor in tensors.items() if key in saved or key not in optional}
+            problem = _other_tensors(name, saved, wanted)
+        except CheckpointError as error:
+            problem = str(error)
+        # One rank alone must not leave the others waiting in dcp.load.
+        if problems := [text for text in _gathered(problem) if text]:
+            raise CheckpointError(problems[0])
         dcp.load(wanted, storage_reader=reader)
         state: dict[str, Any] = json.loads((self.folder / name / STATE).read_text())
         return state
@@ -207,18 +210,15 @@ _INDEX_CLASSES = {
 }
 
 
-def _check_same_tensors(name: str, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
-    saved: dict[str, Any] = metadata.state_dict_metadata
+def _other_tensors(name: str, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    advice = "Resume with the model and optimizer settings of the run that saved it."
     for key, tensor in tensors.items():
         if key not in saved:
-            raise CheckpointError(
-                f"Checkpoint {name} has no tensor {key}: it was saved by another model or optimizer."
-            )
+            return f"Checkpoint {name} has no tensor {key}. {advice}"
         if saved[key].size != tensor.size():
-            raise CheckpointError(
-                f"Checkpoint {name} has {key} of shape {tuple(saved[key].size)}, this run's is "
-                f"{tuple(tensor.size())}. Resume with the model settings of the run that saved it."
-            )
+            there, here = tuple(saved[key].size), tuple(tensor.size())
+            return f"Checkpoint {name} has {key} of shape {there}, this run's is {here}. {advice}"
+    return ""
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:

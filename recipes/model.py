@@ -95,7 +95,7 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
     reshard = settings.training.reshard_after_forward
     for block in layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
     model.to_empty(device=mesh.device_type)
     draw_weights(model, config, settings.training.seed)

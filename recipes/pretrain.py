@@ -174,6 +174,7 @@ class Trainer:
         for _ in range(self.settings.eval.batches):
             total += self.loss(data)
         self.model.train()
+        self.model.reshard()  # backward, which would do it, does not follow
         dist.all_reduce(total)
         loss = total.item() / self.settings.eval.batches / self.world_size
         self.metrics.write({"step": self.step, "eval_loss": loss, "time": time.time()})

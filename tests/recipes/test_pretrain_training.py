@@ -1,0 +1,240 @@
+"""The training loop, in forked gloo ranks: the same weights and losses however it is run, stopped and resumed."""
+
+import math
+
+import pytest
+import torch
+from checkpoint import CheckpointError
+from metrics import read_metrics
+from model import SIZES
+from pretrain import learning_rate
+from settings import parse
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from traffic import count_traffic
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import f8sub
+from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
+
+RECIPES = ["", *f8sub.recipe_names()]
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe or "bf16")
+
+
+def float8_options(recipe):
+    return f"--float8.recipe {recipe}" if recipe else "--float8.enabled false"
+
+
+def full_weights(rank, world, settings):
+    model = trainer(world, settings).model
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return {name: value.numpy() for name, value in {**state, **buffers}.items()} if rank == 0 else None
+
+
+def test_weights_depend_on_the_seed_alone(ranks, tmp_path):
+    plain = quick_settings(tmp_path, "--float8.enabled false")
+    float8 = quick_settings(tmp_path, "--float8.recipe tensorwise --activation_checkpoint.enabled true")
+    one = ranks(1, full_weights, plain)[0]
+    three = ranks(3, full_weights, float8)[0]
+    assert len(one) > 30
+    for name, value in one.items():
+        assert (value == three[name]).all(), name
+    again = ranks(1, full_weights, changed(plain, "training", seed=1))[0]
+    assert (again["lm_head.weight"] != one["lm_head.weight"]).any()
+
+
+def test_weights_and_buffers_are_those_of_transformers(ranks, tmp_path):
+    found = ranks(2, full_weights, quick_settings(tmp_path, "--float8.enabled false"))[0]
+    config = LlamaConfig(
+        **SIZES["debug"],
+        vocab_size=272,
+        max_position_embeddings=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    expected = LlamaForCausalLM(config)
+    for name, buffer in expected.named_buffers():
+        assert (found[name] == buffer.numpy()).all(), name
+    for name, weight in expected.state_dict().items():
+        assert found[name].shape == tuple(weight.shape)
+        assert found[name].std() == pytest.approx(weight.std().item(), rel=0.05), name
+        assert found[name].mean() == pytest.approx(weight.mean().item(), abs=0.002), name
+
+
+@on_each_recipe
+def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, recipe):
+    settings = quick_settings(tmp_path, f"{float8_options(recipe)} --checkpoint.interval 2")
+    assert ranks(2, train, settings, timeout=120) == [True, True]
+    whole, last = losses(settings), (tmp_path / "checkpoints/step-00000004/__1_0.distcp").read_bytes()
+    assert len(whole) == 4
+    resumed = changed(settings, "checkpoint", resume="step-00000002")
+    assert ranks(2, train, resumed, timeout=120) == [True, True]
+    assert losses(settings) == whole
+    assert (tmp_path / "checkpoints/step-00000004/__1_0.distcp").read_bytes() == last
+
+
+@on_each_recipe
+def test_one_rank_and_gradient_accumulation_train_alike(ranks, tmp_path, recipe):
+    two = quick_settings(tmp_path / "two", float8_options(recipe))
+    one = quick_settings(
+        tmp_path / "one", f"{float8_options(recipe)} --training.gradient_accumulation_steps 2"
+    )
+    ranks(2, train, two, timeout=120)
+    ranks(1, train, one, timeout=120)
+    assert losses(one) == pytest.approx(losses(two), rel=2e-2)
+    assert losses(one)[-1] < losses(one)[0] - 0.3
+
+
+def stop_one_rank(rank, world, settings, step):
+    run = trainer(world, settings)
+    train_step = run.train_step
+
+    def note_then_train():
+        run.stop.requested = run.step + 1 == step and rank == world - 1
+        return train_step()
+
+    run.train_step = note_then_train
+    return run.run(), run.step
+
+
+def test_all_ranks_stop_at_the_step_in_which_one_was_asked_to(ranks, tmp_path):
+    settings = quick_settings(tmp_path / "stopped", "--float8.enabled false")
+    whole = quick_settings(tmp_path / "whole", "--float8.enabled false")
+    assert ranks(2, stop_one_rank, settings, 2) == [(False, 2), (False, 2)]
+    assert [record["step"] for record in records(settings)] == [1, 2]
+    ranks(2, train, changed(settings, "checkpoint", resume="newest"))
+    ranks(2, train, whole)
+    assert losses(settings) == losses(whole)
+
+
+def test_a_request_in_the_last_step_changes_nothing(ranks, tmp_path):
+    settings = quick_settings(tmp_path, "--float8.enabled false")
+    assert ranks(2, stop_one_rank, settings, 4) == [(True, 4), (True, 4)]
+
+
+def refusal(rank, world, settings):
+    try:
+        return trainer(world, settings).run()
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_new_run_does_not_mix_with_an_older_one(ranks, tmp_path):
+    settings = quick_settings(tmp_path, "--float8.enabled false --checkpoint.interval 4")
+    ranks(1, train, settings)
+    assert "has checkpoints of an earlier run, up to step-00000004" in ranks(1, refusal, settings)[0]
+
+
+def test_newest_begins_anew_without_checkpoints_but_not_with_broken_ones(ranks, tmp_path):
+    options = "--float8.enabled false --checkpoint.interval 4 --checkpoint.resume newest"
+    settings = quick_settings(tmp_path, options)
+    assert ranks(1, refusal, settings) == [True]
+    (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").unlink()
+    assert "No checkpoint in" in ranks(1, refusal, settings)[0]
+
+
+def test_metrics_of_steps_after_the_checkpoint_are_written_anew(ranks, tmp_path):
+    settings = quick_settings(tmp_path, "--float8.enabled false --checkpoint.interval 3")
+    ranks(1, train, settings)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    again = changed(settings, "checkpoint", resume="step-00000003")
+    ranks(1, train, again)
+    assert [record["step"] for record in records(settings)] == [1, 2, 3, 4]
+
+
+def overflow(rank, world, settings):
+    """Train with a loss scale that overflows in one rank's gradients alone."""
+    run = trainer(world, settings)
+    before = [parameter.full_tensor().clone() for parameter in run.model.parameters()]
+    loss = run.loss
+    run.loss = lambda data: loss(data) * (1e30 if rank == 1 else 1.0)
+    run.train_step()
+    same = all(torch.equal(a, b.full_tensor()) for a, b in zip(before, run.model.parameters(), strict=True))
+    run.loss = loss
+    run.train_step()
+    moved = not torch.equal(before[0], next(run.model.parameters()).full_tensor())
+    return same, moved, run.scaler.get_scale()
+
+
+def test_float16_skips_a_step_that_overflows_on_one_rank(ranks, tmp_path):
+    settings = quick_settings(tmp_path, "--float8.enabled false --training.dtype float16")
+    assert ranks(2, overflow, settings) == [(True, True, 2.0**15)] * 2
+
+
+def test_float16_trains_and_saves_its_scale(ranks, tmp_path):
+    options = "--float8.enabled false --training.dtype float16 --checkpoint.interval 2"
+    settings = quick_settings(tmp_path, options)
+    ranks(2, train, settings)
+    assert losses(settings)[-1] < losses(settings)[0] - 0.3
+    resumed = changed(settings, "checkpoint", resume="step-00000002", interval=0)
+    whole = losses(settings)
+    ranks(2, train, resumed)
+    assert losses(settings) == whole
+
+
+def no_loss(rank, world, settings):
+    run = trainer(world, settings)
+    loss = run.loss
+    run.loss = lambda data: loss(data) * (math.nan if rank == 1 else 1.0)
+    try:
+        run.run()
+    except FloatingPointError as error:
+        return str(error)
+
+
+def test_a_loss_that_is_no_number_stops_every_rank(ranks, tmp_path):
+    for message in ranks(2, no_loss, quick_settings(tmp_path, "--float8.enabled false")):
+        assert "The loss of step 1 is nan" in message
+
+
+def gathered_in_a_step(rank, world, settings):
+    run = trainer(world, settings)
+    if settings.float8_recipe:
+        f8sub.precompute_scales(run.model)
+    with count_traffic() as first:
+        run.train_step()
+    with count_traffic() as second:
+        run.train_step()
+    blocks = [list(layer.parameters()) for layer in run.model.model.layers]
+    in_blocks = {id(parameter): parameter for block in blocks for parameter in block}
+    matrices = sum(parameter.numel() for parameter in in_blocks.values() if parameter.ndim == 2)
+    vectors = sum(parameter.numel() for parameter in in_blocks.values() if parameter.ndim == 1)
+    rest = sum(parameter.numel() for parameter in run.model.parameters()) - matrices - vectors
+    return first, second, matrices, vectors, rest
+
+
+@on_each_recipe
+def test_bytes_and_all_reduces_of_a_step(ranks, tmp_path, recipe):
+    """A block is gathered in forward and in backward, what is outside of blocks once."""
+    settings = quick_settings(tmp_path, float8_options(recipe))
+    for first, second, matrices, vectors, rest in ranks(2, gathered_in_a_step, settings):
+        width = 1 if recipe else 2
+        assert second.all_gather_bytes == 2 * (width * matrices + 2 * vectors) + 2 * rest
+        assert second.amax_all_reduces == (1 if recipe else 0)
+        assert first == second
+
+
+def test_evaluation_is_on_its_own_text_and_changes_nothing(ranks, tmp_path):
+    options = "--float8.enabled false --eval.batches 2"
+    with_eval = quick_settings(tmp_path / "with", f"{options} --eval.interval 1")
+    without = quick_settings(tmp_path / "without", options)
+    ranks(2, train, with_eval)
+    ranks(2, train, without)
+    assert losses(with_eval) == losses(without)
+    assert [r["step"] for r in records(with_eval) if "eval_loss" in r] == [1, 2, 3, 4]
+    assert len({r["all_gather_bytes"] for r in records(with_eval) if "loss" in r}) == 1
+
+
+def test_learning_rate_warms_up_and_falls_along_a_cosine():
+    settings = parse("--training.steps 110 --lr_scheduler.warmup_steps 10 --optimizer.lr 2.0".split())
+    assert learning_rate(settings, 0) == pytest.approx(0.2)
+    assert learning_rate(settings, 9) == pytest.approx(2.0)
+    assert learning_rate(settings, 10) == pytest.approx(2.0)
+    assert learning_rate(settings, 60) == pytest.approx(2.0 * 0.55)
+    assert learning_rate(settings, 110) == pytest.approx(0.2)
+
+
+def test_a_cut_off_line_of_metrics_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]

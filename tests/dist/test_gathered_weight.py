@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import f8sub
+from f8sub import filters
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.dist.models import BF16, Stack
@@ -95,6 +96,32 @@ def test_through_a_converted_model(ranks, recipe, world):
     for found in ranks(world, through_a_model, recipe):
         assert {name: wrong for name, wrong in found.items() if wrong} == {}
         assert len(found) == 2 * len(ROWS)
+
+
+def any_number_of_rows(rank: int, world: int, recipe: str) -> dict[str, list[str]]:
+    """The sharded weight alone: layers of such sizes are not converted, since no matmul on a GPU takes them."""
+    filters.MULTIPLE = 1
+    found = {}
+    for rows in ODD_ROWS:
+        for name, policy, dtype in (("fp32", None, torch.float32), ("bf16", BF16, torch.bfloat16)):
+            model = with_weight(recipe, rows)
+            fully_shard(model, **({} if policy is None else {"mp_policy": policy}))
+            for precompute in (True, False):
+                if precompute:
+                    f8sub.precompute_scales(model)
+                model.unshard()
+                wrong = differences(model.layers[0].weight, recipe, full_weight(rows).to(dtype))
+                found[f"{rows} rows of {name}, {precompute}"] = wrong
+                model.reshard()
+    return found
+
+
+@on_each_world
+@on_each_recipe
+def test_some_ranks_short_and_some_empty(ranks, recipe, world):
+    for found in ranks(world, any_number_of_rows, recipe):
+        assert {name: wrong for name, wrong in found.items() if wrong} == {}
+        assert len(found) == 4 * len(ODD_ROWS)
 
 
 def sharded_by_columns(rank: int, world: int, recipe: str) -> list[str]:

@@ -14,6 +14,7 @@ from f8sub.backends import Plan, gemm_nt
 from f8sub.errors import Float8ShapeError
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward
+from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec
 from f8sub.shared_input import quantize_input
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -32,10 +33,12 @@ class Float8Linear(torch.nn.Linear):
     Attributes:
         plan: the recipe and the backend of each GEMM.
         fqn: the layer's name in the model that was converted, for errors and reports.
+        converted: the layers of the same conversion, this one among them.
     """
 
     plan: Plan
     fqn: str
+    converted: ConvertedLayers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
         if not x.is_floating_point():
@@ -50,6 +53,14 @@ class Float8Linear(torch.nn.Linear):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         return _Float8Matmul.apply(x, self.weight, self.bias, self.plan, dtype)  # type: ignore[no-any-return]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.converted.add(self)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.converted.changes += 1
 
     def extra_repr(self) -> str:
         """Features, recipe and the backend of each GEMM."""

@@ -27,9 +27,37 @@ def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
         float32, ``tile.scale_shape(x.shape)``; 0 for a tile with no finite element. NaN and infinity take no
         part, so that one bad element does not decide the scale of its neighbours.
     """
+    return _largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), tile)
+
+
+def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude of every tile of a matrix that a shard of it touches.
+
+    Args:
+        shard: (rows, cols), the part of a larger matrix that begins at ``offset``.
+        tile: the blocks of the larger matrix, which need not begin where the shard does.
+        offset: row and column of the shard's first element.
+
+    Returns:
+        float32, one entry a touched tile, the first at ``first_tile(tile, offset)``; infinity where a tile holds
+        NaN or infinity.
+    """
+    before = [0 if edge == ALL else start % edge for edge, start in zip((tile.rows, tile.cols), offset, strict=True)]
+    if any(before):
+        shard = torch.nn.functional.pad(shard, (before[1], 0, before[0], 0))
+    return torch.nan_to_num(_largest(shard, tile), nan=torch.inf, posinf=torch.inf)
+
+
+def first_tile(tile: Tile, offset: tuple[int, int]) -> tuple[int, int]:
+    """Index of the tile that the element at ``offset`` lies in."""
+    row, col = (0 if edge == ALL else start // edge for edge, start in zip((tile.rows, tile.cols), offset, strict=True))
+    return row, col
+
+
+def _largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     if x.numel() == 0:
         return x.new_zeros(tile.scale_shape((x.shape[0], x.shape[1])), dtype=torch.float32)
-    a = torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0).abs()
+    a = x.abs()
     whole = [dim for dim, edge in enumerate((tile.rows, tile.cols)) if edge == ALL]
     if whole:
         a = a.amax(whole, keepdim=True)
@@ -68,21 +96,32 @@ def poison_non_finite(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     return scale.masked_fill(amax.isinf(), torch.nan)
 
 
-def spread(scale: torch.Tensor, tile: Tile, shape: torch.Size) -> torch.Tensor:
-    """``scale`` with each entry repeated over its tile: broadcastable to a (rows, cols) matrix of ``shape``."""
+def spread(
+    scale: torch.Tensor, tile: Tile, shape: torch.Size, offset: tuple[int, int] = (0, 0)
+) -> torch.Tensor:
+    """``scale`` with each entry repeated over its tile, broadcastable to a matrix of ``shape``.
+
+    Args:
+        scale: one entry a tile of the whole matrix.
+        tile: the blocks ``scale`` belongs to.
+        shape: of the matrix, or of the part of it that begins at ``offset``.
+        offset: row and column of that part's first element.
+    """
     for dim, edge in enumerate((tile.rows, tile.cols)):
-        if edge not in (1, ALL):
-            scale = scale.repeat_interleave(edge, dim).narrow(dim, 0, shape[dim])
+        if edge != ALL:
+            first, last = offset[dim] // edge, -(-(offset[dim] + shape[dim]) // edge)
+            scale = scale.narrow(dim, first, last - first)
+            if edge > 1:
+                scale = scale.repeat_interleave(edge, dim).narrow(dim, offset[dim] % edge, shape[dim])
     return scale
 
 
-def cast(x: torch.Tensor, scale: torch.Tensor, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Codes of ``x``: ``float32(x) * scale`` rounded to the nearest float8, ties to even.
 
     Args:
         x: (rows, cols), any float dtype.
-        scale: float32, ``tile.scale_shape(x.shape)``.
-        tile: the blocks that ``scale`` belongs to.
+        scale: float32, broadcastable to ``x``, see ``spread``.
         dtype: float8 dtype of the result.
 
     Returns:
@@ -94,7 +133,7 @@ def cast(x: torch.Tensor, scale: torch.Tensor, tile: Tile, dtype: torch.dtype) -
         keeps NaN and infinity visible, in place, as NaN codes.
     """
     top = torch.finfo(dtype).max
-    scaled = x.float().clamp(-LARGEST, LARGEST) * spread(scale, tile, x.shape)
+    scaled = x.float().clamp(-LARGEST, LARGEST) * scale
     return (scaled.clamp(-top, top) + (x - x)).to(dtype)
 
 
@@ -154,7 +193,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
 
 def _quantize_as_stored(x: torch.Tensor, format: Float8Format) -> Operand:
     scale = scale_from_amax(amax(x, format.tile), format)
-    data = cast(x, scale, format.tile, format.dtype).contiguous()
+    data = cast(x, spread(scale, format.tile, x.shape), format.dtype).contiguous()
     return Operand(data, scale.reciprocal(), format)
 
 

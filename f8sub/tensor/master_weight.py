@@ -51,15 +51,16 @@ class Cell:
         epoch: number of operators that wrote to the storage.
         storage: identity of that storage, which ``p.data = t`` replaces without any operator running.
         cast: the codes cast last and what they were cast from, see ``MasterWeight.rowwise``.
+        layers: the layers converted together with the weight's own; None for a weight of no layer.
     """
 
-    __slots__ = ("cast", "epoch", "storage", "wire")
+    __slots__ = ("cast", "epoch", "layers", "storage")
 
     def __init__(self, storage: int) -> None:
         self.epoch = 0
         self.storage = storage
         self.cast: tuple[tuple[int, Float8Format, torch.dtype], Operand] | None = None
-        self.wire: Any = None
+        self.layers: Any = None
 
 
 Self = TypeVar("Self", bound="MasterWeight")
@@ -75,7 +76,7 @@ class MasterWeight(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    _cell: Cell
+    cell: Cell
     _traced: torch.Tensor | None
 
     @staticmethod
@@ -85,7 +86,7 @@ class MasterWeight(torch.Tensor):
         if type(data) is torch.Tensor:
             self = torch.Tensor._make_subclass(cls, data, data.requires_grad)
             self._traced = None
-            self._cell = cell or Cell(self.untyped_storage()._cdata)
+            self.cell = cell or Cell(self.untyped_storage()._cdata)
             return self
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -97,7 +98,7 @@ class MasterWeight(torch.Tensor):
             requires_grad=data.requires_grad,
         )
         self._traced = data
-        self._cell = cell or Cell(0)
+        self.cell = cell or Cell(0)
         return self
 
     def __init__(self, data: torch.Tensor, cell: Cell | None = None) -> None:
@@ -114,11 +115,11 @@ class MasterWeight(torch.Tensor):
     @property
     def owns_storage(self) -> bool:
         """False after ``p.data = t``: plain aliases of ``t`` may write to it unseen, so nothing is cached."""
-        return self.untyped_storage()._cdata == self._cell.storage
+        return self.untyped_storage()._cdata == self.cell.storage
 
     def mark_stale(self) -> None:
         """Say that the weight changed where no operator of its own showed it (compiled optimizers)."""
-        self._cell.epoch += 1
+        self.cell.epoch += 1
 
     def rowwise(self, format: Float8Format, dtype: torch.dtype) -> Operand:
         """The weight's rowwise operand, cast once and kept until the weight changes.
@@ -129,7 +130,7 @@ class MasterWeight(torch.Tensor):
         """
         if torch.compiler.is_compiling() or self._traced is not None:
             return _quantize_rowwise(self.to(dtype), format)
-        cell, key = self._cell, (self._cell.epoch, format, dtype)
+        cell, key = self.cell, (self.cell.epoch, format, dtype)
         owned = self.owns_storage
         if owned and cell.cast is not None and cell.cast[0] == key:
             return cell.cast[1]
@@ -193,11 +194,15 @@ class MasterWeight(torch.Tensor):
         else:
             plain_args, plain_kwargs = pytree.tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
             out = func(*plain_args, **plain_kwargs)
-        if func in _VIEWS or func in _COPIES:
+        if func in _VIEWS:
             source = args[0]
-            cell = source._cell if func in _VIEWS else None
-            wrap = functools.partial(type(source), cell=cell)
-            return [wrap(o) for o in out] if isinstance(out, (list, tuple)) else wrap(out)
+            if isinstance(out, (list, tuple)):
+                return [type(source)(view, source.cell) for view in out]
+            return type(source)(out, source.cell)
+        if func in _COPIES:
+            copy = type(args[0])(out)
+            copy.cell.layers = args[0].cell.layers
+            return copy
         if func in _COLLECTIVES:
             kind = next(type(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
             return pytree.tree_map_only(
@@ -229,11 +234,11 @@ def _mark_written(
     for position, name in written:
         value = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(value, MasterWeight):
-            value._cell.epoch += 1
+            value.cell.epoch += 1
         elif isinstance(value, (list, tuple)):
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, MasterWeight):
-                    tensor._cell.epoch += 1
+                    tensor.cell.epoch += 1
 
 
 def _any_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,50 @@
+"""Float8 training for PyTorch, made for FSDP2.
+
+    model = f8sub.convert_to_float8(model)      # before fully_shard
+    ...
+    optimizer.step()
+    f8sub.precompute_scales(model)              # after every step
+"""
+
+from f8sub.convert import convert_from_float8, convert_to_float8
+from f8sub.errors import (
+    Float8ConfigError,
+    Float8NumericsError,
+    Float8RankMismatchError,
+    Float8ShapeError,
+    Float8Warning,
+)
+from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.fsdp.precompute_scales import precompute_scales, register_precompute_hook
+from f8sub.linear import Float8Linear
+from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
+from f8sub.report import ConversionReport, LayerReport, conversion_report
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.quantize import quantize
+
+__all__ = [
+    "ALL",
+    "ConversionReport",
+    "Float8ConfigError",
+    "Float8Format",
+    "Float8Linear",
+    "Float8NumericsError",
+    "Float8RankMismatchError",
+    "Float8ShapeError",
+    "Float8Tensor",
+    "Float8Warning",
+    "GemmSpec",
+    "LayerReport",
+    "Operand",
+    "Recipe",
+    "ScaleRule",
+    "Tile",
+    "conversion_report",
+    "convert_from_float8",
+    "convert_to_float8",
+    "get_recipe",
+    "precompute_scales",
+    "quantize",
+    "recipe_names",
+    "register_precompute_hook",
+]

@@ -1,0 +1,228 @@
+"""Layer 6. nn.Linear to Float8Linear and back: in place, by class swap, before ``fully_shard``."""
+
+import functools
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from f8sub.backends import Plan
+from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.filters import DEFAULT_SKIP, FilterFn, why_not
+from f8sub.fsdp.precompute_scales import check_ranks_hook, mark_stale_before_optimizer_steps
+from f8sub.fsdp.wire_weight import WireWeight
+from f8sub.layers import ConvertedLayers
+from f8sub.linear import Float8Linear
+from f8sub.recipe import Recipe, get_recipe
+from f8sub.recipes import DEFAULT
+from f8sub.report import SKIP_REASON, conversion_report
+from f8sub.shared_input import close_scope, open_scope
+from f8sub.tensor.master_weight import MasterWeight
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for the same options)
+    model: Model,
+    recipe: Recipe | str = DEFAULT,
+    *,
+    filter_fn: FilterFn | None = None,
+    skip: Sequence[str] = DEFAULT_SKIP,
+    strict: bool = True,
+    float8_all_gather: bool = True,
+    backend: str = "auto",
+    module_filter_fn: FilterFn | None = None,
+    filter_fqns: Sequence[str] = (),
+    recipe_name: str | None = None,
+    enable_fsdp_float8_all_gather: bool | None = None,
+) -> Model:
+    """Turn the linear layers of a model into ``Float8Linear``, in place; call it before ``fully_shard``.
+
+    A layer keeps its identity, its hooks, its training mode, its parameters and their ties. ``conversion_report``
+    says what was converted and, for every layer that was not, why.
+
+    Args:
+        model: any module, on any device, meta included.
+        recipe: one of ``recipe_names()``, or a ``Recipe``.
+        filter_fn: ``(module, fqn) -> bool``, True to convert. ``module_filter_fn`` is the same.
+        skip: glob patterns over whole segments of a layer's name; a match skips the layer. One that matches
+            nothing is no error.
+        strict: raise when no layer was converted; False warns instead.
+        float8_all_gather: FSDP2 gathers the weights as float8; False gathers them in high precision.
+            ``enable_fsdp_float8_all_gather`` is the same.
+        backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
+        module_filter_fn: torchao's name for ``filter_fn``.
+        filter_fqns: torchtitan's convention: a layer whose name contains one of these strings is skipped.
+        recipe_name: torchtitan's name for ``recipe``.
+        enable_fsdp_float8_all_gather: torchao's and torchtitan's name for ``float8_all_gather``.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        Float8ConfigError: unknown recipe or backend, a model that is already sharded or converted with another
+            recipe, or, when ``strict``, nothing to convert.
+    """
+    recipe = get_recipe(recipe_name or recipe)
+    if enable_fsdp_float8_all_gather is not None:
+        float8_all_gather = enable_fsdp_float8_all_gather
+    _refuse_sharded(model)
+    _refuse_other_recipe(model, recipe)
+    keep = _all_of(filter_fn, module_filter_fn, _none_of_fqns(filter_fqns))
+    names = _select(model, keep, skip)
+    if not names:
+        _nothing_converted(model, strict)
+        return model
+    layers = ConvertedLayers()
+    for module, fqn in names.items():
+        _convert(module, fqn, Plan.make(recipe, _device_of(module), backend), layers)
+    _wrap_weights(list(names), WireWeight if float8_all_gather else MasterWeight, layers)
+    _share_inputs(model)
+    model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
+    mark_stale_before_optimizer_steps()
+    return model
+
+
+def convert_from_float8(model: Model) -> Model:
+    """Turn every ``Float8Linear`` back into the nn.Linear it was, in place, with the same parameters.
+
+    Raises:
+        Float8ConfigError: the model is sharded; load its state dict into a plain model instead.
+    """
+    _refuse_sharded(model)
+    for module in model.modules():
+        for hooks, hook in (
+            (module._forward_pre_hooks, open_scope),
+            (module._forward_hooks, close_scope),
+            (module._forward_pre_hooks, check_ranks_hook),
+        ):
+            for key in [key for key, found in hooks.items() if getattr(found, "func", found) is hook]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+        if isinstance(module, Float8Linear):
+            module.converted.discard(module)
+            weight = module.weight
+            if isinstance(weight, MasterWeight):
+                _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
+            del module.plan, module.fqn, module.converted
+            module.__class__ = torch.nn.Linear
+    return model
+
+
+def _select(model: torch.nn.Module, keep: FilterFn | None, skip: Sequence[str]) -> dict[torch.nn.Linear, str]:
+    """The layers to convert, by name; every other linear layer gets its reason."""
+    reasons: dict[torch.nn.Linear, str | None] = {}
+    names: dict[torch.nn.Linear, str] = {}
+    owners: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+    for fqn, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append((module, fqn))
+        if isinstance(module, torch.nn.Linear):
+            names[module] = fqn
+            reasons[module] = why_not(module, fqn, filter_fn=keep, skip=skip)
+    # A weight is gathered as float8 for all of its owners or for none.
+    converted = {module for module, reason in reasons.items() if reason is None}
+    for module in list(converted):
+        for owner, owner_fqn in owners[id(module.weight)]:
+            if owner not in converted and not isinstance(owner, Float8Linear):
+                reasons[module] = f"its weight is tied to {owner_fqn}, which stays in high precision"
+    for module, reason in reasons.items():
+        if reason is not None and not isinstance(module, Float8Linear):
+            setattr(module, SKIP_REASON, reason)
+    return {module: names[module] for module, reason in reasons.items() if reason is None}
+
+
+def _convert(module: torch.nn.Linear, fqn: str, plan: Plan, layers: ConvertedLayers) -> None:
+    module.__class__ = Float8Linear
+    if isinstance(module, Float8Linear):
+        module.plan, module.fqn, module.converted = plan, fqn or "(root)", layers
+        layers.add(module)
+    module.__dict__.pop(SKIP_REASON, None)
+
+
+def _wrap_weights(modules: list[torch.nn.Linear], kind: type[MasterWeight], layers: ConvertedLayers) -> None:
+    """Make master weights of the layers' weights; tied ones stay tied."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in modules:
+        weight = module.weight
+        if isinstance(weight, MasterWeight):
+            continue
+        if id(weight) not in made:
+            master = kind(weight.detach())
+            master.cell.layers = layers
+            made[id(weight)] = torch.nn.Parameter(master, weight.requires_grad)
+        _replace(module, made[id(weight)])
+
+
+def _replace(module: torch.nn.Linear, parameter: torch.nn.Parameter) -> None:
+    """Put ``parameter`` in the weight's place, under the weight's own identity where torch can swap the two.
+
+    Optimizers and ties that hold the old Python object then hold the new weight.
+    """
+    old = module.weight
+    if old.grad is not None:
+        parameter.grad = old.grad
+    try:
+        torch.utils.swap_tensors(old, parameter)
+    except RuntimeError:
+        # Something else refers to the tensor (a weak reference, an autograd graph).
+        module.weight = parameter
+
+
+def _share_inputs(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if sum(isinstance(child, Float8Linear) for child in module.children()) > 1:
+            module.register_forward_pre_hook(open_scope)
+            module.register_forward_hook(close_scope, always_call=True)
+
+
+def _device_of(module: torch.nn.Linear) -> torch.device:
+    """Where the layer will run: a layer on meta runs on the accelerator, or on the CPU where there is none."""
+    if module.weight.device.type != "meta":
+        return module.weight.device
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    for fqn, module in model.named_modules():
+        if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            raise Float8ConfigError(
+                f"{fqn or 'the model'} is already sharded ({type(module).__name__}): call convert_to_float8 before "
+                "fully_shard and parallelize_module, on the whole model; to go back to plain layers, load the "
+                "state dict into an unconverted model"
+            )
+
+
+def _refuse_other_recipe(model: torch.nn.Module, recipe: Recipe) -> None:
+    for module in model.modules():
+        if isinstance(module, Float8Linear) and module.plan.recipe != recipe:
+            raise Float8ConfigError(
+                f"{module.fqn} is already converted with recipe {module.plan.recipe.name!r}, asked for "
+                f"{recipe.name!r}: call convert_from_float8(model) first"
+            )
+
+
+def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
+    report = conversion_report(model)
+    if any(layer.converted for layer in report.layers):
+        message = f"convert_to_float8 was called again and found nothing more to convert: {report}"
+    elif strict:
+        raise Float8ConfigError(
+            f"convert_to_float8 found nothing to convert: {report}. Loosen skip or filter_fn, or pass strict=False"
+        )
+    else:
+        message = f"convert_to_float8 found nothing to convert: {report}"
+    warnings.warn(message, Float8Warning, stacklevel=3)
+
+
+def _all_of(*filters: FilterFn | None) -> FilterFn | None:
+    given = [f for f in filters if f is not None]
+    return (lambda module, fqn: all(f(module, fqn) for f in given)) if given else None
+
+
+def _none_of_fqns(fqns: Sequence[str]) -> Callable[[torch.nn.Module, str], bool] | None:
+    return (lambda module, fqn: not any(part in fqn for part in fqns)) if fqns else None

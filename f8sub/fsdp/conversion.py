@@ -1,0 +1,134 @@
+"""Layer 5. The sharded weights of one conversion, in the tables that reduce their amaxes, checked across ranks once."""
+
+import hashlib
+import json
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from f8sub.errors import Float8ConfigError, Float8RankMismatchError
+from f8sub.fsdp.scale_table import ScaleTable
+from f8sub.fsdp.shard import Shard, ShardLayout
+from f8sub.layers import ConvertedLayers
+from f8sub.linear import Float8Linear
+from f8sub.tensor.master_weight import MasterWeight
+
+
+class ShardedConversion:
+    """What ``fully_shard`` made of the layers of one conversion.
+
+    Attributes:
+        tables: one for each process group that shards weights.
+    """
+
+    def __init__(self, layers: ConvertedLayers) -> None:
+        self.tables: dict[dist.ProcessGroup, ScaleTable] = {}
+        self._layers = layers
+        self._shards: weakref.WeakKeyDictionary[Float8Linear, Shard] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, layers: ConvertedLayers) -> "ShardedConversion":
+        """The one of these layers, made at the first call."""
+        if layers.fsdp is None:
+            layers.fsdp = cls(layers)
+        conversion: ShardedConversion = layers.fsdp
+        return conversion
+
+    def refresh(self) -> None:
+        """Enter the layers that were sharded, or got another weight, since the last look."""
+        new: list[tuple[Float8Linear, DTensor]] = []
+        for layer in self._layers:
+            weight = layer.weight
+            if not isinstance(weight, DTensor):
+                continue
+            local, known = weight._local_tensor, self._shards.get(layer)
+            if known.master.cell is not local.cell if known and isinstance(local, MasterWeight) else layer not in self._seen:
+                new.append((layer, weight))
+        if new:
+            self._enter(new)
+
+    def shard_of(self, layer: Float8Linear) -> Shard:
+        """The shard of a layer whose weight is about to be gathered."""
+        weight, shard = layer.weight, self._shards.get(layer)
+        if shard is None or (isinstance(weight, DTensor) and weight._local_tensor.cell is not shard.master.cell):
+            self.refresh()
+            shard = self._shards.get(layer)
+        if shard is None:
+            raise Float8ConfigError(
+                f"{layer.fqn}: its weight is gathered but is not a sharded parameter of the layer "
+                f"({type(weight).__name__}); assign weights before fully_shard"
+            )
+        return shard
+
+    def _enter(self, new: list[tuple[Float8Linear, DTensor]]) -> None:
+        layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}
+        for group in dict.fromkeys(layout.group for layout in layouts.values()):
+            members = [(layer, weight) for layer, weight in new if layouts[layer].group is group]
+            world = layouts[members[0][0]].world
+            table = self.tables.get(group) or ScaleTable(self._layers, group, world)
+            if world > 1:
+                _check_ranks([layer for layer, _ in members], table)
+            self._seen.update(layer for layer, _ in members)
+            for layer, weight in members:
+                local = weight._local_tensor
+                if not hasattr(local, "fsdp_pre_all_gather"):
+                    continue
+                format = layer.plan.recipe.fprop.b
+                if format is None:
+                    raise Float8ConfigError(
+                        f"{layer.fqn}: recipe {layer.plan.recipe.name!r} keeps the weight of fprop in high precision, "
+                        "so there is no float8 to gather; convert with float8_all_gather=False"
+                    )
+                local.cell.layers = self._layers
+                tied = next((s for s in self._shards.values() if s.master.cell is local.cell), None)
+                self._shards[layer] = tied or Shard(layer.fqn, local, layouts[layer], format, table)
+            shards = {id(s): s for s in self._shards.values() if s.table is table}
+            if shards:
+                self.tables[group] = table
+                table.set_shards(list(shards.values()))
+
+
+def _check_ranks(layers: list[Float8Linear], table: ScaleTable) -> None:
+    """Compare what was converted, and how, across the ranks that are about to exchange codes.
+
+    Raises:
+        Float8RankMismatchError: on every rank alike, with the ranks and the first layer that differ.
+    """
+    mine = [_description(layer) for layer in layers]
+    digest = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8)
+    digest = digest.to(layers[0].weight.device)
+    world = dist.get_world_size(table.own_group)
+    digests = digest.new_empty(world, digest.numel())
+    dist.all_gather_into_tensor(digests, digest, group=table.own_group)
+    if bool((digests == digest).all()):
+        return
+    everyone: list[list[dict[str, str]]] = [[] for _ in range(world)]
+    dist.all_gather_object(everyone, mine, group=table.own_group)
+    ranks = dist.get_process_group_ranks(table.own_group)
+    other = next(i for i, theirs in enumerate(everyone) if theirs != everyone[0])
+    ours, theirs = next(
+        (a, b)
+        for a, b in zip(everyone[0] + [{}], everyone[other] + [{}], strict=False)
+        if a != b
+    )
+    raise Float8RankMismatchError(
+        f"ranks {ranks[0]} and {ranks[other]} were converted differently: {ours or 'no such layer'} and "
+        f"{theirs or 'no such layer'}. Call convert_to_float8 with the same arguments on every rank"
+    )
+
+
+def _description(layer: Float8Linear) -> dict[str, str]:
+    weight = layer.weight
+    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    plan = layer.plan
+    return {
+        "layer": layer.fqn,
+        "shape": str(tuple(weight.shape)),
+        "dtype": str(weight.dtype),
+        "recipe": str(plan.recipe),
+        "backends": f"{plan.fprop}, {plan.dgrad}, {plan.wgrad}",
+        "float8_all_gather": str(hasattr(local, "fsdp_pre_all_gather")),
+    }

@@ -1,0 +1,88 @@
+"""Layer 5. precompute_scales: fresh scales for every gathered weight, one all-reduce a step."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from f8sub.fsdp.conversion import ShardedConversion
+from f8sub.layers import ConvertedLayers
+from f8sub.linear import Float8Linear
+from f8sub.tensor.master_weight import MasterWeight
+
+
+def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
+    """Compute the scales of all float8-gathered weights from the weights as they are now.
+
+    Call it once after ``fully_shard`` and after every ``optimizer.step()``. One all-reduce for each process group
+    that shards weights; nothing to do, and no harm, for a model that is not sharded. Without it training is right
+    too, with the same all-reduce on the way of the next all-gather.
+
+    Does not wait: the all-reduce ends before the next all-gather, so that it overlaps with whatever comes between.
+
+    Args:
+        model: the converted model, or the parts of it that this rank holds. The scales of all layers of one
+            ``convert_to_float8`` call are computed together, whichever part is given.
+
+    Raises:
+        Float8NumericsError: NaN or infinity was found in a weight by the previous call; names the layers.
+        Float8RankMismatchError: at the first call, ranks that were converted differently.
+    """
+    for layers in _conversions([model] if isinstance(model, torch.nn.Module) else model):
+        conversion = ShardedConversion.of(layers)
+        conversion.refresh()
+        for table in conversion.tables.values():
+            table.reduce()
+
+
+def register_precompute_hook(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module | Iterable[torch.nn.Module]
+) -> torch.utils.hooks.RemovableHandle:
+    """Call ``precompute_scales(model)`` after every ``optimizer.step()``.
+
+    Returns:
+        A handle whose ``remove()`` takes the hook out again.
+    """
+    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+    return optimizer.register_step_post_hook(lambda *_: precompute_scales(parts))
+
+
+def check_ranks_hook(layers: ConvertedLayers, module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook of a converted model: the one-time check across ranks, before any weight is gathered."""
+    if not torch.compiler.is_compiling() and layers.fsdp is None:
+        ShardedConversion.of(layers).refresh()
+
+
+@functools.cache
+def mark_stale_before_optimizer_steps() -> None:
+    """Have every optimizer of this process mark the weights it is about to change.
+
+    Every rank steps its optimizer, so this is something all ranks know; and a compiled step bypasses the
+    dispatch that would mark the weights otherwise.
+    """
+    register_optimizer_step_pre_hook(_mark_stale)
+
+
+def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    conversions = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            if isinstance(local, MasterWeight):
+                local.mark_stale()
+                conversions.add(local.cell.layers)
+    for layers in conversions:
+        if layers is not None:
+            layers.changes += 1
+
+
+def _conversions(parts: Iterable[torch.nn.Module]) -> list[ConvertedLayers]:
+    found: dict[int, ConvertedLayers] = {}
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, Float8Linear):
+                found[id(module.converted)] = module.converted
+    return list(found.values())

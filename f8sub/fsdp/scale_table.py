@@ -1,0 +1,252 @@
+"""Layer 5. ScaleTable: the amaxes of all float8 weights of one shard group, reduced by one all-reduce.
+
+    every shard's amaxes -> one flat table -> all-reduce(MAX) -> scales, in place
+
+When the table is reduced is decided by what every rank knows, never by what one rank alone knows:
+
+- An optimizer step or ``load_state_dict`` happened since the last reduction. Ranks that call precompute_scales reduce
+  there, a rank that forgot does it before its next all-gather: each rank once, on a process group of the table's
+  own, without waiting until the scales are needed, so other collectives in between cannot cross it.
+- A shard changed in another way (an in-place operator, ``dcp.load``). One rank cannot know whether the others changed
+  theirs too, so it tells the store, joins the all-gather as it is, and reads the store again: the all-gather is
+  over, so every rank has passed the point where it would have said so. If all did, all reduce, and gather this
+  weight again. If not, the codes stand: those the old scale can hold are right, the others are NaN.
+"""
+
+import itertools
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from f8sub.errors import Float8NumericsError, Float8Warning
+from f8sub.formats import ALL, Float8Format
+from f8sub.fsdp.shard import Shard
+from f8sub.kernels import reference
+from f8sub.layers import ConvertedLayers
+from f8sub.tensor.master_weight import MasterWeight
+from f8sub.torch_compat import default_store
+
+_RANGE_SLACK = 1.0 + 2.0**-4
+"""Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
+
+
+class ScaleTable:
+    """Amaxes and scales of the weights that one process group shards.
+
+    Attributes:
+        generation: number of reductions whose scales are in place.
+    """
+
+    def __init__(self, layers: ConvertedLayers, group: dist.ProcessGroup, world: int) -> None:
+        self.layers = layers
+        self.generation = 0
+        self.shards: list[Shard] = []
+        self._mesh_group = group
+        self._world = world
+        self._own_group: dist.ProcessGroup | None = None
+        self._work: dist.Work | None = None
+        self._unsettled = False
+        self._changes_covered = -1
+        self._warned = False
+        self._changed_alone: set[int] = set()
+        self._report: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._amax = self._scale = self._scale_inv = torch.empty(0)
+
+    def set_shards(self, shards: list[Shard]) -> None:
+        """Lay out the table: shards of one format side by side, the same order on every rank."""
+        self.settle()
+        self.shards = sorted(shards, key=lambda shard: (str(shard.format), shard.fqn))
+        sizes = [rows * cols for rows, cols in (shard.scale_shape for shard in self.shards)]
+        device = self.shards[0].master.device
+        with torch.inference_mode(mode=False):
+            # The last entry is the lane for a weight that changed on some ranks only.
+            self._amax = torch.zeros(sum(sizes) + 1, device=device)
+            self._scale, self._scale_inv = torch.ones(sum(sizes), device=device), torch.ones(sum(sizes), device=device)
+        start = 0
+        for index, (shard, size) in enumerate(zip(self.shards, sizes, strict=True)):
+            shard.index = index
+            shard.amax, shard.scale, shard.scale_inv = (
+                flat[start : start + size].view(shard.scale_shape)
+                for flat in (self._amax, self._scale, self._scale_inv)
+            )
+            start += size
+        self._changes_covered = -1
+
+    @property
+    def pending(self) -> bool:
+        """Whether the weights changed, as every rank knows, since the last reduction began."""
+        return self._changes_covered != self.layers.changes
+
+    def reduce(self) -> None:
+        """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
+
+        Raises:
+            Float8NumericsError: the reduction before this one found NaN or infinity in a weight.
+        """
+        self.settle()
+        self._raise_reported()
+        with torch.no_grad(), torch.inference_mode(mode=False):
+            self._take_amaxes()
+            if self._world > 1:
+                self._work = dist.all_reduce(self._amax, dist.ReduceOp.MAX, group=self.own_group, async_op=True)
+        self._changes_covered = self.layers.changes
+        self._unsettled = True
+        if self._world == 1:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the reduction under way, if there is one, and write the scales in place."""
+        if not self._unsettled:
+            return
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._unsettled = False
+        with torch.no_grad(), torch.inference_mode(mode=False):
+            start = 0
+            for (format, dtype), run in itertools.groupby(self.shards, key=lambda s: (s.format, s.dtype)):
+                size = sum(shard.amax.numel() for shard in run)
+                part = slice(start, start + size)
+                self._write_scales(self._amax[part], self._scale[part], self._scale_inv[part], format, dtype)
+                start += size
+            self._keep_report()
+        self.generation += 1
+
+    def gather_input(self, shard: Shard, source: MasterWeight, dtype: torch.dtype) -> tuple[torch.Tensor, str | None]:
+        """One rank's bytes for the all-gather of one weight.
+
+        Args:
+            shard: the weight's shard.
+            source: the tensor that FSDP2 gathers, see ``Shard.cast``.
+            dtype: FSDP2's param_dtype.
+
+        Returns:
+            uint8 codes, and what ``resolve`` needs when the shard changed in a way that other ranks may not know
+            of; None otherwise.
+        """
+        shard.gathers += 1
+        if self.pending:
+            self._warn_missed()
+            self.reduce()
+        self.settle()
+        if dtype != shard.dtype:
+            shard.dtype = dtype
+            with torch.no_grad():
+                self._write_scales(shard.amax, shard.scale, shard.scale_inv, shard.format, dtype)
+        if shard.stale and self._world == 1:
+            self.reduce()
+        if not shard.stale:
+            return shard.cast(source, self.generation), None
+        ticket = f"f8sub/{self.own_group.group_name}/{shard.index}/{shard.gathers}"
+        default_store().add(ticket, 1)
+        return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
+
+    def resolve(self, shard: Shard, source: MasterWeight, gathered: torch.Tensor, ticket: str) -> None:
+        """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
+        if gathered.is_cuda:
+            torch.cuda.current_stream(gathered.device).synchronize()
+        if default_store().add(ticket, 0) < self._world:
+            self._changed_alone.add(shard.index)
+            return
+        if shard.stale:
+            self.reduce()
+        self.settle()
+        codes = shard.cast(source, self.generation)
+        dist.all_gather_into_tensor(gathered.view(-1), codes.view(-1), group=self._mesh_group)
+
+    @property
+    def own_group(self) -> dist.ProcessGroup:
+        """A process group of the table's ranks that nothing else uses."""
+        if self._own_group is None:
+            ranks = dist.get_process_group_ranks(self._mesh_group)
+            self._own_group = dist.new_group(ranks, use_local_synchronization=True)
+        return self._own_group
+
+    def _take_amaxes(self) -> None:
+        self._amax.zero_()
+        whole = [s for s in self.shards if s.scale_shape == (1, 1) and s.format.tile.rows == s.format.tile.cols == ALL]
+        whole = [s for s in whole if s.master.numel()]
+        if whole:
+            with torch._C._DisableTorchDispatch():
+                amaxes = torch._foreach_norm([s.master for s in whole], torch.inf)
+            amax = torch.stack(amaxes).float()
+            if len(whole) == len(self._amax) - 1:
+                self._amax[:-1] = amax
+            else:
+                self._amax[self._index_of(whole)] = amax
+        for shard in self.shards:
+            if shard.format.tile.rows != ALL or shard.format.tile.cols != ALL:
+                shard.write_amax()
+            shard.mark_scaled()
+        self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        if self._changed_alone:
+            self._amax[-1] = 1 + max(self._changed_alone)
+            self._changed_alone.clear()
+
+    def _index_of(self, shards: list[Shard]) -> torch.Tensor:
+        offsets = [shard.amax.storage_offset() for shard in shards]
+        return torch.tensor(offsets, device=self._amax.device)
+
+    @staticmethod
+    def _write_scales(
+        amax: torch.Tensor,
+        scale: torch.Tensor,
+        scale_inv: torch.Tensor,
+        format: Float8Format,
+        dtype: torch.dtype,
+    ) -> None:
+        # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
+        rounded = amax.to(dtype).float()
+        made = reference.poison_non_finite(reference.scale_from_amax(rounded, format), rounded)
+        scale.copy_(made)
+        with torch.autograd._unsafe_preserve_version_counter(scale_inv):
+            scale_inv.copy_(made.reciprocal())
+
+    def _keep_report(self) -> None:
+        """Copy what is worth telling to the host without waiting for it; read before the next reduction."""
+        found = torch.cat([self._amax[:-1].isinf(), self._amax[-1:]])
+        if not found.is_cuda:
+            self._report = (found, None)
+            return
+        event = torch.cuda.Event()
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        event.record()
+        self._report = (host, event)
+
+    def _raise_reported(self) -> None:
+        if self._report is None:
+            return
+        found, event = self._report
+        self._report = None
+        if event is not None:
+            event.synchronize()
+        if not found.any():
+            return
+        if (alone := int(found[-1])) > 0:
+            warnings.warn(
+                f"{self.shards[alone - 1].fqn}: its weight changed on some ranks and not on others since scales "
+                "were computed; the ranks gathered it with the scales from before the change, and what those could "
+                "not hold as NaN. Change a sharded weight on every rank alike, then call precompute_scales(model)",
+                Float8Warning,
+                stacklevel=4,
+            )
+        names = [s.fqn for s in self.shards if found[s.amax.storage_offset() :][: s.amax.numel()].any()]
+        if names:
+            raise Float8NumericsError(
+                f"NaN or infinity in the master weight of {', '.join(names)} (on this or another rank) when scales "
+                "were last computed; its float8 codes have been NaN since. Restore the weights from a checkpoint, "
+                "and look at the gradients of the optimizer step before: gradient norm, learning rate, loss scale"
+            )
+
+    def _warn_missed(self) -> None:
+        if self.generation == 0 or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            "precompute_scales(model) was not called after the weights changed (optimizer.step() or "
+            "load_state_dict); scales are computed before the next all-gather instead: right, but not overlapped "
+            "with anything. Call f8sub.precompute_scales(model), or f8sub.register_precompute_hook(optimizer, model)",
+            Float8Warning,
+            stacklevel=2,
+        )

@@ -1,0 +1,75 @@
+"""Layer 5. WireWeight: a master weight whose shards FSDP2 gathers as float8.
+
+    shard --fsdp_pre_all_gather--> uint8 codes --all-gather--> --fsdp_post_all_gather--> Float8Tensor(rowwise)
+
+One uint8 input for each weight and its scales as metadata: the only form that is right for uneven and empty shards,
+Shard(1), shard groups of one, HSDP, gloo and NCCL alike. The hooks keep nothing: FSDP2 calls them more often than once
+a pass.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import Operand
+from f8sub.fsdp.conversion import ShardedConversion
+from f8sub.fsdp.shard import Shard
+from f8sub.linear import Float8Linear
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.master_weight import MasterWeight
+from f8sub.torch_compat import preset_signature
+
+Metadata = tuple[Shard, str | None]
+
+
+class WireWeight(MasterWeight):
+    """See the module's docstring; FSDP2 finds the two hooks on the local tensor."""
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor], Metadata]:
+        """This rank's codes, cast once a step.
+
+        Returns:
+            One uint8 tensor of the padded shard's shape, and the metadata for ``fsdp_post_all_gather``.
+        """
+        if not isinstance(module, Float8Linear):
+            raise Float8ConfigError(
+                f"a {type(self).__name__} is a parameter of a {type(module).__name__}; only a Float8Linear knows the "
+                "recipe to gather it with"
+            )
+        shard = ShardedConversion.of(module.converted).shard_of(module)
+        codes, ticket = shard.table.gather_input(shard, self, mp_policy.param_dtype or self.dtype)
+        return (codes,), (shard, ticket)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor],
+        metadata: Metadata,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[Float8Tensor, tuple[torch.Tensor]] | None:
+        """The unsharded weight, rowwise only; its columnwise operand is made in backward and freed there.
+
+        Later calls find codes and scales already in place: both are views of memory that FSDP2 and the scale table
+        write to.
+        """
+        (gathered,), (shard, ticket) = all_gather_outputs, metadata
+        if ticket is not None:
+            shard.table.resolve(shard, self, gathered, ticket)
+        if out is not None:
+            return None
+        rowwise = Operand(shard.unsharded_codes(gathered), shard.scale_inv, shard.format)
+        return Float8Tensor(rowwise, None, param_dtype), (gathered,)
+
+
+preset_signature(WireWeight.fsdp_pre_all_gather)

@@ -1,0 +1,39 @@
+"""Layer 4. The layers of one conversion, for what they do together: one amax table, one check across ranks."""
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from f8sub.linear import Float8Linear
+
+
+class ConvertedLayers:
+    """All layers of one ``convert_to_float8`` call, in an order that every rank agrees on.
+
+    Holds no layer alive. A deep copy or a pickle of the model makes one of its own, which its layers enter as they
+    are made.
+
+    Attributes:
+        changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
+        fsdp: what the FSDP2 path keeps for these layers; None until the first all-gather or precompute_scales.
+    """
+
+    def __init__(self) -> None:
+        self._layers: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
+        self.changes = 0
+        self.fsdp: Any = None
+
+    def add(self, layer: "Float8Linear") -> None:
+        """Enter a layer."""
+        self._layers.add(layer)
+
+    def discard(self, layer: "Float8Linear") -> None:
+        """Take a layer out."""
+        self._layers.discard(layer)
+
+    def __iter__(self) -> Iterator["Float8Linear"]:
+        return iter(sorted(self._layers, key=lambda layer: layer.fqn))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ConvertedLayers, ()

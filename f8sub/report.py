@@ -1,0 +1,66 @@
+"""Layer 6. What a conversion did: every linear layer, converted or with the reason why not."""
+
+from dataclasses import dataclass
+
+import torch
+
+from f8sub.linear import Float8Linear
+
+SKIP_REASON = "float8_skip_reason"
+"""Attribute that ``convert_to_float8`` leaves on a linear layer it did not convert."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One linear layer.
+
+    Attributes:
+        fqn: its name in the model.
+        in_features: K.
+        out_features: N.
+        converted: whether it is a ``Float8Linear``.
+        detail: recipe and backends of a converted layer, the reason of any other.
+    """
+
+    fqn: str
+    in_features: int
+    out_features: int
+    converted: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """Every linear layer of a model. ``str()`` is one line for a log."""
+
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def flops_share(self) -> float:
+        """Share of the linear layers' multiplications that run in float8, 0 to 1."""
+        total = sum(layer.in_features * layer.out_features for layer in self.layers)
+        return sum(la.in_features * la.out_features for la in self.layers if la.converted) / max(total, 1)
+
+    def __str__(self) -> str:
+        converted = [layer for layer in self.layers if layer.converted]
+        line = f"{len(converted)} of {len(self.layers)} linear layers in float8, {self.flops_share:.1%} of their FLOPs"
+        if converted:
+            line += f" ({'; '.join(sorted({layer.detail for layer in converted}))})"
+        skipped = [f"{layer.fqn} ({layer.detail})" for layer in self.layers if not layer.converted]
+        return line + (f"; not converted: {', '.join(skipped)}" if skipped else "")
+
+
+def conversion_report(model: torch.nn.Module) -> ConversionReport:
+    """What of ``model`` runs in float8, and why the rest does not."""
+    rows = []
+    for fqn, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        if converted := isinstance(module, Float8Linear):
+            plan = module.plan
+            gemms = ", ".join(f"{g}={getattr(plan, g) or 'high precision'}" for g in ("fprop", "dgrad", "wgrad"))
+            detail = f"{plan.recipe.name}: {gemms}"
+        else:
+            detail = getattr(module, SKIP_REASON, "convert_to_float8 has not seen it")
+        rows.append(LayerReport(fqn or "(root)", module.in_features, module.out_features, converted, detail))
+    return ConversionReport(tuple(rows))

@@ -330,7 +330,14 @@ def main() -> None:
                 compare(settings, lambda one, title: Trainer(one, mesh, stop, title).run())
             else:
                 Trainer(settings, mesh, stop, settings.float8_recipe or settings.training.dtype).run()
-    except (SettingsError, DataError, CheckpointError, FloatingPointError) as error:
+    except (
+        SettingsError,
+        DataError,
+        CheckpointError,
+        FloatingPointError,
+        f8sub.Float8ConfigError,
+        f8sub.Float8NumericsError,
+    ) as error:
         sys.exit(f"rank {rank}: {error}")
 
 

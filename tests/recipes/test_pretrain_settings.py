@@ -15,7 +15,9 @@ def toml(folder: Path, text: str) -> str:
 
 
 def test_command_line_as_in_torchtitan():
-    settings = parse("--float8.recipe rowwise --float8.all_gather false --training.steps 200".split())
+    settings = parse(
+        ["--float8.recipe", "rowwise", "--float8.all_gather", "false", "--training.steps", "200"]
+    )
     assert settings.float8_recipe == "rowwise"
     assert settings.float8.all_gather is False
     assert settings.training.steps == 200

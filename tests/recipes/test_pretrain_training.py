@@ -1,4 +1,4 @@
-"""The training loop, in forked gloo ranks: the same weights and losses however it is run, stopped and resumed."""
+"""The training loop, in forked gloo ranks: the same losses however it is run, stopped and resumed."""
 
 import math
 
@@ -226,7 +226,9 @@ def test_evaluation_is_on_its_own_text_and_changes_nothing(ranks, tmp_path):
 
 
 def test_learning_rate_warms_up_and_falls_along_a_cosine():
-    settings = parse("--training.steps 110 --lr_scheduler.warmup_steps 10 --optimizer.lr 2.0".split())
+    settings = parse(
+        ["--training.steps", "110", "--lr_scheduler.warmup_steps", "10", "--optimizer.lr", "2.0"]
+    )
     assert learning_rate(settings, 0) == pytest.approx(0.2)
     assert learning_rate(settings, 9) == pytest.approx(2.0)
     assert learning_rate(settings, 10) == pytest.approx(2.0)

@@ -1,0 +1,187 @@
+"""The job as a user starts it: processes, signals, exit codes, and the files that are left."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoint import MANIFEST
+from compare import summarize
+
+from tests.recipes.runs import QUICK
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "recipes" / "pretrain.py")
+QUICKLY = QUICK.split()
+FIGURES = {
+    "loss_first",
+    "loss_float8",
+    "loss_bf16",
+    "loss_gap_percent",
+    "all_gather_bytes_float8",
+    "all_gather_bytes_bf16",
+    "amax_all_reduces_per_step",
+}
+
+
+def environment(**more):
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+def start_ranks(world, options):
+    """What torchrun does, without an agent that would pass the signal on to every rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, *options],
+            env=environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(world),
+                LOCAL_WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def run_alone(*options, **more):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *options],
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def wait_for_steps(path, count, processes):
+    deadline = time.monotonic() + 120
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes), processes[0].communicate()[0]
+        time.sleep(0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_saves_and_ends_all_with_0(tmp_path, number):
+    options = ["--float8.recipe", "tensorwise", "--job.dump_folder", str(tmp_path), *QUICKLY[2:]]
+    processes = start_ranks(2, [*options, "--training.steps", "100000"])
+    try:
+        wait_for_steps(tmp_path / "metrics.jsonl", 3, processes)
+        processes[1].send_signal(number)
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert f"Stopped by a signal after step {step}." in outputs[0]
+    assert (saved / MANIFEST).exists()
+    again = run_alone(*options, "--training.steps", str(step + 1), "--checkpoint.resume", "newest")
+    assert again.returncode == 0, again.stderr
+    assert f"Resumed from {saved}" in again.stdout
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, step + 2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_compare_under_torchrun_writes_the_plot_and_the_figures(tmp_path, recipe):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
+    options = [
+        "--job.config_file",
+        str(ROOT / "recipes" / "pretrain.toml"),
+        "--job.dump_folder",
+        str(tmp_path),
+    ]
+    options += ["--training.seq_len", "64", "--training.steps", "14", "--training.device", "cpu"]
+    options += ["--compare", "bf16", "--float8.recipe", recipe]
+    done = subprocess.run(
+        [sys.executable, *launch, *options], env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "loss.png") in done.stdout
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary) == FIGURES
+    assert summary["amax_all_reduces_per_step"] == 1
+    assert 0.5 < summary["all_gather_bytes_float8"] / summary["all_gather_bytes_bf16"] < 0.55
+    assert max(summary["loss_float8"], summary["loss_bf16"]) < summary["loss_first"] - 1
+    assert summary["loss_float8"] != summary["loss_bf16"]
+    assert abs(summary["loss_gap_percent"]) < 3
+    assert re.search(
+        r"bytes all-gathered a step\s+│\s+{:,}".format(summary["all_gather_bytes_float8"]), done.stdout
+    )
+    assert list((tmp_path / recipe / "tensorboard").iterdir())
+
+
+@pytest.mark.long
+def test_a_single_process_with_compile_and_activation_checkpointing(tmp_path):
+    options = ["--job.dump_folder", str(tmp_path), *QUICKLY, "--float8.recipe", "rowwise"]
+    done = run_alone(*options, "--compile.enabled", "true", "--activation_checkpoint.enabled", "true")
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--float8.recpie", "rowwise"], 2, "--float8.recpie"),
+        (["--float8.recipe", "romwise", "--training.device", "cpu"], 1, "romwise"),
+        (
+            ["--data.source", "/no/such/text"],
+            1,
+            "rank 0: data.source = '/no/such/text': no such file or folder",
+        ),
+        (["--training.steps", "0"], 1, "rank 0: training.steps = 0: must be at least 1"),
+        (["--training.device", "cuda"], 1, "on this machine, which has 0 GPUs"),
+    ],
+)
+def test_mistakes_end_with_one_message_and_no_traceback(tmp_path, options, code, message):
+    done = run_alone("--job.dump_folder", str(tmp_path), *options)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def step(number, loss, gathered, reduced=0):
+    return {"step": number, "loss": loss, "all_gather_bytes": gathered, "amax_all_reduces": reduced}
+
+
+def test_figures_leave_out_the_first_step_and_average_the_last_ten_losses():
+    float8 = [step(1, 5.5, 999, 7)] + [step(n, 3.0 if n < 12 else 2.0, 100, 1) for n in range(2, 22)]
+    bf16 = [step(1, 5.4, 999)] + [step(n, 3.0 if n < 12 else 1.9, 200) for n in range(2, 22)]
+    float8.append({"step": 21, "eval_loss": 9.0})
+    figures = summarize(float8, bf16)
+    assert figures == {
+        "loss_first": 5.5,
+        "loss_float8": 2.0,
+        "loss_bf16": pytest.approx(1.9),
+        "loss_gap_percent": pytest.approx(100 * 0.1 / 1.9),
+        "all_gather_bytes_float8": 100,
+        "all_gather_bytes_bf16": 200,
+        "amax_all_reduces_per_step": 1,
+    }
+    assert set(figures) == FIGURES

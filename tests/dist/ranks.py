@@ -160,7 +160,10 @@ def _collect(children: list[Child], timeout: float) -> None:
 
 
 def _reply_of(child: Child, folder: Path, timeout: float) -> Reply:
-    output = (folder / f"output{child.rank}").read_text(errors="replace")[-4000:]
+    lines = (folder / f"output{child.rank}").read_text(errors="replace").splitlines()
+    # Of a traceback of where a rank stood, the frames below the rank's own are pytest's.
+    own = next((i for i, line in enumerate(lines) if "in _run_rank" in line), len(lines))
+    output = "\n".join(lines[:own][-60:])
     if not child.answered and not child.finished:
         return Reply(error=f"no answer within {timeout:.0f} s; killed.\n{output}")
     if not child.answered:

@@ -99,7 +99,7 @@ def test_through_a_converted_model(ranks, recipe, world):
 
 
 def any_number_of_rows(rank: int, world: int, recipe: str) -> dict[str, list[str]]:
-    """The sharded weight alone: layers of such sizes are not converted, since no matmul on a GPU takes them."""
+    """The sharded weight itself: such layers are not converted, since no matmul of a GPU takes them."""
     filters.MULTIPLE = 1
     found = {}
     for rows in ODD_ROWS:

@@ -18,7 +18,7 @@ from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec
 from f8sub.shared_input import quantize_input
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.master_weight import MasterWeight
+from f8sub.tensor.master_weight import MasterWeight, rowwise_of
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
@@ -148,7 +148,7 @@ def _weight_rowwise(w: torch.Tensor, format: Float8Format | None, dtype: torch.d
     if format is None:
         return w.to(dtype)
     if isinstance(w, MasterWeight):
-        return w.rowwise(format, dtype)
+        return rowwise_of(w, format, dtype)
     return _has(backends.quantize(w.to(dtype), format, None)[0])
 
 

@@ -13,7 +13,7 @@ from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.fsdp.shard import Shard, ShardLayout
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
-from f8sub.tensor.master_weight import MasterWeight
+from f8sub.torch_compat import all_gather
 
 
 class ShardedConversion:
@@ -38,29 +38,29 @@ class ShardedConversion:
         return conversion
 
     def refresh(self) -> None:
-        """Enter the layers that were sharded, or got another weight, since the last look."""
-        new: list[tuple[Float8Linear, DTensor]] = []
-        for layer in self._layers:
-            weight = layer.weight
-            if not isinstance(weight, DTensor):
-                continue
-            local, known = weight._local_tensor, self._shards.get(layer)
-            if known.master.cell is not local.cell if known and isinstance(local, MasterWeight) else layer not in self._seen:
-                new.append((layer, weight))
-        if new:
-            self._enter(new)
+        """Enter the layers that were sharded since the last look.
+
+        Which layers those are, every rank knows; that a known layer got another local tensor, one rank alone may
+        (FSDP2 pads the short shards anew), so that is looked at where nothing is communicated, in ``shard_of``.
+        """
+        new = [(layer, layer.weight) for layer in self._layers if layer not in self._seen]
+        sharded = [(layer, weight) for layer, weight in new if isinstance(weight, DTensor)]
+        if sharded:
+            self._enter(sharded)
+        for layer, shard in self._shards.items():
+            shard.follow(layer.weight)
 
     def shard_of(self, layer: Float8Linear) -> Shard:
         """The shard of a layer whose weight is about to be gathered."""
-        weight, shard = layer.weight, self._shards.get(layer)
-        if shard is None or (isinstance(weight, DTensor) and weight._local_tensor.cell is not shard.master.cell):
+        if layer not in self._seen:
             self.refresh()
-            shard = self._shards.get(layer)
+        shard = self._shards.get(layer)
         if shard is None:
             raise Float8ConfigError(
                 f"{layer.fqn}: its weight is gathered but is not a sharded parameter of the layer "
-                f"({type(weight).__name__}); assign weights before fully_shard"
+                f"({type(layer.weight).__name__}); assign weights before fully_shard"
             )
+        shard.follow(layer.weight)
         return shard
 
     def _enter(self, new: list[tuple[Float8Linear, DTensor]]) -> None:
@@ -101,9 +101,9 @@ def _check_ranks(layers: list[Float8Linear], table: ScaleTable) -> None:
     digest = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8)
     digest = digest.to(layers[0].weight.device)
     world = dist.get_world_size(table.own_group)
-    digests = digest.new_empty(world, digest.numel())
-    dist.all_gather_into_tensor(digests, digest, group=table.own_group)
-    if bool((digests == digest).all()):
+    digests = digest.new_empty(world * digest.numel())
+    all_gather(digests, digest, table.own_group)
+    if torch.equal(digests, digest.repeat(world)):
         return
     everyone: list[list[dict[str, str]]] = [[] for _ in range(world)]
     dist.all_gather_object(everyone, mine, group=table.own_group)

@@ -25,7 +25,7 @@ from f8sub.fsdp.shard import Shard
 from f8sub.kernels import reference
 from f8sub.layers import ConvertedLayers
 from f8sub.tensor.master_weight import MasterWeight
-from f8sub.torch_compat import default_store
+from f8sub.torch_compat import all_gather, default_store
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
@@ -153,7 +153,7 @@ class ScaleTable:
             self.reduce()
         self.settle()
         codes = shard.cast(source, self.generation)
-        dist.all_gather_into_tensor(gathered.view(-1), codes.view(-1), group=self._mesh_group)
+        all_gather(gathered.view(-1), codes.view(-1), self._mesh_group)
 
     @property
     def own_group(self) -> dist.ProcessGroup:

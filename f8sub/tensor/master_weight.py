@@ -50,17 +50,26 @@ class Cell:
     Attributes:
         epoch: number of operators that wrote to the storage.
         storage: identity of that storage, which ``p.data = t`` replaces without any operator running.
-        cast: the codes cast last and what they were cast from, see ``MasterWeight.rowwise``.
+        cast: the codes cast last and what they were cast from, see ``rowwise_of``.
         layers: the layers converted together with the weight's own; None for a weight of no layer.
     """
 
-    __slots__ = ("cast", "epoch", "layers", "storage")
+    __slots__ = ("_copied", "cast", "epoch", "layers", "storage")
 
     def __init__(self, storage: int) -> None:
         self.epoch = 0
         self.storage = storage
         self.cast: tuple[tuple[int, Float8Format, torch.dtype], Operand] | None = None
         self.layers: Any = None
+        self._copied: tuple[Cell, int, int, torch.Size] | None = None
+
+    def mark_copy_of(self, source: "Cell", shape: torch.Size) -> None:
+        """Remember that a view of ``shape`` was just filled from one of ``source``'s."""
+        self._copied = (source, source.epoch, self.epoch, shape)
+
+    def copies(self, source: "Cell", shape: torch.Size) -> bool:
+        """Whether a view of ``shape`` was copied from ``source`` and neither storage changed since."""
+        return self._copied == (source, source.epoch, self.epoch, shape)
 
 
 Self = TypeVar("Self", bound="MasterWeight")
@@ -78,6 +87,7 @@ class MasterWeight(torch.Tensor):
 
     cell: Cell
     _traced: torch.Tensor | None
+    _alias: tuple[tuple[int, int, torch.Size], torch.Tensor] | None
 
     @staticmethod
     def __new__(cls: type[Self], data: torch.Tensor, cell: Cell | None = None) -> Self:
@@ -85,7 +95,7 @@ class MasterWeight(torch.Tensor):
         self: Self
         if type(data) is torch.Tensor:
             self = torch.Tensor._make_subclass(cls, data, data.requires_grad)
-            self._traced = None
+            self._traced = self._alias = None
             self.cell = cell or Cell(self.untyped_storage()._cdata)
             return self
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -110,7 +120,7 @@ class MasterWeight(torch.Tensor):
         if self._traced is not None:
             return self._traced
         with torch._C._DisableTorchDispatch():
-            return aten.alias.default(self)  # type: ignore[no-any-return]
+            return aten.detach.default(self)  # type: ignore[no-any-return]
 
     @property
     def owns_storage(self) -> bool:
@@ -121,35 +131,19 @@ class MasterWeight(torch.Tensor):
         """Say that the weight changed where no operator of its own showed it (compiled optimizers)."""
         self.cell.epoch += 1
 
-    def rowwise(self, format: Float8Format, dtype: torch.dtype) -> Operand:
-        """The weight's rowwise operand, cast once and kept until the weight changes.
-
-        Args:
-            format: format of the codes.
-            dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
-        """
-        if torch.compiler.is_compiling() or self._traced is not None:
-            return _quantize_rowwise(self.to(dtype), format)
-        cell, key = self.cell, (self.cell.epoch, format, dtype)
-        owned = self.owns_storage
-        if owned and cell.cast is not None and cell.cast[0] == key:
-            return cell.cast[1]
-        if torch.is_inference_mode_enabled():
-            # The cast outlives this forward, and a backward of later may not save inference tensors.
-            with torch.inference_mode(mode=False):
-                operand = _quantize_rowwise(self.plain.detach().to(dtype), format)
-        else:
-            operand = _quantize_rowwise(self.plain.detach().to(dtype), format)
-        cell.cast = (key, operand) if owned else None
-        return operand
-
     @property
     def _inner(self) -> torch.Tensor:
         """The traced tensor or, as a graph input, an alias with a StorageImpl of its own.
 
-        torch.compile refuses a subclass whose inner tensor shares the StorageImpl of the outer one.
+        torch.compile refuses a subclass whose inner tensor shares the outer one's StorageImpl, and guards on the
+        alias's identity, so it is kept for as long as the storage it was made from is the weight's.
         """
-        return self._traced if self._traced is not None else torch.from_dlpack(self.plain)  # type: ignore[attr-defined]
+        if self._traced is not None:
+            return self._traced
+        made_from = (self.untyped_storage()._cdata, self.storage_offset(), self.shape)
+        if self._alias is None or self._alias[0] != made_from:
+            self._alias = made_from, torch._C._from_dlpack(torch._C._to_dlpack(self.plain))  # type: ignore[attr-defined]
+        return self._alias[1]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_inner"], None
@@ -203,12 +197,40 @@ class MasterWeight(torch.Tensor):
             copy = type(args[0])(out)
             copy.cell.layers = args[0].cell.layers
             return copy
+        if func is aten.copy_.default and all(isinstance(t, MasterWeight) for t in args[:2]):
+            args[0].cell.mark_copy_of(args[1].cell, args[0].shape)
         if func in _COLLECTIVES:
             kind = next(type(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
             return pytree.tree_map_only(
                 torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out
             )
         return out
+
+
+def rowwise_of(weight: MasterWeight, format: Float8Format, dtype: torch.dtype) -> Operand:
+    """A master weight's rowwise operand, cast once and kept until the weight changes.
+
+    A function, not a method: torch.compile takes a method of a tensor for an operator.
+
+    Args:
+        weight: (N, K), not sharded.
+        format: format of the codes.
+        dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
+    """
+    if torch.compiler.is_compiling():
+        return _quantize_rowwise(weight.to(dtype), format)
+    cell, key = weight.cell, (weight.cell.epoch, format, dtype)
+    owned = weight.owns_storage
+    if owned and cell.cast is not None and cell.cast[0] == key:
+        return cell.cast[1]
+    if torch.is_inference_mode_enabled():
+        # The cast outlives this forward, and a later backward cannot save inference tensors.
+        with torch.inference_mode(mode=False):
+            operand = _quantize_rowwise(weight.plain.to(dtype), format)
+    else:
+        operand = _quantize_rowwise(weight.plain.to(dtype), format)
+    cell.cast = (key, operand) if owned else None
+    return operand
 
 
 def _quantize_rowwise(weight: torch.Tensor, format: Float8Format) -> Operand:

@@ -24,7 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from checkpoint import CheckpointError, Checkpoints
 from compare import compare
-from data import DataError, PackedSequences, load_tokenizer
+from data import PackedSequences, load_tokenizer
+from documents import DataError
 from metrics import Metrics, peak_memory_gib
 from model import build_model
 from settings import Settings, SettingsError, as_dict, parse

@@ -3,7 +3,7 @@
 #   ./scripts/quickstart.sh --float8.recipe rowwise --training.steps 200
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-./scripts/setup_env.sh
+./scripts/setup_env.sh train
 
 # An all-gather needs two ranks and NCCL a GPU for each, so one GPU alone leaves this to the CPU.
 ranks=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv and install f8sub with everything its recipes and tests need, in the versions of constraints.txt.
-# Run again with nothing changed, it installs nothing. PYTHON=... picks the Python to make it with.
+# Make .venv and install f8sub there with the extras that the first argument names (train, or train,torchao,dev), in
+# the versions of constraints.txt. Run again with nothing changed, it installs nothing. PYTHON=... picks the Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,25 +18,31 @@ find_python() {
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
+extras=${1:-train}
 venv=.venv
 python=$venv/bin/python
-# What was installed, and where: a moved or changed tree installs again.
+# What this installs, and where: a moved or changed tree installs anew.
 wanted=$( (echo "$PWD" "$(has_gpu && echo gpu)"; cat constraints.txt pyproject.toml scripts/setup_env.sh) | sha256sum)
-if [ "$(cat $venv/installed 2>/dev/null)" = "$wanted" ] && "$python" -c 'import torch, f8sub' 2>/dev/null; then
-    exit 0
-fi
-
-base=$(find_python)
-echo "Making $venv with $("$base" -V); this is done once."
-if ! "$base" -m venv --clear $venv; then
-    echo "setup_env.sh: '$base -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2
-    exit 1
-fi
+current() { [ "$(cat "$venv/$1" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; }
 pip() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
-torch=$(grep '^torch==' constraints.txt)
-# torch alone and first, so that nothing below can bring another one. Without a GPU the small CPU build will do.
-if has_gpu || ! pip --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu "$torch" 2>/dev/null; then
-    pip --no-deps "$torch"
+
+if ! current made; then
+    base=$(find_python)
+    echo "Making $venv with $("$base" -V) and PyTorch; this is done once."
+    if ! "$base" -m venv --clear $venv; then
+        echo "setup_env.sh: '$base -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2
+        exit 1
+    fi
+    torch=$(grep '^torch==' constraints.txt)
+    # torch alone and first, so that nothing later brings another one. Without a GPU the small CPU build will do.
+    cpu_index=https://download.pytorch.org/whl/cpu
+    if has_gpu || ! pip --no-deps --retries 1 --index-url $cpu_index "$torch" 2>/dev/null; then
+        pip --no-deps "$torch"
+    fi
+    echo "$wanted" >$venv/made
 fi
-pip --constraint constraints.txt --editable '.[train,torchao,dev]'
-echo "$wanted" >$venv/installed
+if ! current "installed.$extras"; then
+    echo "Installing f8sub[$extras]; this is done once."
+    pip --constraint constraints.txt --editable ".[$extras]"
+    echo "$wanted" >"$venv/installed.$extras"
+fi

@@ -9,7 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from data import ByteTokenizer, DataError, PackedSequences, load_tokenizer, open_source
+from data import ByteTokenizer, PackedSequences, load_tokenizer
+from documents import DataError, open_source
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -35,28 +36,33 @@ def packed(source, split="train", rank=0, world=1, seed=0, seq_len=15):
     return PackedSequences(settings, ByteTokenizer(), split, rank, world)
 
 
-def documents_in(tokens):
-    """The texts between separators, cut-off ones at both ends left out."""
-    pieces = "".join(map(chr, tokens)).split(chr(256))
-    return pieces[:-1]
+def whole_documents(source, split, sequences):
+    """The texts that one epoch or more of the stream holds; those that it cuts off are left out."""
+    data, lanes = packed(source, split), {}
+    for _ in range(sequences):
+        lanes.setdefault(data.state_dict()["turn"], []).extend(data.next_batch(1).flatten().tolist())
+    pieces = ["".join(map(chr, tokens)).split(chr(256))[:-1] for tokens in lanes.values()]
+    return [text for piece in pieces for text in piece]
 
 
 def test_documents_are_packed_whole_and_in_between_stands_a_separator(folder):
-    total = sum(len(text) + 1 for text in DOCUMENTS)
-    tokens = packed(folder).next_batch(total // 16).flatten().tolist()
-    found = documents_in(tokens)
-    assert len(found) > 30
+    found = whole_documents(folder, "train", 400)
+    assert len(found) > 60
     assert set(found) <= set(DOCUMENTS)
 
 
 def test_train_and_eval_share_no_document_and_miss_none(folder):
-    seen = {}
-    for split in ("train", "eval"):
-        tokens = packed(folder, split).next_batch(400).flatten().tolist()
-        seen[split] = set(documents_in(tokens))
+    seen = {split: set(whole_documents(folder, split, 600)) for split in ("train", "eval")}
     assert not seen["train"] & seen["eval"]
     assert seen["train"] | seen["eval"] == set(DOCUMENTS)
     assert seen["eval"]
+
+
+def test_a_batch_is_from_many_documents(folder):
+    data = packed(folder)
+    data.next_batch(30)
+    places = [tuple(lane[:3]) for lane in data.state_dict()["lanes"] if lane is not None]
+    assert len(set(places)) == len(places) > 20
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
@@ -70,14 +76,16 @@ def test_another_seed_gives_another_order(folder):
     assert not torch.equal(packed(folder, seed=0).next_batch(8), packed(folder, seed=1).next_batch(8))
 
 
-def test_epochs_differ_in_order_but_not_in_content(folder):
-    data = packed(folder)
-    epochs = {0: set(), 1: set()}
-    while data.state_dict()["place"]["epoch"] < 2:
-        epoch = data.state_dict()["place"]["epoch"]
-        epochs[epoch].add(data.state_dict()["place"]["file"])
-        data.next_batch(1)
-    assert epochs[0] == epochs[1] == {0, 1, 2, 3}
+def test_every_epoch_has_every_document_once_in_another_order(folder):
+    walk = packed(folder)._walk(packed(folder)._next)
+    epochs = {0: [], 1: []}
+    for place, tokens in walk:
+        if place.epoch == 2:
+            break
+        epochs[place.epoch].append(tokens.tobytes())
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert len(set(epochs[0])) > 35
 
 
 @pytest.mark.parametrize("batches", range(0, 130, 7))

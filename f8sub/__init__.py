@@ -1,9 +1,9 @@
 """Float8 training for PyTorch, made for FSDP2.
 
-    model = f8sub.convert_to_float8(model)      # before fully_shard
-    ...
-    optimizer.step()
-    f8sub.precompute_scales(model)              # after every step
+model = f8sub.convert_to_float8(model)      # before fully_shard
+...
+optimizer.step()
+f8sub.precompute_scales(model)              # after every step
 """
 
 from f8sub.convert import convert_from_float8, convert_to_float8

@@ -1,4 +1,4 @@
-"""Layer 2. Which kernel does the work. A GEMM's is decided once, at conversion, visible in ``repr``, never replaced silently."""
+"""Layer 2. Which kernel does the work. A GEMM's is decided once, at conversion, shown in ``repr``, never replaced."""
 
 from dataclasses import dataclass
 from types import ModuleType

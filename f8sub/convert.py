@@ -4,7 +4,7 @@ import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -109,7 +109,7 @@ def convert_from_float8(model: Model) -> Model:
             if isinstance(weight, MasterWeight):
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
             del module.plan, module.fqn, module.converted
-            module.__class__ = torch.nn.Linear
+            module.__class__ = torch.nn.Linear  # type: ignore[assignment]
     return model
 
 
@@ -136,11 +136,10 @@ def _select(model: torch.nn.Module, keep: FilterFn | None, skip: Sequence[str]) 
     return {module: names[module] for module, reason in reasons.items() if reason is None}
 
 
-def _convert(module: torch.nn.Linear, fqn: str, plan: Plan, layers: ConvertedLayers) -> None:
+def _convert(module: Any, fqn: str, plan: Plan, layers: ConvertedLayers) -> None:
     module.__class__ = Float8Linear
-    if isinstance(module, Float8Linear):
-        module.plan, module.fqn, module.converted = plan, fqn or "(root)", layers
-        layers.add(module)
+    module.plan, module.fqn, module.converted = plan, fqn or "(root)", layers
+    layers.add(module)
     module.__dict__.pop(SKIP_REASON, None)
 
 
@@ -189,7 +188,9 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
     for fqn, module in model.named_modules():
-        if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+        if isinstance(module, FSDPModule) or any(
+            isinstance(p, DTensor) for p in module.parameters(recurse=False)
+        ):
             raise Float8ConfigError(
                 f"{fqn or 'the model'} is already sharded ({type(module).__name__}): call convert_to_float8 before "
                 "fully_shard and parallelize_module, on the whole model; to go back to plain layers, load the "

@@ -1,8 +1,8 @@
 """Layer 4. Float8Linear: ``y = x @ w.t() + bias`` with each of the three GEMMs run as the recipe says.
 
-    x  --quantize--> rowwise, columnwise       saved for backward: columnwise only, 1 byte an element
-    w  --quantize--> rowwise                   saved for backward: nothing; columnwise is derived there and freed
-    dy --quantize--> rowwise, columnwise
+x  --quantize--> rowwise, columnwise       saved for backward: columnwise only, 1 byte an element
+w  --quantize--> rowwise                   saved for backward: nothing; columnwise is derived there and freed
+dy --quantize--> rowwise, columnwise
 """
 
 from typing import Any
@@ -52,10 +52,11 @@ class Float8Linear(torch.nn.Linear):
             )
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return _Float8Matmul.apply(x, self.weight, self.bias, self.plan, dtype)  # type: ignore[no-any-return]
+        y: torch.Tensor = _Float8Matmul.apply(x, self.weight, self.bias, self.plan, dtype)  # type: ignore[no-untyped-call]
+        return y
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.converted.add(self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -95,12 +96,15 @@ class _Float8Matmul(torch.autograd.Function):
         if x.dim() == 2:
             return y
         # Not a view to autograd: FSDP2 warns about modules that return views.
-        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
+        shaped: torch.Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
+        return shaped
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError("a float8 linear layer is differentiated once; create_graph=True asks for twice")
+            raise NotImplementedError(
+                "a float8 linear layer is differentiated once; create_graph=True asks for twice"
+            )
         plan, recipe, dtype = ctx.plan, ctx.plan.recipe, ctx.dtype
         need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
         w, *saved = ctx.saved_tensors

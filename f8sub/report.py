@@ -58,7 +58,9 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
             continue
         if converted := isinstance(module, Float8Linear):
             plan = module.plan
-            gemms = ", ".join(f"{g}={getattr(plan, g) or 'high precision'}" for g in ("fprop", "dgrad", "wgrad"))
+            gemms = ", ".join(
+                f"{g}={getattr(plan, g) or 'high precision'}" for g in ("fprop", "dgrad", "wgrad")
+            )
             detail = f"{plan.recipe.name}: {gemms}"
         else:
             detail = getattr(module, SKIP_REASON, "convert_to_float8 has not seen it")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from f8sub.formats import Float8Format, Operand
 from f8sub import backends
+from f8sub.formats import Float8Format, Operand
 
 Formats = tuple[Float8Format | None, Float8Format | None]
 
@@ -56,7 +56,9 @@ def close_scope(module: torch.nn.Module, args: Any, output: Any) -> None:
             pass
 
 
-def quantize_input(x: torch.Tensor, matrix: torch.Tensor, formats: Formats) -> tuple[Operand | None, Operand | None]:
+def quantize_input(
+    x: torch.Tensor, matrix: torch.Tensor, formats: Formats
+) -> tuple[Operand | None, Operand | None]:
     """Both operands of ``matrix``, or those of an earlier sibling that was given the same ``x``.
 
     Args:

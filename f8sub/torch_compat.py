@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The key-value store that the default process group was made with."""
     return distributed_c10d._get_default_store()
 

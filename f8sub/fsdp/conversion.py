@@ -13,6 +13,7 @@ from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.fsdp.shard import Shard, ShardLayout
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
+from f8sub.tensor.master_weight import MasterWeight
 from f8sub.torch_compat import all_gather
 
 
@@ -74,7 +75,7 @@ class ShardedConversion:
             self._seen.update(layer for layer, _ in members)
             for layer, weight in members:
                 local = weight._local_tensor
-                if not hasattr(local, "fsdp_pre_all_gather"):
+                if not isinstance(local, MasterWeight) or not _is_gathered_in_float8(local):
                     continue
                 format = layer.plan.recipe.fprop.b
                 if format is None:
@@ -98,7 +99,9 @@ def _check_ranks(layers: list[Float8Linear], table: ScaleTable) -> None:
         Float8RankMismatchError: on every rank alike, with the ranks and the first layer that differ.
     """
     mine = [_description(layer) for layer in layers]
-    digest = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8)
+    digest = torch.frombuffer(
+        bytearray(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8
+    )
     digest = digest.to(layers[0].weight.device)
     world = dist.get_world_size(table.own_group)
     digests = digest.new_empty(world * digest.numel())
@@ -110,9 +113,7 @@ def _check_ranks(layers: list[Float8Linear], table: ScaleTable) -> None:
     ranks = dist.get_process_group_ranks(table.own_group)
     other = next(i for i, theirs in enumerate(everyone) if theirs != everyone[0])
     ours, theirs = next(
-        (a, b)
-        for a, b in zip(everyone[0] + [{}], everyone[other] + [{}], strict=False)
-        if a != b
+        (a, b) for a, b in zip(everyone[0] + [{}], everyone[other] + [{}], strict=False) if a != b
     )
     raise Float8RankMismatchError(
         f"ranks {ranks[0]} and {ranks[other]} were converted differently: {ours or 'no such layer'} and "
@@ -130,5 +131,10 @@ def _description(layer: Float8Linear) -> dict[str, str]:
         "dtype": str(weight.dtype),
         "recipe": str(plan.recipe),
         "backends": f"{plan.fprop}, {plan.dgrad}, {plan.wgrad}",
-        "float8_all_gather": str(hasattr(local, "fsdp_pre_all_gather")),
+        "float8_all_gather": str(_is_gathered_in_float8(local)),
     }
+
+
+def _is_gathered_in_float8(local: torch.Tensor) -> bool:
+    """Whether FSDP2 will find the hooks of a ``WireWeight`` on a sharded parameter's local tensor."""
+    return hasattr(local, "fsdp_pre_all_gather")

@@ -18,6 +18,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.formats import ALL, Float8Format
@@ -62,7 +63,10 @@ class ScaleTable:
         with torch.inference_mode(mode=False):
             # The last entry is the lane for a weight that changed on some ranks only.
             self._amax = torch.zeros(sum(sizes) + 1, device=device)
-            self._scale, self._scale_inv = torch.ones(sum(sizes), device=device), torch.ones(sum(sizes), device=device)
+            self._scale, self._scale_inv = (
+                torch.ones(sum(sizes), device=device),
+                torch.ones(sum(sizes), device=device),
+            )
         start = 0
         for index, (shard, size) in enumerate(zip(self.shards, sizes, strict=True)):
             shard.index = index
@@ -89,7 +93,9 @@ class ScaleTable:
         with torch.no_grad(), torch.inference_mode(mode=False):
             self._take_amaxes()
             if self._world > 1:
-                self._work = dist.all_reduce(self._amax, dist.ReduceOp.MAX, group=self.own_group, async_op=True)
+                self._work = dist.all_reduce(
+                    self._amax, dist.ReduceOp.MAX, group=self.own_group, async_op=True
+                )
         self._changes_covered = self.layers.changes
         self._unsettled = True
         if self._world == 1:
@@ -113,7 +119,9 @@ class ScaleTable:
             self._keep_report()
         self.generation += 1
 
-    def gather_input(self, shard: Shard, source: MasterWeight, dtype: torch.dtype) -> tuple[torch.Tensor, str | None]:
+    def gather_input(
+        self, shard: Shard, source: MasterWeight, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, str | None]:
         """One rank's bytes for the all-gather of one weight.
 
         Args:
@@ -165,7 +173,11 @@ class ScaleTable:
 
     def _take_amaxes(self) -> None:
         self._amax.zero_()
-        whole = [s for s in self.shards if s.scale_shape == (1, 1) and s.format.tile.rows == s.format.tile.cols == ALL]
+        whole = [
+            s
+            for s in self.shards
+            if s.scale_shape == (1, 1) and s.format.tile.rows == s.format.tile.cols == ALL
+        ]
         whole = [s for s in whole if s.master.numel()]
         if whole:
             with torch._C._DisableTorchDispatch():
@@ -200,7 +212,7 @@ class ScaleTable:
         rounded = amax.to(dtype).float()
         made = reference.poison_non_finite(reference.scale_from_amax(rounded, format), rounded)
         scale.copy_(made)
-        with torch.autograd._unsafe_preserve_version_counter(scale_inv):
+        with _unsafe_preserve_version_counter(scale_inv):
             scale_inv.copy_(made.reciprocal())
 
     def _keep_report(self) -> None:

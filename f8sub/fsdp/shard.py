@@ -135,7 +135,9 @@ class Shard:
         """Remember which state of the shard its amax was taken from."""
         self._scaled_epoch = self.master.cell.epoch
 
-    def cast(self, source: MasterWeight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
+    def cast(
+        self, source: MasterWeight, generation: int, *, beyond_range: float | None = None
+    ) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
         Args:
@@ -157,7 +159,9 @@ class Shard:
         if shard.numel():
             scale = reference.spread(self.scale, self.format.tile, shard.shape, self.layout.offset)
             if beyond_range is not None:
-                shard = shard.masked_fill((shard.float() * scale).abs() > beyond_range * self.format.max, torch.nan)
+                shard = shard.masked_fill(
+                    (shard.float() * scale).abs() > beyond_range * self.format.max, torch.nan
+                )
             codes = reference.cast(shard, scale, self.format.dtype).view(torch.uint8)
             with torch.inference_mode(mode=False):
                 self._wire[: shard.shape[0], : shard.shape[1]] = codes

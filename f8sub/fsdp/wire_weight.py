@@ -7,8 +7,6 @@ Shard(1), shard groups of one, HSDP, gloo and NCCL alike. The hooks keep nothing
 a pass.
 """
 
-from typing import Any
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy

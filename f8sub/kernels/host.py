@@ -16,7 +16,7 @@ _TENSORWISE = Tile(ALL, ALL)
 
 
 def takes(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> bool:
-    """Whether ``x`` is an ordinary, contiguous CPU tensor with elements, and each format has one scale for all of it."""
+    """Whether ``x`` is an ordinary, contiguous CPU tensor with elements and the formats have one scale for it."""
     return (
         type(x) is torch.Tensor
         and x.is_cpu

@@ -38,9 +38,7 @@ def _(
     return data.new_empty((cols, rows)), scale_inv.new_empty(shape)
 
 
-def derive_columnwise_in_backward(
-    rowwise: Operand, columnwise: Float8Format, dy: torch.Tensor
-) -> Operand:
+def derive_columnwise_in_backward(rowwise: Operand, columnwise: Float8Format, dy: torch.Tensor) -> Operand:
     """``reference.derive_columnwise`` that a compiled graph cannot move into the forward pass.
 
     Derived from a weight alone, the transposed copy would depend on nothing of the backward pass: a partitioner

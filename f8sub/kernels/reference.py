@@ -42,7 +42,9 @@ def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torc
         float32, one entry a touched tile, the first at ``first_tile(tile, offset)``; infinity where a tile holds
         NaN or infinity.
     """
-    before = [0 if edge == ALL else start % edge for edge, start in zip((tile.rows, tile.cols), offset, strict=True)]
+    before = [
+        0 if edge == ALL else start % edge for edge, start in zip((tile.rows, tile.cols), offset, strict=True)
+    ]
     if any(before):
         shard = torch.nn.functional.pad(shard, (before[1], 0, before[0], 0))
     return torch.nan_to_num(_largest(shard, tile), nan=torch.inf, posinf=torch.inf)
@@ -50,7 +52,10 @@ def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torc
 
 def first_tile(tile: Tile, offset: tuple[int, int]) -> tuple[int, int]:
     """Index of the tile that the element at ``offset`` lies in."""
-    row, col = (0 if edge == ALL else start // edge for edge, start in zip((tile.rows, tile.cols), offset, strict=True))
+    row, col = (
+        0 if edge == ALL else start // edge
+        for edge, start in zip((tile.rows, tile.cols), offset, strict=True)
+    )
     return row, col
 
 
@@ -65,7 +70,7 @@ def _largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
         if edge not in (1, ALL):
             missing = -a.shape[dim] % edge
             a = torch.nn.functional.pad(a, (0, missing) if dim == 1 else (0, 0, 0, missing))
-            a = a.unflatten(dim, (-1, edge)).amax(dim + 1)
+            a = torch.unflatten(a, dim, (-1, edge)).amax(dim + 1)
     return a.float()
 
 

@@ -95,7 +95,9 @@ def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tenso
 def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``bias + a @ b``; the sum in high precision."""
     if kwargs:
-        raise NotImplementedError(f"{func} of Float8Tensors with {sorted(kwargs)}: only bias + a @ b is defined")
+        raise NotImplementedError(
+            f"{func} of Float8Tensors with {sorted(kwargs)}: only bias + a @ b is defined"
+        )
     bias, a, b = args
     return torch.add(bias, _mm(func, (a, b), {}))
 

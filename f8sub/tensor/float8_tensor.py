@@ -69,7 +69,11 @@ class Float8Tensor(torch.Tensor):
     @property
     def columnwise(self) -> Operand | None:
         """Operand contracted along the first dimension, stored transposed: (cols, rows)."""
-        if self.columnwise_data is None or self.columnwise_scale_inv is None or self.columnwise_format is None:
+        if (
+            self.columnwise_data is None
+            or self.columnwise_scale_inv is None
+            or self.columnwise_format is None
+        ):
             return None
         return Operand(self.columnwise_data, self.columnwise_scale_inv, self.columnwise_format)
 
@@ -99,7 +103,9 @@ class Float8Tensor(torch.Tensor):
         if columnwise and col is None:
             new_col = _derive(_present(row), "columnwise", "rowwise")
         if new_row is None and new_col is None:
-            raise Float8ConfigError(f"{self!r}: dropping the last usage would leave no data; keep one of the two")
+            raise Float8ConfigError(
+                f"{self!r}: dropping the last usage would leave no data; keep one of the two"
+            )
         self._set_usages(new_row, new_col)
 
     def map_buffers(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Float8Tensor":
@@ -112,7 +118,11 @@ class Float8Tensor(torch.Tensor):
 
     def _set_usages(self, rowwise: Operand | None, columnwise: Operand | None) -> None:
         self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format = rowwise or (None, None, None)
-        self.columnwise_data, self.columnwise_scale_inv, self.columnwise_format = columnwise or (None, None, None)
+        self.columnwise_data, self.columnwise_scale_inv, self.columnwise_format = columnwise or (
+            None,
+            None,
+            None,
+        )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [name for name in _BUFFERS if getattr(self, name) is not None]
@@ -130,7 +140,7 @@ class Float8Tensor(torch.Tensor):
             col = Operand(inner["columnwise_data"], inner["columnwise_scale_inv"], columnwise_format)
         return Float8Tensor(row, col, dtype)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         usages = [f"rowwise={self.rowwise_format}"] if self.rowwise_data is not None else []
         usages += [f"columnwise={self.columnwise_format}"] if self.columnwise_data is not None else []
         return f"Float8Tensor({tuple(self.shape)}, {', '.join(usages)}, dtype={self.dtype})"

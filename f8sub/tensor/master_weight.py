@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from f8sub.formats import Float8Format, Operand
 from f8sub import backends
+from f8sub.formats import Float8Format, Operand
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -49,14 +50,15 @@ class Cell:
 
     Attributes:
         epoch: number of operators that wrote to the storage.
-        storage: identity of that storage, which ``p.data = t`` replaces without any operator running.
+        storage: that storage, referred to weakly, so that its address cannot become another one's;
+            ``p.data = t`` replaces a weight's storage without any operator running.
         cast: the codes cast last and what they were cast from, see ``rowwise_of``.
         layers: the layers converted together with the weight's own; None for a weight of no layer.
     """
 
     __slots__ = ("_copied", "cast", "epoch", "layers", "storage")
 
-    def __init__(self, storage: int) -> None:
+    def __init__(self, storage: StorageWeakRef | None) -> None:
         self.epoch = 0
         self.storage = storage
         self.cast: tuple[tuple[int, Float8Format, torch.dtype], Operand] | None = None
@@ -96,9 +98,9 @@ class MasterWeight(torch.Tensor):
         if type(data) is torch.Tensor:
             self = torch.Tensor._make_subclass(cls, data, data.requires_grad)
             self._traced = self._alias = None
-            self.cell = cell or Cell(self.untyped_storage()._cdata)
+            self.cell = cell or Cell(StorageWeakRef(self.untyped_storage()))
             return self
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls,
             data.shape,
             strides=data.stride(),
@@ -108,7 +110,7 @@ class MasterWeight(torch.Tensor):
             requires_grad=data.requires_grad,
         )
         self._traced = data
-        self.cell = cell or Cell(0)
+        self.cell = cell or Cell(None)
         return self
 
     def __init__(self, data: torch.Tensor, cell: Cell | None = None) -> None:
@@ -125,7 +127,8 @@ class MasterWeight(torch.Tensor):
     @property
     def owns_storage(self) -> bool:
         """False after ``p.data = t``: plain aliases of ``t`` may write to it unseen, so nothing is cached."""
-        return self.untyped_storage()._cdata == self.cell.storage
+        storage = self.cell.storage
+        return storage is not None and bool(self.untyped_storage()._cdata == storage.cdata)
 
     def mark_stale(self) -> None:
         """Say that the weight changed where no operator of its own showed it (compiled optimizers)."""
@@ -140,9 +143,9 @@ class MasterWeight(torch.Tensor):
         """
         if self._traced is not None:
             return self._traced
-        made_from = (self.untyped_storage()._cdata, self.storage_offset(), self.shape)
+        made_from = (self.untyped_storage()._cdata, int(self.storage_offset()), self.shape)
         if self._alias is None or self._alias[0] != made_from:
-            self._alias = made_from, torch._C._from_dlpack(torch._C._to_dlpack(self.plain))  # type: ignore[attr-defined]
+            self._alias = made_from, torch._C._from_dlpack(torch._C._to_dlpack(self.plain))
         return self._alias[1]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -150,7 +153,11 @@ class MasterWeight(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], context: None, outer_size: Sequence[int], outer_stride: Sequence[int]
+        cls,
+        inner: dict[str, torch.Tensor],
+        context: None,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
     ) -> "MasterWeight":
         return cls(inner["_inner"])
 
@@ -167,11 +174,11 @@ class MasterWeight(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)
         if self.grad is not None:
-            copy.grad = self.grad.__deepcopy__(memo)  # type: ignore[operator]
+            copy.grad = self.grad.__deepcopy__(memo)
         memo[id(self)] = copy
         return copy  # type: ignore[no-any-return]
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.plain!r})"
 
     @classmethod

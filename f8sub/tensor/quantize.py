@@ -2,9 +2,9 @@
 
 import torch
 
+from f8sub import backends
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand
-from f8sub import backends
 from f8sub.kernels import reference
 from f8sub.recipe import OperandName, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -38,7 +38,9 @@ def quantize(
         Float8ConfigError: no usage asked for, or none that the recipe keeps in float8.
     """
     if x.dim() != 2:
-        raise Float8ShapeError(f"quantize takes a matrix, got shape {tuple(x.shape)}; flatten the leading dims")
+        raise Float8ShapeError(
+            f"quantize takes a matrix, got shape {tuple(x.shape)}; flatten the leading dims"
+        )
     if not x.is_floating_point():
         raise TypeError(f"quantize takes a floating-point matrix, got {x.dtype}")
     if isinstance(format_or_recipe, Float8Format):

@@ -219,7 +219,7 @@ class Nursery:
         os.close(reply_writer)
         return cls(pid, request_writer, reply_reader)
 
-    def run(self, world: int, body: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
         """``body(rank, world, *args)`` on ``world`` gloo ranks; the results in the order of the ranks."""
         _write(self._requests, pickle.dumps(Request(world, body, args, timeout)))
         replies: list[Reply] = pickle.loads(_read(self._replies))

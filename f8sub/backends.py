@@ -1,5 +1,6 @@
 """Layer 2. Which kernel does the work. A GEMM's is decided once, at conversion, shown in ``repr``, never replaced."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -60,8 +61,13 @@ def gemm_nt(
     """
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
-    out: torch.Tensor = GEMM[backend].gemm_nt(a, b, out_dtype, fast_accum)
-    return out
+    run: Callable[..., torch.Tensor] = GEMM[backend].gemm_nt
+    device = a.data.device.type
+    if not torch.is_autocast_enabled(device):
+        return run(a, b, out_dtype, fast_accum)
+    # The operands are cast already; autocast would round the matmuls inside the CPU's _scaled_mm once more.
+    with torch.autocast(device, enabled=False):
+        return run(a, b, out_dtype, fast_accum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,11 +135,11 @@ def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     Numerics:
         Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity
         into 448, e5m2 overflows to infinity). ``x - x`` is 0 for a finite element and NaN for any other, which
-        keeps NaN and infinity visible, in place, as NaN codes.
+        keeps NaN and infinity visible, in place, as NaN codes; subtracted, so that -0 stays -0.
     """
     top = torch.finfo(dtype).max
     scaled = x.float().clamp(-LARGEST, LARGEST) * scale
-    return (scaled.clamp(-top, top) + (x - x)).to(dtype)
+    return (scaled.clamp(-top, top) - (x - x)).to(dtype)
 
 
 def quantize(

@@ -10,6 +10,7 @@ alarm of its own.
 import contextlib
 import datetime
 import faulthandler
+import importlib
 import os
 import pickle
 import selectors
@@ -207,6 +208,9 @@ class Nursery:
                 os.close(reply_reader)
                 os.environ["CUDA_VISIBLE_DEVICES"] = ""
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
+                importlib.import_module(
+                    "torch._dynamo"
+                )  # a second, which each rank's fully_shard would spend
                 while True:
                     try:
                         request = pickle.loads(_read(request_reader))

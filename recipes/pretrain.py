@@ -5,6 +5,9 @@ r"""Pretrain a Llama in float8 under FSDP2: a plain PyTorch loop to copy.
 
 Runs on CUDA (NCCL) and on the CPU (gloo), on any number of ranks; one process needs no torchrun. ``--help``
 lists the settings, ``--compare bf16`` trains twice and plots both losses.
+
+SIGTERM or SIGINT to any rank makes all of them save and exit with 0 after the step they are in. torchrun passes a
+signal of its own on and then waits 30 s (``--shutdown-timeout``).
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ def stepped(model: nn.Module, rank: int) -> torch.optim.Optimizer:
 
 def save_as_expected(state: dict[str, torch.Tensor], folder: Path) -> None:
     """New tensors, made from numbers."""
-    torch.save({name: torch.tensor(value.tolist()) for name, value in state.items()}, folder / "expected.pt")
+    torch.save(
+        {name: torch.tensor((value + 0).tolist()) for name, value in state.items()}, folder / "expected.pt"
+    )
 
 
 def save_every_format(rank: int, world: int, recipe: str, folder: str) -> None:

@@ -1,0 +1,120 @@
+"""The host quantizer equals the reference bitwise: any shape, dtype and magnitude."""
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from f8sub import ALL, Float8Format, ScaleRule, Tile
+from f8sub.kernels import host, reference
+from tests.data_sets import edge_values, gaussian, generator
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {
+    f"{name}-{rule.value}": Float8Format(dtype, Tile(ALL, ALL), rule)
+    for name, dtype in (("e4m3", E4M3), ("e5m2", E5M2))
+    for rule in ScaleRule
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+on_each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+
+INTS = {2: torch.int16, 4: torch.int32}
+shapes = st.tuples(st.integers(1, 9), st.integers(1, 17))
+formats = st.sampled_from(list(FORMATS.values()))
+
+
+def assert_same(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> None:
+    found = host.quantize(x, rowwise, columnwise)
+    expected = reference.quantize(x, rowwise, columnwise)
+    for ours, right in zip(found, expected, strict=True):
+        assert (ours is None) == (right is None)
+        if ours is None:
+            continue
+        assert ours.format == right.format
+        assert ours.data.dtype == right.data.dtype
+        assert torch.equal(ours.data.view(torch.uint8), right.data.view(torch.uint8))
+        assert torch.equal(ours.scale_inv.view(torch.int32), right.scale_inv.view(torch.int32))
+        assert ours.scale_inv.shape == (1, 1)
+        assert ours.data.is_contiguous()
+
+
+@st.composite
+def matrices(draw):
+    """Any bits: subnormals, both zeros, NaN and infinity among them, or magnitudes around one exponent."""
+    shape, dtype = draw(shapes), draw(st.sampled_from(list(DTYPES.values())))
+    count, width = shape[0] * shape[1], dtype.itemsize
+    if draw(st.booleans()):
+        bits = draw(st.binary(min_size=count * width, max_size=count * width))
+        return torch.frombuffer(bytearray(bits), dtype=dtype).view(shape)
+    exponent = draw(st.integers(-149, 127))
+    values = gaussian(shape, generator(draw(st.integers(0, 1000)))) * 2.0**exponent
+    values[draw(st.integers(0, shape[0] - 1))] *= draw(st.sampled_from([0.0, -0.0, 1.0, 2.0**-20]))
+    return values.to(dtype)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(x=matrices(), row=st.none() | formats, col=st.none() | formats)
+def test_quantize_is_the_references(x, row, col):
+    assert_same(x, row, col)
+
+
+@on_each_format
+@on_each_dtype
+def test_edge_values(dtype, format):
+    for x in edge_values(dtype).values():
+        assert_same(x, format, format)
+
+
+@on_each_format
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=["nan", "inf", "-inf"])
+def test_non_finite_elements(bad, format):
+    x = gaussian((16, 32), generator(1))
+    x[3, 5] = bad
+    assert_same(x, format, format)
+    assert host.quantize(x, format, None)[0].data.float().isnan().sum() == 1
+
+
+@on_each_dtype
+def test_two_formats_are_two_casts(dtype):
+    x = gaussian((16, 32), generator(2)).to(dtype)
+    assert_same(x, FORMATS["e4m3-float"], FORMATS["e5m2-float"])
+    assert_same(x, FORMATS["e5m2-float"], FORMATS["e5m2-power_of_2"])
+
+
+def as_float32(bits: int) -> float:
+    return struct.unpack("f", struct.pack("I", bits))[0]
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 0x7F7FFFFF), min_size=1, max_size=64), formats)
+def test_scale_of_any_finite_amax(bits, format):
+    amaxes = [as_float32(b) for b in bits]
+    expected = reference.scale_from_amax(torch.tensor(amaxes), format)
+    found = torch.tensor([host.scale_from_amax(amax, format) for amax in amaxes])
+    assert torch.equal(found, expected)
+
+
+@on_each_format
+def test_scale_of_many_floats(format):
+    """Every exponent with 64 mantissas, the first and the last among them."""
+    mantissas = [0, 1, 0x7FFFFF, *torch.randint(0, 1 << 23, (61,), generator=generator(3)).tolist()]
+    amaxes = [as_float32((exponent << 23) | m) for exponent in range(255) for m in mantissas]
+    expected = reference.scale_from_amax(torch.tensor(amaxes), format)
+    found = [host.scale_from_amax(amax, format) for amax in amaxes]
+    assert found == expected.tolist()
+
+
+def test_it_takes_only_what_it_can_do():
+    x = gaussian((16, 32), generator(4))
+    whole, by_row = FORMATS["e4m3-float"], Float8Format(E4M3, Tile(1, ALL))
+    assert host.takes(x, whole, whole)
+    assert host.takes(x, None, whole)
+    assert not host.takes(x, by_row, None)
+    assert not host.takes(x, None, by_row)
+    assert not host.takes(x.t(), whole, whole)
+    assert not host.takes(x[:0], whole, whole)
+    assert not host.takes(x.to("meta"), whole, whole)
+    assert not host.takes(torch.nn.Parameter(x), whole, whole)

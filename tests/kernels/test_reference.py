@@ -1,0 +1,336 @@
+"""The specification itself: amax, scale, cast and derivation, tile by tile, against float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.kernels import reference
+from tests import oracle
+from tests.data_sets import DATA_SETS, gaussian, generator, lognormal, make, spread_columns
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
+INF, NAN = float("inf"), float("nan")
+TILES = {
+    "tensorwise": Tile(ALL, ALL),
+    "rowwise": Tile(1, ALL),
+    "by-column": Tile(ALL, 1),
+    "128x128": Tile(128, 128),
+    "1x128": Tile(1, 128),
+    "128x1": Tile(128, 1),
+    "256x256": Tile(256, 256),
+    "1x32": Tile(1, 32),
+    "3x5": Tile(3, 5),
+}
+SHAPES = [(130, 300), (16, 32), (1, 129), (257, 1), (0, 16)]
+on_each_tile = pytest.mark.parametrize("tile", TILES.values(), ids=list(TILES))
+on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+on_each_rule = pytest.mark.parametrize("rule", list(ScaleRule), ids=[rule.value for rule in ScaleRule])
+on_each_dtype = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+
+
+def spec_of(format: Float8Format) -> oracle.Spec:
+    rows, cols = (None if edge == ALL else edge for edge in (format.tile.rows, format.tile.cols))
+    return oracle.Spec(NAMES[format.dtype], (rows, cols), format.scale_rule is ScaleRule.POWER_OF_2)
+
+
+def amax_by_loop(x: torch.Tensor, tile: Tile) -> list[list[float]]:
+    rows, cols = x.shape
+    height = max(rows, 1) if tile.rows == ALL else tile.rows
+    width = max(cols, 1) if tile.cols == ALL else tile.cols
+    grid = tile.scale_shape((rows, cols))
+    result = [[0.0] * grid[1] for _ in range(grid[0])]
+    for i, row in enumerate(x.double().tolist()):
+        for j, value in enumerate(row):
+            if math.isfinite(value):
+                result[i // height][j // width] = max(result[i // height][j // width], abs(value))
+    return result
+
+
+@on_each_shape
+@on_each_tile
+def test_amax_is_a_loop_over_the_elements(tile, shape):
+    x = lognormal(shape, generator(1))
+    if x.numel():
+        x.view(-1)[::7], x.view(-1)[3::50], x.view(-1)[5::61] = 0.0, NAN, -INF
+    found = reference.amax(x, tile)
+    assert found.dtype == torch.float32
+    assert found.shape == tile.scale_shape(shape)
+    assert found.tolist() == amax_by_loop(x, tile)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@on_each_tile
+def test_amax_of_narrower_dtypes_is_exact(tile, dtype):
+    x = gaussian((33, 65), generator(2)).to(dtype)
+    assert reference.amax(x, tile).tolist() == amax_by_loop(x, tile)
+
+
+@on_each_rule
+@on_each_dtype
+@on_each_tile
+def test_codes_and_scales_are_the_oracles(tile, dtype, rule):
+    format = Float8Format(dtype, tile, rule)
+    for shape in SHAPES[:3]:
+        x = make("lognormal", shape, 3)
+        row, col = reference.quantize(x, format, format)
+        for operand, matrix in ((row, x), (col, x.t())):
+            expected = oracle.quantize(oracle.to_numpy(matrix), spec_of(format))
+            assert torch.equal(operand.data.view(torch.uint8), expected.codes_as())
+            assert np.array_equal(operand.scale_inv.numpy(), expected.scale_inv)
+            assert operand.data.is_contiguous()
+            assert operand.data.dtype == dtype
+            assert operand.scale_inv.stride() == torch.empty(operand.scale_inv.shape).stride()
+            back = reference.dequantize(operand, torch.float32)
+            assert np.array_equal(back.numpy(), expected.values.astype(np.float32))
+
+
+@on_each_rule
+@on_each_tile
+def test_a_zero_tile_has_scale_one_and_zero_codes(tile, rule):
+    format = Float8Format(E4M3, tile, rule)
+    x = gaussian((40, 160), generator(4))
+    x[:, 64:] = 0
+    x[8:] = 0
+    operand = reference.quantize(x, format, None)[0]
+    empty = reference.amax(x, tile) == 0
+    assert (operand.scale_inv[empty] == 1).all()
+    assert (operand.data.view(torch.uint8)[8:] == 0).all()
+    assert (operand.data.view(torch.uint8)[:, 64:] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN], ids=["inf", "-inf", "nan"])
+@on_each_dtype
+@on_each_tile
+def test_one_bad_element_is_nan_in_place_and_its_neighbours_are_as_without_it(tile, dtype, bad):
+    format = Float8Format(dtype, tile)
+    x = gaussian((20, 70), generator(5))
+    x[3, 4] = 0.0
+    clean = reference.quantize(x, format, format)
+    x[3, 4] = bad
+    for (_, where), usage, without in zip(
+        (("row", (3, 4)), ("col", (4, 3))), reference.quantize(x, format, format), clean, strict=True
+    ):
+        assert usage.data[where].float().isnan()
+        others = torch.ones(usage.data.shape, dtype=torch.bool)
+        others[where] = False
+        assert torch.equal(usage.data.view(torch.uint8)[others], without.data.view(torch.uint8)[others])
+        assert torch.equal(usage.scale_inv, without.scale_inv)
+
+
+@on_each_dtype
+def test_a_tile_without_a_finite_element(dtype):
+    operand = reference.quantize(torch.full((4, 16), NAN), Float8Format(dtype, Tile(1, ALL)), None)[0]
+    assert (operand.scale_inv == 1).all()
+    assert operand.data.float().isnan().all()
+
+
+@on_each_rule
+@on_each_dtype
+def test_the_largest_element_reaches_the_largest_code_exactly(dtype, rule):
+    """amax = max * 2**k gets scale 2**-k, under both rules."""
+    top = torch.finfo(dtype).max
+    for k in (-100, -1, 0, 3, 90):
+        x = torch.tensor([[top * 2.0**k, -top * 2.0**k, 2.0**k, 0.0]])
+        operand = reference.quantize(x, Float8Format(dtype, Tile(1, ALL), rule), None)[0]
+        assert operand.scale_inv.item() == 2.0**k
+        assert operand.data.float().tolist() == [[top, -top, 1.0, 0.0]]
+
+
+@on_each_rule
+@on_each_dtype
+def test_subnormals_keep_their_share_of_the_cap(dtype, rule):
+    """A scale is at most 2**126: its inverse is a normal number, and nothing becomes infinite or NaN."""
+    format = Float8Format(dtype, Tile(ALL, ALL), rule)
+    for smallest in (2.0**-149, 2.0**-140, 2.0**-127):
+        x = torch.full((4, 16), smallest)
+        operand = reference.quantize(x, format, None)[0]
+        assert operand.scale_inv.item() == 2.0**-126
+        expected = oracle.quantize(oracle.to_numpy(x), spec_of(format))
+        assert torch.equal(operand.data.view(torch.uint8), expected.codes_as())
+
+
+@on_each_rule
+@on_each_dtype
+@pytest.mark.parametrize(
+    "source", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+def test_the_largest_number_of_a_dtype_dequantizes_to_a_finite_one(source, dtype, rule):
+    largest = torch.finfo(source).max
+    x = torch.tensor([[largest, -largest, largest / 2, 1.0]], dtype=source)
+    operand = reference.quantize(x, Float8Format(dtype, Tile(1, ALL), rule), None)[0]
+    back = reference.dequantize(operand, torch.float32)
+    assert back.isfinite().all()
+    # The clamp at 1.75 * 2**127 costs an eighth, then the step of the format.
+    step = {E4M3: 2.0**-4, E5M2: 2.0**-3}[dtype]
+    assert back[0, 0] >= largest * 0.875 * (1 - 2 * step)
+    assert back[0, 1] == -back[0, 0]
+
+
+def test_scales_of_every_power_of_two_amax():
+    amax = torch.tensor([math.ldexp(1.0, exponent) for exponent in range(-149, 128)])
+    for dtype in (E4M3, E5M2):
+        for rule in ScaleRule:
+            scale = reference.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL), rule))
+            assert scale.isfinite().all()
+            assert (scale > 0).all()
+            assert scale.reciprocal().isfinite().all()
+            expected = oracle.scale_of(amax.double().numpy(), spec_of(Float8Format(dtype, Tile(1, ALL), rule)))
+            assert np.array_equal(scale.numpy(), expected)
+
+
+@on_each_dtype
+def test_power_of_two_scales_are_the_float_ones_rounded_down(dtype):
+    amax = lognormal((1, 4096), generator(6)).abs()
+    exact = reference.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL)))
+    pow2 = reference.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL), ScaleRule.POWER_OF_2))
+    assert (pow2.frexp().mantissa == 0.5).all()
+    assert (pow2 <= exact).all()
+    assert (2 * pow2 > exact).all()
+
+
+def test_poison_marks_the_tiles_of_an_infinite_amax():
+    format = Float8Format(E4M3, Tile(1, ALL))
+    amax = torch.tensor([[1.0], [INF], [0.0]])
+    scale = reference.poison_non_finite(reference.scale_from_amax(amax, format), amax)
+    assert scale.isnan().flatten().tolist() == [False, True, False]
+    codes = reference.cast(torch.zeros(3, 16), scale, E4M3)
+    assert codes.float().isnan().all(1).tolist() == [False, True, False]
+
+
+@on_each_dtype
+def test_casting_back_what_a_code_stands_for_gives_the_code(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)[None]
+    finite = codes.float().isfinite()
+    again = reference.cast(codes.float(), torch.ones(1, 1), dtype)
+    assert torch.equal(again.view(torch.uint8)[finite], codes.view(torch.uint8)[finite])
+    assert again.float()[~finite].isnan().all()
+
+
+@on_each_dtype
+def test_magnitudes_beyond_the_range_are_clamped_and_ties_go_to_even(dtype):
+    top = torch.finfo(dtype).max
+    mantissa = {E4M3: 3, E5M2: 2}[dtype]
+    one_and_half_step = 1 + 2.0 ** -(mantissa + 1)
+    x = torch.tensor([[top * 1.01, -top * 1000, 3e38, one_and_half_step, -one_and_half_step]])
+    found = reference.cast(x, torch.ones(1, 1), dtype).float()
+    assert found.tolist() == [[top, -top, top, 1.0, -1.0]]
+
+
+def test_minus_zero_keeps_its_sign():
+    codes = reference.cast(torch.tensor([[-0.0, 0.0, -1e-30]]), torch.ones(1, 1), E4M3)
+    assert codes.view(torch.uint8).tolist() == [[0x80, 0x00, 0x80]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_dequantize_rounds_once_to_the_dtype(dtype):
+    operand = reference.quantize(gaussian((32, 48), generator(7)), Float8Format(E4M3, Tile(1, ALL)), None)[0]
+    expected = (operand.data.double() * operand.scale_inv.double()).float().to(dtype)
+    assert torch.equal(reference.dequantize(operand, dtype), expected)
+
+
+SQUARE_TILES = [tile for tile in TILES.values() if tile.rows == tile.cols]
+
+
+@on_each_rule
+@pytest.mark.parametrize("tile", SQUARE_TILES, ids=str)
+def test_square_tiles_are_derived_by_moving_bytes(tile, rule):
+    format = Float8Format(E4M3, tile, rule)
+    x = spread_columns(lognormal((130, 300), generator(8)))
+    row, direct = reference.quantize(x, format, format)
+    derived = reference.derive_columnwise(row, format)
+    assert torch.equal(derived.data.view(torch.uint8), direct.data.view(torch.uint8))
+    assert torch.equal(derived.scale_inv, direct.scale_inv)
+    assert derived.data.is_contiguous()
+
+
+@pytest.mark.parametrize("name", DATA_SETS, ids=list(DATA_SETS))
+@pytest.mark.parametrize("tile", [Tile(1, ALL), Tile(1, 32), Tile(1, 128)], ids=str)
+def test_power_of_two_scales_are_derived_exactly(tile, name):
+    """What differs from the rowwise values are subnormals of the new tile: less than half their step off."""
+    format = Float8Format(E4M3, tile, ScaleRule.POWER_OF_2)
+    row = reference.quantize(make(name, (160, 96), 9), format, None)[0]
+    derived = reference.derive_columnwise(row, format)
+    before = reference.dequantize(row, torch.float32).t()
+    after = reference.dequantize(derived, torch.float32)
+    step = reference.spread(derived.scale_inv, tile, derived.data.shape) * 2.0**-9
+    subnormal = before.abs() < 2.0**-6 * step * 2.0**9
+    assert torch.equal(after[~subnormal], before[~subnormal])
+    assert ((after - before).abs() <= step / 2)[subnormal].all()
+    expected = oracle.quantize(before.double().numpy(), spec_of(format))
+    assert torch.equal(derived.data.view(torch.uint8), expected.codes_as())
+
+
+def test_a_128x128_weight_serves_1x32_columns_exactly_with_powers_of_two():
+    row_format = Float8Format(E4M3, Tile(128, 128), ScaleRule.POWER_OF_2)
+    col_format = Float8Format(E4M3, Tile(1, 32), ScaleRule.POWER_OF_2)
+    row = reference.quantize(gaussian((130, 160), generator(10)), row_format, None)[0]
+    derived = reference.derive_columnwise(row, col_format)
+    assert derived.scale_inv.shape == (160, 5)
+    assert torch.equal(
+        reference.dequantize(derived, torch.float32), reference.dequantize(row, torch.float32).t()
+    )
+
+
+SHARDS = {
+    "rows": [(0, 50, 0, 300), (50, 51, 0, 300), (51, 130, 0, 300)],
+    "columns": [(0, 130, 0, 127), (0, 130, 127, 257), (0, 130, 257, 300)],
+    "with-an-empty-one": [(0, 130, 0, 300), (130, 130, 0, 300)],
+}
+
+
+@pytest.mark.parametrize("cut", SHARDS, ids=list(SHARDS))
+@on_each_tile
+def test_shards_cast_with_the_whole_amax_give_the_whole_matrix(tile, cut):
+    """shard_amax, first_tile and spread, together: tiles need not begin where a shard does."""
+    x = spread_columns(lognormal((130, 300), generator(11)))
+    format = Float8Format(E4M3, tile)
+    amax = torch.zeros(tile.scale_shape((130, 300)))
+    for top, bottom, left, right in SHARDS[cut]:
+        if top == bottom:
+            continue
+        part = reference.shard_amax(x[top:bottom, left:right], tile, (top, left))
+        row, col = reference.first_tile(tile, (top, left))
+        view = amax[row : row + part.shape[0], col : col + part.shape[1]]
+        view.copy_(torch.maximum(view, part))
+    assert torch.equal(amax, reference.amax(x, tile))
+    scale = reference.scale_from_amax(amax, format)
+    whole = reference.quantize(x, format, None)[0].data.view(torch.uint8)
+    for top, bottom, left, right in SHARDS[cut]:
+        part = x[top:bottom, left:right]
+        codes = reference.cast(part, reference.spread(scale, tile, part.shape, (top, left)), E4M3)
+        assert torch.equal(codes.view(torch.uint8), whole[top:bottom, left:right])
+
+
+@pytest.mark.parametrize("bad", [INF, NAN], ids=["inf", "nan"])
+@on_each_tile
+def test_a_shards_amax_tells_of_what_is_not_finite_and_where(tile, bad):
+    x = gaussian((130, 300), generator(12))
+    x[77, 200] = bad
+    found = reference.shard_amax(x, tile, (0, 0))
+    row, col = reference.first_tile(tile, (77, 200))
+    assert found[row, col] == INF
+    assert found.isinf().sum() == 1
+
+
+@on_each_tile
+def test_the_product_is_that_of_the_dequantized_operands(tile):
+    format = Float8Format(E4M3, tile)
+    a, b = (
+        reference.quantize(gaussian(shape, generator(13)), format, None)[0] for shape in ((20, 160), (24, 160))
+    )
+    exact = reference.dequantize(a, torch.float64) @ reference.dequantize(b, torch.float64).t()
+    found = reference.gemm_nt(a, b, torch.float32, True)
+    assert found.shape == (20, 24)
+    assert (found - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def test_no_operand_asked_for_is_none():
+    format = Float8Format(E4M3, Tile(1, ALL))
+    x = gaussian((16, 32), generator(14))
+    assert reference.quantize(x, None, None) == (None, None)
+    assert reference.quantize(x, None, format)[0] is None
+    assert isinstance(reference.quantize(x, format, None)[0], Operand)

@@ -1,0 +1,127 @@
+"""GemmSpec, Recipe and get_recipe: what they refuse, and that a recipe is found by its file's name."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import f8sub
+from f8sub import ALL, Float8Format, GemmSpec, Recipe, ScaleRule, Tile, recipes
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR = Float8Format(E4M3, Tile(ALL, ALL))
+ROW_FLOAT = Float8Format(E4M3, Tile(1, ALL))
+ROW_POW2 = Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2)
+HIGH_PRECISION = GemmSpec(a=None, b=None)
+RECIPES = f8sub.recipe_names()
+
+
+def recipe_of(w_rowwise: Float8Format, w_columnwise: Float8Format) -> Recipe:
+    return Recipe(
+        name="mine",
+        fprop=GemmSpec(a=TENSOR, b=w_rowwise),
+        dgrad=GemmSpec(a=TENSOR, b=w_columnwise),
+        wgrad=GemmSpec(a=TENSOR, b=TENSOR),
+    )
+
+
+@pytest.mark.parametrize("one_sided", [(TENSOR, None), (None, TENSOR)], ids=["a", "b"])
+def test_a_gemm_takes_both_operands_in_float8_or_neither(one_sided):
+    a, b = one_sided
+    with pytest.raises(f8sub.Float8ConfigError, match="both operands in float8 or neither"):
+        GemmSpec(a=a, b=b)
+
+
+def test_a_rowwise_weight_with_float_scales_is_refused():
+    with pytest.raises(f8sub.Float8ConfigError, match=r"'mine'.*columnwise weight.*round twice"):
+        recipe_of(ROW_FLOAT, ROW_FLOAT)
+
+
+def test_a_weight_in_two_element_dtypes_is_refused():
+    with pytest.raises(f8sub.Float8ConfigError, match="dtypes differ"):
+        recipe_of(TENSOR, Float8Format(E5M2, Tile(ALL, ALL)))
+
+
+def test_what_can_be_derived_is_accepted():
+    assert recipe_of(ROW_POW2, ROW_POW2).formats("w") == (ROW_POW2, ROW_POW2)
+    assert recipe_of(TENSOR, TENSOR).formats("w") == (TENSOR, TENSOR)
+
+
+def test_float_scales_by_row_are_fine_for_x_and_dy():
+    """They are cast from high precision for each usage; only a weight is derived."""
+    spec = GemmSpec(a=ROW_FLOAT, b=TENSOR)
+    recipe = Recipe(name="mine", fprop=spec, dgrad=spec, wgrad=GemmSpec(a=ROW_FLOAT, b=ROW_FLOAT))
+    assert recipe.formats("x") == (ROW_FLOAT, ROW_FLOAT)
+    assert recipe.formats("dy") == (ROW_FLOAT, ROW_FLOAT)
+
+
+def test_one_direction_in_high_precision_has_nothing_to_derive():
+    recipe = Recipe(
+        name="mine", fprop=GemmSpec(a=ROW_FLOAT, b=ROW_FLOAT), dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION
+    )
+    assert recipe.formats("w") == (ROW_FLOAT, None)
+
+
+def test_which_gemm_reads_which_usage():
+    formats = [Float8Format(dtype, Tile(size, size)) for size in (8, 16, 32) for dtype in (E4M3, E5M2)]
+    x_row, dy_row, dy_col, x_col, *_ = formats
+    w = TENSOR
+    recipe = Recipe(
+        name="mine",
+        fprop=GemmSpec(a=x_row, b=w),
+        dgrad=GemmSpec(a=dy_row, b=w),
+        wgrad=GemmSpec(a=dy_col, b=x_col),
+    )
+    assert recipe.formats("x") == (x_row, x_col)
+    assert recipe.formats("w") == (w, w)
+    assert recipe.formats("dy") == (dy_row, dy_col)
+
+
+@pytest.mark.parametrize("operand", ["y", "dx", ""], ids=["y", "dx", "empty"])
+def test_no_other_operand_has_formats(operand):
+    recipe = f8sub.get_recipe(RECIPES[0])
+    with pytest.raises(f8sub.Float8ConfigError, match='"x", "w", "dy"'):
+        recipe.formats(operand)
+
+
+def test_recipe_names_are_the_files():
+    assert f8sub.recipe_names() == sorted(m.name for m in pkgutil.iter_modules(recipes.__path__))
+    assert {"tensorwise", "rowwise"} <= set(f8sub.recipe_names())
+
+
+@pytest.mark.parametrize("name", RECIPES, ids=RECIPES)
+def test_a_recipe_is_the_attribute_of_its_file_and_has_its_name(name):
+    recipe = f8sub.get_recipe(name)
+    assert recipe is importlib.import_module(f"f8sub.recipes.{name}").RECIPE
+    assert recipe.name == name
+
+
+def test_a_recipe_of_ones_own_needs_no_registration():
+    mine = recipe_of(TENSOR, TENSOR)
+    assert f8sub.get_recipe(mine) is mine
+
+
+@pytest.mark.parametrize("name", ["tensor_wise", "", "../errors", "RECIPE"], ids=str)
+def test_an_unknown_name_lists_the_known_ones(name):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"unknown recipe.*rowwise.*tensorwise"):
+        f8sub.get_recipe(name)
+
+
+def test_the_default_recipe_exists():
+    assert recipes.DEFAULT in RECIPES
+
+
+def test_fast_accumulation_in_fprop_only():
+    for name in RECIPES:
+        recipe = f8sub.get_recipe(name)
+        assert (recipe.fprop.fast_accum, recipe.dgrad.fast_accum, recipe.wgrad.fast_accum) == (
+            True,
+            False,
+            False,
+        ), name
+
+
+def test_recipes_are_values_that_hash():
+    assert recipe_of(TENSOR, TENSOR) == recipe_of(TENSOR, TENSOR)
+    assert len({recipe_of(TENSOR, TENSOR), recipe_of(TENSOR, TENSOR), recipe_of(ROW_POW2, ROW_POW2)}) == 2

@@ -183,6 +183,22 @@ def test_sharded_dcp_load(ranks, recipe, tmp_path):
     assert_alike(ranks(2, on_a_rank, "dcp.load", recipe, str(tmp_path)))
 
 
+def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder: str) -> list[torch.Tensor]:
+    global ROWS
+    ROWS = 16
+    return on_a_rank(rank, world, mutation, recipe, folder)
+
+
+# FSDP2 moves a short shard to a padded storage at the first forward, so old aliases are of the past.
+UNEVEN = [name for name in MUTATIONS if name != "old-alias"] + ["dcp.load"]
+
+
+@pytest.mark.parametrize("mutation", UNEVEN, ids=UNEVEN)
+def test_sharded_with_a_rank_that_holds_nothing(ranks, mutation, tmp_path):
+    """16 rows over 7 ranks: the last rank's shard is empty, and nothing is ever written to it."""
+    assert_alike(ranks(7, on_a_rank_of_many, mutation, "rowwise", str(tmp_path)))
+
+
 @on_each_mutation
 @on_each_recipe
 def test_unsharded(recipe, mutation, tmp_path):

@@ -1,0 +1,189 @@
+"""torch._scaled_mm against the exact product, what it is padded to for CUDA, and what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import f8sub
+from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile, backends
+from f8sub.kernels import reference, scaled_mm
+from tests.budgets import excess
+from tests.data_sets import gaussian, generator, row_outliers
+from tests.oracle import Product
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, TENSOR_E5M2 = Float8Format(E4M3, Tile(ALL, ALL)), Float8Format(E5M2, Tile(ALL, ALL))
+ROW, ROW_E5M2 = Float8Format(E4M3, Tile(1, ALL)), Float8Format(E5M2, Tile(1, ALL))
+PAIRS = {
+    "tensor-tensor": (TENSOR, TENSOR),
+    "e5m2-e4m3": (TENSOR_E5M2, TENSOR),
+    "e4m3-e5m2": (TENSOR, TENSOR_E5M2),
+    "row-row": (ROW, ROW),
+    "row-tensor": (ROW, TENSOR),
+    "tensor-row": (TENSOR, ROW),
+    "row-e5m2-row": (ROW_E5M2, ROW),
+}
+SHAPES = {"32x48x64": (32, 48, 64), "13x7x40": (13, 7, 40), "1x16x32": (1, 16, 32), "1x1x1": (1, 1, 1)}
+CPU = torch.device("cpu")
+on_each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
+on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+on_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+class Calls(TorchDispatchMode):
+    """Arguments of every ``aten._scaled_mm``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten._scaled_mm:
+            arguments = zip((a.name for a in func._schema.arguments), args, strict=False)
+            self.seen.append({**dict(arguments), **(kwargs or {})})
+        return func(*args, **(kwargs or {}))
+
+
+def operands(pair, shape):
+    rows, cols, depth = shape
+    a = reference.quantize(row_outliers((rows, depth), generator(1)), pair[0], None)[0]
+    b = reference.quantize(row_outliers((cols, depth), generator(2)), pair[1], None)[0]
+    return a, b
+
+
+def product(a, b) -> Product:
+    def exact(operand) -> np.ndarray:
+        values = operand.data.double() * reference.spread(
+            operand.scale_inv.double(), operand.format.tile, operand.data.shape
+        )
+        return values.numpy()
+
+    return Product(exact(a), exact(b))
+
+
+@on_each_dtype
+@on_each_shape
+@on_each_pair
+def test_the_product(pair, shape, dtype):
+    a, b = operands(pair, shape)
+    found = scaled_mm.gemm_nt(a, b, dtype, fast_accum=False)
+    assert found.dtype == dtype
+    assert excess(found, product(a, b)) <= 1
+    assert excess(reference.gemm_nt(a, b, dtype, False), product(a, b)) <= 1
+
+
+@on_each_pair
+def test_fast_accumulation_changes_nothing_on_the_cpu(pair):
+    a, b = operands(pair, (32, 48, 64))
+    assert torch.equal(
+        scaled_mm.gemm_nt(a, b, torch.float32, True), scaled_mm.gemm_nt(a, b, torch.float32, False)
+    )
+
+
+def cuda_path(a, b, dtype) -> tuple[torch.Tensor, dict]:
+    """``_gemm_nt_cuda`` run on the CPU, with the scales that ``gemm_nt`` hands it."""
+    a_scale_inv, b_scale_inv = a.scale_inv, b.scale_inv
+    if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1:
+        a_scale_inv = a_scale_inv.expand(a.data.shape[0], 1).contiguous()
+        b_scale_inv = b_scale_inv.expand(b.data.shape[0], 1).contiguous().t()
+    with Calls() as calls:
+        found = scaled_mm._gemm_nt_cuda(a.data, b.data, a_scale_inv, b_scale_inv, dtype, False)
+    (call,) = calls.seen
+    return found, call
+
+
+@on_each_dtype
+@on_each_shape
+@on_each_pair
+def test_what_cublaslt_is_given(pair, shape, dtype):
+    a, b = operands(pair, shape)
+    found, call = cuda_path(a, b, dtype)
+    left, right = call["self"], call["mat2"]
+    assert all(size % 16 == 0 for size in (*left.shape, *right.shape))
+    assert left.is_contiguous()
+    assert right.t().is_contiguous()
+    by_row = call["scale_a"].numel() > 1 or call["scale_b"].numel() > 1
+    if by_row:
+        assert call["scale_a"].shape == (left.shape[0], 1)
+        assert call["scale_b"].shape == (1, right.shape[1])
+        assert call["out_dtype"] == torch.bfloat16
+        assert call["scale_a"].isfinite().all()
+        assert call["scale_b"].isfinite().all()
+    # One row has one scale: the call is then a tensorwise one.
+    assert by_row == any(operand.scale_inv.numel() > 1 for operand in (a, b))
+    rounded = torch.bfloat16 if by_row else dtype
+    assert found.dtype == dtype
+    assert excess(found.to(rounded), product(a, b)) <= 1
+
+
+def test_aligned_operands_are_not_copied():
+    a, b = operands((TENSOR, TENSOR), (32, 48, 64))
+    _, call = cuda_path(a, b, torch.bfloat16)
+    assert call["self"].data_ptr() == a.data.data_ptr()
+    assert call["mat2"].data_ptr() == b.data.data_ptr()
+
+
+WHY_NOT = {
+    "1x128": (Float8Format(E4M3, Tile(1, 128)), TENSOR, CPU, "not tiles of 1x128"),
+    "128x128": (TENSOR, Float8Format(E4M3, Tile(128, 128)), CPU, "not tiles of 128x128"),
+    "by-column": (Float8Format(E4M3, Tile(ALL, 1)), TENSOR, CPU, "not tiles of allx1"),
+    "two-e5m2": (TENSOR_E5M2, TENSOR_E5M2, CPU, "at most one e5m2"),
+    "xpu": (TENSOR, TENSOR, torch.device("xpu"), "runs on cuda and cpu, not on xpu"),
+}
+
+
+@pytest.mark.parametrize("name", WHY_NOT, ids=list(WHY_NOT))
+def test_why_not(name):
+    a, b, device, reason = WHY_NOT[name]
+    assert reason in scaled_mm.why_not(a, b, device)
+    assert reference.why_not(a, b, device) is None
+
+
+@on_each_pair
+def test_why_yes(pair):
+    assert scaled_mm.why_not(*pair, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "fits"),
+    [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)],
+    ids=["8.0", "8.6", "8.9", "9.0", "10.0"],
+)
+def test_the_gpu_has_to_be_an_ada_or_newer(monkeypatch, capability, fits):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = scaled_mm.why_not(TENSOR, TENSOR, torch.device("cuda", 0))
+    assert reason is None if fits else f"found {capability[0]}.{capability[1]}" in reason
+
+
+def test_auto_falls_back_to_the_reference_and_a_named_backend_does_not():
+    spec = GemmSpec(a=Float8Format(E4M3, Tile(1, 128)), b=Float8Format(E4M3, Tile(128, 128)))
+    assert backends.select_gemm(spec, CPU) == "reference"
+    assert backends.select_gemm(GemmSpec(a=ROW, b=ROW), CPU) == "scaled_mm"
+    assert backends.select_gemm(GemmSpec(a=ROW, b=ROW), CPU, "reference") == "reference"
+    assert backends.select_gemm(GemmSpec(a=None, b=None), CPU) is None
+    with pytest.raises(f8sub.Float8ConfigError, match=r"no backend can multiply.*not tiles of 128x128, 1x128"):
+        backends.select_gemm(spec, CPU, "scaled_mm")
+
+
+def test_an_unknown_backend_lists_the_known_ones():
+    spec = GemmSpec(a=None, b=None)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"unknown backend 'cutlass'.*scaled_mm.*reference"):
+        backends.select_gemm(spec, CPU, "cutlass")
+
+
+@pytest.mark.parametrize("backend", backends.backend_names(), ids=backends.backend_names())
+@on_each_pair
+def test_nothing_times_something_is_zeros(pair, backend):
+    for rows, cols, depth in ((0, 16, 32), (16, 0, 32), (16, 32, 0)):
+        a = reference.quantize(torch.empty(rows, depth), pair[0], None)[0]
+        b = reference.quantize(torch.empty(cols, depth), pair[1], None)[0]
+        found = backends.gemm_nt(backend, a, b, torch.bfloat16)
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, torch.zeros(rows, cols, dtype=torch.bfloat16))
+
+
+def test_operands_of_power_of_two_scales():
+    pair = (Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),) * 2
+    a = reference.quantize(gaussian((13, 48), generator(3)), pair[0], None)[0]
+    assert excess(scaled_mm.gemm_nt(a, a, torch.float32, False), product(a, a)) <= 1

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from f8sub.linear import Float8Linear
@@ -19,7 +19,11 @@ class ConvertedLayers:
         fsdp: what the FSDP2 path keeps for these layers; None until the first all-gather or precompute_scales.
     """
 
+    made: ClassVar[int] = 0
+    """How many there are or were: a module that was walked for them before the last one is walked again."""
+
     def __init__(self) -> None:
+        ConvertedLayers.made += 1
         self._layers: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
         self.changes = 0
         self.fsdp: Any = None
@@ -31,6 +35,9 @@ class ConvertedLayers:
     def discard(self, layer: "Float8Linear") -> None:
         """Take a layer out."""
         self._layers.discard(layer)
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
     def __iter__(self) -> Iterator["Float8Linear"]:
         return iter(sorted(self._layers, key=lambda layer: layer.fqn))

@@ -44,12 +44,12 @@ class ShardedConversion:
         Which layers those are, every rank knows; that a known layer got another local tensor, one rank alone may
         (FSDP2 pads the short shards anew), so that is looked at where nothing is communicated, in ``shard_of``.
         """
-        new = [(layer, layer.weight) for layer in self._layers if layer not in self._seen]
-        sharded = [(layer, weight) for layer, weight in new if isinstance(weight, DTensor)]
-        if sharded:
-            self._enter(sharded)
+        if len(self._seen) != len(self._layers):
+            new = [(layer, layer.weight) for layer in self._layers if layer not in self._seen]
+            if sharded := [(layer, weight) for layer, weight in new if isinstance(weight, DTensor)]:
+                self._enter(sharded)
         for layer, shard in self._shards.items():
-            shard.follow(layer.weight)
+            shard.follow(layer)
 
     def shard_of(self, layer: Float8Linear) -> Shard:
         """The shard of a layer whose weight is about to be gathered."""
@@ -61,7 +61,7 @@ class ShardedConversion:
                 f"{layer.fqn}: its weight is gathered but is not a sharded parameter of the layer "
                 f"({type(layer.weight).__name__}); assign weights before fully_shard"
             )
-        shard.follow(layer.weight)
+        shard.follow(layer)
         return shard
 
     def _enter(self, new: list[tuple[Float8Linear, DTensor]]) -> None:

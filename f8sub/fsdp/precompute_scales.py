@@ -1,6 +1,7 @@
 """Layer 5. precompute_scales: fresh scales for every gathered weight, one all-reduce a step."""
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -79,10 +80,19 @@ def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             layers.changes += 1
 
 
+_walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[ConvertedLayers]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _conversions(parts: Iterable[torch.nn.Module]) -> list[ConvertedLayers]:
-    found: dict[int, ConvertedLayers] = {}
+    """The conversions that the modules' layers belong to; a module is walked anew only after another conversion."""
+    found: list[ConvertedLayers] = []
     for part in parts:
-        for module in part.modules():
-            if isinstance(module, Float8Linear):
-                found[id(module.converted)] = module.converted
-    return list(found.values())
+        made, conversions = _walked.get(part, (-1, []))
+        if made != ConvertedLayers.made:
+            layers = [module.converted for module in part.modules() if isinstance(module, Float8Linear)]
+            conversions = list(dict.fromkeys(layers))
+            _walked[part] = ConvertedLayers.made, conversions
+        found += [conversion for conversion in conversions if conversion not in found]
+    return found

@@ -49,6 +49,9 @@ class ScaleTable:
         self._work: dist.Work | None = None
         self._unsettled = False
         self._changes_covered = -1
+        self._runs: list[tuple[Float8Format, torch.dtype, slice]] | None = None
+        self._tensorwise: list[Shard] = []
+        self._finer: list[Shard] = []
         self._warned = False
         self._changed_alone: set[int] = set()
         self._report: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -75,6 +78,9 @@ class ScaleTable:
                 for flat in (self._amax, self._scale, self._scale_inv)
             )
             start += size
+        self._runs = None
+        self._tensorwise = [s for s in self.shards if s.format.tile.rows == s.format.tile.cols == ALL]
+        self._finer = [s for s in self.shards if s not in self._tensorwise]
         self._changes_covered = -1
 
     @property
@@ -110,12 +116,8 @@ class ScaleTable:
             self._work = None
         self._unsettled = False
         with torch.no_grad(), torch.inference_mode(mode=False):
-            start = 0
-            for (format, dtype), run in itertools.groupby(self.shards, key=lambda s: (s.format, s.dtype)):
-                size = sum(shard.amax.numel() for shard in run)
-                part = slice(start, start + size)
+            for format, dtype, part in self._same_rule():
                 self._write_scales(self._amax[part], self._scale[part], self._scale_inv[part], format, dtype)
-                start += size
             self._keep_report()
         self.generation += 1
 
@@ -140,6 +142,7 @@ class ScaleTable:
         self.settle()
         if dtype != shard.dtype:
             shard.dtype = dtype
+            self._runs = None
             with torch.no_grad():
                 self._write_scales(shard.amax, shard.scale, shard.scale_inv, shard.format, dtype)
         if shard.stale and self._world == 1:
@@ -173,32 +176,32 @@ class ScaleTable:
 
     def _take_amaxes(self) -> None:
         self._amax.zero_()
-        whole = [
-            s
-            for s in self.shards
-            if s.scale_shape == (1, 1) and s.format.tile.rows == s.format.tile.cols == ALL
-        ]
-        whole = [s for s in whole if s.master.numel()]
-        if whole:
+        if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
             with torch._C._DisableTorchDispatch():
-                amaxes = torch._foreach_norm([s.master for s in whole], torch.inf)
-            amax = torch.stack(amaxes).float()
-            if len(whole) == len(self._amax) - 1:
-                self._amax[:-1] = amax
-            else:
-                self._amax[self._index_of(whole)] = amax
+                amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
+            where = slice(0, -1) if len(whole) == len(self._amax) - 1 else self._positions(whole)
+            self._amax[where] = torch.stack(amaxes).float()
+        for shard in self._finer:
+            shard.write_amax()
         for shard in self.shards:
-            if shard.format.tile.rows != ALL or shard.format.tile.cols != ALL:
-                shard.write_amax()
             shard.mark_scaled()
         self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         if self._changed_alone:
             self._amax[-1] = 1 + max(self._changed_alone)
             self._changed_alone.clear()
 
-    def _index_of(self, shards: list[Shard]) -> torch.Tensor:
-        offsets = [shard.amax.storage_offset() for shard in shards]
-        return torch.tensor(offsets, device=self._amax.device)
+    def _positions(self, shards: list[Shard]) -> torch.Tensor:
+        return torch.tensor([shard.amax.storage_offset() for shard in shards], device=self._amax.device)
+
+    def _same_rule(self) -> list[tuple[Float8Format, torch.dtype, slice]]:
+        """Runs of the table whose scales are made the same way."""
+        if self._runs is None:
+            self._runs, start = [], 0
+            for (format, dtype), run in itertools.groupby(self.shards, key=lambda s: (s.format, s.dtype)):
+                size = sum(shard.amax.numel() for shard in run)
+                self._runs.append((format, dtype, slice(start, start + size)))
+                start += size
+        return self._runs
 
     @staticmethod
     def _write_scales(

@@ -109,14 +109,14 @@ class Shard:
         """Whether the shard changed since its amax was taken."""
         return self._scaled_epoch != self.master.cell.epoch or not self.master.owns_storage
 
-    def follow(self, weight: torch.Tensor) -> None:
+    def follow(self, layer: torch.nn.Module) -> None:
         """Turn to the local tensor that the layer's parameter holds now.
 
         FSDP2 pads a short shard anew at its first forward and after ``load_state_dict``, on that rank alone: a
         copy of what the scales were computed from is not a change.
         """
-        local = weight._local_tensor if isinstance(weight, DTensor) else None
-        if not isinstance(local, MasterWeight) or local.cell is self.master.cell:
+        local = getattr(layer._parameters["weight"], "_local_tensor", None)  # None while it is unsharded
+        if local is self.master or not isinstance(local, MasterWeight) or local.cell is self.master.cell:
             return
         was_fresh = not self.stale and local.cell.copies(self.master.cell, local.shape)
         self.master = local

@@ -113,7 +113,8 @@ class Checkpoints:
             Its name, empty if there is none, and what is wrong with each newer one.
         """
         broken: dict[str, str] = {}
-        for name in reversed([name for name in self.names() if not before or name < before]):
+        names: list[str] = _gathered(self.names())[0]
+        for name in reversed([name for name in names if not before or name < before]):
             broken[name] = self.problem(name)
             if not broken[name]:
                 del broken[name]

@@ -21,28 +21,28 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 extras=${1:-train}
 venv=.venv
 python=$venv/bin/python
-# What this installs, and where: a moved or changed tree installs anew.
-wanted=$( (echo "$PWD" "$(has_gpu && echo gpu)"; cat constraints.txt pyproject.toml scripts/setup_env.sh) | sha256sum)
-current() { [ "$(cat "$venv/$1" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; }
+torch=$(grep '^torch==' constraints.txt)
+# The environment belongs to this place, GPU or not, and torch; what is installed in it to the other files as well.
+made="$PWD $torch GPU: $(has_gpu && echo yes || echo no)"
+installed=$( (echo "$made"; cat constraints.txt pyproject.toml scripts/setup_env.sh) | sha256sum)
 pip() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
-if ! current made; then
+if [ "$(cat $venv/made 2>/dev/null)" != "$made" ] || ! "$python" -c '' 2>/dev/null; then
     base=$(find_python)
     echo "Making $venv with $("$base" -V) and PyTorch; this is done once."
     if ! "$base" -m venv --clear $venv; then
         echo "setup_env.sh: '$base -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2
         exit 1
     fi
-    torch=$(grep '^torch==' constraints.txt)
     # torch alone and first, so that nothing later brings another one. Without a GPU the small CPU build will do.
     cpu_index=https://download.pytorch.org/whl/cpu
     if has_gpu || ! pip --no-deps --retries 1 --index-url $cpu_index "$torch" 2>/dev/null; then
         pip --no-deps "$torch"
     fi
-    echo "$wanted" >$venv/made
+    echo "$made" >$venv/made
 fi
-if ! current "installed.$extras"; then
+if [ "$(cat "$venv/installed.$extras" 2>/dev/null)" != "$installed" ]; then
     echo "Installing f8sub[$extras]; this is done once."
     pip --constraint constraints.txt --editable ".[$extras]"
-    echo "$wanted" >"$venv/installed.$extras"
+    echo "$installed" >"$venv/installed.$extras"
 fi

@@ -3,6 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import f8sub
+
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MATMULS = (torch.ops.aten._scaled_mm, torch.ops.aten._scaled_mm_v2)
 _PLAIN_MATMULS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
@@ -18,6 +20,8 @@ class Float8Work(TorchDispatchMode):
         self.casts: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, f8sub.Float8Tensor) for kind in types):
+            return NotImplemented  # to its own table, from where the operators on the codes come back here
         kwargs = kwargs or {}
         self.matmuls += func.overloadpacket in _MATMULS
         self.plain_matmuls += func.overloadpacket in _PLAIN_MATMULS

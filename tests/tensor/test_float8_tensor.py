@@ -1,0 +1,256 @@
+"""Float8Tensor: its two usages, t(), update_usage, dequantize, flattening; and f8sub.quantize that makes it."""
+
+import copy
+
+import pytest
+import torch
+
+import f8sub
+from f8sub import ALL, Float8Format, Float8Tensor, ScaleRule, Tile
+from tests.data_sets import gaussian, generator, lognormal
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {
+    "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
+    "rowwise": Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),
+    "1x128": Float8Format(E4M3, Tile(1, 128)),
+    "32x32-e5m2": Float8Format(E5M2, Tile(32, 32)),
+}
+RECIPES = f8sub.recipe_names()
+on_each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+BUFFERS = ["rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"]
+
+
+def matrix(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return lognormal((48, 160), generator(1)).to(dtype)
+
+
+def assert_same(found, expected) -> None:
+    assert found.format == expected.format
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(found.scale_inv, expected.scale_inv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@on_each_format
+def test_layout(format, dtype):
+    tensor = f8sub.quantize(matrix(dtype), format)
+    assert (tensor.shape, tensor.dtype, tensor.device.type) == ((48, 160), dtype, "cpu")
+    assert not tensor.requires_grad
+    for operand, shape in ((tensor.rowwise, (48, 160)), (tensor.columnwise, (160, 48))):
+        assert operand.data.shape == shape
+        assert operand.data.dtype == format.dtype
+        assert operand.data.is_contiguous()
+        assert operand.scale_inv.dtype == torch.float32
+        assert operand.scale_inv.shape == format.tile.scale_shape(shape)
+        assert operand.format == format
+
+
+@on_each_format
+def test_t_swaps_the_usages_and_moves_no_bytes(format):
+    tensor = f8sub.quantize(matrix(), format)
+    turned = tensor.t()
+    assert isinstance(turned, Float8Tensor)
+    assert turned.shape == (160, 48)
+    for ours, theirs in ((turned.rowwise, tensor.columnwise), (turned.columnwise, tensor.rowwise)):
+        assert ours.data.data_ptr() == theirs.data.data_ptr()
+        assert ours.scale_inv.data_ptr() == theirs.scale_inv.data_ptr()
+        assert ours.format == theirs.format
+    assert_same(turned.t().rowwise, tensor.rowwise)
+
+
+@on_each_format
+def test_one_usage_turned_is_the_other(format):
+    rows_only = f8sub.quantize(matrix(), format, columnwise=False)
+    turned = rows_only.t()
+    assert turned.rowwise is None
+    assert turned.shape == (160, 48)
+    assert torch.equal(turned.dequantize(), rows_only.dequantize().t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_each_format
+def test_dequantize(format, dtype):
+    x = matrix(dtype)
+    for tensor in (f8sub.quantize(x, format), f8sub.quantize(x, format, rowwise=False)):
+        back = tensor.dequantize()
+        assert (type(back), back.dtype, back.shape) == (torch.Tensor, dtype, x.shape)
+        amax = x.float().abs().max()
+        assert (back.float() - x.float()).abs().max() <= amax / 8
+    row = f8sub.quantize(x, format).rowwise
+    blocks = row.scale_inv
+    for dim, edge in enumerate((format.tile.rows, format.tile.cols)):
+        if edge != ALL:
+            blocks = blocks.repeat_interleave(edge, dim).narrow(dim, 0, x.shape[dim])
+    expected = (row.data.double() * blocks.double()).float().to(dtype)
+    assert torch.equal(f8sub.quantize(x, format).dequantize(), expected)
+
+
+@on_each_format
+def test_dropping_a_usage(format):
+    tensor = f8sub.quantize(matrix(), format)
+    row, col = tensor.rowwise, tensor.columnwise
+    tensor.update_usage(columnwise=False)
+    assert tensor.columnwise is None
+    assert_same(tensor.rowwise, row)
+    other = f8sub.quantize(matrix(), format)
+    other.update_usage(rowwise=False)
+    assert other.rowwise is None
+    assert_same(other.columnwise, col)
+
+
+def test_asking_for_what_is_there_and_for_nothing_changes_nothing():
+    tensor = f8sub.quantize(matrix(), FORMATS["1x128"])
+    before = [getattr(tensor, name).data_ptr() for name in BUFFERS]
+    tensor.update_usage()
+    tensor.update_usage(rowwise=True, columnwise=True)
+    assert [getattr(tensor, name).data_ptr() for name in BUFFERS] == before
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "32x32-e5m2"], ids=str)
+def test_deriving_a_usage(name):
+    """From a weight's rowwise codes: what ``quantize(..., operand="w")`` derives."""
+    format = FORMATS[name]
+    gemm = f8sub.GemmSpec(a=format, b=format)
+    weight = f8sub.quantize(
+        matrix(), f8sub.Recipe(name="same", fprop=gemm, dgrad=gemm, wgrad=gemm), operand="w"
+    )
+    derived = f8sub.quantize(matrix(), format, columnwise=False)
+    derived.update_usage(columnwise=True)
+    assert_same(derived.columnwise, weight.columnwise)
+    assert_same(derived.rowwise, weight.rowwise)
+    turned = f8sub.quantize(matrix(), format, columnwise=False).t()
+    turned.update_usage(rowwise=True)
+    assert_same(turned.rowwise, weight.columnwise)
+
+
+def test_a_swap_of_usages_in_one_call():
+    tensor = f8sub.quantize(matrix(), FORMATS["rowwise"], columnwise=False)
+    expected = f8sub.quantize(matrix(), FORMATS["rowwise"], columnwise=False)
+    expected.update_usage(columnwise=True)
+    tensor.update_usage(rowwise=False, columnwise=True)
+    assert tensor.rowwise is None
+    assert_same(tensor.columnwise, expected.columnwise)
+
+
+@pytest.mark.parametrize("wanted", ["rowwise", "columnwise"], ids=str)
+def test_deriving_that_would_round_twice_is_an_error(wanted):
+    tensor = f8sub.quantize(matrix(), FORMATS["1x128"], **{wanted: False})
+    with pytest.raises(f8sub.Float8ConfigError, match=f"cannot derive the {wanted} usage.*{wanted}=True"):
+        tensor.update_usage(**{wanted: True})
+
+
+@pytest.mark.parametrize(
+    "dropped",
+    [{"rowwise": False, "columnwise": False}, {"rowwise": False}],
+    ids=["both", "the-only-one"],
+)
+def test_dropping_the_last_usage_is_an_error_and_changes_nothing(dropped):
+    tensor = f8sub.quantize(matrix(), FORMATS["tensorwise"], columnwise=False)
+    with pytest.raises(f8sub.Float8ConfigError, match="keep one of the two"):
+        tensor.update_usage(**dropped)
+    assert tensor.rowwise is not None
+
+
+def test_neither_usage_is_an_error():
+    with pytest.raises(f8sub.Float8ConfigError, match="got neither"):
+        Float8Tensor(None, None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "usages",
+    [{}, {"columnwise": False}, {"rowwise": False}],
+    ids=["both", "rowwise", "columnwise"],
+)
+@on_each_format
+def test_flatten_and_unflatten(format, usages):
+    tensor = f8sub.quantize(matrix(torch.bfloat16), format, **usages)
+    names, context = tensor.__tensor_flatten__()
+    buffers = {name: getattr(tensor, name) for name in names}
+    assert names == [name for name in BUFFERS if getattr(tensor, name) is not None]
+    again = Float8Tensor.__tensor_unflatten__(buffers, context, tensor.shape, tensor.stride())
+    assert (again.shape, again.stride(), again.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    for usage in ("rowwise", "columnwise"):
+        ours, theirs = getattr(again, usage), getattr(tensor, usage)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.data.data_ptr() == theirs.data.data_ptr()
+            assert_same(ours, theirs)
+
+
+def test_it_holds_nothing_but_codes_scales_formats_and_dtype():
+    tensor = f8sub.quantize(matrix(), FORMATS["rowwise"])
+    assert set(vars(tensor)) == {*BUFFERS, "rowwise_format", "columnwise_format"}
+
+
+def test_repr_says_what_it_is():
+    tensor = f8sub.quantize(matrix(torch.bfloat16), FORMATS["rowwise"], columnwise=False)
+    text = repr(tensor)
+    assert text == "Float8Tensor((48, 160), rowwise=e4m3fn[1xall,power_of_2], dtype=torch.bfloat16)"
+    assert "columnwise=e4m3fn[1xall,power_of_2]" in repr(tensor.t())
+    assert "rowwise=" not in repr(tensor.t())
+
+
+@on_each_format
+def test_copies_are_apart(format):
+    tensor = f8sub.quantize(matrix(), format)
+    for twin in (tensor.clone(), copy.deepcopy(tensor)):
+        assert isinstance(twin, Float8Tensor)
+        for name in BUFFERS:
+            assert getattr(twin, name).data_ptr() != getattr(tensor, name).data_ptr()
+        assert_same(twin.rowwise, tensor.rowwise)
+        assert_same(twin.columnwise, tensor.columnwise)
+
+
+@pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=str)
+@on_each_recipe
+def test_quantize_takes_the_recipes_formats(recipe, operand):
+    tensor = f8sub.quantize(matrix(), recipe, operand=operand)
+    formats = f8sub.get_recipe(recipe).formats(operand)
+    assert (tensor.rowwise.format, tensor.columnwise.format) == formats
+    given = f8sub.quantize(matrix(), f8sub.get_recipe(recipe), operand=operand)
+    assert_same(given.rowwise, tensor.rowwise)
+    assert_same(given.columnwise, tensor.columnwise)
+
+
+@on_each_recipe
+def test_quantize_takes_parameters_and_master_weights_and_does_not_differentiate(recipe):
+    layer = f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Linear(32, 48)), recipe=recipe)[0]
+    values = torch.zeros(48, 32) + layer.weight.detach()
+    assert type(values) is torch.Tensor
+    expected = f8sub.quantize(values, recipe, operand="w")
+    for source in (layer.weight, torch.nn.Parameter(values)):
+        tensor = f8sub.quantize(source, recipe, operand="w")
+        assert not tensor.requires_grad
+        assert_same(tensor.rowwise, expected.rowwise)
+        assert_same(tensor.columnwise, expected.columnwise)
+        for name in BUFFERS:
+            assert type(getattr(tensor, name)) is torch.Tensor
+
+
+@pytest.mark.parametrize("shape", [(), (16,), (2, 3, 16)], ids=["0d", "1d", "3d"])
+def test_quantize_takes_matrices(shape):
+    x = gaussian(shape, generator(2))
+    with pytest.raises(f8sub.Float8ShapeError, match="takes a matrix"):
+        f8sub.quantize(x, FORMATS["tensorwise"])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64], ids=str)
+def test_quantize_takes_floating_point(dtype):
+    x = torch.zeros(16, 16, dtype=dtype)
+    with pytest.raises(TypeError, match=str(dtype)):
+        f8sub.quantize(x, FORMATS["tensorwise"])
+
+
+def test_quantize_for_no_usage_is_an_error():
+    with pytest.raises(f8sub.Float8ConfigError, match="nothing to quantize"):
+        f8sub.quantize(matrix(), FORMATS["tensorwise"], rowwise=False, columnwise=False)
+
+
+def test_quantize_of_what_the_recipe_keeps_in_high_precision_is_an_error():
+    gemm, none = f8sub.GemmSpec(a=FORMATS["tensorwise"], b=FORMATS["tensorwise"]), f8sub.GemmSpec(a=None, b=None)
+    recipe = f8sub.Recipe(name="fprop only", fprop=gemm, dgrad=none, wgrad=none)
+    assert f8sub.quantize(matrix(), recipe, operand="w").columnwise is None
+    with pytest.raises(f8sub.Float8ConfigError, match="nothing to quantize"):
+        f8sub.quantize(matrix(), recipe, operand="dy")

@@ -226,6 +226,8 @@ def test_what_changes_nothing_casts_nothing_again(recipe, operation):
     model(x_of()).backward(gaussian((8, ROWS), generator(5)))
     CLEAN[operation](model)
     assert weights_cast(model, lambda: model(x_of())) == 0
+    model[0].weight.mark_stale()
+    assert weights_cast(model, lambda: model(x_of())) == 1
 
 
 @on_each_recipe

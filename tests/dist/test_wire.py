@@ -149,10 +149,15 @@ def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
     return model, x
 
 
+def unprepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
+    """A model that was just sharded."""
+    return shard(stack(recipe, (64, 96))), gaussian((16, 64), generator(3))
+
+
 def one_rank_forgets(
-    rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool
+    rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool, at_once: bool
 ) -> tuple[str, float]:
-    model, x = prepared(recipe)
+    model, x = (unprepared if at_once else prepared)(recipe)
 
     def forward() -> torch.Tensor:
         if rank != forgetful:
@@ -173,14 +178,40 @@ def assert_nobody_waits(outcomes: list[tuple[str, float]], *allowed: str) -> Non
     assert verdicts[0] in allowed, outcomes
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["after-a-step", "at-the-first-call"])
 @pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
 @pytest.mark.parametrize("forgetful", [0, 1], ids=["rank0-forgets", "rank1-forgets"])
 @on_each_recipe
 def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
-    ranks, recipe, forgetful, with_all_reduce
+    ranks, recipe, forgetful, with_all_reduce, at_once
 ):
-    outcomes = ranks(2, one_rank_forgets, recipe, forgetful, with_all_reduce, timeout=30.0)
+    outcomes = ranks(2, one_rank_forgets, recipe, forgetful, with_all_reduce, at_once, timeout=15.0)
     assert_nobody_waits(outcomes, "right", "Float8RankMismatchError")
+
+
+def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[tuple[str, float]]:
+    """Another rank forgets at each step, with the user's own collectives before and after the forward."""
+    model, x = unprepared(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    f8sub.precompute_scales(model)
+    found = []
+    for step in range(2 * world):
+        if step % world != rank:
+            f8sub.precompute_scales(model)
+        mine = torch.tensor([1.0 + rank])
+        dist.all_reduce(mine)
+        assert mine.item() == world * (world + 1) / 2
+        found.append(outcome(model, lambda: model(x), x))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@on_each_recipe
+def test_ranks_that_take_turns_in_forgetting(ranks, recipe):
+    for outcomes in zip(*ranks(3, takes_turns_in_forgetting, recipe, timeout=15.0), strict=True):
+        assert_nobody_waits(list(outcomes), "right")
 
 
 def one_rank_changes_its_shard(rank: int, world: int, recipe: str, precompute: bool) -> list:

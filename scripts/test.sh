@@ -18,6 +18,6 @@ $bin/ruff check
 $bin/ruff format --check
 $bin/mypy
 # The recipes import each other as a script's neighbours do, and libraries without types.
-(cd recipes && "../$bin/mypy" --config-file ../pyproject.toml --implicit-reexport --allow-untyped-calls \
+(cd recipes && "../$bin/mypy" --config-file ../pyproject.toml --cache-dir ../.mypy_cache --implicit-reexport --allow-untyped-calls \
     --ignore-missing-imports ./*.py)
 exec $bin/python -m pytest "${selection[@]}" "${arguments[@]}"

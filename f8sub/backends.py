@@ -62,7 +62,7 @@ def gemm_nt(
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     run: Callable[..., torch.Tensor] = GEMM[backend].gemm_nt
-    device = a.data.device.type
+    device = "cpu" if a.data.is_cpu else a.data.device.type
     if not torch.is_autocast_enabled(device):
         return run(a, b, out_dtype, fast_accum)
     # The operands are cast already; autocast would round the matmuls inside the CPU's _scaled_mm once more.

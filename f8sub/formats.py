@@ -49,6 +49,11 @@ class Tile:
         """The same block of elements, seen in the transposed matrix."""
         return Tile(self.cols, self.rows)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether one scale serves the whole matrix."""
+        return self.rows == self.cols == ALL
+
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Number of tiles along each dimension of a matrix of ``shape``."""
         rows, cols = (

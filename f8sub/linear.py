@@ -52,6 +52,8 @@ class Float8Linear(torch.nn.Linear):
             )
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if not torch.is_grad_enabled():
+            return _fprop(x, self.weight, self.bias, self.plan, dtype, keep_x=False)[0]
         y: torch.Tensor = _Float8Matmul.apply(x, self.weight, self.bias, self.plan, dtype)  # type: ignore[no-untyped-call]
         return y
 
@@ -79,25 +81,11 @@ class _Float8Matmul(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, plan: Plan, dtype: torch.dtype
     ) -> torch.Tensor:
-        recipe = plan.recipe
-        matrix = _as_matrix(x)
-        matrix = matrix if x.dtype is dtype else matrix.to(dtype)
-        need_dw = ctx.needs_input_grad[1]
-        x_row, x_col = quantize_input(x, matrix, (recipe.fprop.a, recipe.wgrad.b if need_dw else None))
-        y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, _weight_rowwise(w, recipe.fprop.b, dtype), dtype)
-        if bias is not None:
-            y = y + bias.to(dtype)
-        saved: tuple[torch.Tensor, ...] = ()
-        if need_dw:
-            saved = (matrix,) if x_col is None else (x_col.data, x_col.scale_inv)
+        y, saved = _fprop(x, w, bias, plan, dtype, keep_x=ctx.needs_input_grad[1])
         ctx.save_for_backward(w, *saved)
         ctx.plan, ctx.dtype = plan, dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if x.dim() == 2:
-            return y
-        # Not a view to autograd: FSDP2 warns about modules that return views.
-        shaped: torch.Tensor = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-        return shaped
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -123,6 +111,32 @@ class _Float8Matmul(torch.autograd.Function):
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, dbias, None, None
+
+
+def _fprop(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Plan,
+    dtype: torch.dtype,
+    *,
+    keep_x: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """``y`` of ``x``'s leading dims, and what wgrad needs of ``x``: its columnwise operand, or nothing."""
+    recipe = plan.recipe
+    matrix = _as_matrix(x)
+    if matrix.dtype is not dtype:
+        matrix = matrix.to(dtype)
+    x_row, x_col = quantize_input(x, matrix, (recipe.fprop.a, recipe.wgrad.b if keep_x else None))
+    y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, _weight_rowwise(w, recipe.fprop.b, dtype), dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if x.dim() != 2:
+        # Not a view to autograd: FSDP2 warns about modules that return views.
+        y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
+    if not keep_x:
+        return y, ()
+    return y, (matrix,) if x_col is None else (x_col.data, x_col.scale_inv)
 
 
 def _as_matrix(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.errors import Float8NumericsError, Float8Warning
-from f8sub.formats import ALL, Float8Format
+from f8sub.formats import Float8Format
 from f8sub.fsdp.shard import Shard
 from f8sub.kernels import reference
 from f8sub.layers import ConvertedLayers
@@ -79,7 +79,7 @@ class ScaleTable:
             )
             start += size
         self._runs = None
-        self._tensorwise = [s for s in self.shards if s.format.tile.rows == s.format.tile.cols == ALL]
+        self._tensorwise = [s for s in self.shards if s.format.tile.is_whole]
         self._finer = [s for s in self.shards if s not in self._tensorwise]
         self._changes_covered = -1
 

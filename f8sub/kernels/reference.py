@@ -207,4 +207,4 @@ def _transposed(operand: Operand, format: Float8Format) -> Operand:
     if scale_inv.numel() > 1:
         # flatten and view: contiguous() leaves a (1, n) scale's odd strides in place, which _scaled_mm refuses.
         scale_inv = scale_inv.t().flatten().view(scale_inv.shape[::-1])
-    return Operand(operand.data.t().contiguous(), scale_inv, format)
+    return Operand(torch.t_copy(operand.data), scale_inv, format)

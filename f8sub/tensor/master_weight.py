@@ -122,7 +122,7 @@ class MasterWeight(torch.Tensor):
         if self._traced is not None:
             return self._traced
         with torch._C._DisableTorchDispatch():
-            return aten.detach.default(self)  # type: ignore[no-any-return]
+            return torch.Tensor.detach(self)
 
     @property
     def owns_storage(self) -> bool:
@@ -189,7 +189,9 @@ class MasterWeight(torch.Tensor):
         kwargs = kwargs or {}
         if written := _written_arguments(func):
             _mark_written(written, args, kwargs)
-        if all(issubclass(t, MasterWeight) for t in types) and not _any_traced(args, kwargs):
+        if (len(types) == 1 or all(issubclass(t, MasterWeight) for t in types)) and not _any_traced(
+            args, kwargs
+        ):
             with torch._C._DisableTorchDispatch():
                 out = func(*args, **kwargs)
         else:

@@ -196,15 +196,17 @@ def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[tuple[
     f8sub.precompute_scales(model)
     found = []
     for step in range(2 * world):
-        if step % world != rank:
-            f8sub.precompute_scales(model)
         mine = torch.tensor([1.0 + rank])
         dist.all_reduce(mine)
         assert mine.item() == world * (world + 1) / 2
         found.append(outcome(model, lambda: model(x), x))
         model(x).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad.to_local().normal_().mul_(4.0**step)  # training would make y, and the test, vanish
         optimizer.step()
         optimizer.zero_grad()
+        if step % world != rank:
+            f8sub.precompute_scales(model)
     return found
 
 

@@ -97,5 +97,7 @@ def test_dy_keeps_it_in_the_backward_graph():
     assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
     (graph,) = graphs
     (node,) = [n for n in graph.graph.nodes if "derive_columnwise" in str(n.target)]
-    dy = next(n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["example_value"].shape == (4, 48))
+    dy = next(
+        n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["example_value"].shape == (4, 48)
+    )
     assert dy in node.args

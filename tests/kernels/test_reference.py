@@ -178,7 +178,9 @@ def test_scales_of_every_power_of_two_amax():
             assert scale.isfinite().all()
             assert (scale > 0).all()
             assert scale.reciprocal().isfinite().all()
-            expected = oracle.scale_of(amax.double().numpy(), spec_of(Float8Format(dtype, Tile(1, ALL), rule)))
+            expected = oracle.scale_of(
+                amax.double().numpy(), spec_of(Float8Format(dtype, Tile(1, ALL), rule))
+            )
             assert np.array_equal(scale.numpy(), expected)
 
 
@@ -320,7 +322,8 @@ def test_a_shards_amax_tells_of_what_is_not_finite_and_where(tile, bad):
 def test_the_product_is_that_of_the_dequantized_operands(tile):
     format = Float8Format(E4M3, tile)
     a, b = (
-        reference.quantize(gaussian(shape, generator(13)), format, None)[0] for shape in ((20, 160), (24, 160))
+        reference.quantize(gaussian(shape, generator(13)), format, None)[0]
+        for shape in ((20, 160), (24, 160))
     )
     exact = reference.dequantize(a, torch.float64) @ reference.dequantize(b, torch.float64).t()
     found = reference.gemm_nt(a, b, torch.float32, True)

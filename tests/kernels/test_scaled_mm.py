@@ -162,7 +162,9 @@ def test_auto_falls_back_to_the_reference_and_a_named_backend_does_not():
     assert backends.select_gemm(GemmSpec(a=ROW, b=ROW), CPU) == "scaled_mm"
     assert backends.select_gemm(GemmSpec(a=ROW, b=ROW), CPU, "reference") == "reference"
     assert backends.select_gemm(GemmSpec(a=None, b=None), CPU) is None
-    with pytest.raises(f8sub.Float8ConfigError, match=r"no backend can multiply.*not tiles of 128x128, 1x128"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"no backend can multiply.*not tiles of 128x128, 1x128"
+    ):
         backends.select_gemm(spec, CPU, "scaled_mm")
 
 

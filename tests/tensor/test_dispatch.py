@@ -146,7 +146,11 @@ def test_the_three_gemms_of_a_linear_layer_need_no_copies(format):
     with Float8Work() as work:
         y, dx, dw = x @ w.t(), dy @ w, dy.t() @ x
     assert work.matmuls == 3
-    for found, a, b in ((y, x.rowwise, w.rowwise), (dx, dy.rowwise, w.columnwise), (dw, dy.columnwise, x.columnwise)):
+    for found, a, b in (
+        (y, x.rowwise, w.rowwise),
+        (dx, dy.rowwise, w.columnwise),
+        (dw, dy.columnwise, x.columnwise),
+    ):
         assert excess(found, Product(exact(a), exact(b))) <= 1
 
 

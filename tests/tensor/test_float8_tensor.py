@@ -32,7 +32,9 @@ def assert_same(found, expected) -> None:
     assert torch.equal(found.scale_inv, expected.scale_inv)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 @on_each_format
 def test_layout(format, dtype):
     tensor = f8sub.quantize(matrix(dtype), format)
@@ -249,7 +251,10 @@ def test_quantize_for_no_usage_is_an_error():
 
 
 def test_quantize_of_what_the_recipe_keeps_in_high_precision_is_an_error():
-    gemm, none = f8sub.GemmSpec(a=FORMATS["tensorwise"], b=FORMATS["tensorwise"]), f8sub.GemmSpec(a=None, b=None)
+    gemm, none = (
+        f8sub.GemmSpec(a=FORMATS["tensorwise"], b=FORMATS["tensorwise"]),
+        f8sub.GemmSpec(a=None, b=None),
+    )
     recipe = f8sub.Recipe(name="fprop only", fprop=gemm, dgrad=none, wgrad=none)
     assert f8sub.quantize(matrix(), recipe, operand="w").columnwise is None
     with pytest.raises(f8sub.Float8ConfigError, match="nothing to quantize"):

@@ -321,7 +321,9 @@ def test_safetensors(tmp_path):
     model = made(dtype=torch.bfloat16)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     loaded = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(loaded["0.weight"], torch.zeros(ROWS, COLS, dtype=torch.bfloat16) + model[0].weight.detach())
+    assert torch.equal(
+        loaded["0.weight"], torch.zeros(ROWS, COLS, dtype=torch.bfloat16) + model[0].weight.detach()
+    )
 
 
 def test_optimizer_states_and_gradients_are_plain():

@@ -1,7 +1,7 @@
 """The same recipe on the same tensors in torchao: never more than 0.1 dB worse in y, dx or dw.
 
-A global SQNR hides small values, so the median over rows and the share of results flushed to zero are
-recorded too (``--junit-xml`` keeps them; ``-s`` prints them).
+A global SQNR hides small values, so the medians over rows and columns and the share of values flushed to
+zero are recorded too (``--junit-xml`` keeps them; ``-s`` prints them).
 """
 
 import pytest
@@ -28,6 +28,7 @@ def figures(true: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
     return {
         "sqnr": sqnr(true.flatten(), found.flatten()).item(),
         "median_row_sqnr": sqnr(true, found).median().item(),
+        "median_column_sqnr": sqnr(true.t(), found.t()).median().item(),
         "flushed": ((found == 0) & (true != 0)).double().mean().item(),
     }
 
@@ -60,6 +61,18 @@ def compare(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> 
     }
 
 
+def flushed(recipe: str, operands: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Share of the elements that are not zero and whose code is, the worse of the two usages."""
+    shares = {}
+    for name, tensor in operands.items():
+        quantized = f8sub.quantize(tensor, recipe, operand=name)
+        both = ((quantized.rowwise, tensor), (quantized.columnwise, tensor.t()))
+        shares[name] = max(
+            ((usage.data.float() == 0) & (values != 0)).double().mean().item() for usage, values in both
+        )
+    return shares
+
+
 def record(record_property, label: str, compared: dict[str, dict[str, dict]]) -> None:
     for product, libraries in compared.items():
         for library, values in libraries.items():
@@ -78,6 +91,7 @@ def test_sqnr_is_at_least_torchaos(recipe, data, dtype, record_property):
     )
     compared = compare(recipe, x, w, dy)
     record(record_property, f"{recipe} {data} {dtype}", compared)
+    record_property("flushed operands", str(flushed(recipe, {"x": x, "w": w, "dy": dy})))
     for product, both in compared.items():
         assert both["f8sub"]["sqnr"] >= both["torchao"]["sqnr"] - TOLERANCE_DB, (product, both)
 
@@ -89,6 +103,7 @@ def test_sqnr_with_gaussian_activations_and_columns_of_the_weight_spread(recipe,
     w = spread_columns(make("gaussian", (80, 128), 32))
     compared = compare(recipe, x, w, dy)
     record(record_property, f"{recipe} spread columns", compared)
+    record_property("flushed operands", str(flushed(recipe, {"x": x, "w": w, "dy": dy})))
     for product, both in compared.items():
         assert both["f8sub"]["sqnr"] >= both["torchao"]["sqnr"] - TOLERANCE_DB, (product, both)
 

@@ -1,4 +1,4 @@
-"""MasterWeight: every change makes the next forward read the weight anew, nothing else does; plain wherever it is stored."""
+"""MasterWeight: any change makes the next forward read it anew, nothing else does; plain wherever it is stored."""
 
 import copy
 import io

@@ -1,0 +1,38 @@
+"""One converted layer, what it is called with, and its gradients."""
+
+import torch
+from torch import nn
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.dist.models import seed_weights
+
+K, N, M = 32, 48, 24
+
+
+def made(recipe: str = "tensorwise", dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
+    model = seed_weights(nn.Sequential(nn.Linear(K, N, bias=bias)))
+    return f8sub.convert_to_float8(model.to(dtype), recipe=recipe)[0]
+
+
+def x_of(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return gaussian(shape, generator(seed)).to(dtype).requires_grad_()
+
+
+def dy_of(y: torch.Tensor, seed: int = 2) -> torch.Tensor:
+    return gaussian(tuple(y.shape), generator(seed)).to(y.dtype)
+
+
+def gradients(layer: nn.Linear, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    y = layer(x)
+    y.backward(dy_of(y))
+    found = {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}
+    if layer.bias is not None:
+        found["db"] = layer.bias.grad
+    return found
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within what float8 costs: a guard against wrong results, not a budget (the contract tests have those)."""
+    found, expected = found.detach().float(), expected.detach().float()
+    assert (found - expected).norm() <= 0.1 * expected.norm()

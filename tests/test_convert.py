@@ -1,0 +1,298 @@
+"""convert_to_float8 and back: what is converted, what is not and why, and what survives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import f8sub
+from f8sub.tensor.master_weight import MasterWeight
+from tests.conversions import K, Mlp, N, converted, mlp, reasons, x_of
+from tests.data_sets import gaussian, generator
+from tests.dist.models import seed_weights
+
+RECIPES = f8sub.recipe_names()
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor, dtype=tensor.dtype) + tensor.detach()
+
+
+@on_each_recipe
+def test_it_returns_the_model_with_its_layers_swapped_in_place(recipe):
+    model = mlp()
+    up = model.up
+    assert f8sub.convert_to_float8(model, recipe=recipe) is model
+    assert model.up is up
+    assert type(up) is f8sub.Float8Linear
+    assert isinstance(up, nn.Linear)
+    assert converted(model) == ["up", "down"]
+    assert reasons(model) == {"lm_head": "skip='lm_head'"}
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_the_default_recipe():
+    assert f8sub.convert_to_float8(mlp()).up.plan.recipe == f8sub.get_recipe("tensorwise")
+
+
+def test_parameters_keep_identity_values_and_names():
+    model = mlp()
+    before = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in before.items()}
+    f8sub.convert_to_float8(model)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    for name, parameter in after.items():
+        assert parameter is before[name]
+        assert isinstance(parameter, nn.Parameter)
+        assert torch.equal(parameter, values[name])
+    assert isinstance(model.up.weight, MasterWeight)
+    assert type(model.up.bias) is nn.Parameter
+
+
+def test_an_optimizer_made_before_trains_the_converted_weights():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    f8sub.convert_to_float8(model)
+    y = model(x_of())
+    y.backward(gaussian((8, 16), generator(2)))
+    before = plain(model.up.weight)
+    optimizer.step()
+    assert not torch.equal(model.up.weight, before)
+    assert not torch.equal(model(x_of()), y)
+
+
+def test_gradients_and_requires_grad_survive():
+    model = mlp()
+    model.up.weight.requires_grad_(False)
+    model(x_of()).backward(gaussian((8, 16), generator(2)))
+    grad = model.down.weight.grad
+    f8sub.convert_to_float8(model)
+    assert model.down.weight.grad is grad
+    assert not model.up.weight.requires_grad
+    assert model.down.weight.requires_grad
+
+
+def test_attributes_of_a_parameter_survive():
+    """Such as the marks that weight-decay groups and tensor-parallel libraries set."""
+    model = mlp()
+    model.up.weight.no_weight_decay = True
+    parameter = model.up.weight
+    f8sub.convert_to_float8(model)
+    assert getattr(model.up.weight, "no_weight_decay", False)
+    assert getattr(parameter, "no_weight_decay", False)
+
+
+def test_hooks_on_a_parameter_survive():
+    model, seen = mlp(), []
+    model.up.weight.register_hook(lambda grad: seen.append("tensor hook"))
+    model.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    f8sub.convert_to_float8(model)
+    model(x_of()).backward(gaussian((8, 16), generator(2)))
+    assert seen == ["tensor hook", "accumulated"]
+
+
+def test_a_parameter_that_something_refers_to_weakly_is_replaced():
+    """torch cannot swap it; the model still computes with the new one."""
+    import weakref
+
+    model = mlp()
+    alive = weakref.ref(model.up.weight)
+    f8sub.convert_to_float8(model)
+    assert alive() is None or alive() is model.up.weight
+    assert isinstance(model.up.weight, MasterWeight)
+    assert model(x_of()).isfinite().all()
+
+
+def test_module_hooks_and_eval_mode_survive():
+    model, seen = mlp().eval(), []
+    model.up.register_forward_hook(lambda m, args, out: seen.append("forward"))
+    model.up.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    model.up.extra = "kept"
+    f8sub.convert_to_float8(model)
+    model(x_of())
+    assert seen == ["before", "forward"]
+    assert not model.up.training
+    assert not model.training
+    assert model.up.extra == "kept"
+
+
+def test_tied_layers_stay_tied():
+    model = nn.ModuleList([nn.Linear(K, K), nn.Linear(K, K), nn.Linear(K, K)])
+    model[2].weight = model[0].weight
+    tied = model[0].weight
+    f8sub.convert_to_float8(model)
+    assert model[0].weight is model[2].weight is tied
+    assert isinstance(tied, MasterWeight)
+    assert model[1].weight is not tied
+    assert len(list(model.parameters())) == 2 + 3
+
+
+def test_a_layer_that_occurs_twice_is_converted_once():
+    layer = nn.Linear(K, K)
+    model = f8sub.convert_to_float8(nn.Sequential(layer, nn.ReLU(), layer))
+    assert model[0] is model[2] is layer
+    assert type(layer) is f8sub.Float8Linear
+    assert converted(model) == ["0"]
+
+
+def test_a_transformer_encoder_layer_takes_no_fast_path_around_its_layers():
+    layer = nn.TransformerEncoderLayer(K, 2, N, batch_first=True, dropout=0.0).eval()
+    plain_y = layer(x_of(2, 5, K))
+    f8sub.convert_to_float8(layer)
+    assert converted(layer) == ["linear1", "linear2"]
+    with torch.no_grad():
+        y = layer(x_of(2, 5, K))
+        seen = []
+        layer.linear1.register_forward_hook(lambda *args: seen.append(1))
+        layer(x_of(2, 5, K))
+    assert seen == [1]
+    assert not torch.equal(y, plain_y)
+
+
+def test_recipe_name_and_all_gather_aliases():
+    assert f8sub.convert_to_float8(mlp(), recipe_name="rowwise").up.plan.recipe.name == "rowwise"
+    wire = [
+        hasattr(f8sub.convert_to_float8(mlp(), **{name: value}).up.weight, "fsdp_pre_all_gather")
+        for name in ("float8_all_gather", "enable_fsdp_float8_all_gather")
+        for value in (True, False)
+    ]
+    assert wire == [True, False, True, False]
+
+
+def test_emulate_is_the_reference_backend():
+    model = f8sub.convert_to_float8(mlp(), backend="reference")
+    assert (model.up.plan.fprop, model.up.plan.dgrad, model.up.plan.wgrad) == ("reference",) * 3
+    same = f8sub.convert_to_float8(mlp())(x_of())
+    assert torch.allclose(model(x_of()), same, rtol=1e-5, atol=1e-5)
+
+
+BAD = {
+    "recipe": ({"recipe": "int8"}, "unknown recipe 'int8'"),
+    "recipe_name": ({"recipe_name": "int8"}, "unknown recipe 'int8'"),
+    "backend": ({"backend": "cutlass"}, "unknown backend 'cutlass'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD, ids=list(BAD))
+def test_a_bad_option_is_an_error_and_changes_nothing(name):
+    options, message = BAD[name]
+    model = mlp()
+    with pytest.raises(f8sub.Float8ConfigError, match=message):
+        f8sub.convert_to_float8(model, **options)
+    assert type(model.up) is nn.Linear
+    assert type(model.up.weight) is nn.Parameter
+    f8sub.convert_to_float8(model)
+
+
+def test_a_backend_that_cannot_run_the_recipe_is_an_error_and_changes_nothing():
+    blocks = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))
+    gemm = f8sub.GemmSpec(a=blocks, b=blocks)
+    recipe = f8sub.Recipe(name="blocks", fprop=gemm, dgrad=gemm, wgrad=gemm)
+    model = mlp()
+    with pytest.raises(f8sub.Float8ConfigError, match="not tiles of 32x32"):
+        f8sub.convert_to_float8(model, recipe, backend="scaled_mm")
+    assert type(model.up) is nn.Linear
+    assert f8sub.convert_to_float8(model, recipe).up.plan.fprop == "reference"
+
+
+def test_nothing_to_convert_is_an_error():
+    with pytest.raises(f8sub.Float8ConfigError, match=r"nothing to convert.*skip='\*'.*strict=False"):
+        f8sub.convert_to_float8(mlp(), skip=("*",))
+
+
+def test_a_model_without_linear_layers_is_an_error():
+    with pytest.raises(f8sub.Float8ConfigError, match="0 of 0 linear layers"):
+        f8sub.convert_to_float8(nn.Sequential(nn.ReLU()))
+
+
+def test_nothing_to_convert_may_be_a_warning():
+    model = mlp()
+    with pytest.warns(f8sub.Float8Warning, match="nothing to convert"):
+        assert f8sub.convert_to_float8(model, skip=("*",), strict=False) is model
+    assert type(model.up) is nn.Linear
+
+
+def test_converting_twice_is_a_warning_and_changes_nothing():
+    model = f8sub.convert_to_float8(mlp())
+    weights, hooks = dict(model.named_parameters()), dict(model._forward_pre_hooks)
+    y = model(x_of())
+    with pytest.warns(f8sub.Float8Warning, match="again and found nothing more to convert"):
+        f8sub.convert_to_float8(model)
+    assert all(parameter is weights[name] for name, parameter in model.named_parameters())
+    assert dict(model._forward_pre_hooks) == hooks
+    assert torch.equal(model(x_of()), y)
+
+
+def test_converting_with_another_recipe_is_an_error():
+    model = f8sub.convert_to_float8(mlp(), recipe="rowwise")
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"up is already.*'rowwise'.*'tensorwise'.*convert_from_float8"
+    ):
+        f8sub.convert_to_float8(model, recipe="tensorwise")
+
+
+def test_a_second_conversion_takes_more_layers():
+    model = f8sub.convert_to_float8(mlp(), skip=("down", "lm_head"))
+    f8sub.convert_to_float8(model)
+    assert converted(model) == ["up", "down"]
+    assert torch.equal(model(x_of()), f8sub.convert_to_float8(mlp())(x_of()))
+
+
+def test_the_root_itself():
+    layer = seed_weights(nn.Sequential(nn.Linear(K, N)))[0]
+    assert f8sub.convert_to_float8(layer) is layer
+    assert converted(layer) == ["(root)"]
+    with pytest.raises(TypeError, match=r"^\(root\): "):
+        layer(torch.zeros(8, K, dtype=torch.int64))
+
+
+@on_each_recipe
+def test_meta_device_then_to_empty(recipe):
+    with torch.device("meta"):
+        model = Mlp()
+    f8sub.convert_to_float8(model, recipe=recipe)
+    assert model.up.weight.is_meta
+    model.to_empty(device="cpu")
+    assert isinstance(model.up.weight, MasterWeight)
+    seed_weights(model)
+    expected = f8sub.convert_to_float8(mlp(), recipe=recipe)
+    assert torch.equal(model(x_of()), expected(x_of()))
+    before = model(x_of())
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    assert not torch.equal(model(x_of()), before)
+
+
+def test_a_state_dict_assigned_to_a_meta_model():
+    with torch.device("meta"):
+        model = Mlp()
+    f8sub.convert_to_float8(model)
+    model.load_state_dict(mlp().state_dict(), assign=True)
+    assert torch.equal(model(x_of()), f8sub.convert_to_float8(mlp())(x_of()))
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_converting_after_fully_shard_is_an_error(one_rank):
+    model = mlp()
+    fully_shard(model.up)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"up is already sharded.*before fully_shard"):
+        f8sub.convert_to_float8(model)
+    assert type(model.down) is nn.Linear
+
+
+def test_converting_back_after_fully_shard_is_an_error(one_rank):
+    model = f8sub.convert_to_float8(mlp())
+    fully_shard(model)
+    with pytest.raises(f8sub.Float8ConfigError, match="load the state dict into an unconverted model"):
+        f8sub.convert_from_float8(model)
+    assert type(model.up).__mro__[1] is f8sub.Float8Linear or isinstance(model.up, f8sub.Float8Linear)

@@ -1,0 +1,125 @@
+"""convert_from_float8, copies and checkpoints of converted models, and the report."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from tests.conversions import K, Mlp, N, converted, mlp, x_of
+from tests.data_sets import gaussian, generator
+from tests.dist.models import Transformer
+
+RECIPES = f8sub.recipe_names()
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+
+
+@on_each_recipe
+def test_back_to_plain_layers_is_bitwise(recipe):
+    expected = mlp()
+    model = f8sub.convert_to_float8(mlp(), recipe=recipe)
+    parameters = dict(model.named_parameters())
+    assert not torch.equal(model(x_of()), expected(x_of()))
+    assert f8sub.convert_from_float8(model) is model
+    assert [type(layer) for layer in (model.up, model.down)] == [nn.Linear] * 2
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter
+        assert parameter is parameters[name]
+    assert torch.equal(model(x_of()), expected(x_of()))
+    assert set(vars(model.up)) == set(vars(expected.up))
+    assert not model._forward_pre_hooks
+    assert converted(model) == []
+
+
+def test_back_and_forth():
+    model = Transformer()
+    fresh = f8sub.convert_to_float8(copy.deepcopy(model), recipe="rowwise")
+    f8sub.convert_from_float8(f8sub.convert_to_float8(model))
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    f8sub.convert_to_float8(model, recipe="rowwise")
+    assert torch.equal(model(x_of(2, 4, K)), fresh(x_of(2, 4, K)))
+
+
+def test_back_keeps_ties_gradients_and_hooks():
+    model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))
+    model[1].weight = model[0].weight
+    seen = []
+    model.register_forward_hook(lambda *args: seen.append(1))
+    f8sub.convert_to_float8(model)
+    model(x_of()).backward(gaussian((8, K), generator(2)))
+    grad = model[0].weight.grad.clone()
+    f8sub.convert_from_float8(model)
+    assert model[0].weight is model[1].weight
+    assert torch.equal(model[0].weight.grad, grad)
+    model(x_of())
+    assert seen == [1, 1]
+
+
+@on_each_recipe
+def test_a_deep_copy_of_the_model(recipe):
+    model = f8sub.convert_to_float8(mlp(), recipe=recipe)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x_of()), model(x_of()))
+    assert twin.up.converted is twin.down.converted
+    assert twin.up.converted is not model.up.converted
+    assert set(twin.up.converted) == {twin.up, twin.down}
+    assert set(model.up.converted) == {model.up, model.down}
+    with torch.no_grad():
+        twin.up.weight.mul_(3)
+    assert not torch.equal(twin(x_of()), model(x_of()))
+
+
+def test_a_whole_model_pickles():
+    model = f8sub.convert_to_float8(mlp())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(x_of()), model(x_of()))
+    assert type(loaded.up) is f8sub.Float8Linear
+
+
+def test_plain_checkpoints_go_both_ways():
+    model = f8sub.convert_to_float8(mlp())
+    state = model.state_dict()
+    assert list(state) == list(mlp().state_dict())
+    other = Mlp()
+    other.load_state_dict(state)
+    assert type(other.up.weight) is nn.Parameter
+    assert torch.equal(other.up.weight, mlp().up.weight)
+    back = f8sub.convert_to_float8(Mlp())
+    back.load_state_dict(mlp().state_dict())
+    assert torch.equal(back(x_of()), model(x_of()))
+
+
+def test_report():
+    model = f8sub.convert_to_float8(mlp(), recipe="rowwise")
+    report = f8sub.conversion_report(model)
+    rows = {layer.fqn: layer for layer in report.layers}
+    assert (rows["up"].in_features, rows["up"].out_features, rows["up"].converted) == (K, N, True)
+    share = 2 * K * N / (2 * K * N + K * 16)
+    assert report.flops_share == pytest.approx(share)
+    text = str(report)
+    assert "\n" not in text
+    assert text.startswith(f"2 of 3 linear layers in float8, {share:.1%} of their FLOPs")
+    assert "rowwise: fprop=scaled_mm, dgrad=scaled_mm, wgrad=scaled_mm" in text
+    assert "not converted: lm_head (skip='lm_head')" in text
+
+
+def test_report_of_a_model_that_was_not_converted():
+    report = f8sub.conversion_report(mlp())
+    assert report.flops_share == 0
+    assert "up (convert_to_float8 has not seen it)" in str(report)
+    assert f8sub.conversion_report(nn.ReLU()).flops_share == 0
+
+
+def test_report_of_a_recipe_that_keeps_a_gemm_in_high_precision():
+    tensor = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(f8sub.ALL, f8sub.ALL))
+    gemm, none = f8sub.GemmSpec(a=tensor, b=tensor), f8sub.GemmSpec(a=None, b=None)
+    recipe = f8sub.Recipe(name="fprop only", fprop=gemm, dgrad=none, wgrad=none)
+    model = f8sub.convert_to_float8(mlp(), recipe)
+    assert "fprop=scaled_mm, dgrad=high precision, wgrad=high precision" in str(
+        f8sub.conversion_report(model)
+    )

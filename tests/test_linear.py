@@ -1,0 +1,228 @@
+"""Float8Linear: what it accepts, what it refuses, and that it computes nothing it need not."""
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.dist.models import seed_weights
+from tests.layers import K, M, N, assert_close, dy_of, gradients, made, x_of
+
+RECIPES = f8sub.recipe_names()
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+
+
+@on_each_dtype
+@on_each_recipe
+def test_it_is_a_linear_layer(recipe, dtype):
+    layer, plain = made(recipe, dtype), seed_weights(nn.Sequential(nn.Linear(K, N)))[0].to(dtype)
+    found, expected = gradients(layer, x_of(M, K, dtype=dtype)), gradients(plain, x_of(M, K, dtype=dtype))
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (dtype, expected[name].shape)
+        assert_close(tensor, expected[name])
+        assert not torch.equal(tensor, expected[name]) or name == "db"
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 6)], ids=str)
+@on_each_recipe
+def test_any_leading_dims(recipe, lead):
+    layer, flat = made(recipe), made(recipe)
+    x = x_of(*lead, K)
+    found = gradients(layer, x)
+    expected = gradients(flat, x.detach().reshape(-1, K).clone().requires_grad_())
+    assert found["y"].shape == (*lead, N)
+    assert found["dx"].shape == (*lead, K)
+    assert torch.equal(found["y"].reshape(-1, N), expected["y"])
+    assert torch.equal(found["dx"].reshape(-1, K), expected["dx"])
+    assert torch.equal(found["dw"], expected["dw"])
+    assert torch.equal(found["db"], expected["db"])
+
+
+@pytest.mark.parametrize("shape", [(0, K), (2, 0, K), (0, 3, K)], ids=str)
+@on_each_recipe
+def test_a_batch_of_no_rows(recipe, shape):
+    found = gradients(made(recipe), x_of(*shape))
+    assert found["y"].shape == (*shape[:-1], N)
+    assert found["dx"].shape == shape
+    assert torch.equal(found["dw"], torch.zeros(N, K))
+    assert torch.equal(found["db"], torch.zeros(N))
+
+
+def test_rows_of_any_number():
+    for rows in (1, 3, 17, 33):
+        plain = seed_weights(nn.Sequential(nn.Linear(K, N)))[0]
+        found, expected = gradients(made(), x_of(rows, K)), gradients(plain, x_of(rows, K))
+        for name, tensor in found.items():
+            assert_close(tensor, expected[name])
+
+
+LAYOUTS = {
+    "transposed": lambda: gaussian((K, M), generator(1)).t(),
+    "every-other-row": lambda: gaussian((2 * M, K), generator(1))[::2],
+    "columns-of-a-wider-one": lambda: gaussian((M, 3 * K), generator(1))[:, K : 2 * K],
+    "expanded": lambda: gaussian((1, K), generator(1)).expand(M, K),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
+@on_each_recipe
+def test_any_memory_layout(recipe, layout):
+    x = LAYOUTS[layout]()
+    assert not x.is_contiguous()
+    found = gradients(made(recipe), x.detach().requires_grad_())
+    expected = gradients(made(recipe), x.contiguous().requires_grad_())
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@on_each_recipe
+def test_a_cotangent_of_any_layout(recipe):
+    dy = gaussian((N, M), generator(2)).t()
+    found, expected = [], []
+    for results, cotangent in ((found, dy), (expected, dy.contiguous())):
+        layer, x = made(recipe), x_of(M, K)
+        layer(x).backward(cotangent)
+        results += [x.grad, layer.weight.grad, layer.bias.grad]
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert torch.allclose(found[2], expected[2], rtol=1e-5, atol=1e-5)  # summed in another order
+
+
+def test_an_expanded_cotangent():
+    found, expected = made(), made()
+    row = gaussian((1, N), generator(2))
+    found(x_of(M, K)).backward(row.expand(M, N))
+    expected(x_of(M, K)).backward(row.repeat(M, 1))
+    assert torch.equal(found.weight.grad, expected.weight.grad)
+
+
+@on_each_recipe
+def test_no_bias(recipe):
+    with_bias, without = made(recipe), made(recipe, bias=False)
+    found, expected = gradients(without, x_of(M, K)), gradients(with_bias, x_of(M, K))
+    assert torch.equal(found["y"] + with_bias.bias, expected["y"])
+    assert torch.equal(found["dx"], expected["dx"])
+    assert torch.equal(found["dw"], expected["dw"])
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("w_dtype", DTYPES.values(), ids=list(DTYPES))
+def test_x_and_w_of_different_dtypes(x_dtype, w_dtype):
+    found = gradients(made(dtype=w_dtype), x_of(M, K, dtype=x_dtype))
+    expected = gradients(seed_weights(nn.Sequential(nn.Linear(K, N)))[0], x_of(M, K))
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "y": x_dtype,
+        "dx": x_dtype,
+        "dw": w_dtype,
+        "db": w_dtype,
+    }
+    for name, tensor in found.items():
+        assert_close(tensor, expected[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@on_each_recipe
+def test_autocast(recipe, dtype):
+    """The same as casting x first; gradients come back in the dtypes of what they belong to."""
+    layer, x = made(recipe), x_of(M, K)
+    with torch.autocast("cpu", dtype):
+        y = layer(x)
+        inner = layer(x.to(dtype))
+    assert y.dtype == dtype
+    cast_first = made(recipe)(x.detach().to(dtype))
+    assert torch.equal(y, cast_first)
+    assert torch.equal(inner, cast_first)
+    y.backward(dy_of(y))
+    assert (x.grad.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype) == (torch.float32,) * 3
+
+
+@on_each_recipe
+def test_backward_inside_autocast_is_that_outside(recipe):
+    found = []
+    for inside in (True, False):
+        layer, x = made(recipe), x_of(M, K)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+            if inside:
+                y.backward(dy_of(y))
+        if not inside:
+            y.backward(dy_of(y))
+        found.append((x.grad, layer.weight.grad, layer.bias.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_autocast_turned_off_inside():
+    layer, x = made(), x_of(M, K)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert torch.equal(layer(x), made()(x))
+
+
+@on_each_recipe
+def test_no_grad_and_inference_mode_give_the_same_y(recipe):
+    layer, x = made(recipe), x_of(M, K)
+    expected = layer(x)
+    with torch.no_grad():
+        y = made(recipe)(x)
+    assert torch.equal(y, expected)
+    assert y.grad_fn is None
+    with torch.inference_mode():
+        y = made(recipe)(x)
+    assert y.is_inference()
+    assert torch.equal(y.clone(), expected.detach())
+
+
+@on_each_recipe
+def test_training_after_inference_mode(recipe):
+    """What inference_mode leaves behind (cast codes) serves training, bitwise."""
+    layer = made(recipe)
+    with torch.inference_mode():
+        layer(gaussian((M, K), generator(1)))
+        layer(gaussian((M, K), generator(1)))
+    found, expected = gradients(layer, x_of(M, K)), gradients(made(recipe), x_of(M, K))
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name])
+        assert not tensor.is_inference()
+
+
+@on_each_recipe
+def test_one_layer_used_twice(recipe):
+    layer = seed_weights(nn.Sequential(nn.Linear(K, K)))
+    layer = f8sub.convert_to_float8(layer, recipe=recipe)[0]
+    x, other = x_of(M, K), x_of(M, K, seed=5)
+    y = layer(layer(x)) + layer(other)
+    y.backward(dy_of(y))
+    parts = [torch.zeros(K, K), torch.zeros(K)]
+    h = layer(x.detach()).detach().requires_grad_()
+    for given in (h, other.detach().requires_grad_()):
+        layer.zero_grad()
+        layer(given).backward(dy_of(y))
+        parts[0] += layer.weight.grad
+        parts[1] += layer.bias.grad
+        if given is h:
+            dh = given.grad
+    layer.zero_grad()
+    first = x.detach().requires_grad_()
+    layer(first).backward(dh)
+    assert torch.equal(x.grad, first.grad)
+    again = x_of(M, K), x_of(M, K, seed=5)
+    twice = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, K))), recipe=recipe)[0]
+    (twice(twice(again[0])) + twice(again[1])).backward(dy_of(y))
+    assert torch.allclose(twice.weight.grad, parts[0] + layer.weight.grad, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(twice.bias.grad, parts[1] + layer.bias.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_repr_shows_recipe_and_backends():
+    text = repr(made("rowwise"))
+    assert "in_features=32, out_features=48, bias=True" in text
+    assert "recipe=rowwise, fprop=scaled_mm, dgrad=scaled_mm, wgrad=scaled_mm" in text
+
+
+def test_torch_func_and_hooks_see_a_module_like_any_other():
+    layer, seen = made(), []
+    layer.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    layer.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(tuple(grad_in[0].shape)))
+    gradients(layer, x_of(M, K))
+    assert seen == [(M, N), (M, K)]

@@ -15,6 +15,7 @@ from tests.data_sets import DATA_SETS, make, spread_columns
 RECIPES = ["tensorwise", "rowwise"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE_DB = 0.1
+DRAWS = 10
 INFORMATIVE = [name for name in DATA_SETS if name != "zeros"]
 
 
@@ -81,19 +82,27 @@ def record(record_property, label: str, compared: dict[str, dict[str, dict]]) ->
             print(f"{label} {product:2} {library:7} {text}")
 
 
+def operands(data: str, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    shapes = {"x": (96, 128), "w": (80, 128), "dy": (96, 80)}
+    return {name: make(data, shape, 10 * seed + i, dtype) for i, (name, shape) in enumerate(shapes.items())}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=list(DTYPES))
 @pytest.mark.parametrize("data", INFORMATIVE, ids=INFORMATIVE)
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 def test_sqnr_is_at_least_torchaos(recipe, data, dtype, record_property):
-    x, w, dy = (
-        make(data, shape, seed, DTYPES[dtype])
-        for seed, shape in enumerate(((96, 128), (80, 128), (96, 80)), start=21)
-    )
-    compared = compare(recipe, x, w, dy)
+    """In the mean over several draws: where few elements decide a global SQNR, one draw is a matter of luck."""
+    differences: dict[str, list[float]] = {"y": [], "dx": [], "dw": []}
+    for seed in range(DRAWS):
+        drawn = operands(data, DTYPES[dtype], seed)
+        compared = compare(recipe, **drawn)
+        for product, both in compared.items():
+            differences[product].append(both["f8sub"]["sqnr"] - both["torchao"]["sqnr"])
     record(record_property, f"{recipe} {data} {dtype}", compared)
-    record_property("flushed operands", str(flushed(recipe, {"x": x, "w": w, "dy": dy})))
-    for product, both in compared.items():
-        assert both["f8sub"]["sqnr"] >= both["torchao"]["sqnr"] - TOLERANCE_DB, (product, both)
+    record_property("flushed operands", str(flushed(recipe, drawn)))
+    for product, found in differences.items():
+        record_property(f"{product} worst difference in dB", f"{min(found):.3f}")
+        assert sum(found) / DRAWS >= -TOLERANCE_DB, (product, found)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)

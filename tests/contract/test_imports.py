@@ -1,0 +1,105 @@
+"""What importing f8sub brings in, and what it gives."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import f8sub
+
+OPTIONAL = ["triton", "torchao", "transformers", "torchtitan", "safetensors", "pyarrow", "matplotlib", "rich"]
+NAMES = [
+    "ALL",
+    "ConversionReport",
+    "Float8ConfigError",
+    "Float8Format",
+    "Float8Linear",
+    "Float8NumericsError",
+    "Float8RankMismatchError",
+    "Float8ShapeError",
+    "Float8Tensor",
+    "Float8Warning",
+    "GemmSpec",
+    "Recipe",
+    "Tile",
+    "conversion_report",
+    "convert_from_float8",
+    "convert_to_float8",
+    "get_recipe",
+    "precompute_scales",
+    "quantize",
+    "recipe_names",
+    "register_precompute_hook",
+]
+
+
+def in_a_fresh_process(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def modules_after(statement: str) -> set[str]:
+    return set(
+        json.loads(in_a_fresh_process(f"{statement}\nimport json, sys; print(json.dumps(list(sys.modules)))"))
+    )
+
+
+@pytest.fixture(scope="module")
+def brought_in() -> set[str]:
+    """Top-level modules that f8sub imports and torch, as it is used for FSDP2, does not."""
+    torch_alone = modules_after("import torch, torch.distributed.fsdp, torch.distributed.tensor")
+    with_f8sub = modules_after("import f8sub")
+    assert "f8sub" in with_f8sub
+    return {name.partition(".")[0] for name in with_f8sub - torch_alone}
+
+
+@pytest.mark.parametrize("module", OPTIONAL, ids=OPTIONAL)
+def test_importing_f8sub_does_not_import(brought_in, module):
+    assert module not in brought_in
+
+
+def test_importing_f8sub_imports_torch_and_the_standard_library_alone(brought_in):
+    assert brought_in <= {"f8sub", "torch", *sys.stdlib_module_names}
+
+
+def test_it_works_where_nothing_optional_can_be_imported():
+    code = f"""
+import sys
+for name in {[name for name in OPTIONAL if name != "triton"]}:
+    sys.modules[name] = None
+import torch, f8sub
+model = f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Linear(16, 32)))
+x = torch.randn(8, 16, requires_grad=True)
+model(x).backward(torch.randn(8, 32))
+print(x.grad.isfinite().all().item())
+"""
+    assert in_a_fresh_process(code).strip() == "True"
+
+
+def test_importing_changes_nothing_of_torch():
+    """No default dtype, no thread count, no optimizer hook: those come with the first conversion."""
+    code = """
+import torch, torch.optim.optimizer as o
+before = torch.get_default_dtype(), torch.get_num_threads(), len(o._global_optimizer_pre_hooks)
+import f8sub
+after = torch.get_default_dtype(), torch.get_num_threads(), len(o._global_optimizer_pre_hooks)
+print(before == after)
+"""
+    assert in_a_fresh_process(code).strip() == "True"
+
+
+def test_all_is_complete():
+    public = {
+        name
+        for name, value in vars(f8sub).items()
+        if not name.startswith("_") and not isinstance(value, type(sys))
+    }
+    assert set(f8sub.__all__) == public
+    assert set(NAMES) <= set(f8sub.__all__)
+    assert f8sub.__all__ == sorted(f8sub.__all__)
+
+
+@pytest.mark.parametrize("name", f8sub.__all__, ids=f8sub.__all__)
+def test_what_is_public_is_documented(name):
+    value = getattr(f8sub, name)
+    assert isinstance(value, int) or (value.__doc__ or "").strip()

@@ -1,0 +1,156 @@
+"""The shape of the house: who imports whom, where recipes are named, and how long things are."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import f8sub
+
+PACKAGE = Path(f8sub.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+LAYERS = {
+    "errors": 0,
+    "formats": 0,
+    "recipe": 0,
+    "recipes": 0,
+    "torch_compat": 0,
+    "kernels": 1,
+    "backends": 2,
+    "tensor": 3,
+    "linear": 4,
+    "layers": 4,
+    "shared_input": 4,
+    "scaling_state": 4,
+    "fsdp": 5,
+    "tensor_parallel": 5,
+    "convert": 6,
+    "filters": 6,
+    "report": 6,
+    "autocast": 6,
+    "integrations": 7,
+    "monitor": 7,
+    "cli": 7,
+    "__main__": 7,
+    "__init__": 8,
+}
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 80
+on_each_module = pytest.mark.parametrize(
+    "module", MODULES, ids=[str(path.relative_to(PACKAGE)) for path in MODULES]
+)
+
+
+def part_of(path: Path) -> str:
+    """The module or folder right under f8sub that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports_at_run_time(node: ast.AST) -> list[ast.AST]:
+    """Import statements anywhere in a module, those for the type checker alone aside."""
+    found = []
+    for child in ast.iter_child_nodes(node):
+        if is_type_checking(child):
+            continue
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            found.append(child)
+        found += imports_at_run_time(child)
+    return found
+
+
+def parts_imported(path: Path) -> set[str]:
+    """Parts of f8sub that a file imports."""
+    found = set()
+    for node in imports_at_run_time(parsed(path)):
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            module = node.module or ""
+            names = [f"f8sub.{name}" for name in names] if module == "f8sub" else [module]
+        found |= {name.split(".")[1] for name in names if name.startswith("f8sub.")}
+        if "f8sub" in names:
+            found.add("__init__")
+    return found
+
+
+def test_every_part_has_a_layer():
+    assert {part_of(path) for path in MODULES} <= set(LAYERS)
+
+
+@on_each_module
+def test_a_module_imports_its_own_layer_or_lower(module):
+    own = LAYERS[part_of(module)]
+    above = {part for part in parts_imported(module) if LAYERS[part] > own}
+    assert not above, f"{part_of(module)} is of layer {own} and imports {sorted(above)}"
+
+
+def test_imports_are_found():
+    """The walk sees something: linear imports the tensors, and only the package itself imports convert."""
+    assert {"tensor", "kernels", "backends"} <= parts_imported(PACKAGE / "linear.py")
+    assert [path.name for path in MODULES if "convert" in parts_imported(path)] == ["__init__.py"]
+
+
+def test_the_docstring_says_the_layer():
+    wrong = []
+    for path in MODULES:
+        text = ast.get_docstring(parsed(path)) or ""
+        expected = f"Layer {LAYERS[part_of(path)]}."
+        own_text = path.parent.name == "recipes" or path == PACKAGE / "__init__.py"
+        if not own_text and not text.startswith(expected):
+            wrong.append(f"{path.relative_to(PACKAGE)}: {text[:20]!r}, not {expected!r}")
+    assert not wrong
+
+
+@on_each_module
+def test_no_recipe_is_named_outside_the_recipes(module):
+    if part_of(module) == "recipes":
+        return
+    # In tensor/ the word rowwise is a usage, and no recipe.
+    words = set(f8sub.recipe_names()) - ({"rowwise"} if part_of(module) == "tensor" else set())
+    named = [
+        f"line {node.lineno}: {node.value!r}"
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.Constant) and node.value in words
+    ]
+    assert not named
+
+
+@on_each_module
+def test_no_assert(module):
+    found = [node.lineno for node in ast.walk(parsed(module)) if isinstance(node, ast.Assert)]
+    assert not found, f"an assert vanishes under -O; raise a typed error: lines {found}"
+
+
+@on_each_module
+def test_a_file_is_short(module):
+    assert len(module.read_text().splitlines()) <= MOST_LINES_OF_A_FILE
+
+
+@on_each_module
+def test_functions_are_short(module):
+    long = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION
+    }
+    assert not long
+
+
+@on_each_module
+def test_torchs_version_is_looked_at_in_one_place(module):
+    if module.name == "torch_compat.py":
+        return
+    lines = [
+        node.lineno
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node)
+    ]
+    assert not lines

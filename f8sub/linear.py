@@ -19,6 +19,7 @@ from f8sub.recipe import GemmSpec
 from f8sub.shared_input import quantize_input
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight, rowwise_of
+from f8sub.torch_compat import apply
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
@@ -54,7 +55,7 @@ class Float8Linear(torch.nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         if not torch.is_grad_enabled():
             return _fprop(x, self.weight, self.bias, self.plan, dtype, keep_x=False)[0]
-        y: torch.Tensor = _Float8Matmul.apply(x, self.weight, self.bias, self.plan, dtype)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = apply(_Float8Matmul, x, self.weight, self.bias, self.plan, dtype)
         return y
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -146,7 +147,7 @@ def _as_matrix(x: torch.Tensor) -> torch.Tensor:
 def _gemm(
     backend: str | None, spec: GemmSpec, a: GemmInput, b: GemmInput, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    if backend is not None and isinstance(a, Operand) and isinstance(b, Operand):
+    if isinstance(a, Operand) and isinstance(b, Operand) and backend is not None:
         return gemm_nt(backend, a, b, out_dtype, spec.fast_accum)
     if isinstance(a, Operand) or isinstance(b, Operand):
         raise RuntimeError(f"one operand of {spec} is in float8 and the other is not")

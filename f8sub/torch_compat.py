@@ -20,6 +20,13 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     getattr(dist, name)(output, input, group=group)
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` without its look for functorch's dead wrappers, where no transform is active."""
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def preset_signature(hook: Callable[..., Any]) -> None:
     """Answer ``inspect.signature`` of an FSDP2 hook from a stored value.
 

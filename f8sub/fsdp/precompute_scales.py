@@ -52,9 +52,13 @@ def register_precompute_hook(
 
 
 def check_ranks_hook(layers: ConvertedLayers, module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a converted model: the one-time check across ranks, before any weight is gathered."""
-    if not torch.compiler.is_compiling() and layers.fsdp is None:
-        ShardedConversion.of(layers).refresh()
+    """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
+    if torch.compiler.is_compiling():
+        return
+    ShardedConversion.of(layers).refresh()
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if getattr(hook, "func", None) is check_ranks_hook:
+            del module._forward_pre_hooks[key]
 
 
 @functools.cache

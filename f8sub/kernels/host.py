@@ -16,27 +16,18 @@ _MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32)
 """``-0 + scale * x`` is the float32 product of a bfloat16 ``x``, signed zeros too, in one operator."""
 
 
-def takes(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> bool:
-    """Whether ``x`` is an ordinary, contiguous CPU tensor with elements and the formats have one scale for it."""
-    return (
-        type(x) is torch.Tensor
-        and x.is_cpu
-        and x.numel() > 0
-        and x.is_contiguous()
-        and (rowwise is None or rowwise.tile.is_whole)
-        and (columnwise is None or columnwise.tile.is_whole)
-    )
-
-
 def quantize(
     x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
 ) -> tuple[Operand | None, Operand | None]:
-    """``reference.quantize`` for the tensors that ``takes`` is true of.
+    """``reference.quantize`` of a CPU tensor; goes there for formats of finer tiles and for odd tensors.
 
     Numerics:
         No clamp: with current scaling a finite product is at most ``format.max * (1 + 2**-23)``, which rounds to
         ``format.max``. Tensors with NaN, infinity or values that need the clamp go to the reference.
     """
+    whole = (rowwise is None or rowwise.tile.is_whole) and (columnwise is None or columnwise.tile.is_whole)
+    if not whole or not x.numel() or not x.is_contiguous():
+        return reference.quantize(x, rowwise, columnwise)
     lowest, highest = torch.aminmax(x)
     amax = max(highest.item(), -lowest.item())
     if not amax <= reference.LARGEST:
@@ -51,8 +42,7 @@ def quantize(
 def _cast(x: torch.Tensor, amax: float, format: Float8Format) -> Operand:
     scale = scale_from_amax(amax, format)
     scale_inv = torch.full((1, 1), 1.0 / scale, dtype=torch.float32)
-    codes = torch.empty(x.shape, dtype=format.dtype)
-    return Operand(torch.add(_MINUS_ZERO, x, alpha=scale, out=codes), scale_inv, format)
+    return Operand(torch.add(_MINUS_ZERO, x, alpha=scale).to(format.dtype), scale_inv, format)
 
 
 def scale_from_amax(amax: float, format: Float8Format) -> float:

@@ -5,9 +5,8 @@ AdamW and ``dcp.load`` bump none), so every operator that writes to it, through 
 views share.
 """
 
-import functools
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -187,8 +186,9 @@ class MasterWeight(torch.Tensor):
     ) -> Any:
         """Mark what is written to, run on plain tensors, and keep the class where a weight is re-made."""
         kwargs = kwargs or {}
-        if written := _written_arguments(func):
-            _mark_written(written, args, kwargs)
+        op = _OPERATORS.get(id(func)) or _describe(func)
+        if op.written:
+            _mark_written(op.written, args, kwargs)
         if (len(types) == 1 or all(issubclass(t, MasterWeight) for t in types)) and not _any_traced(
             args, kwargs
         ):
@@ -197,23 +197,65 @@ class MasterWeight(torch.Tensor):
         else:
             plain_args, plain_kwargs = pytree.tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
             out = func(*plain_args, **plain_kwargs)
-        if func in _VIEWS:
-            source = args[0]
-            if isinstance(out, (list, tuple)):
-                return [type(source)(view, source.cell) for view in out]
-            return type(source)(out, source.cell)
-        if func in _COPIES:
-            copy = type(args[0])(out)
-            copy.cell.layers = args[0].cell.layers
-            return copy
-        if func is aten.copy_.default and all(isinstance(t, MasterWeight) for t in args[:2]):
-            args[0].cell.mark_copy_of(args[1].cell, args[0].shape)
-        if func in _COLLECTIVES:
-            kind = next(type(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
-            return pytree.tree_map_only(
-                torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out
-            )
-        return out
+        return out if op.wrap is None else op.wrap(args, kwargs, out)
+
+
+def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    source: MasterWeight = args[0]
+    if isinstance(out, (list, tuple)):
+        return [type(source)(view, source.cell) for view in out]
+    return type(source)(out, source.cell)
+
+
+def _wrap_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    copy = type(args[0])(out)
+    copy.cell.layers = args[0].cell.layers
+    return copy
+
+
+def _note_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    target, source = args[:2]
+    if isinstance(target, MasterWeight) and isinstance(source, MasterWeight):
+        target.cell.mark_copy_of(source.cell, target.shape)
+    return out
+
+
+def _wrap_collective(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    kind = next(type(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
+    return pytree.tree_map_only(torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out)
+
+
+class _Operator(NamedTuple):
+    """What an operator does to master weights.
+
+    Attributes:
+        written: (position, name) of every argument that its schema says it writes to.
+        wrap: makes the result of (args, kwargs, plain result); None where that is the plain result.
+    """
+
+    written: tuple[tuple[int, str], ...]
+    wrap: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
+
+
+_WRAPS = {
+    **dict.fromkeys(_VIEWS, _wrap_views),
+    **dict.fromkeys(_COPIES, _wrap_copy),
+    **dict.fromkeys(_COLLECTIVES, _wrap_collective),
+    aten.copy_.default: _note_copy,
+}
+
+_OPERATORS: dict[int, _Operator] = {}
+"""By identity of the operator, which lives as long as torch does: hashing one takes longer than marking a cell."""
+
+
+def _describe(func: Any) -> _Operator:
+    written = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    _OPERATORS[id(func)] = _Operator(written, _WRAPS.get(func))
+    return _OPERATORS[id(func)]
 
 
 def rowwise_of(weight: MasterWeight, format: Float8Format, dtype: torch.dtype) -> Operand:
@@ -249,16 +291,6 @@ def _quantize_rowwise(weight: torch.Tensor, format: Float8Format) -> Operand:
     return operand
 
 
-@functools.cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """(position, name) of every argument that ``func``'s schema says it writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
 def _mark_written(
     written: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -273,10 +305,8 @@ def _mark_written(
 
 
 def _any_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, MasterWeight):
-            if value._traced is not None:
-                return True
-        elif isinstance(value, (list, tuple)) and _any_traced(tuple(value), {}):
-            return True
-    return False
+    """Whether torch.compile is tracing the call; then every master weight in it is a traced one."""
+    if args and isinstance(args[0], MasterWeight):
+        return args[0]._traced is not None
+    weights = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
+    return any(weight._traced is not None for weight in weights)

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import weakref
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8RankMismatchError
+from f8sub.fsdp.agreement import all_arrive
 from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.fsdp.shard import Shard, ShardLayout
 from f8sub.layers import ConvertedLayers
@@ -38,16 +40,20 @@ class ShardedConversion:
         conversion: ShardedConversion = layers.fsdp
         return conversion
 
-    def refresh(self) -> None:
+    def refresh(self, *, asked: bool = False) -> None:
         """Enter the layers that were sharded since the last look.
 
         Which layers those are, every rank knows; that a known layer got another local tensor, one rank alone may
-        (FSDP2 pads the short shards anew), so that is looked at where nothing is communicated, in ``shard_of``.
+        (FSDP2 pads the short shards anew), so that is looked at where nothing is communicated.
+
+        Args:
+            asked: this is because of a call that a rank may have forgotten, so nothing is begun together before
+                all ranks came. Else it is before an all-gather, which no rank can forget.
         """
         if len(self._seen) != len(self._layers):
             new = [(layer, layer.weight) for layer in self._layers if layer not in self._seen]
             if sharded := [(layer, weight) for layer, weight in new if isinstance(weight, DTensor)]:
-                self._enter(sharded)
+                self._enter(sharded, asked)
         for layer, shard in self._shards.items():
             shard.follow(layer)
 
@@ -64,14 +70,19 @@ class ShardedConversion:
         shard.follow(layer)
         return shard
 
-    def _enter(self, new: list[tuple[Float8Linear, DTensor]]) -> None:
+    def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
         layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}
         for group in dict.fromkeys(layout.group for layout in layouts.values()):
             members = [(layer, weight) for layer, weight in new if layouts[layer].group is group]
             world = layouts[members[0][0]].world
             table = self.tables.get(group) or ScaleTable(self._layers, group, world)
             if world > 1:
+                if asked and not all_arrive(
+                    f"f8sub/{group.group_name}/enter/{_entered[group.group_name]}", world
+                ):
+                    continue
                 _check_ranks([layer for layer, _ in members], table)
+            _entered[group.group_name] += 1
             self._seen.update(layer for layer, _ in members)
             for layer, weight in members:
                 local = weight._local_tensor
@@ -90,6 +101,10 @@ class ShardedConversion:
             if shards:
                 self.tables[group] = table
                 table.set_shards(list(shards.values()))
+
+
+_entered: Counter[str] = Counter()
+"""How many conversions were entered for each group: the next one is the same one on every rank."""
 
 
 def _check_ranks(layers: list[Float8Linear], table: ScaleTable) -> None:

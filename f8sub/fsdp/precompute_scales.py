@@ -34,9 +34,9 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
     """
     for layers in _conversions([model] if isinstance(model, torch.nn.Module) else model):
         conversion = ShardedConversion.of(layers)
-        conversion.refresh()
+        conversion.refresh(asked=True)
         for table in conversion.tables.values():
-            table.reduce()
+            table.request()
 
 
 def register_precompute_hook(

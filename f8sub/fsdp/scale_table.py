@@ -7,6 +7,7 @@ When the table is reduced is decided by what every rank knows, never by what one
 - An optimizer step or ``load_state_dict`` happened since the last reduction. Ranks that call precompute_scales reduce
   there, a rank that forgot does it before its next all-gather: each rank once, on a process group of the table's
   own, without waiting until the scales are needed, so other collectives in between cannot cross it.
+- precompute_scales is called without such an event: the ranks agree over the store that all of them did.
 - A shard changed in another way (an in-place operator, ``dcp.load``). One rank cannot know whether the others changed
   theirs too, so it tells the store, joins the all-gather as it is, and reads the store again: the all-gather is
   over, so every rank has passed the point where it would have said so. If all did, all reduce, and gather this
@@ -22,11 +23,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.formats import Float8Format
+from f8sub.fsdp.agreement import all_arrive, all_told, tell
 from f8sub.fsdp.shard import Shard
 from f8sub.kernels import reference
 from f8sub.layers import ConvertedLayers
 from f8sub.tensor.master_weight import MasterWeight
-from f8sub.torch_compat import all_gather, default_store
+from f8sub.torch_compat import all_gather
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
@@ -49,6 +51,8 @@ class ScaleTable:
         self._work: dist.Work | None = None
         self._unsettled = False
         self._changes_covered = -1
+        self._requests = 0
+        self._requested = False
         self._runs: list[tuple[Float8Format, torch.dtype, slice]] | None = None
         self._tensorwise: list[Shard] = []
         self._finer: list[Shard] = []
@@ -88,6 +92,18 @@ class ScaleTable:
         """Whether the weights changed, as every rank knows, since the last reduction began."""
         return self._changes_covered != self.layers.changes
 
+    def request(self) -> None:
+        """Reduce now, on every rank that calls this, unless one of them does not."""
+        if self.pending or self._world == 1:
+            self.reduce()
+            return
+        self._requests += 1
+        point = f"f8sub/{self.own_group.group_name}/request/{self.generation}/{self._requests}"
+        if all_arrive(point, self._world):
+            self.reduce()
+        else:
+            self._requested = True
+
     def reduce(self) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
 
@@ -103,6 +119,7 @@ class ScaleTable:
                     self._amax, dist.ReduceOp.MAX, group=self.own_group, async_op=True
                 )
         self._changes_covered = self.layers.changes
+        self._requested = False
         self._unsettled = True
         if self._world == 1:
             self.settle()
@@ -120,6 +137,7 @@ class ScaleTable:
                 self._write_scales(self._amax[part], self._scale[part], self._scale_inv[part], format, dtype)
             self._keep_report()
         self.generation += 1
+        self._requests = 0
 
     def gather_input(
         self, shard: Shard, source: MasterWeight, dtype: torch.dtype
@@ -145,22 +163,23 @@ class ScaleTable:
             self._runs = None
             with torch.no_grad():
                 self._write_scales(shard.amax, shard.scale, shard.scale_inv, shard.format, dtype)
-        if shard.stale and self._world == 1:
+        if self._world == 1 and self._stale(shard):
             self.reduce()
-        if not shard.stale:
+        if not self._stale(shard):
             return shard.cast(source, self.generation), None
         ticket = f"f8sub/{self.own_group.group_name}/{shard.index}/{shard.gathers}"
-        default_store().add(ticket, 1)
+        tell(ticket)
         return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
 
     def resolve(self, shard: Shard, source: MasterWeight, gathered: torch.Tensor, ticket: str) -> None:
         """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
         if gathered.is_cuda:
             torch.cuda.current_stream(gathered.device).synchronize()
-        if default_store().add(ticket, 0) < self._world:
-            self._changed_alone.add(shard.index)
+        if not all_told(ticket, self._world):
+            if shard.stale and shard.master.numel():
+                self._changed_alone.add(shard.index)
             return
-        if shard.stale:
+        if self._stale(shard):
             self.reduce()
         self.settle()
         codes = shard.cast(source, self.generation)
@@ -173,6 +192,17 @@ class ScaleTable:
             ranks = dist.get_process_group_ranks(self._mesh_group)
             self._own_group = dist.new_group(ranks, use_local_synchronization=True)
         return self._own_group
+
+    def _stale(self, shard: Shard) -> bool:
+        """Whether this rank knows of a change to the weight that the scales do not cover.
+
+        An empty shard cannot show one (``dcp.load`` writes nothing to it), so it goes by the rank's other shards,
+        and a rank that has none of any size always asks the others.
+        """
+        if self._requested or shard.stale or shard.master.numel():
+            return self._requested or shard.stale
+        others = [other for other in self.shards if other.master.numel()]
+        return self._world > 1 and (not others or any(other.stale for other in others))
 
     def _take_amaxes(self) -> None:
         self._amax.zero_()

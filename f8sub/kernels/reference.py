@@ -181,7 +181,10 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
 def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     """``codes * scale_inv`` in float32, rounded once to ``dtype``; shape of ``operand.data``."""
     data, scale_inv, format = operand
-    return (data.float() * spread(scale_inv, format.tile, data.shape)).to(dtype)
+    top = torch.finfo(
+        dtype
+    ).max  # a code can stand for a little more than the largest number it was cast from
+    return (data.float() * spread(scale_inv, format.tile, data.shape)).clamp(-top, top).to(dtype)
 
 
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:

@@ -81,7 +81,7 @@ class ShardedConversion:
                     f"f8sub/{group.group_name}/enter/{_entered[group.group_name]}", world
                 ):
                     continue
-                _check_ranks([layer for layer, _ in members], table)
+                _check_ranks([layer for layer, _ in members], table, layouts[members[0][0]].device)
             _entered[group.group_name] += 1
             self._seen.update(layer for layer, _ in members)
             for layer, weight in members:
@@ -107,17 +107,16 @@ _entered: Counter[str] = Counter()
 """How many conversions were entered for each group: the next one is the same one on every rank."""
 
 
-def _check_ranks(layers: list[Float8Linear], table: ScaleTable) -> None:
+def _check_ranks(layers: list[Float8Linear], table: ScaleTable, device: str) -> None:
     """Compare what was converted, and how, across the ranks that are about to exchange codes.
 
     Raises:
         Float8RankMismatchError: on every rank alike, with the ranks and the first layer that differ.
     """
     mine = [_description(layer) for layer in layers]
-    digest = torch.frombuffer(
-        bytearray(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8
+    digest = torch.tensor(
+        list(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8, device=device
     )
-    digest = digest.to(layers[0].weight.device)
     world = dist.get_world_size(table.own_group)
     digests = digest.new_empty(world * digest.numel())
     all_gather(digests, digest, table.own_group)

@@ -66,7 +66,7 @@ class ScaleTable:
         self.settle()
         self.shards = sorted(shards, key=lambda shard: (str(shard.format), shard.fqn))
         sizes = [rows * cols for rows, cols in (shard.scale_shape for shard in self.shards)]
-        device = self.shards[0].master.device
+        device = self.shards[0].layout.device
         with torch.inference_mode(mode=False):
             # The last entry is the lane for a weight that changed on some ranks only.
             self._amax = torch.zeros(sum(sizes) + 1, device=device)

@@ -27,6 +27,7 @@ class ShardLayout:
         offset: (row, column) of the shard's first element.
         group: the ranks that hold the other shards.
         world: how many they are.
+        device: type of the device that gathers; under CPU offload the shard itself lies on the CPU.
     """
 
     shape: tuple[int, int]
@@ -35,6 +36,7 @@ class ShardLayout:
     offset: tuple[int, int]
     group: dist.ProcessGroup
     world: int
+    device: str
 
     @classmethod
     def of(cls, weight: DTensor, fqn: str) -> "ShardLayout":
@@ -57,7 +59,7 @@ class ShardLayout:
         chunk = -(-weight.shape[dim] // world)  # torch.chunk's rule, which FSDP2 shards by
         start = min(rank * chunk, weight.shape[dim])
         offset = (start, 0) if dim == 0 else (0, start)
-        return cls((rows, cols), dim, chunk, offset, mesh.get_group(mesh_dim), world)
+        return cls((rows, cols), dim, chunk, offset, mesh.get_group(mesh_dim), world, mesh.device_type)
 
     @property
     def padded_shape(self) -> tuple[int, int]:

@@ -1,0 +1,179 @@
+"""torch.compile, unsharded: one graph a block, bitwise eager's results, no recompilation, nothing more saved."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from tests.compiling import HIDDEN, WIDTH, SavedShapes, compile_blocks, differences, mlps, train
+from tests.counting import FLOAT8
+from tests.data_sets import gaussian, generator
+from tests.dist.models import Transformer, seed_weights
+
+RECIPES = f8sub.recipe_names()
+AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+MODES = {"fp32": {}, "bf16": {"autocast": AUTOCAST}}
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_mode = pytest.mark.parametrize("mode", MODES, ids=list(MODES))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@on_each_mode
+@on_each_recipe
+def test_aot_eager_is_bitwise_eager(recipe, mode):
+    eager = train(mlps(recipe), **MODES[mode])
+    assert eager.graphs[-1] == 0
+    compiled = train(compile_blocks(mlps(recipe)), **MODES[mode])
+    assert compiled.graphs[0] > 0
+    assert differences(compiled, eager) == []
+    plain = train(mlps(None), **MODES[mode])
+    assert differences(plain, eager) != []
+
+
+@on_each_recipe
+def test_no_recompilation_after_the_second_step(recipe):
+    model = compile_blocks(mlps(recipe, 2))
+    run = train(model, steps=5)
+    assert run.graphs[1:] == [run.graphs[1]] * 4
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        train(model, steps=2)
+
+
+@on_each_recipe
+def test_the_whole_model_is_one_graph(recipe):
+    """A transformer, attention and all: neither the check across ranks at its root nor siblings break it."""
+    model = f8sub.convert_to_float8(seed_weights(Transformer(blocks=1)), recipe=recipe)
+    expected = model(gaussian((2, 12, WIDTH), generator(1)))
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(gaussian((2, 12, WIDTH), generator(1))), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@on_each_recipe
+def test_a_changed_weight_is_seen_without_recompiling(recipe):
+    model = mlps(recipe)
+    twin = copy.deepcopy(model)
+    compile_blocks(model)
+    x = gaussian((2, 12, WIDTH), generator(1))
+    model(x)
+    changes = (lambda w: w.mul_(2), lambda w: w[1:3].fill_(3.0), lambda w: w.copy_(w.flip(0)))
+    for change in changes:
+        with torch.no_grad():
+            for changed in (model, twin):
+                change(changed.blocks[0].up.weight)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert torch.equal(model(x), twin(x))
+
+
+@on_each_recipe
+def test_grad_modes(recipe):
+    model, twin = compile_blocks(mlps(recipe)), mlps(recipe)
+    x = gaussian((2, 12, WIDTH), generator(1))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(x), twin(x))
+    run = train(model, steps=2)
+    assert differences(run, train(twin, steps=2)) == []
+
+
+def test_a_dynamic_number_of_tokens():
+    model, twin = compile_blocks(mlps("tensorwise")), mlps("tensorwise")
+    for tokens in (12, 7, 20, 9, 33):
+        x = gaussian((2, tokens, WIDTH), generator(tokens))
+        assert torch.equal(model(x), twin(x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+K, N, M = 64, 208, 24
+"""No two tensors of the test below have K * N elements, the weight and its copies aside."""
+
+
+def layer_of(recipe: str) -> nn.Module:
+    return f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N, bias=False))), recipe=recipe)
+
+
+@on_each_mode
+@on_each_recipe
+def test_no_copy_of_the_weight_is_saved_for_backward(recipe, mode):
+    model = layer_of(recipe)
+    weight = model[0].weight
+    model.compile(backend="aot_eager", fullgraph=True)
+    x = gaussian((M, K), generator(1)).requires_grad_()
+
+    def forward() -> torch.Tensor:
+        with MODES[mode].get("autocast", lambda: torch.autocast("cpu", enabled=False))():
+            return model(x)
+
+    saved = SavedShapes(forward)
+    copies = [entry for entry in saved.of_size(K * N) if entry[2] != weight.data_ptr()]
+    # Rowwise codes, which eager keeps too, until the weight changes; no transposed ones, no high precision.
+    assert [entry[:2] for entry in copies] in ([], [((N, K), torch.float8_e4m3fn)])
+    assert [t for t in saved.tensors if t.shape == (K, N)] == []
+    assert saved.tensors
+    saved.y.backward(gaussian((M, N), generator(2)).to(saved.y.dtype))
+    eager, x_eager = layer_of(recipe), x.detach().clone().requires_grad_()
+    with MODES[mode].get("autocast", lambda: torch.autocast("cpu", enabled=False))():
+        y = eager(x_eager)
+    y.backward(gaussian((M, N), generator(2)).to(y.dtype))
+    assert torch.equal(weight.grad, eager[0].weight.grad)
+    assert torch.equal(x.grad, x_eager.grad)
+
+
+def test_the_search_for_copies_finds_one():
+    """A layer that transposes its weight ahead of time saves what the test above looks for."""
+    weight = gaussian((N, K), generator(1)).requires_grad_()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x @ (2 * weight).t().contiguous()
+
+    x = gaussian((M, K), generator(2)).requires_grad_()
+    saved = SavedShapes(lambda: torch.compile(forward, backend="aot_eager")(x))
+    assert [entry for entry in saved.of_size(K * N) if entry[2] != weight.data_ptr()]
+
+
+@on_each_recipe
+def test_x_is_saved_in_float8_once_for_siblings(recipe):
+    """Common subexpressions are merged: gate and up save one byte an element of x between them."""
+    model = compile_blocks(mlps(recipe))
+    x = gaussian((2, 12, WIDTH), generator(1)).requires_grad_()
+    saved = SavedShapes(lambda: model.blocks[0](x))
+    tokens = 2 * 12
+    float8 = {t.data_ptr(): t.numel() for t in saved.tensors if t.dtype in FLOAT8 and tokens in t.shape}
+    # x of gate and up, x of down.
+    assert sorted(float8.values()) == sorted([tokens * WIDTH, tokens * HIDDEN])
+    high_precision = [t for t in saved.tensors if t.dtype == torch.float32 and t.numel() == tokens * HIDDEN]
+    assert len(high_precision) <= 2  # gate's and up's outputs, which their product needs
+
+
+def decibels(signal: torch.Tensor, found: torch.Tensor) -> float:
+    """Signal to noise; 100 for what is as good as equal."""
+    noise = (found.float() - signal.float()).norm().clamp(min=1e-5 * signal.float().norm().item())
+    return 20 * torch.log10(signal.float().norm() / noise).item()
+
+
+@pytest.mark.long
+@on_each_mode
+@on_each_recipe
+def test_inductor_is_as_close_to_high_precision_as_eager(recipe, mode):
+    """Inductor keeps float32 between fused operators, so codes near a boundary differ: other noise, not more."""
+    plain, eager = train(mlps(None)), train(mlps(recipe), **MODES[mode])
+    compiled = train(compile_blocks(mlps(recipe), "inductor"), **MODES[mode])
+    assert compiled.graphs[-1] == compiled.graphs[1]
+    assert (
+        decibels(plain.outputs[0], compiled.outputs[0]) >= decibels(plain.outputs[0], eager.outputs[0]) - 0.5
+    )
+    for i, signal in enumerate(plain.gradients[: len(plain.parameters)]):
+        assert decibels(signal, compiled.gradients[i]) >= decibels(signal, eager.gradients[i]) - 1.5
+    if mode == "fp32":
+        assert decibels(eager.outputs[0], compiled.outputs[0]) >= 40

@@ -59,7 +59,7 @@ def gemm_nt(
 
     A batch of no rows, or a contraction over none, multiplies nothing and gives zeros.
     """
-    if a.data.numel() == 0 or b.data.numel() == 0:
+    if a.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     run: Callable[..., torch.Tensor] = GEMM[backend].gemm_nt
     device = "cpu" if a.data.is_cpu else a.data.device.type

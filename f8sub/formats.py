@@ -49,6 +49,10 @@ class Tile:
         """The same block of elements, seen in the transposed matrix."""
         return Tile(self.cols, self.rows)
 
+    def is_transpose_of(self, other: "Tile") -> bool:
+        """Whether both put the same elements under one scale, one seen in the transposed matrix."""
+        return self.rows == other.cols and self.cols == other.rows
+
     @property
     def is_whole(self) -> bool:
         """Whether one scale serves the whole matrix."""
@@ -121,7 +125,7 @@ def why_not_derivable(rowwise: Float8Format, columnwise: Float8Format) -> str | 
     """
     if rowwise.dtype != columnwise.dtype:
         return f"the element dtypes differ: {rowwise} and {columnwise}"
-    if rowwise.scale_rule is columnwise.scale_rule and rowwise.tile == columnwise.tile.t():
+    if rowwise.scale_rule is columnwise.scale_rule and rowwise.tile.is_transpose_of(columnwise.tile):
         return None
     if rowwise.scale_rule is columnwise.scale_rule is ScaleRule.POWER_OF_2:
         return None

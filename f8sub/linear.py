@@ -97,7 +97,7 @@ class _Float8Matmul(torch.autograd.Function):
         plan, recipe, dtype = ctx.plan, ctx.plan.recipe, ctx.dtype
         need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
         w, *saved = ctx.saved_tensors
-        matrix = _as_matrix(dy)
+        matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
         dy_row, dy_col = backends.quantize(
             matrix, recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
         )
@@ -125,8 +125,8 @@ def _fprop(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """``y`` of ``x``'s leading dims, and what wgrad needs of ``x``: its columnwise operand, or nothing."""
     recipe = plan.recipe
-    matrix = _as_matrix(x)
-    if matrix.dtype is not dtype:
+    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if x.dtype is not dtype:
         matrix = matrix.to(dtype)
     x_row, x_col = quantize_input(x, matrix, (recipe.fprop.a, recipe.wgrad.b if keep_x else None))
     y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, _weight_rowwise(w, recipe.fprop.b, dtype), dtype)
@@ -138,10 +138,6 @@ def _fprop(
     if not keep_x:
         return y, ()
     return y, (matrix,) if x_col is None else (x_col.data, x_col.scale_inv)
-
-
-def _as_matrix(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _gemm(

@@ -29,7 +29,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
-        return x + self.down(torch.relu(self.gate(h)) * self.up(h))
+        return x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
 
 
 class Mlps(nn.Module):

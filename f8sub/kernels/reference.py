@@ -170,7 +170,7 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
         rowwise: (rows, cols) codes.
         columnwise: format of the (cols, rows) result.
     """
-    if rowwise.format.tile == columnwise.tile.t():
+    if rowwise.format.tile.is_transpose_of(columnwise.tile):
         return _transposed(rowwise, columnwise)
     derived = quantize(dequantize(rowwise, torch.float32), None, columnwise)[1]
     if derived is None:

@@ -187,8 +187,14 @@ class MasterWeight(torch.Tensor):
         """Mark what is written to, run on plain tensors, and keep the class where a weight is re-made."""
         kwargs = kwargs or {}
         op = _OPERATORS.get(id(func)) or _describe(func)
-        if op.written:
-            _mark_written(op.written, args, kwargs)
+        for position, name in op.written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, MasterWeight):
+                value.cell.epoch += 1
+            elif isinstance(value, (list, tuple)):
+                for tensor in pytree.tree_leaves(value):
+                    if isinstance(tensor, MasterWeight):
+                        tensor.cell.epoch += 1
         if (len(types) == 1 or all(issubclass(t, MasterWeight) for t in types)) and not _any_traced(
             args, kwargs
         ):
@@ -289,19 +295,6 @@ def _quantize_rowwise(weight: torch.Tensor, format: Float8Format) -> Operand:
     if operand is None:
         raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
     return operand
-
-
-def _mark_written(
-    written: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    for position, name in written:
-        value = args[position] if position < len(args) else kwargs.get(name)
-        if isinstance(value, MasterWeight):
-            value.cell.epoch += 1
-        elif isinstance(value, (list, tuple)):
-            for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, MasterWeight):
-                    tensor.cell.epoch += 1
 
 
 def _any_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

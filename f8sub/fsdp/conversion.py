@@ -74,15 +74,14 @@ class ShardedConversion:
         layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}
         for group in dict.fromkeys(layout.group for layout in layouts.values()):
             members = [(layer, weight) for layer, weight in new if layouts[layer].group is group]
-            world = layouts[members[0][0]].world
+            world, device = layouts[members[0][0]].world, layouts[members[0][0]].device
+            ranks = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()
             table = self.tables.get(group) or ScaleTable(self._layers, group, world)
             if world > 1:
-                if asked and not all_arrive(
-                    f"f8sub/{group.group_name}/enter/{_entered[group.group_name]}", world
-                ):
+                if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
                     continue
-                _check_ranks([layer for layer, _ in members], table, layouts[members[0][0]].device)
-            _entered[group.group_name] += 1
+                _check_ranks([layer for layer, _ in members], table, device)
+            _entered[ranks] += 1
             self._seen.update(layer for layer, _ in members)
             for layer, weight in members:
                 local = weight._local_tensor
@@ -104,7 +103,7 @@ class ShardedConversion:
 
 
 _entered: Counter[str] = Counter()
-"""How many conversions were entered for each group: the next one is the same one on every rank."""
+"""How many conversions were entered for each set of ranks: the next one is the same one on every rank."""
 
 
 def _check_ranks(layers: list[Float8Linear], table: ScaleTable, device: str) -> None:

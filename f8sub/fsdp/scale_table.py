@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.errors import Float8NumericsError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.formats import Float8Format
 from f8sub.fsdp.agreement import all_arrive, all_told, tell
 from f8sub.fsdp.shard import Shard
@@ -62,7 +62,17 @@ class ScaleTable:
         self._amax = self._scale = self._scale_inv = torch.empty(0)
 
     def set_shards(self, shards: list[Shard]) -> None:
-        """Lay out the table: shards of one format side by side, the same order on every rank."""
+        """Lay out the table: shards of one format side by side, the same order on every rank.
+
+        Raises:
+            Float8ConfigError: some are new and others were gathered already; those read scales where they lie now.
+        """
+        if any(shard.gathers for shard in shards):
+            new = next(shard.fqn for shard in shards if not shard.gathers)
+            raise Float8ConfigError(
+                f"{new}: its weight was sharded after other layers of the same model were trained or run; call "
+                "fully_shard on every part of a model before its first forward"
+            )
         self.settle()
         self.shards = sorted(shards, key=lambda shard: (str(shard.format), shard.fqn))
         sizes = [rows * cols for rows, cols in (shard.scale_shape for shard in self.shards)]
@@ -70,10 +80,8 @@ class ScaleTable:
         with torch.inference_mode(mode=False):
             # The last entry is the lane for a weight that changed on some ranks only.
             self._amax = torch.zeros(sum(sizes) + 1, device=device)
-            self._scale, self._scale_inv = (
-                torch.ones(sum(sizes), device=device),
-                torch.ones(sum(sizes), device=device),
-            )
+            self._scale = torch.ones(sum(sizes), device=device)
+            self._scale_inv = torch.ones_like(self._scale)
         start = 0
         for index, (shard, size) in enumerate(zip(self.shards, sizes, strict=True)):
             shard.index = index
@@ -112,7 +120,7 @@ class ScaleTable:
         """
         self.settle()
         self._raise_reported()
-        with torch.no_grad(), torch.inference_mode(mode=False):
+        with torch.inference_mode(mode=False), torch.no_grad():
             self._take_amaxes()
             if self._world > 1:
                 self._work = dist.all_reduce(
@@ -132,7 +140,7 @@ class ScaleTable:
             self._work.wait()
             self._work = None
         self._unsettled = False
-        with torch.no_grad(), torch.inference_mode(mode=False):
+        with torch.inference_mode(mode=False), torch.no_grad():
             for format, dtype, part in self._same_rule():
                 self._write_scales(self._amax[part], self._scale[part], self._scale_inv[part], format, dtype)
             self._keep_report()

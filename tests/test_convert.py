@@ -217,8 +217,8 @@ def test_nothing_to_convert_may_be_a_warning():
 
 def test_converting_twice_is_a_warning_and_changes_nothing():
     model = f8sub.convert_to_float8(mlp())
-    weights, hooks = dict(model.named_parameters()), dict(model._forward_pre_hooks)
     y = model(x_of())
+    weights, hooks = dict(model.named_parameters()), dict(model._forward_pre_hooks)
     with pytest.warns(f8sub.Float8Warning, match="again and found nothing more to convert"):
         f8sub.convert_to_float8(model)
     assert all(parameter is weights[name] for name, parameter in model.named_parameters())

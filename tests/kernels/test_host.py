@@ -107,14 +107,23 @@ def test_scale_of_many_floats(format):
     assert found == expected.tolist()
 
 
-def test_it_takes_only_what_it_can_do():
-    x = gaussian((16, 32), generator(4))
-    whole, by_row = FORMATS["e4m3-float"], Float8Format(E4M3, Tile(1, ALL))
-    assert host.takes(x, whole, whole)
-    assert host.takes(x, None, whole)
-    assert not host.takes(x, by_row, None)
-    assert not host.takes(x, None, by_row)
-    assert not host.takes(x.t(), whole, whole)
-    assert not host.takes(x[:0], whole, whole)
-    assert not host.takes(x.to("meta"), whole, whole)
-    assert not host.takes(torch.nn.Parameter(x), whole, whole)
+ODD = {
+    "one-scale-a-row": lambda x: (x, Float8Format(E4M3, Tile(1, ALL))),
+    "blocks": lambda x: (x, Float8Format(E4M3, Tile(8, 8))),
+    "transposed": lambda x: (x.t(), FORMATS["e4m3-float"]),
+    "every-other-row": lambda x: (x[::2], FORMATS["e5m2-float"]),
+    "no-rows": lambda x: (x[:0], FORMATS["e4m3-float"]),
+    "no-columns": lambda x: (x[:, :0], FORMATS["e4m3-float"]),
+}
+
+
+@pytest.mark.parametrize("name", ODD, ids=list(ODD))
+def test_what_it_is_not_for_goes_to_the_reference(name):
+    x, format = ODD[name](gaussian((16, 32), generator(4)))
+    for formats in ((format, format), (format, None), (None, format), (FORMATS["e4m3-float"], format)):
+        for found, expected in zip(host.quantize(x, *formats), reference.quantize(x, *formats), strict=True):
+            assert (found is None) == (expected is None)
+            if found is not None:
+                assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+                assert torch.equal(found.scale_inv, expected.scale_inv)
+                assert found.data.is_contiguous()

@@ -44,12 +44,20 @@ def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> 
 
 
 def quantize(
-    x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
+    x: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    any_layout: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
-    """``reference.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit."""
-    if type(x) is torch.Tensor and x.is_cpu and not torch.compiler.is_compiling():
-        return host.quantize(x, rowwise, columnwise)
-    return reference.quantize(x, rowwise, columnwise)
+    """``reference.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit.
+
+    Compiled code is always row-major: Inductor's lowering of ``_scaled_mm`` takes nothing else.
+    """
+    if torch.compiler.is_compiling():
+        return reference.quantize(x, rowwise, columnwise)
+    if type(x) is torch.Tensor and x.is_cpu:
+        return host.quantize(x, rowwise, columnwise, any_layout)
+    return reference.quantize(x, rowwise, columnwise, any_layout)
 
 
 def gemm_nt(
@@ -59,7 +67,7 @@ def gemm_nt(
 
     A batch of no rows, or a contraction over none, multiplies nothing and gives zeros.
     """
-    if a.data.numel() == 0:
+    if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     run: Callable[..., torch.Tensor] = GEMM[backend].gemm_nt
     device = "cpu" if a.data.is_cpu else a.data.device.type
@@ -75,12 +83,20 @@ class Plan:
     """A recipe bound to a device: the backend of each GEMM, None where it stays in high precision.
 
     A frozen value, so ``torch.compile`` takes it for a constant.
+
+    Attributes:
+        recipe: formats of the operands.
+        fprop: name of the backend.
+        dgrad: likewise.
+        wgrad: likewise.
+        any_layout: whether all of them read transposed views, so that no codes are ever copied transposed.
     """
 
     recipe: Recipe
     fprop: str | None
     dgrad: str | None
     wgrad: str | None
+    any_layout: bool
 
     @classmethod
     def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "Plan":
@@ -92,4 +108,6 @@ class Plan:
         fprop, dgrad, wgrad = (
             select_gemm(spec, device, backend) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)
         )
-        return cls(recipe, fprop, dgrad, wgrad)
+        used = [name for name in (fprop, dgrad, wgrad) if name is not None]
+        any_layout = all(GEMM[name].takes_any_layout(device) for name in used)
+        return cls(recipe, fprop, dgrad, wgrad, any_layout)

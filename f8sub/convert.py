@@ -31,12 +31,12 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     recipe: Recipe | str = DEFAULT,
     *,
     filter_fn: FilterFn | None = None,
-    skip: Sequence[str] = DEFAULT_SKIP,
+    skip: str | Sequence[str] = DEFAULT_SKIP,
     strict: bool = True,
     float8_all_gather: bool = True,
     backend: str = "auto",
     module_filter_fn: FilterFn | None = None,
-    filter_fqns: Sequence[str] = (),
+    filter_fqns: str | Sequence[str] = (),
     recipe_name: str | None = None,
     enable_fsdp_float8_all_gather: bool | None = None,
 ) -> Model:
@@ -52,7 +52,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         skip: glob patterns over whole segments of a layer's name; a match skips the layer. One that matches
             nothing is no error.
         strict: raise when no layer was converted; False warns instead.
-        float8_all_gather: FSDP2 gathers the weights as float8; False gathers them in high precision.
+        float8_all_gather: FSDP2 gathers the weights as float8; False gathers them in high precision, as it is
+            done in any case for a recipe with a GEMM that reads the weight in high precision.
             ``enable_fsdp_float8_all_gather`` is the same.
         backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
         module_filter_fn: torchao's name for ``filter_fn``.
@@ -68,6 +69,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
             recipe, or, when ``strict``, nothing to convert.
     """
     recipe = get_recipe(recipe_name or recipe)
+    skip = [skip] if isinstance(skip, str) else skip
+    filter_fqns = [filter_fqns] if isinstance(filter_fqns, str) else filter_fqns
     if enable_fsdp_float8_all_gather is not None:
         float8_all_gather = enable_fsdp_float8_all_gather
     _refuse_sharded(model)
@@ -80,7 +83,9 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     layers = ConvertedLayers()
     for module, fqn in names.items():
         _convert(module, fqn, Plan.make(recipe, _device_of(module), backend), layers)
-    _wrap_weights(list(names), WireWeight if float8_all_gather else MasterWeight, layers)
+    # A GEMM that reads the weight in high precision needs it gathered so.
+    gathered = float8_all_gather and None not in recipe.formats("w")
+    _wrap_weights(list(names), WireWeight if gathered else MasterWeight, layers)
     _share_inputs(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
     mark_stale_before_optimizer_steps()
@@ -163,8 +168,12 @@ def _replace(module: torch.nn.Linear, parameter: torch.nn.Parameter) -> None:
     Optimizers and ties that hold the old Python object then hold the new weight.
     """
     old = module.weight
-    if old.grad is not None:
-        parameter.grad = old.grad
+    parameter.grad = old.grad
+    parameter._backward_hooks = old._backward_hooks
+    parameter._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    for name, value in vars(old).items():
+        if name not in MasterWeight.OWN_ATTRIBUTES:
+            setattr(parameter, name, value)
     try:
         torch.utils.swap_tensors(old, parameter)
     except RuntimeError:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from f8sub.formats import HIGH_PRECISION
 from f8sub.linear import Float8Linear
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
@@ -39,12 +40,10 @@ def why_not(
         return f"skip={pattern!r}"
     if filter_fn is not None and not filter_fn(module, fqn):
         return "filter_fn said no"
-    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-        return (
-            f"in_features={module.in_features}, out_features={module.out_features}: both have to be multiples of "
-            f"{MULTIPLE}"
-        )
-    if not module.weight.is_floating_point():
+    sizes = module.in_features, module.out_features
+    if any(size % MULTIPLE or not size for size in sizes):
+        return f"in_features={sizes[0]}, out_features={sizes[1]}: both have to be multiples of {MULTIPLE}"
+    if module.weight.dtype not in HIGH_PRECISION:
         return f"its weight is {module.weight.dtype}"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "its weight is parametrized"

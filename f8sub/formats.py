@@ -15,6 +15,9 @@ from f8sub.errors import Float8ConfigError
 ALL = -1
 """A tile edge that spans the whole dimension."""
 
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be quantized: dtypes whose products with a scale float32 holds."""
+
 _FLOAT8_MAX = {dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 
 
@@ -105,7 +108,8 @@ class Operand(NamedTuple):
     """One GEMM-ready matrix.
 
     Attributes:
-        data: float8 codes, (rows, K), row-major, contracted along K.
+        data: float8 codes, (rows, K), contracted along K. Row-major, as Hopper's tensor cores take it; a transposed
+            view only where it was asked for because the GEMM that reads it takes any layout.
         scale_inv: float32, ``format.tile.scale_shape(data.shape)``, always 2-D; multiplies codes to get back
             the high-precision values.
         format: how ``data`` and ``scale_inv`` are to be read.

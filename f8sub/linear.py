@@ -12,7 +12,7 @@ import torch
 from f8sub import backends
 from f8sub.backends import Plan, gemm_nt
 from f8sub.errors import Float8ShapeError
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec
@@ -42,10 +42,10 @@ class Float8Linear(torch.nn.Linear):
     converted: ConvertedLayers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        if not x.is_floating_point():
+        if x.dtype not in HIGH_PRECISION:
             raise TypeError(
-                f"{self.fqn}: a float8 linear layer takes a floating-point input, got {x.dtype} of shape "
-                f"{tuple(x.shape)}; convert it with .to(torch.bfloat16)"
+                f"{self.fqn}: a float8 linear layer takes an input of {', '.join(map(str, HIGH_PRECISION))}, got "
+                f"{x.dtype} of shape {tuple(x.shape)}; convert it with .to(torch.bfloat16)"
             )
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Float8ShapeError(
@@ -61,6 +61,8 @@ class Float8Linear(torch.nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.converted.add(self)
+        if isinstance(self.weight, MasterWeight):
+            self.weight.cell.layers = self.converted
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -99,11 +101,14 @@ class _Float8Matmul(torch.autograd.Function):
         w, *saved = ctx.saved_tensors
         matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
         dy_row, dy_col = backends.quantize(
-            matrix, recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
+            matrix,
+            recipe.dgrad.a if need_dx else None,
+            recipe.wgrad.a if need_dw else None,
+            plan.any_layout,
         )
         dx = dw = dbias = None
         if need_dx:
-            w_col = _weight_columnwise(w, recipe.fprop.b, recipe.dgrad.b, dtype, dy)
+            w_col = _weight_columnwise(w, plan, dtype, dy)
             dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
@@ -128,7 +133,8 @@ def _fprop(
     matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if x.dtype is not dtype:
         matrix = matrix.to(dtype)
-    x_row, x_col = quantize_input(x, matrix, (recipe.fprop.a, recipe.wgrad.b if keep_x else None))
+    formats = recipe.fprop.a, recipe.wgrad.b if keep_x else None
+    x_row, x_col = quantize_input(x, matrix, formats, plan.any_layout)
     y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, _weight_rowwise(w, recipe.fprop.b, dtype), dtype)
     if bias is not None:
         y = y + bias.to(dtype)
@@ -167,20 +173,15 @@ def _weight_rowwise(w: torch.Tensor, format: Float8Format | None, dtype: torch.d
     return _has(backends.quantize(w.to(dtype), format, None)[0])
 
 
-def _weight_columnwise(
-    w: torch.Tensor,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    dtype: torch.dtype,
-    dy: torch.Tensor,
-) -> GemmInput:
+def _weight_columnwise(w: torch.Tensor, plan: Plan, dtype: torch.dtype, dy: torch.Tensor) -> GemmInput:
     """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees."""
+    rowwise, columnwise = plan.recipe.formats("w")
     if columnwise is None:
         high_precision = w.dequantize() if isinstance(w, Float8Tensor) else w
         return high_precision.to(dtype).t()
     operand = _weight_rowwise(w, rowwise, dtype)
     if isinstance(operand, Operand):
-        return derive_columnwise_in_backward(operand, columnwise, dy)
+        return derive_columnwise_in_backward(operand, columnwise, dy, plan.any_layout)
     return _has(backends.quantize(operand, None, columnwise)[1])
 
 

@@ -41,8 +41,13 @@ _scopes = _Scopes()
 
 
 def open_scope(module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a module whose children may share an input."""
+    """Forward pre-hook of a module whose children may share an input.
+
+    A scope of the same module that is still open is of a forward that was interrupted: torch calls no hook after
+    KeyboardInterrupt.
+    """
     if not torch.compiler.is_compiling():
+        close_scope(module, args, None)
         _scopes.stack.append(_Scope(id(module)))
 
 
@@ -57,7 +62,7 @@ def close_scope(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 
 def quantize_input(
-    x: torch.Tensor, matrix: torch.Tensor, formats: Formats
+    x: torch.Tensor, matrix: torch.Tensor, formats: Formats, any_layout: bool
 ) -> tuple[Operand | None, Operand | None]:
     """Both operands of ``matrix``, or those of an earlier sibling that was given the same ``x``.
 
@@ -65,12 +70,13 @@ def quantize_input(
         x: what the layer was called with; its identity and version are the key.
         matrix: (M, K), ``x`` flattened and in the dtype to quantize from.
         formats: (rowwise, columnwise); None for a usage nobody reads.
+        any_layout: see ``reference.quantize``.
     """
     if torch.compiler.is_compiling() or not _scopes.stack or x.is_inference():
-        return backends.quantize(matrix, *formats)
+        return backends.quantize(matrix, *formats, any_layout)
     scope = _scopes.stack[-1]
-    key = (x._version, matrix.dtype, formats)
+    key = (x._version, matrix.dtype, formats, any_layout)
     if scope.x is None or scope.x() is not x or scope.key != key:
-        scope.operands = backends.quantize(matrix, *formats)
+        scope.operands = backends.quantize(matrix, *formats, any_layout)
         scope.x, scope.key = weakref.ref(x), key
     return scope.operands

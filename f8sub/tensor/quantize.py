@@ -4,7 +4,7 @@ import torch
 
 from f8sub import backends
 from f8sub.errors import Float8ConfigError, Float8ShapeError
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels import reference
 from f8sub.recipe import OperandName, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -34,15 +34,15 @@ def quantize(
 
     Raises:
         Float8ShapeError: ``x`` is not a matrix.
-        TypeError: ``x`` is not of a floating-point dtype.
+        TypeError: ``x`` is of another dtype than those.
         Float8ConfigError: no usage asked for, or none that the recipe keeps in float8.
     """
     if x.dim() != 2:
         raise Float8ShapeError(
             f"quantize takes a matrix, got shape {tuple(x.shape)}; flatten the leading dims"
         )
-    if not x.is_floating_point():
-        raise TypeError(f"quantize takes a floating-point matrix, got {x.dtype}")
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(f"quantize takes a matrix of {', '.join(map(str, HIGH_PRECISION))}, got {x.dtype}")
     if isinstance(format_or_recipe, Float8Format):
         formats: tuple[Float8Format | None, Float8Format | None] = (format_or_recipe, format_or_recipe)
         derive = False

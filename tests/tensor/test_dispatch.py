@@ -49,6 +49,7 @@ VALUES = {
 TRANSPOSES = {
     aten.t.default: lambda t: t.t(),
     aten.transpose.int: lambda t: t.transpose(-2, -1),
+    aten.permute.default: lambda t: t.T,
 }
 PLAIN = {aten.zeros_like.default: torch.zeros_like, aten.empty_like.default: torch.empty_like}
 MATMULS = {

@@ -186,9 +186,8 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bo
 def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     """``codes * scale_inv`` in float32, rounded once to ``dtype``; shape of ``operand.data``."""
     data, scale_inv, format = operand
-    top = torch.finfo(
-        dtype
-    ).max  # a code can stand for a little more than the largest number it was cast from
+    # A code can stand for a little more than the largest number it was cast from.
+    top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return (data.float() * spread(scale_inv, format.tile, data.shape)).clamp(-top, top).to(dtype)
 
 

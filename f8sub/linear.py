@@ -47,11 +47,11 @@ class Float8Linear(torch.nn.Linear):
                 f"{self.fqn}: a float8 linear layer takes an input of {', '.join(map(str, HIGH_PRECISION))}, got "
                 f"{x.dtype} of shape {tuple(x.shape)}; convert it with .to(torch.bfloat16)"
             )
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
+        if x.dim() == 0 or x.size(-1) != self.in_features:
             raise Float8ShapeError(
                 f"{self.fqn}: expected an input of shape (..., {self.in_features}), got {tuple(x.shape)}"
             )
-        device = x.device.type
+        device = "cpu" if x.is_cpu else x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         if not torch.is_grad_enabled():
             return _fprop(x, self.weight, self.bias, self.plan, dtype, keep_x=False)[0]

@@ -28,25 +28,28 @@ def quantize(
         No clamp: with current scaling a finite product is at most ``format.max * (1 + 2**-23)``, which rounds to
         ``format.max``. Tensors with NaN, infinity or values that need the clamp go to the reference.
     """
-    whole = (rowwise is None or rowwise.tile.is_whole) and (columnwise is None or columnwise.tile.is_whole)
+    whole = (rowwise is None or rowwise.tile.is_whole) and (
+        columnwise is rowwise or columnwise is None or columnwise.tile.is_whole
+    )
     if not whole or not x.numel() or not x.is_contiguous():
         return reference.quantize(x, rowwise, columnwise, any_layout)
     lowest, highest = torch.aminmax(x)
-    amax = max(highest.item(), -lowest.item())
+    amax: float = max(highest.item(), -lowest.item())
     if not amax <= reference.LARGEST:
         return reference.quantize(x, rowwise, columnwise, any_layout)
-    row = None if rowwise is None else _cast(x, amax, rowwise)
-    if columnwise is None:
-        return row, None
-    same = row if row is not None and rowwise == columnwise else _cast(x, amax, columnwise)
-    data = same.data.mT if any_layout else torch.t_copy(same.data)
-    return row, Operand(data, same.scale_inv, columnwise)
+    row = col = None
+    if rowwise is not None:
+        row = Operand(*_cast(x, amax, rowwise), rowwise)
+    if columnwise is not None:
+        data, scale_inv = row[:2] if row is not None and rowwise == columnwise else _cast(x, amax, columnwise)
+        col = Operand(data.t() if any_layout else torch.t_copy(data), scale_inv, columnwise)
+    return row, col
 
 
-def _cast(x: torch.Tensor, amax: float, format: Float8Format) -> Operand:
+def _cast(x: torch.Tensor, amax: float, format: Float8Format) -> tuple[torch.Tensor, torch.Tensor]:
     scale = scale_from_amax(amax, format)
     scale_inv = torch.full((1, 1), 1.0 / scale, dtype=torch.float32)
-    return Operand(torch.add(_MINUS_ZERO, x, alpha=scale).to(format.dtype), scale_inv, format)
+    return torch.add(_MINUS_ZERO, x, alpha=scale).to(format.dtype), scale_inv
 
 
 def scale_from_amax(amax: float, format: Float8Format) -> float:

@@ -194,9 +194,12 @@ class MasterWeight(torch.Tensor):
                 for tensor in pytree.tree_leaves(value):
                     if isinstance(tensor, MasterWeight):
                         tensor.cell.epoch += 1
-        if (len(types) == 1 or all(issubclass(t, MasterWeight) for t in types)) and not _any_traced(
-            args, kwargs
-        ):
+        first = args[0] if args else None
+        if len(types) == 1 and isinstance(first, MasterWeight):
+            plainly = first._traced is None
+        else:
+            plainly = all(issubclass(t, MasterWeight) for t in types) and not _any_traced(args, kwargs)
+        if plainly:
             with torch._C._DisableTorchDispatch():
                 out = func(*args, **kwargs)
         else:
@@ -303,7 +306,5 @@ def _quantize_rowwise(weight: torch.Tensor, format: Float8Format) -> Operand:
 
 def _any_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch.compile is tracing the call; then every master weight in it is a traced one."""
-    if args and isinstance(args[0], MasterWeight):
-        return args[0]._traced is not None
     weights = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
     return any(weight._traced is not None for weight in weights)

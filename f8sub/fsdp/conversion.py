@@ -30,6 +30,7 @@ class ShardedConversion:
         self.tables: dict[dist.ProcessGroup, ScaleTable] = {}
         self._layers = layers
         self._shards: weakref.WeakKeyDictionary[Float8Linear, Shard] = weakref.WeakKeyDictionary()
+        self._table_of: dict[Shard, ScaleTable] = {}
         self._seen: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
 
     @classmethod
@@ -57,8 +58,8 @@ class ShardedConversion:
         for layer, shard in self._shards.items():
             shard.follow(layer)
 
-    def shard_of(self, layer: Float8Linear) -> Shard:
-        """The shard of a layer whose weight is about to be gathered."""
+    def shard_of(self, layer: Float8Linear) -> tuple[Shard, ScaleTable]:
+        """The shard of a layer whose weight is about to be gathered, and the table that its scales come from."""
         if layer not in self._seen:
             self.refresh()
         shard = self._shards.get(layer)
@@ -68,7 +69,7 @@ class ShardedConversion:
                 f"({type(layer.weight).__name__}); assign weights before fully_shard"
             )
         shard.follow(layer)
-        return shard
+        return shard, self._table_of[shard]
 
     def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
         layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}
@@ -95,11 +96,11 @@ class ShardedConversion:
                     )
                 local.cell.layers = self._layers
                 tied = next((s for s in self._shards.values() if s.master.cell is local.cell), None)
-                self._shards[layer] = tied or Shard(layer.fqn, local, layouts[layer], format, table)
-            shards = {id(s): s for s in self._shards.values() if s.table is table}
-            if shards:
+                self._shards[layer] = tied or Shard(layer.fqn, local, layouts[layer], format)
+                self._table_of[self._shards[layer]] = table
+            if shards := [shard for shard, its_table in self._table_of.items() if its_table is table]:
                 self.tables[group] = table
-                table.set_shards(list(shards.values()))
+                table.set_shards(shards)
 
 
 _entered: Counter[str] = Counter()

@@ -1,7 +1,6 @@
 """Layer 5. One rank's shard of a float8 weight: where it lies, its tiles in the amax table, its codes for the wire."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,6 @@ from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
 from f8sub.kernels import reference
 from f8sub.tensor.master_weight import MasterWeight
-
-if TYPE_CHECKING:
-    from f8sub.fsdp.scale_table import ScaleTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +72,19 @@ class Shard:
         master: the high-precision shard.
         layout: where it lies.
         format: of the codes that are gathered: w's rowwise format.
-        table: the amax table that its scales come from.
-        index: position in the table's order.
+        index: position in the order of its scale table.
         gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``.
-        amax: float32 view of the table, one entry a tile of the whole weight.
+        amax: float32 view of the scale table, one entry a tile of the whole weight.
         scale: likewise.
         scale_inv: likewise; the unsharded tensor's scales are this very view.
     """
 
-    def __init__(
-        self, fqn: str, master: MasterWeight, layout: ShardLayout, format: Float8Format, table: "ScaleTable"
-    ) -> None:
+    def __init__(self, fqn: str, master: MasterWeight, layout: ShardLayout, format: Float8Format) -> None:
         self.fqn = fqn
         self.master = master
         self.layout = layout
         self.format = format
-        self.table = table
         self.index = 0
         self.gathers = 0
         self.dtype = master.dtype

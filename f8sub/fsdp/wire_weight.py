@@ -14,13 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Operand
 from f8sub.fsdp.conversion import ShardedConversion
+from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.fsdp.shard import Shard
 from f8sub.linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.torch_compat import preset_signature
 
-Metadata = tuple[Shard, str | None]
+Metadata = tuple[Shard, ScaleTable, str | None]
 
 
 class WireWeight(MasterWeight):
@@ -44,9 +45,9 @@ class WireWeight(MasterWeight):
                 f"a {type(self).__name__} is a parameter of a {type(module).__name__}; only a Float8Linear knows the "
                 "recipe to gather it with"
             )
-        shard = ShardedConversion.of(module.converted).shard_of(module)
-        codes, ticket = shard.table.gather_input(shard, self, mp_policy.param_dtype or self.dtype)
-        return (codes,), (shard, ticket)
+        shard, table = ShardedConversion.of(module.converted).shard_of(module)
+        codes, ticket = table.gather_input(shard, self, mp_policy.param_dtype or self.dtype)
+        return (codes,), (shard, table, ticket)
 
     def fsdp_post_all_gather(
         self,
@@ -61,9 +62,9 @@ class WireWeight(MasterWeight):
         Later calls find codes and scales already in place: both are views of memory that FSDP2 and the scale table
         write to.
         """
-        (gathered,), (shard, ticket) = all_gather_outputs, metadata
+        (gathered,), (shard, table, ticket) = all_gather_outputs, metadata
         if ticket is not None:
-            shard.table.resolve(shard, self, gathered, ticket)
+            table.resolve(shard, self, gathered, ticket)
         if out is not None:
             return None
         rowwise = Operand(shard.unsharded_codes(gathered), shard.scale_inv, shard.format)

@@ -85,6 +85,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         _convert(module, fqn, Plan.make(recipe, _device_of(module), backend), layers)
     # A GEMM that reads the weight in high precision needs it gathered so.
     gathered = float8_all_gather and None not in recipe.formats("w")
+    for module in names:
+        module.float8_all_gather = gathered  # type: ignore[assignment]
     _wrap_weights(list(names), WireWeight if gathered else MasterWeight, layers)
     _share_inputs(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
@@ -113,7 +115,7 @@ def convert_from_float8(model: Model) -> Model:
             weight = module.weight
             if isinstance(weight, MasterWeight):
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
-            del module.plan, module.fqn, module.converted
+            del module.plan, module.fqn, module.converted, module.float8_all_gather
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]
     return model
 

@@ -8,6 +8,7 @@ dy --quantize--> rowwise, columnwise
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from f8sub import backends
 from f8sub.backends import Plan, gemm_nt
@@ -35,11 +36,13 @@ class Float8Linear(torch.nn.Linear):
         plan: the recipe and the backend of each GEMM.
         fqn: the layer's name in the model that was converted, for errors and reports.
         converted: the layers of the same conversion, this one among them.
+        float8_all_gather: whether FSDP2 gathers the weight as float8.
     """
 
     plan: Plan
     fqn: str
     converted: ConvertedLayers
+    float8_all_gather: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
         if x.dtype not in HIGH_PRECISION:
@@ -49,7 +52,8 @@ class Float8Linear(torch.nn.Linear):
             )
         if x.dim() == 0 or x.size(-1) != self.in_features:
             raise Float8ShapeError(
-                f"{self.fqn}: expected an input of shape (..., {self.in_features}), got {tuple(x.shape)}"
+                f"{self.fqn}: expected an input of shape (..., {self.in_features}), got {tuple(x.shape)}; look at what "
+                "calls the layer"
             )
         device = "cpu" if x.is_cpu else x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -65,8 +69,21 @@ class Float8Linear(torch.nn.Linear):
             self.weight.cell.layers = self.converted
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        kind = type(local_tensor(self.weight))
         super()._load_from_state_dict(*args, **kwargs)
         self.converted.changes += 1
+        if issubclass(kind, MasterWeight) and not isinstance(local_tensor(self.weight), MasterWeight):
+            self._remake_master(kind)
+
+    def _remake_master(self, kind: type[MasterWeight]) -> None:
+        """Make a master weight again of what ``load_state_dict(assign=True)`` put in its place."""
+        weight, requires_grad = self.weight, self.weight.requires_grad
+        master = kind(local_tensor(weight).detach())
+        master.cell.layers = self.converted
+        if isinstance(weight, DTensor):
+            weight._local_tensor = master
+        else:
+            self.weight = torch.nn.Parameter(master, requires_grad)
 
     def extra_repr(self) -> str:
         """Features, recipe and the backend of each GEMM."""
@@ -75,6 +92,11 @@ class Float8Linear(torch.nn.Linear):
 
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+def local_tensor(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded parameter, or the whole of any other."""
+    return weight._local_tensor if isinstance(weight, DTensor) else weight
 
 
 class _Float8Matmul(torch.autograd.Function):

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from f8sub.fsdp.wire_weight import WireWeight
 from f8sub.linear import Float8Linear
 
 SKIP_REASON = "float8_skip_reason"
@@ -63,13 +61,9 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
             gemms = ", ".join(
                 f"{g}={getattr(plan, g) or 'high precision'}" for g in ("fprop", "dgrad", "wgrad")
             )
-            gather = "float8" if isinstance(_local(module.weight), WireWeight) else "high precision"
+            gather = "float8" if module.float8_all_gather else "high precision"
             detail = f"{plan.recipe.name}: {gemms}, all-gather={gather}"
         else:
             detail = getattr(module, SKIP_REASON, "convert_to_float8 has not seen it")
         rows.append(LayerReport(fqn or "(root)", module.in_features, module.out_features, converted, detail))
     return ConversionReport(tuple(rows))
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight._local_tensor if isinstance(weight, DTensor) else weight

@@ -85,9 +85,15 @@ class ShardedConversion:
             _entered[ranks] += 1
             self._seen.update(layer for layer, _ in members)
             for layer, weight in members:
-                local = weight._local_tensor
-                if not isinstance(local, MasterWeight) or not _is_gathered_in_float8(local):
+                if not layer.float8_all_gather:
                     continue
+                local = weight._local_tensor
+                if not isinstance(local, MasterWeight) or not hasattr(local, "fsdp_pre_all_gather"):
+                    raise Float8ConfigError(
+                        f"{layer.fqn}: FSDP2 would gather its weight in high precision, because it is a "
+                        f"{type(local).__name__} that took the converted weight's place; assign weights before "
+                        "convert_to_float8, or copy into them"
+                    )
                 format = layer.plan.recipe.fprop.b
                 if format is None:
                     raise Float8ConfigError(
@@ -137,7 +143,6 @@ def _check_ranks(layers: list[Float8Linear], table: ScaleTable, device: str) -> 
 
 def _description(layer: Float8Linear) -> dict[str, str]:
     weight = layer.weight
-    local = weight._local_tensor if isinstance(weight, DTensor) else weight
     plan = layer.plan
     return {
         "layer": layer.fqn,
@@ -145,10 +150,5 @@ def _description(layer: Float8Linear) -> dict[str, str]:
         "dtype": str(weight.dtype),
         "recipe": str(plan.recipe),
         "backends": f"{plan.fprop}, {plan.dgrad}, {plan.wgrad}",
-        "float8_all_gather": str(_is_gathered_in_float8(local)),
+        "float8_all_gather": str(layer.float8_all_gather),
     }
-
-
-def _is_gathered_in_float8(local: torch.Tensor) -> bool:
-    """Whether FSDP2 will find the hooks of a ``WireWeight`` on a sharded parameter's local tensor."""
-    return hasattr(local, "fsdp_pre_all_gather")

@@ -89,9 +89,9 @@ class Shard:
         self.gathers = 0
         self.dtype = master.dtype
         self.amax = self.scale = self.scale_inv = torch.empty(0)
-        self._scaled_epoch = -1
+        self._scaled_state: tuple[int, int] | None = None
         self._wire: torch.Tensor | None = None
-        self._wire_key: tuple[int, int, torch.dtype] | None = None
+        self._wire_key: tuple[tuple[int, int], int, torch.dtype] | None = None
 
     @property
     def scale_shape(self) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class Shard:
     @property
     def stale(self) -> bool:
         """Whether the shard changed since its amax was taken."""
-        return self._scaled_epoch != self.master.cell.epoch or not self.master.owns_storage
+        return self._scaled_state != self.master.state or not self.master.owns_storage
 
     def follow(self, layer: torch.nn.Module) -> None:
         """Turn to the local tensor that the layer's parameter holds now.
@@ -114,7 +114,7 @@ class Shard:
             return
         was_fresh = not self.stale and local.cell.copies(self.master.cell, local.shape)
         self.master = local
-        self._scaled_epoch = local.cell.epoch if was_fresh else -1
+        self._scaled_state = local.state if was_fresh else None
 
     def write_amax(self) -> None:
         """Write the amax of every tile the shard touches into the table, which is zero there."""
@@ -127,7 +127,7 @@ class Shard:
 
     def mark_scaled(self) -> None:
         """Remember which state of the shard its amax was taken from."""
-        self._scaled_epoch = self.master.cell.epoch
+        self._scaled_state = self.master.state
 
     def cast(
         self, source: MasterWeight, generation: int, *, beyond_range: float | None = None
@@ -143,7 +143,7 @@ class Shard:
         Returns:
             uint8, ``layout.padded_shape``, contiguous; rows or columns past the shard are zero.
         """
-        key = (self.master.cell.epoch, generation, self.dtype)
+        key = (self.master.state, generation, self.dtype)
         if self._wire is None:
             with torch.inference_mode(mode=False):
                 self._wire = torch.zeros(self.layout.padded_shape, dtype=torch.uint8, device=source.device)

@@ -48,7 +48,7 @@ class Cell:
     def __init__(self, storage: StorageWeakRef | None) -> None:
         self.epoch = 0
         self.storage = storage
-        self.cast: tuple[tuple[int, Float8Format, torch.dtype], Operand] | None = None
+        self.cast: tuple[tuple[tuple[int, int], Float8Format, torch.dtype], Operand] | None = None
         self.layers: Any = None
         self._copied: tuple[Cell, int, int, torch.Size] | None = None
 
@@ -121,6 +121,11 @@ class MasterWeight(torch.Tensor):
     def tolist(self) -> Any:
         """As of any tensor."""
         return self.plain.tolist()
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Another value after every change: eager operators mark the cell, compiled code bumps the version only."""
+        return self.cell.epoch, 0 if self.is_inference() else self._version
 
     @property
     def owns_storage(self) -> bool:
@@ -283,7 +288,7 @@ def rowwise_of(weight: MasterWeight, format: Float8Format, dtype: torch.dtype) -
     """
     if torch.compiler.is_compiling():
         return _quantize_rowwise(weight.to(dtype), format)
-    cell, key = weight.cell, (weight.cell.epoch, format, dtype)
+    cell, key = weight.cell, (weight.state, format, dtype)
     owned = weight.owns_storage
     if owned and cell.cast is not None and cell.cast[0] == key:
         return cell.cast[1]

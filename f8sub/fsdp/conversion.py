@@ -16,7 +16,6 @@ from f8sub.fsdp.shard import Shard, ShardLayout
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.tensor.master_weight import MasterWeight
-from f8sub.torch_compat import all_gather
 
 
 class ShardedConversion:
@@ -124,9 +123,9 @@ def _check_ranks(layers: list[Float8Linear], table: ScaleTable, device: str) -> 
         list(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8, device=device
     )
     world = dist.get_world_size(table.own_group)
-    digests = digest.new_empty(world * digest.numel())
-    all_gather(digests, digest, table.own_group)
-    if torch.equal(digests, digest.repeat(world)):
+    digests = [torch.empty_like(digest) for _ in range(world)]
+    dist.all_gather(digests, digest, group=table.own_group)
+    if all(torch.equal(theirs, digest) for theirs in digests):
         return
     everyone: list[list[dict[str, str]]] = [[] for _ in range(world)]
     dist.all_gather_object(everyone, mine, group=table.own_group)

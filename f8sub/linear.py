@@ -197,7 +197,7 @@ def _weight_rowwise(w: torch.Tensor, format: Float8Format | None, dtype: torch.d
 
 def _weight_columnwise(w: torch.Tensor, plan: Plan, dtype: torch.dtype, dy: torch.Tensor) -> GemmInput:
     """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees."""
-    rowwise, columnwise = plan.recipe.formats("w")
+    rowwise, columnwise = plan.recipe.fprop.b, plan.recipe.dgrad.b
     if columnwise is None:
         high_precision = w.dequantize() if isinstance(w, Float8Tensor) else w
         return high_precision.to(dtype).t()

@@ -29,6 +29,24 @@ def all_arrive(point: str, world: int) -> bool:
     return bool(store.get(decision) == b"yes")
 
 
+def all_same(point: str, value: str, world: int) -> bool:
+    """Whether all ranks bring the same value to ``point``, which no rank can fail to come to; no collective.
+
+    Args:
+        point: see ``all_arrive``.
+        value: what this rank brings.
+        world: how many ranks there are.
+    """
+    store, decision = default_store(), f"{point}/decision"
+    store.add(f"{point}/{value}", 1)
+    if store.add(f"{point}/arrived", 1) == world:
+        # Every rank said its value before it said that it arrived.
+        same = store.add(f"{point}/{value}", 0) == world
+        store.compare_set(decision, "", "yes" if same else "no")
+    store.wait([decision])
+    return bool(store.get(decision) == b"yes")
+
+
 def tell(ticket: str) -> None:
     """Say that this rank, about to join a collective, saw what ``ticket`` names."""
     default_store().add(ticket, 1)

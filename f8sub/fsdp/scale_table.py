@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8RankMismatchError, Float8Warning
 from f8sub.formats import Float8Format
-from f8sub.fsdp.agreement import all_arrive, all_told, tell
+from f8sub.fsdp.agreement import all_arrive, all_same, all_told, tell
 from f8sub.fsdp.shard import Shard
 from f8sub.kernels import reference
 from f8sub.layers import ConvertedLayers
@@ -56,6 +56,7 @@ class ScaleTable:
         self._runs: list[tuple[Float8Format, torch.dtype, slice]] | None = None
         self._tensorwise: list[Shard] = []
         self._finer: list[Shard] = []
+        self._gathered = False
         self._warned = False
         self._changed_alone: set[int] = set()
         self._report: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -161,6 +162,9 @@ class ScaleTable:
             uint8 codes, and what ``resolve`` needs when the shard changed in a way that other ranks may not know
             of; None otherwise.
         """
+        if not self._gathered:
+            self._check_param_dtype(shard, dtype)
+            self._gathered = True
         shard.gathers += 1
         if self.pending:
             self._warn_missed()
@@ -200,6 +204,19 @@ class ScaleTable:
             ranks = dist.get_process_group_ranks(self._mesh_group)
             self._own_group = dist.new_group(ranks, use_local_synchronization=True)
         return self._own_group
+
+    def _check_param_dtype(self, shard: Shard, dtype: torch.dtype) -> None:
+        """Before the first all-gather, whose size it would make differ.
+
+        Raises:
+            Float8RankMismatchError: on every rank alike, when they shard with different policies.
+        """
+        point = f"f8sub/{self.own_group.group_name}/param_dtype" if self._world > 1 else ""
+        if point and not all_same(point, str(dtype), self._world):
+            raise Float8RankMismatchError(
+                f"{shard.fqn}: the ranks that shard it would gather it with different param_dtypes, this one with "
+                f"{dtype}; give fully_shard the same MixedPrecisionPolicy on every rank"
+            )
 
     def _stale(self, shard: Shard) -> bool:
         """Whether this rank knows of a change to the weight that the scales do not cover.

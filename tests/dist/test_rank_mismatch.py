@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
 from tests.data_sets import gaussian, generator
@@ -71,4 +72,26 @@ def dtypes(rank: int, world: int) -> tuple[str, float]:
 def test_a_rank_with_another_dtype(ranks):
     for name, seconds in ranks(2, dtypes):
         assert name == "Float8RankMismatchError"
+        assert seconds < SECONDS
+
+
+def policies(rank: int, world: int) -> tuple[str, float]:
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if rank == world - 1 else {}
+    model = f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64)))
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    start = time.monotonic()
+    try:
+        model(gaussian((16, 64), generator(1)))
+    except f8sub.Float8RankMismatchError as error:
+        return str(error), time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+def test_ranks_that_shard_with_another_policy(ranks):
+    found = ranks(3, policies)
+    for (text, seconds), dtype in zip(found, ("float32", "float32", "bfloat16"), strict=True):
+        assert text.startswith("layers.0: ")
+        assert dtype in text
         assert seconds < SECONDS

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.fsdp.conversion import ShardedConversion
 from f8sub.layers import ConvertedLayers
-from f8sub.linear import Float8Linear
+from f8sub.linear import Float8Linear, local_tensor
 from f8sub.tensor.master_weight import MasterWeight
 
 
@@ -75,7 +74,7 @@ def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     conversions = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            local = local_tensor(parameter)
             if isinstance(local, MasterWeight):
                 local.mark_stale()
                 conversions.add(local.cell.layers)

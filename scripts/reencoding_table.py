@@ -1,0 +1,98 @@
+"""What re-encoding costs: a weight's columnwise operand derived from its rowwise codes, beside a cast of its own.
+
+A weight is cast once, by rows, and what dgrad reads is made from those codes. For every recipe that has to re-scale
+them: the share of the codes that come out as if cast directly, the SQNR of the median column (a whole hides its small
+columns) either way, and the share of the elements that only re-encoding flushes to zero. 1024 x 1024 weights.
+
+    python scripts/reencoding_table.py --write-readme
+"""
+
+from __future__ import annotations
+
+import torch
+from numerics import Draw, element_outliers, flushed, gaussian, lognormal_columns, percent, sqnr, student_t
+from tables import Table, parser, write_between_markers, write_json
+
+import f8sub
+from f8sub.kernels import reference
+
+SHAPE = (1024, 1024)
+DATA_SETS: dict[str, Draw] = {
+    "gaussian": gaussian,
+    "columns lognormal, sigma 2": lognormal_columns(2.0),
+    "columns lognormal, sigma 4": lognormal_columns(4.0),
+    "element outliers": element_outliers,
+    "student-t": student_t,
+}
+
+
+def rescaled() -> dict[str, tuple[f8sub.Float8Format, f8sub.Float8Format]]:
+    """(rowwise, columnwise) formats of the weight, of each recipe in which a byte transpose is not enough."""
+    formats = {name: f8sub.get_recipe(name).formats("w") for name in f8sub.recipe_names()}
+    return {
+        name: (row, col)
+        for name, (row, col) in formats.items()
+        if row is not None and col is not None and not row.tile.is_transpose_of(col.tile)
+    }
+
+
+def measure(
+    rowwise: f8sub.Float8Format, columnwise: f8sub.Float8Format, weight: torch.Tensor
+) -> dict[str, float]:
+    """Figures of the columnwise operand, direct and derived."""
+    row, direct = reference.quantize(weight, rowwise, columnwise)
+    derived = reference.derive_columnwise(row, columnwise)
+    columns = weight.t()
+    values = {
+        name: reference.dequantize(operand, torch.float32)
+        for name, operand in (("direct", direct), ("derived", derived))
+    }
+    newly_flushed = (values["derived"] == 0) & (values["direct"] != 0)
+    return {
+        "same": (values["derived"] == values["direct"]).double().mean().item(),
+        "median_column_sqnr_direct": sqnr(columns, values["direct"]).median().item(),
+        "median_column_sqnr_derived": sqnr(columns, values["derived"]).median().item(),
+        "flushed_direct": flushed(direct, columns),
+        "newly_flushed": newly_flushed.double().mean().item(),
+    }
+
+
+def report() -> dict[str, dict[str, dict[str, float]]]:
+    """Recipe -> data set -> figures."""
+    weights = {name: draw(SHAPE, torch.Generator().manual_seed(0)) for name, draw in DATA_SETS.items()}
+    return {
+        recipe: {data: measure(*formats, weight) for data, weight in weights.items()}
+        for recipe, formats in rescaled().items()
+    }
+
+
+def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
+    columns = ["", "weight", "as cast directly", "median column dB: direct", "derived", "newly flushed"]
+    rows = [
+        [
+            recipe,
+            data,
+            f"{100 * figures['same']:.3f}%",
+            f"{figures['median_column_sqnr_direct']:.2f}",
+            f"{figures['median_column_sqnr_derived']:.2f}",
+            percent(figures["newly_flushed"]),
+        ]
+        for recipe, found in results.items()
+        for data, figures in found.items()
+    ]
+    return Table("A weight's columnwise operand, derived from its rowwise codes", columns, rows)
+
+
+def main() -> None:
+    arguments = parser(__doc__).parse_args()
+    results = report()
+    made = table(results)
+    made.show()
+    if arguments.json:
+        write_json(arguments.json, results)
+    if arguments.write_readme:
+        write_between_markers("reencoding_table", made.markdown())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""What stands beside a script is importable from it, and so it is here."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))

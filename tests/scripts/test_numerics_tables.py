@@ -1,0 +1,137 @@
+"""The tables of errors: what they claim, and that their figures are what they are called."""
+
+import math
+
+import pytest
+import recipe_error_table
+import reencoding_table
+import torch
+from numerics import errors, flushed, gaussian
+from tables import Table, write_between_markers
+
+import f8sub
+from f8sub.kernels import reference
+
+IMBALANCED = recipe_error_table.DATA_SETS["token-imbalanced gradients"]
+
+
+def median_row(recipe: str, product: str, seed: int) -> float:
+    figures = recipe_error_table.measure(recipe_error_table.recipes()[recipe], IMBALANCED, seed)
+    return figures[product]["median_row_sqnr"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "recipe", [name for name in ("rowwise", "blockwise") if name in f8sub.recipe_names()]
+)
+def test_a_scale_a_token_keeps_the_gradients_of_small_tokens(recipe, seed):
+    assert median_row(recipe, "dx", seed) >= 28
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_e4m3_scale_for_all_tokens_loses_them(seed):
+    assert median_row(recipe_error_table.E4M3_GRADIENTS, "dx", seed) < 10
+    assert median_row("tensorwise", "dx", seed) >= 24
+
+
+def test_the_whole_product_hides_what_the_median_row_shows():
+    recipe = recipe_error_table.recipes()[recipe_error_table.E4M3_GRADIENTS]
+    dx = recipe_error_table.measure(recipe, IMBALANCED)["dx"]
+    assert dx["sqnr"] >= 28
+    assert dx["median_row_sqnr"] < 10
+
+
+def test_the_tables_have_every_recipe_on_every_data_set(monkeypatch):
+    monkeypatch.setattr(recipe_error_table, "TOKENS", 64)
+    results = recipe_error_table.report()
+    recipes = [*f8sub.recipe_names(), recipe_error_table.E4M3_GRADIENTS]
+    assert len(results) == 5
+    for table in recipe_error_table.tables(results):
+        assert [row[0] for row in table.rows] == recipes
+    markdown = recipe_error_table.markdown(results)
+    for name in (*recipes, *results):
+        assert name in markdown
+
+
+def test_errors_of_a_known_error():
+    """A row off by 1 % is 40 dB, one off by 10 % is 20 dB, an exact one infinite; a zero row is left out."""
+    true = torch.tensor([[1.0, -1.0]] * 3 + [[2.0, 2.0], [0.0, 0.0]])
+    found = true * torch.tensor([1.01, 1.01, 1.1, 1.0, 1.0])[:, None]
+    figures = errors(true, found)
+    assert figures["median_row_sqnr"] == pytest.approx(40, abs=1e-3)
+    noise = 2 * 0.01**2 * 2 + 2 * 0.1**2
+    assert figures["sqnr"] == pytest.approx(10 * math.log10((6 + 8) / noise), abs=1e-3)
+
+
+def test_flushed_counts_what_was_not_zero():
+    format = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(1, f8sub.ALL))
+    # 448 / 2**20 rounds to zero beside 448; half the smallest subnormal ties to zero, more than that does not.
+    values = torch.tensor([[448.0, 448 / 2**20, 0.0, 2.0**-10, 1.01 * 2.0**-10]])
+    operand = reference.quantize(values, format, None)[0]
+    assert flushed(operand, values) == pytest.approx(2 / 5)
+
+
+@pytest.fixture(scope="module")
+def reencoding():
+    return reencoding_table.report()
+
+
+def test_every_recipe_that_rescales_is_measured(reencoding):
+    assert "rowwise" in reencoding
+    assert "tensorwise" not in reencoding
+    assert all(len(found) == 5 for found in reencoding.values())
+
+
+def test_reencoding_gaussian_weights_costs_nothing(reencoding):
+    for recipe, found in reencoding.items():
+        figures = found["gaussian"]
+        assert figures["same"] >= 0.999, recipe
+        assert figures["newly_flushed"] <= 1e-4, recipe
+        assert figures["median_column_sqnr_derived"] == pytest.approx(
+            figures["median_column_sqnr_direct"], abs=0.01
+        )
+
+
+def test_reencoding_a_rowwise_weight_loses_columns_that_are_far_smaller_than_others(reencoding):
+    """At sigma 2 the median column still has all its codes; at sigma 4 it is gone."""
+    mild, wild = (reencoding["rowwise"][f"columns lognormal, sigma {sigma}"] for sigma in (2, 4))
+    assert mild["median_column_sqnr_derived"] >= mild["median_column_sqnr_direct"] - 0.2
+    assert 0.8 <= mild["same"] <= 0.99
+    assert wild["median_column_sqnr_direct"] >= 31
+    assert wild["median_column_sqnr_derived"] < 10
+    assert wild["newly_flushed"] >= 0.4
+
+
+def test_float32_scales_would_round_twice():
+    """Why a recipe's scales are powers of two wherever its codes are re-scaled."""
+    format = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(1, f8sub.ALL))
+    weight = gaussian((256, 256), torch.Generator().manual_seed(0))
+    figures = reencoding_table.measure(format, format, weight)
+    assert figures["median_column_sqnr_derived"] <= figures["median_column_sqnr_direct"] - 2.5
+
+
+def test_a_table_goes_between_its_markers_and_nothing_else_changes(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- begin it -->\nold\n<!-- end it -->\nafter\n")
+    table = Table("title", ["", "number"], [["a", "1"], ["b", "2"]])
+    for _ in range(2):
+        write_between_markers("it", table.markdown(), page)
+        expected = "|  | number |\n| --- | ---: |\n| a | 1 |\n| b | 2 |"
+        assert page.read_text() == f"before\n<!-- begin it -->\n{expected}\n<!-- end it -->\nafter\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "<!-- begin it -->\n",
+        "<!-- end it -->\n<!-- begin it -->\n",
+        "<!-- begin it -->\n<!-- end it -->\n" * 2,
+    ],
+)
+def test_a_page_without_the_markers_is_left_alone(tmp_path, content):
+    page = tmp_path / "README.md"
+    page.write_text(content)
+    with pytest.raises(ValueError, match="begin it"):
+        write_between_markers("it", "text", page)
+    assert page.read_text() == content

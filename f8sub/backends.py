@@ -8,7 +8,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels import host, reference, scaled_mm
+from f8sub.kernels import host, ops, reference, scaled_mm
 from f8sub.recipe import GemmSpec, Recipe
 
 GEMM: dict[str, ModuleType] = {"scaled_mm": scaled_mm, "reference": reference}
@@ -54,7 +54,8 @@ def quantize(
     Compiled code is always row-major: Inductor's lowering of ``_scaled_mm`` takes nothing else.
     """
     if torch.compiler.is_compiling():
-        return reference.quantize(x, rowwise, columnwise)
+        seen = all(ops.is_fusible(format) for format in (rowwise, columnwise) if format is not None)
+        return reference.quantize(x, rowwise, columnwise) if seen else ops.quantize(x, rowwise, columnwise)
     if type(x) is torch.Tensor and x.is_cpu:
         return host.quantize(x, rowwise, columnwise, any_layout)
     return reference.quantize(x, rowwise, columnwise, any_layout)
@@ -70,6 +71,8 @@ def gemm_nt(
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     run: Callable[..., torch.Tensor] = GEMM[backend].gemm_nt
+    if torch.compiler.is_compiling() and GEMM[backend] is reference:
+        run = ops.reference_gemm_nt
     device = "cpu" if a.data.is_cpu else a.data.device.type
     if not torch.is_autocast_enabled(device):
         return run(a, b, out_dtype, fast_accum)

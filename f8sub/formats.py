@@ -4,7 +4,8 @@ Granularity is data, not a branch: tensorwise is ``Tile(ALL, ALL)``, rowwise ``T
 ``Tile(128, 128)``. Whoever needs to know how scales are laid out asks the tile.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -18,16 +19,54 @@ ALL = -1
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized: dtypes whose products with a scale float32 holds."""
 
-_FLOAT8_MAX = {dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+E2M1 = torch.float4_e2m1fn_x2
+"""Four bits an element, two to a byte, the first in the low half: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; no NaN."""
+
+_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, E2M1: 6.0}
+
+_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", E2M1: "e2m1"}
 
 
 class ScaleRule(Enum):
-    """Which float32 values a scale may take."""
+    """Which values a scale may take, and how its inverse is stored."""
 
     FLOAT = "float"
     """Any float32."""
     POWER_OF_2 = "power_of_2"
     """Powers of two, rounded down, so that a product with a scale is exact and codes can be re-scaled."""
+    E8M0 = "e8m0"
+    """The same, the inverse stored as one exponent byte. A scale rounded down is the OCP's exponent rounded up,
+    which no element overflows (arXiv 2506.08027: rounded the other way pretraining can diverge)."""
+    TWO_LEVEL = "two_level"
+    """An e4m3 inverse a tile, under one float32 inverse a matrix, ``Operand.global_scale_inv``. Source: NVFP4,
+    arXiv 2509.25149."""
+
+    @property
+    def stored_as(self) -> torch.dtype:
+        """The dtype of ``Operand.scale_inv``."""
+        return _STORED_AS.get(self, torch.float32)
+
+    @property
+    def has_global(self) -> bool:
+        """Whether ``Operand.global_scale_inv`` is there."""
+        return self is ScaleRule.TWO_LEVEL
+
+    @property
+    def is_power_of_2(self) -> bool:
+        """Whether a product with a scale only moves the exponent."""
+        return self in (ScaleRule.POWER_OF_2, ScaleRule.E8M0)
+
+
+_STORED_AS = {ScaleRule.E8M0: torch.float8_e8m0fnu, ScaleRule.TWO_LEVEL: torch.float8_e4m3fn}
+
+
+class Rounding(Enum):
+    """How a scaled value becomes a code."""
+
+    NEAREST = "nearest"
+    """To the nearest code, ties to even."""
+    STOCHASTIC = "stochastic"
+    """To one of the two neighbours, at random so that the mean is right. Of torch's default generator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,46 +117,127 @@ class Float8Format:
     """How one GEMM operand is stored, as a (rows, K) matrix that is contracted along K.
 
     Attributes:
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.float4_e2m1fn_x2``.
         tile: the block of elements that share a scale.
         scale_rule: which values its scales may take.
+        rounding: how values become codes; stochastic for e2m1 only.
+        hadamard: the matrix is multiplied along K by a random Hadamard transform of this size before it is cast,
+            a power of two; it cancels in a GEMM whose two operands have it. None for none.
+
+    Attributes that follow:
+        name: all of it in one word that ``parse`` reads, ``e4m3[1x128,power_of_2]``.
 
     Raises:
-        Float8ConfigError: a dtype that is not one of the two.
+        Float8ConfigError: another dtype, or what is not defined for the dtype.
     """
 
     dtype: torch.dtype
     tile: Tile
     scale_rule: ScaleRule = ScaleRule.FLOAT
+    rounding: Rounding = Rounding.NEAREST
+    hadamard: int | None = None
+    name: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.dtype not in _FLOAT8_MAX:
-            raise Float8ConfigError(f"a float8 format has a dtype of {list(_FLOAT8_MAX)}, got {self.dtype}")
+        if self.dtype not in _MAX:
+            raise Float8ConfigError(f"a float8 format has a dtype of {list(_MAX)}, got {self.dtype}")
+        if self.rounding is Rounding.STOCHASTIC and self.dtype != E2M1:
+            raise Float8ConfigError(f"stochastic rounding is defined for {E2M1}, got {self.dtype}")
+        if self.hadamard is not None and (self.hadamard < 2 or self.hadamard & (self.hadamard - 1)):
+            raise Float8ConfigError(f"a Hadamard transform has a power of two as size, got {self.hadamard}")
+        rule = "" if self.scale_rule is ScaleRule.FLOAT else f",{self.scale_rule.value}"
+        rule += "" if self.rounding is Rounding.NEAREST else f",{self.rounding.value}"
+        rule += "" if self.hadamard is None else f",hadamard{self.hadamard}"
+        object.__setattr__(self, "name", f"{_NAMES[self.dtype]}[{self.tile}{rule}]")
+
+    @classmethod
+    def parse(cls, name: str) -> "Float8Format":
+        """The format of that name.
+
+        Raises:
+            Float8ConfigError: not the name of a format.
+        """
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise Float8ConfigError(f"a format is called like 'e4m3[1x128,power_of_2]', got {name!r}")
+        dtype = next(dtype for dtype, word in _NAMES.items() if word == found["dtype"])
+        rows, cols = (ALL if edge == "all" else int(edge) for edge in (found["rows"], found["cols"]))
+        return cls(
+            dtype,
+            Tile(rows, cols),
+            ScaleRule(found["rule"] or "float"),
+            Rounding(found["rounding"] or "nearest"),
+            int(found["hadamard"]) if found["hadamard"] else None,
+        )
 
     @property
     def max(self) -> float:
-        """Largest finite value of ``dtype``: 448 for e4m3, 57344 for e5m2."""
-        return _FLOAT8_MAX[self.dtype]
+        """Largest finite value of ``dtype``: 448 for e4m3, 57344 for e5m2, 6 for e2m1."""
+        return _MAX[self.dtype]
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Elements in one byte of ``Operand.data``, side by side along K."""
+        return 2 if self.dtype == E2M1 else 1
+
+    @property
+    def depth_multiple(self) -> int:
+        """K is filled up with zeros to a multiple of this, so that bytes and transforms are whole."""
+        return max(self.codes_per_byte, self.hadamard or 1)
 
     def __str__(self) -> str:
-        rule = "" if self.scale_rule is ScaleRule.FLOAT else f",{self.scale_rule.value}"
-        return f"{str(self.dtype).split('_')[-1]}[{self.tile}{rule}]"
+        return self.name
+
+
+_NAME = re.compile(
+    rf"(?P<dtype>{'|'.join(_NAMES.values())})"
+    r"\[(?P<rows>all|\d+)x(?P<cols>all|\d+)"
+    rf"(,(?P<rule>{'|'.join(rule.value for rule in ScaleRule)}))?"
+    rf"(,(?P<rounding>{'|'.join(rounding.value for rounding in Rounding)}))?"
+    r"(,hadamard(?P<hadamard>\d+))?\]"
+)
 
 
 class Operand(NamedTuple):
     """One GEMM-ready matrix.
 
     Attributes:
-        data: float8 codes, (rows, K), contracted along K. Row-major, as Hopper's tensor cores take it; a transposed
-            view only where it was asked for because the GEMM that reads it takes any layout.
-        scale_inv: float32, ``format.tile.scale_shape(data.shape)``, always 2-D; multiplies codes to get back
-            the high-precision values.
+        data: codes, (rows, K), contracted along K; (rows, K / 2) where two share a byte. Row-major, as Hopper's
+            tensor cores take it; a transposed view only where it was asked for because the GEMM that reads it
+            takes any layout.
+        scale_inv: ``format.scale_rule.stored_as``, ``format.tile.scale_shape`` of (rows, K), always 2-D;
+            multiplies codes to get back the high-precision values.
         format: how ``data`` and ``scale_inv`` are to be read.
+        global_scale_inv: float32, (1, 1), multiplies too, where the format's scales have two levels; else None.
     """
 
     data: torch.Tensor
     scale_inv: torch.Tensor
     format: Float8Format
+    global_scale_inv: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, K), in elements."""
+        rows, cols = self.data.shape
+        return rows, cols * self.format.codes_per_byte
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What it is made of; ``Operand.of(format, *tensors)`` makes it again."""
+        found = (self.data, self.scale_inv)
+        return found if self.global_scale_inv is None else (*found, self.global_scale_inv)
+
+    @classmethod
+    def of(
+        cls,
+        format: Float8Format,
+        data: torch.Tensor,
+        scale_inv: torch.Tensor,
+        global_scale_inv: torch.Tensor | None = None,
+    ) -> "Operand":
+        """The operand of a format, from ``tensors``."""
+        return cls(data, scale_inv, format, global_scale_inv)
 
 
 def why_not_derivable(rowwise: Float8Format, columnwise: Float8Format) -> str | None:
@@ -129,9 +249,11 @@ def why_not_derivable(rowwise: Float8Format, columnwise: Float8Format) -> str | 
     """
     if rowwise.dtype != columnwise.dtype:
         return f"the element dtypes differ: {rowwise} and {columnwise}"
+    if rowwise.hadamard or columnwise.hadamard:
+        return f"a Hadamard transform runs along the rows of one and the columns of the other: {rowwise}, {columnwise}"
     if rowwise.scale_rule is columnwise.scale_rule and rowwise.tile.is_transpose_of(columnwise.tile):
         return None
-    if rowwise.scale_rule is columnwise.scale_rule is ScaleRule.POWER_OF_2:
+    if rowwise.scale_rule is columnwise.scale_rule and rowwise.scale_rule.is_power_of_2:
         return None
     return (
         f"{rowwise} and {columnwise} do not put the same elements under one scale, and re-scaling would round "

@@ -134,7 +134,7 @@ class _Float8Matmul(torch.autograd.Function):
             dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
-            x_col = saved[0].t() if recipe.wgrad.b is None else Operand(saved[0], saved[1], recipe.wgrad.b)
+            x_col = saved[0].t() if recipe.wgrad.b is None else Operand.of(recipe.wgrad.b, *saved)
             dw = _gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
@@ -165,7 +165,7 @@ def _fprop(
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
     if not keep_x:
         return y, ()
-    return y, (matrix,) if x_col is None else (x_col.data, x_col.scale_inv)
+    return y, (matrix,) if x_col is None else x_col.tensors
 
 
 def _gemm(

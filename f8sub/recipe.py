@@ -1,9 +1,10 @@
 """Layer 0. A recipe says how each of the three GEMMs of a linear layer reads its two operands."""
 
 import importlib
+import inspect
 import pkgutil
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from f8sub import recipes
 from f8sub.errors import Float8ConfigError
@@ -19,10 +20,11 @@ class GemmSpec:
     Attributes:
         a: format of the left operand, (M, K); None with ``b`` None: this GEMM stays in high precision.
         b: format of the right operand, (N, K).
-        fast_accum: let the GEMM keep its partial sums in the tensor core's own, narrower accumulator.
+        fast_accum: let the GEMM keep its sums in the tensor core's own, narrower accumulator over all of K; else
+            it moves them to float32 every 128 elements.
 
     Raises:
-        Float8ConfigError: one operand in float8 and the other not.
+        Float8ConfigError: one operand in float8 and the other not, or two that do not fit along K.
     """
 
     a: Float8Format | None
@@ -33,6 +35,13 @@ class GemmSpec:
         if (self.a is None) != (self.b is None):
             raise Float8ConfigError(
                 f"a GEMM takes both operands in float8 or neither, got a={self.a}, b={self.b}"
+            )
+        if self.a is None or self.b is None:
+            return
+        if self.a.hadamard != self.b.hadamard or self.a.depth_multiple != self.b.depth_multiple:
+            raise Float8ConfigError(
+                f"both operands of a GEMM have the same Hadamard transform and packing along K, got a={self.a}, "
+                f"b={self.b}"
             )
 
 
@@ -84,17 +93,32 @@ def recipe_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
 
-def get_recipe(recipe: "Recipe | str") -> Recipe:
+def get_recipe(recipe: "Recipe | str", **options: Any) -> Recipe:
     """The recipe of that name; a ``Recipe`` of the caller's own needs no registration and is returned as is.
 
+    Args:
+        recipe: one of ``recipe_names()``, or a ``Recipe``.
+        options: of the recipe's function ``recipe`` in ``f8sub/recipes``: ``get_recipe("gridquant", block=128)``.
+
     Raises:
-        Float8ConfigError: no such name; the message lists the valid ones.
+        Float8ConfigError: no such name or option; the message lists the valid ones.
     """
     if isinstance(recipe, Recipe):
+        if options:
+            raise Float8ConfigError(
+                f"options {sorted(options)} go with a recipe's name, got {recipe.name!r} itself"
+            )
         return recipe
     if recipe not in recipe_names():
         raise Float8ConfigError(
             f"unknown recipe {recipe!r}; choose one of {recipe_names()} or pass an f8sub.Recipe"
         )
-    loaded: Recipe = importlib.import_module(f"{recipes.__name__}.{recipe}").RECIPE
-    return loaded
+    module = importlib.import_module(f"{recipes.__name__}.{recipe}")
+    if not options:
+        default: Recipe = module.RECIPE
+        return default
+    valid = list(inspect.signature(module.recipe).parameters)
+    if unknown := sorted(set(options) - set(valid)):
+        raise Float8ConfigError(f"recipe {recipe!r} has no options {unknown}; it has {valid or 'none'}")
+    made: Recipe = module.recipe(**options)
+    return made

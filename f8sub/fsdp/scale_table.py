@@ -268,10 +268,10 @@ class ScaleTable:
     ) -> None:
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
         rounded = amax.to(dtype).float()
-        made = reference.poison_non_finite(reference.scale_from_amax(rounded, format), rounded)
-        scale.copy_(made)
+        made = reference.scales_or_nan(rounded, format)
+        scale.copy_(made.scale)
         with _unsafe_preserve_version_counter(scale_inv):
-            scale_inv.copy_(made.reciprocal())
+            scale_inv.copy_(made.scale_inv)
 
     def _keep_report(self) -> None:
         """Copy what is worth telling to the host without waiting for it; read before the next reduction."""

@@ -1,41 +1,104 @@
-"""Layer 1. Operators that ``torch.compile`` must see as one node: schemas, fakes and their implementation."""
+"""Layer 1. Operators that ``torch.compile`` must see as one node: schemas, fakes and their implementation.
+
+Formats go by name. What is made of plain elementwise operators and reductions over whole rows is left to the compiler,
+which fuses it; the rest it would unroll (partial sums), cannot lower (e8m0, e2m1) or lowers wrongly (an index that is
+divided by a tile's edge fails an assertion in the C++ backend of 2.11 to 2.13).
+"""
 
 import torch
 
-from f8sub.formats import Float8Format, Operand, ScaleRule, Tile
+from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels import reference
+
+
+def is_fusible(format: Float8Format) -> bool:
+    """Whether the compiler may see how a matrix of this format is quantized and read."""
+    plain = format.scale_rule.stored_as == torch.float32 and format.hadamard is None
+    return plain and format.tile.rows in (1, ALL) and format.tile.cols in (1, ALL)
+
+
+@torch.library.custom_op("f8sub::quantize", mutates_args=())
+def _quantize(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
+    row_format, col_format = (Float8Format.parse(name) if name else None for name in (rowwise, columnwise))
+    row, col = reference.quantize(x, row_format, col_format)
+    # An operator may not return one tensor twice: both usages may share a scale.
+    col = None if col is None else Operand.of(col.format, *(t.clone() for t in col.tensors))
+    return [tensor for operand in (row, col) if operand is not None for tensor in operand.tensors]
+
+
+@_quantize.register_fake
+def _(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for name, (rows, depth) in ((rowwise, x.shape), (columnwise, x.shape[::-1])):
+        if name:
+            found += _empty_operand(x, Float8Format.parse(name), rows, depth).tensors
+    return found
+
+
+def quantize(
+    x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
+) -> tuple[Operand | None, Operand | None]:
+    """``reference.quantize`` as one node."""
+    tensors = _quantize(x, rowwise.name if rowwise else "", columnwise.name if columnwise else "")
+    row = col = None
+    if rowwise is not None:
+        count = 3 if rowwise.scale_rule.has_global else 2
+        row, tensors = Operand.of(rowwise, *tensors[:count]), tensors[count:]
+    if columnwise is not None:
+        col = Operand.of(columnwise, *tensors)
+    return row, col
+
+
+@torch.library.custom_op("f8sub::gemm_nt", mutates_args=())
+def _gemm_nt(
+    a: list[torch.Tensor],
+    b: list[torch.Tensor],
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    left, right = Operand.of(Float8Format.parse(a_format), *a), Operand.of(Float8Format.parse(b_format), *b)
+    return reference.gemm_nt(left, right, out_dtype, fast_accum)
+
+
+@_gemm_nt.register_fake
+def _(
+    a: list[torch.Tensor],
+    b: list[torch.Tensor],
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
+
+
+def reference_gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+    """``reference.gemm_nt`` as one node."""
+    product: torch.Tensor = _gemm_nt(
+        list(a.tensors), list(b.tensors), a.format.name, b.format.name, out_dtype, fast_accum
+    )
+    return product
 
 
 @torch.library.custom_op("f8sub::derive_columnwise", mutates_args=())
 def _derive_columnwise(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    dy: torch.Tensor,
-    dtype: torch.dtype,
-    rowwise_tile: list[int],
-    columnwise_tile: list[int],
-    scale_rule: str,
+    data: torch.Tensor, scale_inv: torch.Tensor, dy: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rule = ScaleRule(scale_rule)
-    rowwise = Operand(data, scale_inv, Float8Format(dtype, Tile(*rowwise_tile), rule))
-    columnwise = reference.derive_columnwise(rowwise, Float8Format(dtype, Tile(*columnwise_tile), rule))
+    operand = Operand(data, scale_inv, Float8Format.parse(rowwise))
+    derived = reference.derive_columnwise(operand, Float8Format.parse(columnwise))
     # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
-    return columnwise.data, columnwise.scale_inv.clone()
+    return derived.data, derived.scale_inv.clone()
 
 
 @_derive_columnwise.register_fake
 def _(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    dy: torch.Tensor,
-    dtype: torch.dtype,
-    rowwise_tile: list[int],
-    columnwise_tile: list[int],
-    scale_rule: str,
+    data: torch.Tensor, scale_inv: torch.Tensor, dy: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, cols = data.shape
-    shape = Tile(*columnwise_tile).scale_shape((cols, rows))
-    return data.new_empty((cols, rows)), scale_inv.new_empty(shape)
+    rows, cols = Operand(data, scale_inv, Float8Format.parse(rowwise)).shape
+    derived = _empty_operand(data, Float8Format.parse(columnwise), cols, rows)
+    return derived.data, derived.scale_inv
 
 
 def derive_columnwise_in_backward(
@@ -54,14 +117,15 @@ def derive_columnwise_in_backward(
     """
     if not torch.compiler.is_compiling():
         return reference.derive_columnwise(rowwise, columnwise, any_layout)
-    row, col = rowwise.format.tile, columnwise.tile
     data, scale_inv = _derive_columnwise(
-        rowwise.data,
-        rowwise.scale_inv,
-        dy,
-        columnwise.dtype,
-        [row.rows, row.cols],
-        [col.rows, col.cols],
-        columnwise.scale_rule.value,
+        rowwise.data, rowwise.scale_inv, dy, rowwise.format.name, columnwise.name
     )
-    return Operand(data, scale_inv, columnwise)
+    return Operand(data, scale_inv, columnwise, rowwise.global_scale_inv)
+
+
+def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
+    depth = -(-depth // format.depth_multiple) * format.depth_multiple
+    data = like.new_empty((rows, depth // format.codes_per_byte), dtype=format.dtype)
+    scale_inv = like.new_empty(format.tile.scale_shape((rows, depth)), dtype=format.scale_rule.stored_as)
+    level = like.new_empty((1, 1), dtype=torch.float32) if format.scale_rule.has_global else None
+    return Operand(data, scale_inv, format, level)

@@ -3,9 +3,14 @@
 Every other kernel equals this one bitwise (casts, scales) or within the accumulation budget (GEMMs).
 """
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 
-from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.formats import ALL, E2M1, Float8Format, Operand, Rounding, Tile
+from f8sub.kernels import e2m1
+from f8sub.kernels.accumulate import matmul_nt
 
 LARGEST = 1.75 * 2.0**127
 """Clamp on high-precision values: the largest float32 that no float8 rounding carries beyond float32's range."""
@@ -13,7 +18,24 @@ LARGEST = 1.75 * 2.0**127
 LARGEST_SCALE = 2.0**126
 """Cap on scales: the largest power of two whose inverse is a normal float32."""
 
+SMALLEST_BLOCK_SCALE_INV = 2.0**-9
+"""Of scales of two levels: the smallest e4m3 there is, so that none is 0 and has no inverse."""
+
 _EXPONENT_BITS = 0x7F800000
+
+
+class Scales(NamedTuple):
+    """The scales of one matrix.
+
+    Attributes:
+        scale: float32, one a tile, multiplies what is cast.
+        scale_inv: see ``Operand``.
+        global_scale_inv: see ``Operand``.
+    """
+
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    global_scale_inv: torch.Tensor | None
 
 
 def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
@@ -74,8 +96,42 @@ def _largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     return a.float()
 
 
+def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
+    """All scales of one matrix, from the finite amaxes of all its tiles.
+
+    Args:
+        amax: float32, ``format.tile.scale_shape``, finite.
+        format: the format to cast to.
+
+    Numerics:
+        Of two levels, the matrix's takes its amax to the largest e2m1 times the largest e4m3, the tile's what is
+        left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C).
+    """
+    if not format.scale_rule.has_global:
+        scale = scale_from_amax(amax, format)
+        return Scales(scale, scale.reciprocal().to(format.scale_rule.stored_as), None)
+    exact = amax.double()
+    largest = exact.max() if exact.numel() else exact.new_zeros(())
+    top = torch.finfo(torch.float8_e4m3fn).max
+    smallest = 1.0 / (LARGEST_SCALE * SMALLEST_BLOCK_SCALE_INV)
+    global_inv = torch.where(largest == 0, 1.0, (largest / (format.max * top)).clamp(min=smallest)).float()
+    block_inv = (exact / (format.max * global_inv)).clamp(SMALLEST_BLOCK_SCALE_INV, top)
+    stored = torch.where(amax == 0, 1.0, block_inv).float().to(torch.float8_e4m3fn)
+    scale = (stored.double() * global_inv).reciprocal().float()
+    return Scales(scale, stored, global_inv.view(1, 1))
+
+
+def scales_or_nan(amax: torch.Tensor, format: Float8Format) -> Scales:
+    """``scales_from_amax``, NaN for a tile whose amax is infinite: its codes and values then all are NaN."""
+    bad = amax.isinf()
+    scale, scale_inv, global_scale_inv = scales_from_amax(amax.masked_fill(bad, 0.0), format)
+    # Not every dtype of scales can be filled.
+    scale_inv = scale_inv.float().masked_fill(bad, torch.nan).to(scale_inv.dtype)
+    return Scales(scale.masked_fill(bad, torch.nan), scale_inv, global_scale_inv)
+
+
 def scale_from_amax(amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
-    """The one rule from amax to scale: ``format.max / amax``, and 1 for a tile that is all zero.
+    """The rule from amax to a scale of one level: ``format.max / amax``, and 1 for a tile that is all zero.
 
     Args:
         amax: float32, any shape, finite.
@@ -91,14 +147,9 @@ def scale_from_amax(amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
     """
     scale = torch.div(torch.full_like(amax, format.max, dtype=torch.float64), amax)
     scale = scale.clamp(max=LARGEST_SCALE).float()
-    if format.scale_rule is ScaleRule.POWER_OF_2:
+    if format.scale_rule.is_power_of_2:
         scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return torch.where(amax == 0, 1.0, scale)
-
-
-def poison_non_finite(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """``scale`` with NaN where ``amax`` is infinite, so that every code cast with it is NaN."""
-    return scale.masked_fill(amax.isinf(), torch.nan)
 
 
 def spread(
@@ -121,24 +172,30 @@ def spread(
     return scale
 
 
-def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Codes of ``x``: ``float32(x) * scale`` rounded to the nearest float8, ties to even.
+def cast(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, rounding: Rounding = Rounding.NEAREST
+) -> torch.Tensor:
+    """Codes of ``x``: ``float32(x) * scale`` rounded to a float8, or to an e2m1.
 
     Args:
         x: (rows, cols), any float dtype.
         scale: float32, broadcastable to ``x``, see ``spread``.
-        dtype: float8 dtype of the result.
+        dtype: dtype of the codes.
+        rounding: for e2m1; float8 is rounded to the nearest, ties to even.
 
     Returns:
-        ``dtype``, (rows, cols), contiguous when ``x`` is.
+        (rows, cols) of ``dtype``, contiguous when ``x`` is; e2m1 codes as uint8, one an element.
 
     Numerics:
         Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity
         into 448, e5m2 overflows to infinity). ``x - x`` is 0 for a finite element and NaN for any other, which
-        keeps NaN and infinity visible, in place, as NaN codes; subtracted, so that -0 stays -0.
+        keeps NaN and infinity visible, in place, as NaN codes; subtracted, so that -0 stays -0. e2m1 has no NaN:
+        there the tile's scale is.
     """
-    top = torch.finfo(dtype).max
     scaled = x.float().clamp(-LARGEST, LARGEST) * scale
+    if dtype == E2M1:
+        return e2m1.cast(scaled, rounding)
+    top = torch.finfo(dtype).max
     return (scaled.clamp(-top, top) - (x - x)).to(dtype)
 
 
@@ -162,7 +219,12 @@ def quantize(
     row = None if rowwise is None else _quantize_as_stored(x, rowwise)
     if columnwise is None:
         return row, None
-    seen_in_x = Float8Format(columnwise.dtype, columnwise.tile.t(), columnwise.scale_rule)
+    if columnwise.depth_multiple > 1:
+        # Bytes and transforms run along the other dimension than x's own.
+        if row is not None and rowwise == columnwise and rowwise.tile.is_transpose_of(columnwise.tile):
+            return row, _transposed(row, columnwise, any_layout)
+        return row, _quantize_as_stored(x.t().contiguous(), columnwise)
+    seen_in_x = replace(columnwise, tile=columnwise.tile.t())
     same = row if row is not None and rowwise == seen_in_x else _quantize_as_stored(x, seen_in_x)
     return row, _transposed(same, columnwise, any_layout)
 
@@ -184,17 +246,20 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bo
 
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """``codes * scale_inv`` in float32, rounded once to ``dtype``; shape of ``operand.data``."""
-    data, scale_inv, format = operand
+    """``codes * scale_inv`` in float32, rounded once to ``dtype``; ``operand.shape``."""
+    values = _values(operand)
+    if operand.format.hadamard is not None:
+        values = e2m1.rotate(values, operand.format.hadamard, inverse=True)
     # A code can stand for a little more than the largest number it was cast from.
     top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    return (data.float() * spread(scale_inv, format.tile, data.shape)).clamp(-top, top).to(dtype)
+    return values.clamp(-top, top).to(dtype)
 
 
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """``a @ b.t()`` of the dequantized operands in float32: (M, K) x (N, K) -> (M, N) in ``out_dtype``."""
-    del fast_accum  # a property of tensor cores: float32 accumulation is what both settings promise at least
-    return (dequantize(a, torch.float32) @ dequantize(b, torch.float32).t()).to(out_dtype)
+    """``a @ b.t()`` of what the codes stand for, in float32: (M, K) x (N, K) -> (M, N) in ``out_dtype``."""
+    top = torch.finfo(torch.float32).max
+    left, right = (_values(operand).clamp(-top, top) for operand in (a, b))
+    return matmul_nt(left, right, fast_accum).to(out_dtype)
 
 
 def takes_any_layout(device: torch.device) -> bool:
@@ -210,9 +275,28 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
 
 
 def _quantize_as_stored(x: torch.Tensor, format: Float8Format) -> Operand:
-    scale = scale_from_amax(amax(x, format.tile), format)
-    data = cast(x, spread(scale, format.tile, x.shape), format.dtype).contiguous()
-    return Operand(data, scale.reciprocal(), format)
+    if missing := -x.shape[1] % format.depth_multiple:
+        x = torch.nn.functional.pad(x, (0, missing))
+    if format.hadamard is not None:
+        x = e2m1.rotate(x, format.hadamard)
+    if format.dtype == E2M1:
+        # It has no NaN: a non-finite element shows in its tile's scale.
+        scales = scales_or_nan(shard_amax(x, format.tile, (0, 0)), format)
+    else:
+        scales = scales_from_amax(amax(x, format.tile), format)
+    codes = cast(x, spread(scales.scale, format.tile, x.shape), format.dtype, format.rounding)
+    data = e2m1.pack(codes) if format.dtype == E2M1 else codes.contiguous()
+    return Operand(data, scales.scale_inv, format, scales.global_scale_inv)
+
+
+def _values(operand: Operand) -> torch.Tensor:
+    """float32 values of the codes as a GEMM reads them, a Hadamard transform still in them; ``operand.shape``."""
+    data, scale_inv, format, global_scale_inv = operand
+    codes = e2m1.values(e2m1.unpack(data)) if format.dtype == E2M1 else data.float()
+    scale_inv = scale_inv.float()
+    if global_scale_inv is not None:
+        scale_inv = scale_inv * global_scale_inv
+    return codes * spread(scale_inv, format.tile, codes.shape)
 
 
 def _transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Operand:
@@ -220,4 +304,8 @@ def _transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Ope
     if scale_inv.numel() > 1:
         # flatten and view: contiguous() leaves a (1, n) scale's odd strides in place, which _scaled_mm refuses.
         scale_inv = scale_inv.t().flatten().view(scale_inv.shape[::-1])
-    return Operand(operand.data.mT if any_layout else torch.t_copy(operand.data), scale_inv, format)
+    if format.codes_per_byte > 1:
+        data = e2m1.pack(e2m1.unpack(operand.data).t())
+    else:
+        data = operand.data.mT if any_layout else torch.t_copy(operand.data)
+    return Operand(data, scale_inv, format, operand.global_scale_inv)

@@ -15,6 +15,8 @@ _CUDA_ALIGNMENT = 16
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     """Why this backend cannot run a GEMM of these formats on ``device``; None when it can."""
+    if unknown := {str(f) for f in (a, b) if f.scale_rule.stored_as != torch.float32 or f.hadamard}:
+        return f"takes float8 with float32 scales, not {', '.join(sorted(unknown))}"
     if unknown := {str(f.tile) for f in (a, b) if f.tile not in (TENSORWISE, ROWWISE)}:
         return f"takes one scale a tensor or a row, not tiles of {', '.join(sorted(unknown))}"
     if a.dtype == b.dtype == torch.float8_e5m2:

@@ -11,11 +11,16 @@ import torch
 from f8sub.formats import ALL, Float8Format, ScaleRule, Tile
 from f8sub.recipe import GemmSpec, Recipe
 
-ROW = Float8Format(torch.float8_e4m3fn, Tile(1, ALL), ScaleRule.POWER_OF_2)
 
-RECIPE = Recipe(
-    name="rowwise",
-    fprop=GemmSpec(a=ROW, b=ROW, fast_accum=True),
-    dgrad=GemmSpec(a=ROW, b=ROW),
-    wgrad=GemmSpec(a=ROW, b=ROW),
-)
+def recipe() -> Recipe:
+    """Make the recipe."""
+    row = Float8Format(torch.float8_e4m3fn, Tile(1, ALL), ScaleRule.POWER_OF_2)
+    return Recipe(
+        name="rowwise",
+        fprop=GemmSpec(a=row, b=row, fast_accum=True),
+        dgrad=GemmSpec(a=row, b=row),
+        wgrad=GemmSpec(a=row, b=row),
+    )
+
+
+RECIPE = recipe()

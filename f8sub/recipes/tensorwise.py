@@ -12,12 +12,17 @@ import torch
 from f8sub.formats import ALL, Float8Format, Tile
 from f8sub.recipe import GemmSpec, Recipe
 
-E4M3 = Float8Format(torch.float8_e4m3fn, Tile(ALL, ALL))
-E5M2 = Float8Format(torch.float8_e5m2, Tile(ALL, ALL))
 
-RECIPE = Recipe(
-    name="tensorwise",
-    fprop=GemmSpec(a=E4M3, b=E4M3, fast_accum=True),
-    dgrad=GemmSpec(a=E5M2, b=E4M3),
-    wgrad=GemmSpec(a=E5M2, b=E4M3),
-)
+def recipe() -> Recipe:
+    """Make the recipe."""
+    e4m3 = Float8Format(torch.float8_e4m3fn, Tile(ALL, ALL))
+    e5m2 = Float8Format(torch.float8_e5m2, Tile(ALL, ALL))
+    return Recipe(
+        name="tensorwise",
+        fprop=GemmSpec(a=e4m3, b=e4m3, fast_accum=True),
+        dgrad=GemmSpec(a=e5m2, b=e4m3),
+        wgrad=GemmSpec(a=e5m2, b=e4m3),
+    )
+
+
+RECIPE = recipe()

@@ -14,7 +14,11 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 OPS: dict[Any, Handler] = {}
 """Every operator a Float8Tensor answers; filled by ``dispatch.py``."""
 
-_BUFFERS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+_BUFFERS = tuple(
+    f"{usage}_{part}"
+    for usage in ("rowwise", "columnwise")
+    for part in ("data", "scale_inv", "global_scale_inv")
+)
 
 
 class Float8Tensor(torch.Tensor):
@@ -36,9 +40,11 @@ class Float8Tensor(torch.Tensor):
 
     rowwise_data: torch.Tensor | None
     rowwise_scale_inv: torch.Tensor | None
+    rowwise_global_scale_inv: torch.Tensor | None
     rowwise_format: Float8Format | None
     columnwise_data: torch.Tensor | None
     columnwise_scale_inv: torch.Tensor | None
+    columnwise_global_scale_inv: torch.Tensor | None
     columnwise_format: Float8Format | None
 
     @staticmethod
@@ -47,9 +53,9 @@ class Float8Tensor(torch.Tensor):
     ) -> "Float8Tensor":
         """Wrap operands; the shape is theirs."""
         if rowwise is not None:
-            data, shape = rowwise.data, rowwise.data.shape
+            data, shape = rowwise.data, rowwise.shape
         elif columnwise is not None:
-            data, shape = columnwise.data, columnwise.data.t().shape
+            data, shape = columnwise.data, columnwise.shape[::-1]
         else:
             raise Float8ConfigError("a Float8Tensor has a rowwise or a columnwise operand, got neither")
         self: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device)
@@ -64,7 +70,9 @@ class Float8Tensor(torch.Tensor):
         """Operand contracted along the last dimension, stored (rows, cols)."""
         if self.rowwise_data is None or self.rowwise_scale_inv is None or self.rowwise_format is None:
             return None
-        return Operand(self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format)
+        return Operand(
+            self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format, self.rowwise_global_scale_inv
+        )
 
     @property
     def columnwise(self) -> Operand | None:
@@ -75,7 +83,12 @@ class Float8Tensor(torch.Tensor):
             or self.columnwise_format is None
         ):
             return None
-        return Operand(self.columnwise_data, self.columnwise_scale_inv, self.columnwise_format)
+        return Operand(
+            self.columnwise_data,
+            self.columnwise_scale_inv,
+            self.columnwise_format,
+            self.columnwise_global_scale_inv,
+        )
 
     def dequantize(self) -> torch.Tensor:
         """High-precision values, (rows, cols) in ``dtype``; from the rowwise codes where both are there."""
@@ -111,18 +124,22 @@ class Float8Tensor(torch.Tensor):
     def map_buffers(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Float8Tensor":
         """The same tensor with ``fn`` applied to every inner buffer: the one way handlers rebuild a tensor."""
         row, col = (
-            None if op is None else Operand(fn(op.data), fn(op.scale_inv), op.format)
+            None if op is None else Operand.of(op.format, *map(fn, op.tensors))
             for op in (self.rowwise, self.columnwise)
         )
         return Float8Tensor(row, col, self.dtype)
 
     def _set_usages(self, rowwise: Operand | None, columnwise: Operand | None) -> None:
-        self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format = rowwise or (None, None, None)
-        self.columnwise_data, self.columnwise_scale_inv, self.columnwise_format = columnwise or (
-            None,
-            None,
-            None,
+        absent = (None, None, None, None)
+        self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format, self.rowwise_global_scale_inv = (
+            rowwise or absent
         )
+        (
+            self.columnwise_data,
+            self.columnwise_scale_inv,
+            self.columnwise_format,
+            self.columnwise_global_scale_inv,
+        ) = columnwise or absent
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [name for name in _BUFFERS if getattr(self, name) is not None]
@@ -133,11 +150,10 @@ class Float8Tensor(torch.Tensor):
         inner: dict[str, torch.Tensor], context: Any, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> "Float8Tensor":
         rowwise_format, columnwise_format, dtype = context
-        row = col = None
-        if rowwise_format is not None:
-            row = Operand(inner["rowwise_data"], inner["rowwise_scale_inv"], rowwise_format)
-        if columnwise_format is not None:
-            col = Operand(inner["columnwise_data"], inner["columnwise_scale_inv"], columnwise_format)
+        row, col = (
+            None if format is None else Operand.of(format, *(inner[n] for n in names if n in inner))
+            for names, format in ((_BUFFERS[:3], rowwise_format), (_BUFFERS[3:], columnwise_format))
+        )
         return Float8Tensor(row, col, dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

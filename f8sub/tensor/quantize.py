@@ -33,7 +33,7 @@ def quantize(
         A Float8Tensor of ``x``'s shape and dtype.
 
     Raises:
-        Float8ShapeError: ``x`` is not a matrix.
+        Float8ShapeError: ``x`` is not a matrix, or its dimensions cannot be packed as a format asks.
         TypeError: ``x`` is of another dtype than those.
         Float8ConfigError: no usage asked for, or none that the recipe keeps in float8.
     """
@@ -54,6 +54,11 @@ def quantize(
         raise Float8ConfigError(
             f"nothing to quantize: rowwise={rowwise}, columnwise={columnwise}, and the formats are {formats}"
         )
+    for format, depth in ((row, x.shape[1]), (col, x.shape[0])):
+        if format is not None and depth % format.depth_multiple:
+            raise Float8ShapeError(
+                f"{format} takes rows of a multiple of {format.depth_multiple} elements, got {tuple(x.shape)}"
+            )
     with torch.no_grad():
         plain = x.plain if isinstance(x, MasterWeight) else x.detach()
         if derive and col is not None and formats[0] is not None:

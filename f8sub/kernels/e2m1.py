@@ -1,0 +1,68 @@
+"""Layer 1. Four-bit codes (e2m1), which torch stores but does not compute with, and the transform that helps them."""
+
+import functools
+
+import torch
+
+from f8sub.formats import E2M1, Rounding
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the codes 0 to 7 stand for; bit 3 is the sign. Source: OCP Microscaling Formats (MX) v1.0, 5.3.3."""
+
+
+def cast(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """uint8 codes 0 to 15, one an element, of float32 values; magnitudes beyond 6 become 6, NaN becomes 0."""
+    magnitude = scaled.abs().clamp(max=VALUES[-1]).nan_to_num(0.0)
+    # The codes are 1/2 apart up to 2, 1 up to 4, 2 beyond; every even step is an even code.
+    steps = torch.where(magnitude < 2, 2 * magnitude, torch.where(magnitude < 4, magnitude, magnitude / 2))
+    first = torch.where(magnitude < 2, 0, torch.where(magnitude < 4, 2, 4)).to(torch.uint8)
+    whole = steps.round() if rounding is Rounding.NEAREST else (steps + torch.rand_like(steps)).floor()
+    return (whole.to(torch.uint8) + first).bitwise_or(scaled.signbit().to(torch.uint8) << 3)
+
+
+def values(codes: torch.Tensor) -> torch.Tensor:
+    """float32 values of uint8 codes 0 to 15."""
+    table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
+    return table[codes.int()]
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """(rows, K) codes 0 to 15 -> (rows, K / 2) ``float4_e2m1fn_x2``, the first of two in the low half; K even."""
+    first, second = codes.unflatten(1, (-1, 2)).unbind(-1)
+    packed: torch.Tensor = first | second << 4
+    return packed.contiguous().view(E2M1)
+
+
+def unpack(data: torch.Tensor) -> torch.Tensor:
+    """What was packed: (rows, K / 2) -> (rows, K) uint8."""
+    both = data.view(torch.uint8)
+    return torch.stack((both & 0xF, both >> 4), dim=-1).flatten(1)
+
+
+def rotate(x: torch.Tensor, size: int, *, inverse: bool = False) -> torch.Tensor:
+    """Multiply every ``size`` neighbours of a row by a random orthogonal matrix: it spreads outliers over them.
+
+    Args:
+        x: (rows, K), any float dtype, K a multiple of ``size``.
+        size: of the Hadamard transform.
+        inverse: undo it.
+
+    Returns:
+        float32, (rows, K).
+    """
+    matrix = _hadamard(size, x.device)
+    parts = x.float().unflatten(1, (-1, size))
+    rotated: torch.Tensor = parts @ (matrix.t() if inverse else matrix)
+    return rotated.flatten(1)
+
+
+@functools.cache
+def _hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """A Hadamard matrix with random signs, the same in every process: both operands of a GEMM need one matrix."""
+    with torch.inference_mode(mode=False):
+        matrix = torch.ones(1, 1)
+        while matrix.shape[0] < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        signs = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(size)) * 2 - 1
+        transform: torch.Tensor = signs * matrix / size**0.5
+        return transform.to(device)

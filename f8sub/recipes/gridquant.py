@@ -1,0 +1,32 @@
+"""One scale for a square block of every operand, 256x256: e4m3 for x and w, e5m2 for dy.
+
+A square block seen in the transposed matrix is the same block, so one cast serves both usages of a tensor.
+
+Source: the two-dimensional block quantization of Meta's and IBM's Triton kernels for pretraining on H100; dy is e5m2
+because a block spans 256 tokens (see ``tensorwise``).
+"""
+
+import torch
+
+from f8sub.formats import Float8Format, Tile
+from f8sub.recipe import GemmSpec, Recipe
+
+
+def recipe(*, block: int = 256, dy: torch.dtype = torch.float8_e5m2) -> Recipe:
+    """Make the recipe.
+
+    Args:
+        block: edge of the blocks.
+        dy: ``torch.float8_e5m2`` or ``torch.float8_e4m3fn``, which has a bit more precision and less range.
+    """
+    tile = Tile(block, block)
+    e4m3, grad = Float8Format(torch.float8_e4m3fn, tile), Float8Format(dy, tile)
+    return Recipe(
+        name="gridquant",
+        fprop=GemmSpec(a=e4m3, b=e4m3),
+        dgrad=GemmSpec(a=grad, b=e4m3),
+        wgrad=GemmSpec(a=grad, b=e4m3),
+    )
+
+
+RECIPE = recipe()

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from f8sub import recipes
@@ -43,6 +43,10 @@ class GemmSpec:
                 f"both operands of a GEMM have the same Hadamard transform and packing along K, got a={self.a}, "
                 f"b={self.b}"
             )
+
+
+HIGH_PRECISION_GEMM = GemmSpec(a=None, b=None)
+"""A GEMM that reads both operands as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,18 @@ class Recipe:
                 return self.dgrad.a, self.wgrad.a
             case _:
                 raise Float8ConfigError(f'operand is one of "x", "w", "dy", got {operand!r}')
+
+    def with_high_precision(self, *, fprop: bool = False, dgrad: bool = False, wgrad: bool = False) -> "Recipe":
+        """The same recipe with the GEMMs that are named in high precision too, and a name that says so.
+
+        A weight that one of its GEMMs, fprop or dgrad, reads in high precision is gathered in high precision.
+        """
+        asked = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
+        taken = [gemm for gemm, wanted in asked.items() if wanted and getattr(self, gemm) != HIGH_PRECISION_GEMM]
+        if not taken:
+            return self
+        name = f"{self.name}, {' and '.join(taken)} in high precision"
+        return replace(self, name=name, **dict.fromkeys(taken, HIGH_PRECISION_GEMM))
 
 
 def recipe_names() -> list[str]:

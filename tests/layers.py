@@ -32,6 +32,13 @@ def gradients(layer: nn.Linear, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
+def in_float8(recipe: str) -> dict[str, bool]:
+    """Whether the GEMM that makes y, dx, dw runs in float8; the bias gradient never does."""
+    specs = f8sub.get_recipe(recipe)
+    gemms = {"y": specs.fprop, "dx": specs.dgrad, "dw": specs.wgrad}
+    return {name: spec.a is not None for name, spec in gemms.items()} | {"db": False}
+
+
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Within what float8 costs: a guard against wrong results, not a budget (the contract tests have those)."""
     found, expected = found.detach().float(), expected.detach().float()

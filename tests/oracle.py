@@ -5,6 +5,7 @@ from a search in the sorted table with ties to the even code, scales from a floa
 float32, and every matmul runs in float64. Nothing here rounds except where the specification rounds.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,14 @@ RECIPES: dict[str, dict[str, Spec]] = {
         "dy": Spec("e5m2", (ALL, ALL), False),
     },
     "rowwise": {operand: Spec("e4m3", (1, ALL), True) for operand in ("x", "w", "dy")},
+    "rowwise_with_gw_hp": {operand: Spec("e4m3", (1, ALL), True) for operand in ("x", "w", "dy")},
 }
+
+HIGH_PRECISION = {"rowwise_with_gw_hp": {"wgrad"}}
+"""GEMMs whose operands are read as they are."""
+
+READERS = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
+"""Which GEMM reads the rowwise and which the columnwise usage of a tensor."""
 
 
 def _values(exponent_bits: int, mantissa_bits: int, bias: int, ieee: bool) -> np.ndarray:
@@ -137,13 +145,34 @@ def derive_columnwise(rowwise: Quantized) -> Quantized:
     return quantize(rowwise.values.T.copy(), rowwise.spec)
 
 
-def operands(recipe: str, operand: str, tensor: torch.Tensor) -> tuple[Quantized, Quantized]:
-    """(rowwise, columnwise) of a 2-D tensor that is already in its compute dtype."""
+def operands(
+    recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = ()
+) -> tuple[Quantized | None, Quantized | None]:
+    """(rowwise, columnwise) of a 2-D tensor that is already in its compute dtype; None where no GEMM reads it.
+
+    ``high_precision`` names GEMMs that the recipe was asked to leave alone besides its own. A weight has no rowwise
+    codes to derive columns from where fprop is one of them.
+    """
     spec = RECIPES[recipe][operand]
+    untouched = HIGH_PRECISION.get(recipe, set()) | set(high_precision)
     matrix = to_numpy(tensor)
     rowwise = quantize(matrix, spec)
-    columnwise = derive_columnwise(rowwise) if operand == "w" else quantize(matrix.T.copy(), spec)
-    return rowwise, columnwise
+    derived = operand == "w" and "fprop" not in untouched
+    columnwise = derive_columnwise(rowwise) if derived else quantize(matrix.T.copy(), spec)
+    row, col = (
+        None if reader in untouched else quantized
+        for reader, quantized in zip(READERS[operand], (rowwise, columnwise), strict=True)
+    )
+    return row, col
+
+
+def values(
+    recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the readers of the rowwise and of the columnwise usage multiply."""
+    row, col = operands(recipe, operand, tensor, high_precision)
+    matrix = to_numpy(tensor)
+    return matrix if row is None else row.values, matrix.T.copy() if col is None else col.values
 
 
 @dataclass(frozen=True)
@@ -164,16 +193,21 @@ class Product:
 
 
 def linear(
-    recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, bias: torch.Tensor | None = None
+    recipe: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dy: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    high_precision: Collection[str] = (),
 ) -> dict[str, Product]:
     """The three products of a linear layer over 2-D tensors; ``db`` is the cotangent summed over the rows."""
-    x_rows, x_columns = operands(recipe, "x", x)
-    w_rows, w_columns = operands(recipe, "w", w)
-    dy_rows, dy_columns = operands(recipe, "dy", dy)
+    x_rows, x_columns = values(recipe, "x", x, high_precision)
+    w_rows, w_columns = values(recipe, "w", w, high_precision)
+    dy_rows, dy_columns = values(recipe, "dy", dy, high_precision)
     ones = np.ones((1, dy.shape[0]))
     return {
-        "y": Product(x_rows.values, w_rows.values, None if bias is None else to_numpy(bias)),
-        "dx": Product(dy_rows.values, w_columns.values),
-        "dw": Product(dy_columns.values, x_columns.values),
+        "y": Product(x_rows, w_rows, None if bias is None else to_numpy(bias)),
+        "dx": Product(dy_rows, w_columns),
+        "dw": Product(dy_columns, x_columns),
         "db": Product(ones, to_numpy(dy).T),
     }

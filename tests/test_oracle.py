@@ -148,7 +148,7 @@ def test_one_wrong_code_is_over_the_budget():
 def test_edge_values_have_finite_scales_and_codes(dtype):
     for matrix in edge_values(dtype).values():
         for recipe in oracle.RECIPES:
-            for quantized in oracle.operands(recipe, "dy", matrix):
+            for quantized in filter(None, oracle.operands(recipe, "dy", matrix)):
                 assert np.isfinite(quantized.scale_inv).all()
                 assert (quantized.scale_inv > 0).all()
                 assert np.isfinite(quantized.values).all()

@@ -1,6 +1,7 @@
 """GemmSpec, Recipe and get_recipe: what they refuse, and that a recipe is found by its file's name."""
 
 import importlib
+import itertools
 import pkgutil
 
 import pytest
@@ -125,3 +126,32 @@ def test_fast_accumulation_in_fprop_only():
 def test_recipes_are_values_that_hash():
     assert recipe_of(TENSOR, TENSOR) == recipe_of(TENSOR, TENSOR)
     assert len({recipe_of(TENSOR, TENSOR), recipe_of(TENSOR, TENSOR), recipe_of(ROW_POW2, ROW_POW2)}) == 2
+
+
+COMBINATIONS = [
+    names for count in (1, 2, 3) for names in itertools.combinations(("fprop", "dgrad", "wgrad"), count)
+]
+
+
+@pytest.mark.parametrize("gemms", COMBINATIONS, ids="-".join)
+@pytest.mark.parametrize("name", RECIPES, ids=RECIPES)
+def test_with_high_precision_changes_those_gemms_and_the_name(name, gemms):
+    recipe = f8sub.get_recipe(name)
+    changed = recipe.with_high_precision(**dict.fromkeys(gemms, True))
+    newly = [gemm for gemm in gemms if getattr(recipe, gemm) != HIGH_PRECISION]
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        assert getattr(changed, gemm) == (HIGH_PRECISION if gemm in gemms else getattr(recipe, gemm))
+    if newly:
+        assert changed.name == f"{name}, {' and '.join(newly)} in high precision"
+    else:
+        assert changed is recipe
+    assert changed.with_high_precision(**dict.fromkeys(gemms, True)) is changed
+    assert f8sub.get_recipe(name).name == name
+
+
+def test_with_high_precision_of_nothing_is_the_recipe_itself():
+    recipe = f8sub.get_recipe("tensorwise")
+    assert recipe.with_high_precision() is recipe
+    assert recipe.with_high_precision(dgrad=False) is recipe
+    with pytest.raises(TypeError):
+        recipe.with_high_precision(lm_head=True)

@@ -12,7 +12,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 import f8sub
 from tests.data_sets import DATA_SETS, make, spread_columns
 
-RECIPES = ["tensorwise", "rowwise"]
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE_DB = 0.1
 DRAWS = 10
@@ -69,7 +69,9 @@ def flushed(recipe: str, operands: dict[str, torch.Tensor]) -> dict[str, float]:
         quantized = f8sub.quantize(tensor, recipe, operand=name)
         both = ((quantized.rowwise, tensor), (quantized.columnwise, tensor.t()))
         shares[name] = max(
-            ((usage.data.float() == 0) & (values != 0)).double().mean().item() for usage, values in both
+            ((usage.data.float() == 0) & (values != 0)).double().mean().item()
+            for usage, values in both
+            if usage is not None
         )
     return shares
 

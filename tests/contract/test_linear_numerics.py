@@ -124,6 +124,15 @@ def same_bits(a: torch.Tensor, b: np.ndarray) -> bool:
     return a.dtype == torch.float32 and np.array_equal(a.numpy().view(np.int32), b.view(np.int32))
 
 
+def paired(
+    quantized: f8sub.Float8Tensor, recipe: str, operand: str, matrix: torch.Tensor
+) -> list[tuple[f8sub.Operand, oracle.Quantized]]:
+    """Each usage with the oracle's; both lack the same ones."""
+    found, expected = (quantized.rowwise, quantized.columnwise), oracle.operands(recipe, operand, matrix)
+    assert [usage is None for usage in found] == [right is None for right in expected]
+    return [pair for pair in zip(found, expected, strict=True) if pair[0] is not None]
+
+
 def assert_bitwise(operand: f8sub.formats.Operand, expected: oracle.Quantized) -> None:
     assert operand.data.dtype == oracle.TORCH_DTYPES[expected.spec.format]
     assert operand.data.is_contiguous()
@@ -144,9 +153,7 @@ def test_codes_and_scales_are_the_oracles(recipe, data, operand, dtype):
         if not matrix.isfinite().all():
             matrix = matrix.nan_to_num(posinf=1e4, neginf=-1e4)
         quantized = f8sub.quantize(matrix, recipe, operand=operand)
-        for usage, expected in zip(
-            (quantized.rowwise, quantized.columnwise), oracle.operands(recipe, operand, matrix), strict=True
-        ):
+        for usage, expected in paired(quantized, recipe, operand, matrix):
             assert_bitwise(usage, expected)
 
 
@@ -159,8 +166,7 @@ def test_any_float32_bits(recipe, operand, bits):
     matrix = torch.frombuffer(bytearray(bits), dtype=torch.float32).view(4, 16)
     matrix = matrix.where(~matrix.isfinite() | (matrix.abs() <= 1.75 * 2.0**127), torch.ones(()))
     quantized = f8sub.quantize(matrix, recipe, operand=operand)
-    expected = oracle.operands(recipe, operand, matrix)
-    for usage, right in zip((quantized.rowwise, quantized.columnwise), expected, strict=True):
+    for usage, right in paired(quantized, recipe, operand, matrix):
         not_a_number = torch.from_numpy(np.isnan(right.values))
         assert torch.equal(usage.data.float().isnan(), not_a_number)
         assert torch.equal(usage.data.view(torch.uint8)[~not_a_number], right.codes_as()[~not_a_number])
@@ -175,9 +181,7 @@ def test_edge_values_are_the_oracles(recipe, operand, dtype):
         if name.startswith("largest") and DTYPES[dtype] is not torch.float16:
             continue  # clamped below the end of float32's range: the next test
         quantized = f8sub.quantize(matrix, recipe, operand=operand)
-        for usage, expected in zip(
-            (quantized.rowwise, quantized.columnwise), oracle.operands(recipe, operand, matrix), strict=True
-        ):
+        for usage, expected in paired(quantized, recipe, operand, matrix):
             assert_bitwise(usage, expected)
 
 
@@ -190,6 +194,8 @@ def test_the_largest_number_stands_for_a_finite_one_nearby(recipe, operand, dtyp
     quantized = f8sub.quantize(matrix, recipe, operand=operand)
     largest = matrix.double().abs() == matrix.double().abs().max()
     for usage, where in ((quantized.rowwise, largest), (quantized.columnwise, largest.t())):
+        if usage is None:
+            continue
         back = usage.data.float() * usage.scale_inv
         assert back.isfinite().all()
         ratio = back[where].abs().double() / matrix.double().abs().max()
@@ -204,10 +210,8 @@ def test_non_finite_elements_stay_where_they_are(recipe, operand):
     matrix[3, 4], matrix[7, 9], matrix[20, 0] = float("nan"), float("inf"), float("-inf")
     bad = ~matrix.isfinite()
     quantized = f8sub.quantize(matrix, recipe, operand=operand)
-    expected = oracle.operands(recipe, operand, matrix)
-    for usage, right, where in zip(
-        (quantized.rowwise, quantized.columnwise), expected, (bad, bad.t()), strict=True
-    ):
+    for usage, right in paired(quantized, recipe, operand, matrix):
+        where = bad if usage.data is quantized.rowwise_data else bad.t()
         assert torch.equal(usage.data.float().isnan(), where)
         assert torch.equal(usage.data.view(torch.uint8)[~where], right.codes_as()[~where])
         assert same_bits(usage.scale_inv, right.scale_inv)
@@ -215,24 +219,25 @@ def test_non_finite_elements_stay_where_they_are(recipe, operand):
 
 @on_each_recipe
 def test_dequantize_is_the_oracles_value(recipe):
+    """Of the weight, which every recipe has in both usages."""
     matrix = make("lognormal", (32, 48), 8)
-    quantized = f8sub.quantize(matrix, recipe)
-    values = torch.from_numpy(oracle.operands(recipe, "x", matrix)[0].values)
-    assert torch.equal(quantized.dequantize(), values.float())
-    assert torch.equal(quantized.t().dequantize(), torch.from_numpy(oracle_columns(recipe, matrix)).float())
-
-
-def oracle_columns(recipe: str, matrix: torch.Tensor) -> np.ndarray:
-    return oracle.operands(recipe, "x", matrix)[1].values
+    quantized = f8sub.quantize(matrix, recipe, operand="w")
+    rowwise, columnwise = (torch.from_numpy(values) for values in oracle.values(recipe, "w", matrix))
+    assert torch.equal(quantized.dequantize(), rowwise.float())
+    assert torch.equal(quantized.t().dequantize(), columnwise.float())
 
 
 @pytest.mark.parametrize("kept", ["rowwise", "columnwise"], ids=["rowwise", "columnwise"])
 @on_each_recipe
 def test_one_usage_alone_is_the_same_usage(recipe, kept):
     matrix = make("gaussian", (32, 48), 9)
-    both = f8sub.quantize(matrix, recipe)
-    one = f8sub.quantize(matrix, recipe, rowwise=kept == "rowwise", columnwise=kept == "columnwise")
-    expected, found = getattr(both, kept), getattr(one, kept)
-    assert getattr(one, "columnwise" if kept == "rowwise" else "rowwise") is None
-    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(found.scale_inv, expected.scale_inv)
+    for operand in ("x", "w", "dy"):
+        both = f8sub.quantize(matrix, recipe, operand=operand)
+        if getattr(both, kept) is None:
+            continue
+        rowwise = kept == "rowwise"
+        one = f8sub.quantize(matrix, recipe, operand=operand, rowwise=rowwise, columnwise=not rowwise)
+        expected, found = getattr(both, kept), getattr(one, kept)
+        assert getattr(one, "columnwise" if rowwise else "rowwise") is None
+        assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(found.scale_inv, expected.scale_inv)

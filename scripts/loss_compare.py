@@ -1,0 +1,307 @@
+"""The loss of every recipe against bf16: the held-out loss of the same runs, over several seeds.
+
+An arm is bf16, float32, or a recipe; all arms of a seed start from the same weights and see the same batches. Each
+trains ``recipes/pretrain.py`` to the end of its learning rate's decay and is evaluated there once, on as many held-out
+tokens as make the draw of them irrelevant. float32 is the yardstick: it differs from bf16 by rounding alone, so a gap
+of its size says nothing.
+
+The gap is that of the logarithms of the losses, in per cent; its interval is that of a randomized block design (blocks
+are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % by Student's t.
+
+Finished runs are kept and not trained again; runs that are missing are trained one after the other.
+
+    python scripts/loss_compare.py --recipes tensorwise rowwise --seeds 0 1 2 --write-readme
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from tables import Table, parser, write_between_markers, write_json
+
+import f8sub
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "recipes"))
+from metrics import read_metrics  # noqa: E402
+
+BASELINE = "bf16"
+YARDSTICK = "float32"
+CONFIDENCE = 0.95
+SMOOTHED_STEPS = 20
+"""The plot's curves are means over so many steps."""
+
+
+class Run(NamedTuple):
+    """One arm with one seed."""
+
+    arm: str
+    seed: int
+
+
+def settings(run: Run, steps: int) -> list[str]:
+    """The command line of ``recipes/pretrain.py``: 1 to 3 minutes on two cores, the loss near its floor at the end."""
+    chosen = {
+        "model.size": "debug",
+        "training.steps": steps,
+        "training.seed": run.seed,
+        "training.seq_len": 128,
+        "training.local_batch_size": 4,
+        "training.device": "cpu",
+        "optimizer.lr": 1e-3,
+        "lr_scheduler.warmup_steps": 20,
+        "lr_scheduler.min_lr_factor": 0.0,
+        "eval.interval": steps,
+        "eval.batches": 64,
+        "metrics.tensorboard": "false",
+    }
+    if run.arm == YARDSTICK:
+        chosen["training.dtype"] = "float32"
+    if run.arm in (BASELINE, YARDSTICK):
+        chosen["float8.enabled"] = "false"
+    else:
+        chosen["float8.recipe"] = run.arm
+    return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
+
+
+class Results:
+    """Finished runs, one JSON file each."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        self.steps = steps
+
+    def load(self, run: Run) -> dict[str, Any] | None:
+        """What ``train`` kept of a run with these settings; None if it has to be trained."""
+        path = self._path(run)
+        if not path.exists():
+            return None
+        kept: dict[str, Any] = json.loads(path.read_text())
+        return kept if kept["settings"] == settings(run, self.steps) else None
+
+    def train(self, run: Run, on_step: Callable[[int], None]) -> None:
+        """Train in a process of its own, and keep its losses.
+
+        Raises:
+            RuntimeError: it did not come to its end; the message carries the end of its output.
+        """
+        chosen = settings(run, self.steps)
+        dump = self._path(run).with_suffix("")
+        dump.mkdir(parents=True, exist_ok=True)
+        lines, log = dump / "metrics.jsonl", dump / "log.txt"
+        lines.unlink(missing_ok=True)
+        started = time.monotonic()
+        command = [
+            sys.executable,
+            str(ROOT / "recipes" / "pretrain.py"),
+            "--job.dump_folder",
+            str(dump),
+            *chosen,
+        ]
+        environment = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **os.environ}
+        with (
+            log.open("w") as output,
+            subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
+        ):
+            try:
+                while process.poll() is None:
+                    time.sleep(0.5)
+                    on_step(lines.read_text().count('"loss"') if lines.exists() else 0)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            raise RuntimeError(f"{run.arm}, seed {run.seed}: {' '.join(command)}\n{log.read_text()[-3000:]}")
+        records = read_metrics(lines)
+        kept = {
+            "settings": chosen,
+            "seconds": time.monotonic() - started,
+            "losses": [record["loss"] for record in records if "loss" in record],
+            "eval_loss": records[-1]["eval_loss"],
+        }
+        partial = self._path(run).with_suffix(".partial")
+        partial.write_text(json.dumps(kept) + "\n")
+        partial.replace(self._path(run))
+
+    def _path(self, run: Run) -> Path:
+        return self.folder / f"{run.arm}-seed{run.seed}.json"
+
+
+def train_missing(results: Results, runs: list[Run]) -> None:
+    """Train what is not there yet, with a bar for all and one for the run at hand."""
+    missing = [run for run in runs if results.load(run) is None]
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    console = Console()
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
+        whole = bar.add_task("steps of all runs", total=len(missing) * results.steps)
+        for position, run in enumerate(missing):
+            one = bar.add_task(f"{run.arm}, seed {run.seed}", total=results.steps)
+
+            def show(step: int, position: int = position, one: Any = one) -> None:
+                bar.update(one, completed=step)
+                bar.update(whole, completed=position * results.steps + step)
+
+            results.train(run, show)
+            bar.remove_task(one)
+            kept = results.load(run)
+            assert kept is not None
+            console.print(f"{run.arm}, seed {run.seed}: {kept['eval_loss']:.4f} in {kept['seconds']:.0f} s")
+
+
+@functools.cache
+def student_t_quantile(probability: float, degrees: int) -> float:
+    """The quantile of Student's t above the median, by bisection of its integrated density."""
+
+    def above_median(t: float) -> float:
+        grid = torch.linspace(0, t, 20001, dtype=torch.float64)
+        density = (1 + grid.square() / degrees) ** (-(degrees + 1) / 2)
+        scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(
+            degrees * math.pi
+        )
+        return scale * float(torch.trapezoid(density, grid))
+
+    low, high = 0.0, 1000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if above_median(middle) < probability - 0.5 else (low, middle)
+    return (low + high) / 2
+
+
+def gaps(losses: dict[str, list[float]]) -> dict[str, dict[str, float | None]]:
+    """Gap to the baseline in per cent, and the half width of its confidence interval; None for one seed.
+
+    Args:
+        losses: arm -> loss of each seed, the same seeds in the same order; the baseline among them.
+    """
+    table = 100 * torch.tensor(list(losses.values()), dtype=torch.float64).log()
+    arms, seeds = table.shape
+    noise = table - table.mean(0) - table.mean(1, keepdim=True) + table.mean()
+    degrees = (arms - 1) * (seeds - 1)
+    half_width = None
+    if degrees:
+        variance = float(noise.square().sum()) / degrees
+        half_width = student_t_quantile((1 + CONFIDENCE) / 2, degrees) * math.sqrt(2 * variance / seeds)
+    means = dict(zip(losses, table.mean(1).tolist(), strict=True))
+    return {
+        arm: {"gap_percent": mean - means[BASELINE], "half_width_percent": half_width}
+        for arm, mean in means.items()
+        if arm != BASELINE
+    }
+
+
+def report(results: Results, arms: list[str], seeds: list[int]) -> dict[str, Any]:
+    """The figures of all arms, each trained with all seeds."""
+    kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in arms}
+    losses = {arm: [run["eval_loss"] for run in runs if run] for arm, runs in kept.items()}
+    curves = {arm: [run["losses"] for run in runs if run] for arm, runs in kept.items()}
+    seconds = {arm: [run["seconds"] for run in runs if run] for arm, runs in kept.items()}
+    return {
+        "steps": results.steps,
+        "seeds": seeds,
+        "eval_losses": losses,
+        "gaps": gaps(losses),
+        "train_losses": curves,
+        "seconds": seconds,
+    }
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """Arms by seeds, and the gap of each arm."""
+    rows = []
+    for arm, losses in figures["eval_losses"].items():
+        gap = figures["gaps"].get(arm)
+        rows.append([arm, *(f"{loss:.4f}" for loss in losses), "" if gap is None else interval(gap)])
+    columns = ["", *(f"seed {seed}" for seed in figures["seeds"]), f"gap, {100 * CONFIDENCE:.0f}% interval"]
+    return Table(f"Held-out loss after {figures['steps']} steps", columns, rows)
+
+
+def interval(gap: dict[str, float | None]) -> str:
+    """A gap in a table's cell."""
+    half_width = "" if gap["half_width_percent"] is None else f" ± {gap['half_width_percent']:.2f}"
+    return f"{gap['gap_percent']:+.2f}{half_width} %"
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Each arm's training loss against the baseline's, the mean over the seeds, and the held-out gaps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, final = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
+    smooth = {arm: smoothed(losses) for arm, losses in figures["train_losses"].items()}
+    for position, (arm, gap) in enumerate(figures["gaps"].items()):
+        color = "black" if arm == YARDSTICK else f"C{position}"
+        relative = 100 * (smooth[arm] / smooth[BASELINE]).log().mean(0)
+        first = figures["steps"] - len(relative) + 1
+        curves.plot(range(first, figures["steps"] + 1), relative, color=color, linewidth=1, label=arm)
+        final.errorbar(
+            position, gap["gap_percent"], gap["half_width_percent"], fmt="o", color=color, capsize=3
+        )
+    for axes in (curves, final):
+        axes.axhline(0, color="tab:gray", linewidth=0.8)
+    curves.set(
+        xlabel="step", ylabel=f"gap, % of {BASELINE}", title=f"training loss, mean of {SMOOTHED_STEPS} steps"
+    )
+    curves.legend()
+    final.set(title="held-out loss at the end")
+    final.set_xticks(range(len(figures["gaps"])), list(figures["gaps"]), rotation=90)
+    figure.savefig(path, dpi=120)
+
+
+def smoothed(losses: list[list[float]]) -> torch.Tensor:
+    """Moving means over ``SMOOTHED_STEPS`` steps of (seeds, steps) losses."""
+    runs = torch.tensor(losses, dtype=torch.float64)
+    return runs.unfold(1, min(SMOOTHED_STEPS, runs.shape[1]), 1).mean(-1)
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--recipes", nargs="+", default=f8sub.recipe_names(), choices=f8sub.recipe_names())
+    made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    made.add_argument("--steps", type=int, default=200)
+    made.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "loss_compare", help="of the finished runs"
+    )
+    arguments = made.parse_args()
+    arms = [BASELINE, YARDSTICK, *arguments.recipes]
+    results = Results(arguments.folder, arguments.steps)
+    train_missing(results, [Run(arm, seed) for seed in arguments.seeds for arm in arms])
+    figures = report(results, arms, arguments.seeds)
+    found = table(figures)
+    found.show()
+    draw(figures, arguments.folder / "loss.png")
+    print(f"Plot: {arguments.folder / 'loss.png'}")
+    if arguments.json:
+        write_json(arguments.json, figures)
+    if arguments.write_readme:
+        write_between_markers("loss_compare", found.markdown())
+
+
+if __name__ == "__main__":
+    main()

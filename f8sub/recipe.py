@@ -91,13 +91,17 @@ class Recipe:
             case _:
                 raise Float8ConfigError(f'operand is one of "x", "w", "dy", got {operand!r}')
 
-    def with_high_precision(self, *, fprop: bool = False, dgrad: bool = False, wgrad: bool = False) -> "Recipe":
+    def with_high_precision(
+        self, *, fprop: bool = False, dgrad: bool = False, wgrad: bool = False
+    ) -> "Recipe":
         """The same recipe with the GEMMs that are named in high precision too, and a name that says so.
 
         A weight that one of its GEMMs, fprop or dgrad, reads in high precision is gathered in high precision.
         """
         asked = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
-        taken = [gemm for gemm, wanted in asked.items() if wanted and getattr(self, gemm) != HIGH_PRECISION_GEMM]
+        taken = [
+            gemm for gemm, wanted in asked.items() if wanted and getattr(self, gemm) != HIGH_PRECISION_GEMM
+        ]
         if not taken:
             return self
         name = f"{self.name}, {' and '.join(taken)} in high precision"

@@ -19,6 +19,7 @@ import functools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -289,6 +290,9 @@ def main() -> None:
         "--folder", type=Path, default=ROOT / "runs" / "loss_compare", help="of the finished runs"
     )
     arguments = made.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM")
+    )  # as Ctrl-C does: with the run it started
     arms = [BASELINE, YARDSTICK, *arguments.recipes]
     results = Results(arguments.folder, arguments.steps)
     train_missing(results, [Run(arm, seed) for seed in arguments.seeds for arm in arms])

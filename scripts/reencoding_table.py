@@ -27,13 +27,13 @@ DATA_SETS: dict[str, Draw] = {
 
 
 def rescaled() -> dict[str, tuple[f8sub.Float8Format, f8sub.Float8Format]]:
-    """(rowwise, columnwise) formats of the weight, of each recipe in which a byte transpose is not enough."""
-    formats = {name: f8sub.get_recipe(name).formats("w") for name in f8sub.recipe_names()}
-    return {
-        name: (row, col)
-        for name, (row, col) in formats.items()
-        if row is not None and col is not None and not row.tile.is_transpose_of(col.tile)
-    }
+    """(rowwise, columnwise) formats of the weight where a byte transpose is not enough, under the recipes' names."""
+    names: dict[tuple[f8sub.Float8Format, f8sub.Float8Format], list[str]] = {}
+    for name in f8sub.recipe_names():
+        row, col = f8sub.get_recipe(name).formats("w")
+        if row is not None and col is not None and not row.tile.is_transpose_of(col.tile):
+            names.setdefault((row, col), []).append(name)
+    return {", ".join(same): formats for formats, same in names.items()}
 
 
 def measure(
@@ -58,7 +58,7 @@ def measure(
 
 
 def report() -> dict[str, dict[str, dict[str, float]]]:
-    """Recipe -> data set -> figures."""
+    """Recipes -> data set -> figures."""
     weights = {name: draw(SHAPE, torch.Generator().manual_seed(0)) for name, draw in DATA_SETS.items()}
     return {
         recipe: {data: measure(*formats, weight) for data, weight in weights.items()}

@@ -14,7 +14,7 @@ from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.filters import DEFAULT_SKIP, FilterFn, why_not
 from f8sub.fsdp.precompute_scales import check_ranks_hook, mark_stale_before_optimizer_steps
-from f8sub.fsdp.wire_weight import WireWeight
+from f8sub.fsdp.wire_weight import wire_weight_for
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
@@ -87,7 +87,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     gathered = float8_all_gather and None not in recipe.formats("w")
     for module in names:
         module.float8_all_gather = gathered  # type: ignore[assignment]
-    _wrap_weights(list(names), WireWeight if gathered else MasterWeight, layers)
+    _wrap_weights(list(names), layers)
     _share_inputs(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
     mark_stale_before_optimizer_steps()
@@ -150,7 +150,7 @@ def _convert(module: Any, fqn: str, plan: Plan, layers: ConvertedLayers) -> None
     module.__dict__.pop(SKIP_REASON, None)
 
 
-def _wrap_weights(modules: list[torch.nn.Linear], kind: type[MasterWeight], layers: ConvertedLayers) -> None:
+def _wrap_weights(modules: list[Any], layers: ConvertedLayers) -> None:
     """Make master weights of the layers' weights; tied ones stay tied."""
     made: dict[int, torch.nn.Parameter] = {}
     for module in modules:
@@ -158,10 +158,15 @@ def _wrap_weights(modules: list[torch.nn.Linear], kind: type[MasterWeight], laye
         if isinstance(weight, MasterWeight):
             continue
         if id(weight) not in made:
-            master = kind(weight.detach())
-            master.cell.layers = layers
+            master = _weight_class(module)(weight.detach())
+            master.cell.belongs_to(layers, module.fqn)
             made[id(weight)] = torch.nn.Parameter(master, weight.requires_grad)
         _replace(module, made[id(weight)])
+
+
+def _weight_class(layer: Float8Linear) -> type[MasterWeight]:
+    format = layer.plan.recipe.fprop.b
+    return wire_weight_for(format) if layer.float8_all_gather and format is not None else MasterWeight
 
 
 def _replace(module: torch.nn.Linear, parameter: torch.nn.Parameter) -> None:

@@ -66,7 +66,7 @@ class Float8Linear(torch.nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.converted.add(self)
         if isinstance(self.weight, MasterWeight):
-            self.weight.cell.layers = self.converted
+            self.weight.cell.belongs_to(self.converted, self.fqn)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         kind = type(local_tensor(self.weight))
@@ -79,7 +79,7 @@ class Float8Linear(torch.nn.Linear):
         """Make a master weight again of what ``load_state_dict(assign=True)`` put in its place."""
         weight, requires_grad = self.weight, self.weight.requires_grad
         master = kind(local_tensor(weight).detach())
-        master.cell.layers = self.converted
+        master.cell.belongs_to(self.converted, self.fqn)
         if isinstance(weight, DTensor):
             weight._local_tensor = master
         else:

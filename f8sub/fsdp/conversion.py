@@ -31,6 +31,7 @@ class ShardedConversion:
         self._shards: weakref.WeakKeyDictionary[Float8Linear, Shard] = weakref.WeakKeyDictionary()
         self._table_of: dict[Shard, ScaleTable] = {}
         self._seen: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
+        self._named: weakref.WeakValueDictionary[str, Float8Linear] = weakref.WeakValueDictionary()
 
     @classmethod
     def of(cls, layers: ConvertedLayers) -> "ShardedConversion":
@@ -70,6 +71,12 @@ class ShardedConversion:
         shard.follow(layer)
         return shard, self._table_of[shard]
 
+    def shard_named(self, fqn: str) -> tuple[Shard, ScaleTable]:
+        """The shard of the layer of that name, where that is all that is known of it."""
+        if fqn not in self._named:
+            self.refresh()
+        return self.shard_of(self._named[fqn])
+
     def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
         layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}
         for group in dict.fromkeys(layout.group for layout in layouts.values()):
@@ -83,6 +90,7 @@ class ShardedConversion:
                 _check_ranks([layer for layer, _ in members], table, device)
             _entered[ranks] += 1
             self._seen.update(layer for layer, _ in members)
+            self._named.update((layer.fqn, layer) for layer, _ in members)
             for layer, weight in members:
                 if not layer.float8_all_gather:
                     continue
@@ -99,7 +107,13 @@ class ShardedConversion:
                         f"{layer.fqn}: recipe {layer.plan.recipe.name!r} keeps the weight of fprop in high precision, "
                         "so there is no float8 to gather; convert with float8_all_gather=False"
                     )
-                local.cell.layers = self._layers
+                if format.codes_per_byte > 1 and layouts[layer].dim != 0:
+                    raise Float8ConfigError(
+                        f"{layer.fqn}: its weight is sharded by columns (Shard({layouts[layer].dim})), which FSDP2 "
+                        f"puts together from one byte an element, and {format} has two in one; "
+                        "shard it by rows, or convert with float8_all_gather=False"
+                    )
+                local.cell.belongs_to(self._layers, layer.fqn)
                 tied = next((s for s in self._shards.values() if s.master.cell is local.cell), None)
                 self._shards[layer] = tied or Shard(layer.fqn, local, layouts[layer], format)
                 self._table_of[self._shards[layer]] = table

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8RankMismatchError, Float8Warning
-from f8sub.formats import Float8Format
 from f8sub.fsdp.agreement import all_arrive, all_same, all_told, tell
 from f8sub.fsdp.shard import Shard
 from f8sub.kernels import reference
@@ -53,7 +52,7 @@ class ScaleTable:
         self._changes_covered = -1
         self._requests = 0
         self._requested = False
-        self._runs: list[tuple[Float8Format, torch.dtype, slice]] | None = None
+        self._runs: list[list[Shard]] | None = None
         self._tensorwise: list[Shard] = []
         self._finer: list[Shard] = []
         self._gathered = False
@@ -76,23 +75,27 @@ class ScaleTable:
             )
         self.settle()
         self.shards = sorted(shards, key=lambda shard: (str(shard.format), shard.fqn))
-        sizes = [rows * cols for rows, cols in (shard.scale_shape for shard in self.shards)]
+        sizes = [rows * cols for rows, cols in (shard.table_shape for shard in self.shards)]
         device = self.shards[0].layout.device
         with torch.inference_mode(mode=False):
             # The last entry is the lane for a weight that changed on some ranks only.
             self._amax = torch.zeros(sum(sizes) + 1, device=device)
             self._scale = torch.ones(sum(sizes), device=device)
             self._scale_inv = torch.ones_like(self._scale)
-        start = 0
-        for index, (shard, size) in enumerate(zip(self.shards, sizes, strict=True)):
-            shard.index = index
-            shard.amax, shard.scale, shard.scale_inv = (
-                flat[start : start + size].view(shard.scale_shape)
-                for flat in (self._amax, self._scale, self._scale_inv)
-            )
-            start += size
+            start = 0
+            for index, (shard, size) in enumerate(zip(self.shards, sizes, strict=True)):
+                shard.index = index
+                shard.amax, shard.scale, shard.scale_inv = (
+                    flat[start : start + size].view(shard.table_shape)
+                    for flat in (self._amax, self._scale, self._scale_inv)
+                )
+                start += size
+                rule = shard.format.scale_rule
+                if rule.stored_as != torch.float32:
+                    shard.scale_inv = torch.ones(shard.table_shape, device=device).to(rule.stored_as)
+                shard.global_scale_inv = torch.ones(1, 1, device=device) if rule.has_global else None
         self._runs = None
-        self._tensorwise = [s for s in self.shards if s.format.tile.is_whole]
+        self._tensorwise = [s for s in self.shards if s.wire.table_tile.is_whole]
         self._finer = [s for s in self.shards if s not in self._tensorwise]
         self._changes_covered = -1
 
@@ -142,39 +145,35 @@ class ScaleTable:
             self._work = None
         self._unsettled = False
         with torch.inference_mode(mode=False), torch.no_grad():
-            for format, dtype, part in self._same_rule():
-                self._write_scales(self._amax[part], self._scale[part], self._scale_inv[part], format, dtype)
+            for shards in self._same_rule():
+                self._write_scales(shards)
             self._keep_report()
         self.generation += 1
         self._requests = 0
 
     def gather_input(
-        self, shard: Shard, source: MasterWeight, dtype: torch.dtype
+        self, shard: Shard, source: MasterWeight, dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, str | None]:
         """One rank's bytes for the all-gather of one weight.
 
         Args:
             shard: the weight's shard.
             source: the tensor that FSDP2 gathers, see ``Shard.cast``.
-            dtype: FSDP2's param_dtype.
+            dtype: FSDP2's param_dtype; None where FSDP2 says it after the gather only, see ``gathered_for``.
 
         Returns:
             uint8 codes, and what ``resolve`` needs when the shard changed in a way that other ranks may not know
             of; None otherwise.
         """
-        if not self._gathered:
+        if dtype is not None:
             self._check_param_dtype(shard, dtype)
-            self._gathered = True
         shard.gathers += 1
         if self.pending:
             self._warn_missed()
             self.reduce()
         self.settle()
-        if dtype != shard.dtype:
-            shard.dtype = dtype
-            self._runs = None
-            with torch.no_grad():
-                self._write_scales(shard.amax, shard.scale, shard.scale_inv, shard.format, dtype)
+        if dtype is not None:
+            self._round_to(dtype, [shard])
         if self._world == 1 and self._stale(shard):
             self.reduce()
         if not self._stale(shard):
@@ -182,6 +181,19 @@ class ScaleTable:
         ticket = f"f8sub/{self.own_group.group_name}/{shard.index}/{shard.gathers}"
         tell(ticket)
         return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
+
+    def gathered_for(
+        self, shard: Shard, source: MasterWeight, gathered: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Learn FSDP2's param_dtype after a gather that was made for another one; ``gathered`` is made anew.
+
+        That happens once: what is gathered for the first time later is rounded to this dtype too.
+        """
+        self._check_param_dtype(shard, dtype)
+        if dtype == shard.dtype:
+            return
+        self._round_to(dtype, [shard, *(other for other in self.shards if not other.gathers)])
+        self._gather_again(shard, source, gathered)
 
     def resolve(self, shard: Shard, source: MasterWeight, gathered: torch.Tensor, ticket: str) -> None:
         """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
@@ -194,8 +206,19 @@ class ScaleTable:
         if self._stale(shard):
             self.reduce()
         self.settle()
+        self._gather_again(shard, source, gathered)
+
+    def _gather_again(self, shard: Shard, source: MasterWeight, gathered: torch.Tensor) -> None:
         codes = shard.cast(source, self.generation)
-        all_gather(gathered.view(-1), codes.view(-1), self._mesh_group)
+        if self._world == 1:
+            gathered.view(-1).copy_(codes.view(-1))
+        elif shard.layout.dim == 0:
+            all_gather(gathered.view(-1), codes.view(-1), self._mesh_group)
+        else:
+            # As FSDP2 does: the shards arrive one after the other and lie side by side in the whole weight.
+            shards = torch.empty_like(gathered).view(self._world, *codes.shape)
+            all_gather(shards.view(-1), codes.view(-1), self._mesh_group)
+            torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
 
     @property
     def own_group(self) -> dist.ProcessGroup:
@@ -206,11 +229,14 @@ class ScaleTable:
         return self._own_group
 
     def _check_param_dtype(self, shard: Shard, dtype: torch.dtype) -> None:
-        """Before the first all-gather, whose size it would make differ.
+        """At the first all-gather; a difference would make weights that are gathered plainly differ in size.
 
         Raises:
             Float8RankMismatchError: on every rank alike, when they shard with different policies.
         """
+        if self._gathered:
+            return
+        self._gathered = True
         point = f"f8sub/{self.own_group.group_name}/param_dtype" if self._world > 1 else ""
         if point and not all_same(point, str(dtype), self._world):
             raise Float8RankMismatchError(
@@ -222,8 +248,10 @@ class ScaleTable:
         """Whether this rank knows of a change to the weight that the scales do not cover.
 
         An empty shard cannot show one (``dcp.load`` writes nothing to it), so it goes by the rank's other shards,
-        and a rank that has none of any size always asks the others.
+        and a rank that has none of any size always asks the others. Scales on the wire are always those of the codes.
         """
+        if shard.wire.carries_scales:
+            return False
         if self._requested or shard.stale or shard.master.numel():
             return self._requested or shard.stale
         others = [other for other in self.shards if other.master.numel()]
@@ -248,30 +276,44 @@ class ScaleTable:
     def _positions(self, shards: list[Shard]) -> torch.Tensor:
         return torch.tensor([shard.amax.storage_offset() for shard in shards], device=self._amax.device)
 
-    def _same_rule(self) -> list[tuple[Float8Format, torch.dtype, slice]]:
-        """Runs of the table whose scales are made the same way."""
+    def _same_rule(self) -> list[list[Shard]]:
+        """The weights whose scales come from the table, those that are made alike together."""
         if self._runs is None:
-            self._runs, start = [], 0
-            for (format, dtype), run in itertools.groupby(self.shards, key=lambda s: (s.format, s.dtype)):
-                size = sum(shard.amax.numel() for shard in run)
-                self._runs.append((format, dtype, slice(start, start + size)))
-                start += size
+            from_table = [shard for shard in self.shards if not shard.wire.carries_scales]
+            runs = itertools.groupby(from_table, key=lambda shard: (shard.format, shard.dtype))
+            self._runs = [list(run) for _, run in runs]
         return self._runs
 
+    def _write_scales(self, shards: list[Shard]) -> None:
+        """Make the scales of weights of one format and dtype, which lie side by side in the table."""
+        if shards[0].format.scale_rule.stored_as != torch.float32:
+            for shard in shards:
+                self._write(shard, shard.amax, shard.scale, shard.scale_inv)
+            return
+        first, last = shards[0].amax, shards[-1].amax
+        part = slice(first.storage_offset(), last.storage_offset() + last.numel())
+        self._write(shards[0], self._amax[part], self._scale[part], self._scale_inv[part])
+
     @staticmethod
-    def _write_scales(
-        amax: torch.Tensor,
-        scale: torch.Tensor,
-        scale_inv: torch.Tensor,
-        format: Float8Format,
-        dtype: torch.dtype,
-    ) -> None:
+    def _write(shard: Shard, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
-        rounded = amax.to(dtype).float()
-        made = reference.scales_or_nan(rounded, format)
+        made = reference.scales_or_nan(amax.to(shard.dtype).float(), shard.format)
         scale.copy_(made.scale)
         with _unsafe_preserve_version_counter(scale_inv):
             scale_inv.copy_(made.scale_inv)
+        if shard.global_scale_inv is not None and made.global_scale_inv is not None:
+            with _unsafe_preserve_version_counter(shard.global_scale_inv):
+                shard.global_scale_inv.copy_(made.global_scale_inv)
+
+    def _round_to(self, dtype: torch.dtype, shards: list[Shard]) -> None:
+        """Round weights to ``dtype`` before they are cast, from now on."""
+        with torch.no_grad():
+            for shard in shards:
+                if shard.dtype != dtype:
+                    shard.dtype = dtype
+                    self._runs = None
+                    if not shard.wire.carries_scales:
+                        self._write_scales([shard])
 
     def _keep_report(self) -> None:
         """Copy what is worth telling to the host without waiting for it; read before the next reduction."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
-from f8sub.formats import Float8Format
+from f8sub.formats import ALL, Float8Format, Tile
 from f8sub.kernels import reference
 from f8sub.tensor.master_weight import MasterWeight
 
@@ -57,11 +57,75 @@ class ShardLayout:
         offset = (start, 0) if dim == 0 else (0, start)
         return cls((rows, cols), dim, chunk, offset, mesh.get_group(mesh_dim), world, mesh.device_type)
 
+
+_ALIGNMENT = 16
+"""Bytes that a row and its scales are filled up to: NCCL is slow and tensor cores refuse what is not aligned so."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """What one rank sends of a weight: a uint8 matrix with the codes of one row of the shard in each of its rows.
+
+    Scales of tiles that lie inside one row are known to the rank that holds the row, and follow the row's codes. All
+    others cross shards: they are made from the amax table, on every rank alike, and not sent.
+
+    Attributes:
+        format: of the codes: w's rowwise format.
+        layout: of the shards.
+    """
+
+    format: Float8Format
+    layout: ShardLayout
+
+    @property
+    def carries_scales(self) -> bool:
+        """Whether the scales follow the codes."""
+        tile = self.format.tile
+        return tile.rows == 1 and tile.cols != ALL and self.layout.dim == 0
+
+    @property
+    def table_tile(self) -> Tile:
+        """What one entry of the amax table stands for: a tile, or the whole weight that only reports NaN there."""
+        return Tile(ALL, ALL) if self.carries_scales else self.format.tile
+
     @property
     def padded_shape(self) -> tuple[int, int]:
-        """Shape of every rank's all-gather input."""
-        rows, cols = self.shape
-        return (self.chunk, cols) if self.dim == 0 else (rows, self.chunk)
+        """Shape of every rank's all-gather input, in bytes."""
+        rows, cols = self.layout.shape
+        rows, cols = (self.layout.chunk, cols) if self.layout.dim == 0 else (rows, self.layout.chunk)
+        return rows, self._scales_end(cols) if self.carries_scales else self._codes_end(cols)
+
+    def scales_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The part of rows on the wire that holds their scales, as these are stored: a view."""
+        cols = self.layout.shape[1]
+        start = _aligned(self._codes_end(cols))
+        stored_as = self.format.scale_rule.stored_as
+        count = self.format.tile.scale_shape((1, cols))[1] * stored_as.itemsize
+        return rows[:, start : start + count].view(stored_as)
+
+    def unsharded(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The whole weight's codes in the gathered bytes, and its scales where they are there: views.
+
+        Args:
+            gathered: uint8; the shards one after the other, padding included.
+        """
+        rows, cols = self.layout.shape
+        width = self.padded_shape[1] if self.layout.dim == 0 else self._codes_end(cols)
+        # Shard(1) arrives with the bytes already in the whole weight's order and only its shape lost.
+        whole = gathered.view(-1)[: rows * width].view(rows, width)
+        codes = whole[:, : self._codes_end(cols)].view(self.format.dtype)
+        return codes, self.scales_of(whole) if self.carries_scales else None
+
+    def _codes_end(self, cols: int) -> int:
+        return cols // self.format.codes_per_byte
+
+    def _scales_end(self, cols: int) -> int:
+        tiles = self.format.tile.scale_shape((1, cols))[1]
+        return _aligned(_aligned(self._codes_end(cols)) + tiles * self.format.scale_rule.stored_as.itemsize)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Shard:
@@ -71,32 +135,40 @@ class Shard:
         fqn: name of the layer.
         master: the high-precision shard.
         layout: where it lies.
-        format: of the codes that are gathered: w's rowwise format.
+        wire: what is sent of it.
         index: position in the order of its scale table.
         gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``.
-        amax: float32 view of the scale table, one entry a tile of the whole weight.
+        amax: float32 view of the scale table, one entry a ``wire.table_tile`` of the whole weight.
         scale: likewise.
-        scale_inv: likewise; the unsharded tensor's scales are this very view.
+        scale_inv: as the format stores it; the unsharded tensor's scales are this very tensor, unless the wire
+            carries them.
+        global_scale_inv: likewise, where the format's scales have two levels.
     """
 
     def __init__(self, fqn: str, master: MasterWeight, layout: ShardLayout, format: Float8Format) -> None:
         self.fqn = fqn
         self.master = master
         self.layout = layout
-        self.format = format
+        self.wire = WireFormat(format, layout)
         self.index = 0
         self.gathers = 0
         self.dtype = master.dtype
         self.amax = self.scale = self.scale_inv = torch.empty(0)
+        self.global_scale_inv: torch.Tensor | None = None
         self._scaled_state: tuple[int, int] | None = None
         self._wire: torch.Tensor | None = None
         self._wire_key: tuple[tuple[int, int], int, torch.dtype] | None = None
 
     @property
-    def scale_shape(self) -> tuple[int, int]:
-        """Number of tiles of the whole weight along each dimension."""
-        return self.format.tile.scale_shape(self.layout.shape)
+    def format(self) -> Float8Format:
+        """Of the codes that are gathered: w's rowwise format."""
+        return self.wire.format
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """Shape of the weight's entries in the amax table."""
+        return self.wire.table_tile.scale_shape(self.layout.shape)
 
     @property
     def stale(self) -> bool:
@@ -121,8 +193,8 @@ class Shard:
         shard, offset = self.master.plain, self.layout.offset
         if shard.numel() == 0:
             return
-        touched = reference.shard_amax(shard, self.format.tile, offset)
-        row, col = reference.first_tile(self.format.tile, offset)
+        touched = reference.shard_amax(shard, self.wire.table_tile, offset)
+        row, col = reference.first_tile(self.wire.table_tile, offset)
         self.amax[row : row + touched.shape[0], col : col + touched.shape[1]] = touched
 
     def mark_scaled(self) -> None:
@@ -138,36 +210,35 @@ class Shard:
             source: the shard on the device that gathers it: ``master``, or its copy under CPU offload.
             generation: which scales the table holds.
             beyond_range: None to clamp to the format's range; else values larger than this many times the
-                range become NaN, so that codes cast with an older scale are right or visibly wrong.
+                range become NaN, so that codes cast with an older scale are right or visibly wrong. e2m1, which
+                has no NaN, is clamped in any case.
 
         Returns:
-            uint8, ``layout.padded_shape``, contiguous; rows or columns past the shard are zero.
+            uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.
         """
-        key = (self.master.state, generation, self.dtype)
+        key = (self.master.state, 0 if self.wire.carries_scales else generation, self.dtype)
         if self._wire is None:
             with torch.inference_mode(mode=False):
-                self._wire = torch.zeros(self.layout.padded_shape, dtype=torch.uint8, device=source.device)
+                self._wire = torch.zeros(self.wire.padded_shape, dtype=torch.uint8, device=source.device)
         if key == self._wire_key and beyond_range is None and self.master.owns_storage:
             return self._wire
         shard = source.plain.to(self.dtype)
         if shard.numel():
-            scale = reference.spread(self.scale, self.format.tile, shard.shape, self.layout.offset)
-            if beyond_range is not None:
-                shard = shard.masked_fill(
-                    (shard.float() * scale).abs() > beyond_range * self.format.max, torch.nan
-                )
-            codes = reference.cast(shard, scale, self.format.dtype).view(torch.uint8)
             with torch.inference_mode(mode=False):
-                self._wire[: shard.shape[0], : shard.shape[1]] = codes
+                self._cast_into(self._wire, shard, beyond_range)
         self._wire_key = None if beyond_range is not None else key
         return self._wire
 
-    def unsharded_codes(self, gathered: torch.Tensor) -> torch.Tensor:
-        """The whole weight's codes in the gathered bytes: (N, K), a view.
-
-        Args:
-            gathered: uint8; the shards one after the other, padding included.
-        """
-        rows, cols = self.layout.shape
-        # Shard(1) arrives with the bytes already in the whole weight's order and only its shape lost.
-        return gathered.view(-1)[: rows * cols].view(rows, cols).view(self.format.dtype)
+    def _cast_into(self, wire: torch.Tensor, shard: torch.Tensor, beyond_range: float | None) -> None:
+        format = self.format
+        rows = wire[: shard.shape[0]]
+        if self.wire.carries_scales:
+            scales = reference.scales_or_nan(reference.shard_amax(shard, format.tile, (0, 0)), format)
+            self.wire.scales_of(rows).copy_(scales.scale_inv)
+            scale = reference.spread(scales.scale, format.tile, shard.shape)
+        else:
+            scale = reference.spread(self.scale, format.tile, shard.shape, self.layout.offset)
+        if beyond_range is not None:
+            shard = shard.masked_fill((shard.float() * scale).abs() > beyond_range * format.max, torch.nan)
+        codes = reference.codes_as_stored(shard, scale, format)
+        rows[:, : codes.shape[1]] = codes.view(torch.uint8)

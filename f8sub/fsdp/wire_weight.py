@@ -2,9 +2,9 @@
 
     shard --fsdp_pre_all_gather--> uint8 codes --all-gather--> --fsdp_post_all_gather--> Float8Tensor(rowwise)
 
-One uint8 input for each weight and its scales as metadata: the only form that is right for uneven and empty shards,
-Shard(1), shard groups of one, HSDP, gloo and NCCL alike. The hooks keep nothing: FSDP2 calls them more often than once
-a pass.
+One uint8 input for each weight, with scales either as metadata or in its rows: the only form that is right for uneven
+and empty shards, Shard(1), shard groups of one, HSDP, gloo and NCCL alike. The hooks keep nothing: FSDP2 calls them
+more often than once a pass.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from f8sub.errors import Float8ConfigError
-from f8sub.formats import Operand
+from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.fsdp.conversion import ShardedConversion
 from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.fsdp.shard import Shard
@@ -63,12 +63,42 @@ class WireWeight(MasterWeight):
         write to.
         """
         (gathered,), (shard, table, ticket) = all_gather_outputs, metadata
+        table.gathered_for(shard, self, gathered, param_dtype)
         if ticket is not None:
             table.resolve(shard, self, gathered, ticket)
         if out is not None:
             return None
-        rowwise = Operand(shard.unsharded_codes(gathered), shard.scale_inv, shard.format)
+        codes, scale_inv = shard.wire.unsharded(gathered)
+        scale_inv = shard.scale_inv if scale_inv is None else scale_inv
+        rowwise = Operand(codes, scale_inv, shard.format, shard.global_scale_inv)
         return Float8Tensor(rowwise, None, param_dtype), (gathered,)
 
 
+class RowWireWeight(WireWeight):
+    """A WireWeight whose rows are not one byte an element: packed, or followed by their scales.
+
+    FSDP2 checks the size of what the other form of the hook returns, on ranks with a short shard alone, while the
+    others wait for ever; it does not check this form, which is told less.
+    """
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: DeviceMesh
+    ) -> tuple[tuple[torch.Tensor], Metadata]:
+        """This rank's codes and scales, cast once a step.
+
+        Returns:
+            One uint8 tensor of ``WireFormat.padded_shape``, and the metadata for ``fsdp_post_all_gather``.
+        """
+        shard, table = ShardedConversion.of(self.cell.layers).shard_named(self.cell.fqn)
+        codes, ticket = table.gather_input(shard, self, None)
+        return (codes,), (shard, table, ticket)
+
+
+def wire_weight_for(format: Float8Format) -> type[WireWeight]:
+    """The class that gathers weights of a rowwise format."""
+    in_rows = format.tile.rows == 1 and format.tile.cols != ALL
+    return RowWireWeight if in_rows or format.codes_per_byte > 1 else WireWeight
+
+
 preset_signature(WireWeight.fsdp_pre_all_gather)
+preset_signature(RowWireWeight.fsdp_pre_all_gather)

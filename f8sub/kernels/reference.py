@@ -199,6 +199,12 @@ def cast(
     return (scaled.clamp(-top, top) - (x - x)).to(dtype)
 
 
+def codes_as_stored(x: torch.Tensor, scale: torch.Tensor, format: Float8Format) -> torch.Tensor:
+    """``cast`` as ``Operand.data`` holds it: contiguous, two e2m1 codes in a byte."""
+    codes = cast(x, scale, format.dtype, format.rounding)
+    return e2m1.pack(codes) if format.dtype == E2M1 else codes.contiguous()
+
+
 def quantize(
     x: torch.Tensor,
     rowwise: Float8Format | None,
@@ -284,8 +290,7 @@ def _quantize_as_stored(x: torch.Tensor, format: Float8Format) -> Operand:
         scales = scales_or_nan(shard_amax(x, format.tile, (0, 0)), format)
     else:
         scales = scales_from_amax(amax(x, format.tile), format)
-    codes = cast(x, spread(scales.scale, format.tile, x.shape), format.dtype, format.rounding)
-    data = e2m1.pack(codes) if format.dtype == E2M1 else codes.contiguous()
+    data = codes_as_stored(x, spread(scales.scale, format.tile, x.shape), format)
     return Operand(data, scales.scale_inv, format, scales.global_scale_inv)
 
 

@@ -41,16 +41,22 @@ class Cell:
             ``p.data = t`` replaces a weight's storage without any operator running.
         cast: the codes cast last and what they were cast from, see ``rowwise_of``.
         layers: the layers converted together with the weight's own; None for a weight of no layer.
+        fqn: name of its own layer, or of one of them.
     """
 
-    __slots__ = ("_copied", "cast", "epoch", "layers", "storage")
+    __slots__ = ("_copied", "cast", "epoch", "fqn", "layers", "storage")
 
     def __init__(self, storage: StorageWeakRef | None) -> None:
         self.epoch = 0
         self.storage = storage
         self.cast: tuple[tuple[tuple[int, int], Float8Format, torch.dtype], Operand] | None = None
         self.layers: Any = None
+        self.fqn = ""
         self._copied: tuple[Cell, int, int, torch.Size] | None = None
+
+    def belongs_to(self, layers: Any, fqn: str) -> None:
+        """Enter the layer that the weight is of."""
+        self.layers, self.fqn = layers, fqn
 
     def mark_copy_of(self, source: "Cell", shape: torch.Size) -> None:
         """Remember that a view of ``shape`` was just filled from one of ``source``'s."""
@@ -223,7 +229,7 @@ def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
 
 def _wrap_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     copy = type(args[0])(out)
-    copy.cell.layers = args[0].cell.layers
+    copy.cell.belongs_to(args[0].cell.layers, args[0].cell.fqn)
     return copy
 
 

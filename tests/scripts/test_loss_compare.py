@@ -91,9 +91,13 @@ def test_a_finished_run_counts_only_with_the_settings_it_had(tmp_path):
 def test_a_run_that_fails_says_why_and_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(loss_compare, "settings", lambda run, steps: ["--training.steps", "none"])
     results = Results(tmp_path, 1)
+    (tmp_path / "rowwise-seed0" / "checkpoints" / "step-00000001").mkdir(
+        parents=True
+    )  # of a run that was stopped
     with pytest.raises(RuntimeError, match=r"rowwise, seed 0.*pretrain\.py(.|\n)*training\.steps"):
         results.train(Run("rowwise", 0), lambda step: None)
     assert results.load(Run("rowwise", 0)) is None
+    assert not (tmp_path / "rowwise-seed0" / "checkpoints").exists()
 
 
 @pytest.mark.long

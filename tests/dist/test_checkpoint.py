@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Transformer, seed_weights, shard, transformer
+from tests.dist.wires import ONE_RECIPE_A_WIRE
 
-RECIPES = f8sub.recipe_names()
+RECIPES = ONE_RECIPE_A_WIRE
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 WITHOUT_F8SUB = """

@@ -10,8 +10,9 @@ import f8sub
 from tests.compiling import SavedShapes, compile_blocks, differences, mlps, train
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, seed_weights, shard
+from tests.dist.wires import ONE_RECIPE_A_WIRE
 
-RECIPES = f8sub.recipe_names()
+RECIPES = ONE_RECIPE_A_WIRE
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 POLICIES = {"fp32": None, "bf16": BF16}
 K, N, M = 64, 208, 24

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, transformer
+from tests.dist.wires import ONE_RECIPE_A_WIRE
 
-RECIPES = f8sub.recipe_names()
+RECIPES = ONE_RECIPE_A_WIRE
 STEPS = 3
 Shard = Callable[[nn.Module], nn.Module]
 

@@ -16,8 +16,8 @@ from tests.dist.models import BF16, Stack
 
 RECIPES = f8sub.recipe_names()
 WORLDS = [1, 2, 3, 4, 5, 7]
-ROWS = [256, 80, 64, 16]
-ODD_ROWS = [33, 5]
+ROWS = [528, 192, 144, 80, 16]
+ODD_ROWS = [129, 33, 5]
 COLUMNS = 48
 on_each_world = pytest.mark.parametrize("world", WORLDS, ids="world{}".format)
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
@@ -125,17 +125,36 @@ def test_some_ranks_short_and_some_empty(ranks, recipe, world):
 
 
 def sharded_by_columns(rank: int, world: int, recipe: str) -> list[str]:
+    """What differs at first, and after each rank changed its shard without saying so."""
     model = with_weight(recipe, 64)
     fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
     f8sub.precompute_scales(model)
     model.unshard()
-    return differences(model.layers[0].weight, recipe, full_weight(64))
+    found = differences(model.layers[0].weight, recipe, full_weight(64))
+    model.reshard()
+    with torch.no_grad():
+        model.layers[0].weight.to_local().mul_(3.0)
+    model.unshard()
+    return found + differences(model.layers[0].weight, recipe, 3.0 * full_weight(64))
 
 
 @pytest.mark.parametrize("world", [2, 3], ids=["world2", "world3"])
 @on_each_recipe
 def test_sharded_by_columns(ranks, recipe, world):
+    if f8sub.get_recipe(recipe).fprop.b.codes_per_byte > 1:
+        for message in ranks(world, refused_by_columns, recipe):
+            assert "layers.0" in message
+            assert "shard it by rows" in message
+        return
     assert ranks(world, sharded_by_columns, recipe) == [[]] * world
+
+
+def refused_by_columns(rank: int, world: int, recipe: str) -> str:
+    model = with_weight(recipe, 64)
+    fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
+    with pytest.raises(f8sub.Float8ConfigError) as refusal:
+        f8sub.precompute_scales(model)
+    return str(refusal.value)
 
 
 def hybrid(rank: int, world: int, recipe: str, replicas: int) -> list[str]:

@@ -13,9 +13,10 @@ from torch import nn
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, shard, transformer
+from tests.dist.wires import ONE_RECIPE_A_WIRE
 
 STEPS, BATCH, WIDTH, CLASSES = 20, 8, 32, 11
-RECIPES = f8sub.recipe_names()
+RECIPES = ONE_RECIPE_A_WIRE
 POLICIES = {"fp32": None, "bf16": BF16}
 SPREAD = 4.0
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)

@@ -10,8 +10,9 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 from tests.dist.wire import Wire
+from tests.dist.wires import ONE_RECIPE_A_WIRE
 
-RECIPES = f8sub.recipe_names()
+RECIPES = ONE_RECIPE_A_WIRE
 BAD = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 on_each_value = pytest.mark.parametrize("value", BAD, ids=list(BAD))
@@ -67,7 +68,9 @@ def spoiled_without_precompute(rank: int, world: int, recipe: str) -> bool:
 
 @on_each_recipe
 def test_a_bad_element_shows_on_every_rank_without_precompute_scales_too(ranks, recipe):
-    assert ranks(2, spoiled_without_precompute, recipe) == [True, True]
+    """But in e2m1, which has no NaN: there it shows when scales are computed next, as above."""
+    shows = recipe != "nvfp4"
+    assert ranks(2, spoiled_without_precompute, recipe) == [shows, shows]
 
 
 @on_each_value

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
+from tests.dist.wires import ONE_RECIPE_A_WIRE, least_decibels
 
-RECIPES = f8sub.recipe_names()
-LEAST_DB = 25.0
+RECIPES = ONE_RECIPE_A_WIRE
 FATAL = 2.0  # an amax this much too small saturates: 23 dB at 2x, 10 dB at 4x
 ROWS, COLUMNS = 96, 64
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
@@ -157,7 +157,7 @@ def after(mutate: Mutation, folder: str, recipe: str, sharded: bool, precompute:
             f8sub.precompute_scales(model)
         y = model(inputs())
     found = decibels(model, y)
-    assert found >= LEAST_DB, f"{found:.1f} dB, precompute_scales called: {precompute}"
+    assert found >= least_decibels(recipe), f"{found:.1f} dB, precompute_scales called: {precompute}"
     return y.detach()
 
 
@@ -259,14 +259,14 @@ def converted_dtype(rank: int, world: int, recipe: str, sharded: bool) -> list[f
 
 @on_each_recipe
 def test_another_dtype_unsharded(recipe):
-    assert min(converted_dtype(0, 1, recipe, sharded=False)) >= LEAST_DB
+    assert min(converted_dtype(0, 1, recipe, sharded=False)) >= least_decibels(recipe)
 
 
 @on_each_recipe
 def test_another_dtype_sharded(ranks, recipe):
     first, second = ranks(2, converted_dtype, recipe, True)
     assert first == second
-    assert min(first) >= LEAST_DB
+    assert min(first) >= least_decibels(recipe)
 
 
 class Unseen(torch.optim.Optimizer):

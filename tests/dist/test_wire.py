@@ -14,10 +14,16 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, seed_weights, shard
 from tests.dist.wire import Wire
+from tests.dist.wires import ONE_RECIPE_A_WIRE, gathered_bytes, least_decibels, wire_of
 
 RECIPES = f8sub.recipe_names()
 WIDTHS = (64, 96, 48, 64)
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_wire = pytest.mark.parametrize("recipe", ONE_RECIPE_A_WIRE, ids=ONE_RECIPE_A_WIRE)
+
+
+def test_every_recipe_s_wire_is_tested():
+    assert {wire_of(recipe) for recipe in RECIPES} == {wire_of(recipe) for recipe in ONE_RECIPE_A_WIRE}
 
 
 def stack(recipe: str | None, widths: tuple[int, ...] = WIDTHS) -> nn.Module:
@@ -36,6 +42,7 @@ def gathered(rank: int, world: int, recipe: str, widths: tuple[int, ...]) -> dic
     for name, policy in (("fp32", None), ("bf16", BF16)):
         float8 = shard(stack(recipe, widths), policy)
         f8sub.precompute_scales(float8)
+        forward_bytes(float8)  # scales in rows: FSDP2 tells its param_dtype after the first gather
         found[f"float8 of {name}"] = forward_bytes(float8)
         found[name] = forward_bytes(shard(stack(None, widths), policy))
     return found
@@ -43,11 +50,13 @@ def gathered(rank: int, world: int, recipe: str, widths: tuple[int, ...]) -> dic
 
 @on_each_recipe
 def test_a_weight_is_gathered_as_one_byte_an_element(ranks, recipe):
-    numel = sum(fan_in * fan_out for fan_in, fan_out in itertools.pairwise(WIDTHS))
+    shapes = list(itertools.pairwise(WIDTHS))
+    numel = sum(fan_in * fan_out for fan_in, fan_out in shapes)
+    float8 = sum(gathered_bytes(recipe, fan_out, fan_in) for fan_in, fan_out in shapes)
     for found in ranks(2, gathered, recipe, WIDTHS):
         assert found == {
-            "float8 of fp32": numel,
-            "float8 of bf16": numel,
+            "float8 of fp32": float8,
+            "float8 of bf16": float8,
             "fp32": 4 * numel,
             "bf16": 2 * numel,
         }
@@ -56,13 +65,35 @@ def test_a_weight_is_gathered_as_one_byte_an_element(ranks, recipe):
 @on_each_recipe
 def test_an_uneven_weight_is_gathered_with_its_padding_and_no_more(ranks, recipe):
     padded = 3 * 27 * 64 + 3 * 6 * 80
+    float8 = gathered_bytes(recipe, 3 * 27, 64) + gathered_bytes(recipe, 3 * 6, 80)
     for found in ranks(3, gathered, recipe, (64, 80, 16)):
         assert found == {
-            "float8 of fp32": padded,
-            "float8 of bf16": padded,
+            "float8 of fp32": float8,
+            "float8 of bf16": float8,
             "fp32": 4 * padded,
             "bf16": 2 * padded,
         }
+
+
+def bytes_an_element(rank: int, world: int, recipe: str, size: int) -> float:
+    """All that one weight sends in a step, scales and the amaxes that are reduced to make them included."""
+    model = shard(stack(recipe, (size, size)))
+    for _ in range(2):
+        f8sub.precompute_scales(model)
+        model.layers[0].unshard()
+        model.layers[0].reshard()
+    with Wire() as wire:
+        f8sub.precompute_scales(model)
+        model.layers[0].unshard()
+    reduced = sum(count for name, count in wire.output_bytes.items() if "allreduce" in name)
+    return (wire.gathered + reduced) / size**2
+
+
+@on_each_recipe
+def test_bytes_an_element_of_a_large_weight(ranks, recipe):
+    limit = {"mxfp8": 1.04, "nvfp4": 0.6}.get(recipe, 1.02)
+    for found in ranks(2, bytes_an_element, recipe, 4096):
+        assert 0.5 < found <= limit, found
 
 
 def train(rank: int, world: int, recipe: str, precompute: bool, steps: int) -> dict:
@@ -94,10 +125,10 @@ def both_ways(rank: int, world: int, recipe: str, steps: int) -> tuple[dict, dic
 @on_each_recipe
 def test_all_reduces_with_and_without_precompute_scales(ranks, recipe):
     weights = len(WIDTHS) - 1
-    numel = sum(fan_in * fan_out for fan_in, fan_out in itertools.pairwise(WIDTHS))
+    float8 = sum(gathered_bytes(recipe, fan_out, fan_in) for fan_in, fan_out in itertools.pairwise(WIDTHS))
     for called, forgotten in ranks(2, both_ways, recipe, 4):
         assert called["all_reduces"][1:] == [1, 1, 1]
-        assert called["gathered"][1:] == [2 * numel] * 3
+        assert called["gathered"][1:] == [2 * float8] * 3
         assert called["warnings"] == []
         assert all(count <= weights for count in forgotten["all_reduces"][1:])
         assert len(forgotten["warnings"]) == 1
@@ -120,7 +151,7 @@ def relative_error(model: nn.Module, y: torch.Tensor, x: torch.Tensor) -> float:
 def verdict(model: nn.Module, y: torch.Tensor, x: torch.Tensor) -> str:
     visible = y.isnan()
     y = torch.where(visible, expected_of(model, x).to(y.dtype), y)
-    if relative_error(model, y, x) > 10 ** (-25 / 20):
+    if relative_error(model, y, x) > 10 ** (-least_decibels(model.layers[0].plan.recipe.name) / 20):
         return "wrong"
     return "right or NaN" if visible.any() else "right"
 
@@ -181,7 +212,7 @@ def assert_nobody_waits(outcomes: list[tuple[str, float]], *allowed: str) -> Non
 @pytest.mark.parametrize("at_once", [False, True], ids=["after-a-step", "at-the-first-call"])
 @pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
 @pytest.mark.parametrize("forgetful", [0, 1], ids=["rank0-forgets", "rank1-forgets"])
-@on_each_recipe
+@on_each_wire
 def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
     ranks, recipe, forgetful, with_all_reduce, at_once
 ):
@@ -210,7 +241,7 @@ def calls_once_more(rank: int, world: int, recipe: str, with_all_reduce: bool) -
 
 
 @pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
-@on_each_recipe
+@on_each_wire
 def test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting(ranks, recipe, with_all_reduce):
     for outcomes in zip(*ranks(2, calls_once_more, recipe, with_all_reduce, timeout=30.0), strict=True):
         assert_nobody_waits(list(outcomes), "right")
@@ -237,7 +268,7 @@ def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[tuple[
     return found
 
 
-@on_each_recipe
+@on_each_wire
 def test_ranks_that_take_turns_in_forgetting(ranks, recipe):
     for outcomes in zip(*ranks(3, takes_turns_in_forgetting, recipe, timeout=15.0), strict=True):
         assert_nobody_waits(list(outcomes), "right")
@@ -262,15 +293,19 @@ def one_rank_changes_its_shard(rank: int, world: int, recipe: str, precompute: b
     ]
 
 
-@on_each_recipe
+@on_each_wire
 def test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting(ranks, recipe):
-    """Until scales are computed again no rank uses a code that the old scale cannot hold: it is NaN."""
+    """Until scales are computed again no rank uses a code that the old scale cannot hold: it is NaN.
+
+    e2m1 has no NaN: there the code is the largest, and the next precompute_scales says so, see below.
+    """
     first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, False, timeout=30.0), strict=True)
-    assert_nobody_waits(first, "right", "right or NaN", "Float8RankMismatchError")
+    clamped = ["wrong"] if recipe == "nvfp4" else []
+    assert_nobody_waits(first, "right", "right or NaN", "Float8RankMismatchError", *clamped)
     assert_nobody_waits(second, "right")
 
 
-@on_each_recipe
+@on_each_wire
 def test_precompute_scales_sees_what_one_rank_changed(ranks, recipe):
     first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, True, timeout=30.0), strict=True)
     assert_nobody_waits(first, "right")
@@ -293,8 +328,9 @@ def reports_a_change_on_one_rank(rank: int, world: int, recipe: str) -> list[str
     return [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
 
 
-@on_each_recipe
+@on_each_wire
 def test_a_change_on_one_rank_is_reported_on_every_rank(ranks, recipe):
+    """Unless its scales cross the wire with its codes, which then are right."""
     for messages in ranks(2, reports_a_change_on_one_rank, recipe, timeout=30.0):
-        assert len(messages) == 1, messages
-        assert "layers.0" in messages[0]
+        assert len(messages) == (0 if recipe == "mxfp8" else 1), messages
+        assert all("layers.0" in message for message in messages)

@@ -1,0 +1,29 @@
+"""The ways in which a weight crosses the wire, and one recipe that takes each."""
+
+import f8sub
+from f8sub.formats import ALL
+
+ONE_RECIPE_A_WIRE = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
+"""One scale, rows and blocks from the amax table; scales that follow the row's codes; two codes a byte."""
+
+
+def wire_of(recipe: str) -> tuple[object, ...]:
+    """What decides how the weights of a recipe are sent."""
+    format = f8sub.get_recipe(recipe).fprop.b
+    rows, cols = (edge if edge in (1, ALL) else "block" for edge in (format.tile.rows, format.tile.cols))
+    return rows, cols, format.codes_per_byte
+
+
+def gathered_bytes(recipe: str, rows: int, cols: int) -> int:
+    """Bytes of ``rows`` of a weight sharded by rows: codes; exponents of 32 elements; rows filled up to 16 bytes."""
+    if recipe == "nvfp4":
+        return rows * cols // 2
+    if recipe == "mxfp8":
+        codes = -(-cols // 16) * 16
+        return rows * (codes + -(-(-(-cols // 32)) // 16) * 16)
+    return rows * cols
+
+
+def least_decibels(recipe: str) -> float:
+    """SQNR that a product of a few layers keeps on gaussian data: e4m3 has 3 bits behind the leading one, e2m1 1."""
+    return 10.0 if recipe == "nvfp4" else 25.0

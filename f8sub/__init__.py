@@ -6,6 +6,7 @@ optimizer.step()
 f8sub.precompute_scales(model)              # after every step
 """
 
+from f8sub import optim as optim
 from f8sub.convert import convert_from_float8, convert_to_float8
 from f8sub.errors import (
     Float8ConfigError,
@@ -17,6 +18,7 @@ from f8sub.errors import (
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.fsdp.precompute_scales import precompute_scales, register_precompute_hook
 from f8sub.linear import Float8Linear
+from f8sub.primary_weights import drop_high_precision
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.report import ConversionReport, LayerReport, conversion_report
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -42,6 +44,7 @@ __all__ = [
     "conversion_report",
     "convert_from_float8",
     "convert_to_float8",
+    "drop_high_precision",
     "get_recipe",
     "precompute_scales",
     "quantize",

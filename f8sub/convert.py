@@ -22,6 +22,8 @@ from f8sub.recipes import DEFAULT
 from f8sub.report import SKIP_REASON, conversion_report
 from f8sub.shared_input import close_scope, open_scope
 from f8sub.tensor.master_weight import MasterWeight
+from f8sub.tensor.primary_weight import PrimaryWeight
+from f8sub.tensor.swap import take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -35,6 +37,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     strict: bool = True,
     float8_all_gather: bool = True,
     backend: str = "auto",
+    primary_weights: bool = False,
     module_filter_fn: FilterFn | None = None,
     filter_fqns: str | Sequence[str] = (),
     recipe_name: str | None = None,
@@ -56,6 +59,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
             done in any case for a recipe with a GEMM that reads the weight in high precision.
             ``enable_fsdp_float8_all_gather`` is the same.
         backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
+        primary_weights: the weights themselves become float8, 1 byte an element, and their high-precision values the
+            masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
         module_filter_fn: torchao's name for ``filter_fn``.
         filter_fqns: torchtitan's convention: a layer whose name contains one of these strings is skipped.
         recipe_name: torchtitan's name for ``recipe``.
@@ -80,11 +85,16 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     if not names:
         _nothing_converted(model, strict)
         return model
-    layers = ConvertedLayers()
-    for module, fqn in names.items():
-        _convert(module, fqn, Plan.make(recipe, _device_of(module), backend), layers)
     # A GEMM that reads the weight in high precision needs it gathered so.
     gathered = float8_all_gather and None not in recipe.formats("w")
+    if primary_weights and not gathered:
+        raise Float8ConfigError(
+            f"primary_weights=True keeps nothing but float8 codes of a weight, and recipe {recipe.name!r} with "
+            f"float8_all_gather={float8_all_gather} reads it in high precision; choose one of the two"
+        )
+    layers = ConvertedLayers(primary_weights)
+    for module, fqn in names.items():
+        _convert(module, fqn, Plan.make(recipe, _device_of(module), backend), layers)
     for module in names:
         module.float8_all_gather = gathered  # type: ignore[assignment]
     _wrap_weights(list(names), layers)
@@ -113,7 +123,7 @@ def convert_from_float8(model: Model) -> Model:
         if isinstance(module, Float8Linear):
             module.converted.discard(module)
             weight = module.weight
-            if isinstance(weight, MasterWeight):
+            if isinstance(weight, MasterWeight | PrimaryWeight):
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
             del module.plan, module.fqn, module.converted, module.float8_all_gather
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]
@@ -170,21 +180,8 @@ def _weight_class(layer: Float8Linear) -> type[MasterWeight]:
 
 
 def _replace(module: torch.nn.Linear, parameter: torch.nn.Parameter) -> None:
-    """Put ``parameter`` in the weight's place, under the weight's own identity where torch can swap the two.
-
-    Optimizers and ties that hold the old Python object then hold the new weight.
-    """
-    old = module.weight
-    parameter.grad = old.grad
-    parameter._backward_hooks = old._backward_hooks
-    parameter._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
-    for name, value in vars(old).items():
-        if name not in MasterWeight.OWN_ATTRIBUTES:
-            setattr(parameter, name, value)
-    try:
-        torch.utils.swap_tensors(old, parameter)
-    except RuntimeError:
-        # Something else refers to the tensor (a weak reference, an autograd graph).
+    """Put ``parameter`` in the weight's place, under the weight's own identity where torch can swap the two."""
+    if not take_place(parameter, module.weight):
         module.weight = parameter
 
 

@@ -20,6 +20,7 @@ from f8sub.recipe import GemmSpec
 from f8sub.shared_input import quantize_input
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight, rowwise_of
+from f8sub.tensor.primary_weight import PrimaryWeight, primary_rowwise
 from f8sub.torch_compat import apply
 
 GemmInput = Operand | torch.Tensor
@@ -68,10 +69,22 @@ class Float8Linear(torch.nn.Linear):
         if isinstance(self.weight, MasterWeight):
             self.weight.cell.belongs_to(self.converted, self.fqn)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        local = local_tensor(self.weight)
+        if not keep_vars and isinstance(local, PrimaryWeight):
+            destination[f"{prefix}weight"] = like_sharded(local.exported, self.weight)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        kind = type(local_tensor(self.weight))
+        weight = self.weight
+        kind = type(local_tensor(weight))
         super()._load_from_state_dict(*args, **kwargs)
         self.converted.changes += 1
+        if issubclass(kind, PrimaryWeight) and self.weight is not weight:
+            # assign=True: the values go to the master, which an optimizer holds.
+            with torch.no_grad():
+                weight.copy_(self.weight)
+            self.weight = weight
         if issubclass(kind, MasterWeight) and not isinstance(local_tensor(self.weight), MasterWeight):
             self._remake_master(kind)
 
@@ -97,6 +110,20 @@ _GEMMS = ("fprop", "dgrad", "wgrad")
 def local_tensor(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded parameter, or the whole of any other."""
     return weight._local_tensor if isinstance(weight, DTensor) else weight
+
+
+def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
 
 
 class _Float8Matmul(torch.autograd.Function):
@@ -188,6 +215,8 @@ def _weight_rowwise(w: torch.Tensor, format: Float8Format | None, dtype: torch.d
     """
     if isinstance(w, Float8Tensor):
         return w.dequantize().to(dtype) if format is None else _has(w.rowwise)
+    if isinstance(w, PrimaryWeight) and format is not None:
+        return primary_rowwise(w, format, dtype)
     if format is None:
         return w.to(dtype)
     if isinstance(w, MasterWeight):

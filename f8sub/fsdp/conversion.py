@@ -15,7 +15,7 @@ from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.fsdp.shard import Shard, ShardLayout
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
-from f8sub.tensor.master_weight import MasterWeight
+from f8sub.tensor.primary_weight import master_of
 
 
 class ShardedConversion:
@@ -95,7 +95,8 @@ class ShardedConversion:
                 if not layer.float8_all_gather:
                     continue
                 local = weight._local_tensor
-                if not isinstance(local, MasterWeight) or not hasattr(local, "fsdp_pre_all_gather"):
+                master = master_of(local)
+                if master is None or not hasattr(local, "fsdp_pre_all_gather"):
                     raise Float8ConfigError(
                         f"{layer.fqn}: FSDP2 would gather its weight in high precision, because it is a "
                         f"{type(local).__name__} that took the converted weight's place; assign weights before "
@@ -113,9 +114,9 @@ class ShardedConversion:
                         f"puts together from one byte an element, and {format} has two in one; "
                         "shard it by rows, or convert with float8_all_gather=False"
                     )
-                local.cell.belongs_to(self._layers, layer.fqn)
-                tied = next((s for s in self._shards.values() if s.master.cell is local.cell), None)
-                self._shards[layer] = tied or Shard(layer.fqn, local, layouts[layer], format)
+                master.cell.belongs_to(self._layers, layer.fqn)
+                tied = next((s for s in self._shards.values() if s.master.cell is master.cell), None)
+                self._shards[layer] = tied or Shard(layer.fqn, master, layouts[layer], format)
                 self._table_of[self._shards[layer]] = table
             if shards := [shard for shard, its_table in self._table_of.items() if its_table is table]:
                 self.tables[group] = table

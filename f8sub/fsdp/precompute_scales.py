@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from f8sub.errors import Float8ConfigError
 from f8sub.fsdp.conversion import ShardedConversion
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear, local_tensor
@@ -71,13 +72,26 @@ def mark_stale_before_optimizer_steps() -> None:
 
 
 def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    conversions = set()
+    conversions: set[ConvertedLayers | None] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             local = local_tensor(parameter)
-            if isinstance(local, MasterWeight):
-                local.mark_stale()
-                conversions.add(local.cell.layers)
+            if not isinstance(local, MasterWeight):
+                continue
+            layers = local.cell.layers
+            if (
+                layers is not None
+                and layers.primary_weights
+                and not local.cell.taken
+                and parameter.requires_grad
+            ):
+                raise Float8ConfigError(
+                    f"{type(optimizer).__name__} steps a weight of shape {tuple(parameter.shape)} that was converted "
+                    "with primary_weights=True: wrap it in f8sub.optim.MasterWeights(optimizer), which keeps the "
+                    "high-precision master, or convert with primary_weights=False"
+                )
+            local.mark_stale()
+            conversions.add(layers)
     for layers in conversions:
         if layers is not None:
             layers.changes += 1

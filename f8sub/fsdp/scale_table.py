@@ -27,6 +27,7 @@ from f8sub.fsdp.shard import Shard
 from f8sub.kernels import reference
 from f8sub.layers import ConvertedLayers
 from f8sub.tensor.master_weight import MasterWeight
+from f8sub.tensor.primary_weight import PrimaryWeight
 from f8sub.torch_compat import all_gather
 
 _RANGE_SLACK = 1.0 + 2.0**-4
@@ -152,7 +153,7 @@ class ScaleTable:
         self._requests = 0
 
     def gather_input(
-        self, shard: Shard, source: MasterWeight, dtype: torch.dtype | None
+        self, shard: Shard, source: MasterWeight | PrimaryWeight, dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, str | None]:
         """One rank's bytes for the all-gather of one weight.
 
@@ -183,7 +184,7 @@ class ScaleTable:
         return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
 
     def gathered_for(
-        self, shard: Shard, source: MasterWeight, gathered: torch.Tensor, dtype: torch.dtype
+        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor, dtype: torch.dtype
     ) -> None:
         """Learn FSDP2's param_dtype after a gather that was made for another one; ``gathered`` is made anew.
 
@@ -195,7 +196,9 @@ class ScaleTable:
         self._round_to(dtype, [shard, *(other for other in self.shards if not other.gathers)])
         self._gather_again(shard, source, gathered)
 
-    def resolve(self, shard: Shard, source: MasterWeight, gathered: torch.Tensor, ticket: str) -> None:
+    def resolve(
+        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor, ticket: str
+    ) -> None:
         """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
         if gathered.is_cuda:
             torch.cuda.current_stream(gathered.device).synchronize()
@@ -208,7 +211,9 @@ class ScaleTable:
         self.settle()
         self._gather_again(shard, source, gathered)
 
-    def _gather_again(self, shard: Shard, source: MasterWeight, gathered: torch.Tensor) -> None:
+    def _gather_again(
+        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor
+    ) -> None:
         codes = shard.cast(source, self.generation)
         if self._world == 1:
             gathered.view(-1).copy_(codes.view(-1))
@@ -252,7 +257,7 @@ class ScaleTable:
         """
         if shard.wire.carries_scales:
             return False
-        if self._requested or shard.stale or shard.master.numel():
+        if self._requested or shard.dropped or shard.stale or shard.master.numel():
             return self._requested or shard.stale
         others = [other for other in self.shards if other.master.numel()]
         return self._world > 1 and (not others or any(other.stale for other in others))
@@ -264,7 +269,7 @@ class ScaleTable:
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
             where = slice(0, -1) if len(whole) == len(self._amax) - 1 else self._positions(whole)
             self._amax[where] = torch.stack(amaxes).float()
-        for shard in self._finer:
+        for shard in (*self._finer, *(shard for shard in self._tensorwise if shard.dropped)):
             shard.write_amax()
         for shard in self.shards:
             shard.mark_scaled()

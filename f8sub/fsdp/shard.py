@@ -1,5 +1,6 @@
 """Layer 5. One rank's shard of a float8 weight: where it lies, its tiles in the amax table, its codes for the wire."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -7,9 +8,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
-from f8sub.formats import ALL, Float8Format, Tile
+from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.tensor.master_weight import MasterWeight
+from f8sub.tensor.primary_weight import PrimaryWeight, master_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ class Shard:
 
     Attributes:
         fqn: name of the layer.
-        master: the high-precision shard.
+        master: the high-precision shard; empty once it was dropped.
+        dropped: whether that happened; the codes and their scales stay as they are.
         layout: where it lies.
         wire: what is sent of it.
         index: position in the order of its scale table.
@@ -151,6 +154,7 @@ class Shard:
         self.master = master
         self.layout = layout
         self.wire = WireFormat(format, layout)
+        self.dropped = False
         self.index = 0
         self.gathers = 0
         self.dtype = master.dtype
@@ -159,6 +163,7 @@ class Shard:
         self._scaled_state: tuple[int, int] | None = None
         self._wire: torch.Tensor | None = None
         self._wire_key: tuple[tuple[int, int], int, torch.dtype] | None = None
+        self._kept: tuple[torch.Tensor, torch.Size] | None = None
 
     @property
     def format(self) -> Float8Format:
@@ -173,6 +178,8 @@ class Shard:
     @property
     def stale(self) -> bool:
         """Whether the shard changed since its amax was taken."""
+        if self.dropped:
+            return False
         return self._scaled_state != self.master.state or not self.master.owns_storage
 
     def follow(self, layer: torch.nn.Module) -> None:
@@ -182,7 +189,8 @@ class Shard:
         copy of what the scales were computed from is not a change.
         """
         local = getattr(layer._parameters["weight"], "_local_tensor", None)  # None while it is unsharded
-        if local is self.master or not isinstance(local, MasterWeight) or local.cell is self.master.cell:
+        local = None if local is None else master_of(local)
+        if local is None or local.cell is self.master.cell:
             return
         was_fresh = not self.stale and local.cell.copies(self.master.cell, local.shape)
         self.master = local
@@ -190,6 +198,9 @@ class Shard:
 
     def write_amax(self) -> None:
         """Write the amax of every tile the shard touches into the table, which is zero there."""
+        if self._kept is not None:
+            self.amax.copy_(self._kept[0])
+            return
         shard, offset = self.master.plain, self.layout.offset
         if shard.numel() == 0:
             return
@@ -201,8 +212,30 @@ class Shard:
         """Remember which state of the shard its amax was taken from."""
         self._scaled_state = self.master.state
 
+    def drop_master(self) -> None:
+        """Keep the codes just cast, and their amaxes for the tables to come, in place of the high-precision shard."""
+        if not self.dropped:
+            self._kept = self.amax.clone(), self.master.shape
+            self.master = MasterWeight(self.master.plain.new_empty(0, self.layout.shape[1]))
+            self.dropped = True
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 values of the codes that were kept, in the shard's shape."""
+        if self._kept is None or self._wire is None:
+            raise RuntimeError(f"{self.fqn}: codes are dequantized only after the master was dropped")
+        shape = self._kept[1]
+        rows = self._wire[: shape[0]]
+        codes = rows[:, : shape[1] // self.format.codes_per_byte].view(self.format.dtype)
+        if self.wire.carries_scales:
+            return reference.dequantize(Operand(codes, self.wire.scales_of(rows), self.format), torch.float32)
+        # Tiles of the whole weight need not begin where the shard does: a scale for each element.
+        scale_inv = reference.spread(self.scale_inv.float(), self.format.tile, shape, self.layout.offset)
+        format = dataclasses.replace(self.format, tile=Tile(1, 1))
+        operand = Operand(codes, scale_inv.expand(shape), format, self.global_scale_inv)
+        return reference.dequantize(operand, torch.float32)
+
     def cast(
-        self, source: MasterWeight, generation: int, *, beyond_range: float | None = None
+        self, source: MasterWeight | PrimaryWeight, generation: int, *, beyond_range: float | None = None
     ) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
@@ -217,6 +250,8 @@ class Shard:
             uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.
         """
         key = (self.master.state, 0 if self.wire.carries_scales else generation, self.dtype)
+        if self.dropped and self._wire is not None:
+            return self._wire
         if self._wire is None:
             with torch.inference_mode(mode=False):
                 self._wire = torch.zeros(self.wire.padded_shape, dtype=torch.uint8, device=source.device)

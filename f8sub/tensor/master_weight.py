@@ -42,9 +42,10 @@ class Cell:
         cast: the codes cast last and what they were cast from, see ``rowwise_of``.
         layers: the layers converted together with the weight's own; None for a weight of no layer.
         fqn: name of its own layer, or of one of them.
+        taken: whether an optimizer holds the weight as the master of a primary weight.
     """
 
-    __slots__ = ("_copied", "cast", "epoch", "fqn", "layers", "storage")
+    __slots__ = ("_copied", "cast", "epoch", "fqn", "layers", "storage", "taken")
 
     def __init__(self, storage: StorageWeakRef | None) -> None:
         self.epoch = 0
@@ -52,6 +53,7 @@ class Cell:
         self.cast: tuple[tuple[tuple[int, int], Float8Format, torch.dtype], Operand] | None = None
         self.layers: Any = None
         self.fqn = ""
+        self.taken = False
         self._copied: tuple[Cell, int, int, torch.Size] | None = None
 
     def belongs_to(self, layers: Any, fqn: str) -> None:
@@ -196,7 +198,7 @@ class MasterWeight(torch.Tensor):
     ) -> Any:
         """Mark what is written to, run on plain tensors, and keep the class where a weight is re-made."""
         kwargs = kwargs or {}
-        op = _OPERATORS.get(id(func)) or _describe(func)
+        op = _OPERATORS.get(id(func)) or describe(func)
         for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, MasterWeight):
@@ -245,17 +247,19 @@ def _wrap_collective(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
     return pytree.tree_map_only(torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out)
 
 
-class _Operator(NamedTuple):
-    """What an operator does to master weights.
+class Operator(NamedTuple):
+    """What an operator does to weights.
 
     Attributes:
         func: the operator itself, kept alive because it is looked up by identity.
         written: (position, name) of every argument that its schema says it writes to.
+        is_view: whether its result shares the first argument's storage.
         wrap: makes the result of (args, kwargs, plain result); None where that is the plain result.
     """
 
     func: Any
     written: tuple[tuple[int, str], ...]
+    is_view: bool
     wrap: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
 
 
@@ -265,11 +269,14 @@ _WRAPS = {
     aten.copy_.default: _note_copy,
 }
 
-_OPERATORS: dict[int, _Operator] = {}
+_OPERATORS: dict[int, Operator] = {}
 """By identity of the operator: hashing one takes longer than marking a cell."""
 
 
-def _describe(func: Any) -> _Operator:
+def describe(func: Any) -> Operator:
+    """Read off an operator's schema what it does to weights; once for each operator."""
+    if (known := _OPERATORS.get(id(func))) is not None:
+        return known
     written = tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
@@ -278,11 +285,13 @@ def _describe(func: Any) -> _Operator:
     returned = [result.alias_info for result in func._schema.returns if result.alias_info is not None]
     is_view = any(not alias.is_write for alias in returned)
     wrap = _WRAPS.get(func) or (_wrap_views if is_view else None)
-    _OPERATORS[id(func)] = _Operator(func, written, wrap)
+    _OPERATORS[id(func)] = Operator(func, written, is_view, wrap)
     return _OPERATORS[id(func)]
 
 
-def rowwise_of(weight: MasterWeight, format: Float8Format, dtype: torch.dtype) -> Operand:
+def rowwise_of(
+    weight: MasterWeight, format: Float8Format, dtype: torch.dtype, through: torch.dtype | None = None
+) -> Operand:
     """A master weight's rowwise operand, cast once and kept until the weight changes.
 
     A function, not a method: torch.compile takes a method of a tensor for an operator.
@@ -291,6 +300,7 @@ def rowwise_of(weight: MasterWeight, format: Float8Format, dtype: torch.dtype) -
         weight: (N, K), not sharded.
         format: format of the codes.
         dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
+        through: the weight is rounded to this before that; the dtype that it has in the model, where that is another.
     """
     if torch.compiler.is_compiling():
         return _quantize_rowwise(weight.to(dtype), format)
@@ -301,9 +311,9 @@ def rowwise_of(weight: MasterWeight, format: Float8Format, dtype: torch.dtype) -
     if torch.is_inference_mode_enabled():
         # The cast outlives this forward, and a later backward cannot save inference tensors.
         with torch.inference_mode(mode=False):
-            operand = _quantize_rowwise(weight.plain.to(dtype), format)
+            operand = _quantize_rowwise(weight.plain.to(through or dtype).to(dtype), format)
     else:
-        operand = _quantize_rowwise(weight.plain.to(dtype), format)
+        operand = _quantize_rowwise(weight.plain.to(through or dtype).to(dtype), format)
     cell.cast = (key, operand) if owned else None
     return operand
 

@@ -28,6 +28,8 @@ LAYERS = {
     "filters": 6,
     "report": 6,
     "autocast": 6,
+    "primary_weights": 6,
+    "optim": 6,
     "integrations": 7,
     "monitor": 7,
     "cli": 7,

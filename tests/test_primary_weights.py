@@ -1,0 +1,337 @@
+"""Float8 primary weights: before an optimizer has their masters, after, and when those were dropped."""
+
+import copy
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import f8sub
+from f8sub.tensor.master_weight import MasterWeight
+from f8sub.tensor.primary_weight import PrimaryWeight
+from tests.data_sets import gaussian, generator
+from tests.dist.models import float8_layers, seed_weights
+from tests.layers import K, N, dy_of, x_of
+
+RECIPES = f8sub.recipe_names()
+DTYPES = [torch.float32, torch.bfloat16]
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+
+
+def plain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return seed_weights(nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))).to(dtype)
+
+
+def made(
+    recipe: str = "tensorwise", dtype: torch.dtype = torch.float32, primary: bool = True
+) -> nn.Sequential:
+    return f8sub.convert_to_float8(plain(dtype), recipe=recipe, primary_weights=primary)
+
+
+def wrapped(model: nn.Module, lr: float = 1e-2) -> f8sub.optim.MasterWeights:
+    return f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=lr))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1) -> torch.Tensor:
+    y = model(x_of(8, K, dtype=next(model.parameters()).dtype, seed=seed))
+    y.backward(dy_of(y))
+    optimizer.step()
+    optimizer.zero_grad()
+    return y.detach()
+
+
+def kinds(model: nn.Module) -> set[type]:
+    return {type(layer.weight) for layer in float8_layers(model)}
+
+
+@on_each_dtype
+@on_each_recipe
+def test_conversion_keeps_the_initial_values_and_the_optimizer_takes_them_exactly(recipe, dtype):
+    model, initial = made(recipe, dtype), plain(dtype).state_dict()
+    assert all(issubclass(kind, MasterWeight) for kind in kinds(model))
+    optimizer = wrapped(model)
+    assert all(issubclass(kind, PrimaryWeight) for kind in kinds(model))
+    masters = dict(
+        zip(initial, (p for g in optimizer.optimizer.param_groups for p in g["params"]), strict=True)
+    )
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master, initial[name].float())
+    assert model[0].weight.dtype == dtype
+
+
+@on_each_dtype
+@on_each_recipe
+def test_training_is_that_of_high_precision_weights(recipe, dtype):
+    """Outputs, gradients and weights of float32 weights, or of bf16 weights with masters, bit for bit."""
+    model, other = made(recipe, dtype), made(recipe, dtype, primary=False)
+    optimizer = wrapped(model)
+    expected = wrapped(other) if dtype == torch.bfloat16 else torch.optim.AdamW(other.parameters(), lr=1e-2)
+    for seed in range(5):
+        assert torch.equal(step(model, optimizer, seed), step(other, expected, seed))
+    for name, value in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_gradients_accumulate_and_checkpointing_changes_nothing():
+    gradients = []
+    for primary in (True, False):
+        model = made(primary=primary)
+        if primary:
+            wrapped(model)
+        for seed in (1, 2):
+            y = checkpoint(model, x_of(8, K, seed=seed), use_reentrant=False)
+            y.backward(dy_of(y))
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_an_optimizer_that_was_not_wrapped_is_refused_before_it_changes_anything():
+    model = made()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    model(x_of(8, K)).square().mean().backward()
+    with pytest.raises(f8sub.Float8ConfigError, match="MasterWeights"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"float8_all_gather": False}, {"recipe": "weight in bf16"}], ids=str)
+def test_what_cannot_be_a_primary_weight_is_refused_at_conversion(options):
+    if "recipe" in options:
+        tensorwise = f8sub.get_recipe("tensorwise")
+        high = f8sub.GemmSpec(a=None, b=None)
+        options = {
+            "recipe": f8sub.Recipe(name="hp", fprop=tensorwise.fprop, dgrad=high, wgrad=tensorwise.wgrad)
+        }
+    model = plain()
+    with pytest.raises(f8sub.Float8ConfigError, match="primary_weights"):
+        f8sub.convert_to_float8(model, primary_weights=True, **options)
+    assert not float8_layers(model)
+
+
+@on_each_dtype
+def test_state_dicts_are_plain_and_load_before_and_after_the_optimizer(dtype):
+    source = seed_weights(plain(dtype), seed=4).state_dict()
+    for load_first in (True, False):
+        model = made(dtype=dtype)
+        if load_first:
+            model.load_state_dict(source)
+        wrapped(model)
+        if not load_first:
+            model(x_of(8, K, dtype=dtype))
+            model.load_state_dict(source)
+        state = model.state_dict()
+        assert state.keys() == source.keys()
+        for name, value in state.items():
+            assert not isinstance(value, PrimaryWeight)
+            assert value.dtype == dtype
+            assert torch.equal(value, source[name]), name
+        x = x_of(8, K, dtype=dtype)
+        expected = f8sub.convert_to_float8(plain(dtype))
+        expected.load_state_dict(source)
+        assert torch.equal(model(x), expected(x))
+
+
+def test_assign_keeps_the_master_that_the_optimizer_has():
+    model = made()
+    optimizer = wrapped(model)
+    source = seed_weights(plain(), seed=4).state_dict()
+    weight = model[0].weight
+    model[0].load_state_dict({"weight": source["0.weight"], "bias": source["0.bias"]}, assign=True)
+    assert model[0].weight is weight
+    assert torch.equal(optimizer.optimizer.param_groups[0]["params"][0], source["0.weight"])
+
+
+def test_a_meta_model_is_initialized_before_the_optimizer_takes_it():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))
+    f8sub.convert_to_float8(model, primary_weights=True)
+    seed_weights(model.to_empty(device="cpu"))
+    wrapped(model)
+    x = x_of(8, K)
+    assert torch.equal(model(x), made(primary=False)(x))
+
+
+def test_a_meta_weight_has_no_values_to_take():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(K, N))
+    f8sub.convert_to_float8(model, primary_weights=True)
+    with pytest.raises(f8sub.Float8ConfigError, match="meta"):
+        wrapped(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.bfloat16(),
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.randn(N, K))),
+    ],
+    ids=["dtype", "assigned"],
+)
+def test_a_weight_replaced_after_the_optimizer_took_it_is_reported(change):
+    model = made()
+    optimizer = wrapped(model)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"0\b.*MasterWeights"):
+        (change(model), step(model, optimizer))
+
+
+def test_to_empty_and_initialized_again_it_trains_from_the_new_values():
+    model = made()
+    optimizer = wrapped(model)
+    seed_weights(model.to_empty(device="cpu"), seed=6)
+    expected = f8sub.convert_to_float8(seed_weights(plain(), seed=6))
+    other = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    for seed in range(2):
+        assert torch.equal(step(model, optimizer, seed), step(expected, other, seed))
+
+
+def test_writes_reach_the_master_and_the_next_forward():
+    model = made()
+    optimizer = wrapped(model)
+    x = x_of(8, K)
+    model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+        model[0].weight[3:5].zero_()
+        nn.init.constant_(model[2].weight, 0.25)
+    expected = plain()
+    with torch.no_grad():
+        expected[0].weight.mul_(2.0)
+        expected[0].weight[3:5].zero_()
+        nn.init.constant_(expected[2].weight, 0.25)
+    assert torch.equal(optimizer.optimizer.param_groups[0]["params"][0], expected[0].weight)
+    assert torch.equal(model(x), f8sub.convert_to_float8(expected)(x))
+
+
+def test_it_reads_as_the_tensor_it_stands_for():
+    model = made(dtype=torch.bfloat16)
+    wrapped(model)
+    weight, value = model[0].weight, plain(torch.bfloat16)[0].weight
+    assert torch.equal(weight, value)
+    assert torch.equal(weight.t()[3:7] @ weight, value.t()[3:7] @ value)
+    assert weight.norm() == value.norm()
+    assert torch.equal(weight.float(), value.float())
+    assert type(torch.zeros_like(weight)) is torch.Tensor
+    assert "WirePrimaryWeight" in repr(weight)
+
+
+def test_fresh_zeros_that_fsdp_makes_are_good_for_nothing_else():
+    model = made()
+    wrapped(model)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"torch\.zeros"):
+        model[0].weight.new_zeros(3) + 1
+
+
+def test_a_model_pickles_and_copies_as_high_precision():
+    model = made(dtype=torch.bfloat16)
+    wrapped(model)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert all(type(value) in (torch.Tensor, nn.Parameter) for value in loaded.values())
+    twin = copy.deepcopy(model)
+    assert all(issubclass(kind, MasterWeight) for kind in kinds(twin))
+    x = x_of(8, K, dtype=torch.bfloat16)
+    assert torch.equal(twin(x), model(x))
+    optimizer = wrapped(twin)
+    step(twin, optimizer)
+    assert not torch.equal(twin(x), model(x))
+
+
+def test_converted_back_it_has_the_values():
+    model = made()
+    wrapped(model)
+    f8sub.convert_from_float8(model)
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model[0].weight, plain()[0].weight)
+
+
+@on_each_dtype
+@on_each_recipe
+def test_dropped_weights_are_their_codes_and_compute_the_same(recipe, dtype):
+    model = made(recipe, dtype)
+    x = x_of(8, K, dtype=dtype)
+    model.requires_grad_(False)
+    expected = model(x).detach()
+    values = [StorageWeakRef(layer.weight.untyped_storage()) for layer in float8_layers(model)]
+    f8sub.drop_high_precision(model)
+    assert torch.equal(model(x), expected)
+    assert [storage.expired() for storage in values] == [True, True]
+    assert torch.equal(model(x), expected)
+    dequantized = f8sub.quantize(plain(dtype)[0].weight, recipe, operand="w").dequantize()
+    assert torch.equal(model[0].weight, dequantized)
+    assert torch.equal(model.state_dict()["0.weight"], dequantized)
+
+
+def test_what_is_frozen_still_has_gradients_of_x():
+    model, expected = made(), made(primary=False)
+    for converted in (model, expected):
+        converted[0].weight.requires_grad_(False)
+    f8sub.drop_high_precision(model)
+    optimizer, other = wrapped(model), torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    for seed in range(3):
+        x, y = x_of(8, K, seed=seed), x_of(8, K, seed=seed)
+        for network, stepping, input in ((model, optimizer, x), (expected, other, y)):
+            output = network(input)
+            output.backward(dy_of(output))
+            stepping.step()
+            stepping.zero_grad()
+        assert torch.equal(x.grad, y.grad)
+    assert model[0].weight.primary.master is None
+    assert model[2].weight.primary.master is not None
+
+
+def test_dropped_weights_are_not_written_to():
+    model = made().requires_grad_(False)
+    f8sub.drop_high_precision(model)
+    model.load_state_dict(seed_weights(plain(), seed=3).state_dict())  # not cast yet
+    model(x_of(8, K))
+    with pytest.raises(RuntimeError, match="0: its high-precision values were dropped"):
+        model[0].load_state_dict(plain()[0].state_dict())
+    with pytest.raises(f8sub.Float8ConfigError, match="dropped"):
+        wrapped(model.requires_grad_(True))
+
+
+def test_there_is_nothing_to_drop_in_a_model_without_primary_weights():
+    with pytest.raises(f8sub.Float8ConfigError, match="primary_weights=True"):
+        f8sub.drop_high_precision(made(primary=False))
+
+
+def test_a_parameter_that_something_else_holds_is_refused():
+    model = made()
+    held = weakref.ref(model[0].weight)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"0: .*weak reference"):
+        wrapped(model)
+    assert held() is model[0].weight
+
+
+def test_tied_weights_stay_tied():
+    model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))
+    model[1].weight = model[0].weight
+    f8sub.convert_to_float8(seed_weights(model), primary_weights=True)
+    optimizer = wrapped(model)
+    assert model[0].weight is model[1].weight
+    before = model[0].weight.clone()
+    step(model, optimizer)
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_gaussian_values_survive_what_a_narrow_state_dict_cannot_hold():
+    """A bf16 state dict loaded back into a bf16 model leaves the float32 masters as they were."""
+    model = made(dtype=torch.bfloat16)
+    optimizer = wrapped(model)
+    step(model, optimizer)
+    master = optimizer.optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        master.add_(1e-4 * gaussian(tuple(master.shape), generator(0)))
+    before = master.detach().clone()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert torch.equal(master, before)
+    assert not torch.equal(master.bfloat16().float(), master)

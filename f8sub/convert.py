@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.filters import DEFAULT_SKIP, FilterFn, why_not
+from f8sub.filters import DEFAULT_SKIP, FilterFn, LayerRecipes, RecipeOrName, why_not
 from f8sub.fsdp.precompute_scales import check_ranks_hook, mark_stale_before_optimizer_steps
 from f8sub.fsdp.wire_weight import wire_weight_for
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
-from f8sub.recipe import Recipe, get_recipe
+from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.report import SKIP_REASON, conversion_report
 from f8sub.shared_input import close_scope, open_scope
@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for the same options)
     model: Model,
-    recipe: Recipe | str = DEFAULT,
+    recipe: RecipeOrName | Mapping[str, RecipeOrName] = DEFAULT,
     *,
     filter_fn: FilterFn | None = None,
     skip: str | Sequence[str] = DEFAULT_SKIP,
@@ -50,7 +50,9 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
 
     Args:
         model: any module, on any device, meta included.
-        recipe: one of ``recipe_names()``, or a ``Recipe``.
+        recipe: one of ``recipe_names()``, or a ``Recipe``; or a mapping from glob patterns, as ``skip`` holds them,
+            to either: the first that matches a layer's name decides, and a layer that none matches stays as it is.
+            A pattern that decides for no layer is a ``Float8Warning``, and in the report.
         filter_fn: ``(module, fqn) -> bool``, True to convert. ``module_filter_fn`` is the same.
         skip: glob patterns over whole segments of a layer's name; a match skips the layer. One that matches
             nothing is no error.
@@ -71,32 +73,42 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
 
     Raises:
         Float8ConfigError: unknown recipe or backend, a model that is already sharded or converted with another
-            recipe, or, when ``strict``, nothing to convert.
+            recipe, tied layers whose recipes read the weight differently, or, when ``strict``, nothing to convert.
     """
-    recipe = get_recipe(recipe_name or recipe)
+    recipes = LayerRecipes(recipe_name or recipe)
     skip = [skip] if isinstance(skip, str) else skip
     filter_fqns = [filter_fqns] if isinstance(filter_fqns, str) else filter_fqns
     if enable_fsdp_float8_all_gather is not None:
         float8_all_gather = enable_fsdp_float8_all_gather
     _refuse_sharded(model)
-    _refuse_other_recipe(model, recipe)
+    _refuse_other_recipe(model, recipes)
     keep = _all_of(filter_fn, module_filter_fn, _none_of_fqns(filter_fqns))
-    names = _select(model, keep, skip)
+    names = _select(model, keep, skip, recipes)
+    idle = _idle_patterns(model, names, recipes)
     if not names:
         _nothing_converted(model, strict)
         return model
+    plans = {
+        module: Plan.make(chosen, _device_of(module), backend)
+        for module, fqn in names.items()
+        if (chosen := recipes.of(fqn)) is not None
+    }
+    _refuse_tied_apart(model, names, plans)
     # A GEMM that reads the weight in high precision needs it gathered so.
-    gathered = float8_all_gather and None not in recipe.formats("w")
-    if primary_weights and not gathered:
+    gathered = {
+        module: float8_all_gather and None not in plan.recipe.formats("w") for module, plan in plans.items()
+    }
+    if primary_weights and not all(gathered.values()):
+        module = next(module for module in gathered if not gathered[module])
         raise Float8ConfigError(
-            f"primary_weights=True keeps nothing but float8 codes of a weight, and recipe {recipe.name!r} with "
-            f"float8_all_gather={float8_all_gather} reads it in high precision; choose one of the two"
+            f"primary_weights=True keeps nothing but float8 codes of a weight, and {names[module]} with recipe "
+            f"{plans[module].recipe.name!r} and float8_all_gather={float8_all_gather} reads it in high precision; "
+            "choose one of the two"
         )
-    layers = ConvertedLayers(primary_weights)
-    for module, fqn in names.items():
-        _convert(module, fqn, Plan.make(recipe, _device_of(module), backend), layers)
-    for module in names:
-        module.float8_all_gather = gathered  # type: ignore[assignment]
+    layers = ConvertedLayers(primary_weights, idle)
+    for module, plan in plans.items():
+        _convert(module, names[module], plan, layers)
+        module.float8_all_gather = gathered[module]  # type: ignore[assignment]
     _wrap_weights(list(names), layers)
     _share_inputs(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
@@ -130,7 +142,9 @@ def convert_from_float8(model: Model) -> Model:
     return model
 
 
-def _select(model: torch.nn.Module, keep: FilterFn | None, skip: Sequence[str]) -> dict[torch.nn.Linear, str]:
+def _select(
+    model: torch.nn.Module, keep: FilterFn | None, skip: Sequence[str], recipes: LayerRecipes
+) -> dict[torch.nn.Linear, str]:
     """The layers to convert, by name; every other linear layer gets its reason."""
     reasons: dict[torch.nn.Linear, str | None] = {}
     names: dict[torch.nn.Linear, str] = {}
@@ -140,7 +154,7 @@ def _select(model: torch.nn.Module, keep: FilterFn | None, skip: Sequence[str]) 
             owners[id(parameter)].append((module, fqn))
         if isinstance(module, torch.nn.Linear):
             names[module] = fqn
-            reasons[module] = why_not(module, fqn, filter_fn=keep, skip=skip)
+            reasons[module] = why_not(module, fqn, filter_fn=keep, skip=skip, recipes=recipes)
     # A weight is gathered as float8 for all of its owners or for none.
     converted = {module for module, reason in reasons.items() if reason is None}
     for module in list(converted):
@@ -151,6 +165,27 @@ def _select(model: torch.nn.Module, keep: FilterFn | None, skip: Sequence[str]) 
         if reason is not None and not isinstance(module, Float8Linear):
             setattr(module, SKIP_REASON, reason)
     return {module: names[module] for module, reason in reasons.items() if reason is None}
+
+
+def _idle_patterns(
+    model: torch.nn.Module, names: dict[torch.nn.Linear, str], recipes: LayerRecipes
+) -> tuple[str, ...]:
+    """Patterns that decide for no layer, after a warning about them."""
+    converted, others = [], {}
+    for fqn, module in model.named_modules():
+        if module in names or isinstance(module, Float8Linear):
+            converted.append(fqn)
+        elif isinstance(module, torch.nn.Linear):
+            others[fqn] = getattr(module, SKIP_REASON)
+    idle = recipes.idle_patterns(converted, others)
+    if idle:
+        warnings.warn(
+            f"patterns of recipe that decide for no layer: {', '.join(idle)}; the first that matches a layer's name "
+            "decides, so put the finer ones first",
+            Float8Warning,
+            stacklevel=3,
+        )
+    return idle
 
 
 def _convert(module: Any, fqn: str, plan: Plan, layers: ConvertedLayers) -> None:
@@ -211,12 +246,33 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
             )
 
 
-def _refuse_other_recipe(model: torch.nn.Module, recipe: Recipe) -> None:
-    for module in model.modules():
-        if isinstance(module, Float8Linear) and module.plan.recipe != recipe:
+def _refuse_other_recipe(model: torch.nn.Module, recipes: LayerRecipes) -> None:
+    for fqn, module in model.named_modules():
+        recipe = recipes.of(fqn) if isinstance(module, Float8Linear) else None
+        if isinstance(module, Float8Linear) and recipe is not None and module.plan.recipe != recipe:
             raise Float8ConfigError(
                 f"{module.fqn} is already converted with recipe {module.plan.recipe.name!r}, asked for "
                 f"{recipe.name!r}: call convert_from_float8(model) first"
+            )
+
+
+def _refuse_tied_apart(
+    model: torch.nn.Module, names: dict[torch.nn.Linear, str], plans: dict[torch.nn.Linear, Plan]
+) -> None:
+    """A weight is cast and gathered once, so all of its layers read the same codes."""
+    readers: dict[int, tuple[str, Recipe]] = {}
+    for fqn, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            recipe = module.plan.recipe
+        elif module in names:
+            recipe = plans[module].recipe
+        else:
+            continue
+        other_fqn, other = readers.setdefault(id(module.weight), (fqn, recipe))
+        if recipe.formats("w") != other.formats("w"):
+            raise Float8ConfigError(
+                f"{fqn} and {other_fqn} share one weight, which is cast and gathered once, but their recipes "
+                f"{recipe.name!r} and {other.name!r} read it differently: give both the same recipe"
             )
 
 

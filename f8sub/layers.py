@@ -17,15 +17,17 @@ class ConvertedLayers:
     Attributes:
         primary_weights: whether the weights become float8 once an optimizer has their masters.
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
+        idle_patterns: patterns of the ``recipe`` that was given which decide for none of the layers, with reasons.
         fsdp: what the FSDP2 path keeps for these layers; None until the first all-gather or precompute_scales.
     """
 
     made: ClassVar[int] = 0
     """How many there are or were: a module that was walked for them before the last one is walked again."""
 
-    def __init__(self, primary_weights: bool = False) -> None:
+    def __init__(self, primary_weights: bool = False, idle_patterns: tuple[str, ...] = ()) -> None:
         ConvertedLayers.made += 1
         self.primary_weights = primary_weights
+        self.idle_patterns = idle_patterns
         self._layers: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
         self.changes = 0
         self.fsdp: Any = None
@@ -45,4 +47,4 @@ class ConvertedLayers:
         return iter(sorted(self._layers, key=lambda layer: layer.fqn))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ConvertedLayers, (self.primary_weights,)
+        return ConvertedLayers, (self.primary_weights, self.idle_patterns)

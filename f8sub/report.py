@@ -31,9 +31,15 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """Every linear layer of a model. ``str()`` is one line for a log."""
+    """Every linear layer of a model. ``str()`` is one line for a log.
+
+    Attributes:
+        layers: in the model's order.
+        idle_patterns: of a ``recipe`` given by patterns, those that decide for no layer, each with the reason.
+    """
 
     layers: tuple[LayerReport, ...]
+    idle_patterns: tuple[str, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -47,12 +53,14 @@ class ConversionReport:
         if converted:
             line += f" ({'; '.join(sorted({layer.detail for layer in converted}))})"
         skipped = [f"{layer.fqn} ({layer.detail})" for layer in self.layers if not layer.converted]
-        return line + (f"; not converted: {', '.join(skipped)}" if skipped else "")
+        line += f"; not converted: {', '.join(skipped)}" if skipped else ""
+        return line + (f"; idle patterns: {', '.join(self.idle_patterns)}" if self.idle_patterns else "")
 
 
 def conversion_report(model: torch.nn.Module) -> ConversionReport:
     """What of ``model`` runs in float8, and why the rest does not."""
-    rows = []
+    rows: list[LayerReport] = []
+    idle: list[str] = []
     for fqn, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear):
             continue
@@ -63,7 +71,8 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
             )
             gather = "float8" if module.float8_all_gather else "high precision"
             detail = f"{plan.recipe.name}: {gemms}, all-gather={gather}"
+            idle += module.converted.idle_patterns
         else:
             detail = getattr(module, SKIP_REASON, "convert_to_float8 has not seen it")
         rows.append(LayerReport(fqn or "(root)", module.in_features, module.out_features, converted, detail))
-    return ConversionReport(tuple(rows))
+    return ConversionReport(tuple(rows), tuple(dict.fromkeys(idle)))

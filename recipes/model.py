@@ -72,9 +72,12 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
         model = LlamaForCausalLM(config)
     report = "float8: off"
     if settings.float8_recipe:
+        layer_recipes = settings.float8.layer_recipes
         f8sub.convert_to_float8(
             model,
-            recipe=settings.float8_recipe,
+            recipe={**layer_recipes, "*": settings.float8_recipe}
+            if layer_recipes
+            else settings.float8_recipe,
             skip=settings.float8.skip,
             float8_all_gather=settings.float8.all_gather,
             backend=settings.float8.backend,

@@ -113,6 +113,9 @@ class Float8:
     enabled: Flag = True
     recipe: str = "tensorwise"
     """A name that f8sub.recipe_names() lists; empty is the same as enabled = false."""
+    layer_recipes: dict[str, str] = field(default_factory=dict)
+    """Other recipes for some layers, by globs over their names, the first match decides; in TOML a table:
+    [float8.layer_recipes] with lines like "layers.*.mlp" = "rowwise". All others get ``recipe``."""
     all_gather: Flag = True
     """Gather the weights as float8 codes."""
     skip: tuple[str, ...] = ("lm_head",)
@@ -278,6 +281,10 @@ def _checked(where: str, value: Any, annotation: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise SettingsError(f"{where} = {value!r}: expected a list of strings.")
         return tuple(value)
+    if get_origin(annotation) is dict:
+        if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+            raise SettingsError(f"{where} = {value!r}: expected a table of strings.")
+        return value
     if annotation is float and type(value) is int:
         return float(value)
     if type(value) is not annotation:

@@ -43,6 +43,21 @@ def test_without_float8(option):
     assert parse(option.split()).float8_recipe == ""
 
 
+def test_recipes_of_some_layers_are_a_table(tmp_path):
+    assert Settings().float8.layer_recipes == {}
+    path = toml(tmp_path, "[float8.layer_recipes]\n'layers.*.mlp' = 'rowwise'\n'layers.0' = 'blockwise'\n")
+    settings = parse(["--job.config_file", path])
+    assert list(settings.float8.layer_recipes.items()) == [
+        ("layers.*.mlp", "rowwise"),
+        ("layers.0", "blockwise"),
+    ]
+    settings = parse(["--float8.layer_recipes", "layers.*.mlp", "rowwise", "layers.0", "blockwise"])
+    assert list(settings.float8.layer_recipes.items()) == [
+        ("layers.*.mlp", "rowwise"),
+        ("layers.0", "blockwise"),
+    ]
+
+
 def test_the_shipped_file_parses():
     parse(["--job.config_file", str(ROOT / "recipes" / "pretrain.toml")])
 
@@ -57,6 +72,8 @@ def test_the_shipped_file_parses():
         ("[training]\nsteps = '10'", "steps = '10': expected int, got str"),
         ("[training]\nsteps = true", "steps = True: expected int, got bool"),
         ("[float8]\nall_gather = 1", "all_gather = 1: expected bool, got int"),
+        ("[float8]\nlayer_recipes = 'rowwise'", "layer_recipes = 'rowwise': expected a table of strings"),
+        ("[float8.layer_recipes]\nmlp = 1", "expected a table of strings"),
         ("[float8]\nskip = 'lm_head'", "skip = 'lm_head': expected a list of strings"),
         ("[training]\ndtype = 'bf16'", "dtype = 'bf16': expected one of 'bfloat16', 'float16', 'float32'"),
         ("compare = 'fp16'", "compare = 'fp16': expected one of '', 'bf16'"),

@@ -1,5 +1,6 @@
 """Layer 2. Which kernel does the work. A GEMM's is decided once, at conversion, shown in ``repr``, never replaced."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -93,6 +94,8 @@ class Plan:
         dgrad: likewise.
         wgrad: likewise.
         any_layout: whether all of them read transposed views, so that no codes are ever copied transposed.
+        device: where they run.
+        backend: what was asked for when they were selected, see ``select_gemm``.
     """
 
     recipe: Recipe
@@ -100,10 +103,13 @@ class Plan:
     dgrad: str | None
     wgrad: str | None
     any_layout: bool
+    device: torch.device
+    backend: str
 
     @classmethod
+    @functools.cache
     def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "Plan":
-        """Select the three backends.
+        """Select the three backends; equal questions get the very same plan, so that compiled code is shared.
 
         Raises:
             Float8ConfigError: see ``select_gemm``.
@@ -113,4 +119,4 @@ class Plan:
         )
         used = [name for name in (fprop, dgrad, wgrad) if name is not None]
         any_layout = all(GEMM[name].takes_any_layout(device) for name in used)
-        return cls(recipe, fprop, dgrad, wgrad, any_layout)
+        return cls(recipe, fprop, dgrad, wgrad, any_layout, device, backend)

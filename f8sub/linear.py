@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from f8sub import backends
 from f8sub.backends import Plan, gemm_nt
+from f8sub.context import contexts, plan_in_use, remember
 from f8sub.errors import Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward
@@ -34,7 +35,7 @@ class Float8Linear(torch.nn.Linear):
     dtype, or autocast's under ``torch.autocast``. The bias is added in high precision.
 
     Attributes:
-        plan: the recipe and the backend of each GEMM.
+        plan: the recipe and the backend of each GEMM, where no context asks for another.
         fqn: the layer's name in the model that was converted, for errors and reports.
         converted: the layers of the same conversion, this one among them.
         float8_all_gather: whether FSDP2 gathers the weight as float8.
@@ -58,9 +59,14 @@ class Float8Linear(torch.nn.Linear):
             )
         device = "cpu" if x.is_cpu else x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        if not torch.is_grad_enabled():
-            return _fprop(x, self.weight, self.bias, self.plan, dtype, keep_x=False)[0]
-        y: torch.Tensor = apply(_Float8Matmul, x, self.weight, self.bias, self.plan, dtype)
+        plan = plan_in_use(self) if contexts.entered else self.plan
+        y: torch.Tensor
+        if torch.is_grad_enabled():
+            y = apply(_Float8Matmul, x, self.weight, self.bias, plan, dtype)
+        else:
+            y = _fprop(x, self.weight, self.bias, plan, dtype, keep_x=False)[0]
+        if contexts.entered:
+            remember(self, plan, y)
         return y
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -230,7 +236,7 @@ def _weight_columnwise(w: torch.Tensor, plan: Plan, dtype: torch.dtype, dy: torc
     if columnwise is None:
         high_precision = w.dequantize() if isinstance(w, Float8Tensor) else w
         return high_precision.to(dtype).t()
-    operand = _weight_rowwise(w, rowwise, dtype)
+    operand = _has(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype)
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, dy, plan.any_layout)
     return _has(backends.quantize(operand, None, columnwise)[1])

@@ -33,3 +33,20 @@ def preset_signature(hook: Callable[..., Any]) -> None:
     FSDP2 (2.11 to 2.15) inspects ``fsdp_pre_all_gather`` on every call: 29.6 us, and 5.9 us with this.
     """
     hook.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
+
+
+def graph_task() -> int:
+    """Number of the backward pass that runs on this thread, -1 outside of any."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
+def saved_tensors_hook() -> Any:
+    """The hook that packs what is saved for backward now; None without one. Non-reentrant checkpoints push theirs."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def is_executed(node: Any) -> bool:
+    """Whether the backward pass that runs on this thread executes ``node``."""
+    return bool(torch._C._will_engine_execute_node(node))

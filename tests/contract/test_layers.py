@@ -19,6 +19,7 @@ LAYERS = {
     "backends": 2,
     "tensor": 3,
     "linear": 4,
+    "context": 4,
     "layers": 4,
     "shared_input": 4,
     "scaling_state": 4,

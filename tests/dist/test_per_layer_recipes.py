@@ -9,7 +9,14 @@ from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Transformer, float8_layers, seed_weights, shard
 from tests.dist.wire import Wire
 
-RECIPE = {"blocks.1.[gu]*": "rowwise_with_gw_hp", "blocks.0": "rowwise", "*": "tensorwise"}
+RECIPE = {
+    "blocks.1.[gu]*": "rowwise_with_gw_hp",
+    "blocks.1.o": "mxfp8",
+    "blocks.1.v": "nvfp4",
+    "blocks.1.down": "blockwise",
+    "blocks.0": "rowwise",
+    "*": "tensorwise",
+}
 STEPS = 3
 
 

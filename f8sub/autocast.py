@@ -1,0 +1,62 @@
+"""Layer 6. Recipe contexts: another recipe, or none, for the forwards inside them."""
+
+from types import TracebackType
+
+import torch
+
+from f8sub import context
+from f8sub.recipe import HIGH_PRECISION_GEMM, Recipe, get_recipe
+
+_HIGH_PRECISION = Recipe(
+    name="high precision",
+    fprop=HIGH_PRECISION_GEMM,
+    dgrad=HIGH_PRECISION_GEMM,
+    wgrad=HIGH_PRECISION_GEMM,
+)
+
+
+class autocast:
+    """Run the forwards of converted layers inside the context with another recipe, or in high precision.
+
+        with f8sub.autocast(recipe="rowwise"):
+            y = model(x)            # every converted layer with that recipe
+            with f8sub.autocast(enabled=False):
+                z = model(x)        # in high precision
+        y.backward(dy)              # as the forward ran, context or not
+
+    Contexts nest, the inner one overrides; the outer one is back when it is left, by an exception too. Each thread has
+    its own, and one instance may be entered again, by several threads as well. Backward, activation checkpointing
+    included, uses what its forward used, so a context around it does nothing.
+
+    Only layers that ``convert_to_float8`` converted take part, and no other autocast is meant: ``torch.autocast``
+    chooses the high-precision dtype, and goes together with this one.
+
+    Weights that FSDP2 gathers in float8 were cast with the layer's own recipe before the context is known. So there
+    ``enabled=False`` computes in high precision with the gathered weight, dequantized, and a recipe has to read the
+    weight in the format that was gathered, or in high precision. All others are read from the master weight itself.
+
+    Args:
+        recipe: one of ``recipe_names()``, or a ``Recipe``; None for the recipe that each layer was converted with.
+        enabled: False for high precision; ``recipe`` is not used then.
+
+    Raises:
+        Float8ConfigError: here, an unknown recipe; in a layer's forward, a recipe that it cannot run, see above.
+    """
+
+    def __init__(self, recipe: Recipe | str | None = None, enabled: bool = True) -> None:
+        asked = None if recipe is None else _key_of(recipe)
+        self._key = asked if enabled else _key_of(_HIGH_PRECISION)
+
+    def __enter__(self) -> "autocast":
+        context.enter(self._key)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        context.leave()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _key_of(recipe: Recipe | str) -> str:
+    return context.key_of(get_recipe(recipe))

@@ -1,0 +1,358 @@
+"""Recipe contexts: inside one a layer computes, bit for bit, as a layer converted with that recipe does."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import f8sub
+from f8sub import context
+from tests.data_sets import gaussian, generator
+from tests.dist.models import seed_weights
+from tests.layers import K, M, N, dy_of, made, x_of
+
+RECIPES = f8sub.recipe_names()
+OWN, OTHER = "tensorwise", "rowwise"
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+
+Results = list[torch.Tensor]
+
+
+class Block(nn.Module):
+    """Siblings that share one x, then a layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(N, K)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+def block(recipe: str | f8sub.Recipe | None = OWN) -> nn.Module:
+    model = seed_weights(Block())
+    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
+
+
+def results(model: nn.Module, run=lambda model, x: model(x), around=None) -> Results:
+    """y, dx and every gradient of ``run``; backward outside of any context, or inside ``around``."""
+    model.zero_grad()
+    x = x_of(M, K)
+    y = run(model, x)
+    if around is None:
+        y.backward(dy_of(y))
+    else:
+        with around:
+            y.backward(dy_of(y))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def same(found: Results, expected: Results) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def under(*contexts: f8sub.autocast):
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not contexts:
+            return model(x)
+        with contexts[0]:
+            return under(*contexts[1:])(model, x)
+
+    return run
+
+
+@on_each_recipe
+def test_inside_is_a_model_converted_with_that_recipe(recipe):
+    for own in (OWN, OTHER):
+        model, expected = block(own), results(block(recipe))
+        assert same(results(model, under(f8sub.autocast(recipe=recipe))), expected)
+        assert same(results(model), results(block(own)))
+
+
+def test_what_the_others_compare_differs():
+    found = [results(block(recipe)) for recipe in (OWN, OTHER, None)]
+    assert not any(same(found[i], found[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_a_recipe_by_value():
+    recipe = f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)
+    assert same(results(block(), under(f8sub.autocast(recipe))), results(block(recipe)))
+    assert not same(results(block(), under(f8sub.autocast(recipe))), results(block(OTHER)))
+
+
+@on_each_recipe
+def test_disabled_is_the_plain_model(recipe):
+    """The master weight itself: nothing was rounded to float8 on the way."""
+    plain = results(block(None))
+    assert same(results(block(recipe), under(f8sub.autocast(enabled=False))), plain)
+    assert same(results(block(recipe), under(f8sub.autocast(recipe, enabled=False))), plain)
+    assert not same(results(block(recipe)), plain)
+
+
+def test_no_recipe_is_each_layers_own():
+    model = block(OTHER)
+    assert same(results(model, under(f8sub.autocast())), results(block(OTHER)))
+    assert same(results(model, under(f8sub.autocast(OWN), f8sub.autocast())), results(block(OTHER)))
+
+
+def test_contexts_one_after_another():
+    model = block()
+    for recipe in (OTHER, OWN, OTHER):
+        assert same(results(model, under(f8sub.autocast(recipe))), results(block(recipe)))
+
+
+def test_the_inner_one_overrides_and_the_outer_one_comes_back():
+    model, x = block(), gaussian((M, K), generator(1))
+    with f8sub.autocast(OTHER):
+        before = model(x)
+        with f8sub.autocast(enabled=False):
+            inner = model(x)
+            with f8sub.autocast(OWN):
+                innermost = model(x)
+            assert torch.equal(model(x), inner)
+        after = model(x)
+    outside = model(x)
+    assert torch.equal(before, block(OTHER)(x))
+    assert torch.equal(after, before)
+    assert torch.equal(inner, block(None)(x))
+    assert torch.equal(innermost, outside)
+    assert torch.equal(outside, block()(x))
+
+
+def test_an_exception_leaves_the_context():
+    model, x = block(), gaussian((M, K), generator(1))
+    with pytest.raises(KeyError, match="inside"), f8sub.autocast(OTHER), f8sub.autocast(enabled=False):
+        raise KeyError("inside")
+    assert torch.equal(model(x), block()(x))
+
+
+def test_one_instance_entered_again_and_inside_itself():
+    model, once = block(), f8sub.autocast(OTHER)
+    expected = results(block(OTHER))
+    for _ in range(2):
+        assert same(results(model, under(once)), expected)
+    assert same(results(model, under(once, f8sub.autocast(enabled=False), once)), expected)
+    assert same(results(model), results(block()))
+
+
+def test_a_thread_has_its_own_contexts():
+    """Two threads inside one instance at once, and one outside of any."""
+    model, x, shared = block(), gaussian((M, K), generator(1)), f8sub.autocast(OTHER)
+    meet, found = threading.Barrier(3, timeout=30), {}
+
+    def work(name: str, inside: bool) -> None:
+        with shared if inside else f8sub.autocast():
+            meet.wait()
+            found[name] = model(x)
+            meet.wait()
+        found[f"{name} after"] = model(x)
+
+    threads = [threading.Thread(target=work, args=args) for args in (("a", True), ("b", True), ("c", False))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    other, own = block(OTHER)(x), block()(x)
+    assert len(found) == 6
+    for name, y in found.items():
+        assert torch.equal(y, other if name in ("a", "b") else own), name
+
+
+def test_backward_uses_what_its_forward_used():
+    """The context is left, and another one is around backward."""
+    expected = results(block(OTHER))
+    for around in (None, f8sub.autocast(enabled=False), f8sub.autocast(OWN)):
+        assert same(results(block(), under(f8sub.autocast(OTHER)), around), expected)
+        assert same(results(block(), under(), around), results(block()))
+
+
+def test_torch_autocast_goes_together_with_it():
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16), f8sub.autocast(OTHER):
+            return model(x)
+
+    def torchs_alone(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    assert same(results(block(), run), results(block(OTHER), torchs_alone))
+
+
+def test_eval_without_gradients():
+    model, x = block(), gaussian((M, K), generator(1))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), f8sub.autocast(OTHER):
+            assert torch.equal(model(x), block(OTHER)(x))
+
+
+def test_a_backend_asked_for_by_name_is_kept():
+    """Both run on the CPU; which one did shows in which kernels ran."""
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe=OWN, backend="reference")
+    with f8sub.autocast(OTHER):
+        plan = context.plan_in_use(model[0])
+    assert plan.recipe.name == OTHER
+    assert (plan.fprop, plan.dgrad, plan.wgrad) == ("reference",) * 3
+    automatic = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe=OWN)
+    with f8sub.autocast(OTHER):
+        assert context.plan_in_use(automatic[0]).fprop == automatic[0].plan.fprop == "scaled_mm"
+
+
+def test_a_backend_that_cannot_run_the_recipe_names_the_layer():
+    blocks = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))
+    gemm = f8sub.GemmSpec(a=blocks, b=blocks)
+    recipe = f8sub.Recipe(name="blocks", fprop=gemm, dgrad=gemm, wgrad=gemm)
+    model = f8sub.convert_to_float8(block(None), recipe=OWN, backend="scaled_mm")
+    with (
+        pytest.raises(f8sub.Float8ConfigError, match=r"gate: recipe 'blocks' of the context.*32x32"),
+        f8sub.autocast(recipe),
+    ):
+        model(x_of(M, K))
+    assert same(results(model), results(block()))
+
+
+@pytest.mark.parametrize("recipe", ["int8", "", True], ids=str)
+def test_an_unknown_recipe_is_refused_before_it_is_entered(recipe):
+    for enabled in (True, False):
+        with pytest.raises(f8sub.Float8ConfigError, match="unknown recipe"):
+            f8sub.autocast(recipe, enabled)
+
+
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+
+
+def checkpointed(reentrant: bool, *contexts: f8sub.autocast):
+    """The context around the checkpoint, left when backward repeats the forward."""
+
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return under(*contexts)(lambda y: checkpoint(model, y, use_reentrant=reentrant), x)
+
+    return run
+
+
+@REENTRANT
+@on_each_recipe
+def test_a_repeated_forward_uses_the_context_of_the_first(recipe, reentrant):
+    expected = results(block(recipe))
+    for around in (None, f8sub.autocast(enabled=False)):
+        found = results(block(), checkpointed(reentrant, f8sub.autocast(recipe)), around)
+        assert same(found, expected)
+
+
+@REENTRANT
+def test_a_repeated_forward_outside_of_contexts_uses_the_layers_own(reentrant):
+    with f8sub.autocast(OTHER):
+        block()(x_of(M, K))
+    assert same(results(block(), checkpointed(reentrant), f8sub.autocast(OTHER)), results(block()))
+    assert same(results(block(), checkpointed(reentrant)), results(block()))
+
+
+@REENTRANT
+def test_a_context_inside_the_checkpointed_function(reentrant):
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def both(x: torch.Tensor) -> torch.Tensor:
+            with f8sub.autocast(OTHER):
+                h = model(x)
+            return model(h)
+
+        return checkpoint(both, x, use_reentrant=reentrant)
+
+    def plainly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(under(f8sub.autocast(OTHER))(model, x))
+
+    assert same(results(block(), run), results(block(), plainly))
+
+
+def test_microbatches_of_several_contexts_are_told_apart_by_their_graphs():
+    """Each backward executes one graph: its nodes say what their forward used."""
+    model, recipes = block(), [OWN, OTHER, "high precision", OTHER]
+    xs = [x_of(M, K, seed=10 + i) for i in range(len(recipes))]
+
+    def forward(x: torch.Tensor, recipe: str) -> torch.Tensor:
+        entered = f8sub.autocast(enabled=False) if recipe == "high precision" else f8sub.autocast(recipe)
+        with entered:
+            return checkpoint(model, x, use_reentrant=False)
+
+    ys = [forward(x, recipe) for x, recipe in zip(xs, recipes, strict=True)]
+    for i in (2, 0, 3, 1):
+        model.zero_grad()
+        ys[i].backward(dy_of(ys[i]))
+        alone = block(None if recipes[i] == "high precision" else recipes[i])
+        x = xs[i].detach().clone().requires_grad_()
+        y = alone(x)
+        y.backward(dy_of(y))
+        assert same([ys[i], xs[i].grad], [y, x.grad])
+        assert same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
+AMBIGUOUS = r"gate: .*repeated inside backward.*rowwise, tensorwise.*inside the checkpointed function"
+
+
+def test_several_contexts_in_one_graph_cannot_be_told_apart():
+    model, x = block(), x_of(M, K)
+    with f8sub.autocast(OTHER):
+        y = checkpoint(model, x, use_reentrant=False)
+    y = y + checkpoint(model, x, use_reentrant=False)
+    with pytest.raises(f8sub.Float8ConfigError, match=AMBIGUOUS):
+        y.backward(dy_of(y))
+
+
+def test_reentrant_checkpoints_of_several_contexts_cannot_be_told_apart_before_the_weights_change():
+    model, x = block(), x_of(M, K)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    y = checkpointed(True, f8sub.autocast(OTHER))(model, x) + checkpointed(True)(model, x)
+    with pytest.raises(f8sub.Float8ConfigError, match=AMBIGUOUS):
+        y.backward(dy_of(y))
+    optimizer.step()
+    twin = f8sub.convert_to_float8(seed_weights(Block()), recipe=OTHER)
+    twin.load_state_dict(model.state_dict())
+    assert same(results(model, checkpointed(True, f8sub.autocast(OTHER))), results(twin))
+
+
+def test_evaluation_between_does_not_make_reentrant_checkpoints_ambiguous():
+    model, x = block(), x_of(M, K)
+    run = checkpointed(True, f8sub.autocast(OTHER))
+    y = run(model, x)
+    model.eval()
+    with torch.no_grad(), f8sub.autocast(enabled=False):
+        model(x)
+    model.train()
+    y.backward(dy_of(y))
+    expected = results(block(OTHER))
+    assert same([y, x.grad, *(p.grad for p in model.parameters())], expected)
+
+
+def test_nothing_is_remembered_where_no_context_was_entered(monkeypatch):
+    monkeypatch.setattr(context.contexts, "entered", False)
+    model = block()
+    for reentrant in (True, False):
+        results(model, checkpointed(reentrant))
+    assert not any(layer in context._records for layer in model.modules())
+    with f8sub.autocast():
+        pass
+    results(model, checkpointed(False))
+    assert all(layer in context._records for layer in (model.gate, model.up, model.down))
+
+
+def test_nothing_is_remembered_without_a_checkpoint():
+    model = block()
+    results(model, under(f8sub.autocast(OTHER)))
+    assert not any(layer in context._records for layer in model.modules())
+
+
+def test_what_is_remembered_dies_with_the_graph():
+    model, run = block(), checkpointed(False, f8sub.autocast(OTHER))
+    y = run(model, x_of(M, K))
+    record = context._records[model.gate]
+    assert len(record._nodes) == 1
+    y.backward(dy_of(y))
+    del y
+    assert len(record._nodes) == 0
+
+
+def test_a_layer_alone():
+    layer = made(OWN)
+    with f8sub.autocast(OTHER):
+        y = layer(x_of(M, K))
+    assert torch.equal(y, made(OTHER)(x_of(M, K)))

@@ -18,6 +18,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, why_not_derivable
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.primary_weight import PrimaryWeight
 from f8sub.torch_compat import graph_task, is_executed, saved_tensors_hook
 
 if TYPE_CHECKING:
@@ -106,31 +107,38 @@ def plan_in_use(layer: "Float8Linear") -> Plan:
             return _plan_of_repeated(layer)
     if innermost is None or innermost[0] is None:
         return layer.plan
-    asked = _asked(layer.plan, innermost[0], isinstance(layer.weight, Float8Tensor))
+    asked = _asked(layer.plan, innermost[0], _is_codes(layer.weight))
     plan: Plan | str = getattr(_plans, asked)[0]
     if isinstance(plan, str):
         raise Float8ConfigError(f"{layer.fqn}: {plan}")
     return plan
 
 
+def _is_codes(weight: torch.Tensor) -> bool:
+    """Whether float8 codes are all there is of a weight: FSDP2 gathered them, or its master was dropped."""
+    if isinstance(weight, PrimaryWeight):
+        return weight.primary.master is None or weight.primary.dropping
+    return isinstance(weight, Float8Tensor)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _asked(own: Plan, key: str, gathered: bool) -> str:
+def _asked(own: Plan, key: str, codes: bool) -> str:
     """Attribute of ``_plans`` that holds a layer's plan for the recipe of ``key``, or why there is none.
 
     Args:
         own: the plan that the layer was converted with.
         key: see ``key_of``.
-        gathered: whether FSDP2 gathered the weight in float8.
+        codes: see ``_is_codes``.
     """
-    name = f"{key} for {id(own)}, gathered={gathered}"
+    name = f"{key} for {id(own)}, codes={codes}"
     if not hasattr(_plans, name):
-        setattr(_plans, name, (_make(own, _recipes[key], gathered), own))
+        setattr(_plans, name, (_make(own, _recipes[key], codes), own))
     return name
 
 
-def _make(own: Plan, recipe: Recipe, gathered: bool) -> Plan | str:
+def _make(own: Plan, recipe: Recipe, codes: bool) -> Plan | str:
     wire = own.recipe.fprop.b
-    if gathered and wire is not None and (reason := _why_not_readable(wire, recipe)):
+    if codes and wire is not None and (reason := _why_not_readable(wire, recipe)):
         return (
             f"recipe {recipe.name!r} of the context cannot be used, because {reason}. Enter a context with a recipe "
             f"whose fprop.b is {wire} as in {own.recipe.name!r}, or convert with float8_all_gather=False"
@@ -142,12 +150,12 @@ def _make(own: Plan, recipe: Recipe, gathered: bool) -> Plan | str:
 
 
 def _why_not_readable(wire: Float8Format, recipe: Recipe) -> str | None:
-    """Why a recipe cannot read a weight that FSDP2 gathered in the format ``wire``; None when it can."""
+    """Why a recipe cannot read a weight of which there are codes of ``wire`` alone; None when it can."""
     rowwise, columnwise = recipe.formats("w")
     if rowwise is not None and rowwise != wire:
-        return f"its fprop reads the weight as {rowwise}, and the weight was gathered as {wire}"
+        return f"its fprop reads the weight as {rowwise}, and what was gathered or kept of it is {wire}"
     if columnwise is not None and (reason := why_not_derivable(wire, columnwise)):
-        return f"its dgrad reads the weight as {columnwise}, and it was gathered as {wire}: {reason}"
+        return f"its dgrad reads the weight as {columnwise}, and what was gathered or kept of it is {wire}: {reason}"
     return None
 
 

@@ -88,22 +88,13 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     if not names:
         _nothing_converted(model, strict)
         return model
-    plans = {
-        module: Plan.make(chosen, _device_of(module), backend)
-        for module, fqn in names.items()
-        if (chosen := recipes.of(fqn)) is not None
-    }
+    plans = _plans(names, recipes, backend)
     _refuse_tied_apart(model, names, plans)
     # A GEMM that reads the weight in high precision needs it gathered so.
-    gathered = {
-        module: float8_all_gather and None not in plan.recipe.formats("w") for module, plan in plans.items()
-    }
-    if primary_weights and not all(gathered.values()):
-        module = next(module for module in gathered if not gathered[module])
-        raise Float8ConfigError(
-            f"primary_weights=True keeps nothing but float8 codes of a weight, and {names[module]} with recipe "
-            f"{plans[module].recipe.name!r} and float8_all_gather={float8_all_gather} reads it in high precision; "
-            "choose one of the two"
+    gathered = {m: float8_all_gather and None not in plan.recipe.formats("w") for m, plan in plans.items()}
+    if primary_weights:
+        _refuse_high_precision(
+            {names[m]: plans[m].recipe for m in plans if not gathered[m]}, float8_all_gather
         )
     layers = ConvertedLayers(primary_weights, idle)
     for module, plan in plans.items():
@@ -186,6 +177,17 @@ def _idle_patterns(
             stacklevel=3,
         )
     return idle
+
+
+def _plans(
+    names: dict[torch.nn.Linear, str], recipes: LayerRecipes, backend: str
+) -> dict[torch.nn.Linear, Plan]:
+    """All of them before the first layer is converted: one that cannot be made leaves the model as it was."""
+    return {
+        module: Plan.make(recipe, _device_of(module), backend)
+        for module, fqn in names.items()
+        if (recipe := recipes.of(fqn)) is not None
+    }
 
 
 def _convert(module: Any, fqn: str, plan: Plan, layers: ConvertedLayers) -> None:
@@ -274,6 +276,17 @@ def _refuse_tied_apart(
                 f"{fqn} and {other_fqn} share one weight, which is cast and gathered once, but their recipes "
                 f"{recipe.name!r} and {other.name!r} read it differently: give both the same recipe"
             )
+
+
+def _refuse_high_precision(recipes: Mapping[str, Recipe], float8_all_gather: bool) -> None:
+    """Primary weights are codes and nothing else, so none of their layers may read them in high precision."""
+    if recipes:
+        fqn, recipe = next(iter(recipes.items()))
+        raise Float8ConfigError(
+            f"primary_weights=True keeps nothing but float8 codes of a weight, and {fqn} with recipe "
+            f"{recipe.name!r} and float8_all_gather={float8_all_gather} reads it in high precision; choose one of "
+            "the two"
+        )
 
 
 def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:

@@ -356,3 +356,26 @@ def test_a_layer_alone():
     with f8sub.autocast(OTHER):
         y = layer(x_of(M, K))
     assert torch.equal(y, made(OTHER)(x_of(M, K)))
+
+
+def test_primary_weights_are_read_from_the_master_until_it_is_dropped():
+    model, x = (
+        f8sub.convert_to_float8(seed_weights(Block()), primary_weights=True),
+        gaussian((M, K), generator(1)),
+    )
+    f8sub.optim.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    for entered, alone in ((f8sub.autocast(OTHER), OTHER), (f8sub.autocast(enabled=False), None)):
+        with entered, torch.no_grad():
+            assert torch.equal(model(x), block(alone)(x))
+    f8sub.drop_high_precision(model.requires_grad_(False))
+    refused = pytest.raises(f8sub.Float8ConfigError, match=r"gate: .*kept of it is e4m3\[allxall\]")
+    for _ in range(2):  # what is about to be dropped as well, which would leave codes of the context's recipe
+        with refused, f8sub.autocast(OTHER):
+            model(x)
+        assert torch.equal(model(x), block(OWN)(x))
+    dequantized = block(None)
+    with torch.no_grad():
+        for layer in dequantized.children():
+            layer.weight.copy_(f8sub.quantize(layer.weight, OWN, operand="w").dequantize())
+    with f8sub.autocast(enabled=False):
+        assert torch.equal(model(x), dequantized(x))

@@ -131,7 +131,7 @@ def test_a_recipe_that_cannot_read_what_was_gathered_is_refused(ranks):
         for message in (format, columns):
             assert message.startswith("blocks.0.q: recipe 'rowwise")
             assert "e4m3[1xall,power_of_2]" in message
-            assert "gathered as e4m3[allxall]" in message
+            assert "gathered or kept of it is e4m3[allxall]" in message
             assert "convert with float8_all_gather=False" in message
         assert "its fprop reads the weight as" in format
         assert "its dgrad reads the weight as" in columns

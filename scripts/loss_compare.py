@@ -1,8 +1,8 @@
 """The loss of every recipe against bf16: the held-out loss of the same runs, over several seeds.
 
 An arm is bf16, float32, or a recipe; all arms of a seed start from the same weights, see the same batches, and are
-evaluated on the same 131,072 held-out tokens when their learning rate has decayed to zero. float32 is the yardstick: it
-differs from bf16 by rounding alone, so a gap of its size says nothing. Runs are those of ``recipes/pretrain.py``.
+evaluated on the same held-out tokens when their learning rate has decayed to zero. float32 is the yardstick: it differs
+from bf16 by rounding alone, so a gap of its size says nothing. Runs are those of ``recipes/pretrain.py``.
 
 The gap is that of the logarithms of the losses, in per cent; its interval is that of a randomized block design (blocks
 are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % by Student's t.
@@ -51,6 +51,7 @@ YARDSTICK = "float32"
 CONFIDENCE = 0.95
 LEARNING_RATE = 1e-3
 """Ends lower than the quick start's 3e-3 does, and an arm's noise is smaller with it."""
+EVAL_BATCHES = 256
 SMOOTHED_STEPS = 20
 """The plot's curves are means over so many steps."""
 
@@ -75,7 +76,7 @@ def settings(run: Run, steps: int) -> list[str]:
         "lr_scheduler.warmup_steps": 20,
         "lr_scheduler.min_lr_factor": 0.0,
         "eval.interval": steps,
-        "eval.batches": 256,
+        "eval.batches": min(EVAL_BATCHES, steps),  # a trial of a few steps needs no more
         "metrics.tensorboard": "false",
     }
     if run.arm == YARDSTICK:

@@ -49,8 +49,10 @@ from metrics import read_metrics  # noqa: E402
 BASELINE = "bf16"
 YARDSTICK = "float32"
 CONFIDENCE = 0.95
-LEARNING_RATE = 1e-3
-"""Ends lower than the quick start's 3e-3 does, and an arm's noise is smaller with it."""
+LEARNING_RATE = 3e-4
+"""Ends as low as 1e-3, at which training is chaotic: the gap of one seed of ``tensorwise`` was +2.0 % with sequences of
+128 tokens and -1.0 % with 64.
+"""
 EVAL_BATCHES = 256
 SMOOTHED_STEPS = 20
 """The plot's curves are means over so many steps."""
@@ -73,10 +75,10 @@ def settings(run: Run, steps: int) -> list[str]:
         "training.local_batch_size": 4,
         "training.device": "cpu",
         "optimizer.lr": LEARNING_RATE,
-        "lr_scheduler.warmup_steps": 20,
+        "lr_scheduler.warmup_steps": 40,
         "lr_scheduler.min_lr_factor": 0.0,
         "eval.interval": steps,
-        "eval.batches": min(EVAL_BATCHES, steps),  # a trial of a few steps needs no more
+        "eval.batches": min(EVAL_BATCHES, 2 * steps),  # a trial of a few steps needs no more
         "metrics.tensorboard": "false",
     }
     if run.arm == YARDSTICK:
@@ -280,7 +282,7 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--recipes", nargs="+", default=f8sub.recipe_names(), choices=f8sub.recipe_names())
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    made.add_argument("--steps", type=int, default=300)
+    made.add_argument("--steps", type=int, default=200)
     made.add_argument(
         "--folder", type=Path, default=ROOT / "runs" / "loss_compare", help="of the finished runs"
     )

@@ -12,7 +12,8 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def cast(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """uint8 codes 0 to 15, one an element, of float32 values; magnitudes beyond 6 become 6, NaN becomes 0."""
-    magnitude = scaled.abs().clamp(max=VALUES[-1]).nan_to_num(0.0)
+    scaled = scaled.nan_to_num(0.0)  # the sign of a NaN too is that of whatever made it
+    magnitude = scaled.abs().clamp(max=VALUES[-1])
     # The codes are 1/2 apart up to 2, 1 up to 4, 2 beyond; every even step is an even code.
     steps = torch.where(magnitude < 2, 2 * magnitude, torch.where(magnitude < 4, magnitude, magnitude / 2))
     first = torch.where(magnitude < 2, 0, torch.where(magnitude < 4, 2, 4)).to(torch.uint8)

@@ -115,7 +115,7 @@ def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
     top = torch.finfo(torch.float8_e4m3fn).max
     smallest = 1.0 / (LARGEST_SCALE * SMALLEST_BLOCK_SCALE_INV)
     global_inv = torch.where(largest == 0, 1.0, (largest / (format.max * top)).clamp(min=smallest)).float()
-    block_inv = (exact / (format.max * global_inv)).clamp(SMALLEST_BLOCK_SCALE_INV, top)
+    block_inv = (exact / (format.max * global_inv.double())).clamp(SMALLEST_BLOCK_SCALE_INV, top)
     stored = torch.where(amax == 0, 1.0, block_inv).float().to(torch.float8_e4m3fn)
     scale = (stored.double() * global_inv).reciprocal().float()
     return Scales(scale, stored, global_inv.view(1, 1))
@@ -227,7 +227,13 @@ def quantize(
         return row, None
     if columnwise.depth_multiple > 1:
         # Bytes and transforms run along the other dimension than x's own.
-        if row is not None and rowwise == columnwise and rowwise.tile.is_transpose_of(columnwise.tile):
+        whole = columnwise.hadamard is None and not any(n % columnwise.depth_multiple for n in x.shape)
+        if (
+            whole
+            and row is not None
+            and rowwise == columnwise
+            and rowwise.tile.is_transpose_of(columnwise.tile)
+        ):
             return row, _transposed(row, columnwise, any_layout)
         return row, _quantize_as_stored(x.t().contiguous(), columnwise)
     seen_in_x = replace(columnwise, tile=columnwise.tile.t())
@@ -298,10 +304,9 @@ def _values(operand: Operand) -> torch.Tensor:
     """float32 values of the codes as a GEMM reads them, a Hadamard transform still in them; ``operand.shape``."""
     data, scale_inv, format, global_scale_inv = operand
     codes = e2m1.values(e2m1.unpack(data)) if format.dtype == E2M1 else data.float()
-    scale_inv = scale_inv.float()
-    if global_scale_inv is not None:
-        scale_inv = scale_inv * global_scale_inv
-    return codes * spread(scale_inv, format.tile, codes.shape)
+    values = codes * spread(scale_inv.float(), format.tile, codes.shape)
+    # A code times a scale of one byte is exact: this rounds once, too.
+    return values if global_scale_inv is None else values * global_scale_inv
 
 
 def _transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Operand:

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import f8sub
+from tests import oracle
 from tests.data_sets import gaussian, generator
 from tests.dist.models import seed_weights
 
@@ -39,7 +40,8 @@ def in_float8(recipe: str) -> dict[str, bool]:
     return {name: spec.a is not None for name, spec in gemms.items()} | {"db": False}
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within what float8 costs: a guard against wrong results, not a budget (the contract tests have those)."""
+def assert_close(found: torch.Tensor, expected: torch.Tensor, recipe: str = "tensorwise") -> None:
+    """Within what its codes cost: a guard against wrong results, not a budget (the contract tests have those)."""
     found, expected = found.detach().float(), expected.detach().float()
-    assert (found - expected).norm() <= 0.1 * expected.norm()
+    share = 0.2 if oracle.spec_of(recipe, "x").format == "e2m1" else 0.1
+    assert (found - expected).norm() <= share * expected.norm()

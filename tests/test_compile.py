@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import f8sub
+from tests import oracle
 from tests.compiling import HIDDEN, WIDTH, SavedShapes, compile_blocks, differences, mlps, train
 from tests.counting import FLOAT8
 from tests.data_sets import gaussian, generator
@@ -150,10 +151,11 @@ def test_x_is_saved_in_float8_once_for_siblings(recipe):
     x = gaussian((2, 12, WIDTH), generator(1)).requires_grad_()
     saved = SavedShapes(lambda: model.blocks[0](x))
     tokens = 2 * 12
-    float8 = {t.data_ptr(): t.numel() for t in saved.tensors if t.dtype in FLOAT8 and tokens in t.shape}
+    packed = tokens // oracle.spec_of(recipe, "x").codes_per_byte
+    float8 = {t.data_ptr(): t.numel() for t in saved.tensors if t.dtype in FLOAT8 and packed in t.shape}
     # x of gate and up, x of down.
     in_codes = in_float8(recipe)["dw"]
-    assert sorted(float8.values()) == (sorted([tokens * WIDTH, tokens * HIDDEN]) if in_codes else [])
+    assert sorted(float8.values()) == (sorted([packed * WIDTH, packed * HIDDEN]) if in_codes else [])
     high_precision = [t for t in saved.tensors if t.dtype == torch.float32 and t.numel() == tokens * HIDDEN]
     assert len(high_precision) <= 2 + (not in_codes)  # gate's and up's outputs, for their product; x of down
 

@@ -80,7 +80,7 @@ def test_str_tells_formats_apart():
         for rule in ScaleRule
     ]
     assert len({str(format) for format in formats}) == len(formats)
-    assert str(Float8Format(E4M3, Tile(1, ALL), POW2)) == "e4m3fn[1xall,power_of_2]"
+    assert str(Float8Format(E4M3, Tile(1, ALL), POW2)) == "e4m3[1xall,power_of_2]"
 
 
 DERIVABLE = {

@@ -116,11 +116,10 @@ def test_the_default_recipe_exists():
 def test_fast_accumulation_in_fprop_only():
     for name in RECIPES:
         recipe = f8sub.get_recipe(name)
-        assert (recipe.fprop.fast_accum, recipe.dgrad.fast_accum, recipe.wgrad.fast_accum) == (
-            True,
-            False,
-            False,
-        ), name
+        assert not recipe.dgrad.fast_accum, name
+        assert not recipe.wgrad.fast_accum, name
+        # Scales of parts of K are applied to partial sums, which leave the accumulator anyway.
+        assert recipe.fprop.fast_accum == (recipe.fprop.a.tile.cols == ALL), name
 
 
 def test_recipes_are_values_that_hash():

@@ -1,4 +1,4 @@
-"""What a converted layer keeps for backward: one byte an element of x, and nothing of the weight."""
+"""What a converted layer keeps for backward: the codes of x and their scales, and nothing of the weight."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import f8sub
+from tests import oracle
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 
 RECIPES = f8sub.recipe_names()
-FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8}
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 
@@ -32,15 +32,34 @@ class Saved:
             self.y = run()
         self._tensors = list(saved.values())
 
-    def bytes_of(self, float8: bool) -> int:
-        return sum(
-            tensor.untyped_storage().size() for tensor in self._tensors if (tensor.dtype in FLOAT8) == float8
-        )
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.untyped_storage().size() for tensor in self._tensors)
+
+    def bytes_in(self, *dtypes: torch.dtype) -> int:
+        return sum(tensor.untyped_storage().size() for tensor in self._tensors if tensor.dtype in dtypes)
 
 
-def bytes_of_saved(x: torch.Tensor, recipe: str) -> tuple[int, int]:
-    """(float8, high precision) bytes of x that wgrad needs: one an element, or x itself."""
-    return (0, x.nbytes) if f8sub.get_recipe(recipe).wgrad.b is None else (x.numel(), 0)
+def bytes_of_saved(x: torch.Tensor, recipe: str) -> int:
+    """Of what wgrad needs of x: its columnwise codes and their scales, or x itself."""
+    if f8sub.get_recipe(recipe).wgrad.b is None:
+        return x.nbytes
+    spec, shape = oracle.spec_of(recipe, "x"), (x.shape[-1], x.shape[:-1].numel())
+    return spec.code_bytes(*shape) + spec.scale_bytes(*shape)
+
+
+def test_bytes_an_element():
+    x = leaf(256, 256)
+    found = {name: round(bytes_of_saved(x, name) / x.numel(), 4) for name in RECIPES}
+    assert found == {
+        "blockwise": 1 + 0.0312,
+        "gridquant": 1 + 0.0001,
+        "mxfp8": 1 + 0.0312,
+        "nvfp4": 0.5 + 0.0626,
+        "rowwise": 1 + 0.0156,
+        "rowwise_with_gw_hp": 4.0,
+        "tensorwise": 1 + 0.0001,
+    }
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -49,24 +68,17 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor]
 
 
-def scale_bytes(x: torch.Tensor, layer: nn.Linear) -> int:
-    """Scales of x by columns and of w by rows, float32, at their largest: one a row of the operand."""
-    return 4 * (x.shape[-1] + layer.weight.shape[0])
-
-
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return gaussian(shape, generator(1)).to(dtype).requires_grad_()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_each_recipe
-def test_one_layer_saves_one_byte_an_element_of_x(recipe, dtype):
+def test_one_layer_saves_the_codes_of_x_and_their_scales(recipe, dtype):
     layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 96, dtype=dtype)), recipe=recipe)[0]
     x = leaf(4, 24, 64, dtype=dtype)
     saved = Saved(lambda: layer(x), list(layer.parameters()))
-    float8, other = bytes_of_saved(x, recipe)
-    assert saved.bytes_of(float8=True) == float8
-    assert other <= saved.bytes_of(float8=False) <= other + scale_bytes(x, layer)
+    assert saved.bytes == bytes_of_saved(x, recipe)
     assert saved.y.grad_fn is not None
 
 
@@ -86,9 +98,7 @@ def test_three_layers_of_one_x_save_it_once(recipe):
     model = f8sub.convert_to_float8(Projections(), recipe=recipe)
     x = leaf(48, 64)
     saved = Saved(lambda: model(x), list(model.parameters()))
-    float8, other = bytes_of_saved(x, recipe)
-    assert saved.bytes_of(float8=True) == float8
-    assert other <= saved.bytes_of(float8=False) <= other + scale_bytes(x, model.q) * 3
+    assert saved.bytes == bytes_of_saved(x, recipe)
 
 
 @on_each_recipe
@@ -97,8 +107,7 @@ def test_three_layers_of_different_x_save_each(recipe):
     model = f8sub.convert_to_float8(Projections(), recipe=recipe)
     x = leaf(48, 64)
     saved = Saved(lambda: model.q(x)[:, :32] + model.k(x.clone()) + model.v(x * 2), list(model.parameters()))
-    assert saved.bytes_of(float8=True) == 3 * bytes_of_saved(x, recipe)[0]
-    assert saved.bytes_of(float8=False) >= 3 * bytes_of_saved(x, recipe)[1]
+    assert saved.bytes >= 3 * bytes_of_saved(x, recipe)
 
 
 @on_each_recipe
@@ -121,7 +130,7 @@ def test_a_frozen_weight_saves_nothing_of_x(recipe):
     layer.weight.requires_grad_(False)
     x = leaf(24, 64)
     saved = Saved(lambda: layer(x), list(layer.parameters()))
-    assert saved.bytes_of(float8=True) == 0
+    assert saved.bytes == 0
     assert saved.y.grad_fn is not None
 
 
@@ -131,7 +140,8 @@ def _sharded(rank: int, world: int, recipe: str) -> tuple[int, int]:
     x = leaf(24, 64)
     f8sub.precompute_scales(model)
     saved = Saved(lambda: model(x), [])
-    counted = saved.bytes_of(float8=True), saved.bytes_of(float8=False)
+    codes = oracle.TORCH_DTYPES[oracle.spec_of(recipe, "x").format], torch.uint8
+    counted = saved.bytes_in(*codes), saved.bytes
     saved.y.backward(gaussian(tuple(saved.y.shape), generator(3)))
     return counted
 
@@ -139,7 +149,7 @@ def _sharded(rank: int, world: int, recipe: str) -> tuple[int, int]:
 @on_each_recipe
 def test_under_fsdp_all_that_is_left_of_the_weight_after_forward_is_its_shard(ranks, recipe):
     """Unsharded codes that autograd saw are FSDP's to free; the shard in high precision is a parameter."""
-    of_x = bytes_of_saved(leaf(24, 64), recipe)
-    for float8, other in ranks(2, _sharded, recipe):
-        assert float8 == of_x[0]
-        assert other <= of_x[1] + 4 * (64 + 96) + 96 * 64 * 4 // 2
+    of_x, spec = bytes_of_saved(leaf(24, 64), recipe), oracle.spec_of(recipe, "x")
+    for codes, everything in ranks(2, _sharded, recipe):
+        assert codes == (0 if f8sub.get_recipe(recipe).wgrad.b is None else spec.code_bytes(64, 24))
+        assert everything <= of_x + oracle.spec_of(recipe, "w").scale_bytes(96, 64) + 96 * 64 * 4 // 2

@@ -2,25 +2,15 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
+from tests.counting import Float8Work
 from tests.data_sets import generator
 from tests.layers import in_float8
 
 RECIPES = f8sub.recipe_names()
 LAYERS, PROJECTIONS = 2, 7
-
-
-class ScaledMatmuls(TorchDispatchMode):
-    """Counts ``aten._scaled_mm`` of either version."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket in (torch.ops.aten._scaled_mm, torch.ops.aten._scaled_mm_v2)
-        return func(*args, **(kwargs or {}))
 
 
 def llama() -> LlamaForCausalLM:
@@ -40,10 +30,10 @@ def llama() -> LlamaForCausalLM:
 
 def step(model: LlamaForCausalLM) -> tuple[float, int]:
     tokens = torch.randint(0, 96, (2, 24), generator=generator(1))
-    with ScaledMatmuls() as matmuls:
+    with Float8Work() as work:
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-    return loss.item(), matmuls.count
+    return loss.item(), work.matmuls
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)

@@ -13,10 +13,10 @@ from tests import oracle
 from tests.budgets import excess
 from tests.data_sets import DATA_SETS, gaussian, generator, lognormal, make, spread_columns
 from tests.dist.models import BF16, Stack
+from tests.specs import spec_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POW2 = ScaleRule.POWER_OF_2
-NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
 HIGH_PRECISION = GemmSpec(a=None, b=None)
 
 
@@ -76,11 +76,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 on_each_recipe = pytest.mark.parametrize("name", RECIPES, ids=list(RECIPES))
 on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-
-
-def spec_of(format: Float8Format) -> oracle.Spec:
-    rows, cols = (None if edge == ALL else edge for edge in (format.tile.rows, format.tile.cols))
-    return oracle.Spec(NAMES[format.dtype], (rows, cols), format.scale_rule is POW2)
 
 
 def values(matrix: np.ndarray, format: Float8Format | None) -> np.ndarray:

@@ -1,86 +1,128 @@
-"""f8sub::derive_columnwise as torch.compile sees it: schema, fake and result."""
+"""The operators as torch.compile sees them: schema, fake and result."""
 
 import pytest
 import torch
 
-from f8sub import ALL, Float8Format, ScaleRule, Tile
+from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.formats import E2M1
 from f8sub.kernels import ops, reference
 from tests.data_sets import gaussian, generator
 
-OP = torch.ops.f8sub.derive_columnwise.default
 E4M3 = torch.float8_e4m3fn
 FORMATS = {
     "tensorwise": (Float8Format(E4M3, Tile(ALL, ALL)),) * 2,
     "rowwise": (Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),) * 2,
     "128x128": (Float8Format(E4M3, Tile(128, 128)),) * 2,
-    "1x32": (Float8Format(E4M3, Tile(1, 32), ScaleRule.POWER_OF_2),) * 2,
+    "1x32-e8m0": (Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0),) * 2,
+    "16x16-e2m1": (Float8Format(E2M1, Tile(16, 16), ScaleRule.TWO_LEVEL),) * 2,
     "1x128-by-128x1": (Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 1))),
 }
-SHAPES = [(48, 160), (16, 16), (1, 32), (32, 1)]
+SHAPES = [(48, 160), (16, 16), (2, 32), (32, 2)]
 on_each_format = pytest.mark.parametrize("formats", FORMATS.values(), ids=list(FORMATS))
 on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 
 
-def arguments(formats, shape):
-    row, col = formats
-    operand = reference.quantize(gaussian(shape, generator(1)), row, None)[0]
-    tiles = [row.tile.rows, row.tile.cols], [col.tile.rows, col.tile.cols]
+def made(formats, shape) -> Operand:
+    return reference.quantize(gaussian(shape, generator(1)), formats[0], None)[0]
+
+
+def derivation(formats, shape):
+    operand = made(formats, shape)
     dy = gaussian((4, shape[0]), generator(2))
-    return operand, (operand.data, operand.scale_inv, dy, E4M3, *tiles, col.scale_rule.value)
+    return ops._derive_columnwise._opoverload, (
+        operand.data,
+        operand.scale_inv,
+        dy,
+        formats[0].name,
+        formats[1].name,
+    )
+
+
+def quantization(formats, shape):
+    return ops._quantize._opoverload, (gaussian(shape, generator(1)), formats[0].name, formats[1].name)
+
+
+def multiplication(formats, shape):
+    operand = made(formats, shape)
+    name = operand.format.name
+    tensors = list(operand.tensors)
+    return ops._gemm_nt._opoverload, (tensors, tensors, name, name, torch.bfloat16, False)
+
+
+OPERATORS = {"derive_columnwise": derivation, "quantize": quantization, "gemm_nt": multiplication}
+on_each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def leaves(found) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
 
 
 @on_each_shape
 @on_each_format
-def test_opcheck(formats, shape):
-    operand, args = arguments(formats, shape)
-    del operand
-    # test_schema compares inputs before and after by isclose, which no float8 tensor has: see the next test.
+@on_each_operator
+def test_the_fake_has_the_results_shapes_and_dtypes(operator, formats, shape):
+    """opcheck's own comparison; it needs isclose for the rest, which not every dtype of codes has."""
+    op, args = operator(formats, shape)
     checks = ("test_faketensor", "test_autograd_registration")
-    assert set(torch.library.opcheck(OP, args, test_utils=checks).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(op, args, test_utils=checks).values()) == {"SUCCESS"}
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = op(*torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, args))
+    real = [(t.shape, t.dtype, t.stride()) for t in leaves(op(*args))]
+    assert [(t.shape, t.dtype, t.stride()) for t in leaves(fakes)] == real
 
 
 @on_each_format
-def test_it_changes_no_argument(formats):
-    _, args = arguments(formats, (48, 160))
-    before = [arg.clone() for arg in args[:3]]
-    OP(*args)
-    for arg, copy in zip(args[:3], before, strict=True):
-        assert torch.equal(arg.view(torch.uint8), copy.view(torch.uint8))
+@on_each_operator
+def test_it_changes_no_argument_and_its_result_is_memory_of_its_own(operator, formats):
+    op, args = operator(formats, (48, 160))
+    given = leaves(args)
+    before = [bits(arg).clone() for arg in given]
+    results = leaves(op(*args))
+    for arg, copy in zip(given, before, strict=True):
+        assert torch.equal(bits(arg), copy)
         assert arg._version == 0
-
-
-@on_each_format
-def test_opcheck_under_dynamic_shapes(formats):
-    _, args = arguments(formats, (48, 160))
-    assert torch.library.opcheck(OP, args, test_utils=("test_aot_dispatch_dynamic",)) == {
-        "test_aot_dispatch_dynamic": "SUCCESS"
-    }
+    pointers = [t.untyped_storage().data_ptr() for t in results]
+    assert len(set(pointers)) == len(pointers)
+    assert not {t.untyped_storage().data_ptr() for t in given} & set(pointers)
 
 
 @on_each_shape
 @on_each_format
-def test_it_is_the_references_derivation(formats, shape):
-    operand, args = arguments(formats, shape)
-    data, scale_inv = OP(*args)
+def test_derivation_is_the_references(formats, shape):
+    op, args = derivation(formats, shape)
+    operand = made(formats, shape)
+    data, scale_inv = op(*args)
     expected = reference.derive_columnwise(operand, formats[1])
-    assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(scale_inv, expected.scale_inv)
+    assert torch.equal(bits(data), bits(expected.data))
+    assert torch.equal(bits(scale_inv), bits(expected.scale_inv))
     eager = ops.derive_columnwise_in_backward(operand, formats[1], args[2])
-    assert torch.equal(eager.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(bits(eager.data), bits(expected.data))
     assert eager.format == formats[1]
 
 
+@on_each_shape
 @on_each_format
-def test_its_result_is_memory_of_its_own(formats):
-    operand, args = arguments(formats, (48, 160))
-    data, scale_inv = OP(*args)
-    given = {operand.data.untyped_storage().data_ptr(), operand.scale_inv.untyped_storage().data_ptr()}
-    assert not given & {data.untyped_storage().data_ptr(), scale_inv.untyped_storage().data_ptr()}
+def test_quantization_and_product_are_the_references(formats, shape):
+    x = gaussian(shape, generator(1))
+    for row, col in ((formats[0], formats[1]), (formats[0], None), (None, formats[1])):
+        for ours, right in zip(ops.quantize(x, row, col), reference.quantize(x, row, col), strict=True):
+            assert (ours is None) == (right is None)
+            if ours is not None:
+                pairs = zip(ours.tensors, right.tensors, strict=True)
+                assert all(torch.equal(bits(a), bits(b)) for a, b in pairs)
+                assert ours.format == right.format
+    operand = made(formats, shape)
+    found = ops.reference_gemm_nt(operand, operand, torch.float32, False)
+    assert torch.equal(found, reference.gemm_nt(operand, operand, torch.float32, False))
 
 
 def test_dy_keeps_it_in_the_backward_graph():
     """Traced, the operator takes dy: a partitioner cannot compute it in the forward graph."""
-    operand, args = arguments(FORMATS["rowwise"], (48, 160))
+    operand = made(FORMATS["rowwise"], (48, 160))
     graphs = []
 
     def keep(graph, inputs):
@@ -92,7 +134,7 @@ def test_dy_keeps_it_in_the_backward_graph():
         return derived.data, derived.scale_inv
 
     torch._dynamo.reset()
-    data, _ = torch.compile(backward, backend=keep, fullgraph=True)(args[2])
+    data, _ = torch.compile(backward, backend=keep, fullgraph=True)(gaussian((4, 48), generator(2)))
     expected = reference.derive_columnwise(operand, FORMATS["rowwise"][1])
     assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
     (graph,) = graphs

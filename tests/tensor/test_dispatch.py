@@ -115,7 +115,7 @@ def test_a_matmul_is_one_scaled_mm(format, op, dtype):
     scaled_mm.why_not(format, format, a.device)  # tries a product of its own, once a process
     with Float8Work() as work:
         found = MATMULS[op](a, b)
-    assert (work.matmuls, work.plain_matmuls, work.casts) == (1, 0, [])
+    assert (work.scaled_matmuls, work.matmuls, work.plain_matmuls, work.casts) == (1, 1, 0, [])
     assert (type(found), found.dtype) == (torch.Tensor, dtype)
     assert excess(found, Product(exact(a.rowwise), exact(b.columnwise))) <= 1
 
@@ -162,7 +162,7 @@ def test_tiles_that_no_kernel_takes_run_in_the_reference():
     a, b = tensor(format), tensor(format, (48, 16))
     with Float8Work() as work:
         found = a @ b
-    assert work.matmuls == 0
+    assert (work.scaled_matmuls, work.matmuls) == (0, 1)
     assert excess(found, Product(exact(a.rowwise), exact(b.columnwise))) <= 1
 
 

@@ -136,3 +136,19 @@ def test_a_recipe_that_cannot_read_what_was_gathered_is_refused(ranks):
         assert "its fprop reads the weight as" in format
         assert "its dgrad reads the weight as" in columns
         assert runs
+
+
+def compiled(rank: int, world: int) -> list[Losses]:
+    torch._dynamo.reset()
+    found = []
+    for compile in (False, True):
+        model = transformer("rowwise", spread=2.0)
+        if compile:
+            model.blocks[0].compile(backend="aot_eager", fullgraph=True)
+        found.append(train(shard(model, BF16), rank, lambda: f8sub.autocast("rowwise_with_gw_hp")))
+    return found
+
+
+def test_around_compiled_blocks(ranks):
+    for eager, found in ranks(2, compiled, timeout=90.0):
+        assert found == eager

@@ -2,10 +2,9 @@
 
 from types import TracebackType
 
-import torch
-
 from f8sub import context
 from f8sub.recipe import HIGH_PRECISION_GEMM, Recipe, get_recipe
+from f8sub.torch_compat import constant_result
 
 _HIGH_PRECISION = Recipe(
     name="high precision",
@@ -57,6 +56,6 @@ class autocast:
         context.leave()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _key_of(recipe: Recipe | str) -> str:
     return context.key_of(get_recipe(recipe))

@@ -19,7 +19,7 @@ from f8sub.formats import Float8Format, why_not_derivable
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.primary_weight import PrimaryWeight
-from f8sub.torch_compat import graph_task, is_executed, saved_tensors_hook
+from f8sub.torch_compat import constant_result, graph_task, is_executed, saved_tensors_hook
 
 if TYPE_CHECKING:
     from f8sub.linear import Float8Linear
@@ -121,7 +121,7 @@ def _is_codes(weight: torch.Tensor) -> bool:
     return isinstance(weight, Float8Tensor)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _asked(own: Plan, key: str, codes: bool) -> str:
     """Attribute of ``_plans`` that holds a layer's plan for the recipe of ``key``, or why there is none.
 

@@ -1,12 +1,19 @@
 """Float8 primary weights under FSDP2: the losses of high-precision weights, bit for bit, and what is kept of them."""
 
+import copy
+import warnings
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
+from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard
@@ -48,14 +55,14 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps
 
 
 def with_and_without(
-    rank: int, world: int, recipe: str, policy: str, dtype: torch.dtype
+    rank: int, world: int, recipe: str, policy: str, dtype: torch.dtype, steps: int
 ) -> list[tuple[list[float], list[torch.Tensor]]]:
     results = []
     for primary in (True, False):
-        # 50 rows: shards that FSDP2 pads, and tiles that lie in two of them.
-        model = shard(made(recipe, primary, dtype, hidden=50), POLICIES[policy])
+        # 80 rows on 3 ranks: shards that FSDP2 pads, and tiles that lie in two of them.
+        model = shard(made(recipe, primary, dtype, hidden=80), POLICIES[policy])
         optimizer = optimizer_of(model, masters=primary or dtype != torch.float32)
-        losses = trained(model, optimizer, rank, range(STEPS))
+        losses = trained(model, optimizer, rank, range(steps))
         kinds = {type(layer.weight.to_local()) for layer in float8_layers(model)}
         assert all(issubclass(kind, PrimaryWeight) == primary for kind in kinds)
         results.append((losses, [p.full_tensor().detach() for p in model.parameters()]))
@@ -73,12 +80,13 @@ CASES = [
 def test_losses_are_those_of_high_precision_weights(ranks, recipe, dtypes, world):
     """Of float32 weights, and of bf16 weights with float32 masters."""
     dtype, policy = DTYPES[dtypes]
+    steps = STEPS if recipe == RECIPES[-1] else 5
     for (losses, weights), (expected, expected_weights) in ranks(
-        world, with_and_without, recipe, policy, dtype
+        world, with_and_without, recipe, policy, dtype, steps
     ):
         assert losses == expected
         assert all(torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True))
-        assert len(set(losses)) == STEPS
+        assert len(set(losses)) == steps
 
 
 def counted(rank: int, world: int, recipe: str, primary: bool) -> tuple[int, int]:
@@ -100,3 +108,184 @@ def test_a_step_reduces_once_and_gathers_what_high_precision_weights_do(ranks, r
     found, expected = ranks(2, counted, recipe, True), ranks(2, counted, recipe, False)
     assert found == expected
     assert [all_reduces for all_reduces, _ in found] == [1, 1]
+
+
+def prepared(rank: int, recipe: str, dtype: torch.dtype, steps: range) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = shard(made(recipe, True, dtype, hidden=80))
+    optimizer = optimizer_of(model, masters=True)
+    trained(model, optimizer, rank, steps)
+    return model, optimizer
+
+
+def saved_and_trained_on(rank: int, world: int, recipe: str, dtype: torch.dtype, folder: str) -> dict:
+    model, optimizer = prepared(rank, recipe, dtype, range(2))
+    weights, states = get_state_dict(model, optimizer)
+    for entries in states["state"].values():
+        kinds = [type(value.to_local()) for value in entries.values() if value.dim()]
+        assert all(kind is torch.Tensor or issubclass(kind, MasterWeight) for kind in kinds)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    return {"losses": trained(model, optimizer, rank, range(2, 5))}
+
+
+def resumed(rank: int, world: int, recipe: str, dtype: torch.dtype, folder: str) -> dict:
+    """Into a model with other weights, whose optimizer has not stepped or has."""
+    losses = []
+    for steps in (range(0), range(7, 9)):
+        model, optimizer = prepared(rank, recipe, dtype, steps)
+        with torch.no_grad():
+            for layer in float8_layers(model):
+                layer.weight.mul_(3.0)
+        weights, states = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+        masters = [state["master"].full_tensor() for state in optimizer.state.values() if "master" in state]
+        losses.append(trained(model, optimizer, rank, range(2, 5)))
+    return {"losses": losses[0], "again": losses[1], "masters": masters}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_resumed_losses_are_bitwise_the_same_and_checkpoints_reshard(ranks, dtype, tmp_path):
+    recipe, folder = "rowwise", str(tmp_path)
+    expected = ranks(3, saved_and_trained_on, recipe, dtype, folder)
+    found = ranks(3, resumed, recipe, dtype, folder)
+    assert [r["losses"] for r in found] == [r["losses"] for r in expected]
+    assert [r["again"] for r in found] == [r["losses"] for r in expected]
+    masters = ranks(2, resumed, recipe, dtype, folder)[0]["masters"]
+    assert all(torch.equal(a, b) for a, b in zip(masters, found[0]["masters"], strict=True))
+    assert len(masters) == (7 if dtype == torch.float32 else 16)
+
+
+def initialized_on_meta(rank: int, world: int) -> list[list[float]]:
+    losses = []
+    for on_meta in (True, False):
+        with torch.device("meta" if on_meta else "cpu"):
+            model = Transformer(blocks=1)
+        f8sub.convert_to_float8(model, primary_weights=True)
+        if not on_meta:
+            seed_weights(model, SPREAD)
+        shard(model)
+        if on_meta:
+            model.to_empty(device="cpu")
+            full = seed_weights(Transformer(blocks=1), SPREAD).state_dict()
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(torch.distributed.tensor.distribute_tensor(full[name], parameter.device_mesh, parameter.placements))
+        losses.append(trained(model, optimizer_of(model, masters=True), rank, range(3)))
+    return losses
+
+
+def test_a_model_made_on_meta_trains_from_its_initial_values(ranks):
+    for on_meta, expected in ranks(3, initialized_on_meta):
+        assert on_meta == expected
+
+
+def wrapped_late(rank: int, world: int, dtype: torch.dtype) -> tuple[list[list[float]], list[bool]]:
+    """MasterWeights after a first evaluation, which FSDP2's lazy initialization comes with."""
+    losses = []
+    for late in (True, False):
+        model = shard(made("tensorwise", True, dtype, hidden=80))
+        optimizer = optimizer_of(model, masters=False)
+        if late:
+            with torch.no_grad():
+                loss_of(model, 0, rank)
+        before = [StorageWeakRef(layer.weight.to_local().untyped_storage()) for layer in float8_layers(model)]
+        optimizer = f8sub.optim.MasterWeights(optimizer)
+        freed = [storage.expired() for storage in before]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", f8sub.Float8Warning)
+            losses.append(trained(model, optimizer, rank, range(3)))
+    return losses, freed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(ranks, dtype):
+    for (late, early), freed in ranks(3, wrapped_late, dtype):
+        assert late == early
+        # Float32 values became the master where they were.
+        assert all(freed) == (dtype == torch.bfloat16)
+
+
+def loaded_and_assigned(rank: int, world: int) -> dict[str, list]:
+    source = seed_weights(Transformer(hidden=80, blocks=1), SPREAD, seed=5)
+    results = {}
+    for name in ("load", "copy", "expected"):
+        model = shard(made("tensorwise", name != "expected", hidden=80))
+        optimizer = optimizer_of(model, masters=name != "expected")
+        trained(model, optimizer, rank, range(1))
+        state = shard(copy.deepcopy(source)).state_dict()
+        if name == "copy":
+            with torch.no_grad():
+                for key, parameter in model.named_parameters():
+                    parameter.copy_(state[key])
+        else:
+            model.load_state_dict(state)
+        results[name] = trained(model, optimizer, rank, range(1, 4))
+        results[f"{name} weights"] = [p.full_tensor().detach() for p in model.parameters()]
+    return results
+
+
+def test_values_loaded_and_written_after_the_first_step_reach_the_masters(ranks):
+    for found in ranks(3, loaded_and_assigned):
+        assert found["load"] == found["copy"] == found["expected"]
+        for name in ("load", "copy"):
+            pairs = zip(found[f"{name} weights"], found["expected weights"], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def frozen(rank: int, world: int, recipe: str, dtype: torch.dtype) -> dict:
+    """The first block's weights frozen and dropped: the same losses as with high-precision weights, also frozen."""
+    results = {}
+    for primary in (True, False):
+        model = made(recipe, primary, dtype, hidden=80)
+        for layer in float8_layers(model)[:4]:
+            layer.weight.requires_grad_(False)
+        shard(model)
+        held = [StorageWeakRef(la.weight.to_local().untyped_storage()) for la in float8_layers(model)[:4]]
+        optimizer = optimizer_of(model, masters=primary or dtype == torch.bfloat16)
+        if primary:
+            f8sub.drop_high_precision(model)
+        results[primary] = trained(model, optimizer, rank, range(4))
+        if primary:
+            results["freed"] = [storage.expired() for storage in held]
+            results["gathered"] = [layer.weight.full_tensor() for layer in float8_layers(model)[:4]]
+        else:
+            weights = [layer.weight.full_tensor() for layer in float8_layers(model)[:4]]
+            results["expected"] = [f8sub.quantize(w, recipe, operand="w").dequantize() for w in weights]
+    return results
+
+
+@on_each_recipe
+def test_frozen_weights_keep_their_codes_alone_and_change_nothing(ranks, recipe):
+    for dtype in (torch.float32, torch.bfloat16) if recipe == "tensorwise" else (torch.bfloat16,):
+        for found in ranks(3, frozen, recipe, dtype):
+            assert found[True] == found[False]
+            assert all(found["freed"])
+            assert all(torch.equal(a, b) for a, b in zip(found["gathered"], found["expected"], strict=True))
+
+
+def offloaded(rank: int, world: int) -> list[list[float]]:
+    losses = []
+    for primary in (True, False):
+        model = made("tensorwise", primary, hidden=80)
+        for module in (*model.blocks, model):
+            fully_shard(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        losses.append(trained(model, optimizer_of(model, masters=primary), rank, range(4)))
+    return losses
+
+
+def test_cpu_offload(ranks):
+    for found, expected in ranks(2, offloaded):
+        assert found == expected
+
+
+def replaced(rank: int, world: int) -> str:
+    model, optimizer = prepared(rank, "tensorwise", torch.float32, range(1))
+    model.to_empty(device="cpu")
+    try:
+        optimizer.step()
+    except f8sub.Float8ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_made_anew_under_their_masters_are_reported_on_every_rank(ranks):
+    assert all("no longer is the float8 weight" in message for message in ranks(2, replaced))

@@ -7,7 +7,8 @@ from f8sub.errors import Float8ConfigError
 from f8sub.fsdp.wire_primary_weight import primary_weight_for
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear, like_sharded, local_tensor
-from f8sub.tensor.master_weight import Cell, MasterWeight
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.master_weight import Cell, MasterWeight, rowwise_of
 from f8sub.tensor.primary_weight import Primary, PrimaryWeight, master_of
 from f8sub.tensor.swap import take_place
 
@@ -52,8 +53,9 @@ def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
 def drop_high_precision(model: torch.nn.Module) -> None:
     """Keep 1 byte an element, the float8 codes, of every primary weight that takes no gradient.
 
-    For inference (``model.requires_grad_(False)`` first) and for frozen parts of a model in training. Each weight is
-    cast at its next forward and its high-precision values are let go of there; load and initialize before.
+    For inference (``model.requires_grad_(False)`` first) and for frozen parts of a model in training. The
+    high-precision values are gone for good, those of a sharded weight once it was gathered the next time: load and
+    initialize before.
 
     Raises:
         Float8ConfigError: the model has no layer converted with ``primary_weights=True``.
@@ -67,10 +69,21 @@ def drop_high_precision(model: torch.nn.Module) -> None:
     for layer in layers:
         if is_primary(layer.weight) and not layer.weight.requires_grad:
             _to_codes(layer.weight, layer.weight.dtype, may_replace=True)
-            local = local_tensor(layer.weight)
-            if isinstance(local, PrimaryWeight):
-                local.primary.dropping = True
+            _drop(layer)
     reread_shards(layers)
+
+
+def _drop(layer: Float8Linear) -> None:
+    local, format = local_tensor(layer.weight), layer.plan.recipe.fprop.b
+    if not isinstance(local, PrimaryWeight) or format is None:
+        raise RuntimeError(f"{layer.fqn}: a {type(local).__name__} is no primary weight")
+    primary = local.primary
+    if primary.sharded:
+        # What its values are rounded to first, and its scales, are known when it is gathered.
+        primary.dropping = True
+    elif primary.master is not None:
+        operand = rowwise_of(primary.master, format, primary.dtype)
+        primary.drop(Float8Tensor(operand, None, primary.dtype))
 
 
 def reread_shards(layers: ConvertedLayers | list[Float8Linear]) -> None:
@@ -91,7 +104,9 @@ def _to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace
             f"{local.cell.fqn}: a weight on meta has no values to cast; call to_empty and initialize the "
             "model, or load a state dict, before MasterWeights(optimizer) and drop_high_precision(model)"
         )
-    primary = Primary(local.cell, local.shape, local.dtype, sharded=isinstance(parameter, DTensor))
+    primary = Primary(
+        local.cell.layers, local.cell.fqn, local.shape, local.dtype, sharded=isinstance(parameter, DTensor)
+    )
     # Float32 values stay where they are: the optimizer's master is the memory that the model lets go of.
     cell: Cell | None = local.cell if local.dtype == master_dtype else None
     primary.master = type(local)(local.plain.to(master_dtype), cell)

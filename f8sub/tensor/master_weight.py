@@ -303,7 +303,7 @@ def rowwise_of(
         through: the weight is rounded to this before that; the dtype that it has in the model, where that is another.
     """
     if torch.compiler.is_compiling():
-        return _quantize_rowwise(weight.to(dtype), format)
+        return _quantize_rowwise(weight.to(through or dtype).to(dtype), format)
     cell, key = weight.cell, (weight.state, format, dtype)
     owned = weight.owns_storage
     if owned and cell.cast is not None and cell.cast[0] == key:

@@ -6,7 +6,7 @@ A model's parameter cannot be the codes' bytes alone: FSDP2, DTensor and ``nn.Mo
 its values. So it is a handle: a shape and a dtype, no storage of its own, and one record that all its views share.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
-from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.master_weight import Cell, MasterWeight, describe, rowwise_of
+from f8sub.tensor.master_weight import MasterWeight, describe, rowwise_of
 
 aten = torch.ops.aten
 
@@ -24,21 +23,20 @@ class Primary:
     """What all views of one primary weight share.
 
     Attributes:
-        fqn: name of the layer.
-        layers: those converted together with it.
+        layers: those converted together with its own.
+        fqn: name of its layer.
         shape: of the weight, or of this rank's shard of it.
         dtype: what the weight is to the model and to autograd; values are rounded to it before they are cast.
         sharded: whether it is one rank's shard.
         master: the high-precision values, in the optimizer; None once they were dropped.
-        dropping: drop the master as soon as its codes were cast.
+        dropping: drop a shard's master as soon as its codes were gathered.
         codes: what the codes dequantize with once the master was dropped: a Float8Tensor or a shard.
     """
 
     def __init__(
-        self, cell: "Cell | Primary", shape: torch.Size, dtype: torch.dtype, *, sharded: bool
+        self, layers: Any, fqn: str, shape: torch.Size, dtype: torch.dtype, *, sharded: bool
     ) -> None:
-        self.fqn: str = cell.fqn
-        self.layers: Any = cell.layers
+        self.layers, self.fqn = layers, fqn
         self.shape = shape
         self.dtype = dtype
         self.sharded = sharded
@@ -158,6 +156,32 @@ class PrimaryWeight(torch.Tensor):
             else self.plain
         )
 
+    @property
+    def _traced(self) -> torch.Tensor:
+        """What torch.compile traces: the master, which it casts, or the codes alone."""
+        primary = self.primary
+        return primary.codes if primary.master is None else primary.master
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_traced"], (self.primary.fqn, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls: type[Self],
+        inner: dict[str, torch.Tensor],
+        context: Any,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> Self:
+        fqn, dtype = context
+        values = inner["_traced"]
+        primary = Primary(None, fqn, values.shape, dtype, sharded=False)
+        if isinstance(values, MasterWeight):
+            primary.master = values
+        else:
+            primary.codes = values
+        return cls.of(primary, values.device)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.plain
         if isinstance(self, torch.nn.Parameter):
@@ -220,10 +244,7 @@ def primary_rowwise(weight: PrimaryWeight, format: Float8Format, dtype: torch.dt
     """
     primary = weight.primary
     if primary.master is not None:
-        operand = rowwise_of(primary.master, format, dtype, through=primary.dtype)
-        if primary.dropping:
-            primary.drop(Float8Tensor(operand, None, primary.dtype))
-        return operand
+        return rowwise_of(primary.master, format, dtype, through=primary.dtype)
     kept: Operand | None = primary.codes.rowwise
     if kept is None or kept.format != format:
         raise Float8ConfigError(
@@ -294,7 +315,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{primary.fqn}: to {device} would part the weight from its master on {weight.device}; move the model "
                 "before MasterWeights(optimizer)"
             )
-        moved = Primary(primary, primary.shape, primary.dtype, sharded=False)
+        moved = Primary(primary.layers, primary.fqn, primary.shape, primary.dtype, sharded=False)
         moved.codes = primary.codes.to(device)
         return type(weight)(weight._geometry, _Slot(moved), device)
     return type(weight)(weight._geometry, weight._slot, device)

@@ -1,0 +1,153 @@
+"""Bytes that a parameter takes on its way through training, for each of the places that its master may be.
+
+Measured after two AdamW steps, unsharded and on two gloo ranks with FSDP2: every storage that is alive and was not
+before the model was made, by what holds it. No gradients: they are freed by then. Per parameter of the model, all
+ranks together.
+
+    python scripts/memory_per_parameter.py --json memory.json
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import f8sub
+from f8sub.tensor.primary_weight import PrimaryWeight
+
+SIZE, LAYERS, WORLD = 256, 4, 2
+SETUPS = {
+    "float32 weights": (torch.float32, False),
+    "bf16 weights, float32 masters": (torch.bfloat16, False),
+    "float8 primary weights, float32 masters": (torch.bfloat16, True),
+    "frozen float8 primary weights": (torch.bfloat16, True),
+}
+HOLDERS = ("weights", "masters", "optimizer states", "codes", "other")
+WITHOUT_STORAGE = (PrimaryWeight, f8sub.Float8Tensor)  # what they are made of is found by itself
+FLOAT8 = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2}
+
+Storages = dict[int, int]
+"""Bytes by address of a storage."""
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> Storages:
+    """What real memory tensors hold; a tensor without a storage of its own holds none."""
+    found = {}
+    for tensor in tensors:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if local.device.type != "meta" and not isinstance(local, WITHOUT_STORAGE):
+            storage = local.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return {address: size for address, size in found.items() if size}
+
+
+def alive(dtypes: set[torch.dtype] | None = None) -> Storages:
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return storages(t for t in tensors if dtypes is None or t.dtype in dtypes)
+
+
+def trained(name: str, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    dtype, primary = SETUPS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS))).to(dtype)
+    f8sub.convert_to_float8(model, primary_weights=primary)
+    if sharded:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    frozen = name.startswith("frozen")
+    optimizer = None if frozen else torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if frozen:
+        f8sub.drop_high_precision(model.requires_grad_(False))
+    elif dtype == torch.bfloat16:
+        optimizer = f8sub.optim.MasterWeights(optimizer)
+    for _ in range(2):
+        f8sub.precompute_scales(model)
+        y = model(torch.randn(16, SIZE, dtype=dtype, requires_grad=True))
+        y.square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    f8sub.precompute_scales(model)
+    with torch.no_grad():
+        model(torch.randn(16, SIZE, dtype=dtype))
+    if sharded:
+        for module in (*model, model):
+            module.reshard()
+    return model, optimizer
+
+
+def bytes_per_parameter(name: str, world: int) -> dict[str, float]:
+    before = alive()
+    model, optimizer = trained(name, sharded=world > 1)
+    stepped = getattr(optimizer, "optimizer", optimizer)
+    parts = {
+        "weights": storages(model.parameters()),
+        "masters": storages(p for g in stepped.param_groups for p in g["params"]) if stepped else {},
+        "optimizer states": storages(t for s in stepped.state.values() for t in s.values())
+        if stepped
+        else {},
+        "codes": alive(FLOAT8),
+        "other": alive(),
+    }
+    counted, result = set(before), {}
+    for holder, found in parts.items():
+        result[holder] = sum(size for address, size in found.items() if address not in counted)
+        counted |= set(found)
+    result["total"] = sum(result.values())
+    numel = LAYERS * SIZE * SIZE
+    return {holder: count * world / numel for holder, count in result.items()}
+
+
+def measure(rank: int, world: int, folder: str) -> None:
+    if world > 1:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{folder}/store", world),
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=60),
+        )
+    torch.set_num_threads(1)
+    bytes_per_parameter("float32 weights", world)  # what first calls allocate for good
+    figures = {name: bytes_per_parameter(name, world) for name in SETUPS}
+    if rank == 0:
+        Path(folder, "figures.json").write_text(json.dumps(figures))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    output = parser.parse_args().json
+    figures = {}
+    for world in (1, WORLD):
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(measure, (world, folder), nprocs=world)
+            figures[f"{world} rank{'s' * (world > 1)}"] = json.loads(Path(folder, "figures.json").read_text())
+    for ranks, rows in figures.items():
+        print(f"| bytes a parameter, {ranks} | {' | '.join(HOLDERS)} | total |")
+        print("| --- |" + " ---: |" * (len(HOLDERS) + 1))
+        for name, row in rows.items():
+            print(f"| {name} | {' | '.join(f'{row[holder]:.2f}' for holder in (*HOLDERS, 'total'))} |")
+        print()
+    if output:
+        output.write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -227,14 +227,6 @@ def quantize(
         return row, None
     if columnwise.depth_multiple > 1:
         # Bytes and transforms run along the other dimension than x's own.
-        whole = columnwise.hadamard is None and not any(n % columnwise.depth_multiple for n in x.shape)
-        if (
-            whole
-            and row is not None
-            and rowwise == columnwise
-            and rowwise.tile.is_transpose_of(columnwise.tile)
-        ):
-            return row, _transposed(row, columnwise, any_layout)
         return row, _quantize_as_stored(x.t().contiguous(), columnwise)
     seen_in_x = replace(columnwise, tile=columnwise.tile.t())
     same = row if row is not None and rowwise == seen_in_x else _quantize_as_stored(x, seen_in_x)

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8sub
+from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
-from tests.dist.models import BF16, Transformer, float8_layers, seed_weights, shard, transformer
+from tests.dist.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard, transformer
 
 Losses = list[float]
 STEPS = 3
@@ -152,3 +153,26 @@ def compiled(rank: int, world: int) -> list[Losses]:
 def test_around_compiled_blocks(ranks):
     for eager, found in ranks(2, compiled, timeout=90.0):
         assert found == eager
+
+
+def backward_of(rank: int, world: int) -> list[tuple[torch.Tensor, list[tuple[int, ...]]]]:
+    """dx of one layer and the casts of its backward, outside of contexts and with fprop in high precision."""
+    stack = f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe="tensorwise")
+    sharded, found = shard(stack, BF16), []
+    f8sub.precompute_scales(sharded)
+    recipe = stack.layers[0].plan.recipe
+    for entered in (f8sub.autocast(), f8sub.autocast(recipe.with_high_precision(fprop=True))):
+        x = gaussian((16, 32), generator(1)).bfloat16().requires_grad_()
+        with entered:
+            y = sharded(x)
+        with Float8Work() as work:
+            y.backward(gaussian((16, 48), generator(2)).bfloat16())
+        found.append((x.grad, work.casts))
+    return found
+
+
+def test_dgrad_reads_the_gathered_codes_where_fprop_reads_what_they_stand_for(ranks):
+    """It transposes their bytes: no weight is cast a second time."""
+    for (own_dx, own_casts), (dx, casts) in ranks(2, backward_of):
+        assert torch.equal(dx, own_dx)
+        assert casts == own_casts == [(16, 48)]

@@ -117,7 +117,7 @@ def plan_in_use(layer: "Float8Linear") -> Plan:
 def _is_codes(weight: torch.Tensor) -> bool:
     """Whether float8 codes are all there is of a weight: FSDP2 gathered them, or its master was dropped."""
     if isinstance(weight, PrimaryWeight):
-        return weight.primary.master is None or weight.primary.dropping
+        return weight.primary.master is None
     return isinstance(weight, Float8Tensor)
 
 

@@ -105,7 +105,8 @@ def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
 
     Numerics:
         Of two levels, the matrix's takes its amax to the largest e2m1 times the largest e4m3, the tile's what is
-        left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C).
+        left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C). Divided in float64, rounded to
+        float32 and that to e4m3, as torch casts a float64.
     """
     if not format.scale_rule.has_global:
         scale = scale_from_amax(amax, format)

@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import f8sub
 from f8sub import ALL, Float8Format, ScaleRule, Tile
-from f8sub.formats import why_not_derivable
+from f8sub.formats import E2M1, Rounding, why_not_derivable
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POW2 = ScaleRule.POWER_OF_2
@@ -61,6 +63,7 @@ def test_a_transposed_tile_covers_the_transposed_matrix():
 def test_largest_value_of_each_dtype():
     assert Float8Format(E4M3, Tile(1, 1)).max == 448.0
     assert Float8Format(E5M2, Tile(1, 1)).max == 57344.0
+    assert Float8Format(E2M1, Tile(1, 1)).max == 6.0
 
 
 def test_formats_are_values():
@@ -75,12 +78,59 @@ def test_formats_are_values():
 def test_str_tells_formats_apart():
     formats = [
         Float8Format(dtype, Tile(*edges), rule)
-        for dtype in (E4M3, E5M2)
+        for dtype in (E4M3, E5M2, E2M1)
         for edges in ((ALL, ALL), (1, ALL), (1, 128), (128, 1))
         for rule in ScaleRule
     ]
     assert len({str(format) for format in formats}) == len(formats)
     assert str(Float8Format(E4M3, Tile(1, ALL), POW2)) == "e4m3[1xall,power_of_2]"
+
+
+@st.composite
+def formats(draw) -> Float8Format:
+    edges = st.just(ALL) | st.integers(1, 1024)
+    dtype = draw(st.sampled_from([E4M3, E5M2, E2M1]))
+    rounding = draw(st.sampled_from(list(Rounding))) if dtype == E2M1 else Rounding.NEAREST
+    tile, rule = Tile(draw(edges), draw(edges)), draw(st.sampled_from(list(ScaleRule)))
+    return Float8Format(dtype, tile, rule, rounding, draw(st.sampled_from([None, 2, 16, 128])))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(formats(), formats())
+def test_a_name_is_read_back_and_no_two_formats_share_one(one, other):
+    assert Float8Format.parse(str(one)) == one
+    assert (str(one) == str(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "e4m3",
+        "e4m3[128]",
+        "e4m3[1x-1]",
+        "e3m4[1x32]",
+        "e4m3[1x32,float]x",
+        "e4m3[1x32,hadamard]",
+        "e4m3[0x32]",
+    ],
+    ids=str,
+)
+def test_what_is_no_name_of_a_format_is_refused(name):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"like 'e4m3\[1x128,power_of_2\]'|edge"):
+        Float8Format.parse(name)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, -2, 24], ids=str)
+def test_a_hadamard_transform_has_a_power_of_two_as_size(size):
+    with pytest.raises(f8sub.Float8ConfigError, match=f"power of two as size, got {size}"):
+        Float8Format(E2M1, Tile(1, 16), hadamard=size)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_stochastic_rounding_is_of_e2m1(dtype):
+    with pytest.raises(f8sub.Float8ConfigError, match="stochastic rounding is defined for"):
+        Float8Format(dtype, Tile(1, 16), rounding=Rounding.STOCHASTIC)
 
 
 DERIVABLE = {
@@ -90,12 +140,15 @@ DERIVABLE = {
     "rows-pow2": ((1, ALL), POW2, (1, ALL), POW2),
     "1x32-pow2": ((1, 32), POW2, (1, 32), POW2),
     "two-tiles-pow2": ((128, 128), POW2, (1, 32), POW2),
+    "1x32-e8m0": ((1, 32), ScaleRule.E8M0, (1, 32), ScaleRule.E8M0),
+    "square-two-level": ((16, 16), ScaleRule.TWO_LEVEL, (16, 16), ScaleRule.TWO_LEVEL),
 }
 NOT_DERIVABLE = {
     "rows-float": ((1, ALL), ScaleRule.FLOAT, (1, ALL), ScaleRule.FLOAT),
     "1x128-float": ((1, 128), ScaleRule.FLOAT, (1, 128), ScaleRule.FLOAT),
     "another-tile-float": ((128, 128), ScaleRule.FLOAT, (1, 128), ScaleRule.FLOAT),
     "rules-differ": ((1, ALL), POW2, (1, ALL), ScaleRule.FLOAT),
+    "rows-two-level": ((1, 16), ScaleRule.TWO_LEVEL, (1, 16), ScaleRule.TWO_LEVEL),
 }
 
 

@@ -1,6 +1,8 @@
 """GemmSpec, Recipe and get_recipe: what they refuse, and that a recipe is found by its file's name."""
 
+import dataclasses
 import importlib
+import inspect
 import itertools
 import pkgutil
 
@@ -9,6 +11,7 @@ import torch
 
 import f8sub
 from f8sub import ALL, Float8Format, GemmSpec, Recipe, ScaleRule, Tile, recipes
+from f8sub.formats import E2M1
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR = Float8Format(E4M3, Tile(ALL, ALL))
@@ -96,6 +99,55 @@ def test_a_recipe_is_the_attribute_of_its_file_and_has_its_name(name):
     recipe = f8sub.get_recipe(name)
     assert recipe is importlib.import_module(f"f8sub.recipes.{name}").RECIPE
     assert recipe.name == name
+
+
+OPTIONS = {
+    "blockwise": {"power_of_2_scales": False},
+    "gridquant": {"block": 128, "dy": E4M3},
+    "nvfp4": {"stochastic_rounding": True, "hadamard": True},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES, ids=RECIPES)
+def test_options_make_another_recipe_of_the_same_name_and_defaults_the_same_one(name):
+    module = importlib.import_module(f"f8sub.recipes.{name}")
+    assert module.recipe() == module.RECIPE
+    options = OPTIONS.get(name, {})
+    assert list(inspect.signature(module.recipe).parameters) == list(options)
+    if options:
+        made = f8sub.get_recipe(name, **options)
+        assert made.name == name
+        assert made != module.RECIPE
+        assert made == f8sub.get_recipe(name, **options)
+
+
+@pytest.mark.parametrize("name", RECIPES, ids=RECIPES)
+def test_an_unknown_option_lists_the_valid_ones(name):
+    valid = ".*".join(OPTIONS.get(name, {"none": None}))
+    with pytest.raises(f8sub.Float8ConfigError, match=rf"{name}.*no options \['granularity'\].*{valid}"):
+        f8sub.get_recipe(name, granularity=1)
+
+
+@pytest.mark.parametrize("wrong", [{"block": 0}, {"dy": torch.bfloat16}], ids=str)
+def test_a_wrong_value_of_an_option_is_refused(wrong):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"edge|dtype"):
+        f8sub.get_recipe("gridquant", **wrong)
+
+
+def test_options_go_with_a_name():
+    with pytest.raises(f8sub.Float8ConfigError, match="'mine' itself"):
+        f8sub.get_recipe(recipe_of(TENSOR, TENSOR), block=128)
+
+
+def test_both_operands_of_a_gemm_have_the_same_transform():
+    four_bits = Float8Format(E2M1, Tile(1, 16), ScaleRule.TWO_LEVEL)
+    rotated = dataclasses.replace(four_bits, hadamard=16)
+    for pair in ((four_bits, rotated), (rotated, four_bits), (four_bits, TENSOR)):
+        with pytest.raises(f8sub.Float8ConfigError, match="same Hadamard transform and packing"):
+            GemmSpec(a=pair[0], b=pair[1])
+    gemm = GemmSpec(a=rotated, b=dataclasses.replace(rotated, tile=Tile(16, 16)))
+    with pytest.raises(f8sub.Float8ConfigError, match="Hadamard transform runs along"):
+        Recipe(name="mine", fprop=gemm, dgrad=gemm, wgrad=gemm)
 
 
 def test_a_recipe_of_ones_own_needs_no_registration():

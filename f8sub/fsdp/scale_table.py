@@ -148,6 +148,8 @@ class ScaleTable:
         with torch.inference_mode(mode=False), torch.no_grad():
             for shards in self._same_rule():
                 self._write_scales(shards)
+            for shard in self.shards:
+                shard.keep_scales()
             self._keep_report()
         self.generation += 1
         self._requests = 0
@@ -269,7 +271,7 @@ class ScaleTable:
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
             where = slice(0, -1) if len(whole) == len(self._amax) - 1 else self._positions(whole)
             self._amax[where] = torch.stack(amaxes).float()
-        for shard in (*self._finer, *(shard for shard in self._tensorwise if shard.dropped)):
+        for shard in self._finer:
             shard.write_amax()
         for shard in self.shards:
             shard.mark_scaled()

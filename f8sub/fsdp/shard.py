@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
@@ -163,7 +164,7 @@ class Shard:
         self._scaled_state: tuple[int, int] | None = None
         self._wire: torch.Tensor | None = None
         self._wire_key: tuple[tuple[int, int], int, torch.dtype] | None = None
-        self._kept: tuple[torch.Tensor, torch.Size] | None = None
+        self._kept: tuple[torch.Size, list[torch.Tensor]] | None = None
 
     @property
     def format(self) -> Float8Format:
@@ -198,9 +199,6 @@ class Shard:
 
     def write_amax(self) -> None:
         """Write the amax of every tile the shard touches into the table, which is zero there."""
-        if self._kept is not None:
-            self.amax.copy_(self._kept[0])
-            return
         shard, offset = self.master.plain, self.layout.offset
         if shard.numel() == 0:
             return
@@ -213,17 +211,29 @@ class Shard:
         self._scaled_state = self.master.state
 
     def drop_master(self) -> None:
-        """Keep the codes just cast, and their amaxes for the tables to come, in place of the high-precision shard."""
+        """Keep the codes just cast, and the scales they were cast with, in place of the high-precision shard."""
         if not self.dropped:
-            self._kept = self.amax.clone(), self.master.shape
+            self._kept = self.master.shape, [scales.clone() for scales in self._scales]
             self.master = MasterWeight(self.master.plain.new_empty(0, self.layout.shape[1]))
             self.dropped = True
+
+    def keep_scales(self) -> None:
+        """Write back the scales that the codes of a dropped master were cast with, over those that were just made."""
+        if self._kept is None:
+            return
+        for scales, kept in zip(self._scales, self._kept[1], strict=True):
+            with _unsafe_preserve_version_counter(scales):
+                scales.copy_(kept)
+
+    @property
+    def _scales(self) -> list[torch.Tensor]:
+        return [s for s in (self.scale, self.scale_inv, self.global_scale_inv) if s is not None]
 
     def dequantize(self) -> torch.Tensor:
         """float32 values of the codes that were kept, in the shard's shape."""
         if self._kept is None or self._wire is None:
             raise RuntimeError(f"{self.fqn}: codes are dequantized only after the master was dropped")
-        shape = self._kept[1]
+        shape = self._kept[0]
         rows = self._wire[: shape[0]]
         codes = rows[:, : shape[1] // self.format.codes_per_byte].view(self.format.dtype)
         if self.wire.carries_scales:

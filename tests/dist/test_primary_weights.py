@@ -9,7 +9,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
@@ -262,18 +265,27 @@ def test_frozen_weights_keep_their_codes_alone_and_change_nothing(ranks, recipe)
             assert all(torch.equal(a, b) for a, b in zip(found["gathered"], found["expected"], strict=True))
 
 
-def offloaded(rank: int, world: int) -> list[list[float]]:
+def run_in_mode(rank: int, world: int, mode: str) -> list[list[float]]:
     losses = []
     for primary in (True, False):
-        model = made("tensorwise", primary, hidden=80)
+        model, options = made("tensorwise", primary, hidden=80), {}
+        if mode == "CPU offload":
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        elif mode == "HSDP":
+            options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        elif mode == "columns":
+            options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() == 2 else None
+        else:
+            model.blocks[0] = checkpoint_wrapper(model.blocks[0])
         for module in (*model.blocks, model):
-            fully_shard(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        losses.append(trained(model, optimizer_of(model, masters=primary), rank, range(4)))
+            fully_shard(module, **options)
+        losses.append(trained(model, optimizer_of(model, masters=primary), rank, range(3)))
     return losses
 
 
-def test_cpu_offload(ranks):
-    for found, expected in ranks(2, offloaded):
+@pytest.mark.parametrize("mode", ["CPU offload", "HSDP", "columns", "activation checkpointing"])
+def test_each_way_of_running_fsdp(ranks, mode):
+    for found, expected in ranks(4 if mode == "HSDP" else 2, run_in_mode, mode):
         assert found == expected
 
 

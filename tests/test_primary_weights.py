@@ -78,6 +78,18 @@ def test_training_is_that_of_high_precision_weights(recipe, dtype):
         assert torch.equal(model.state_dict()[name], value), name
 
 
+def test_wider_inputs_meet_the_weights_as_the_model_has_them():
+    """A bf16 weight is its master rounded to bf16, whatever a GEMM's dtype is."""
+    outputs = []
+    for primary in (True, False):
+        model = made(dtype=torch.bfloat16, primary=primary)
+        optimizer = wrapped(model)
+        step(model, optimizer)
+        outputs.append(model(x_of(8, K)))
+    assert outputs[0].dtype == torch.float32
+    assert torch.equal(*outputs)
+
+
 def test_gradients_accumulate_and_checkpointing_changes_nothing():
     gradients = []
     for primary in (True, False):

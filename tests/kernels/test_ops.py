@@ -77,6 +77,14 @@ def test_the_fake_has_the_results_shapes_and_dtypes(operator, formats, shape):
 
 @on_each_format
 @on_each_operator
+def test_opcheck_under_dynamic_shapes(operator, formats):
+    op, args = operator(formats, (48, 160))
+    found = torch.library.opcheck(op, args, test_utils=("test_aot_dispatch_dynamic",))
+    assert found == {"test_aot_dispatch_dynamic": "SUCCESS"}
+
+
+@on_each_format
+@on_each_operator
 def test_it_changes_no_argument_and_its_result_is_memory_of_its_own(operator, formats):
     op, args = operator(formats, (48, 160))
     given = leaves(args)

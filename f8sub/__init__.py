@@ -16,7 +16,7 @@ from f8sub.errors import (
     Float8ShapeError,
     Float8Warning,
 )
-from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
 from f8sub.fsdp.precompute_scales import precompute_scales, register_precompute_hook
 from f8sub.linear import Float8Linear
 from f8sub.primary_weights import drop_high_precision
@@ -40,6 +40,7 @@ __all__ = [
     "LayerReport",
     "Operand",
     "Recipe",
+    "Rounding",
     "ScaleRule",
     "Tile",
     "autocast",

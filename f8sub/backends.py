@@ -1,9 +1,11 @@
 """Layer 2. Which kernel does the work. A GEMM's is decided once, at conversion, shown in ``repr``, never replaced."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +16,9 @@ from f8sub.recipe import GemmSpec, Recipe
 
 GEMM: dict[str, ModuleType] = {"scaled_mm": scaled_mm, "reference": reference}
 """Backends by name, the one to prefer first."""
+
+_ONE_NODE = {name: ops.gemm_as_one_node(name, module.gemm_nt) for name, module in GEMM.items()}
+"""The same behind operators, for what ``torch.compile`` may not look into."""
 
 
 def backend_names() -> list[str]:
@@ -72,14 +77,17 @@ def gemm_nt(
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     run: Callable[..., torch.Tensor] = GEMM[backend].gemm_nt
-    if torch.compiler.is_compiling() and GEMM[backend] is reference:
-        run = ops.reference_gemm_nt
+    if torch.compiler.is_compiling() and not GEMM[backend].is_traceable(a.format, b.format):
+        run = _ONE_NODE[backend]
     device = "cpu" if a.data.is_cpu else a.data.device.type
     if not torch.is_autocast_enabled(device):
         return run(a, b, out_dtype, fast_accum)
     # The operands are cast already; autocast would round the matmuls inside the CPU's _scaled_mm once more.
     with torch.autocast(device, enabled=False):
         return run(a, b, out_dtype, fast_accum)
+
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,10 @@ class Plan:
         any_layout: whether all of them read transposed views, so that no codes are ever copied transposed.
         device: where they run.
         backend: what was asked for when they were selected, see ``select_gemm``.
+        number: which one it is of the ``made`` ones.
     """
+
+    made: ClassVar[dict[int, "Plan"]] = {}
 
     recipe: Recipe
     fprop: str | None
@@ -105,6 +116,7 @@ class Plan:
     any_layout: bool
     device: torch.device
     backend: str
+    number: int
 
     @classmethod
     @functools.cache
@@ -119,4 +131,6 @@ class Plan:
         )
         used = [name for name in (fprop, dgrad, wgrad) if name is not None]
         any_layout = all(GEMM[name].takes_any_layout(device) for name in used)
-        return cls(recipe, fprop, dgrad, wgrad, any_layout, device, backend)
+        plan = cls(recipe, fprop, dgrad, wgrad, any_layout, device, backend, next(_numbers))
+        cls.made[plan.number] = plan
+        return plan

@@ -46,7 +46,7 @@ class _Entry(threading.local):
 
 
 class _Plans:
-    """(plan or why there is none, the layer's own) of each question asked so far, see ``_asked``.
+    """Plan, or why there is none, of each question asked so far, see ``_asked``.
 
     Attributes, not items: ``torch.compile`` guards on those alone that a layer reads.
     """
@@ -107,8 +107,8 @@ def plan_in_use(layer: "Float8Linear") -> Plan:
             return _plan_of_repeated(layer)
     if innermost is None or innermost[0] is None:
         return layer.plan
-    asked = _asked(layer.plan, innermost[0], _is_codes(layer.weight))
-    plan: Plan | str = getattr(_plans, asked)[0]
+    asked = _asked(layer.plan.number, innermost[0], _is_codes(layer.weight))
+    plan: Plan | str = getattr(_plans, asked)
     if isinstance(plan, str):
         raise Float8ConfigError(f"{layer.fqn}: {plan}")
     return plan
@@ -122,17 +122,17 @@ def _is_codes(weight: torch.Tensor) -> bool:
 
 
 @constant_result
-def _asked(own: Plan, key: str, codes: bool) -> str:
+def _asked(own: int, key: str, codes: bool) -> str:
     """Attribute of ``_plans`` that holds a layer's plan for the recipe of ``key``, or why there is none.
 
     Args:
-        own: the plan that the layer was converted with.
+        own: number of the plan that the layer was converted with; dynamo of 2.11 cannot hand over the plan itself.
         key: see ``key_of``.
         codes: see ``_is_codes``.
     """
-    name = f"{key} for {id(own)}, codes={codes}"
+    name = f"{key} for {own}, codes={codes}"
     if not hasattr(_plans, name):
-        setattr(_plans, name, (_make(own, _recipes[key], codes), own))
+        setattr(_plans, name, _make(Plan.made[own], _recipes[key], codes))
     return name
 
 

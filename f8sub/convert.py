@@ -233,7 +233,7 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
     """Where the layer will run: a layer on meta runs on the accelerator, or on the CPU where there is none."""
     if module.weight.device.type != "meta":
         return module.weight.device
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from f8sub import backends
 from f8sub.backends import Plan, gemm_nt
 from f8sub.context import contexts, plan_in_use, remember
-from f8sub.errors import Float8ShapeError
+from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.layers import ConvertedLayers
@@ -59,6 +59,8 @@ class Float8Linear(torch.nn.Linear):
             )
         device = "cpu" if x.is_cpu else x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if self.plan.device.type != device:
+            self.follow(x.device)
         plan = plan_in_use(self) if contexts.entered else self.plan
         y: torch.Tensor
         if torch.is_grad_enabled():
@@ -68,6 +70,28 @@ class Float8Linear(torch.nn.Linear):
         if contexts.entered:
             remember(self, plan, y)
         return y
+
+    def follow(self, device: torch.device) -> None:
+        """Select backends anew where the layer came to a device of another type since it was converted.
+
+        Raises:
+            Float8ConfigError: the backend that was asked for by name does not run there; or ``torch.compile`` traces
+                the layer's first call there, and neither ``model.to`` nor ``fully_shard`` moved it.
+        """
+        if self.plan.device.type == device.type:
+            return
+        if torch.compiler.is_compiling():
+            raise Float8ConfigError(
+                f"{self.fqn}: converted for {self.plan.device.type}, and compiled for {device.type}; move the model "
+                "with model.to(device), or call it once before it is compiled"
+            )
+        self.plan = Plan.make(self.plan.recipe, device, self.plan.backend)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Float8Linear":
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if not self.weight.is_meta:
+            self.follow(self.weight.device)
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -95,7 +95,7 @@ def test_plain_checkpoints_go_both_ways():
 
 
 def test_report():
-    model = f8sub.convert_to_float8(mlp(), recipe="rowwise")
+    model = f8sub.convert_to_float8(mlp(), recipe="tensorwise")
     report = f8sub.conversion_report(model)
     rows = {layer.fqn: layer for layer in report.layers}
     assert (rows["up"].in_features, rows["up"].out_features, rows["up"].converted) == (K, N, True)
@@ -104,7 +104,7 @@ def test_report():
     text = str(report)
     assert "\n" not in text
     assert text.startswith(f"2 of 3 linear layers in float8, {share:.1%} of their FLOPs")
-    assert "rowwise: fprop=scaled_mm, dgrad=scaled_mm, wgrad=scaled_mm" in text
+    assert "tensorwise: fprop=scaled_mm, dgrad=scaled_mm, wgrad=scaled_mm" in text
     assert "not converted: lm_head (skip='lm_head')" in text
 
 

@@ -1,5 +1,7 @@
 """Float8Linear: what it accepts, what it refuses, and that it computes nothing it need not."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -215,9 +217,9 @@ def test_one_layer_used_twice(recipe):
 
 
 def test_repr_shows_recipe_and_backends():
-    text = repr(made("rowwise"))
+    text = repr(made("tensorwise"))
     assert "in_features=32, out_features=48, bias=True" in text
-    assert "recipe=rowwise, fprop=scaled_mm, dgrad=scaled_mm, wgrad=scaled_mm" in text
+    assert "recipe=tensorwise, fprop=scaled_mm, dgrad=scaled_mm, wgrad=scaled_mm" in text
 
 
 def test_torch_func_and_hooks_see_a_module_like_any_other():
@@ -226,3 +228,18 @@ def test_torch_func_and_hooks_see_a_module_like_any_other():
     layer.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(tuple(grad_in[0].shape)))
     gradients(layer, x_of(M, K))
     assert seen == [(M, N), (M, K)]
+
+
+def test_backends_are_those_of_the_device_it_is_called_on():
+    """A plan for another device, as of a layer that was moved by ``p.data = t``."""
+    layer = made()
+    expected = layer(x_of(M, K)).detach()
+    away = dataclasses.replace(layer.plan, device=torch.device("meta"), fprop="none", any_layout=False)
+    layer.plan = away
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="converted for meta, and compiled for cpu"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x_of(M, K))
+    assert torch.equal(layer(x_of(M, K)).detach(), expected)
+    assert layer.plan.device.type == "cpu"
+    layer.plan = away
+    assert layer.to(torch.bfloat16).plan.device.type == "cpu"

@@ -79,6 +79,9 @@ class ShardedConversion:
 
     def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
         layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}
+        for layer, layout in layouts.items():
+            # fully_shard moves weights to the mesh's device without a word to their layers.
+            layer.follow(torch.device(layout.device))
         for group in dict.fromkeys(layout.group for layout in layouts.values()):
             members = [(layer, weight) for layer, weight in new if layouts[layer].group is group]
             world, device = layouts[members[0][0]].world, layouts[members[0][0]].device

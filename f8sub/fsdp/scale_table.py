@@ -30,6 +30,9 @@ from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
 from f8sub.torch_compat import all_gather
 
+_SLOT = 4
+"""A weight's part of the table begins at a multiple of 16 bytes: cuBLASLt reads no scale that lies elsewhere."""
+
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
 
@@ -77,11 +80,12 @@ class ScaleTable:
         self.settle()
         self.shards = sorted(shards, key=lambda shard: (str(shard.format), shard.fqn))
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in self.shards)]
+        slots = [size + -size % _SLOT for size in sizes]
         device = self.shards[0].layout.device
         with torch.inference_mode(mode=False):
             # The last entry is the lane for a weight that changed on some ranks only.
-            self._amax = torch.zeros(sum(sizes) + 1, device=device)
-            self._scale = torch.ones(sum(sizes), device=device)
+            self._amax = torch.zeros(sum(slots) + 1, device=device)
+            self._scale = torch.ones(sum(slots), device=device)
             self._scale_inv = torch.ones_like(self._scale)
             start = 0
             for index, (shard, size) in enumerate(zip(self.shards, sizes, strict=True)):
@@ -90,7 +94,7 @@ class ScaleTable:
                     flat[start : start + size].view(shard.table_shape)
                     for flat in (self._amax, self._scale, self._scale_inv)
                 )
-                start += size
+                start += slots[index]
                 rule = shard.format.scale_rule
                 if rule.stored_as != torch.float32:
                     shard.scale_inv = torch.ones(shard.table_shape, device=device).to(rule.stored_as)
@@ -269,7 +273,8 @@ class ScaleTable:
         if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
             with torch._C._DisableTorchDispatch():
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
-            where = slice(0, -1) if len(whole) == len(self._amax) - 1 else self._positions(whole)
+            all_of_it = len(whole) * _SLOT == len(self._amax) - 1
+            where = slice(0, -1, _SLOT) if all_of_it else self._positions(whole)
             self._amax[where] = torch.stack(amaxes).float()
         for shard in self._finer:
             shard.write_amax()

@@ -23,8 +23,7 @@ def cast(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 def values(codes: torch.Tensor) -> torch.Tensor:
     """float32 values of uint8 codes 0 to 15."""
-    table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
-    return table[codes.int()]
+    return _table(codes.device)[codes.int()]
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -55,6 +54,13 @@ def rotate(x: torch.Tensor, size: int, *, inverse: bool = False) -> torch.Tensor
     parts = x.float().unflatten(1, (-1, size))
     rotated: torch.Tensor = parts @ (matrix.t() if inverse else matrix)
     return rotated.flatten(1)
+
+
+@functools.cache
+def _table(device: torch.device) -> torch.Tensor:
+    """float32 values of the codes 0 to 15; kept, because a copy from the host waits for the stream."""
+    with torch.inference_mode(mode=False):
+        return torch.tensor([*VALUES, *(-value for value in VALUES)], device=device)
 
 
 @functools.cache

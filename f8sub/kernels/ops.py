@@ -5,6 +5,8 @@ which fuses it; the rest it would unroll (partial sums), cannot lower (e8m0, e2m
 divided by a tile's edge fails an assertion in the C++ backend of 2.11 to 2.13).
 """
 
+from collections.abc import Callable
+
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
@@ -49,37 +51,43 @@ def quantize(
     return row, col
 
 
-@torch.library.custom_op("f8sub::gemm_nt", mutates_args=())
-def _gemm_nt(
-    a: list[torch.Tensor],
-    b: list[torch.Tensor],
-    a_format: str,
-    b_format: str,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> torch.Tensor:
-    left, right = Operand.of(Float8Format.parse(a_format), *a), Operand.of(Float8Format.parse(b_format), *b)
-    return reference.gemm_nt(left, right, out_dtype, fast_accum)
+def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A backend's ``gemm_nt`` behind an operator of its own, ``f8sub::BACKEND_gemm_nt``."""
 
+    @torch.library.custom_op(f"f8sub::{backend}_gemm_nt", mutates_args=())
+    def operator(
+        a: list[torch.Tensor],
+        b: list[torch.Tensor],
+        a_format: str,
+        b_format: str,
+        out_dtype: torch.dtype,
+        fast_accum: bool,
+    ) -> torch.Tensor:
+        left, right = (
+            Operand.of(Float8Format.parse(a_format), *a),
+            Operand.of(Float8Format.parse(b_format), *b),
+        )
+        # Filled up to whole blocks, a product is a view of a larger one; the fake's strides are the promise.
+        return gemm_nt(left, right, out_dtype, fast_accum).contiguous()
 
-@_gemm_nt.register_fake
-def _(
-    a: list[torch.Tensor],
-    b: list[torch.Tensor],
-    a_format: str,
-    b_format: str,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> torch.Tensor:
-    return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
+    @operator.register_fake
+    def _(
+        a: list[torch.Tensor],
+        b: list[torch.Tensor],
+        a_format: str,
+        b_format: str,
+        out_dtype: torch.dtype,
+        fast_accum: bool,
+    ) -> torch.Tensor:
+        return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
 
+    def run(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+        product: torch.Tensor = operator(
+            list(a.tensors), list(b.tensors), a.format.name, b.format.name, out_dtype, fast_accum
+        )
+        return product
 
-def reference_gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """``reference.gemm_nt`` as one node."""
-    product: torch.Tensor = _gemm_nt(
-        list(a.tensors), list(b.tensors), a.format.name, b.format.name, out_dtype, fast_accum
-    )
-    return product
+    return run
 
 
 @torch.library.custom_op("f8sub::derive_columnwise", mutates_args=())

@@ -9,6 +9,7 @@ import f8sub
 from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile, backends
 from f8sub.kernels import reference, scaled_mm
 from tests.budgets import excess
+from tests.cpu_products import natively_by_rows, skip_without_rows
 from tests.data_sets import gaussian, generator, row_outliers
 from tests.oracle import Product
 
@@ -66,6 +67,7 @@ def product(a, b) -> Product:
 @on_each_shape
 @on_each_pair
 def test_the_product(pair, shape, dtype):
+    skip_without_rows(*pair)
     a, b = operands(pair, shape)
     found = scaled_mm.gemm_nt(a, b, dtype, fast_accum=False)
     assert found.dtype == dtype
@@ -75,6 +77,7 @@ def test_the_product(pair, shape, dtype):
 
 @on_each_pair
 def test_fast_accumulation_changes_nothing_on_the_cpu(pair):
+    skip_without_rows(*pair)
     a, b = operands(pair, (32, 48, 64))
     assert torch.equal(
         scaled_mm.gemm_nt(a, b, torch.float32, True), scaled_mm.gemm_nt(a, b, torch.float32, False)
@@ -97,6 +100,7 @@ def cuda_path(a, b, dtype) -> tuple[torch.Tensor, dict]:
 @on_each_shape
 @on_each_pair
 def test_what_cublaslt_is_given(pair, shape, dtype):
+    skip_without_rows(*pair)
     a, b = operands(pair, shape)
     found, call = cuda_path(a, b, dtype)
     left, right = call["self"], call["mat2"]
@@ -142,7 +146,15 @@ def test_why_not(name):
 
 @on_each_pair
 def test_why_yes(pair):
+    skip_without_rows(*pair)
     assert scaled_mm.why_not(*pair, CPU) is None
+
+
+def test_a_torch_without_rows_on_the_cpu_still_has_whole_tensors(monkeypatch):
+    monkeypatch.setattr(scaled_mm, "_why_not_rows_on_the_cpu", lambda: "has none")
+    assert scaled_mm.why_not(TENSOR, TENSOR_E5M2, CPU) is None
+    assert scaled_mm.why_not(ROW, ROW, CPU) == scaled_mm.why_not(ROW, TENSOR, CPU) == "has none"
+    assert scaled_mm.why_not(ROW, ROW, torch.device("xpu")) == "runs on cuda and cpu, not on xpu"
 
 
 @pytest.mark.parametrize(
@@ -156,10 +168,65 @@ def test_the_gpu_has_to_be_an_ada_or_newer(monkeypatch, capability, fits):
     assert reason is None if fits else f"found {capability[0]}.{capability[1]}" in reason
 
 
+VECTOR, BLOCK = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
+HOPPER = {
+    "hopper": ((9, 0), "13.0", VECTOR, BLOCK, None),
+    "hopper-12.9": ((9, 0), "12.9", VECTOR, VECTOR, None),
+    "mixed": ((9, 0), "13.0", ROW, Float8Format(E5M2, Tile(256, 256)), None),
+    "old-cuda": ((9, 0), "12.8", VECTOR, BLOCK, "CUDA 12.9 or newer, found SM 9.0, CUDA 12.8"),
+    "ada": ((8, 9), "13.0", VECTOR, BLOCK, "found SM 8.9"),
+    "blackwell": ((10, 0), "13.0", VECTOR, BLOCK, "found SM 10.0"),
+    "finer": ((9, 0), "13.0", Float8Format(E4M3, Tile(1, 64)), BLOCK, "whole blocks of 1x128, not 1x64"),
+    "no-multiple": ((9, 0), "13.0", VECTOR, Float8Format(E4M3, Tile(192, 192)), "not 192x192"),
+}
+
+
+@pytest.mark.parametrize("name", HOPPER, ids=list(HOPPER))
+def test_blocks_are_hoppers(monkeypatch, name):
+    capability, cuda, a, b, reason = HOPPER[name]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = scaled_mm.why_not(a, b, torch.device("cuda", 0))
+    assert found is None if reason is None else reason in found
+
+
+BLOCKS = {"1x128": 1, "128x128": 128}
+TILES = {
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+    "256x256": (256, 256),
+    "row": (1, ALL),
+    "tensor": (ALL, ALL),
+    "allx128": (ALL, 128),
+}
+
+
+@pytest.mark.parametrize("shape", [(272, 656), (13, 40), (1, 1), (1, 130), (256, 512)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "rows"),
+    [(tile, rows) for tile in TILES.values() for rows in (1, 128) if rows == 1 or tile[0] != 1],
+    ids=str,
+)
+def test_scales_of_blocks(tile, rows, shape):
+    """What lies under each block is the scale of every element in it, in the layout that is asked for."""
+    matrix = row_outliers(shape, generator(4))
+    operand = reference.quantize(matrix, Float8Format(E4M3, Tile(*tile)), None)[0]
+    found = scaled_mm._block_scales(operand, rows)
+    assert found.stride(0) == 1
+    by_rows = found if rows == 1 else found.t()
+    assert by_rows.shape[0] == (shape[0] + -shape[0] % 16 if rows == 1 else -(-shape[0] // 128))
+    assert found.stride(1) == found.shape[0]
+    assert found.shape[0] % (16 if rows == 1 else 4) == 0
+    spread = by_rows.repeat_interleave(rows, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+    expected = reference.spread(operand.scale_inv, Tile(*tile), matrix.shape).expand(shape)
+    assert torch.equal(spread, expected)
+
+
 def test_auto_falls_back_to_the_reference_and_a_named_backend_does_not():
     spec = GemmSpec(a=Float8Format(E4M3, Tile(1, 128)), b=Float8Format(E4M3, Tile(128, 128)))
     assert backends.select_gemm(spec, CPU) == "reference"
-    assert backends.select_gemm(GemmSpec(a=ROW, b=ROW), CPU) == "scaled_mm"
+    native = "scaled_mm" if natively_by_rows() else "reference"
+    assert backends.select_gemm(GemmSpec(a=ROW, b=ROW), CPU) == native
     assert backends.select_gemm(GemmSpec(a=ROW, b=ROW), CPU, "reference") == "reference"
     assert backends.select_gemm(GemmSpec(a=None, b=None), CPU) is None
     with pytest.raises(
@@ -186,6 +253,7 @@ def test_no_rows_or_no_depth_gives_zeros(pair, backend):
 
 
 def test_operands_of_power_of_two_scales():
+    skip_without_rows()
     pair = (Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),) * 2
     a = reference.quantize(gaussian((13, 48), generator(3)), pair[0], None)[0]
     assert excess(scaled_mm.gemm_nt(a, a, torch.float32, False), product(a, a)) <= 1

@@ -1,5 +1,6 @@
 """One thread a process, and the nursery that gloo ranks are forked from."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from tests.dist.ranks import Nursery
 
 torch.set_num_threads(1)
+# To ask whether there are GPUs must not start CUDA: the ranks that do start it are forked from here.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _nursery = pytest.StashKey[Nursery]()
 

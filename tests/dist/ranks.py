@@ -1,4 +1,4 @@
-"""Gloo ranks forked from one warm process, about a tenth of a second for two of them.
+"""Ranks forked from one warm process, about a tenth of a second for two of them; gloo, or NCCL with a GPU each.
 
 ``Nursery.start()`` forks a helper once, after collection and before the first test: torch and every test
 module are imported in it, and no test has left threads or autograd workers behind. For each request it forks
@@ -38,12 +38,13 @@ class RankFailure(AssertionError):
 
 @dataclass
 class Request:
-    """What the nursery forks: one body for all ranks."""
+    """What the nursery forks: one body for all ranks; with ``gpus``, rank r on device r."""
 
     world: int
     body: Callable[..., Any]
     args: tuple[Any, ...]
     timeout: float
+    gpus: bool = False
 
 
 @dataclass
@@ -105,8 +106,12 @@ def _run_rank(rank: int, request: Request, folder: Path, writer: int) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         _strict_warnings()
+        if request.gpus:
+            torch.cuda.set_device(rank)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if request.gpus else "gloo",
             store=dist.FileStore(str(folder / "store"), request.world),
             rank=rank,
             world_size=request.world,
@@ -206,7 +211,6 @@ class Nursery:
             try:
                 os.close(request_writer)
                 os.close(reply_reader)
-                os.environ["CUDA_VISIBLE_DEVICES"] = ""
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 importlib.import_module(
                     "torch._dynamo"
@@ -223,9 +227,11 @@ class Nursery:
         os.close(reply_writer)
         return cls(pid, request_writer, reply_reader)
 
-    def run(self, world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
-        """``body(rank, world, *args)`` on ``world`` gloo ranks; the results in the order of the ranks."""
-        _write(self._requests, pickle.dumps(Request(world, body, args, timeout)))
+    def run(
+        self, world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, gpus: bool = False
+    ) -> list[Any]:
+        """``body(rank, world, *args)`` on ``world`` ranks; the results in the order of the ranks."""
+        _write(self._requests, pickle.dumps(Request(world, body, args, timeout, gpus)))
         replies: list[Reply] = pickle.loads(_read(self._replies))
         errors = [
             f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None

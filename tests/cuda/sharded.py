@@ -1,0 +1,108 @@
+"""What the ranks of the sharding tests run, each on a GPU of its own."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import f8sub
+from tests.cuda.products import bits
+from tests.data_sets import gaussian, generator
+from tests.dist.models import BF16, float8_layers, shard, transformer
+from tests.dist.test_losses import SPREAD, optimizer_of
+from tests.dist.wire import Wire
+
+STEPS, BATCH, WIDTH, CLASSES = 6, 8, 32, 11
+
+
+def model_on_gpu(recipe: str, *, all_gather: bool = True) -> nn.Module:
+    return transformer(recipe, spread=SPREAD, all_gather=all_gather).cuda()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *, steps: int = STEPS, losses: bool = True
+) -> list[float]:
+    batches = []
+    for step in range(steps):
+        rng = generator(1000 * step + rank)
+        x, target = gaussian((BATCH, 4, WIDTH), rng), torch.randint(CLASSES, (BATCH * 4,), generator=rng)
+        batches.append((x.pin_memory().cuda(non_blocking=True), target.pin_memory().cuda(non_blocking=True)))
+    found = []
+    for x, target in batches:
+        f8sub.precompute_scales(model)
+        loss = F.cross_entropy(model(x).flatten(0, 1).float(), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [loss.item() for loss in found] if losses else []
+
+
+def gathered_bits(rank: int, world: int, recipe: str) -> list[tuple[list[bytes], list[bytes]]]:
+    """Codes and scales of every gathered weight, and of the whole weight quantized."""
+    whole = [layer.weight.detach().clone() for layer in float8_layers(model_on_gpu(recipe))]
+    model = model_on_gpu(recipe)
+    fully_shard(model)
+    f8sub.precompute_scales(model)
+    model.unshard()
+    found = []
+    for layer, weight in zip(float8_layers(model), whole, strict=True):
+        expected = f8sub.quantize(weight, recipe, operand="w").rowwise
+        gathered = layer.weight.rowwise
+        found.append(
+            tuple([bits(t).numpy().tobytes() for t in operand.tensors] for operand in (gathered, expected))
+        )
+    return found
+
+
+def losses_on_and_off(rank: int, world: int, recipe: str) -> tuple[list[float], list[float]]:
+    found = []
+    for all_gather in (True, False):
+        model = shard(model_on_gpu(recipe, all_gather=all_gather), BF16)
+        found.append(train(model, optimizer_of(model), rank))
+    return tuple(found)
+
+
+def offloaded_losses(rank: int, world: int, recipe: str) -> tuple[list[float], list[float]]:
+    found = []
+    for policy in ({"offload_policy": CPUOffloadPolicy()}, {}):
+        model = model_on_gpu(recipe)
+        if policy:
+            model.cpu()
+        for block in model.blocks:
+            fully_shard(block, mp_policy=BF16, **policy)
+        fully_shard(model, mp_policy=BF16, **policy)
+        found.append(train(model, optimizer_of(model), rank))
+    return tuple(found)
+
+
+def non_finite(rank: int, world: int, recipe: str) -> tuple[list[bool], str]:
+    """Which gathered weights have NaN once the last rank has one in a layer of the second block, and what is said."""
+    model = shard(model_on_gpu(recipe))
+    f8sub.precompute_scales(model)
+    x = gaussian((BATCH, 4, WIDTH), generator(rank)).cuda()
+    model(x)
+    if rank == world - 1:
+        with torch.no_grad():
+            model.blocks[1].down.weight.to_local()[0, 0] = float("nan")
+    f8sub.precompute_scales(model)
+    model(x)
+    model.unshard()
+    for block in model.blocks:
+        block.unshard()
+    poisoned = [bool(layer.weight.dequantize().isnan().any()) for layer in float8_layers(model)]
+    try:
+        f8sub.precompute_scales(model)
+    except f8sub.Float8NumericsError as error:
+        return poisoned, str(error)
+    return poisoned, "no error"
+
+
+def all_reduces_of_a_step(rank: int, world: int, recipe: str) -> tuple[int, int]:
+    """All-reduces of three optimizer steps, and bytes gathered in high precision and in float8."""
+    model = shard(model_on_gpu(recipe), BF16)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, rank, steps=2)
+    with Wire() as wire:
+        train(model, optimizer, rank, steps=3)
+    return wire.all_reduces, wire.gathered

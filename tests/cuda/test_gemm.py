@@ -1,0 +1,129 @@
+"""Products of cuBLASLt against float64: every pair of tiles it is given, any shape, every output dtype."""
+
+import pytest
+import torch
+
+import f8sub
+from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile, backends
+from f8sub.kernels import reference, scaled_mm
+from tests.budgets import excess
+from tests.cuda.products import exact, operand, promoted
+from tests.data_sets import generator, row_outliers
+from tests.oracle import Product
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, ROW = Float8Format(E4M3, Tile(ALL, ALL)), Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2)
+TENSOR_E5M2, ROW_E5M2 = Float8Format(E5M2, Tile(ALL, ALL)), Float8Format(E5M2, Tile(1, ALL))
+VECTOR, BLOCK = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
+LARGE = Float8Format(E4M3, Tile(256, 256))
+PAIRS = {
+    "tensor-tensor": (TENSOR, TENSOR),
+    "e5m2-e4m3": (TENSOR_E5M2, TENSOR),
+    "e4m3-e5m2": (TENSOR, TENSOR_E5M2),
+    "row-row": (ROW, ROW),
+    "row-e5m2-row": (ROW_E5M2, ROW),
+    "row-tensor": (ROW, TENSOR),
+}
+BLOCK_PAIRS = {
+    "1x128-128x128": (VECTOR, BLOCK),
+    "1x128-1x128": (VECTOR, VECTOR),
+    "128x128-1x128": (BLOCK, VECTOR),
+    "256x256-256x256": (LARGE, LARGE),
+    "256x256-e5m2-256x256": (Float8Format(E5M2, Tile(256, 256)), LARGE),
+    "row-128x128": (ROW, BLOCK),
+    "1x128-tensor": (VECTOR, TENSOR),
+}
+SHAPES = {
+    "aligned": (64, 48, 256),
+    "many-blocks": (272, 400, 656),
+    "odd": (13, 7, 40),
+    "one": (1, 1, 1),
+    "one-row": (1, 128, 130),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+
+
+def operands(pair, shape):
+    rows, cols, depth = shape
+    a = operand(pair[0], row_outliers((rows, depth), generator(1)) / 300)
+    b = operand(pair[1], row_outliers((cols, depth), generator(2)) / 300)
+    return a, b
+
+
+def on_gpu(a):
+    return a.of(a.format, *(tensor.cuda() for tensor in a.tensors))
+
+
+def worst(a, b, dtype, fast_accum, backend=scaled_mm) -> float:
+    found = backend.gemm_nt(on_gpu(a), on_gpu(b), dtype, fast_accum)
+    assert found.dtype == dtype
+    # Off Hopper rows are multiplied in CUTLASS, whose results are bf16.
+    limited = a.format.tile == ROW.tile and torch.cuda.get_device_capability()[0] != 9
+    name = "scaled_mm" if backend is scaled_mm else "reference"
+    accumulated = promoted(name, fast_accum, a.data.shape[1])
+    return excess(found.to(torch.bfloat16) if limited else found, Product(exact(a), exact(b)), accumulated)
+
+
+@pytest.mark.parametrize("fast_accum", [False, True], ids=["precise", "fast"])
+@on_each_dtype
+@on_each_shape
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
+def test_one_scale_a_tensor_or_a_row(pair, shape, dtype, fast_accum):
+    a, b = operands(pair, shape)
+    assert scaled_mm.why_not(a.format, b.format, torch.device("cuda")) is None
+    assert worst(a, b, dtype, fast_accum) <= 1
+
+
+@on_each_dtype
+@on_each_shape
+@pytest.mark.parametrize("pair", BLOCK_PAIRS.values(), ids=list(BLOCK_PAIRS))
+def test_one_scale_a_block(pair, shape, dtype):
+    a, b = operands(pair, shape)
+    if reason := scaled_mm.why_not(a.format, b.format, torch.device("cuda")):
+        pytest.skip(f"on this CUDA device _scaled_mm {reason}")
+    assert worst(a, b, dtype, False) <= 1
+
+
+def test_a_wrong_scale_of_one_block_exceeds_the_budget():
+    """What makes the budget of a tensor core's sums mean something."""
+    a, b = operands((VECTOR, BLOCK), SHAPES["many-blocks"])
+    right = Product(exact(a), exact(b))
+    b.scale_inv[1, 2] *= 2
+    found = reference.gemm_nt(on_gpu(a), on_gpu(b), torch.float32, False)
+    assert excess(found, right, 128) > 1
+
+
+def test_blocks_are_multiplied_natively_on_hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("this CUDA device is no Hopper")
+    spec = GemmSpec(a=VECTOR, b=BLOCK)
+    assert backends.select_gemm(spec, torch.device("cuda")) == "scaled_mm"
+    for recipe in ("blockwise", "gridquant"):
+        plan = backends.Plan.make(f8sub.get_recipe(recipe), torch.device("cuda"))
+        assert {plan.fprop, plan.dgrad, plan.wgrad} == {"scaled_mm"}
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_reference_does_not_round_its_factors(precision):
+    """TF32, which training scripts allow, keeps 11 bits of a code times its scale."""
+    a, b = operands((VECTOR, BLOCK), SHAPES["many-blocks"])
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert worst(a, b, torch.float32, False, reference) <= 1
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("recipe", f8sub.recipe_names(), ids=f8sub.recipe_names())
+def test_float8_tensors_multiply(recipe):
+    """``a @ b`` and ``t()``, which moves no bytes, in whatever backend the formats have."""
+    x, w = row_outliers((40, 96), generator(1)), row_outliers((32, 96), generator(2))
+    a, b = f8sub.quantize(x.cuda(), recipe, operand="x"), f8sub.quantize(w.cuda(), recipe, operand="w")
+    cpu = f8sub.quantize(x, recipe, operand="x"), f8sub.quantize(w, recipe, operand="w")
+    assert b.t().columnwise.data.data_ptr() == b.rowwise.data.data_ptr()
+    backend = backends.select_gemm(GemmSpec(a=a.rowwise.format, b=b.rowwise.format), a.device)
+    right = Product(exact(cpu[0].rowwise), exact(cpu[1].rowwise))
+    assert excess(a @ b.t(), right, promoted(backend, False, 96)) <= 1

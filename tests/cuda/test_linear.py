@@ -1,0 +1,171 @@
+"""A converted layer on a GPU: its three products, eager and compiled, wherever it was converted; no host syncs."""
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from tests.budgets import excess
+from tests.cuda import products
+from tests.cuda.products import RECIPES, promoted
+from tests.data_sets import make
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPES = {"aligned": (64, 96, 128), "odd-batch": (13, 96, 144), "odd": (13, 80, 48), "one-row": (1, 256, 144)}
+GEMMS = {"y": "fprop", "dx": "dgrad", "dw": "wgrad"}
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+
+
+def tensors(shape, dtype) -> tuple[torch.Tensor, ...]:
+    rows, depth, cols = shape
+    shapes = ((rows, depth), (cols, depth), (rows, cols), (1, cols))
+    x, w, dy, bias = (make("gaussian", s, seed, dtype) for seed, s in enumerate(shapes))
+    return x, w, dy, bias[0]
+
+
+def layer_of(recipe: str, w: torch.Tensor, bias: torch.Tensor | None = None) -> f8sub.Float8Linear:
+    layer = nn.Linear(w.shape[1], w.shape[0], bias=bias is not None, dtype=w.dtype, device="cuda")
+    with torch.no_grad():
+        layer.weight.copy_(w)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    return f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)[0]
+
+
+def step(
+    layer: nn.Module, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    x = x.cuda().requires_grad_()
+    weight.grad = None
+    y = layer(x)
+    y.backward(dy.cuda())
+    return {"y": y.detach(), "dx": x.grad, "dw": weight.grad}
+
+
+def assert_within_budget(layer, results, right) -> None:
+    plan, worst = layer.plan, {}
+    for name, product in right.items():
+        gemm = GEMMS[name]
+        accumulated = promoted(getattr(plan, gemm), getattr(plan.recipe, gemm).fast_accum, product.a.shape[1])
+        worst[name] = excess(results[name], product, accumulated)
+    assert all(ratio <= 1 for ratio in worst.values()), f"errors in units of their budgets: {worst}"
+
+
+@on_each_dtype
+@on_each_shape
+@on_each_recipe
+def test_the_three_products(recipe, shape, dtype):
+    x, w, dy, bias = tensors(shape, dtype)
+    layer = layer_of(recipe, w, bias)
+    results = step(layer, layer.weight, x, dy)
+    assert {tensor.dtype for tensor in results.values()} == {dtype}
+    assert_within_budget(layer, results, products.linear(recipe, x, w, dy, bias))
+
+
+@on_each_shape
+@on_each_recipe
+def test_compiled_by_inductor(recipe, shape):
+    """The same codes as in eager code, so the same products."""
+    x, w, dy, bias = tensors(shape, torch.bfloat16)
+    layer = layer_of(recipe, w, bias)
+    eager = step(layer, layer.weight, x, dy)
+    torch._dynamo.reset()
+    compiled = step(torch.compile(layer, fullgraph=True), layer.weight, x, dy)
+    assert_within_budget(layer, compiled, products.linear(recipe, x, w, dy, bias))
+    for name in ("dx", "dw"):
+        assert torch.equal(compiled[name], eager[name]), name
+
+
+@on_each_recipe
+def test_autocast(recipe):
+    x, w, dy, _ = tensors(SHAPES["aligned"], torch.float32)
+    layer, x_leaf = layer_of(recipe, w), x.cuda().requires_grad_()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = layer(x_leaf)
+    y.backward(dy.bfloat16().cuda())
+    assert (y.dtype, x_leaf.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, x.dtype, w.dtype)
+    results = {"y": y.detach(), "dx": x_leaf.grad.bfloat16(), "dw": layer.weight.grad}
+    assert_within_budget(layer, results, products.linear(recipe, x.bfloat16(), w.bfloat16(), dy.bfloat16()))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_each_recipe
+def test_a_batch_of_no_rows(recipe, compiled):
+    x, w, dy, _ = tensors((0, 96, 128), torch.bfloat16)
+    layer = layer_of(recipe, w)
+    torch._dynamo.reset()
+    results = step(torch.compile(layer, fullgraph=True) if compiled else layer, layer.weight, x, dy)
+    assert (results["y"].shape, results["dx"].shape) == (dy.shape, x.shape)
+    assert torch.equal(results["dw"], torch.zeros_like(results["dw"]))
+
+
+@pytest.mark.parametrize("how", ["cuda", "data", "meta"])
+@on_each_recipe
+def test_converted_before_it_was_moved(recipe, how):
+    """By ``.cuda()``, by ``fully_shard``'s way, or off the meta device: the backends are those of the device."""
+    x, w, dy, _ = tensors(SHAPES["odd-batch"], torch.bfloat16)
+    with torch.device("meta" if how == "meta" else "cpu"):
+        linear = nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype)
+    model = f8sub.convert_to_float8(nn.Sequential(linear), recipe=recipe)
+    if how == "meta":
+        model.to_empty(device="cuda")
+    elif how == "cuda":
+        model.cuda()
+    else:
+        model[0].weight.data = model[0].weight.data.cuda()
+    with torch.no_grad():
+        model[0].weight.copy_(w)
+    results = step(model[0], model[0].weight, x, dy)
+    right = layer_of(recipe, w)
+    assert model[0].plan.fprop == right.plan.fprop
+    assert_within_budget(right, results, products.linear(recipe, x, w, dy))
+
+
+@on_each_recipe
+def test_moved_back_to_the_cpu(recipe):
+    x, w, _, _ = tensors(SHAPES["odd-batch"], torch.bfloat16)
+    expected = layer_of(recipe, w).cpu()(x)
+    plain = nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype)
+    plain.weight = nn.Parameter(w)
+    assert torch.equal(f8sub.convert_to_float8(nn.Sequential(plain), recipe=recipe)(x), expected)
+
+
+class NoSync:
+    """Any wait of the host for the device raises."""
+
+    def __enter__(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *_) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_each_recipe
+def test_the_host_never_waits(recipe, compiled, checkpointed):
+    """Forward, backward, AdamW and precompute_scales, after two steps in which things are allocated."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 96)).cuda()
+    f8sub.convert_to_float8(model, recipe=recipe)
+    called = torch.compile(model, fullgraph=True) if compiled else model
+    run = (lambda x: checkpoint(called, x, use_reentrant=False)) if checkpointed else called
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(48, 96, device="cuda")
+
+    def train() -> None:
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+
+    train()
+    train()
+    with NoSync():
+        train()
+        train()

@@ -44,7 +44,7 @@ class autocast:
 
     def __init__(self, recipe: Recipe | str | None = None, enabled: bool = True) -> None:
         asked = None if recipe is None else _key_of(recipe)
-        self._key = asked if enabled else _key_of(_HIGH_PRECISION)
+        self._key = asked if enabled else _key_of(None)
 
     def __enter__(self) -> "autocast":
         context.enter(self._key)
@@ -57,5 +57,6 @@ class autocast:
 
 
 @constant_result
-def _key_of(recipe: Recipe | str) -> str:
-    return context.key_of(get_recipe(recipe))
+def _key_of(recipe: Recipe | str | None) -> str:
+    """Of high precision where ``recipe`` is None: dynamo of 2.11 hands over names, and no recipes."""
+    return context.key_of(_HIGH_PRECISION if recipe is None else get_recipe(recipe))

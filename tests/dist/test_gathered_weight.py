@@ -12,7 +12,7 @@ import f8sub
 from f8sub import filters
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
-from tests.dist.models import BF16, Stack
+from tests.dist.models import BF16, Stack, shard
 
 RECIPES = f8sub.recipe_names()
 WORLDS = [1, 2, 3, 4, 5, 7]
@@ -171,3 +171,20 @@ def hybrid(rank: int, world: int, recipe: str, replicas: int) -> list[str]:
 @on_each_recipe
 def test_hybrid_sharding(ranks, recipe, replicas):
     assert ranks(4, hybrid, recipe, replicas) == [[]] * 4
+
+
+def places_of_scales(rank: int, world: int, recipe: str) -> list[int]:
+    model = shard(f8sub.convert_to_float8(Stack(48, 32, 80, 48), recipe=recipe))
+    f8sub.precompute_scales(model)
+    places = []
+    for layer in model.layers:
+        layer.unshard()
+        scale_inv = layer.weight.rowwise.scale_inv
+        places.append(scale_inv.storage_offset() * scale_inv.itemsize)
+    return places
+
+
+@on_each_recipe
+def test_scales_lie_where_cublaslt_reads_them(ranks, recipe):
+    """It refuses one that is not at a multiple of 16 bytes, and there is no GPU here to say so."""
+    assert all(place % 16 == 0 for places in ranks(2, places_of_scales, recipe) for place in places)

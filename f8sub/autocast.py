@@ -36,6 +36,7 @@ class autocast:
 
     Args:
         recipe: one of ``recipe_names()``, or a ``Recipe``; None for the recipe that each layer was converted with.
+            Inside compiled code torch 2.11 takes names alone.
         enabled: False for high precision; ``recipe`` is not used then.
 
     Raises:

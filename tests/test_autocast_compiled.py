@@ -109,7 +109,8 @@ def test_inside_a_full_graph(second):
         try:
             results(compiled)
         except torch._dynamo.exc.InternalTorchDynamoError as error:
-            assert "frozen dataclass" in str(error)
+            if "frozen dataclass" not in str(error):
+                raise
             pytest.skip(
                 "dynamo of this torch, 2.11 for one, takes contexts inside compiled code by name alone"
             )

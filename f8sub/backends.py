@@ -11,7 +11,8 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels import host, ops, reference, scaled_mm
+from f8sub.kernels import delayed, host, ops, reference, scaled_mm
+from f8sub.kernels.delayed import PastScale
 from f8sub.recipe import GemmSpec, Recipe
 
 GEMM: dict[str, ModuleType] = {"scaled_mm": scaled_mm, "reference": reference}
@@ -65,6 +66,21 @@ def quantize(
     if type(x) is torch.Tensor and x.is_cpu:
         return host.quantize(x, rowwise, columnwise, any_layout)
     return reference.quantize(x, rowwise, columnwise, any_layout)
+
+
+def quantize_delayed(
+    x: torch.Tensor,
+    past: PastScale,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    any_layout: bool = False,
+) -> tuple[Operand | None, Operand | None, torch.Tensor]:
+    """``delayed.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit."""
+    if torch.compiler.is_compiling():
+        return delayed.quantize(x, past, rowwise, columnwise)
+    if type(x) is torch.Tensor and x.is_cpu:
+        return host.quantize_delayed(x, past, rowwise, columnwise, any_layout)
+    return delayed.quantize(x, past, rowwise, columnwise, any_layout)
 
 
 def gemm_nt(

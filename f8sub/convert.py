@@ -93,6 +93,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     # A GEMM that reads the weight in high precision needs it gathered so.
     gathered = {m: float8_all_gather and None not in plan.recipe.formats("w") for m, plan in plans.items()}
     if primary_weights:
+        _refuse_delayed(plans, names)
         _refuse_high_precision(
             {names[m]: plans[m].recipe for m in plans if not gathered[m]}, float8_all_gather
         )
@@ -129,6 +130,7 @@ def convert_from_float8(model: Model) -> Model:
             if isinstance(weight, MasterWeight | PrimaryWeight):
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
             del module.plan, module.fqn, module.converted, module.float8_all_gather
+            module._modules.pop("scaling_states", None)
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]
     return model
 
@@ -194,6 +196,8 @@ def _convert(module: Any, fqn: str, plan: Plan, layers: ConvertedLayers) -> None
     module.__class__ = Float8Linear
     module.plan, module.fqn, module.converted = plan, fqn or "(root)", layers
     layers.add(module)
+    if plan.recipe.delayed is not None:
+        module.scaling_state(plan.recipe)
     module.__dict__.pop(SKIP_REASON, None)
 
 
@@ -271,7 +275,7 @@ def _refuse_tied_apart(
         else:
             continue
         other_fqn, other = readers.setdefault(id(module.weight), (fqn, recipe))
-        if recipe.formats("w") != other.formats("w"):
+        if (recipe.formats("w"), recipe.delayed) != (other.formats("w"), other.delayed):
             raise Float8ConfigError(
                 f"{fqn} and {other_fqn} share one weight, which is cast and gathered once, but their recipes "
                 f"{recipe.name!r} and {other.name!r} read it differently: give both the same recipe"
@@ -287,6 +291,16 @@ def _refuse_high_precision(recipes: Mapping[str, Recipe], float8_all_gather: boo
             f"{recipe.name!r} and float8_all_gather={float8_all_gather} reads it in high precision; choose one of "
             "the two"
         )
+
+
+def _refuse_delayed(plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Linear, str]) -> None:
+    """A primary weight is cast when its optimizer steps, by what it is then."""
+    for module, plan in plans.items():
+        if plan.recipe.delayed is not None:
+            raise Float8ConfigError(
+                f"primary_weights=True scales weights by their current amax, and {names[module]} with recipe "
+                f"{plan.recipe.name!r} scales them by their past; choose one of the two, tensorwise for instance"
+            )
 
 
 def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:

@@ -18,11 +18,16 @@ class ConvertedLayers:
         primary_weights: whether the weights become float8 once an optimizer has their masters.
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
         idle_patterns: patterns of the ``recipe`` that was given which decide for none of the layers, with reasons.
+        steps: number of optimizer steps among them.
+        loaded_at: what ``steps`` was when a state dict was loaded last; its amax histories cover the steps before.
         fsdp: what the FSDP2 path keeps for these layers; None until the first all-gather or precompute_scales.
     """
 
     made: ClassVar[int] = 0
     """How many there are or were: a module that was walked for them before the last one is walked again."""
+
+    histories_made: ClassVar[bool] = False
+    """Whether any layer ever had delayed scaling: until then this is all that the end of an optimizer step reads."""
 
     def __init__(self, primary_weights: bool = False, idle_patterns: tuple[str, ...] = ()) -> None:
         ConvertedLayers.made += 1
@@ -30,6 +35,8 @@ class ConvertedLayers:
         self.idle_patterns = idle_patterns
         self._layers: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
         self.changes = 0
+        self.steps = 0
+        self.loaded_at = 0
         self.fsdp: Any = None
 
     def add(self, layer: "Float8Linear") -> None:

@@ -17,10 +17,11 @@ from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.layers import ConvertedLayers
-from f8sub.recipe import GemmSpec
-from f8sub.shared_input import quantize_input
+from f8sub.recipe import GemmSpec, Recipe
+from f8sub.scaling_state import DY, Past, ScalingState, W, quantize_delayed
+from f8sub.shared_input import quantize_input, quantize_input_delayed
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.master_weight import MasterWeight, rowwise_of
+from f8sub.tensor.master_weight import MasterWeight, quantize_rowwise, rowwise_of
 from f8sub.tensor.primary_weight import PrimaryWeight, primary_rowwise
 from f8sub.torch_compat import apply
 
@@ -39,12 +40,14 @@ class Float8Linear(torch.nn.Linear):
         fqn: the layer's name in the model that was converted, for errors and reports.
         converted: the layers of the same conversion, this one among them.
         float8_all_gather: whether FSDP2 gathers the weight as float8.
+        scaling_states: the past of x, w and dy under each recipe with delayed scaling; absent where there was none.
     """
 
     plan: Plan
     fqn: str
     converted: ConvertedLayers
     float8_all_gather: bool
+    scaling_states: torch.nn.ModuleList
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
         if x.dtype not in HIGH_PRECISION:
@@ -62,11 +65,14 @@ class Float8Linear(torch.nn.Linear):
         if self.plan.device.type != device:
             self.follow(x.device)
         plan = plan_in_use(self) if contexts.entered else self.plan
+        grad, past = torch.is_grad_enabled(), None
+        if plan.recipe.delayed is not None:
+            past = Past(self.scaling_state(plan.recipe), stage=grad and self.training)
         y: torch.Tensor
-        if torch.is_grad_enabled():
-            y = apply(_Float8Matmul, x, self.weight, self.bias, plan, dtype)
+        if grad:
+            y = apply(_Float8Matmul, x, self.weight, self.bias, plan, dtype, past)
         else:
-            y = _fprop(x, self.weight, self.bias, plan, dtype, keep_x=False)[0]
+            y = _fprop(x, self.weight, self.bias, plan, dtype, past, keep_x=False)[0]
         if contexts.entered:
             remember(self, plan, y)
         return y
@@ -93,6 +99,26 @@ class Float8Linear(torch.nn.Linear):
             self.follow(self.weight.device)
         return self
 
+    def scaling_state(self, recipe: Recipe) -> ScalingState:
+        """The state of a recipe with delayed scaling, begun at its first use; recipes that differ share none."""
+        states = self.states()
+        for state in states:
+            if state.recipe == recipe:
+                return state
+        if torch.compiler.is_compiling():
+            raise Float8ConfigError(
+                f"{self.fqn}: recipe {recipe.name!r} keeps amax histories, and the layer has none for it yet; run it "
+                "once in the same context before torch.compile"
+            )
+        state = ScalingState(recipe, local_tensor(self.weight).device).train(self.training)
+        self.scaling_states = torch.nn.ModuleList([*states, state])
+        ConvertedLayers.histories_made = True
+        return state
+
+    def states(self) -> list[ScalingState]:
+        """The states of all recipes with delayed scaling that the layer was run under."""
+        return list(self._modules.get("scaling_states") or ())  # type: ignore[arg-type]
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.converted.add(self)
@@ -100,16 +126,25 @@ class Float8Linear(torch.nn.Linear):
             self.weight.cell.belongs_to(self.converted, self.fqn)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         local = local_tensor(self.weight)
         if not keep_vars and isinstance(local, PrimaryWeight):
             destination[f"{prefix}weight"] = like_sharded(local.exported, self.weight)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         weight = self.weight
         kind = type(local_tensor(weight))
-        super()._load_from_state_dict(*args, **kwargs)
+        self._settle()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.changes += 1
+        self.converted.loaded_at = self.converted.steps
+        for index, state in enumerate(self.states()):
+            kept = any(key.startswith(f"{prefix}scaling_states.{index}.") for key in state_dict)
+            if f"{prefix}weight" in state_dict and not kept:
+                state.reset()
         if issubclass(kind, PrimaryWeight) and self.weight is not weight:
             # assign=True: the values go to the master, which an optimizer holds.
             with torch.no_grad():
@@ -117,6 +152,11 @@ class Float8Linear(torch.nn.Linear):
             self.weight = weight
         if issubclass(kind, MasterWeight) and not isinstance(local_tensor(self.weight), MasterWeight):
             self._remake_master(kind)
+
+    def _settle(self) -> None:
+        """Have the amax histories roll first, where a reduction for that is under way."""
+        if self.converted.fsdp is not None:
+            self.converted.fsdp.settle()
 
     def _remake_master(self, kind: type[MasterWeight]) -> None:
         """Make a master weight again of what ``load_state_dict(assign=True)`` put in its place."""
@@ -161,11 +201,17 @@ class _Float8Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, plan: Plan, dtype: torch.dtype
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        plan: Plan,
+        dtype: torch.dtype,
+        past: Past | None,
     ) -> torch.Tensor:
-        y, saved = _fprop(x, w, bias, plan, dtype, keep_x=ctx.needs_input_grad[1])
+        y, saved = _fprop(x, w, bias, plan, dtype, past, keep_x=ctx.needs_input_grad[1])
         ctx.save_for_backward(w, *saved)
-        ctx.plan, ctx.dtype = plan, dtype
+        ctx.plan, ctx.dtype, ctx.past = plan, dtype, past
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -179,15 +225,14 @@ class _Float8Matmul(torch.autograd.Function):
         need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
         w, *saved = ctx.saved_tensors
         matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-        dy_row, dy_col = backends.quantize(
-            matrix,
-            recipe.dgrad.a if need_dx else None,
-            recipe.wgrad.a if need_dw else None,
-            plan.any_layout,
-        )
+        formats = recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
+        if ctx.past is None:
+            dy_row, dy_col = backends.quantize(matrix, *formats, plan.any_layout)
+        else:
+            dy_row, dy_col = quantize_delayed(ctx.past, DY, matrix, formats, plan.any_layout)
         dx = dw = dbias = None
         if need_dx:
-            w_col = _weight_columnwise(w, plan, dtype, dy)
+            w_col = _weight_columnwise(w, plan, dtype, dy, ctx.past)
             dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
@@ -195,7 +240,7 @@ class _Float8Matmul(torch.autograd.Function):
             dw = _gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, dbias, None, None
+        return dx, dw, dbias, None, None, None
 
 
 def _fprop(
@@ -204,6 +249,7 @@ def _fprop(
     bias: torch.Tensor | None,
     plan: Plan,
     dtype: torch.dtype,
+    past: Past | None,
     *,
     keep_x: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -213,8 +259,12 @@ def _fprop(
     if x.dtype is not dtype:
         matrix = matrix.to(dtype)
     formats = recipe.fprop.a, recipe.wgrad.b if keep_x else None
-    x_row, x_col = quantize_input(x, matrix, formats, plan.any_layout)
-    y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, _weight_rowwise(w, recipe.fprop.b, dtype), dtype)
+    if past is None:
+        x_row, x_col = quantize_input(x, matrix, formats, plan.any_layout)
+    else:
+        x_row, x_col = quantize_input_delayed(x, matrix, formats, plan.any_layout, past)
+    w_row = _weight_rowwise(w, recipe.fprop.b, dtype, past)
+    y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, w_row, dtype)
     if bias is not None:
         y = y + bias.to(dtype)
     if x.dim() != 2:
@@ -235,13 +285,16 @@ def _gemm(
     return torch.mm(a, b.t().to(a.dtype)).to(out_dtype)
 
 
-def _weight_rowwise(w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype) -> GemmInput:
+def _weight_rowwise(
+    w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, past: Past | None
+) -> GemmInput:
     """``w``'s rowwise operand: as gathered, as cast last, or cast now; high precision where ``format`` is None.
 
     Args:
         w: (N, K): unsharded by FSDP2 in float8, a master weight, or a plain tensor gathered in high precision.
         format: fprop's format of w.
         dtype: the GEMM's high-precision dtype; a weight is rounded to it before it is cast.
+        past: of delayed scaling; a weight that was gathered in float8 has its scale from it already.
     """
     if isinstance(w, Float8Tensor):
         return w.dequantize().to(dtype) if format is None else _has(w.rowwise)
@@ -250,20 +303,26 @@ def _weight_rowwise(w: torch.Tensor, format: Float8Format | None, dtype: torch.d
     if format is None:
         return w.to(dtype)
     if isinstance(w, MasterWeight):
-        return rowwise_of(w, format, dtype)
-    return _has(backends.quantize(w.to(dtype), format, None)[0])
+        if past is None:
+            return rowwise_of(w, format, dtype)
+        return rowwise_of(w, format, dtype, None, *past.state.weight)
+    return quantize_rowwise(w.to(dtype), format, None if past is None else past.state.past(W))
 
 
-def _weight_columnwise(w: torch.Tensor, plan: Plan, dtype: torch.dtype, dy: torch.Tensor) -> GemmInput:
+def _weight_columnwise(
+    w: torch.Tensor, plan: Plan, dtype: torch.dtype, dy: torch.Tensor, past: Past | None
+) -> GemmInput:
     """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees."""
     rowwise, columnwise = plan.recipe.fprop.b, plan.recipe.dgrad.b
     if columnwise is None:
         high_precision = w.dequantize() if isinstance(w, Float8Tensor) else w
         return high_precision.to(dtype).t()
-    operand = _has(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype)
+    operand = _has(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype, past)
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, dy, plan.any_layout)
-    return _has(backends.quantize(operand, None, columnwise)[1])
+    if past is None:
+        return _has(backends.quantize(operand, None, columnwise)[1])
+    return _has(backends.quantize_delayed(operand, past.state.past(W), None, columnwise)[1])
 
 
 def _has(operand: Operand | None) -> Operand:

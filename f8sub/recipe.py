@@ -3,14 +3,20 @@
 import importlib
 import inspect
 import pkgutil
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
+
+import torch
 
 from f8sub import recipes
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, why_not_derivable
 
 OperandName = Literal["x", "w", "dy"]
+
+MOST_MARGIN = 127
+"""More powers of two of headroom than that leave every scale at its smallest, whatever the amax."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,66 @@ HIGH_PRECISION_GEMM = GemmSpec(a=None, b=None)
 """A GEMM that reads both operands as they are."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DelayedScaling:
+    """Scales of a tensor's past amaxes instead of its current one; the parameters are TransformerEngine's.
+
+    A history has ``amax_history_len`` rows: row 0 is staging, the largest amax since the last roll; rows 1 and on hold
+    what was staged before, oldest first. Once per optimizer step ``amax_compute_algo`` picks an amax of all rows, the
+    scale is made of it, and the history rolls: row 1 is dropped, row 0 becomes the last one and is zero again. A
+    tensor that was not seen, or was all zero, keeps its scale and its history.
+
+    Attributes:
+        margin: powers of two of headroom: the scale is ``fp8_max / amax / 2**margin``.
+        interval: optimizer steps from one scale to the next; the history rolls at every step.
+        amax_history_len: rows of the history, staging included.
+        amax_compute_algo: ``"max"`` of all rows, ``"most_recent"`` (row 0), or a callable from a history, float32
+            (amax_history_len, tensors), to their amaxes, (tensors,).
+        scaling_factor_compute_algo: None for the formula above, or a callable of (amax, scale, fp8_max, recipe) with
+            float32 (tensors,), the same of the scales so far (0: none yet), a number, and this object, to new
+            scales, (tensors,). What it returns is used where it is finite and positive.
+        reduce_amax: x's and dy's amaxes are the largest of all ranks that hold the layer; False keeps each rank's own.
+
+    Raises:
+        Float8ConfigError: a value that none of this can be done with.
+    """
+
+    margin: float = 0
+    interval: int = 1
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor] = "max"
+    scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.margin, int | float) and 0 <= self.margin <= MOST_MARGIN):
+            raise Float8ConfigError(f"margin is 0 to {MOST_MARGIN} powers of two, got {self.margin!r}")
+        for name in ("interval", "amax_history_len"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise Float8ConfigError(
+                    f"{name} is a whole number of at least 1, got {getattr(self, name)!r}"
+                )
+        if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
+            raise Float8ConfigError(
+                f'amax_compute_algo is "max", "most_recent" or a callable, got {self.amax_compute_algo!r}'
+            )
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise Float8ConfigError(
+                f"scaling_factor_compute_algo is None or a callable, got {self.scaling_factor_compute_algo!r}"
+            )
+        if not isinstance(self.reduce_amax, bool):
+            raise Float8ConfigError(f"reduce_amax is True or False, got {self.reduce_amax!r}")
+
+    def __repr__(self) -> str:
+        """The fields; callables by name, which all ranks share, not by address."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {
+            name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+            for name, value in values.items()
+        }
+        return f"DelayedScaling({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """The three GEMMs of a linear layer with x (M, K), w (N, K) and dy (M, N).
@@ -58,18 +124,23 @@ class Recipe:
         fprop: ``y = x @ w.t()``; a = x rowwise, b = w rowwise.
         dgrad: ``dx = dy @ w``; a = dy rowwise, b = w columnwise.
         wgrad: ``dw = dy.t() @ x``; a = dy columnwise, b = x columnwise.
+        delayed: how scales follow from past amaxes; None for current scaling.
 
     Raises:
         Float8ConfigError: w's columnwise operand cannot be derived from its rowwise codes. A weight is cast
-            once and crosses the wire once, so its second usage is always made from its first.
+            once and crosses the wire once, so its second usage is always made from its first. Or delayed scaling
+            of a tensor that has more than one scale.
     """
 
     name: str
     fprop: GemmSpec
     dgrad: GemmSpec
     wgrad: GemmSpec
+    delayed: DelayedScaling | None = None
 
     def __post_init__(self) -> None:
+        if self.delayed is not None:
+            self._check_delayed()
         rowwise, columnwise = self.formats("w")
         if rowwise is None or columnwise is None:
             return
@@ -78,6 +149,20 @@ class Recipe:
                 f"recipe {self.name!r}: dgrad reads the columnwise weight, which is derived from the rowwise "
                 f"codes of fprop, but {reason}; give fprop.b and dgrad.b formats that agree"
             )
+
+    def _check_delayed(self) -> None:
+        operands: tuple[OperandName, ...] = ("x", "w", "dy")
+        read = {name: [f for f in self.formats(name) if f is not None] for name in operands}
+        if not any(read.values()):
+            raise Float8ConfigError(f"recipe {self.name!r}: delayed scaling of no GEMM; leave one in float8")
+        for name, formats in read.items():
+            one_scale = all(f.tile.is_whole and f.scale_rule.stored_as == torch.float32 for f in formats)
+            if len(set(formats)) > 1 or not one_scale:
+                raise Float8ConfigError(
+                    f"recipe {self.name!r}: delayed scaling keeps one scale a tensor, but {name} is read as "
+                    f"{' and '.join(map(str, formats))}; give both of its usages one format of Tile(ALL, ALL) with "
+                    "float32 scales"
+                )
 
     def formats(self, operand: OperandName) -> tuple[Float8Format | None, Float8Format | None]:
         """(rowwise, columnwise) formats of one of the three tensors; None where no float8 GEMM reads it."""
@@ -105,7 +190,11 @@ class Recipe:
         if not taken:
             return self
         name = f"{self.name}, {' and '.join(taken)} in high precision"
-        return replace(self, name=name, **dict.fromkeys(taken, HIGH_PRECISION_GEMM))
+        changes: dict[str, Any] = dict.fromkeys(taken, HIGH_PRECISION_GEMM)
+        in_float8 = [
+            gemm for gemm in asked if getattr(self, gemm) != HIGH_PRECISION_GEMM and gemm not in taken
+        ]
+        return replace(self, name=name, delayed=self.delayed if in_float8 else None, **changes)
 
 
 def recipe_names() -> list[str]:

@@ -14,6 +14,7 @@ import torch
 
 from f8sub import backends
 from f8sub.formats import Float8Format, Operand
+from f8sub.scaling_state import Past, X, quantize_delayed
 
 Formats = tuple[Float8Format | None, Float8Format | None]
 
@@ -21,13 +22,14 @@ Formats = tuple[Float8Format | None, Float8Format | None]
 class _Scope:
     """One forward of a module with sibling layers: the last x quantized in it."""
 
-    __slots__ = ("key", "operands", "owner", "x")
+    __slots__ = ("amax", "key", "operands", "owner", "x")
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
         self.x: weakref.ref[torch.Tensor] | None = None
         self.key: Any = None
         self.operands: tuple[Operand | None, Operand | None] = (None, None)
+        self.amax: torch.Tensor | None = None
 
 
 class _Scopes(threading.local):
@@ -79,4 +81,33 @@ def quantize_input(
     if scope.x is None or scope.x() is not x or scope.key != key:
         scope.operands = backends.quantize(matrix, *formats, any_layout)
         scope.x, scope.key = weakref.ref(x), key
+    return scope.operands
+
+
+def quantize_input_delayed(
+    x: torch.Tensor, matrix: torch.Tensor, formats: Formats, any_layout: bool, past: Past
+) -> tuple[Operand | None, Operand | None]:
+    """``quantize_input`` with a scale of the layer's past; each sibling stages the amax in its own history.
+
+    Siblings of one x have one history, so that the scale of the first is every sibling's.
+
+    Args:
+        x: see ``quantize_input``.
+        matrix: likewise.
+        formats: likewise.
+        any_layout: likewise.
+        past: of the layer.
+    """
+    if torch.compiler.is_compiling() or not _scopes.stack or x.is_inference():
+        return quantize_delayed(past, X, matrix, formats, any_layout)
+    if formats == (None, None):
+        return formats
+    scope = _scopes.stack[-1]
+    key = (x._version, matrix.dtype, formats, any_layout, past.state.recipe)
+    if scope.x is None or scope.x() is not x or scope.key != key:
+        row, col, scope.amax = backends.quantize_delayed(matrix, past.state.past(X), *formats, any_layout)
+        scope.operands = row, col
+        scope.x, scope.key = weakref.ref(x), key
+    if past.stage and scope.amax is not None:
+        past.state.stage(X, scope.amax)
     return scope.operands

@@ -1,8 +1,10 @@
 """Layer 0. The one place that reaches past torch's documented interface or looks for what its versions differ in."""
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,19 @@ def constant_result(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def untraced(function: Function) -> Function:
+    """``torch.compiler.disable`` that does not import ``torch._dynamo`` before something else did."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        return torch.compiler.disable(function)(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast(Function, call)
 
 
 def graph_task() -> int:

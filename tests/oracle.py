@@ -78,6 +78,11 @@ RECIPES: dict[str, dict[str, Spec]] = {
         "w": Spec("e4m3", (ALL, ALL)),
         "dy": Spec("e5m2", (ALL, ALL)),
     },
+    "delayed": {  # of a first step: scaled by the current amax
+        "x": Spec("e4m3", (ALL, ALL)),
+        "w": Spec("e4m3", (ALL, ALL)),
+        "dy": Spec("e5m2", (ALL, ALL)),
+    },
 }
 """Formats of each tensor; the columnwise operand is the transposed matrix, quantized along its own rows."""
 

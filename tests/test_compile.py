@@ -146,7 +146,10 @@ def test_the_search_for_copies_finds_one():
 
 @on_each_recipe
 def test_x_is_saved_in_float8_once_for_siblings(recipe):
-    """Common subexpressions are merged: gate and up save one byte an element of x between them."""
+    """Common subexpressions are merged: gate and up save one byte an element of x between them.
+
+    With delayed scaling each has a scale of its own, which eager code knows to be the same and a graph does not.
+    """
     model = compile_blocks(mlps(recipe))
     x = gaussian((2, 12, WIDTH), generator(1)).requires_grad_()
     saved = SavedShapes(lambda: model.blocks[0](x))
@@ -155,7 +158,8 @@ def test_x_is_saved_in_float8_once_for_siblings(recipe):
     float8 = {t.data_ptr(): t.numel() for t in saved.tensors if t.dtype in FLOAT8 and packed in t.shape}
     # x of gate and up, x of down.
     in_codes = in_float8(recipe)["dw"]
-    assert sorted(float8.values()) == (sorted([packed * WIDTH, packed * HIDDEN]) if in_codes else [])
+    of_siblings = [packed * WIDTH] * (1 if f8sub.get_recipe(recipe).delayed is None else 2)
+    assert sorted(float8.values()) == (sorted([*of_siblings, packed * HIDDEN]) if in_codes else [])
     high_precision = [t for t in saved.tensors if t.dtype == torch.float32 and t.numel() == tokens * HIDDEN]
     assert len(high_precision) <= 2 + (not in_codes)  # gate's and up's outputs, for their product; x of down
 

@@ -17,7 +17,7 @@ from tests.data_sets import gaussian, generator
 from tests.dist.models import float8_layers, seed_weights
 from tests.layers import K, N, dy_of, x_of
 
-RECIPES = f8sub.recipe_names()
+RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
 DTYPES = [torch.float32, torch.bfloat16]
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -345,3 +345,10 @@ def test_gaussian_values_survive_what_a_narrow_state_dict_cannot_hold():
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     assert torch.equal(master, before)
     assert not torch.equal(master.bfloat16().float(), master)
+
+
+def test_delayed_scaling_of_a_primary_weight_is_refused_before_anything_is_converted():
+    model = plain()
+    with pytest.raises(f8sub.Float8ConfigError, match=r"0 with recipe 'delayed'.*past.*tensorwise"):
+        f8sub.convert_to_float8(model, recipe="delayed", primary_weights=True)
+    assert float8_layers(model) == []

@@ -103,6 +103,16 @@ def test_a_recipe_is_the_attribute_of_its_file_and_has_its_name(name):
 
 OPTIONS = {
     "blockwise": {"power_of_2_scales": False},
+    "delayed": {
+        "margin": 1,
+        "interval": 2,
+        "fp8_format": "E4M3",
+        "amax_history_len": 16,
+        "amax_compute_algo": "most_recent",
+        "scaling_factor_compute_algo": max,
+        "reduce_amax": False,
+        "override_linear_precision": (False, False, False),
+    },
     "gridquant": {"block": 128, "dy": E4M3},
     "nvfp4": {"stochastic_rounding": True, "hadamard": True},
 }

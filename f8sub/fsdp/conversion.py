@@ -9,29 +9,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from f8sub.errors import Float8ConfigError, Float8RankMismatchError
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8RankMismatchError
 from f8sub.fsdp.agreement import all_arrive
+from f8sub.fsdp.findings import non_finite
+from f8sub.fsdp.histories import LocalHistories
 from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.fsdp.shard import Shard, ShardLayout
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.tensor.primary_weight import master_of
+from f8sub.torch_compat import graph_task
 
 
 class ShardedConversion:
     """What ``fully_shard`` made of the layers of one conversion.
 
     Attributes:
-        tables: one for each process group that shards weights.
+        tables: one for each process group that shards weights, and set of ranks that they are on in all.
     """
 
     def __init__(self, layers: ConvertedLayers) -> None:
-        self.tables: dict[dist.ProcessGroup, ScaleTable] = {}
+        self.tables: dict[tuple[dist.ProcessGroup, tuple[int, ...]], ScaleTable] = {}
         self._layers = layers
         self._shards: weakref.WeakKeyDictionary[Float8Linear, Shard] = weakref.WeakKeyDictionary()
         self._table_of: dict[Shard, ScaleTable] = {}
         self._seen: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
         self._named: weakref.WeakValueDictionary[str, Float8Linear] = weakref.WeakValueDictionary()
+        self._local = LocalHistories()
+        self._steps_rolled = 0
 
     @classmethod
     def of(cls, layers: ConvertedLayers) -> "ShardedConversion":
@@ -77,16 +82,54 @@ class ShardedConversion:
             self.refresh()
         return self.shard_of(self._named[fqn])
 
+    def roll(self) -> None:
+        """After an optimizer step: roll the histories that no all-gather will ask for.
+
+        Not during a backward pass, see ``ScaleTable.roll_due``; the next call does it.
+        """
+        if self._layers.steps <= max(self._steps_rolled, self._layers.loaded_at) or graph_task() != -1:
+            return
+        self._steps_rolled = self._layers.steps
+        if not any(layer.states() for layer in self._layers):
+            return
+        self.refresh()
+        for table in self.tables.values():
+            table.roll()
+        self._local.roll(
+            [
+                (layer, state)
+                for layer in self._layers
+                for state in layer.states()
+                if layer not in self._shards or state.recipe != layer.plan.recipe
+            ],
+            sharded=self._seen,
+        )
+
+    def settle(self) -> None:
+        """Finish what is under way, before anybody reads or writes the histories."""
+        for table in self.tables.values():
+            table.settle()
+
+    def raise_local(self) -> None:
+        """Tell of NaN and infinity that this rank met in layers that are not sharded.
+
+        Raises:
+            Float8NumericsError: with the layers and operands.
+        """
+        if met := self._local.non_finite():
+            raise Float8NumericsError(non_finite(met))
+
     def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
         layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}
         for layer, layout in layouts.items():
             # fully_shard moves weights to the mesh's device without a word to their layers.
             layer.follow(torch.device(layout.device))
-        for group in dict.fromkeys(layout.group for layout in layouts.values()):
-            members = [(layer, weight) for layer, weight in new if layouts[layer].group is group]
+        for key in dict.fromkeys((layout.group, layout.ranks) for layout in layouts.values()):
+            group, all_ranks = key
+            members = [(layer, w) for layer, w in new if (layouts[layer].group, layouts[layer].ranks) == key]
             world, device = layouts[members[0][0]].world, layouts[members[0][0]].device
             ranks = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()
-            table = self.tables.get(group) or ScaleTable(self._layers, group, world)
+            table = self.tables.get(key) or ScaleTable(self._layers, group, world, all_ranks)
             if world > 1:
                 if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
                     continue
@@ -95,35 +138,40 @@ class ShardedConversion:
             self._seen.update(layer for layer, _ in members)
             self._named.update((layer.fqn, layer) for layer, _ in members)
             for layer, weight in members:
-                if not layer.float8_all_gather:
-                    continue
-                local = weight._local_tensor
-                master = master_of(local)
-                if master is None or not hasattr(local, "fsdp_pre_all_gather"):
-                    raise Float8ConfigError(
-                        f"{layer.fqn}: FSDP2 would gather its weight in high precision, because it is a "
-                        f"{type(local).__name__} that took the converted weight's place; assign weights before "
-                        "convert_to_float8, or copy into them"
-                    )
-                format = layer.plan.recipe.fprop.b
-                if format is None:
-                    raise Float8ConfigError(
-                        f"{layer.fqn}: recipe {layer.plan.recipe.name!r} keeps the weight of fprop in high precision, "
-                        "so there is no float8 to gather; convert with float8_all_gather=False"
-                    )
-                if format.codes_per_byte > 1 and layouts[layer].dim != 0:
-                    raise Float8ConfigError(
-                        f"{layer.fqn}: its weight is sharded by columns (Shard({layouts[layer].dim})), which FSDP2 "
-                        f"puts together from one byte an element, and {format} has two in one; "
-                        "shard it by rows, or convert with float8_all_gather=False"
-                    )
-                master.cell.belongs_to(self._layers, layer.fqn)
-                tied = next((s for s in self._shards.values() if s.master.cell is master.cell), None)
-                self._shards[layer] = tied or Shard(layer.fqn, master, layouts[layer], format)
-                self._table_of[self._shards[layer]] = table
-            if shards := [shard for shard, its_table in self._table_of.items() if its_table is table]:
-                self.tables[group] = table
+                if layer.float8_all_gather or layer.plan.recipe.delayed is not None:
+                    shard = self._shard(layer, weight, layouts[layer])
+                    self._shards[layer] = shard
+                    self._table_of[shard] = table
+            if shards := {la: shard for la, shard in self._shards.items() if self._table_of[shard] is table}:
+                self.tables[key] = table
                 table.set_shards(shards)
+
+    def _shard(self, layer: Float8Linear, weight: DTensor, layout: ShardLayout) -> Shard:
+        local = weight._local_tensor
+        master = master_of(local)
+        if master is None or (layer.float8_all_gather and not hasattr(local, "fsdp_pre_all_gather")):
+            raise Float8ConfigError(
+                f"{layer.fqn}: FSDP2 would gather its weight in high precision, because it is a "
+                f"{type(local).__name__} that took the converted weight's place; assign weights before "
+                "convert_to_float8, or copy into them"
+            )
+        recipe = layer.plan.recipe
+        if layer.float8_all_gather and recipe.fprop.b is None:
+            raise Float8ConfigError(
+                f"{layer.fqn}: recipe {recipe.name!r} keeps the weight of fprop in high precision, "
+                "so there is no float8 to gather; convert with float8_all_gather=False"
+            )
+        format = next(f for f in (recipe.fprop.b, recipe.dgrad.b, recipe.wgrad.b) if f is not None)
+        if format.codes_per_byte > 1 and layout.dim != 0:
+            raise Float8ConfigError(
+                f"{layer.fqn}: its weight is sharded by columns (Shard({layout.dim})), which FSDP2 "
+                f"puts together from one byte an element, and {format} has two in one; "
+                "shard it by rows, or convert with float8_all_gather=False"
+            )
+        master.cell.belongs_to(self._layers, layer.fqn)
+        tied = next((s for s in self._shards.values() if s.master.cell is master.cell), None)
+        state = None if recipe.delayed is None else layer.scaling_state(recipe)
+        return tied or Shard(layer.fqn, master, layout, format, state)
 
 
 _entered: Counter[str] = Counter()

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from f8sub.errors import Float8ConfigError
 from f8sub.fsdp.conversion import ShardedConversion
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.tensor.master_weight import MasterWeight
+from f8sub.torch_compat import untraced
 
 
 def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -29,12 +30,16 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
             ``convert_to_float8`` call are computed together, whichever part is given.
 
     Raises:
-        Float8NumericsError: NaN or infinity was found in a weight by the previous call; names the layers.
+        Float8NumericsError: NaN or infinity was found in a weight by the previous call; names the layers. With
+            delayed scaling in an x or a dy too, at the latest one call later.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """
     for layers in _conversions([model] if isinstance(model, torch.nn.Module) else model):
         conversion = ShardedConversion.of(layers)
         conversion.refresh(asked=True)
+        if ConvertedLayers.histories_made:
+            conversion.roll()
+            conversion.raise_local()
         for table in conversion.tables.values():
             table.request()
 
@@ -69,6 +74,7 @@ def mark_stale_before_optimizer_steps() -> None:
     dispatch that would mark the weights otherwise.
     """
     register_optimizer_step_pre_hook(_mark_stale)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -95,6 +101,22 @@ def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for layers in conversions:
         if layers is not None:
             layers.changes += 1
+            layers.steps += 1
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if ConvertedLayers.histories_made:
+        _roll(optimizer)
+
+
+@untraced
+def _roll(optimizer: torch.optim.Optimizer) -> None:
+    """Roll the amax histories of the layers whose weights the optimizer has just changed."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    weights = (local for p in parameters if isinstance(local := local_tensor(p), MasterWeight))
+    for layers in dict.fromkeys(weight.cell.layers for weight in weights):
+        if layers is not None:
+            ShardedConversion.of(layers).roll()
 
 
 _walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[ConvertedLayers]]] = (

@@ -2,6 +2,9 @@
 
     every shard's amaxes -> one flat table -> all-reduce(MAX) -> scales, in place
 
+What delayed scaling staged rides along once per optimizer step; that reduction is over all ranks that hold the layers,
+HSDP's replicas too, and rolls the histories. Any other one is of the weights alone, over the ranks that shard them.
+
 When the table is reduced is decided by what every rank knows, never by what one rank alone knows:
 
 - An optimizer step or ``load_state_dict`` happened since the last reduction. Ranks that call precompute_scales reduce
@@ -16,19 +19,25 @@ When the table is reduced is decided by what every rank knows, never by what one
 
 import itertools
 import warnings
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8RankMismatchError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8RankMismatchError, Float8Warning
 from f8sub.fsdp.agreement import all_arrive, all_same, all_told, tell
+from f8sub.fsdp.findings import Findings
+from f8sub.fsdp.histories import Histories
 from f8sub.fsdp.shard import Shard
-from f8sub.kernels import reference
+from f8sub.kernels import delayed
+from f8sub.kernels.delayed import PastScale
 from f8sub.layers import ConvertedLayers
+from f8sub.linear import Float8Linear
+from f8sub.scaling_state import past_of_weights
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
-from f8sub.torch_compat import all_gather
+from f8sub.torch_compat import all_gather, graph_task
 
 _SLOT = 4
 """A weight's part of the table begins at a multiple of 16 bytes: cuBLASLt reads no scale that lies elsewhere."""
@@ -38,19 +47,27 @@ _RANGE_SLACK = 1.0 + 2.0**-4
 
 
 class ScaleTable:
-    """Amaxes and scales of the weights that one process group shards.
+    """Amaxes and scales of the weights that one process group shards, and what their layers staged.
 
     Attributes:
         generation: number of reductions whose scales are in place.
+        gathers: whether FSDP2 gathers any of the weights as float8; else the table serves the histories alone.
     """
 
-    def __init__(self, layers: ConvertedLayers, group: dist.ProcessGroup, world: int) -> None:
+    def __init__(
+        self, layers: ConvertedLayers, group: dist.ProcessGroup, world: int, ranks: tuple[int, ...]
+    ) -> None:
         self.layers = layers
         self.generation = 0
+        self.gathers = False
         self.shards: list[Shard] = []
         self._mesh_group = group
         self._world = world
-        self._own_group: dist.ProcessGroup | None = None
+        self._ranks = ranks
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._histories: Histories | None = None
+        self._steps_rolled = 0
+        self._rolling = False
         self._work: dist.Work | None = None
         self._unsettled = False
         self._changes_covered = -1
@@ -62,29 +79,34 @@ class ScaleTable:
         self._gathered = False
         self._warned = False
         self._changed_alone: set[int] = set()
-        self._report: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self._amax = self._scale = self._scale_inv = torch.empty(0)
+        self._findings: Findings | None = None
+        self._earlier_findings: Findings | None = None
+        self._table = self._amax = self._staged = self._scale = self._scale_inv = torch.empty(0)
 
-    def set_shards(self, shards: list[Shard]) -> None:
+    def set_shards(self, shards: Mapping[Float8Linear, Shard]) -> None:
         """Lay out the table: shards of one format side by side, the same order on every rank.
 
         Raises:
             Float8ConfigError: some are new and others were gathered already; those read scales where they lie now.
         """
-        if any(shard.gathers for shard in shards):
-            new = next(shard.fqn for shard in shards if not shard.gathers)
+        if any(shard.gathers for shard in shards.values()):
+            new = next(shard.fqn for shard in shards.values() if not shard.gathers)
             raise Float8ConfigError(
                 f"{new}: its weight was sharded after other layers of the same model were trained or run; call "
                 "fully_shard on every part of a model before its first forward"
             )
         self.settle()
-        self.shards = sorted(shards, key=lambda shard: (str(shard.format), shard.fqn))
+        self.gathers = any(layer.float8_all_gather for layer in shards)
+        with_histories = {layer: shard for layer, shard in shards.items() if shard.state is not None}
+        self.shards = sorted(dict.fromkeys(shards.values()), key=lambda s: (str(s.format), s.margin, s.fqn))
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in self.shards)]
         slots = [size + -size % _SLOT for size in sizes]
         device = self.shards[0].layout.device
         with torch.inference_mode(mode=False):
-            # The last entry is the lane for a weight that changed on some ranks only.
-            self._amax = torch.zeros(sum(slots) + 1, device=device)
+            # Weights, a lane for one that changed on some ranks only, and what the histories staged.
+            parts = [sum(slots) + 1, Histories.size(len(with_histories))]
+            self._table = torch.zeros(sum(parts), device=device)
+            self._amax, self._staged = self._table.split(parts)
             self._scale = torch.ones(sum(slots), device=device)
             self._scale_inv = torch.ones_like(self._scale)
             start = 0
@@ -102,6 +124,7 @@ class ScaleTable:
         self._runs = None
         self._tensorwise = [s for s in self.shards if s.wire.table_tile.is_whole]
         self._finer = [s for s in self.shards if s not in self._tensorwise]
+        self._histories = Histories(with_histories, device) if with_histories else None
         self._changes_covered = -1
 
     @property
@@ -109,9 +132,23 @@ class ScaleTable:
         """Whether the weights changed, as every rank knows, since the last reduction began."""
         return self._changes_covered != self.layers.changes
 
+    @property
+    def roll_due(self) -> bool:
+        """Whether an optimizer stepped, as every rank knows, since the histories rolled last.
+
+        Never in a backward pass: what that recomputes has the forward's scales, though an optimizer steps in it.
+        """
+        rolled = max(self._steps_rolled, self.layers.loaded_at)
+        return self._histories is not None and self.layers.steps > rolled and graph_task() == -1
+
     def request(self) -> None:
         """Reduce now, on every rank that calls this, unless one of them does not."""
-        if self.pending or self._world == 1:
+        if not self.gathers:
+            findings, self._earlier_findings = self._earlier_findings, None
+            if findings is not None:
+                findings.tell()
+            return
+        if self.pending or self.roll_due or self._world == 1:
             self.reduce()
             return
         self._requests += 1
@@ -121,24 +158,37 @@ class ScaleTable:
         else:
             self._requested = True
 
+    def roll(self) -> None:
+        """Roll the histories now where no all-gather will ask for scales."""
+        if not self.gathers and self.roll_due:
+            self._earlier_findings, self._findings = self._findings, None
+            self.reduce()
+            self.settle()
+
     def reduce(self) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
 
         Raises:
-            Float8NumericsError: the reduction before this one found NaN or infinity in a weight.
+            Float8NumericsError: the reduction before this one found NaN or infinity in a weight, an x or a dy.
         """
         self.settle()
-        self._raise_reported()
+        findings, self._findings = self._findings, None
+        if findings is not None:
+            findings.tell()
+        self._rolling = self.roll_due
+        table, group = self._amax, self.own_group if self._world > 1 else None
         with torch.inference_mode(mode=False), torch.no_grad():
             self._take_amaxes()
-            if self._world > 1:
-                self._work = dist.all_reduce(
-                    self._amax, dist.ReduceOp.MAX, group=self.own_group, async_op=True
-                )
+            if self._rolling and self._histories is not None:
+                self._histories.take(self._staged)
+                table, group = self._table, self._group_of(self._ranks) if len(self._ranks) > 1 else None
+            if group is not None:
+                self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=group, async_op=True)
         self._changes_covered = self.layers.changes
+        self._steps_rolled = self.layers.steps if self._rolling else self._steps_rolled
         self._requested = False
         self._unsettled = True
-        if self._world == 1:
+        if group is None:
             self.settle()
 
     def settle(self) -> None:
@@ -150,11 +200,14 @@ class ScaleTable:
             self._work = None
         self._unsettled = False
         with torch.inference_mode(mode=False), torch.no_grad():
+            met, layers = self._staged[:0], []
+            if self._rolling and self._histories is not None:
+                met, layers = self._histories.roll(self._staged, self._amax), self._histories.layers
             for shards in self._same_rule():
                 self._write_scales(shards)
             for shard in self.shards:
                 shard.keep_scales()
-            self._keep_report()
+            self._findings = Findings(self._amax, self.shards, met, layers)
         self.generation += 1
         self._requests = 0
 
@@ -175,7 +228,7 @@ class ScaleTable:
         if dtype is not None:
             self._check_param_dtype(shard, dtype)
         shard.gathers += 1
-        if self.pending:
+        if self.pending or self.roll_due:
             self._warn_missed()
             self.reduce()
         self.settle()
@@ -233,11 +286,13 @@ class ScaleTable:
 
     @property
     def own_group(self) -> dist.ProcessGroup:
-        """A process group of the table's ranks that nothing else uses."""
-        if self._own_group is None:
-            ranks = dist.get_process_group_ranks(self._mesh_group)
-            self._own_group = dist.new_group(ranks, use_local_synchronization=True)
-        return self._own_group
+        """A process group of the ranks that shard the weights, that nothing else uses."""
+        return self._group_of(tuple(sorted(dist.get_process_group_ranks(self._mesh_group))))
+
+    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._groups[ranks]
 
     def _check_param_dtype(self, shard: Shard, dtype: torch.dtype) -> None:
         """At the first all-gather; a difference would make weights that are gathered plainly differ in size.
@@ -292,7 +347,7 @@ class ScaleTable:
         """The weights whose scales come from the table, those that are made alike together."""
         if self._runs is None:
             from_table = [shard for shard in self.shards if not shard.wire.carries_scales]
-            runs = itertools.groupby(from_table, key=lambda shard: (shard.format, shard.dtype))
+            runs = itertools.groupby(from_table, key=lambda s: (s.format, s.margin, s.dtype))
             self._runs = [list(run) for _, run in runs]
         return self._runs
 
@@ -300,16 +355,21 @@ class ScaleTable:
         """Make the scales of weights of one format and dtype, which lie side by side in the table."""
         if shards[0].format.scale_rule.stored_as != torch.float32:
             for shard in shards:
-                self._write(shard, shard.amax, shard.scale, shard.scale_inv)
+                self._write(shard, shard.amax, shard.scale, shard.scale_inv, None)
             return
         first, last = shards[0].amax, shards[-1].amax
         part = slice(first.storage_offset(), last.storage_offset() + last.numel())
-        self._write(shards[0], self._amax[part], self._scale[part], self._scale_inv[part])
+        states = [shard.state for shard in shards if shard.state is not None]
+        past = past_of_weights(states, _SLOT) if states else None
+        self._write(shards[0], self._amax[part], self._scale[part], self._scale_inv[part], past)
 
     @staticmethod
-    def _write(shard: Shard, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
+    def _write(
+        shard: Shard, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, past: PastScale | None
+    ) -> None:
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
-        made = reference.scales_or_nan(amax.to(shard.dtype).float(), shard.format)
+        rounded = amax.to(shard.dtype).float()
+        made = delayed.scales_or_nan(rounded, shard.format, past)
         scale.copy_(made.scale)
         with _unsafe_preserve_version_counter(scale_inv):
             scale_inv.copy_(made.scale_inv)
@@ -326,42 +386,6 @@ class ScaleTable:
                     self._runs = None
                     if not shard.wire.carries_scales:
                         self._write_scales([shard])
-
-    def _keep_report(self) -> None:
-        """Copy what is worth telling to the host without waiting for it; read before the next reduction."""
-        found = torch.cat([self._amax[:-1].isinf(), self._amax[-1:]])
-        if not found.is_cuda:
-            self._report = (found, None)
-            return
-        event = torch.cuda.Event()
-        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
-        event.record()
-        self._report = (host, event)
-
-    def _raise_reported(self) -> None:
-        if self._report is None:
-            return
-        found, event = self._report
-        self._report = None
-        if event is not None:
-            event.synchronize()
-        if not found.any():
-            return
-        if (alone := int(found[-1])) > 0:
-            warnings.warn(
-                f"{self.shards[alone - 1].fqn}: its weight changed on some ranks and not on others since scales "
-                "were computed; the ranks gathered it with the scales from before the change, and what those could "
-                "not hold as NaN. Change a sharded weight on every rank alike, then call precompute_scales(model)",
-                Float8Warning,
-                stacklevel=4,
-            )
-        names = [s.fqn for s in self.shards if found[s.amax.storage_offset() :][: s.amax.numel()].any()]
-        if names:
-            raise Float8NumericsError(
-                f"NaN or infinity in the master weight of {', '.join(names)} (on this or another rank) when scales "
-                "were last computed; its float8 codes have been NaN since. Restore the weights from a checkpoint, "
-                "and look at the gradients of the optimizer step before: gradient norm, learning rate, loss scale"
-            )
 
     def _warn_missed(self) -> None:
         if self.generation == 0 or self._warned:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
+from f8sub.scaling_state import ScalingState
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight, master_of
 
@@ -26,6 +27,7 @@ class ShardLayout:
         offset: (row, column) of the shard's first element.
         group: the ranks that hold the other shards.
         world: how many they are.
+        ranks: all that hold a part or a copy of the weight: its group's and, under HSDP, those of its replicas.
         device: type of the device that gathers; under CPU offload the shard itself lies on the CPU.
     """
 
@@ -35,6 +37,7 @@ class ShardLayout:
     offset: tuple[int, int]
     group: dist.ProcessGroup
     world: int
+    ranks: tuple[int, ...]
     device: str
 
     @classmethod
@@ -58,7 +61,8 @@ class ShardLayout:
         chunk = -(-weight.shape[dim] // world)  # torch.chunk's rule, which FSDP2 shards by
         start = min(rank * chunk, weight.shape[dim])
         offset = (start, 0) if dim == 0 else (0, start)
-        return cls((rows, cols), dim, chunk, offset, mesh.get_group(mesh_dim), world, mesh.device_type)
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        return cls((rows, cols), dim, chunk, offset, mesh.get_group(mesh_dim), world, ranks, mesh.device_type)
 
 
 _ALIGNMENT = 16
@@ -148,10 +152,19 @@ class Shard:
         scale_inv: as the format stores it; the unsharded tensor's scales are this very tensor, unless the wire
             carries them.
         global_scale_inv: likewise, where the format's scales have two levels.
+        state: of delayed scaling; None for current scaling.
     """
 
-    def __init__(self, fqn: str, master: MasterWeight, layout: ShardLayout, format: Float8Format) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        master: MasterWeight,
+        layout: ShardLayout,
+        format: Float8Format,
+        state: ScalingState | None,
+    ) -> None:
         self.fqn = fqn
+        self.state = state
         self.master = master
         self.layout = layout
         self.wire = WireFormat(format, layout)
@@ -175,6 +188,11 @@ class Shard:
     def table_shape(self) -> tuple[int, int]:
         """Shape of the weight's entries in the amax table."""
         return self.wire.table_tile.scale_shape(self.layout.shape)
+
+    @property
+    def margin(self) -> float:
+        """Headroom of a first scale; -1, which no delayed scaling has, for current scaling."""
+        return -1.0 if self.state is None else self.state.scaling.margin
 
     @property
     def stale(self) -> bool:

@@ -10,7 +10,7 @@ import math
 import torch
 
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels import reference
+from f8sub.kernels import delayed, reference
 
 _MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32)
 """``-0 + scale * x`` is the float32 product of a bfloat16 ``x``, signed zeros too, in one operator."""
@@ -44,6 +44,35 @@ def quantize(
         data, scale_inv = row[:2] if row is not None and rowwise == columnwise else _cast(x, amax, columnwise)
         col = Operand(data.t() if any_layout else torch.t_copy(data), scale_inv, columnwise)
     return row, col
+
+
+def quantize_delayed(
+    x: torch.Tensor,
+    past: delayed.PastScale,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    any_layout: bool = False,
+) -> tuple[Operand | None, Operand | None, torch.Tensor]:
+    """``delayed.quantize`` of a CPU tensor; goes there for odd tensors."""
+    format = rowwise or columnwise
+    if format is None or not x.numel() or not x.is_contiguous():
+        return delayed.quantize(x, past, rowwise, columnwise, any_layout)
+    lowest, highest = torch.aminmax(x)
+    amax: float = max(highest.item(), -lowest.item())
+    if not amax <= reference.LARGEST:
+        return delayed.quantize(x, past, rowwise, columnwise, any_layout)
+    scale: float = past.scale.item()
+    if scale == 0.0:
+        scale = max(scale_from_amax(amax * 2.0**past.margin, format), delayed.SMALLEST_SCALE)
+    if past.covers and amax != 0.0:
+        scale = min(scale, scale_from_amax(amax, format))
+    scaled = torch.add(_MINUS_ZERO, x, alpha=scale)
+    if amax * scale > format.max:
+        scaled = scaled.clamp_(-format.max, format.max)
+    operand = Operand(scaled.to(format.dtype), torch.full((1, 1), 1.0 / scale, dtype=torch.float32), format)
+    row = None if rowwise is None else operand
+    col = None if columnwise is None else reference.transposed(operand, columnwise, any_layout)
+    return row, col, torch.full((1, 1), amax, dtype=torch.float32)
 
 
 def _cast(x: torch.Tensor, amax: float, format: Float8Format) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,7 +49,7 @@ def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
         float32, ``tile.scale_shape(x.shape)``; 0 for a tile with no finite element. NaN and infinity take no
         part, so that one bad element does not decide the scale of its neighbours.
     """
-    return _largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), tile)
+    return largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), tile)
 
 
 def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torch.Tensor:
@@ -69,7 +69,7 @@ def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torc
     ]
     if any(before):
         shard = torch.nn.functional.pad(shard, (before[1], 0, before[0], 0))
-    return torch.nan_to_num(_largest(shard, tile), nan=torch.inf, posinf=torch.inf)
+    return torch.nan_to_num(largest(shard, tile), nan=torch.inf, posinf=torch.inf)
 
 
 def first_tile(tile: Tile, offset: tuple[int, int]) -> tuple[int, int]:
@@ -81,7 +81,8 @@ def first_tile(tile: Tile, offset: tuple[int, int]) -> tuple[int, int]:
     return row, col
 
 
-def _largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+def largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Largest magnitude of each tile, as ``amax``; infinity or NaN where an element is."""
     if x.numel() == 0:
         return x.new_zeros(tile.scale_shape((x.shape[0], x.shape[1])), dtype=torch.float32)
     a = x.abs()
@@ -232,7 +233,7 @@ def quantize(
         return row, _quantize_as_stored(x.t().contiguous(), columnwise)
     seen_in_x = replace(columnwise, tile=columnwise.tile.t())
     same = row if row is not None and rowwise == seen_in_x else _quantize_as_stored(x, seen_in_x)
-    return row, _transposed(same, columnwise, any_layout)
+    return row, transposed(same, columnwise, any_layout)
 
 
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
@@ -244,7 +245,7 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bo
         any_layout: see ``quantize``.
     """
     if rowwise.format.tile.is_transpose_of(columnwise.tile):
-        return _transposed(rowwise, columnwise, any_layout)
+        return transposed(rowwise, columnwise, any_layout)
     derived = quantize(dequantize(rowwise, torch.float32), None, columnwise, any_layout)[1]
     if derived is None:
         raise RuntimeError("quantize returned no columnwise operand for a columnwise format")
@@ -309,7 +310,8 @@ def _values(operand: Operand) -> torch.Tensor:
     return values if global_scale_inv is None else values * global_scale_inv
 
 
-def _transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Operand:
+def transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Operand:
+    """The same codes stored transposed, or seen so where ``any_layout``; read as ``format`` says."""
     scale_inv = operand.scale_inv
     if scale_inv.numel() > 1:
         # flatten and view: contiguous() leaves a (1, n) scale's odd strides in place, which _scaled_mm refuses.

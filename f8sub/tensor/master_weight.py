@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from f8sub import backends
 from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.delayed import PastScale
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -50,7 +51,7 @@ class Cell:
     def __init__(self, storage: StorageWeakRef | None) -> None:
         self.epoch = 0
         self.storage = storage
-        self.cast: tuple[tuple[tuple[int, int], Float8Format, torch.dtype], Operand] | None = None
+        self.cast: tuple[tuple[tuple[int, int], Float8Format, torch.dtype, int], Operand] | None = None
         self.layers: Any = None
         self.fqn = ""
         self.taken = False
@@ -290,7 +291,12 @@ def describe(func: Any) -> Operator:
 
 
 def rowwise_of(
-    weight: MasterWeight, format: Float8Format, dtype: torch.dtype, through: torch.dtype | None = None
+    weight: MasterWeight,
+    format: Float8Format,
+    dtype: torch.dtype,
+    through: torch.dtype | None = None,
+    past: PastScale | None = None,
+    generation: int = 0,
 ) -> Operand:
     """A master weight's rowwise operand, cast once and kept until the weight changes.
 
@@ -301,25 +307,31 @@ def rowwise_of(
         format: format of the codes.
         dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
         through: the weight is rounded to this before that; the dtype that it has in the model, where that is another.
+        past: the scale that the weight's past amaxes gave; None for current scaling.
+        generation: another number for every other ``past``.
     """
     if torch.compiler.is_compiling():
-        return _quantize_rowwise(weight.to(through or dtype).to(dtype), format)
-    cell, key = weight.cell, (weight.state, format, dtype)
+        return quantize_rowwise(weight.to(through or dtype).to(dtype), format, past)
+    cell, key = weight.cell, (weight.state, format, dtype, generation)
     owned = weight.owns_storage
     if owned and cell.cast is not None and cell.cast[0] == key:
         return cell.cast[1]
     if torch.is_inference_mode_enabled():
         # The cast outlives this forward, and a later backward cannot save inference tensors.
         with torch.inference_mode(mode=False):
-            operand = _quantize_rowwise(weight.plain.to(through or dtype).to(dtype), format)
+            operand = quantize_rowwise(weight.plain.to(through or dtype).to(dtype), format, past)
     else:
-        operand = _quantize_rowwise(weight.plain.to(through or dtype).to(dtype), format)
+        operand = quantize_rowwise(weight.plain.to(through or dtype).to(dtype), format, past)
     cell.cast = (key, operand) if owned else None
     return operand
 
 
-def _quantize_rowwise(weight: torch.Tensor, format: Float8Format) -> Operand:
-    operand = backends.quantize(weight, format, None)[0]
+def quantize_rowwise(weight: torch.Tensor, format: Float8Format, past: PastScale | None) -> Operand:
+    """A high-precision weight's rowwise operand, by its current amax or as ``past`` says; see ``rowwise_of``."""
+    if past is None:
+        operand = backends.quantize(weight, format, None)[0]
+    else:
+        operand = backends.quantize_delayed(weight, past, format, None)[0]
     if operand is None:
         raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
     return operand

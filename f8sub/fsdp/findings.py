@@ -1,0 +1,96 @@
+"""Layer 5. What a reduction finds that is worth telling: NaN, infinity, and weights that changed on some ranks only."""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from f8sub.errors import Float8NumericsError, Float8Warning
+from f8sub.fsdp.shard import Shard
+from f8sub.linear import Float8Linear
+from f8sub.scaling_state import OPERANDS
+
+
+class HostCopy:
+    """A small tensor on its way to the host, which nothing waits for before it is read."""
+
+    def __init__(self, found: torch.Tensor) -> None:
+        self._found = found
+        self._event: torch.cuda.Event | None = None
+        if found.is_cuda:
+            self._event = torch.cuda.Event()
+            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
+            self._event.record()
+
+    @property
+    def there(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> torch.Tensor:
+        """The values, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._found
+
+
+class Findings:
+    """Of one reduction of a scale table.
+
+    Args:
+        amax: the table's amaxes of weights, and as the last entry the lane of one that changed on some ranks.
+        shards: the weights.
+        met: float32, (layers, 3): not 0 where a layer's x or dy was not finite.
+        layers: those of ``met``.
+    """
+
+    def __init__(
+        self, amax: torch.Tensor, shards: Sequence[Shard], met: torch.Tensor, layers: Sequence[Float8Linear]
+    ) -> None:
+        self._copy = HostCopy(torch.cat([amax[:-1].isinf(), amax[-1:], met.flatten()]))
+        self._weights, self._shards, self._layers = len(amax) - 1, shards, layers
+
+    def tell(self) -> None:
+        """Warn and raise as needed, on every rank alike.
+
+        Raises:
+            Float8NumericsError: NaN or infinity in a weight, an x or a dy; names the layers.
+        """
+        found = self._copy.read()
+        if not found.any():
+            return
+        weights, met = found[: self._weights], found[self._weights + 1 :]
+        if (alone := int(found[self._weights])) > 0:
+            warnings.warn(
+                f"{self._shards[alone - 1].fqn}: its weight changed on some ranks and not on others since scales "
+                "were computed; the ranks gathered it with the scales from before the change, and what those could "
+                "not hold as NaN. Change a sharded weight on every rank alike, then call precompute_scales(model)",
+                Float8Warning,
+                stacklevel=5,
+            )
+        bad = [s.fqn for s in self._shards if weights[s.amax.storage_offset() :][: s.amax.numel()].any()]
+        messages = []
+        if bad:
+            messages.append(
+                f"NaN or infinity in the master weight of {', '.join(bad)} (on this or another rank) when scales "
+                "were last computed; its float8 codes have been NaN since. Restore the weights from a checkpoint, "
+                "and look at the gradients of the optimizer step before: gradient norm, learning rate, loss scale"
+            )
+        if met.any():
+            messages.append(non_finite(operands_met(self._layers, met.view(-1, len(OPERANDS)))))
+        if messages:
+            raise Float8NumericsError(". ".join(messages))
+
+
+def operands_met(layers: Sequence[Float8Linear], met: torch.Tensor) -> list[str]:
+    """``"dy of layers.1"`` for every entry of ``met``, (layers, 3), that is not 0."""
+    return [f"{OPERANDS[column]} of {layers[row].fqn}" for row, column in met.nonzero().tolist()]
+
+
+def non_finite(operands: Sequence[str]) -> str:
+    """What to say of operands whose amax was left out of the histories."""
+    return (
+        f"NaN or infinity in {', '.join(operands)} (on this or another rank) in the last steps; delayed scaling left "
+        "those amaxes out of its histories. Look at the data, the learning rate and the loss scale"
+    )

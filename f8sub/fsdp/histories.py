@@ -1,0 +1,112 @@
+"""Layer 5. The amax histories of delayed scaling: rolled with a scale table's reduction, or on this rank alone."""
+
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+
+from f8sub.fsdp.findings import HostCopy, operands_met
+from f8sub.fsdp.shard import Shard
+from f8sub.linear import Float8Linear, local_tensor
+from f8sub.scaling_state import OPERANDS, ScalingState, Staged, W, roll
+from f8sub.tensor.master_weight import MasterWeight
+
+
+class Histories:
+    """The layers of one scale table that keep amax histories.
+
+    Their staged amaxes and flags for NaN and infinity are a part of the table, (2, layers, 3) in all, and so of its
+    one all-reduce. A weight's amax is the table's own.
+    """
+
+    def __init__(self, shards: Mapping[Float8Linear, Shard], device: str) -> None:
+        self.layers = sorted(shards, key=lambda layer: layer.fqn)
+        self.states = [layer.scaling_state(layer.plan.recipe) for layer in self.layers]
+        shared = [state.scaling.reduce_amax for state in self.states]
+        self._shared = None if all(shared) else torch.tensor(shared, device=device)[:, None]
+        positions = [shards[layer].amax.storage_offset() for layer in self.layers]
+        self._weights = torch.tensor(positions, device=device)
+        self._own = torch.empty(0)
+
+    @staticmethod
+    def size(layers: int) -> int:
+        """Number of entries in the table."""
+        return 2 * layers * len(OPERANDS)
+
+    def take(self, region: torch.Tensor) -> None:
+        """Write what was staged into the table's ``region``, (size,)."""
+        self._own, met = Staged.of(self.states)
+        shared = self._own if self._shared is None else self._own * self._shared
+        region.copy_(torch.stack((shared, met)).flatten())
+
+    def roll(self, region: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
+        """Roll with the reduced ``region``.
+
+        Args:
+            region: (size,).
+            weight_amax: the table's amaxes of weights; infinity for one that is not finite.
+
+        Returns:
+            float32, (layers, 3): not 0 where NaN or infinity was met on any rank.
+        """
+        staged, met = region.view(2, -1, 3).clone().unbind()
+        if self._shared is not None:
+            staged = torch.where(self._shared, staged, self._own)
+        weights = weight_amax[self._weights]
+        staged[:, W] = weights.where(weights.isfinite(), 0.0)
+        roll(self.states, staged)
+        return met
+
+
+class LocalHistories:
+    """The amax histories that no other rank has a part in: of layers that are not sharded."""
+
+    def __init__(self) -> None:
+        self._copy: tuple[list[Float8Linear], HostCopy] | None = None
+        self._met: list[str] = []
+
+    def roll(
+        self, layers: Sequence[tuple[Float8Linear, ScalingState]], sharded: Container[Float8Linear]
+    ) -> None:
+        """Roll by what was staged on this rank and by the weights as they are.
+
+        Args:
+            layers: each with a state of its own.
+            sharded: layers whose weight this rank does not see whole; those stay without a scale of its past.
+        """
+        if not layers:
+            return
+        if self._copy is not None:
+            self._read()
+        of_layer, states = [layer for layer, _ in layers], [state for _, state in layers]
+        staged, met = Staged.of(states)
+        with torch.no_grad():
+            whole = torch.tensor([layer not in sharded for layer in of_layer], device=staged.device)
+            amaxes = weight_amaxes([local_tensor(layer.weight) for layer in of_layer]).to(staged)
+            staged[:, W] = amaxes.where(amaxes.isfinite() & whole, 0.0)
+            met[:, W] = (~amaxes.isfinite()).float()
+            self._copy = of_layer, HostCopy(met)
+            roll(states, staged)
+
+    def non_finite(self) -> list[str]:
+        """What NaN or infinity was met in, as far as is known without waiting; each is told once."""
+        if self._copy is not None and self._copy[1].there:
+            self._read()
+        met, self._met = self._met, []
+        return met
+
+    def _read(self) -> None:
+        if self._copy is not None:
+            layers, copy = self._copy
+            self._met += operands_met(layers, copy.read())
+            self._copy = None
+
+
+def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Largest magnitude of each weight, (len(weights),), float32; 0 of an empty one, infinity or NaN as they are."""
+    plain = [weight.plain if isinstance(weight, MasterWeight) else weight.detach() for weight in weights]
+    filled = [row for row, weight in enumerate(plain) if weight.numel()]
+    amaxes = torch.zeros(len(plain), device=plain[0].device)
+    if filled:
+        norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)
+        amaxes[filled] = torch.stack([norm.float() for norm in norms])
+    return amaxes

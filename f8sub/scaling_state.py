@@ -1,0 +1,241 @@
+"""Layer 4. Delayed scaling's state of a layer: amax histories and scales of x, w and dy, as plain float32 buffers.
+
+A forward and a backward only stage amaxes, as a running maximum, so that a step's microbatches and a recomputed forward
+may come in any number. The histories of all layers roll together, once per optimizer step.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from f8sub import backends
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels import delayed, reference
+from f8sub.kernels.delayed import PastScale
+from f8sub.recipe import DelayedScaling, OperandName, Recipe
+
+OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
+"""The columns of every buffer."""
+
+X, W, DY = range(3)
+
+_generations = itertools.count(1)
+
+
+class ScalingState(torch.nn.Module):
+    """What one layer knows of its tensors' past under one recipe; one column for each of x, w, dy.
+
+    The buffers stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict
+    that has a layer's weight and not its histories is of a model without delayed scaling: they begin anew.
+
+    Attributes:
+        recipe: the recipe that the state belongs to.
+        generation: another number whenever the scales may be others.
+        history: float32, (amax_history_len, 3): staging, then what was staged before, oldest first.
+        scale: float32, (3,); 0 where there is none yet.
+        age: float32, (3,): optimizer steps since the scale was made.
+        non_finite: float32, (3,): 1 where NaN or infinity was met since the last roll. Not part of the state dict.
+    """
+
+    history: torch.Tensor
+    scale: torch.Tensor
+    age: torch.Tensor
+    non_finite: torch.Tensor
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        super().__init__()
+        if recipe.delayed is None:
+            raise RuntimeError(f"recipe {recipe.name!r} has no delayed scaling to keep a state for")
+        self.recipe = recipe
+        self.scaling: DelayedScaling = recipe.delayed
+        self.generation = next(_generations)
+        with torch.inference_mode(mode=False):
+            self.register_buffer("history", torch.zeros(self.scaling.amax_history_len, 3, device=device))
+            for name in ("scale", "age", "non_finite"):
+                self.register_buffer(name, torch.zeros(3, device=device), persistent=name != "non_finite")
+
+    def past(self, operand: int) -> PastScale:
+        """The scale of one column, as kernels take it."""
+        scale = self.scale[operand : operand + 1].view(1, 1)
+        return PastScale(scale, self.scaling.margin, covers=operand == W)
+
+    @property
+    def weight(self) -> tuple[PastScale, int]:
+        """The scale of w and its generation, as ``rowwise_of`` takes them."""
+        return self.past(W), self.generation
+
+    def stage(self, operand: int, amax: torch.Tensor) -> None:
+        """Take an amax into the staging row; one that is not finite is remembered as that and left out.
+
+        Args:
+            operand: the column.
+            amax: float32, (1, 1).
+        """
+        finite = amax.isfinite().view(())
+        staged, met = self.history[0, operand], self.non_finite[operand]
+        staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
+        met.copy_(torch.maximum(met, (~finite).float()))
+
+    def reset(self) -> None:
+        """Forget everything: the next step's scales are of its own amaxes."""
+        with torch.no_grad():
+            for buffer in self.buffers():
+                buffer.zero_()
+        self.generation = next(_generations)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "ScalingState":
+        """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
+        for name, buffer in self.named_buffers():
+            device = fn(buffer).device
+            if device != buffer.device:
+                moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                self._buffers[name] = moved
+                self.generation = next(_generations)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if any(key.startswith(prefix) for key in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        self.generation = next(_generations)
+
+
+class Past(NamedTuple):
+    """What a call of a layer needs to know of its state.
+
+    Attributes:
+        state: the layer's.
+        stage: whether the call is one of training, whose amaxes count.
+    """
+
+    state: ScalingState
+    stage: bool
+
+
+def quantize_delayed(
+    past: Past,
+    operand: int,
+    matrix: torch.Tensor,
+    formats: tuple[Float8Format | None, Float8Format | None],
+    any_layout: bool,
+) -> tuple[Operand | None, Operand | None]:
+    """``backends.quantize_delayed`` with the scale of one column; its amax is staged in training."""
+    if formats == (None, None):
+        return None, None
+    row, col, amax = backends.quantize_delayed(matrix, past.state.past(operand), *formats, any_layout)
+    if past.stage:
+        past.state.stage(operand, amax)
+    return row, col
+
+
+def past_of_weights(states: Sequence[ScalingState], apart: int) -> PastScale:
+    """The scales of w of states that have one margin, ``apart`` entries from one to the next, zeros between."""
+    scales = torch.stack([state.scale for state in states])[:, W]
+    spread = scales.new_zeros((len(states) - 1) * apart + 1)
+    spread[::apart] = scales
+    return PastScale(spread, states[0].scaling.margin, covers=True)
+
+
+class Staged(NamedTuple):
+    """What the layers' tensors were since the last roll.
+
+    Attributes:
+        amax: float32, (layers, 3).
+        non_finite: float32, (layers, 3): 1 where NaN or infinity was met.
+    """
+
+    amax: torch.Tensor
+    non_finite: torch.Tensor
+
+    @classmethod
+    def of(cls, states: Sequence[ScalingState]) -> "Staged":
+        """As staged on this rank; the w column is empty."""
+        return cls(
+            torch.stack([state.history[0] for state in states]),
+            torch.stack([state.non_finite for state in states]),
+        )
+
+
+def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
+    """Make scales of the histories and what was staged, and roll: once per optimizer step.
+
+    Args:
+        states: of any recipes, on one device.
+        staged: float32, (len(states), 3): finite amaxes since the last roll, of all ranks where they are shared.
+    """
+    alike = defaultdict(list)
+    for index, state in enumerate(states):
+        alike[state.recipe].append(index)
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for recipe, indices in alike.items():
+            of_recipe = [states[index] for index in indices]
+            _roll_alike(recipe, of_recipe, staged if len(alike) == 1 else staged[indices])
+
+
+def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:
+    scaling = states[0].scaling
+    history = torch.stack([state.history for state in states], 1)
+    scale = torch.stack([state.scale for state in states])
+    age = torch.stack([state.age for state in states])
+    history[0] = staged
+    seen = staged > 0
+    amax = _amax_of(history.flatten(1), scaling).view_as(staged)
+    made = torch.zeros_like(scale)
+    for format, columns in _columns_by_format(recipe).items():
+        part = amax[:, columns], scale[:, columns]
+        made[:, columns] = _scale_of(*part, format, scaling)
+    due = (age + 1 >= scaling.interval) | (scale == 0)
+    scale = torch.where(seen & due & (made > 0), made, scale)
+    age = torch.where(seen, torch.where(due, 0.0, age + 1), age)
+    rolled = torch.where(seen, history.roll(-1, 0), history)
+    rolled[0] = 0.0
+    for name, new in (("history", rolled.unbind(1)), ("scale", scale.unbind()), ("age", age.unbind())):
+        torch._foreach_copy_([getattr(state, name) for state in states], list(new))
+    torch._foreach_zero_([state.non_finite for state in states])
+    for state in states:
+        state.generation = next(_generations)
+
+
+def _amax_of(history: torch.Tensor, scaling: DelayedScaling) -> torch.Tensor:
+    match scaling.amax_compute_algo:
+        case "max":
+            return history.amax(0)
+        case "most_recent":
+            return history[0]
+        case algorithm:
+            return _checked(algorithm(history), history[0], "amax_compute_algo")
+
+
+def _scale_of(
+    amax: torch.Tensor, scale: torch.Tensor, format: Float8Format, scaling: DelayedScaling
+) -> torch.Tensor:
+    if scaling.scaling_factor_compute_algo is None:
+        usable = amax.isfinite() & (amax > 0)
+        return torch.where(usable, delayed.scale_with_margin(amax, format, scaling.margin), 0.0)
+    flat = amax.flatten(), scale.flatten()
+    made = scaling.scaling_factor_compute_algo(*flat, format.max, scaling)
+    made = _checked(made, flat[0], "scaling_factor_compute_algo").view_as(amax)
+    usable = made.isfinite() & (made > 0)
+    return torch.where(usable, made.clamp(delayed.SMALLEST_SCALE, reference.LARGEST_SCALE), 0.0)
+
+
+def _checked(made: Any, like: torch.Tensor, algorithm: str) -> torch.Tensor:
+    if not isinstance(made, torch.Tensor) or made.shape != like.shape:
+        found = f"shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+        raise Float8ConfigError(
+            f"{algorithm} was given {like.numel()} tensors' worth of amaxes and returned {found}; return a tensor of "
+            f"shape {tuple(like.shape)}"
+        )
+    return made.to(like)
+
+
+def _columns_by_format(recipe: Recipe) -> dict[Float8Format, list[int]]:
+    columns = defaultdict(list)
+    for column, operand in enumerate(OPERANDS):
+        row, col = recipe.formats(operand)
+        if format := row or col:
+            columns[format].append(column)
+    return columns

@@ -1,0 +1,532 @@
+"""Delayed scaling of one layer: histories and scales against a simulation, and each trap of TransformerEngine's."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import f8sub
+from f8sub import backends
+from f8sub.kernels import delayed, host, reference
+from f8sub.scaling_state import OPERANDS, ScalingState, X
+from f8sub.tensor.master_weight import rowwise_of
+from tests.data_sets import gaussian, generator
+from tests.delayed_simulation import FP8_MAX, Simulation, scale_of
+from tests.dist.models import Stack, seed_weights
+
+K, N, M = 32, 48, 16
+FORMAT = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}
+BAD = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}
+on_each_bad_value = pytest.mark.parametrize("bad", BAD.values(), ids=list(BAD))
+
+
+def layer_of(**options) -> f8sub.Float8Linear:
+    recipe = f8sub.get_recipe("delayed", **options)
+    return f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N))), recipe=recipe)[0]
+
+
+def state_of(layer: nn.Module) -> ScalingState:
+    (state,) = layer.scaling_states
+    return state
+
+
+def data(seed: int, size: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = generator(seed)
+    return (size * gaussian((M, K), rng)).requires_grad_(), size * gaussian((M, N), rng)
+
+
+def run(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    y = layer(x)
+    y.backward(dy)
+    return y.detach()
+
+
+def optimizer_of(layer: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(layer.parameters(), lr=1e-2)
+
+
+def step(layer: nn.Module, optimizer: torch.optim.Optimizer, seed: int, size: float = 1.0) -> None:
+    run(layer, *data(seed, size))
+    optimizer.step()
+    optimizer.zero_grad()
+    f8sub.precompute_scales(layer)
+
+
+def snapshot(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in layer.named_buffers()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+ALGORITHMS = {
+    "max": ("max", "max"),
+    "most_recent": ("most_recent", "most_recent"),
+    "callable": (
+        lambda history: 4 * history[[0, -1]].amax(0),
+        lambda history: 4 * max(history[0], history[-1]),
+    ),
+}
+SIZES = [1.0, 8.0, 0.25, 0.01, 3.0, 0.5, 0.5, 16.0, 2.0]
+
+
+@pytest.mark.parametrize("interval", [1, 3], ids=["every-step", "interval3"])
+@pytest.mark.parametrize("margin", [0, 2], ids=["margin0", "margin2"])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent", "callable"])
+@pytest.mark.parametrize("length", [1, 3, 31])
+def test_histories_and_scales_are_the_simulations(length, algorithm, margin, interval):
+    """Two microbatches a step; the weight's amax is that of the weight that is cast next."""
+    chosen, simulated = ALGORITHMS[algorithm]
+    layer = layer_of(amax_history_len=length, amax_compute_algo=chosen, margin=margin, interval=interval)
+    tensors = {
+        name: Simulation(length, FP8_MAX[FORMAT[name]], simulated, margin, interval) for name in OPERANDS
+    }
+    optimizer, state = optimizer_of(layer), state_of(layer)
+    for number, size in enumerate(SIZES):
+        for microbatch in range(2):
+            x, dy = data(10 * number + microbatch, size)
+            run(layer, x, dy)
+            tensors["x"].stage(x.abs().max().item())
+            tensors["dy"].stage(dy.abs().max().item())
+        staged = [tensors["x"].history[0], 0.0, tensors["dy"].history[0]]
+        assert state.history[0].tolist() == staged
+        optimizer.step()
+        optimizer.zero_grad()
+        tensors["w"].stage(layer.weight.detach().abs().max().item())
+        f8sub.precompute_scales(layer)
+        for column, name in enumerate(OPERANDS):
+            tensors[name].update()
+            assert state.history[:, column].tolist() == tensors[name].history, (name, number)
+            assert state.scale[column].item() == tensors[name].scale, (name, number)
+
+
+def test_a_first_step_is_scaled_by_its_own_amaxes():
+    """A dy that scale 1 would flush to zero, and an x that it would saturate: as tensorwise scaling casts them."""
+    expected = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N))), recipe="tensorwise")[0]
+    layer = layer_of()
+    results = []
+    for each in (layer, expected):
+        x, dy = data(1)
+        x = (1e5 * x).detach().requires_grad_()
+        results.append((run(each, x, 1e-9 * dy), x.grad, each.weight.grad))
+    for found, right in zip(*results, strict=True):
+        assert torch.equal(found, right)
+        assert found.count_nonzero() > 0
+
+
+def test_the_margin_holds_for_a_first_step_too():
+    x, _ = data(1)
+    with torch.no_grad():
+        wide, narrow = layer_of(margin=5)(x), layer_of()(x)
+    assert not torch.equal(wide, narrow)
+    scale = scale_of(x.abs().max().item(), 448.0, 5)
+    layer = layer_of(margin=5)
+    row, _, _ = backends.quantize_delayed(
+        x.detach(), state_of(layer).past(X), layer.plan.recipe.fprop.a, None
+    )
+    assert row.scale_inv.item() == np.float32(1) / scale
+
+
+def test_a_step_uses_the_scales_of_the_steps_before_and_saturates():
+    layer = layer_of(amax_history_len=4)
+    optimizer = optimizer_of(layer)
+    step(layer, optimizer, 1)
+    x, _ = data(2)
+    with torch.no_grad():
+        inside, outside = layer(x), layer(1000.0 * x)
+    assert outside.isfinite().all()
+    limit = 448.0 / state_of(layer).scale[0]
+    clamped = layer((1000.0 * x).clamp(-limit, limit).detach())
+    assert torch.equal(outside, clamped.detach())
+    assert not torch.equal(inside, outside)
+
+
+@on_each_bad_value
+@pytest.mark.parametrize("operand", ["x", "dy"])
+def test_a_non_finite_amax_never_enters_the_history_and_is_reported(operand, bad):
+    layer = layer_of(amax_history_len=4)
+    optimizer = optimizer_of(layer)
+    step(layer, optimizer, 1)
+    x, dy = data(2)
+    with torch.no_grad():
+        (x if operand == "x" else dy)[3, 4] = bad
+    y = run(layer, x, dy)
+    spoiled = torch.arange(M) == 3
+    result = y if operand == "x" else x.grad
+    assert result[spoiled].isnan().all()
+    assert result[~spoiled].isfinite().all()
+    assert state_of(layer).history.isfinite().all()
+    layer.weight.grad = layer.bias.grad = None
+    run(layer, *data(3))
+    staged = state_of(layer).history[0].clone()
+    optimizer.step()
+    with pytest.raises(f8sub.Float8NumericsError, match=rf"{operand} of 0 "):
+        f8sub.precompute_scales(layer)
+    assert state_of(layer).history.isfinite().all()
+    assert state_of(layer).scale.isfinite().all()
+    assert torch.equal(state_of(layer).history[-1, [0, 2]], staged[[0, 2]])
+    f8sub.precompute_scales(layer)  # told once
+
+
+@on_each_bad_value
+def test_a_non_finite_weight_never_enters_the_history_and_is_reported(bad):
+    layer = layer_of(amax_history_len=4)
+    optimizer = optimizer_of(layer)
+    step(layer, optimizer, 1)
+    before = state_of(layer).history[:, 1].clone()
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    with torch.no_grad():
+        layer.weight[0, 0] = bad
+    optimizer.step()
+    with pytest.raises(f8sub.Float8NumericsError, match="w of 0 "):
+        f8sub.precompute_scales(layer)
+    assert torch.equal(state_of(layer).history[:, 1], before)
+    with torch.no_grad():
+        assert layer(data(2)[0])[:, 0].isnan().all()
+
+
+def test_eval_and_no_grad_leave_the_state_alone():
+    layer = layer_of()
+    step(layer, optimizer_of(layer), 1)
+    before = snapshot(layer)
+    with torch.no_grad():
+        layer(data(2, 100.0)[0])
+    with torch.inference_mode():
+        layer(data(2, 100.0)[0])
+    layer.eval()
+    run(layer, *data(3, 100.0))
+    assert_same(snapshot(layer), before)
+    layer.train()
+    run(layer, *data(3, 100.0))
+    assert state_of(layer).history[0, 0] > 100
+
+
+def test_histories_roll_once_a_step_whoever_asks():
+    """Not per microbatch, not per call of precompute_scales, not for load_state_dict."""
+    layer = layer_of(amax_history_len=8)
+    optimizer = optimizer_of(layer)
+    for _ in range(3):
+        run(layer, *data(1))
+    optimizer.step()
+    rolled = snapshot(layer)
+    assert (state_of(layer).history != 0).sum(0).tolist() == [1, 1, 1]
+    for _ in range(2):
+        f8sub.precompute_scales(layer)
+    layer.load_state_dict(copy.deepcopy(layer.state_dict()))
+    f8sub.precompute_scales(layer)
+    with torch.no_grad():
+        layer(data(2)[0])
+    assert_same(snapshot(layer), rolled)
+
+
+def test_a_tensor_that_is_all_zero_keeps_its_scale_and_its_history():
+    layer = layer_of(amax_history_len=2)
+    optimizer = optimizer_of(layer)
+    step(layer, optimizer, 1)
+    before = snapshot(layer)
+    for _ in range(3):
+        run(layer, torch.zeros(M, K, requires_grad=True), torch.zeros(M, N))
+        optimizer.step()
+    after = snapshot(layer)
+    for name in ("history", "scale"):
+        key = f"scaling_states.0.{name}"
+        assert torch.equal(after[key][..., [0, 2]], before[key][..., [0, 2]])
+
+
+def test_the_weight_never_saturates():
+    """Its amax enters before it is cast; where the interval or a callable leaves a larger scale, that is lowered."""
+    for options in ({}, {"interval": 100}, {"scaling_factor_compute_algo": lambda a, s, m, r: 100 * m / a}):
+        layer = layer_of(amax_history_len=1, **options)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+        for number in range(3):
+            with torch.no_grad():
+                layer.weight.mul_(10.0)
+            step(layer, optimizer, number)
+            format = layer.plan.recipe.fprop.b
+            operand = rowwise_of(layer.weight, format, torch.float32, None, *state_of(layer).weight)
+            found = reference.dequantize(operand, torch.float32)
+            assert (found - layer.weight).abs().max() <= layer.weight.abs().max() / 16
+
+
+def test_a_scaling_factor_algorithm_is_asked_with_amaxes_scales_and_the_recipe():
+    asked = []
+
+    def algorithm(amax, scale, fp8_max, recipe):
+        asked.append((amax.clone(), scale.clone(), fp8_max, recipe))
+        return torch.full_like(amax, fp8_max / 7.0)
+
+    layer = layer_of(scaling_factor_compute_algo=algorithm, margin=3)
+    x, dy = data(1)
+    run(layer, x, dy)
+    optimizer_of(layer).step()
+    by_max = {fp8_max: (amax, scale, recipe) for amax, scale, fp8_max, recipe in asked}
+    assert set(by_max) == {448.0, 57344.0}
+    assert by_max[448.0][0].tolist() == [x.abs().max().item(), layer.weight.abs().max().item()]
+    assert by_max[57344.0][0].tolist() == [dy.abs().max().item()]
+    assert all(scale.eq(0).all() and recipe.margin == 3 for _, scale, recipe in by_max.values())
+    assert state_of(layer).scale.tolist() == pytest.approx([64.0, 64.0, 8192.0])
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_what_is_no_scale_is_not_used(value):
+    layer = layer_of(scaling_factor_compute_algo=lambda amax, *_: torch.full_like(amax, value))
+    run(layer, *data(1))
+    optimizer_of(layer).step()
+    assert state_of(layer).scale.tolist() == [0.0, 0.0, 0.0]
+    assert layer(data(2)[0]).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["amax_compute_algo", "scaling_factor_compute_algo"])
+def test_an_algorithm_that_returns_something_else_is_told(name):
+    layer = layer_of(**{name: lambda *_: torch.ones(())})
+    run(layer, *data(1))
+    with pytest.raises(f8sub.Float8ConfigError, match=rf"{name}.*shape \(\).*return a tensor of shape"):
+        optimizer_of(layer).step()
+
+
+def test_recipes_that_differ_in_an_algorithm_share_no_state():
+    first, second = (f8sub.get_recipe("delayed", amax_compute_algo=name) for name in ("max", "most_recent"))
+    layer = layer_of(amax_compute_algo="max")
+    assert layer.scaling_state(first) is state_of(layer)
+    other = layer.scaling_state(second)
+    assert other is not layer.scaling_state(first)
+    assert layer.scaling_state(second) is other
+    run(layer, *data(1))
+    assert other.history.count_nonzero() == 0
+    assert len({key for key in layer.state_dict() if key.endswith("history")}) == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+def test_activation_checkpointing_changes_nothing(reentrant):
+    plain, recomputed = layer_of(amax_history_len=3), layer_of(amax_history_len=3)
+    optimizers = [optimizer_of(layer) for layer in (plain, recomputed)]
+    for number in range(4):
+        results = []
+        for layer in (plain, recomputed):
+            x, dy = data(number, 2.0**number)
+            y = layer(x) if layer is plain else checkpoint(layer, x, use_reentrant=reentrant)
+            y.backward(dy)
+            results.append((y.detach(), x.grad, layer.weight.grad.clone()))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert_same(snapshot(recomputed), snapshot(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(snapshot(recomputed), snapshot(plain))
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_does_not_change_what_is_recomputed():
+    """The second layer's step comes before the first layer is recomputed; y's gradient is of the forward's x."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(K, N, K)), recipe="delayed")
+    scales = []
+    for layer in model.layers:
+        optimizer = torch.optim.SGD([layer.weight], lr=1e-2)
+        layer.weight.register_post_accumulate_grad_hook(lambda w, optimizer=optimizer: optimizer.step())
+        layer.register_forward_pre_hook(lambda layer, _: scales.append(state_of(layer).scale.clone()))
+    for number in range(2):
+        scales.clear()
+        x, _ = data(number, 5.0**number)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.backward(gaussian((M, K), generator(number)))
+        f8sub.precompute_scales(model)
+        first, second, second_again, first_again = scales
+        assert torch.equal(second, second_again)
+        assert torch.equal(first, first_again)
+        assert torch.equal(first == 0, torch.tensor([number == 0] * 3))
+
+
+def test_siblings_of_one_x_have_one_history():
+    class Siblings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.q(x) * self.k(x)
+
+    model = f8sub.convert_to_float8(seed_weights(Siblings()), recipe="delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for number in range(3):
+        run(model, *data(number))
+        assert state_of(model.q).history[0, 0] == state_of(model.k).history[0, 0] > 0
+        optimizer.step()
+    assert torch.equal(state_of(model.q).history[:, 0], state_of(model.k).history[:, 0])
+    assert state_of(model.q).scale[0] == state_of(model.k).scale[0] > 0
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    bits=st.binary(min_size=4 * 4 * 8, max_size=4 * 4 * 8),
+    past=st.sampled_from([0.0, 1e-30, 0.7, 3e20, 2.0**126]),
+)
+def test_the_host_kernel_is_the_specification(bits, past):
+    x = torch.frombuffer(bytearray(bits), dtype=torch.float32).view(4, 8)
+    for dtype, recipe in ((torch.float32, "x"), (torch.bfloat16, "dy")):
+        row, col = f8sub.get_recipe("delayed").formats(recipe)
+        for covers in (False, True):
+            given_scale = delayed.PastScale(torch.full((1, 1), past), 3, covers)
+            found = host.quantize_delayed(x.to(dtype), given_scale, row, col)
+            expected = delayed.quantize(x.to(dtype), given_scale, row, col)
+            for a, b in zip(found[:2], expected[:2], strict=True):
+                assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
+                assert torch.equal(a.scale_inv, b.scale_inv)
+            assert torch.equal(found[2].view(torch.int32), expected[2].view(torch.int32)) or found[2].isnan()
+
+
+WRONG = {
+    "margin": [-1, 128, float("nan"), "2"],
+    "interval": [0, 1.5],
+    "fp8_format": ["E5M2", "e4m3"],
+    "amax_history_len": [0, -3, 2.0],
+    "amax_compute_algo": ["mean", None],
+    "scaling_factor_compute_algo": ["max"],
+    "reduce_amax": [1, None],
+    "override_linear_precision": [(True,) * 3, (True, False), False],
+    "amax_histroy_len": [16],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
+def test_an_unknown_or_ineffective_argument_is_refused(name, value):
+    with pytest.raises(f8sub.Float8ConfigError, match=name):
+        f8sub.get_recipe("delayed", **{name: value})
+
+
+def test_formats_and_overrides():
+    hybrid, e4m3 = (f8sub.get_recipe("delayed", fp8_format=name) for name in ("HYBRID", "E4M3"))
+    assert hybrid == f8sub.get_recipe("delayed")
+    assert {hybrid.dgrad.a.dtype, hybrid.wgrad.a.dtype} == {torch.float8_e5m2}
+    assert {e4m3.dgrad.a.dtype, e4m3.wgrad.a.dtype, e4m3.fprop.b.dtype} == {torch.float8_e4m3fn}
+    kept = f8sub.get_recipe("delayed", override_linear_precision=(False, True, False))
+    assert kept.fprop.a is not None
+    assert kept.dgrad.a is None
+    assert kept.wgrad.a is not None
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        (False, False, True),
+        (False, True, False),
+        (True, False, False),
+        (True, True, False),
+        (False, True, True),
+    ],
+)
+def test_gemms_in_high_precision_stage_what_the_others_read(keep):
+    layer = layer_of(override_linear_precision=keep, amax_history_len=2)
+    optimizer = optimizer_of(layer)
+    for number in range(3):
+        x, dy = data(number)
+        run(layer, x, dy)
+        read = [not (keep[0] and keep[2]), False, not (keep[1] and keep[2])]
+        assert (state_of(layer).history[0] > 0).tolist() == read
+        optimizer.step()
+        optimizer.zero_grad()
+    with_scale = [read[0], not (keep[0] and keep[1]), read[2]]
+    assert (state_of(layer).scale > 0).tolist() == with_scale
+
+
+def test_a_recipe_of_finer_tiles_cannot_be_delayed():
+    rowwise = f8sub.get_recipe("rowwise")
+    with pytest.raises(f8sub.Float8ConfigError, match=r"one scale a tensor, but x is read as"):
+        dataclasses.replace(rowwise, delayed=f8sub.get_recipe("delayed").delayed)
+
+
+def test_ranks_compare_recipes_by_what_their_algorithms_are_called():
+    text = str(f8sub.get_recipe("delayed", amax_compute_algo=sorted, scaling_factor_compute_algo=data))
+    assert "amax_compute_algo=sorted" in text
+    assert "scaling_factor_compute_algo=data" in text
+    assert "0x" not in text
+
+
+def test_buffers_stay_float32_and_are_never_left_uninitialized():
+    layer = layer_of(amax_history_len=4)
+    step(layer, optimizer_of(layer), 1)
+    before = snapshot(layer)
+    layer.bfloat16().half().float()
+    assert_same(snapshot(layer), before)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(K, N))
+    model = f8sub.convert_to_float8(model, recipe="delayed").to_empty(device="cpu")
+    assert all(not buffer.any() and not buffer.is_meta for buffer in model.buffers())
+    for buffer in layer.buffers():
+        assert buffer.dtype == torch.float32
+
+
+def test_a_state_dict_restores_bitwise_and_one_without_histories_begins_anew():
+    layer, other = layer_of(amax_history_len=4), layer_of(amax_history_len=4)
+    for number in range(3):
+        step(layer, optimizer_of(layer), number)
+    other.load_state_dict(layer.state_dict())
+    x, _ = data(9)
+    with torch.no_grad():
+        assert torch.equal(other(x), layer(x))
+    assert_same(snapshot(other), snapshot(layer))
+    plain = {name: value for name, value in layer.state_dict().items() if name in ("weight", "bias")}
+    other.load_state_dict(plain)
+    assert all(not buffer.any() for buffer in other.buffers())
+    layer.load_state_dict({"bias": plain["bias"]}, strict=False)
+    assert state_of(layer).history.any()
+
+
+def test_conversion_back_leaves_a_plain_layer():
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe="delayed")
+    f8sub.convert_from_float8(model)
+    assert sorted(model.state_dict()) == ["0.bias", "0.weight"]
+    assert list(model[0].modules()) == [model[0]]
+
+
+def test_a_copy_has_a_history_of_its_own():
+    layer = layer_of(amax_history_len=4)
+    step(layer, optimizer_of(layer), 1)
+    twin = copy.deepcopy(layer)
+    before = snapshot(layer)
+    step(twin, optimizer_of(twin), 2, size=10.0)
+    assert_same(snapshot(layer), before)
+    assert state_of(twin).history[:, 0].max() > 10 * 2
+
+
+def test_a_context_rolls_a_state_of_its_own():
+    layer = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N))), recipe="tensorwise")[0]
+    optimizer = optimizer_of(layer)
+    for number in range(2):
+        with f8sub.autocast(recipe="delayed"):
+            y = layer(data(number)[0])
+        y.backward(data(number)[1])
+        optimizer.step()
+    assert (state_of(layer).history != 0).sum(0).tolist() == [2, 2, 2]
+    assert (state_of(layer).scale > 0).all()
+
+
+def test_a_compiled_optimizer_rolls_too():
+    torch._dynamo.reset()
+    layer = layer_of(amax_history_len=4)
+    compiled_step = torch.compile(optimizer_of(layer).step, backend="aot_eager")
+    for number in range(3):
+        run(layer, *data(number))
+        compiled_step()
+        assert (state_of(layer).history != 0).sum(0).tolist() == [number + 1] * 3
+
+
+def test_masters_in_the_optimizer():
+    """The weights are rounded from them after the wrapped optimizer stepped; their amax is taken after that."""
+    layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)).bfloat16(), recipe="delayed")[0]
+    optimizer = f8sub.optim.MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
+    for number in range(3):
+        x, dy = data(number)
+        layer(x.bfloat16()).backward(dy.bfloat16())
+        optimizer.step()
+        assert state_of(layer).history[-1, 1] == layer.weight.detach().abs().max()
+        assert (state_of(layer).history != 0).sum(0).tolist() == [number + 1] * 3

@@ -7,6 +7,10 @@ ONE_RECIPE_A_WIRE = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 """One scale, rows and blocks from the amax table; scales that follow the row's codes; two codes a byte."""
 
 
+TOLD_LATE = ("mxfp8", "nvfp4")
+"""Rows are not one byte an element, so the hook is the one that FSDP2 tells less: param_dtype comes with the result."""
+
+
 def wire_of(recipe: str) -> tuple[object, ...]:
     """What decides how the weights of a recipe are sent."""
     format = f8sub.get_recipe(recipe).fprop.b

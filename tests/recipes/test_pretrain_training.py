@@ -14,6 +14,7 @@ from traffic import count_traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
+from tests.dist.wires import TOLD_LATE, gathered_bytes
 from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
 
 RECIPES = ["", *f8sub.recipe_names()]
@@ -197,10 +198,10 @@ def gathered_in_a_step(rank, world, settings):
         run.train_step()
     blocks = [list(layer.parameters()) for layer in run.model.model.layers]
     in_blocks = {id(parameter): parameter for block in blocks for parameter in block}
-    matrices = sum(parameter.numel() for parameter in in_blocks.values() if parameter.ndim == 2)
+    matrices = [tuple(parameter.shape) for parameter in in_blocks.values() if parameter.ndim == 2]
     vectors = sum(parameter.numel() for parameter in in_blocks.values() if parameter.ndim == 1)
-    rest = sum(parameter.numel() for parameter in run.model.parameters()) - matrices - vectors
-    return first, second, matrices, vectors, rest
+    whole = sum(parameter.numel() for parameter in run.model.parameters())
+    return first, second, matrices, vectors, whole - vectors - sum(map(math.prod, matrices))
 
 
 @on_each_recipe
@@ -208,10 +209,15 @@ def test_bytes_and_all_reduces_of_a_step(ranks, tmp_path, recipe):
     """A block is gathered in forward and in backward, what is outside of blocks once."""
     settings = quick_settings(tmp_path, float8_options(recipe))
     for first, second, matrices, vectors, rest in ranks(2, gathered_in_a_step, settings):
-        width = 1 if recipe else 2
-        assert second.all_gather_bytes == 2 * (width * matrices + 2 * vectors) + 2 * rest
+        weights = sum(
+            gathered_bytes(recipe, *shape) if recipe else 2 * math.prod(shape) for shape in matrices
+        )
+        assert second.all_gather_bytes == 2 * (weights + 2 * vectors) + 2 * rest
         assert second.amax_all_reduces == (1 if recipe else 0)
-        assert first == second
+        assert first.amax_all_reduces == second.amax_all_reduces
+        # Of some wires FSDP2 says for which dtype they gather after the first gather, which then is made anew.
+        again = first.all_gather_bytes - second.all_gather_bytes
+        assert 0 < again < weights if recipe in TOLD_LATE else again == 0
 
 
 def test_evaluation_is_on_its_own_text_and_changes_nothing(ranks, tmp_path):

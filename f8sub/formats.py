@@ -84,7 +84,7 @@ class Tile:
 
     def __post_init__(self) -> None:
         for edge in (self.rows, self.cols):
-            if edge != ALL and edge < 1:
+            if type(edge) is not int or (edge != ALL and edge < 1):
                 raise Float8ConfigError(f"a tile edge is a positive number of elements or ALL, got {self}")
 
     def t(self) -> "Tile":
@@ -128,7 +128,7 @@ class Float8Format:
         name: all of it in one word that ``parse`` reads, ``e4m3[1x128,power_of_2]``.
 
     Raises:
-        Float8ConfigError: another dtype, or what is not defined for the dtype.
+        Float8ConfigError: another dtype, what is not defined for the dtype, or a tile or rule of another type.
     """
 
     dtype: torch.dtype
@@ -141,6 +141,9 @@ class Float8Format:
     def __post_init__(self) -> None:
         if self.dtype not in _MAX:
             raise Float8ConfigError(f"a float8 format has a dtype of {list(_MAX)}, got {self.dtype}")
+        for value, kind in ((self.tile, Tile), (self.scale_rule, ScaleRule), (self.rounding, Rounding)):
+            if not isinstance(value, kind):
+                raise Float8ConfigError(f"a float8 format takes a {kind.__name__}, got {value!r}")
         if self.rounding is Rounding.STOCHASTIC and self.dtype != E2M1:
             raise Float8ConfigError(f"stochastic rounding is defined for {E2M1}, got {self.dtype}")
         if self.hadamard is not None and (self.hadamard < 2 or self.hadamard & (self.hadamard - 1)):
@@ -174,6 +177,11 @@ class Float8Format:
     def max(self) -> float:
         """Largest finite value of ``dtype``: 448 for e4m3, 57344 for e5m2, 6 for e2m1."""
         return _MAX[self.dtype]
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a code can stand for NaN; e2m1's cannot."""
+        return self.dtype != E2M1
 
     @property
     def codes_per_byte(self) -> int:

@@ -210,7 +210,7 @@ def get_recipe(recipe: "Recipe | str", **options: Any) -> Recipe:
         options: of the recipe's function ``recipe`` in ``f8sub/recipes``: ``get_recipe("gridquant", block=128)``.
 
     Raises:
-        Float8ConfigError: no such name or option; the message lists the valid ones.
+        Float8ConfigError: no such name or option, and the message lists the valid ones; or no such value of one.
     """
     if isinstance(recipe, Recipe):
         if options:
@@ -226,8 +226,11 @@ def get_recipe(recipe: "Recipe | str", **options: Any) -> Recipe:
     if not options:
         default: Recipe = module.RECIPE
         return default
-    valid = list(inspect.signature(module.recipe).parameters)
+    valid = inspect.signature(module.recipe).parameters
     if unknown := sorted(set(options) - set(valid)):
-        raise Float8ConfigError(f"recipe {recipe!r} has no options {unknown}; it has {valid or 'none'}")
+        raise Float8ConfigError(f"recipe {recipe!r} has no options {unknown}; it has {list(valid) or 'none'}")
+    for name, value in options.items():
+        if isinstance(valid[name].default, bool) and not isinstance(value, bool):
+            raise Float8ConfigError(f"option {name} of recipe {recipe!r} is True or False, got {value!r}")
     made: Recipe = module.recipe(**options)
     return made

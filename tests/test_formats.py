@@ -15,7 +15,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POW2 = ScaleRule.POWER_OF_2
 
 
-@pytest.mark.parametrize("edges", [(0, 1), (1, 0), (-2, 128), (128, -3)], ids=str)
+@pytest.mark.parametrize(
+    "edges", [(0, 1), (1, 0), (-2, 128), (128, -3), (1, 2.5), ("1", 128), (True, 1)], ids=str
+)
 def test_a_tile_edge_is_positive_or_all(edges):
     with pytest.raises(f8sub.Float8ConfigError, match="positive number of elements or ALL"):
         Tile(*edges)
@@ -25,6 +27,20 @@ def test_a_tile_edge_is_positive_or_all(edges):
 def test_a_format_has_a_float8_dtype(dtype):
     with pytest.raises(f8sub.Float8ConfigError, match=str(dtype)):
         Float8Format(dtype, Tile(ALL, ALL))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ({"tile": (1, 128)}, "Tile"),
+        ({"scale_rule": "power_of_2"}, "ScaleRule"),
+        ({"rounding": "nearest"}, "Rounding"),
+    ],
+    ids=["tile", "scale-rule", "rounding"],
+)
+def test_the_parts_of_a_format_have_their_types(wrong, kind):
+    with pytest.raises(f8sub.Float8ConfigError, match=f"takes a {kind}, got"):
+        Float8Format(E4M3, **{"tile": Tile(1, 128), **wrong})
 
 
 def test_the_errors_are_value_errors():

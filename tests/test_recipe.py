@@ -144,6 +144,14 @@ def test_a_wrong_value_of_an_option_is_refused(wrong):
         f8sub.get_recipe("gridquant", **wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"hadamard": 32}, {"stochastic_rounding": "no"}, {"hadamard": None}], ids=str
+)
+def test_a_switch_is_true_or_false(wrong):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"of recipe 'nvfp4' is True or False, got"):
+        f8sub.get_recipe("nvfp4", **wrong)
+
+
 def test_options_go_with_a_name():
     with pytest.raises(f8sub.Float8ConfigError, match="'mine' itself"):
         f8sub.get_recipe(recipe_of(TENSOR, TENSOR), block=128)

@@ -301,7 +301,7 @@ class Shard:
             scale = reference.spread(scales.scale, format.tile, shard.shape)
         else:
             scale = reference.spread(self.scale, format.tile, shard.shape, self.layout.offset)
-        if beyond_range is not None:
+        if beyond_range is not None and format.has_nan:
             shard = shard.masked_fill((shard.float() * scale).abs() > beyond_range * format.max, torch.nan)
         codes = reference.codes_as_stored(shard, scale, format)
         rows[:, : codes.shape[1]] = codes.view(torch.uint8)

@@ -313,7 +313,7 @@ def _values(operand: Operand) -> torch.Tensor:
 def transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Operand:
     """The same codes stored transposed, or seen so where ``any_layout``; read as ``format`` says."""
     scale_inv = operand.scale_inv
-    if scale_inv.numel() > 1:
+    if scale_inv.numel() != 1:
         # flatten and view: contiguous() leaves a (1, n) scale's odd strides in place, which _scaled_mm refuses.
         scale_inv = scale_inv.t().flatten().view(scale_inv.shape[::-1])
     if format.codes_per_byte > 1:

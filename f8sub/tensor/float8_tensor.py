@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, why_not_derivable
 from f8sub.kernels import reference
 
@@ -107,6 +107,7 @@ class Float8Tensor(torch.Tensor):
         Raises:
             Float8ConfigError: both would be dropped, or deriving would round a second time; then quantize the
                 high-precision tensor for both usages instead.
+            Float8ShapeError: the rows of the usage to derive cannot be packed as the format asks.
         """
         row, col = self.rowwise, self.columnwise
         new_row = None if rowwise is False else row
@@ -186,5 +187,10 @@ def _derive(source: Operand, wanted: str, have: str) -> Operand:
         raise Float8ConfigError(
             f"cannot derive the {wanted} usage from the {have} codes: {reason}; quantize the high-precision "
             f"tensor with {wanted}=True instead"
+        )
+    if (depth := source.shape[0]) % source.format.depth_multiple:
+        raise Float8ShapeError(
+            f"cannot derive the {wanted} usage: {source.format} takes rows of a multiple of "
+            f"{source.format.depth_multiple} elements, and they would have {depth}"
         )
     return reference.derive_columnwise(source, source.format)

@@ -305,6 +305,33 @@ def test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting(ranks, reci
     assert_nobody_waits(second, "right")
 
 
+def four_bit_weight_before_and_after(rank: int, world: int) -> list[torch.Tensor]:
+    """What is gathered before rank 0 alone makes its rows larger, and after that."""
+    model, _ = unprepared("nvfp4")
+    f8sub.precompute_scales(model)
+    layer, found = model.layers[0], []
+    for factor in (1.0, 4.0):
+        if rank == 0:
+            with torch.no_grad():
+                layer.weight.to_local().mul_(factor)
+        layer.unshard()
+        found.append(layer.weight.dequantize())
+        layer.reshard()
+    return found
+
+
+def test_four_bit_codes_that_an_old_scale_cannot_hold_are_the_largest(ranks):
+    for before, after in ranks(2, four_bit_weight_before_and_after):
+        mine, theirs = after.split(len(after) // 2)
+        assert torch.equal(theirs, before[len(mine) :])
+        assert (mine.abs() >= before[: len(mine)].abs()).all()
+        # Each 16x16 tile of it has elements that were beyond a quarter of the range.
+        tiles = mine.unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
+        largest = tiles.abs().amax((1, 3), keepdim=True)
+        assert ((tiles.abs() == largest).sum((1, 3)) > 16).all()
+        assert torch.equal(largest, before.unflatten(0, (-1, 16)).unflatten(2, (-1, 16))[: len(tiles)].abs().amax((1, 3), keepdim=True))
+
+
 @on_each_wire
 def test_precompute_scales_sees_what_one_rank_changed(ranks, recipe):
     first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, True, timeout=30.0), strict=True)

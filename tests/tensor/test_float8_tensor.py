@@ -151,6 +151,26 @@ def test_deriving_that_would_round_twice_is_an_error(wanted, name):
         tensor.update_usage(**{wanted: True})
 
 
+def test_a_usage_of_half_a_byte_is_not_derived():
+    tensor = f8sub.quantize(torch.ones(13, 16), FORMATS["16x16-e2m1"], columnwise=False)
+    with pytest.raises(
+        f8sub.Float8ShapeError, match=r"columnwise.*multiple of 2 elements, and they would have 13"
+    ):
+        tensor.update_usage(columnwise=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 48), (48, 0), (0, 0)], ids=str)
+@on_each_format
+def test_a_matrix_of_no_elements(format, shape):
+    tensor = f8sub.quantize(torch.ones(shape), format)
+    for operand, of in ((tensor.rowwise, shape), (tensor.columnwise, shape[::-1])):
+        assert operand.shape == of
+        assert operand.scale_inv.shape == format.tile.scale_shape(of)
+    assert tensor.t().dequantize().shape == shape[::-1]
+    tensor.update_usage(rowwise=False)
+    assert tensor.dequantize().shape == shape
+
+
 @pytest.mark.parametrize(
     "dropped",
     [{"rowwise": False, "columnwise": False}, {"rowwise": False}],

@@ -122,6 +122,7 @@ class MasterWeights(torch.optim.Optimizer):
         taken = [self._take_one(weight) for weight in weights]
         for layers in _conversions(taken):
             reread_shards(layers)
+            layers.changes += 1  # the masters' storages are new
         return taken
 
     def _take_one(self, weight: torch.Tensor) -> torch.Tensor:

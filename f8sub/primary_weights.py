@@ -89,10 +89,13 @@ def _drop(layer: Float8Linear) -> None:
 def reread_shards(layers: ConvertedLayers | list[Float8Linear]) -> None:
     """Have FSDP2 look at the local tensors of these layers anew, so that none is kept alive that was replaced.
 
-    It looks after a state dict was loaded into the module that owns the parameter: one with nothing in it does.
+    It looks after a state dict was loaded into the module that owns the parameter: one with nothing in it does, and
+    changes nothing.
     """
     for layer in layers:
+        changes = layer.converted.changes
         layer.load_state_dict({}, strict=False)
+        layer.converted.changes = changes
 
 
 def _to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace: bool = False) -> None:

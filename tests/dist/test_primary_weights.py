@@ -265,6 +265,28 @@ def test_frozen_weights_keep_their_codes_alone_and_change_nothing(ranks, recipe)
             assert all(torch.equal(a, b) for a, b in zip(found["gathered"], found["expected"], strict=True))
 
 
+def dropped_in_use(rank: int, world: int, recipe: str) -> tuple[list[float], int]:
+    """Losses of a frozen model before and after its masters are dropped, and the amax all-reduces since then."""
+    model = shard(made(recipe, primary=True, hidden=80).requires_grad_(False))
+    f8sub.precompute_scales(model)
+    losses = [loss_of(model, 0, rank).item()]
+    model.reshard()
+    f8sub.drop_high_precision(model)
+    with Wire() as wire:
+        for _ in range(2):
+            losses.append(loss_of(model, 0, rank).item())
+            model.reshard()
+    assert all(layer.weight.to_local().primary.master is None for layer in float8_layers(model))
+    return losses, wire.all_reduces
+
+
+@on_each_recipe
+def test_weights_that_are_dropped_in_use_are_as_before_without_new_scales(ranks, recipe):
+    for losses, all_reduces in ranks(3, dropped_in_use, recipe):
+        assert len(set(losses)) == 1
+        assert all_reduces == 0
+
+
 def run_in_mode(rank: int, world: int, mode: str) -> list[list[float]]:
     losses = []
     for primary in (True, False):

@@ -74,5 +74,8 @@ def saved_tensors_hook() -> Any:
 
 
 def is_executed(node: Any) -> bool:
-    """Whether the backward pass that runs on this thread executes ``node``."""
-    return bool(torch._C._will_engine_execute_node(node))
+    """Whether the backward pass that runs on this thread executes ``node``.
+
+    The engine does not count the tensor that ``backward`` was called on, whose node is the one that runs first.
+    """
+    return node is torch._C._current_autograd_node() or bool(torch._C._will_engine_execute_node(node))

@@ -244,6 +244,20 @@ def test_a_repeated_forward_uses_the_context_of_the_first(recipe, reentrant):
 
 
 @REENTRANT
+@on_each_recipe
+def test_a_repeated_forward_whose_layer_backward_begins_with(recipe, reentrant):
+    """As the last layer of a pipeline's stage is: the engine does not count the node that it begins with."""
+
+    def layers(recipe: str) -> nn.Module:
+        return f8sub.convert_to_float8(
+            seed_weights(nn.Sequential(nn.Linear(K, N), nn.Linear(N, K))), recipe=recipe
+        )
+
+    found = results(layers(OWN), checkpointed(reentrant, f8sub.autocast(recipe)))
+    assert same(found, results(layers(recipe)))
+
+
+@REENTRANT
 def test_a_repeated_forward_outside_of_contexts_uses_the_layers_own(reentrant):
     with f8sub.autocast(OTHER):
         block()(x_of(M, K))

@@ -370,3 +370,22 @@ def policies(rank: int, world: int) -> None:
 
 def test_reshard_after_forward_changes_nothing(ranks):
     ranks(2, policies)
+
+
+def load_before_the_roll(rank: int, world: int) -> tuple:
+    """A state dict that is loaded between a step and precompute_scales has the histories of steps of its own."""
+    model = shard(model_of())
+    train(model, rank, 2)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    before = states_of(model)
+    x, dy = batch(2, rank)
+    model(x).backward(dy)
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    model.load_state_dict(saved)
+    f8sub.precompute_scales(model)
+    return before, states_of(model)
+
+
+def test_a_loaded_history_does_not_roll_for_the_step_before(ranks):
+    for before, after in ranks(2, load_before_the_roll):
+        assert_same(after, before)

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import Float8Format, Operand, ScaleRule
 from f8sub.kernels import delayed, reference
 
 _MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32)
@@ -86,6 +86,6 @@ def scale_from_amax(amax: float, format: Float8Format) -> float:
     if amax == 0.0:
         return 1.0
     scale: float = ctypes.c_float(min(format.max / amax, reference.LARGEST_SCALE)).value
-    if format.scale_rule.is_power_of_2:
+    if format.scale_rule is not ScaleRule.FLOAT and format.scale_rule.is_power_of_2:
         scale = math.ldexp(0.5, math.frexp(scale)[1])
     return scale

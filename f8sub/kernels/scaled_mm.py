@@ -139,7 +139,12 @@ def _block_scales(operand: Operand, rows: int) -> torch.Tensor:
 
 
 def _in_blocks(a: Float8Format, b: Float8Format) -> bool:
-    return any(format.tile not in (TENSORWISE, ROWWISE) for format in (a, b))
+    return _is_block(a.tile) or _is_block(b.tile)
+
+
+def _is_block(tile: Tile) -> bool:
+    """Neither a whole matrix nor whole rows."""
+    return tile.cols != ALL or tile.rows not in (1, ALL)
 
 
 def _aligned(codes: torch.Tensor) -> torch.Tensor:

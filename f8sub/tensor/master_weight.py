@@ -311,7 +311,7 @@ def rowwise_of(
         generation: another number for every other ``past``.
     """
     if torch.compiler.is_compiling():
-        return quantize_rowwise(weight.to(through or dtype).to(dtype), format, past)
+        return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, past)
     cell, key = weight.cell, (weight.state, format, dtype, generation)
     owned = weight.owns_storage
     if owned and cell.cast is not None and cell.cast[0] == key:
@@ -319,11 +319,16 @@ def rowwise_of(
     if torch.is_inference_mode_enabled():
         # The cast outlives this forward, and a later backward cannot save inference tensors.
         with torch.inference_mode(mode=False):
-            operand = quantize_rowwise(weight.plain.to(through or dtype).to(dtype), format, past)
+            operand = quantize_rowwise(_rounded(weight, through, dtype), format, past)
     else:
-        operand = quantize_rowwise(weight.plain.to(through or dtype).to(dtype), format, past)
+        operand = quantize_rowwise(_rounded(weight, through, dtype), format, past)
     cell.cast = (key, operand) if owned else None
     return operand
+
+
+def _rounded(weight: MasterWeight, through: torch.dtype | None, dtype: torch.dtype) -> torch.Tensor:
+    values = weight.plain if through is None else weight.plain.to(through)
+    return values if values.dtype is dtype else values.to(dtype)
 
 
 def quantize_rowwise(weight: torch.Tensor, format: Float8Format, past: PastScale | None) -> Operand:

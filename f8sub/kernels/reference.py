@@ -316,7 +316,7 @@ def transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Oper
     if scale_inv.numel() != 1:
         # flatten and view: contiguous() leaves a (1, n) scale's odd strides in place, which _scaled_mm refuses.
         scale_inv = scale_inv.t().flatten().view(scale_inv.shape[::-1])
-    if format.codes_per_byte > 1:
+    if format.dtype == E2M1:
         data = e2m1.pack(e2m1.unpack(operand.data).t())
     else:
         data = operand.data.mT if any_layout else torch.t_copy(operand.data)

@@ -68,10 +68,10 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     Returns:
         (M, N), ``out_dtype``.
     """
-    if _in_blocks(a.format, b.format):
-        return _gemm_nt_in_blocks(a, b, out_dtype)
     a_scale_inv, b_scale_inv = a.scale_inv, b.scale_inv
     if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1:
+        if _in_blocks(a.format, b.format):
+            return _gemm_nt_in_blocks(a, b, out_dtype)
         a_scale_inv = a_scale_inv.expand(a.data.shape[0], 1).contiguous()
         b_scale_inv = b_scale_inv.expand(b.data.shape[0], 1).contiguous().t()
     if a.data.is_cuda:

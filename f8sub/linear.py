@@ -21,7 +21,7 @@ from f8sub.recipe import GemmSpec, Recipe
 from f8sub.scaling_state import DY, Past, ScalingState, W, quantize_delayed
 from f8sub.shared_input import quantize_input, quantize_input_delayed
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.master_weight import MasterWeight, quantize_rowwise, rowwise_of
+from f8sub.tensor.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
 from f8sub.tensor.primary_weight import PrimaryWeight, primary_rowwise
 from f8sub.torch_compat import apply
 
@@ -212,6 +212,7 @@ class _Float8Matmul(torch.autograd.Function):
         y, saved = _fprop(x, w, bias, plan, dtype, past, keep_x=ctx.needs_input_grad[1])
         ctx.save_for_backward(w, *saved)
         ctx.plan, ctx.dtype, ctx.past = plan, dtype, past
+        ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype) if isinstance(w, MasterWeight) else None
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -232,7 +233,7 @@ class _Float8Matmul(torch.autograd.Function):
             dy_row, dy_col = quantize_delayed(ctx.past, DY, matrix, formats, plan.any_layout)
         dx = dw = dbias = None
         if need_dx:
-            w_col = _weight_columnwise(w, plan, dtype, dy, ctx.past)
+            w_col = _weight_columnwise(w, ctx.w_row, plan, dtype, dy, ctx.past)
             dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
@@ -310,14 +311,26 @@ def _weight_rowwise(
 
 
 def _weight_columnwise(
-    w: torch.Tensor, plan: Plan, dtype: torch.dtype, dy: torch.Tensor, past: Past | None
+    w: torch.Tensor,
+    w_row: Operand | None,
+    plan: Plan,
+    dtype: torch.dtype,
+    dy: torch.Tensor,
+    past: Past | None,
 ) -> GemmInput:
-    """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees."""
+    """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees.
+
+    ``w_row`` is the operand that forward read, where something keeps it alive anyway.
+    """
     rowwise, columnwise = plan.recipe.fprop.b, plan.recipe.dgrad.b
     if columnwise is None:
         high_precision = w.dequantize() if isinstance(w, Float8Tensor) else w
         return high_precision.to(dtype).t()
-    operand = _has(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype, past)
+    operand: GemmInput
+    if w_row is not None:
+        operand = w_row
+    else:
+        operand = _has(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype, past)
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, dy, plan.any_layout)
     if past is None:

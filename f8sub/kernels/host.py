@@ -42,7 +42,7 @@ def quantize(
         row = Operand(*_cast(x, amax, rowwise), rowwise)
     if columnwise is not None:
         data, scale_inv = row[:2] if row is not None and rowwise == columnwise else _cast(x, amax, columnwise)
-        col = Operand(data.t() if any_layout else torch.t_copy(data), scale_inv, columnwise)
+        col = Operand(data.mT if any_layout else torch.t_copy(data), scale_inv, columnwise)
     return row, col
 
 

@@ -77,7 +77,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     if a.data.is_cuda:
         return _gemm_nt_cuda(a.data, b.data, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
     return torch._scaled_mm(
-        a.data, b.data.t(), a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
+        a.data, b.data.mT, a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
     )
 
 

@@ -326,6 +326,14 @@ def rowwise_of(
     return operand
 
 
+def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dtype) -> Operand | None:
+    """What ``rowwise_of`` returned last and keeps, if it was asked for that; None in compiled code."""
+    if torch.compiler.is_compiling() or weight.cell.cast is None:
+        return None
+    (_, kept_format, kept_dtype, _), operand = weight.cell.cast
+    return operand if kept_format is format and kept_dtype is dtype else None
+
+
 def _rounded(weight: MasterWeight, through: torch.dtype | None, dtype: torch.dtype) -> torch.Tensor:
     values = weight.plain if through is None else weight.plain.to(through)
     return values if values.dtype is dtype else values.to(dtype)

@@ -126,6 +126,7 @@ class Float8Format:
 
     Attributes that follow:
         name: all of it in one word that ``parse`` reads, ``e4m3[1x128,power_of_2]``.
+        is_plain: whether torch computes with it: codes of a byte, float32 scales of one level, no transform.
 
     Raises:
         Float8ConfigError: another dtype, what is not defined for the dtype, or a tile or rule of another type.
@@ -137,6 +138,7 @@ class Float8Format:
     rounding: Rounding = Rounding.NEAREST
     hadamard: int | None = None
     name: str = field(init=False, compare=False, repr=False)
+    is_plain: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in _MAX:
@@ -152,6 +154,8 @@ class Float8Format:
         rule += "" if self.rounding is Rounding.NEAREST else f",{self.rounding.value}"
         rule += "" if self.hadamard is None else f",hadamard{self.hadamard}"
         object.__setattr__(self, "name", f"{_NAMES[self.dtype]}[{self.tile}{rule}]")
+        plain = self.dtype != E2M1 and self.scale_rule.stored_as == torch.float32 and self.hadamard is None
+        object.__setattr__(self, "is_plain", plain)
 
     @classmethod
     def parse(cls, name: str) -> "Float8Format":

@@ -22,14 +22,14 @@ def quantize(
     columnwise: Float8Format | None,
     any_layout: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
-    """``reference.quantize`` of a CPU tensor; goes there for formats of finer tiles and for odd tensors.
+    """``reference.quantize`` of a CPU tensor; goes there for finer tiles, other formats and odd tensors.
 
     Numerics:
         No clamp: with current scaling a finite product is at most ``format.max * (1 + 2**-23)``, which rounds to
         ``format.max``. Tensors with NaN, infinity or values that need the clamp go to the reference.
     """
-    whole = (rowwise is None or rowwise.tile.is_whole) and (
-        columnwise is rowwise or columnwise is None or columnwise.tile.is_whole
+    whole = (rowwise is None or (rowwise.is_plain and rowwise.tile.is_whole)) and (
+        columnwise is rowwise or columnwise is None or (columnwise.is_plain and columnwise.tile.is_whole)
     )
     if not whole or not x.numel() or not x.is_contiguous():
         return reference.quantize(x, rowwise, columnwise, any_layout)

@@ -15,8 +15,7 @@ from f8sub.kernels import reference
 
 def is_fusible(format: Float8Format) -> bool:
     """Whether the compiler may see how a matrix of this format is quantized and read."""
-    plain = format.scale_rule.stored_as == torch.float32 and format.hadamard is None
-    return plain and format.tile.rows in (1, ALL) and format.tile.cols in (1, ALL)
+    return format.is_plain and format.tile.rows in (1, ALL) and format.tile.cols in (1, ALL)
 
 
 @torch.library.custom_op("f8sub::quantize", mutates_args=())

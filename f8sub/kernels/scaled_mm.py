@@ -28,7 +28,7 @@ _BLOCK_SCALES_ALIGNMENT = 4
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     """Why this backend cannot run a GEMM of these formats on ``device``; None when it can."""
-    if unknown := {str(f) for f in (a, b) if f.scale_rule.stored_as != torch.float32 or f.hadamard}:
+    if unknown := {str(f) for f in (a, b) if not f.is_plain}:
         return f"takes float8 with float32 scales, not {', '.join(sorted(unknown))}"
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "takes at most one e5m2 operand"

@@ -1,5 +1,7 @@
 """Recipes that f8sub does not ship, made on the spot: the tile idea carries them all, sharded or not."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.distributed.tensor import Shard
 
 import f8sub
 from f8sub import ALL, Float8Format, GemmSpec, Recipe, ScaleRule, Tile
+from f8sub.formats import E2M1
 from tests import oracle
 from tests.budgets import excess
 from tests.data_sets import DATA_SETS, gaussian, generator, lognormal, make, spread_columns
@@ -30,6 +33,8 @@ GRID, GRID_DY = Float8Format(E4M3, Tile(256, 256)), Float8Format(E5M2, Tile(256,
 MX = Float8Format(E4M3, Tile(1, 32), POW2)
 ROW = Float8Format(E4M3, Tile(1, ALL))
 TENSOR = Float8Format(E4M3, Tile(ALL, ALL))
+FOUR_BITS = Float8Format(E2M1, Tile(ALL, ALL))
+TWO_LEVEL = Float8Format(E4M3, Tile(ALL, ALL), ScaleRule.TWO_LEVEL)
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -38,6 +43,8 @@ RECIPES = {
         recipe_of("mx", MX, MX, MX),
         recipe_of("odd-tiles", Float8Format(E4M3, Tile(3, 7)), Float8Format(E4M3, Tile(5, 5)), ROW),
         recipe_of("rows-by-tensor", ROW, TENSOR, ROW),
+        recipe_of("four-bits-by-tensor", FOUR_BITS, FOUR_BITS, Float8Format(E2M1, Tile(1, ALL))),
+        recipe_of("two-levels-by-tensor", TWO_LEVEL, TWO_LEVEL, TWO_LEVEL),
         Recipe(
             name="strips",
             fprop=GemmSpec(a=BY_128, b=BY_128),
@@ -154,13 +161,14 @@ def test_what_is_saved_for_backward(name):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = layer(x)
     del saved[weight]
-    sizes = {tensor.element_size(): tensor.untyped_storage().nbytes() for tensor in saved.values()}
-    if recipe.wgrad.b is None:
-        assert sizes == {4: 4 * 160 * 288}
+    sizes = [tensor.untyped_storage().nbytes() for tensor in saved.values()]
+    if (format := recipe.wgrad.b) is None:
+        assert sizes == [4 * 160 * 288]
     else:
-        assert sizes[1] == 160 * 288
-        scales = recipe.wgrad.b.tile.scale_shape((288, 160))
-        assert sizes[4] == 4 * scales[0] * scales[1]
+        codes, scales, *more = sizes
+        assert codes == 160 * 288 // format.codes_per_byte
+        assert scales == math.prod(format.tile.scale_shape((288, 160))) * format.scale_rule.stored_as.itemsize
+        assert more == ([4] if format.scale_rule.has_global else [])
     assert y.requires_grad
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
+from f8sub.formats import E2M1
 from f8sub.kernels import host, reference
 from tests.data_sets import edge_values, gaussian, generator
 
@@ -114,6 +115,10 @@ ODD = {
     "every-other-row": lambda x: (x[::2], FORMATS["e5m2-float"]),
     "no-rows": lambda x: (x[:0], FORMATS["e4m3-float"]),
     "no-columns": lambda x: (x[:, :0], FORMATS["e4m3-float"]),
+    "e2m1": lambda x: (x, Float8Format(E2M1, Tile(ALL, ALL))),
+    "e8m0": lambda x: (x, Float8Format(E4M3, Tile(ALL, ALL), ScaleRule.E8M0)),
+    "two-level": lambda x: (x, Float8Format(E4M3, Tile(ALL, ALL), ScaleRule.TWO_LEVEL)),
+    "hadamard": lambda x: (x, Float8Format(E4M3, Tile(ALL, ALL), hadamard=16)),
 }
 
 
@@ -125,5 +130,7 @@ def test_what_it_is_not_for_goes_to_the_reference(name):
             assert (found is None) == (expected is None)
             if found is not None:
                 assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-                assert torch.equal(found.scale_inv, expected.scale_inv)
+                assert found.scale_inv.dtype == expected.scale_inv.dtype
+                assert torch.equal(found.scale_inv.float(), expected.scale_inv.float())
+                assert (found.global_scale_inv is None) == (expected.global_scale_inv is None)
                 assert found.data.is_contiguous()

@@ -53,6 +53,7 @@ def test_bytes_an_element():
     found = {name: round(bytes_of_saved(x, name) / x.numel(), 4) for name in RECIPES}
     assert found == {
         "blockwise": 1 + 0.0312,
+        "delayed": 1 + 0.0001,
         "gridquant": 1 + 0.0001,
         "mxfp8": 1 + 0.0312,
         "nvfp4": 0.5 + 0.0626,

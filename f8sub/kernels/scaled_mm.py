@@ -76,8 +76,9 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
         b_scale_inv = b_scale_inv.expand(b.data.shape[0], 1).contiguous().t()
     if a.data.is_cuda:
         return _gemm_nt_cuda(a.data, b.data, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
+    # t(), not mT: compiled code saves the float8 codes behind the one and casts x anew in backward behind the other.
     return torch._scaled_mm(
-        a.data, b.data.mT, a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
+        a.data, b.data.t(), a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
     )
 
 

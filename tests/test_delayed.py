@@ -1,7 +1,6 @@
 """Delayed scaling of one layer: histories and scales against a simulation, and each trap of TransformerEngine's."""
 
 import copy
-import dataclasses
 
 import numpy as np
 import pytest
@@ -14,58 +13,26 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from f8sub import backends
 from f8sub.kernels import delayed, host, reference
-from f8sub.scaling_state import OPERANDS, ScalingState, X
+from f8sub.scaling_state import OPERANDS, X
 from f8sub.tensor.master_weight import rowwise_of
 from tests.data_sets import gaussian, generator
+from tests.delayed_layers import (
+    FORMAT,
+    K,
+    M,
+    N,
+    assert_same,
+    data,
+    layer_of,
+    on_each_bad_value,
+    optimizer_of,
+    run,
+    snapshot,
+    state_of,
+    step,
+)
 from tests.delayed_simulation import FP8_MAX, Simulation, scale_of
 from tests.dist.models import Stack, seed_weights
-
-K, N, M = 32, 48, 16
-FORMAT = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}
-BAD = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}
-on_each_bad_value = pytest.mark.parametrize("bad", BAD.values(), ids=list(BAD))
-
-
-def layer_of(**options) -> f8sub.Float8Linear:
-    recipe = f8sub.get_recipe("delayed", **options)
-    return f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N))), recipe=recipe)[0]
-
-
-def state_of(layer: nn.Module) -> ScalingState:
-    (state,) = layer.scaling_states
-    return state
-
-
-def data(seed: int, size: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    rng = generator(seed)
-    return (size * gaussian((M, K), rng)).requires_grad_(), size * gaussian((M, N), rng)
-
-
-def run(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    y = layer(x)
-    y.backward(dy)
-    return y.detach()
-
-
-def optimizer_of(layer: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(layer.parameters(), lr=1e-2)
-
-
-def step(layer: nn.Module, optimizer: torch.optim.Optimizer, seed: int, size: float = 1.0) -> None:
-    run(layer, *data(seed, size))
-    optimizer.step()
-    optimizer.zero_grad()
-    f8sub.precompute_scales(layer)
-
-
-def snapshot(layer: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in layer.named_buffers()}
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
-
 
 ALGORITHMS = {
     "max": ("max", "max"),
@@ -380,153 +347,3 @@ def test_the_host_kernel_is_the_specification(bits, past):
                 assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
                 assert torch.equal(a.scale_inv, b.scale_inv)
             assert torch.equal(found[2].view(torch.int32), expected[2].view(torch.int32)) or found[2].isnan()
-
-
-WRONG = {
-    "margin": [-1, 128, float("nan"), "2"],
-    "interval": [0, 1.5],
-    "fp8_format": ["E5M2", "e4m3"],
-    "amax_history_len": [0, -3, 2.0],
-    "amax_compute_algo": ["mean", None],
-    "scaling_factor_compute_algo": ["max"],
-    "reduce_amax": [1, None],
-    "override_linear_precision": [(True,) * 3, (True, False), False],
-    "amax_histroy_len": [16],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
-)
-def test_an_unknown_or_ineffective_argument_is_refused(name, value):
-    with pytest.raises(f8sub.Float8ConfigError, match=name):
-        f8sub.get_recipe("delayed", **{name: value})
-
-
-def test_formats_and_overrides():
-    hybrid, e4m3 = (f8sub.get_recipe("delayed", fp8_format=name) for name in ("HYBRID", "E4M3"))
-    assert hybrid == f8sub.get_recipe("delayed")
-    assert {hybrid.dgrad.a.dtype, hybrid.wgrad.a.dtype} == {torch.float8_e5m2}
-    assert {e4m3.dgrad.a.dtype, e4m3.wgrad.a.dtype, e4m3.fprop.b.dtype} == {torch.float8_e4m3fn}
-    kept = f8sub.get_recipe("delayed", override_linear_precision=(False, True, False))
-    assert kept.fprop.a is not None
-    assert kept.dgrad.a is None
-    assert kept.wgrad.a is not None
-
-
-@pytest.mark.parametrize(
-    "keep",
-    [
-        (False, False, True),
-        (False, True, False),
-        (True, False, False),
-        (True, True, False),
-        (False, True, True),
-    ],
-)
-def test_gemms_in_high_precision_stage_what_the_others_read(keep):
-    layer = layer_of(override_linear_precision=keep, amax_history_len=2)
-    optimizer = optimizer_of(layer)
-    for number in range(3):
-        x, dy = data(number)
-        run(layer, x, dy)
-        read = [not (keep[0] and keep[2]), False, not (keep[1] and keep[2])]
-        assert (state_of(layer).history[0] > 0).tolist() == read
-        optimizer.step()
-        optimizer.zero_grad()
-    with_scale = [read[0], not (keep[0] and keep[1]), read[2]]
-    assert (state_of(layer).scale > 0).tolist() == with_scale
-
-
-def test_a_recipe_of_finer_tiles_cannot_be_delayed():
-    rowwise = f8sub.get_recipe("rowwise")
-    with pytest.raises(f8sub.Float8ConfigError, match=r"one scale a tensor, but x is read as"):
-        dataclasses.replace(rowwise, delayed=f8sub.get_recipe("delayed").delayed)
-
-
-def test_ranks_compare_recipes_by_what_their_algorithms_are_called():
-    text = str(f8sub.get_recipe("delayed", amax_compute_algo=sorted, scaling_factor_compute_algo=data))
-    assert "amax_compute_algo=sorted" in text
-    assert "scaling_factor_compute_algo=data" in text
-    assert "0x" not in text
-
-
-def test_buffers_stay_float32_and_are_never_left_uninitialized():
-    layer = layer_of(amax_history_len=4)
-    step(layer, optimizer_of(layer), 1)
-    before = snapshot(layer)
-    layer.bfloat16().half().float()
-    assert_same(snapshot(layer), before)
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(K, N))
-    model = f8sub.convert_to_float8(model, recipe="delayed").to_empty(device="cpu")
-    assert all(not buffer.any() and not buffer.is_meta for buffer in model.buffers())
-    for buffer in layer.buffers():
-        assert buffer.dtype == torch.float32
-
-
-def test_a_state_dict_restores_bitwise_and_one_without_histories_begins_anew():
-    layer, other = layer_of(amax_history_len=4), layer_of(amax_history_len=4)
-    for number in range(3):
-        step(layer, optimizer_of(layer), number)
-    other.load_state_dict(layer.state_dict())
-    x, _ = data(9)
-    with torch.no_grad():
-        assert torch.equal(other(x), layer(x))
-    assert_same(snapshot(other), snapshot(layer))
-    plain = {name: value for name, value in layer.state_dict().items() if name in ("weight", "bias")}
-    other.load_state_dict(plain)
-    assert all(not buffer.any() for buffer in other.buffers())
-    layer.load_state_dict({"bias": plain["bias"]}, strict=False)
-    assert state_of(layer).history.any()
-
-
-def test_conversion_back_leaves_a_plain_layer():
-    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe="delayed")
-    f8sub.convert_from_float8(model)
-    assert sorted(model.state_dict()) == ["0.bias", "0.weight"]
-    assert list(model[0].modules()) == [model[0]]
-
-
-def test_a_copy_has_a_history_of_its_own():
-    layer = layer_of(amax_history_len=4)
-    step(layer, optimizer_of(layer), 1)
-    twin = copy.deepcopy(layer)
-    before = snapshot(layer)
-    step(twin, optimizer_of(twin), 2, size=10.0)
-    assert_same(snapshot(layer), before)
-    assert state_of(twin).history[:, 0].max() > 10 * 2
-
-
-def test_a_context_rolls_a_state_of_its_own():
-    layer = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N))), recipe="tensorwise")[0]
-    optimizer = optimizer_of(layer)
-    for number in range(2):
-        with f8sub.autocast(recipe="delayed"):
-            y = layer(data(number)[0])
-        y.backward(data(number)[1])
-        optimizer.step()
-    assert (state_of(layer).history != 0).sum(0).tolist() == [2, 2, 2]
-    assert (state_of(layer).scale > 0).all()
-
-
-def test_a_compiled_optimizer_rolls_too():
-    torch._dynamo.reset()
-    layer = layer_of(amax_history_len=4)
-    compiled_step = torch.compile(optimizer_of(layer).step, backend="aot_eager")
-    for number in range(3):
-        run(layer, *data(number))
-        compiled_step()
-        assert (state_of(layer).history != 0).sum(0).tolist() == [number + 1] * 3
-
-
-def test_masters_in_the_optimizer():
-    """The weights are rounded from them after the wrapped optimizer stepped; their amax is taken after that."""
-    layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)).bfloat16(), recipe="delayed")[0]
-    optimizer = f8sub.optim.MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
-    for number in range(3):
-        x, dy = data(number)
-        layer(x.bfloat16()).backward(dy.bfloat16())
-        optimizer.step()
-        assert state_of(layer).history[-1, 1] == layer.weight.detach().abs().max()
-        assert (state_of(layer).history != 0).sum(0).tolist() == [number + 1] * 3

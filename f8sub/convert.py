@@ -75,6 +75,10 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         Float8ConfigError: unknown recipe or backend, a model that is already sharded or converted with another
             recipe, tied layers whose recipes read the weight differently, or, when ``strict``, nothing to convert.
     """
+    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
+        raise Float8ConfigError(
+            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
+        )
     recipes = LayerRecipes(recipe_name or recipe)
     skip = [skip] if isinstance(skip, str) else skip
     filter_fqns = [filter_fqns] if isinstance(filter_fqns, str) else filter_fqns

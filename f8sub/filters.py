@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from f8sub.errors import Float8ConfigError
 from f8sub.formats import HIGH_PRECISION
 from f8sub.linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
@@ -27,12 +28,17 @@ class LayerRecipes:
         recipe: a recipe, its name, or a mapping from patterns (see ``matches``) to either.
 
     Raises:
-        Float8ConfigError: an unknown recipe.
+        Float8ConfigError: an unknown recipe, or a key that is no pattern.
     """
 
     def __init__(self, recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> None:
         self._by_layer = isinstance(recipe, Mapping)
         given = recipe if isinstance(recipe, Mapping) else {"*": recipe}
+        if unknown := [pattern for pattern in given if not isinstance(pattern, str)]:
+            raise Float8ConfigError(
+                f"recipes for layers go by glob patterns over their names, got {unknown[0]!r}; give its name, as "
+                "model.named_modules() has it"
+            )
         self._recipes = {pattern: get_recipe(chosen) for pattern, chosen in given.items()}
 
     def pattern_of(self, fqn: str) -> str | None:

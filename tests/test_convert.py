@@ -173,6 +173,8 @@ BAD = {
     "recipe": ({"recipe": "int8"}, "unknown recipe 'int8'"),
     "recipe_name": ({"recipe_name": "int8"}, "unknown recipe 'int8'"),
     "backend": ({"backend": "cutlass"}, "unknown backend 'cutlass'"),
+    "two-recipes": ({"recipe": "rowwise", "recipe_name": "blockwise"}, "give one of them"),
+    "no-pattern": ({"recipe": {0: "rowwise"}}, "glob patterns over their names, got 0"),
 }
 
 

@@ -7,10 +7,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import f8sub
 from tests.dist.models import float8_layers
 from tests.layers import K, x_of
-from tests.test_primary_weights import made, step, wrapped
+from tests.test_primary_weights import made, on_each_recipe, step, wrapped
 
-RECIPES = f8sub.recipe_names()
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 on_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 

@@ -303,7 +303,7 @@ def _refuse_delayed(plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Lin
         if plan.recipe.delayed is not None:
             raise Float8ConfigError(
                 f"primary_weights=True scales weights by their current amax, and {names[module]} with recipe "
-                f"{plan.recipe.name!r} scales them by their past; choose one of the two, tensorwise for instance"
+                f"{plan.recipe.name!r} scales them by their past; choose one of the two, {DEFAULT!r} for instance"
             )
 
 

@@ -98,9 +98,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     gathered = {m: float8_all_gather and None not in plan.recipe.formats("w") for m, plan in plans.items()}
     if primary_weights:
         _refuse_delayed(plans, names)
-        _refuse_high_precision(
-            {names[m]: plans[m].recipe for m in plans if not gathered[m]}, float8_all_gather
-        )
+        _refuse_high_precision(plans, names, gathered)
     layers = ConvertedLayers(primary_weights, idle)
     for module, plan in plans.items():
         _convert(module, names[module], plan, layers)
@@ -286,15 +284,17 @@ def _refuse_tied_apart(
             )
 
 
-def _refuse_high_precision(recipes: Mapping[str, Recipe], float8_all_gather: bool) -> None:
+def _refuse_high_precision(
+    plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Linear, str], float8: dict[torch.nn.Linear, bool]
+) -> None:
     """Primary weights are codes and nothing else, so none of their layers may read them in high precision."""
-    if recipes:
-        fqn, recipe = next(iter(recipes.items()))
-        raise Float8ConfigError(
-            f"primary_weights=True keeps nothing but float8 codes of a weight, and {fqn} with recipe "
-            f"{recipe.name!r} and float8_all_gather={float8_all_gather} reads it in high precision; choose one of "
-            "the two"
-        )
+    for module, plan in plans.items():
+        if not float8[module]:
+            raise Float8ConfigError(
+                f"primary_weights=True keeps nothing but float8 codes of a weight, and {names[module]} with recipe "
+                f"{plan.recipe.name!r} reads it in high precision, or float8_all_gather=False gathers it so; choose "
+                "one of the two"
+            )
 
 
 def _refuse_delayed(plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Linear, str]) -> None:

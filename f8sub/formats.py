@@ -75,17 +75,22 @@ class Tile:
 
     The last tile of a dimension that ``rows`` or ``cols`` does not divide is a smaller one.
 
+    Attributes that follow:
+        is_whole: whether one scale serves the whole matrix.
+
     Raises:
         Float8ConfigError: an edge that is neither positive nor ``ALL``.
     """
 
     rows: int
     cols: int
+    is_whole: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for edge in (self.rows, self.cols):
             if type(edge) is not int or (edge != ALL and edge < 1):
                 raise Float8ConfigError(f"a tile edge is a positive number of elements or ALL, got {self}")
+        object.__setattr__(self, "is_whole", self.rows == self.cols == ALL)
 
     def t(self) -> "Tile":
         """The same block of elements, seen in the transposed matrix."""
@@ -94,11 +99,6 @@ class Tile:
     def is_transpose_of(self, other: "Tile") -> bool:
         """Whether both put the same elements under one scale, one seen in the transposed matrix."""
         return self.rows == other.cols and self.cols == other.rows
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one scale serves the whole matrix."""
-        return self.rows == self.cols == ALL
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Number of tiles along each dimension of a matrix of ``shape``."""
@@ -126,6 +126,7 @@ class Float8Format:
 
     Attributes that follow:
         name: all of it in one word that ``parse`` reads, ``e4m3[1x128,power_of_2]``.
+        max: largest finite value of ``dtype``: 448 for e4m3, 57344 for e5m2, 6 for e2m1.
         is_plain: whether torch computes with it: codes of a byte, float32 scales of one level, no transform.
 
     Raises:
@@ -138,6 +139,7 @@ class Float8Format:
     rounding: Rounding = Rounding.NEAREST
     hadamard: int | None = None
     name: str = field(init=False, compare=False, repr=False)
+    max: float = field(init=False, compare=False, repr=False)
     is_plain: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +156,7 @@ class Float8Format:
         rule += "" if self.rounding is Rounding.NEAREST else f",{self.rounding.value}"
         rule += "" if self.hadamard is None else f",hadamard{self.hadamard}"
         object.__setattr__(self, "name", f"{_NAMES[self.dtype]}[{self.tile}{rule}]")
+        object.__setattr__(self, "max", _MAX[self.dtype])
         plain = self.dtype != E2M1 and self.scale_rule.stored_as == torch.float32 and self.hadamard is None
         object.__setattr__(self, "is_plain", plain)
 
@@ -176,11 +179,6 @@ class Float8Format:
             Rounding(found["rounding"] or "nearest"),
             int(found["hadamard"]) if found["hadamard"] else None,
         )
-
-    @property
-    def max(self) -> float:
-        """Largest finite value of ``dtype``: 448 for e4m3, 57344 for e5m2, 6 for e2m1."""
-        return _MAX[self.dtype]
 
     @property
     def has_nan(self) -> bool:

@@ -22,28 +22,32 @@ def quantize(
     columnwise: Float8Format | None,
     any_layout: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
-    """``reference.quantize`` of a CPU tensor; goes there for finer tiles, other formats and odd tensors.
+    """``reference.quantize`` of a CPU tensor; goes there for finer tiles, two formats at once and odd tensors.
 
     Numerics:
         No clamp: with current scaling a finite product is at most ``format.max * (1 + 2**-23)``, which rounds to
         ``format.max``. Tensors with NaN, infinity or values that need the clamp go to the reference.
     """
-    whole = (rowwise is None or (rowwise.is_plain and rowwise.tile.is_whole)) and (
-        columnwise is rowwise or columnwise is None or (columnwise.is_plain and columnwise.tile.is_whole)
-    )
-    if not whole or not x.numel() or not x.is_contiguous():
+    format = columnwise if rowwise is None else rowwise
+    if (
+        format is None
+        or not (format.is_plain and format.tile.is_whole)
+        or not (columnwise is None or columnwise is format or columnwise == format)
+        or not x.numel()
+        or not x.is_contiguous()
+    ):
         return reference.quantize(x, rowwise, columnwise, any_layout)
     lowest, highest = torch.aminmax(x)
     amax: float = max(highest.item(), -lowest.item())
     if not amax <= reference.LARGEST:
         return reference.quantize(x, rowwise, columnwise, any_layout)
-    row = col = None
-    if rowwise is not None:
-        row = Operand(*_cast(x, amax, rowwise), rowwise)
-    if columnwise is not None:
-        data, scale_inv = row[:2] if row is not None and rowwise == columnwise else _cast(x, amax, columnwise)
-        col = Operand(data.mT if any_layout else torch.t_copy(data), scale_inv, columnwise)
-    return row, col
+    scale = scale_from_amax(amax, format)
+    data = torch.add(_MINUS_ZERO, x, alpha=scale).to(format.dtype)
+    scale_inv = torch.full((1, 1), 1.0 / scale, dtype=torch.float32)
+    row = None if rowwise is None else Operand(data, scale_inv, format)
+    if columnwise is None:
+        return row, None
+    return row, Operand(data.mT if any_layout else torch.t_copy(data), scale_inv, format)
 
 
 def quantize_delayed(
@@ -73,12 +77,6 @@ def quantize_delayed(
     row = None if rowwise is None else operand
     col = None if columnwise is None else reference.transposed(operand, columnwise, any_layout)
     return row, col, torch.full((1, 1), amax, dtype=torch.float32)
-
-
-def _cast(x: torch.Tensor, amax: float, format: Float8Format) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = scale_from_amax(amax, format)
-    scale_inv = torch.full((1, 1), 1.0 / scale, dtype=torch.float32)
-    return torch.add(_MINUS_ZERO, x, alpha=scale).to(format.dtype), scale_inv
 
 
 def scale_from_amax(amax: float, format: Float8Format) -> float:

@@ -1,35 +1,33 @@
-"""Layer 1. ``torch._scaled_mm``: one scale a tensor, a row or a block of 128, on CUDA through cuBLASLt; CPU too.
+"""Layer 1. ``torch._scaled_mm``: one scale a tensor, a row or a block, on CUDA through cuBLASLt; CPU too.
 
 What cuBLASLt takes: dimensions that are multiples of 16, so operands are filled up with zeros; blocks of 1x128 and of
-128x128, so scales of larger tiles are repeated for the blocks in them.
+128x128 (Hopper), of 1x32 and 1x16 (Blackwell), so scales of larger tiles are repeated for the blocks in them.
 """
 
 import functools
 
 import torch
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from f8sub.formats import ALL, Float8Format, Operand, Tile
-from f8sub.kernels import reference
+from f8sub.formats import ALL, E2M1, Float8Format, Operand, ScaleRule, Tile
+from f8sub.kernels import block_scales
+from f8sub.kernels.block_scales import ALIGNMENT, BLOCK, whole_blocks
 from f8sub.torch_compat import constant_result
 
 TENSORWISE = Tile(ALL, ALL)
 ROWWISE = Tile(1, ALL)
 
-BLOCK = 128
-"""Elements of K under one scale. Source: cuBLASLt's VEC128_32F and BLK128x128_32F scale modes, CUDA 12.9, SM 9.0."""
-
-_CUDA_ALIGNMENT = 16
-"""cuBLASLt takes float8 matrices whose dimensions are multiples of 16. Source: ATen/native/cuda/ScaledBlas.cpp."""
-
-_BLOCK_SCALES_ALIGNMENT = 4
-"""A row of 128x128 scales begins at a multiple of 16 bytes. Source: the same file."""
+_SMALL_BLOCKS = {
+    ScaleRule.E8M0: (torch.float8_e4m3fn, 32, ScalingType.BlockWise1x32),
+    ScaleRule.TWO_LEVEL: (E2M1, 16, ScalingType.BlockWise1x16),
+}
+"""What Blackwell's tensor cores scale themselves: dtype of the codes, elements of K under one scale, torch's name."""
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     """Why this backend cannot run a GEMM of these formats on ``device``; None when it can."""
-    if unknown := {str(f) for f in (a, b) if not f.is_plain}:
-        return f"takes float8 with float32 scales, not {', '.join(sorted(unknown))}"
+    if not a.is_plain or not b.is_plain:
+        return _why_not_small_blocks(a, b, device)
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "takes at most one e5m2 operand"
     if device.type == "cuda":
@@ -69,6 +67,8 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
         (M, N), ``out_dtype``.
     """
     a_scale_inv, b_scale_inv = a.scale_inv, b.scale_inv
+    if not a.format.is_plain:
+        return _gemm_nt_in_small_blocks(a, b, out_dtype)
     if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1:
         if _in_blocks(a.format, b.format):
             return _gemm_nt_in_blocks(a, b, out_dtype)
@@ -107,36 +107,37 @@ def _gemm_nt_cuda(
 def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     """The same with scales of blocks: 1x128 for ``a``, and 128x128 for ``b`` where its tiles are made of those."""
     left, right = _aligned(a.data), _aligned(b.data).t()
-    a_scales, rows_of_b = _block_scales(a, 1), b.format.tile.rows
-    if (rows_of_b == ALL or rows_of_b % BLOCK == 0) and a.format.dtype == b.format.dtype:
+    a_scales = block_scales.vectors(a)
+    if whole_blocks(b.format.tile.rows, BLOCK) and a.format.dtype == b.format.dtype:
         vector, square = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-        y = scaled_mm(left, right, a_scales, vector, _block_scales(b, BLOCK), square, output_dtype=out_dtype)
+        y = scaled_mm(left, right, a_scales, vector, block_scales.squares(b), square, output_dtype=out_dtype)
     else:
         # The first version tells 1x128 by the shapes of the scales, and takes e5m2, which the second refuses.
-        y = torch._scaled_mm(left, right, a_scales, _block_scales(b, 1).t(), out_dtype=out_dtype)
+        y = torch._scaled_mm(left, right, a_scales, block_scales.vectors(b).t(), out_dtype=out_dtype)
     return y[: a.data.shape[0], : b.data.shape[0]]
 
 
-def _block_scales(operand: Operand, rows: int) -> torch.Tensor:
-    """``scale_inv`` of every block of (rows, 128), laid out as ``_scaled_mm_v2`` asks.
-
-    Returns:
-        1x128: (rows filled up to a multiple of 16, blocks), column-major. 128x128: (blocks of K filled up to a multiple
-        of 4, blocks of rows), column-major.
-    """
-    tile, (height, depth) = operand.format.tile, operand.shape
-    count = Tile(rows, BLOCK).scale_shape((height, depth))
-    tile_in_blocks = Tile(
-        ALL if tile.rows == ALL else tile.rows // rows, ALL if tile.cols == ALL else tile.cols // BLOCK
+def _gemm_nt_in_small_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    """The same with scales of one byte, of 1x32 or 1x16, under one of the whole matrix where there are two levels."""
+    _, size, kind = _SMALL_BLOCKS[a.format.scale_rule]
+    scales = [[block_scales.swizzled(operand, size)] for operand in (a, b)]
+    kinds, swizzles = [kind], [SwizzleType.SWIZZLE_32_4_4]
+    if a.global_scale_inv is not None and b.global_scale_inv is not None:
+        scales[0].append(a.global_scale_inv)
+        scales[1].append(b.global_scale_inv)
+        kinds, swizzles = [kind, ScalingType.TensorWise], [*swizzles, SwizzleType.NO_SWIZZLE]
+    y = scaled_mm(
+        _aligned(a.data),
+        _aligned(b.data).t(),
+        scales[0],
+        kinds,
+        scales[1],
+        kinds,
+        swizzles,
+        swizzles,
+        output_dtype=out_dtype,
     )
-    scales = reference.spread(operand.scale_inv, tile_in_blocks, torch.Size(count))
-    if rows == 1:
-        laid_out = scales.new_ones(count[1], height + -height % _CUDA_ALIGNMENT)
-        laid_out[:, :height] = scales.t()
-    else:
-        laid_out = scales.new_ones(count[0], count[1] + -count[1] % _BLOCK_SCALES_ALIGNMENT)
-        laid_out[:, : count[1]] = scales
-    return laid_out.t()
+    return y[: a.data.shape[0], : b.data.shape[0]]
 
 
 def _in_blocks(a: Float8Format, b: Float8Format) -> bool:
@@ -148,8 +149,14 @@ def _is_block(tile: Tile) -> bool:
     return tile.cols != ALL or tile.rows not in (1, ALL)
 
 
+def _is_small_block(format: Float8Format) -> bool:
+    """Whether Blackwell's tensor cores scale it, or smaller tiles that make it up."""
+    dtype, size, _ = _SMALL_BLOCKS.get(format.scale_rule, (None, 1, None))
+    return format.dtype == dtype and whole_blocks(format.tile.cols, size)
+
+
 def _aligned(codes: torch.Tensor) -> torch.Tensor:
-    missing_rows, missing_cols = (-size % _CUDA_ALIGNMENT for size in codes.shape)
+    missing_rows, missing_cols = (-size % ALIGNMENT for size in codes.shape)
     if not missing_rows and not missing_cols:
         return codes
     padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows))
@@ -160,13 +167,30 @@ def _padded_rows(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)
 
 
+def _why_not_small_blocks(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    if a.scale_rule is not b.scale_rule or not _is_small_block(a) or not _is_small_block(b):
+        return (
+            "takes float8 with float32 scales, e4m3 with e8m0 scales of 1x32, or e2m1 with scales of two levels of "
+            f"1x16, both operands alike, not {a} and {b}"
+        )
+    if device.type != "cuda":
+        return f"multiplies scales of one byte on cuda alone, not on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= 10 and _cuda_version() >= (12, 8):
+        return None
+    return (
+        "multiplies scales of one byte on SM 10.0 (Blackwell) or newer with CUDA 12.8 or newer, found SM "
+        f"{major}.{minor}, CUDA {torch.version.cuda}"
+    )
+
+
 def _why_not_cuda(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         return f"needs SM 8.9 (Ada) or newer, found {major}.{minor}"
     if not _in_blocks(a, b):
         return None
-    if unknown := {str(f.tile) for f in (a, b) if f.tile.cols != ALL and f.tile.cols % BLOCK}:
+    if unknown := {str(f.tile) for f in (a, b) if not whole_blocks(f.tile.cols, BLOCK)}:
         return f"takes one scale a tensor, a row or tiles of whole blocks of 1x128, not {', '.join(sorted(unknown))}"
     return _why_no_vector_scales(device)
 
@@ -175,10 +199,17 @@ def _why_not_cuda(a: Float8Format, b: Float8Format, device: torch.device) -> str
 def _why_no_vector_scales(device: torch.device) -> str | None:
     """Why cuBLASLt does not take more than one scale an operand; what ``_scaled_mm`` then has for rows is CUTLASS."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    built_with = torch.version.cuda or "0.0"
-    if major == 9 and tuple(map(int, built_with.split("."))) >= (12, 9):
+    if major == 9 and _cuda_version() >= (12, 9):
         return None
-    return f"multiplies blocks on SM 9.0 (Hopper) with CUDA 12.9 or newer, found SM {major}.{minor}, CUDA {built_with}"
+    return (
+        "multiplies blocks with float32 scales on SM 9.0 (Hopper) with CUDA 12.9 or newer, found SM "
+        f"{major}.{minor}, CUDA {torch.version.cuda}"
+    )
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """The CUDA that torch was built with; nothing where it was not, ROCm included."""
+    return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import torch
 
 import f8sub
 from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile, backends
+from f8sub.formats import E2M1
 from f8sub.kernels import reference, scaled_mm
 from tests.budgets import excess
 from tests.cuda.products import exact, operand, promoted
@@ -33,6 +34,9 @@ BLOCK_PAIRS = {
     "row-128x128": (ROW, BLOCK),
     "1x128-tensor": (VECTOR, TENSOR),
 }
+MX = Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)
+NV, NV_WEIGHT = (Float8Format(E2M1, Tile(rows, 16), ScaleRule.TWO_LEVEL) for rows in (1, 16))
+SMALL_BLOCK_PAIRS = {"mxfp8": (MX, MX), "nvfp4": (NV, NV), "nvfp4-weight": (NV, NV_WEIGHT)}
 SHAPES = {
     "aligned": (64, 48, 256),
     "many-blocks": (272, 400, 656),
@@ -78,7 +82,9 @@ def test_one_scale_a_tensor_or_a_row(pair, shape, dtype, fast_accum):
 
 @on_each_dtype
 @on_each_shape
-@pytest.mark.parametrize("pair", BLOCK_PAIRS.values(), ids=list(BLOCK_PAIRS))
+@pytest.mark.parametrize(
+    "pair", (BLOCK_PAIRS | SMALL_BLOCK_PAIRS).values(), ids=list(BLOCK_PAIRS | SMALL_BLOCK_PAIRS)
+)
 def test_one_scale_a_block(pair, shape, dtype):
     a, b = operands(pair, shape)
     if reason := scaled_mm.why_not(a.format, b.format, torch.device("cuda")):
@@ -101,6 +107,14 @@ def test_blocks_are_multiplied_natively_on_hopper():
     spec = GemmSpec(a=VECTOR, b=BLOCK)
     assert backends.select_gemm(spec, torch.device("cuda")) == "scaled_mm"
     for recipe in ("blockwise", "gridquant"):
+        plan = backends.Plan.make(f8sub.get_recipe(recipe), torch.device("cuda"))
+        assert {plan.fprop, plan.dgrad, plan.wgrad} == {"scaled_mm"}
+
+
+def test_small_blocks_are_multiplied_natively_on_blackwell():
+    if torch.cuda.get_device_capability()[0] < 10:
+        pytest.skip("this CUDA device is older than Blackwell")
+    for recipe in ("mxfp8", "nvfp4"):
         plan = backends.Plan.make(f8sub.get_recipe(recipe), torch.device("cuda"))
         assert {plan.fprop, plan.dgrad, plan.wgrad} == {"scaled_mm"}
 

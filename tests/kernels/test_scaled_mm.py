@@ -192,36 +192,41 @@ def test_blocks_are_hoppers(monkeypatch, name):
     assert found is None if reason is None else reason in found
 
 
-BLOCKS = {"1x128": 1, "128x128": 128}
-TILES = {
-    "1x128": (1, 128),
-    "128x128": (128, 128),
-    "256x256": (256, 256),
-    "row": (1, ALL),
-    "tensor": (ALL, ALL),
-    "allx128": (ALL, 128),
+TENTH = {
+    "mxfp8": (Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0),) * 2,
+    "of-larger-tiles": (
+        Float8Format(E4M3, Tile(1, 64), ScaleRule.E8M0),
+        Float8Format(E4M3, Tile(32, ALL), ScaleRule.E8M0),
+    ),
+    "nvfp4": (
+        Float8Format(E2M1, Tile(1, 16), ScaleRule.TWO_LEVEL),
+        Float8Format(E2M1, Tile(16, 16), ScaleRule.TWO_LEVEL),
+    ),
+}
+UNLIKE = {
+    "finer": (Float8Format(E4M3, Tile(1, 16), ScaleRule.E8M0),) * 2,
+    "no-multiple": (Float8Format(E4M3, Tile(1, 48), ScaleRule.E8M0),) * 2,
+    "e5m2": (Float8Format(E5M2, Tile(1, 32), ScaleRule.E8M0), TENTH["mxfp8"][0]),
+    "two-rules": (TENTH["mxfp8"][0], TENTH["nvfp4"][0]),
+    "one-plain": (TENTH["mxfp8"][0], VECTOR),
+    "the-other-plain": (VECTOR, TENTH["mxfp8"][0]),
 }
 
 
-@pytest.mark.parametrize("shape", [(272, 656), (13, 40), (1, 1), (1, 130), (256, 512)], ids=str)
-@pytest.mark.parametrize(
-    ("tile", "rows"),
-    [(tile, rows) for tile in TILES.values() for rows in (1, 128) if rows == 1 or tile[0] != 1],
-    ids=str,
-)
-def test_scales_of_blocks(tile, rows, shape):
-    """What lies under each block is the scale of every element in it, in the layout that is asked for."""
-    matrix = row_outliers(shape, generator(4))
-    operand = reference.quantize(matrix, Float8Format(E4M3, Tile(*tile)), None)[0]
-    found = scaled_mm._block_scales(operand, rows)
-    assert found.stride(0) == 1
-    by_rows = found if rows == 1 else found.t()
-    assert by_rows.shape[0] == (shape[0] + -shape[0] % 16 if rows == 1 else -(-shape[0] // 128))
-    assert found.stride(1) == found.shape[0]
-    assert found.shape[0] % (16 if rows == 1 else 4) == 0
-    spread = by_rows.repeat_interleave(rows, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-    expected = reference.spread(operand.scale_inv, Tile(*tile), matrix.shape).expand(shape)
-    assert torch.equal(spread, expected)
+@pytest.mark.parametrize("name", [*TENTH, *UNLIKE], ids=[*TENTH, *UNLIKE])
+def test_scales_of_one_byte_are_blackwells(monkeypatch, name):
+    a, b = (TENTH | UNLIKE)[name]
+    found = {}
+    for capability in ((9, 0), (10, 0), (12, 0)):
+        for cuda in ("12.6", "12.8", None):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+            monkeypatch.setattr(torch.version, "cuda", cuda)
+            found[capability, cuda] = scaled_mm.why_not(a, b, torch.device("cuda", 0))
+    fits = [key for key, reason in found.items() if reason is None]
+    assert fits == ([((10, 0), "12.8"), ((12, 0), "12.8")] if name in TENTH else [])
+    expected = "found SM 9.0, CUDA 12.8" if name in TENTH else f"both operands alike, not {a} and {b}"
+    assert expected in found[(9, 0), "12.8"]
+    assert ("not on cpu" if name in TENTH else expected) in scaled_mm.why_not(a, b, CPU)
 
 
 def test_auto_falls_back_to_the_reference_and_a_named_backend_does_not():

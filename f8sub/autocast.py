@@ -1,10 +1,17 @@
 """Layer 6. Recipe contexts: another recipe, or none, for the forwards inside them."""
 
+import functools
+from collections.abc import Callable
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 from f8sub import context
+from f8sub.errors import Float8ConfigError
 from f8sub.recipe import HIGH_PRECISION_GEMM, Recipe, get_recipe
 from f8sub.torch_compat import constant_result
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _HIGH_PRECISION = Recipe(
     name="high precision",
@@ -24,8 +31,8 @@ class autocast:
         y.backward(dy)              # as the forward ran, context or not
 
     Contexts nest, the inner one overrides; the outer one is back when it is left, by an exception too. Each thread has
-    its own, and one instance may be entered again, by several threads as well. Backward, activation checkpointing
-    included, uses what its forward used, so a context around it does nothing.
+    its own, and one instance may be entered again, by several threads as well. It decorates functions, too. Backward,
+    activation checkpointing included, uses what its forward used, so a context around it does nothing.
 
     Only layers that ``convert_to_float8`` converted take part, and no other autocast is meant: ``torch.autocast``
     chooses the high-precision dtype, and goes together with this one.
@@ -40,12 +47,30 @@ class autocast:
         enabled: False for high precision; ``recipe`` is not used then.
 
     Raises:
-        Float8ConfigError: here, an unknown recipe; in a layer's forward, a recipe that it cannot run, see above.
+        Float8ConfigError: here, an unknown recipe, or a flag in its place; in a layer's forward, a recipe that it
+            cannot run, see above.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, enabled: bool = True) -> None:
+        if isinstance(recipe, bool):
+            raise Float8ConfigError(
+                f"the first argument of f8sub.autocast is a recipe, got {recipe}; write autocast(enabled={recipe})"
+            )
+        self._recipe, self._enabled = recipe, enabled
         asked = None if recipe is None else _key_of(recipe)
         self._key = asked if enabled else _key_of(None)
+
+    def __call__(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """``function``, run inside the context."""
+        recipe, enabled = self._recipe, self._enabled
+
+        @functools.wraps(function)
+        def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            # Made anew: dynamo does not enter a context that was made outside of what it compiles.
+            with autocast(recipe, enabled):
+                return function(*args, **kwargs)
+
+        return run
 
     def __enter__(self) -> "autocast":
         context.enter(self._key)

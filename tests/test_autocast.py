@@ -215,11 +215,31 @@ def test_a_backend_that_cannot_run_the_recipe_names_the_layer():
     assert same(results(model), results(block()))
 
 
-@pytest.mark.parametrize("recipe", ["int8", "", True], ids=str)
+@pytest.mark.parametrize("recipe", ["int8", ""], ids=str)
 def test_an_unknown_recipe_is_refused_before_it_is_entered(recipe):
     for enabled in (True, False):
         with pytest.raises(f8sub.Float8ConfigError, match="unknown recipe"):
             f8sub.autocast(recipe, enabled)
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=str)
+def test_a_flag_in_the_place_of_the_recipe_is_refused(enabled):
+    """TransformerEngine's contexts begin with ``enabled``."""
+    with pytest.raises(f8sub.Float8ConfigError, match=rf"write autocast\(enabled={enabled}\)"):
+        f8sub.autocast(enabled)
+
+
+def test_it_decorates_functions():
+    @f8sub.autocast(OTHER)
+    def other(model, x):
+        return under(f8sub.autocast(enabled=False))(model, x) + model(x)
+
+    def by_hand(model, x):
+        return under(f8sub.autocast(enabled=False))(model, x) + under(f8sub.autocast(OTHER))(model, x)
+
+    model = block()
+    assert same(results(model, other), results(model, by_hand))
+    assert same(results(model), results(block()))
 
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])

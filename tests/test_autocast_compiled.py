@@ -122,6 +122,22 @@ def test_inside_a_full_graph(second):
     assert not same(results(eager, f8sub.autocast("rowwise_with_gw_hp")), results(eager))
 
 
+def test_a_decorated_function_inside_a_full_graph():
+    class Decorated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = Inside(OWN).layers
+
+        @f8sub.autocast("rowwise_with_gw_hp")
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    eager, compiled = Decorated(), Decorated()
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    assert same(results(compiled, nullcontext()), results(eager, nullcontext()))
+    assert not same(results(eager, nullcontext()), results(eager.layers, nullcontext()))
+
+
 def test_a_checkpoint_inside_compiled_code():
     """The checkpoint is traced with the forward, so its context is too."""
     model = layers(OWN)

@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import f8sub
 from tests import oracle
 from tests.budgets import excess
-from tests.data_sets import gaussian, generator, make
-from tests.dist.models import BF16, Transformer, float8_layers, seed_weights, shard
+from tests.data_sets import make
+from tests.dist.models import BF16, Transformer, float8_layers, loss_of, seed_weights, shard, take_step
 
 RECIPES = list(oracle.RECIPES)
 COMBINATIONS = [
@@ -59,13 +58,7 @@ def losses(rank: int, world: int, recipe: str, gemms: tuple[str, ...]) -> list[t
         optimizer, found = torch.optim.AdamW(model.parameters(), lr=3e-3), []
         for step in range(3):
             f8sub.precompute_scales(model)
-            rng = generator(10 * step + rank)
-            logits = model(gaussian((4, 4, 32), rng)).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, torch.randint(11, (16,), generator=rng))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
+            found.append(take_step(optimizer, loss_of(model, step, rank)))
         results.append((found, gathers))
     return results
 

@@ -88,3 +88,18 @@ def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None) -> nn.Mo
 
 def float8_layers(model: nn.Module) -> list[f8sub.Float8Linear]:
     return [module for module in model.modules() if isinstance(module, f8sub.Float8Linear)]
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """A Transformer's loss on the tokens of one rank in one step."""
+    rng = generator(10 * step + rank)
+    logits = model(gaussian((4, 4, 32), rng)).flatten(0, 1).float()
+    return F.cross_entropy(logits, torch.randint(11, (16,), generator=rng))
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+    """Backward and step; the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()

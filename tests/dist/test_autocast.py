@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import f8sub
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
-from tests.dist.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard, transformer
+from tests.dist.models import BF16, Stack, Transformer, float8_layers, loss_of, seed_weights, shard, take_step, transformer
 
 Losses = list[float]
 STEPS = 3
@@ -35,14 +35,9 @@ def train(model: nn.Module, rank: int, entered: Callable[[], f8sub.autocast] | N
     entered, losses = entered or f8sub.autocast, []
     for step in range(STEPS):
         f8sub.precompute_scales(model)
-        rng = generator(10 * step + rank)
         with entered():
-            logits = model(gaussian((4, 4, 32), rng)).flatten(0, 1).float()
-        loss = F.cross_entropy(logits, torch.randint(11, (16,), generator=rng))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+            loss = loss_of(model, step, rank)
+        losses.append(take_step(optimizer, loss))
     return losses
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.dist.models import BF16, Transformer, float8_layers, seed_weights, shard
+from tests.dist.models import BF16, Transformer, float8_layers, loss_of, seed_weights, shard, take_step
 from tests.dist.wire import Wire
 
 RECIPE = {
@@ -34,13 +34,7 @@ def train(rank: int, world: int) -> list[tuple[list[float], list[int]]]:
             with Wire() as wire:
                 f8sub.precompute_scales(model)
             reductions.append(wire.all_reduces)
-            rng = generator(10 * step + rank)
-            logits = model(gaussian((4, 4, 32), rng)).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, torch.randint(11, (16,), generator=rng))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(take_step(optimizer, loss_of(model, step, rank)))
         results.append((losses, reductions))
     return results
 

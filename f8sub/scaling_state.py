@@ -35,16 +35,17 @@ class ScalingState(torch.nn.Module):
     Attributes:
         recipe: the recipe that the state belongs to.
         generation: another number whenever the scales may be others.
-        history: float32, (amax_history_len, 3): staging, then what was staged before, oldest first.
         scale: float32, (3,); 0 where there is none yet.
         age: float32, (3,): optimizer steps since the scale was made.
-        non_finite: float32, (3,): 1 where NaN or infinity was met since the last roll. Not part of the state dict.
+        history_x: float32, (amax_history_len,): staging, then what was staged before, oldest first. ``history_w`` and
+            ``history_dy`` likewise; apart, because a compiled backward pass overwrites whatever else its forward
+            pass wrote to with the values from then.
+        non_finite_x: float32, (): 1 where NaN or infinity was met since the last roll. ``non_finite_w`` and
+            ``non_finite_dy`` likewise. Not part of the state dict.
     """
 
-    history: torch.Tensor
     scale: torch.Tensor
     age: torch.Tensor
-    non_finite: torch.Tensor
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         super().__init__()
@@ -54,9 +55,22 @@ class ScalingState(torch.nn.Module):
         self.scaling: DelayedScaling = recipe.delayed
         self.generation = next(_generations)
         with torch.inference_mode(mode=False):
-            self.register_buffer("history", torch.zeros(self.scaling.amax_history_len, 3, device=device))
-            for name in ("scale", "age", "non_finite"):
-                self.register_buffer(name, torch.zeros(3, device=device), persistent=name != "non_finite")
+            for name in ("scale", "age"):
+                self.register_buffer(name, torch.zeros(3, device=device))
+            for name in OPERANDS:
+                history = torch.zeros(self.scaling.amax_history_len, device=device)
+                self.register_buffer(f"history_{name}", history)
+                self.register_buffer(f"non_finite_{name}", history.new_zeros(()), persistent=False)
+
+    @property
+    def histories(self) -> list[torch.Tensor]:
+        """``history_x``, ``history_w``, ``history_dy``."""
+        return [getattr(self, f"history_{name}") for name in OPERANDS]
+
+    @property
+    def flags(self) -> list[torch.Tensor]:
+        """``non_finite_x``, ``non_finite_w``, ``non_finite_dy``."""
+        return [getattr(self, f"non_finite_{name}") for name in OPERANDS]
 
     def past(self, operand: int) -> PastScale:
         """The scale of one column, as kernels take it."""
@@ -76,7 +90,8 @@ class ScalingState(torch.nn.Module):
             amax: float32, (1, 1).
         """
         finite = amax.isfinite().view(())
-        staged, met = self.history[0, operand], self.non_finite[operand]
+        name = OPERANDS[operand]
+        staged, met = getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}")
         staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
         met.copy_(torch.maximum(met, (~finite).float()))
 
@@ -154,8 +169,8 @@ class Staged(NamedTuple):
     def of(cls, states: Sequence[ScalingState]) -> "Staged":
         """As staged on this rank; the w column is empty."""
         return cls(
-            torch.stack([state.history[0] for state in states]),
-            torch.stack([state.non_finite for state in states]),
+            torch.stack([history[0] for state in states for history in state.histories]).view(-1, 3),
+            torch.stack([flag for state in states for flag in state.flags]).view(-1, 3),
         )
 
 
@@ -177,7 +192,8 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
 
 def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:
     scaling = states[0].scaling
-    history = torch.stack([state.history for state in states], 1)
+    histories = [history for state in states for history in state.histories]
+    history = torch.stack(histories, 1).view(-1, len(states), 3)
     scale = torch.stack([state.scale for state in states])
     age = torch.stack([state.age for state in states])
     history[0] = staged
@@ -192,9 +208,10 @@ def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor
     age = torch.where(seen, torch.where(due, 0.0, age + 1), age)
     rolled = torch.where(seen, history.roll(-1, 0), history)
     rolled[0] = 0.0
-    for name, new in (("history", rolled.unbind(1)), ("scale", scale.unbind()), ("age", age.unbind())):
-        torch._foreach_copy_([getattr(state, name) for state in states], list(new))
-    torch._foreach_zero_([state.non_finite for state in states])
+    torch._foreach_copy_(histories, list(rolled.flatten(1).unbind(1)))
+    torch._foreach_copy_([state.scale for state in states], list(scale.unbind()))
+    torch._foreach_copy_([state.age for state in states], list(age.unbind()))
+    torch._foreach_zero_([flag for state in states for flag in state.flags])
     for state in states:
         state.generation = next(_generations)
 

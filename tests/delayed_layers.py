@@ -25,6 +25,11 @@ def state_of(layer: nn.Module) -> ScalingState:
     return state
 
 
+def history_of(layer: nn.Module) -> torch.Tensor:
+    """(amax_history_len, 3): of x, w, dy."""
+    return torch.stack(state_of(layer).histories, 1)
+
+
 def data(seed: int, size: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     rng = generator(seed)
     return (size * gaussian((M, K), rng)).requires_grad_(), size * gaussian((M, N), rng)

@@ -13,6 +13,7 @@ from tests.delayed_layers import (
     N,
     assert_same,
     data,
+    history_of,
     layer_of,
     optimizer_of,
     run,
@@ -71,7 +72,7 @@ def test_gemms_in_high_precision_stage_what_the_others_read(keep):
         x, dy = data(number)
         run(layer, x, dy)
         read = [not (keep[0] and keep[2]), False, not (keep[1] and keep[2])]
-        assert (state_of(layer).history[0] > 0).tolist() == read
+        assert (history_of(layer)[0] > 0).tolist() == read
         optimizer.step()
         optimizer.zero_grad()
     with_scale = [read[0], not (keep[0] and keep[1]), read[2]]
@@ -118,7 +119,7 @@ def test_a_state_dict_restores_bitwise_and_one_without_histories_begins_anew():
     other.load_state_dict(plain)
     assert all(not buffer.any() for buffer in other.buffers())
     layer.load_state_dict({"bias": plain["bias"]}, strict=False)
-    assert state_of(layer).history.any()
+    assert history_of(layer).any()
 
 
 def test_conversion_back_leaves_a_plain_layer():
@@ -135,7 +136,7 @@ def test_a_copy_has_a_history_of_its_own():
     before = snapshot(layer)
     step(twin, optimizer_of(twin), 2, size=10.0)
     assert_same(snapshot(layer), before)
-    assert state_of(twin).history[:, 0].max() > 10 * 2
+    assert history_of(twin)[:, 0].max() > 10 * 2
 
 
 def test_a_context_rolls_a_state_of_its_own():
@@ -146,7 +147,7 @@ def test_a_context_rolls_a_state_of_its_own():
             y = layer(data(number)[0])
         y.backward(data(number)[1])
         optimizer.step()
-    assert (state_of(layer).history != 0).sum(0).tolist() == [2, 2, 2]
+    assert (history_of(layer) != 0).sum(0).tolist() == [2, 2, 2]
     assert (state_of(layer).scale > 0).all()
 
 
@@ -157,7 +158,34 @@ def test_a_compiled_optimizer_rolls_too():
     for number in range(3):
         run(layer, *data(number))
         compiled_step()
-        assert (state_of(layer).history != 0).sum(0).tolist() == [number + 1] * 3
+        assert (history_of(layer) != 0).sum(0).tolist() == [number + 1] * 3
+
+
+@pytest.mark.parametrize("rolls_between", [False, True], ids=["", "a-step-between"])
+@pytest.mark.parametrize("last_first", [False, True], ids=["in-order", "last-first"])
+def test_a_compiled_backward_pass_keeps_what_was_staged_since_its_forward(last_first, rolls_between):
+    """Two forward passes before the first backward pass, as pipelines and layers that run twice have them."""
+    torch._dynamo.reset()
+    histories = []
+    for compiled in (False, True):
+        model = f8sub.convert_to_float8(
+            seed_weights(nn.Sequential(*(nn.Linear(K, N) for _ in range(2)))), "delayed"
+        )
+        layer, other = model
+        if compiled:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        optimizers = [optimizer_of(part) for part in (layer, other)]
+        for number in range(3):
+            batches = [data(2 * number, 8.0), data(2 * number + 1)]
+            runs = [(layer(x), dy) for x, dy in batches]
+            if rolls_between:
+                optimizers[1].step()
+            for y, dy in reversed(runs) if last_first else runs:
+                y.backward(dy)
+            optimizers[0].step()
+        histories.append(snapshot(layer))
+    assert_same(histories[1], histories[0])
+    assert histories[0]["scaling_states.0.history_x"].count_nonzero() == 3
 
 
 def test_masters_in_the_optimizer():
@@ -168,5 +196,5 @@ def test_masters_in_the_optimizer():
         x, dy = data(number)
         layer(x.bfloat16()).backward(dy.bfloat16())
         optimizer.step()
-        assert state_of(layer).history[-1, 1] == layer.weight.detach().abs().max()
-        assert (state_of(layer).history != 0).sum(0).tolist() == [number + 1] * 3
+        assert history_of(layer)[-1, 1] == layer.weight.detach().abs().max()
+        assert (history_of(layer) != 0).sum(0).tolist() == [number + 1] * 3

@@ -40,9 +40,10 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def states_of(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     model.state_dict()  # what is under way is finished before a state is read
+    states = [layer.scaling_states[0] for layer in model.layers]
     return [
-        {name: buffer.clone() for name, buffer in layer.scaling_states[0].named_buffers()}
-        for layer in model.layers
+        {"history": torch.stack(state.histories, 1), "scale": state.scale.clone(), "age": state.age.clone()}
+        for state in states
     ]
 
 

@@ -17,30 +17,23 @@ When the table is reduced is decided by what every rank knows, never by what one
   weight again. If not, the codes stand: those the old scale can hold are right, the others are NaN.
 """
 
-import itertools
 import warnings
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.errors import Float8ConfigError, Float8RankMismatchError, Float8Warning
 from f8sub.fsdp.agreement import all_arrive, all_same, all_told, tell
+from f8sub.fsdp.amax_table import AmaxTable
 from f8sub.fsdp.findings import Findings
 from f8sub.fsdp.histories import Histories
 from f8sub.fsdp.shard import Shard
-from f8sub.kernels import delayed
-from f8sub.kernels.delayed import PastScale
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
-from f8sub.scaling_state import past_of_weights
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
 from f8sub.torch_compat import all_gather, graph_task
-
-_SLOT = 4
-"""A weight's part of the table begins at a multiple of 16 bytes: cuBLASLt reads no scale that lies elsewhere."""
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
@@ -73,15 +66,12 @@ class ScaleTable:
         self._changes_covered = -1
         self._requests = 0
         self._requested = False
-        self._runs: list[list[Shard]] | None = None
-        self._tensorwise: list[Shard] = []
-        self._finer: list[Shard] = []
         self._gathered = False
         self._warned = False
         self._changed_alone: set[int] = set()
         self._findings: Findings | None = None
         self._earlier_findings: Findings | None = None
-        self._table = self._amax = self._staged = self._scale = self._scale_inv = torch.empty(0)
+        self._entries = AmaxTable([], 0, "cpu")
 
     def set_shards(self, shards: Mapping[Float8Linear, Shard]) -> None:
         """Lay out the table: shards of one format side by side, the same order on every rank.
@@ -99,31 +89,8 @@ class ScaleTable:
         self.gathers = any(layer.float8_all_gather for layer in shards)
         with_histories = {layer: shard for layer, shard in shards.items() if shard.state is not None}
         self.shards = sorted(dict.fromkeys(shards.values()), key=lambda s: (str(s.format), s.margin, s.fqn))
-        sizes = [rows * cols for rows, cols in (shard.table_shape for shard in self.shards)]
-        slots = [size + -size % _SLOT for size in sizes]
         device = self.shards[0].layout.device
-        with torch.inference_mode(mode=False):
-            # Weights, a lane for one that changed on some ranks only, and what the histories staged.
-            parts = [sum(slots) + 1, Histories.size(len(with_histories))]
-            self._table = torch.zeros(sum(parts), device=device)
-            self._amax, self._staged = self._table.split(parts)
-            self._scale = torch.ones(sum(slots), device=device)
-            self._scale_inv = torch.ones_like(self._scale)
-            start = 0
-            for index, (shard, size) in enumerate(zip(self.shards, sizes, strict=True)):
-                shard.index = index
-                shard.amax, shard.scale, shard.scale_inv = (
-                    flat[start : start + size].view(shard.table_shape)
-                    for flat in (self._amax, self._scale, self._scale_inv)
-                )
-                start += slots[index]
-                rule = shard.format.scale_rule
-                if rule.stored_as != torch.float32:
-                    shard.scale_inv = torch.ones(shard.table_shape, device=device).to(rule.stored_as)
-                shard.global_scale_inv = torch.ones(1, 1, device=device) if rule.has_global else None
-        self._runs = None
-        self._tensorwise = [s for s in self.shards if s.wire.table_tile.is_whole]
-        self._finer = [s for s in self.shards if s not in self._tensorwise]
+        self._entries = AmaxTable(self.shards, Histories.size(len(with_histories)), device)
         self._histories = Histories(with_histories, device) if with_histories else None
         self._changes_covered = -1
 
@@ -176,12 +143,16 @@ class ScaleTable:
         if findings is not None:
             findings.tell()
         self._rolling = self.roll_due
-        table, group = self._amax, self.own_group if self._world > 1 else None
+        table, group = self._entries.amax, self.own_group if self._world > 1 else None
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._take_amaxes()
+            self._entries.take_amaxes()
+            if self._changed_alone:
+                self._entries.amax[-1] = 1 + max(self._changed_alone)
+                self._changed_alone.clear()
             if self._rolling and self._histories is not None:
-                self._histories.take(self._staged)
-                table, group = self._table, self._group_of(self._ranks) if len(self._ranks) > 1 else None
+                self._histories.take(self._entries.staged)
+                table = self._entries.whole
+                group = self._group_of(self._ranks) if len(self._ranks) > 1 else None
             if group is not None:
                 self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=group, async_op=True)
         self._changes_covered = self.layers.changes
@@ -200,14 +171,12 @@ class ScaleTable:
             self._work = None
         self._unsettled = False
         with torch.inference_mode(mode=False), torch.no_grad():
-            met, layers = self._staged[:0], []
+            entries = self._entries
+            met, layers = entries.staged[:0], []
             if self._rolling and self._histories is not None:
-                met, layers = self._histories.roll(self._staged, self._amax), self._histories.layers
-            for shards in self._same_rule():
-                self._write_scales(shards)
-            for shard in self.shards:
-                shard.keep_scales()
-            self._findings = Findings(self._amax, self.shards, met, layers)
+                met, layers = self._histories.roll(entries.staged, entries.amax), self._histories.layers
+            entries.write_scales()
+            self._findings = Findings(entries.amax, self.shards, met, layers)
         self.generation += 1
         self._requests = 0
 
@@ -233,7 +202,7 @@ class ScaleTable:
             self.reduce()
         self.settle()
         if dtype is not None:
-            self._round_to(dtype, [shard])
+            self._entries.round_to(dtype, [shard])
         if self._world == 1 and self._stale(shard):
             self.reduce()
         if not self._stale(shard):
@@ -252,7 +221,7 @@ class ScaleTable:
         self._check_param_dtype(shard, dtype)
         if dtype == shard.dtype:
             return
-        self._round_to(dtype, [shard, *(other for other in self.shards if not other.gathers)])
+        self._entries.round_to(dtype, [shard, *(other for other in self.shards if not other.gathers)])
         self._gather_again(shard, source, gathered)
 
     def resolve(
@@ -322,70 +291,6 @@ class ScaleTable:
             return self._requested or shard.stale
         others = [other for other in self.shards if other.master.numel()]
         return self._world > 1 and (not others or any(other.stale for other in others))
-
-    def _take_amaxes(self) -> None:
-        self._amax.zero_()
-        if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
-            with torch._C._DisableTorchDispatch():
-                amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
-            all_of_it = len(whole) * _SLOT == len(self._amax) - 1
-            where = slice(0, -1, _SLOT) if all_of_it else self._positions(whole)
-            self._amax[where] = torch.stack(amaxes).float()
-        for shard in self._finer:
-            shard.write_amax()
-        for shard in self.shards:
-            shard.mark_scaled()
-        self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        if self._changed_alone:
-            self._amax[-1] = 1 + max(self._changed_alone)
-            self._changed_alone.clear()
-
-    def _positions(self, shards: list[Shard]) -> torch.Tensor:
-        return torch.tensor([shard.amax.storage_offset() for shard in shards], device=self._amax.device)
-
-    def _same_rule(self) -> list[list[Shard]]:
-        """The weights whose scales come from the table, those that are made alike together."""
-        if self._runs is None:
-            from_table = [shard for shard in self.shards if not shard.wire.carries_scales]
-            runs = itertools.groupby(from_table, key=lambda s: (s.format, s.margin, s.dtype))
-            self._runs = [list(run) for _, run in runs]
-        return self._runs
-
-    def _write_scales(self, shards: list[Shard]) -> None:
-        """Make the scales of weights of one format and dtype, which lie side by side in the table."""
-        if shards[0].format.scale_rule.stored_as != torch.float32:
-            for shard in shards:
-                self._write(shard, shard.amax, shard.scale, shard.scale_inv, None)
-            return
-        first, last = shards[0].amax, shards[-1].amax
-        part = slice(first.storage_offset(), last.storage_offset() + last.numel())
-        states = [shard.state for shard in shards if shard.state is not None]
-        past = past_of_weights(states, _SLOT) if states else None
-        self._write(shards[0], self._amax[part], self._scale[part], self._scale_inv[part], past)
-
-    @staticmethod
-    def _write(
-        shard: Shard, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, past: PastScale | None
-    ) -> None:
-        # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
-        rounded = amax.to(shard.dtype).float()
-        made = delayed.scales_or_nan(rounded, shard.format, past)
-        scale.copy_(made.scale)
-        with _unsafe_preserve_version_counter(scale_inv):
-            scale_inv.copy_(made.scale_inv)
-        if shard.global_scale_inv is not None and made.global_scale_inv is not None:
-            with _unsafe_preserve_version_counter(shard.global_scale_inv):
-                shard.global_scale_inv.copy_(made.global_scale_inv)
-
-    def _round_to(self, dtype: torch.dtype, shards: list[Shard]) -> None:
-        """Round weights to ``dtype`` before they are cast, from now on."""
-        with torch.no_grad():
-            for shard in shards:
-                if shard.dtype != dtype:
-                    shard.dtype = dtype
-                    self._runs = None
-                    if not shard.wire.carries_scales:
-                        self._write_scales([shard])
 
     def _warn_missed(self) -> None:
         if self.generation == 0 or self._warned:

@@ -1,0 +1,126 @@
+"""Layer 5. AmaxTable: where the amaxes of many weights lie for one all-reduce, and the scales that are made of them."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from f8sub.fsdp.shard import Shard
+from f8sub.kernels import delayed
+from f8sub.kernels.delayed import PastScale
+from f8sub.scaling_state import past_of_weights
+
+_SLOT = 4
+"""A weight's part of the table begins at a multiple of 16 bytes: cuBLASLt reads no scale that lies elsewhere."""
+
+
+class AmaxTable:
+    """Flat float32 memory, the same on every rank, whose parts the shards and the unsharded weights look at.
+
+    Args:
+        shards: weights of one format, margin and dtype side by side.
+        staged: entries for what the amax histories staged.
+        device: type of the device that gathers.
+
+    Attributes:
+        whole: all that is reduced when the histories roll: ``amax`` and then ``staged``.
+        amax: the weights' amaxes, infinity for one that is not finite, and last a lane: 1 + the index of a weight
+            that changed on some ranks only.
+        staged: what the histories staged.
+    """
+
+    def __init__(self, shards: Sequence[Shard], staged: int, device: str) -> None:
+        self._shards = shards
+        self._tensorwise = [s for s in shards if s.wire.table_tile.is_whole]
+        self._finer = [s for s in shards if not s.wire.table_tile.is_whole]
+        self._runs: list[list[Shard]] | None = None
+        sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
+        slots = [size + -size % _SLOT for size in sizes]
+        with torch.inference_mode(mode=False):
+            parts = [sum(slots) + 1, staged]
+            self.whole = torch.zeros(sum(parts), device=device)
+            self.amax, self.staged = self.whole.split(parts)
+            self._scale = torch.ones(sum(slots), device=device)
+            self._scale_inv = torch.ones_like(self._scale)
+            start = 0
+            for index, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
+                shard.index = index
+                shard.amax, shard.scale, shard.scale_inv = (
+                    flat[start : start + size].view(shard.table_shape)
+                    for flat in (self.amax, self._scale, self._scale_inv)
+                )
+                start += slots[index]
+                rule = shard.format.scale_rule
+                if rule.stored_as != torch.float32:
+                    shard.scale_inv = torch.ones(shard.table_shape, device=device).to(rule.stored_as)
+                shard.global_scale_inv = torch.ones(1, 1, device=device) if rule.has_global else None
+
+    def take_amaxes(self) -> None:
+        """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""
+        self.amax.zero_()
+        if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
+            with torch._C._DisableTorchDispatch():
+                amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
+            all_of_it = len(whole) * _SLOT == len(self.amax) - 1
+            where = slice(0, -1, _SLOT) if all_of_it else self._positions(whole)
+            self.amax[where] = torch.stack(amaxes).float()
+        for shard in self._finer:
+            shard.write_amax()
+        for shard in self._shards:
+            shard.mark_scaled()
+        self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+    def _positions(self, shards: list[Shard]) -> torch.Tensor:
+        return torch.tensor([shard.amax.storage_offset() for shard in shards], device=self.amax.device)
+
+    def write_scales(self) -> None:
+        """Make the scales of the reduced amaxes, in place; dropped masters keep the scales of their codes."""
+        for shards in self._same_rule():
+            self._write_scales(shards)
+        for shard in self._shards:
+            shard.keep_scales()
+
+    def round_to(self, dtype: torch.dtype, shards: Sequence[Shard]) -> None:
+        """Round weights to ``dtype`` before they are cast, from now on."""
+        with torch.no_grad():
+            for shard in shards:
+                if shard.dtype != dtype:
+                    shard.dtype = dtype
+                    self._runs = None
+                    if not shard.wire.carries_scales:
+                        self._write_scales([shard])
+
+    def _same_rule(self) -> list[list[Shard]]:
+        """The weights whose scales come from the table, those that are made alike together."""
+        if self._runs is None:
+            from_table = [shard for shard in self._shards if not shard.wire.carries_scales]
+            runs = itertools.groupby(from_table, key=lambda s: (s.format, s.margin, s.dtype))
+            self._runs = [list(run) for _, run in runs]
+        return self._runs
+
+    def _write_scales(self, shards: list[Shard]) -> None:
+        """Make the scales of weights of one format and dtype, which lie side by side in the table."""
+        if shards[0].format.scale_rule.stored_as != torch.float32:
+            for shard in shards:
+                self._write(shard, shard.amax, shard.scale, shard.scale_inv, None)
+            return
+        first, last = shards[0].amax, shards[-1].amax
+        part = slice(first.storage_offset(), last.storage_offset() + last.numel())
+        states = [shard.state for shard in shards if shard.state is not None]
+        past = past_of_weights(states, _SLOT) if states else None
+        self._write(shards[0], self.amax[part], self._scale[part], self._scale_inv[part], past)
+
+    @staticmethod
+    def _write(
+        shard: Shard, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, past: PastScale | None
+    ) -> None:
+        # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
+        rounded = amax.to(shard.dtype).float()
+        made = delayed.scales_or_nan(rounded, shard.format, past)
+        scale.copy_(made.scale)
+        with _unsafe_preserve_version_counter(scale_inv):
+            scale_inv.copy_(made.scale_inv)
+        if shard.global_scale_inv is not None and made.global_scale_inv is not None:
+            with _unsafe_preserve_version_counter(shard.global_scale_inv):
+                shard.global_scale_inv.copy_(made.global_scale_inv)

@@ -24,6 +24,7 @@ from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.report import ConversionReport, LayerReport, conversion_report
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.quantize import quantize
+from f8sub.version import __version__ as __version__
 
 __all__ = [
     "ALL",

@@ -1,6 +1,7 @@
 """Layer 5. The sharded weights of one conversion, in the tables that reduce their amaxes, checked across ranks once."""
 
 import hashlib
+import itertools
 import json
 import weakref
 from collections import Counter
@@ -17,8 +18,10 @@ from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.fsdp.shard import Shard, ShardLayout
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
+from f8sub.recipe import GemmSpec
 from f8sub.tensor.primary_weight import master_of
 from f8sub.torch_compat import graph_task
+from f8sub.version import __version__
 
 
 class ShardedConversion:
@@ -128,12 +131,12 @@ class ShardedConversion:
             group, all_ranks = key
             members = [(layer, w) for layer, w in new if (layouts[layer].group, layouts[layer].ranks) == key]
             world, device = layouts[members[0][0]].world, layouts[members[0][0]].device
-            ranks = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()
+            ranks = hashlib.sha256(str(all_ranks).encode()).hexdigest()
             table = self.tables.get(key) or ScaleTable(self._layers, group, world, all_ranks)
-            if world > 1:
-                if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
+            if len(all_ranks) > 1:
+                if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", len(all_ranks)):
                     continue
-                _check_ranks([layer for layer, _ in members], table, device)
+                _check_ranks([layer for layer, _ in members], table.group_of(all_ranks), device)
             _entered[ranks] += 1
             self._seen.update(layer for layer, _ in members)
             self._named.update((layer.fqn, layer) for layer, _ in members)
@@ -178,8 +181,8 @@ _entered: Counter[str] = Counter()
 """How many conversions were entered for each set of ranks: the next one is the same one on every rank."""
 
 
-def _check_ranks(layers: list[Float8Linear], table: ScaleTable, device: str) -> None:
-    """Compare what was converted, and how, across the ranks that are about to exchange codes.
+def _check_ranks(layers: list[Float8Linear], group: dist.ProcessGroup, device: str) -> None:
+    """Compare what was converted, and how, across the ranks that are about to exchange codes or gradients.
 
     Raises:
         Float8RankMismatchError: on every rank alike, with the ranks and the first layer that differ.
@@ -188,22 +191,33 @@ def _check_ranks(layers: list[Float8Linear], table: ScaleTable, device: str) -> 
     digest = torch.tensor(
         list(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8, device=device
     )
-    world = dist.get_world_size(table.own_group)
+    world = dist.get_world_size(group)
     digests = [torch.empty_like(digest) for _ in range(world)]
-    dist.all_gather(digests, digest, group=table.own_group)
+    dist.all_gather(digests, digest, group=group)
     if all(torch.equal(theirs, digest) for theirs in digests):
         return
     everyone: list[list[dict[str, str]]] = [[] for _ in range(world)]
-    dist.all_gather_object(everyone, mine, group=table.own_group)
-    ranks = dist.get_process_group_ranks(table.own_group)
-    other = next(i for i, theirs in enumerate(everyone) if theirs != everyone[0])
-    ours, theirs = next(
-        (a, b) for a, b in zip(everyone[0] + [{}], everyone[other] + [{}], strict=False) if a != b
-    )
-    raise Float8RankMismatchError(
-        f"ranks {ranks[0]} and {ranks[other]} were converted differently: {ours or 'no such layer'} and "
-        f"{theirs or 'no such layer'}. Call convert_to_float8 with the same arguments on every rank"
-    )
+    dist.all_gather_object(everyone, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    raise Float8RankMismatchError(_difference(dict(zip(ranks, everyone, strict=True))))
+
+
+def _difference(everyone: dict[int, list[dict[str, str]]]) -> str:
+    """Which ranks differ, in the first layer and the fields that they differ in; the same text on every rank."""
+    for layers in itertools.zip_longest(*everyone.values(), fillvalue={"layer": "none further"}):
+        fields = [field for field in layers[0] if len({str(layer.get(field)) for layer in layers}) > 1]
+        if not fields:
+            continue
+        found: dict[str, list[int]] = {}
+        for rank, layer in zip(everyone, layers, strict=True):
+            said = ", ".join(f"{field} {layer[field]}" for field in fields if field in layer)
+            found.setdefault(said, []).append(rank)
+        sides = "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {s}" for s, r in found.items())
+        return (
+            f"ranks were converted differently. {layers[0]['layer']}: {sides}. Call convert_to_float8 with the same "
+            "arguments on every rank, and install the same f8sub"
+        )
+    raise RuntimeError("ranks whose digests differ describe the same layers")
 
 
 def _description(layer: Float8Linear) -> dict[str, str]:
@@ -211,9 +225,17 @@ def _description(layer: Float8Linear) -> dict[str, str]:
     plan = layer.plan
     return {
         "layer": layer.fqn,
+        "f8sub": __version__,
         "shape": str(tuple(weight.shape)),
         "dtype": str(weight.dtype),
-        "recipe": str(plan.recipe),
+        "recipe": plan.recipe.name,
+        **{gemm: _read(getattr(plan.recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")},
+        "amax histories": str(plan.recipe.delayed),
         "backends": f"{plan.fprop}, {plan.dgrad}, {plan.wgrad}",
         "float8_all_gather": str(layer.float8_all_gather),
+        "primary_weights": str(layer.converted.primary_weights),
     }
+
+
+def _read(spec: GemmSpec) -> str:
+    return f"{spec.a} by {spec.b}, fast_accum={spec.fast_accum}" if spec.a else "high precision"

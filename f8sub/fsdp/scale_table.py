@@ -152,7 +152,7 @@ class ScaleTable:
             if self._rolling and self._histories is not None:
                 self._histories.take(self._entries.staged)
                 table = self._entries.whole
-                group = self._group_of(self._ranks) if len(self._ranks) > 1 else None
+                group = self.group_of(self._ranks) if len(self._ranks) > 1 else None
             if group is not None:
                 self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=group, async_op=True)
         self._changes_covered = self.layers.changes
@@ -256,9 +256,10 @@ class ScaleTable:
     @property
     def own_group(self) -> dist.ProcessGroup:
         """A process group of the ranks that shard the weights, that nothing else uses."""
-        return self._group_of(tuple(sorted(dist.get_process_group_ranks(self._mesh_group))))
+        return self.group_of(tuple(sorted(dist.get_process_group_ranks(self._mesh_group))))
 
-    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A process group of these ranks that nothing else uses; all of them call this together at first."""
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
         return self._groups[ranks]

@@ -15,6 +15,7 @@ LAYERS = {
     "recipe": 0,
     "recipes": 0,
     "torch_compat": 0,
+    "version": 0,
     "kernels": 1,
     "backends": 2,
     "tensor": 3,

@@ -4,26 +4,32 @@ import time
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
+from f8sub.fsdp import conversion
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 
-SECONDS = 10
+SECONDS = 5
+
+E4M3_DY = f8sub.get_recipe("gridquant", dy=torch.float8_e4m3fn)
 
 OPTIONS = {
-    "recipe": ({"recipe": "tensorwise"}, {"recipe": "rowwise"}),
-    "all-gather": ({}, {"float8_all_gather": False}),
-    "backend": ({}, {"backend": "reference"}),
-    "skip": ({}, {"skip": ("layers.1",)}),
-    "filter": ({}, {"filter_fn": lambda module, fqn: "0" not in fqn}),
+    "recipe": ({"recipe": "tensorwise"}, {"recipe": "rowwise"}, "recipe rowwise, fprop e4m3"),
+    "format": ({"recipe": "gridquant"}, {"recipe": E4M3_DY}, "dgrad e4m3[256x256] by"),
+    "all-gather": ({}, {"float8_all_gather": False}, "float8_all_gather False"),
+    "backend": ({}, {"backend": "reference"}, "backends reference"),
+    "primary": ({}, {"primary_weights": True}, "primary_weights True"),
+    "skip": ({}, {"skip": ("layers.1",)}, "layer none further"),
+    "filter": ({}, {"filter_fn": lambda module, fqn: "0" not in fqn}, "layer layers.1"),
 }
 
 
 def converted(rank: int, world: int, option: str, precompute: bool) -> tuple[str, str, float]:
     """The error's name and text, and the seconds until it was raised; the last rank is the odd one."""
-    usual, odd = OPTIONS[option]
+    usual, odd, _ = OPTIONS[option]
     model = shard(
         f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64)), **(odd if rank == world - 1 else usual))
     )
@@ -43,10 +49,50 @@ def test_a_rank_converted_differently(ranks, option, precompute):
     results = ranks(3, converted, option, precompute)
     for name, text, seconds in results:
         assert name == "Float8RankMismatchError"
-        assert "rank" in text
+        assert "ranks 0, 1: " in text
+        assert f"rank 2: {OPTIONS[option][2]}" in text or f", {OPTIONS[option][2]}" in text.partition("rank 2: ")[2]
         assert "layers." in text
         assert seconds < SECONDS
     assert len({text for _, text, _ in results}) == 1
+
+
+def another_version(rank: int, world: int) -> tuple[str, float]:
+    if rank == 1:
+        conversion.__version__ = "0.0.9"
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64))))
+    start = time.monotonic()
+    with pytest.raises(f8sub.Float8RankMismatchError) as error:
+        f8sub.precompute_scales(model)
+    return str(error.value), time.monotonic() - start
+
+
+def test_a_rank_with_another_version(ranks):
+    for text, seconds in ranks(3, another_version):
+        assert f"layers.0: ranks 0, 2: f8sub {f8sub.__version__}; rank 1: f8sub 0.0.9." in text
+        assert seconds < SECONDS
+
+
+def other_replica(rank: int, world: int, replicas: int) -> tuple[str, float]:
+    """The last replica is converted another way, all of it."""
+    shards = world // replicas
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    recipe = "rowwise" if rank >= world - shards else "tensorwise"
+    model = f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64)), recipe=recipe)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    start = time.monotonic()
+    with pytest.raises(f8sub.Float8RankMismatchError) as error:
+        model(gaussian((16, 64), generator(1)))
+    return str(error.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("replicas", [2, 4], ids=["2-replicas-of-2-shards", "4-replicas-of-1-shard"])
+def test_a_replica_that_differs_is_not_averaged_with_the_others(ranks, replicas):
+    odd = {2: "ranks 2, 3: ", 4: "rank 3: "}[replicas]
+    for text, seconds in ranks(4, other_replica, replicas):
+        assert f"{odd}recipe rowwise" in text
+        assert seconds < SECONDS
 
 
 def alike(rank: int, world: int) -> bool:

@@ -16,12 +16,14 @@ from f8sub.errors import (
     Float8ShapeError,
     Float8Warning,
 )
+from f8sub.find_nonfinite import find_nonfinite
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
 from f8sub.fsdp.precompute_scales import precompute_scales, register_precompute_hook
 from f8sub.linear import Float8Linear
 from f8sub.primary_weights import drop_high_precision
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.report import ConversionReport, LayerReport, conversion_report
+from f8sub.step_guard import skip_step_if_nonfinite
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.quantize import quantize
 from f8sub.version import __version__ as __version__
@@ -49,9 +51,11 @@ __all__ = [
     "convert_from_float8",
     "convert_to_float8",
     "drop_high_precision",
+    "find_nonfinite",
     "get_recipe",
     "precompute_scales",
     "quantize",
     "recipe_names",
     "register_precompute_hook",
+    "skip_step_if_nonfinite",
 ]

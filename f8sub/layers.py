@@ -20,6 +20,7 @@ class ConvertedLayers:
         idle_patterns: patterns of the ``recipe`` that was given which decide for none of the layers, with reasons.
         steps: number of optimizer steps among them.
         loaded_at: what ``steps`` was when a state dict was loaded last; its amax histories cover the steps before.
+        skips_steps: whether an optimizer of these weights skips the steps whose gradients are not finite.
         fsdp: what the FSDP2 path keeps for these layers; None until the first all-gather or precompute_scales.
     """
 
@@ -37,6 +38,7 @@ class ConvertedLayers:
         self.changes = 0
         self.steps = 0
         self.loaded_at = 0
+        self.skips_steps = False
         self.fsdp: Any = None
 
     def add(self, layer: "Float8Linear") -> None:

@@ -115,12 +115,12 @@ class MasterWeights(torch.optim.Optimizer):
         self.optimizer.load_state_dict({**state_dict, "state": state})
         self._pass_options(self.optimizer.param_groups, self.param_groups)
         self._round()
-        for layers in _conversions(self._masters):
+        for layers in conversions_of(self._masters):
             layers.changes += 1
 
     def _take(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         taken = [self._take_one(weight) for weight in weights]
-        for layers in _conversions(taken):
+        for layers in conversions_of(taken):
             reread_shards(layers)
             layers.changes += 1  # the masters' storages are new
         return taken
@@ -171,7 +171,7 @@ class MasterWeights(torch.optim.Optimizer):
             now = _plain(local)
             values.copy_(torch.where(now == values.to(now.dtype), values, now.to(values.dtype)))
 
-        for layers in _conversions(self._masters):
+        for layers in conversions_of(self._masters):
             for layer in layers:
                 if type(layer._parameters["weight"]) is torch.nn.Parameter and layer.weight.requires_grad:
                     raise _no_longer_primary(f"{layer.fqn}.weight")
@@ -202,6 +202,7 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
     return local.plain if isinstance(local, MasterWeight) else local.detach()
 
 
-def _conversions(weights: Iterable[torch.Tensor]) -> set[ConvertedLayers]:
+def conversions_of(weights: Iterable[torch.Tensor]) -> set[ConvertedLayers]:
+    """The conversions that the master weights among ``weights`` belong to."""
     masters = [master_of(local_tensor(weight)) for weight in weights]
     return {m.cell.layers for m in masters if m is not None and m.cell.layers is not None}

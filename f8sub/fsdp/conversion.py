@@ -119,8 +119,8 @@ class ShardedConversion:
         Raises:
             Float8NumericsError: with the layers and operands.
         """
-        if met := self._local.non_finite():
-            raise Float8NumericsError(non_finite(met))
+        for message in non_finite(self._local.non_finite(), self._layers):
+            raise Float8NumericsError(message)
 
     def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
         layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}

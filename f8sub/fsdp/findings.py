@@ -7,8 +7,9 @@ import torch
 
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.fsdp.shard import Shard
+from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
-from f8sub.scaling_state import OPERANDS
+from f8sub.scaling_state import OPERANDS, W
 
 
 class HostCopy:
@@ -79,7 +80,8 @@ class Findings:
                 "and look at the gradients of the optimizer step before: gradient norm, learning rate, loss scale"
             )
         if met.any():
-            messages.append(non_finite(operands_met(self._layers, met.view(-1, len(OPERANDS)))))
+            operands = operands_met(self._layers, met.view(-1, len(OPERANDS)))
+            messages += non_finite(operands, self._layers[0].converted)
         if messages:
             raise Float8NumericsError(". ".join(messages))
 
@@ -89,8 +91,18 @@ def operands_met(layers: Sequence[Float8Linear], met: torch.Tensor) -> list[str]
     return [f"{OPERANDS[column]} of {layers[row].fqn}" for row, column in met.nonzero().tolist()]
 
 
-def non_finite(operands: Sequence[str]) -> str:
-    """What to say of operands whose amax was left out of the histories."""
+def non_finite(operands: Sequence[str], layers: ConvertedLayers) -> list[str]:
+    """The error that operands are whose amax was left out of the histories, if they are one.
+
+    An x or a dy is a warning only where steps with gradients that are not finite are skipped.
+    """
+    harmless = [o for o in operands if layers.skips_steps and not o.startswith(OPERANDS[W])]
+    if harmless:
+        warnings.warn(_left_out(harmless), Float8Warning, stacklevel=6)
+    return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
+
+
+def _left_out(operands: Sequence[str]) -> str:
     return (
         f"NaN or infinity in {', '.join(operands)} (on this or another rank) in the last steps; delayed scaling left "
         "those amaxes out of its histories. Look at the data, the learning rate and the loss scale"

@@ -81,7 +81,7 @@ class LocalHistories:
         staged, met = Staged.of(states)
         with torch.no_grad():
             whole = torch.tensor([layer not in sharded for layer in of_layer], device=staged.device)
-            amaxes = weight_amaxes([local_tensor(layer.weight) for layer in of_layer]).to(staged)
+            amaxes = amaxes_of([local_tensor(layer.weight) for layer in of_layer]).to(staged)
             staged[:, W] = amaxes.where(amaxes.isfinite() & whole, 0.0)
             met[:, W] = (~amaxes.isfinite()).float()
             self._copy = of_layer, HostCopy(met)
@@ -101,10 +101,10 @@ class LocalHistories:
             self._copy = None
 
 
-def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Largest magnitude of each weight, (len(weights),), float32; 0 of an empty one, infinity or NaN as they are."""
-    plain = [weight.plain if isinstance(weight, MasterWeight) else weight.detach() for weight in weights]
-    filled = [row for row, weight in enumerate(plain) if weight.numel()]
+def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Largest magnitude of each tensor, (len(tensors),), float32; 0 of an empty one, infinity or NaN as they are."""
+    plain = [tensor.plain if isinstance(tensor, MasterWeight) else tensor.detach() for tensor in tensors]
+    filled = [row for row, tensor in enumerate(plain) if tensor.numel()]
     amaxes = torch.zeros(len(plain), device=plain[0].device)
     if filled:
         norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)

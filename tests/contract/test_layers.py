@@ -32,6 +32,8 @@ LAYERS = {
     "autocast": 6,
     "primary_weights": 6,
     "optim": 6,
+    "step_guard": 6,
+    "find_nonfinite": 6,
     "integrations": 7,
     "monitor": 7,
     "cli": 7,

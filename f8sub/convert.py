@@ -13,7 +13,11 @@ from torch.distributed.tensor import DTensor
 from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.filters import DEFAULT_SKIP, FilterFn, LayerRecipes, RecipeOrName, why_not
-from f8sub.fsdp.precompute_scales import check_ranks_hook, mark_stale_before_optimizer_steps
+from f8sub.fsdp.precompute_scales import (
+    check_ranks_hook,
+    mark_stale_before_optimizer_steps,
+    replicate_hook,
+)
 from f8sub.fsdp.wire_weight import wire_weight_for
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
@@ -106,6 +110,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     _wrap_weights(list(names), layers)
     _share_inputs(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
+    if any(plan.recipe.delayed is not None for plan in plans.values()):
+        model.register_forward_pre_hook(functools.partial(replicate_hook, layers))
     mark_stale_before_optimizer_steps()
     return model
 
@@ -122,6 +128,7 @@ def convert_from_float8(model: Model) -> Model:
             (module._forward_pre_hooks, open_scope),
             (module._forward_hooks, close_scope),
             (module._forward_pre_hooks, check_ranks_hook),
+            (module._forward_pre_hooks, replicate_hook),
         ):
             for key in [key for key, found in hooks.items() if getattr(found, "func", found) is hook]:
                 del hooks[key]

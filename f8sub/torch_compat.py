@@ -3,12 +3,14 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import _composable_state, distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,6 +31,34 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def running_ddp() -> DistributedDataParallel | None:
+    """The DistributedDataParallel module whose forward runs now, in eager code."""
+    running: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return running
+
+
+def broadcast_no_more(ddp: DistributedDataParallel, buffers: Iterable[str]) -> None:
+    """Have DDP leave the buffers of these names alone, from its next forward on."""
+    ddp.parameters_to_ignore.update(buffers)
+    ddp._assign_modules_buffers()  # it fails where it finds at a forward that there are none left
+
+
+def resharded_to_part(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Those of ``layers`` that FSDP2 keeps on a part of their mesh after forward: ``reshard_after_forward=<int>``."""
+    groups: list[Any] = []
+    for module, reference in list(_composable_state._module_state_mapping.items()):
+        if isinstance(module, FSDPModule) and (state := reference()) is not None:
+            found: Any = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # type: ignore[attr-defined]
+            groups += [group for group in found if group is not None]
+    partly = [group for group in groups if group.post_forward_mesh_info not in (None, group.mesh_info)]
+    return {param._module_info.module for group in partly for param in group.fsdp_params}.intersection(layers)
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether what is done to ``tensor`` now is recorded in a CUDA graph, and done when that is replayed."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def preset_signature(hook: Callable[..., Any]) -> None:

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8RankMismatchError
 from f8sub.fsdp.agreement import all_arrive
 from f8sub.fsdp.findings import non_finite
-from f8sub.fsdp.histories import LocalHistories
+from f8sub.fsdp.histories import LocalHistories, Replicas
 from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.fsdp.shard import Shard, ShardLayout
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.primary_weight import master_of
-from f8sub.torch_compat import graph_task
+from f8sub.torch_compat import graph_task, resharded_to_part, running_ddp
 from f8sub.version import __version__
 
 
@@ -108,6 +108,16 @@ class ShardedConversion:
             sharded=self._seen,
         )
 
+    def replicate(self) -> bool:
+        """Have the ranks of DDP share what their amax histories see, if DDP runs the layers now.
+
+        Returns:
+            Whether there is no more to wait for: they do, or FSDP2 shards the layers.
+        """
+        if self._local.replicas is None and not self._seen and (ddp := running_ddp()) is not None:
+            self._local.replicas = Replicas(ddp)
+        return bool(self._seen) or self._local.replicas is not None
+
     def settle(self) -> None:
         """Finish what is under way, before anybody reads or writes the histories."""
         for table in self.tables.values():
@@ -123,6 +133,7 @@ class ShardedConversion:
             raise Float8NumericsError(message)
 
     def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
+        _refuse_partly_resharded([layer for layer, _ in new])
         layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}
         for layer, layout in layouts.items():
             # fully_shard moves weights to the mesh's device without a word to their layers.
@@ -175,6 +186,17 @@ class ShardedConversion:
         tied = next((s for s in self._shards.values() if s.master.cell is master.cell), None)
         state = None if recipe.delayed is None else layer.scaling_state(recipe)
         return tied or Shard(layer.fqn, master, layout, format, state)
+
+
+def _refuse_partly_resharded(layers: list[Float8Linear]) -> None:
+    """FSDP2 gathers anew what it kept of a weight after forward, without the hooks that would say what it is."""
+    if found := resharded_to_part(layer for layer in layers if layer.float8_all_gather):
+        fqns = sorted(str(layer.fqn) for layer in found)
+        raise Float8ConfigError(
+            f"{fqns[0]} and {len(fqns) - 1} more: sharded with reshard_after_forward=<int>, which FSDP2 does not do "
+            "for weights with all-gather hooks (torch raises NotImplementedError in backward); pass True or False to "
+            "fully_shard, or convert with float8_all_gather=False"
+        )
 
 
 _entered: Counter[str] = Counter()

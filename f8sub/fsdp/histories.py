@@ -3,12 +3,15 @@
 from collections.abc import Container, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.fsdp.findings import HostCopy, operands_met
 from f8sub.fsdp.shard import Shard
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.scaling_state import OPERANDS, ScalingState, Staged, W, roll
 from f8sub.tensor.master_weight import MasterWeight
+from f8sub.torch_compat import broadcast_no_more
 
 
 class Histories:
@@ -57,17 +60,53 @@ class Histories:
         return met
 
 
+class Replicas:
+    """The ranks that DistributedDataParallel keeps copies of the layers on.
+
+    Args:
+        ddp: the module whose forward runs. From now on it leaves the amax histories alone: what it broadcasts at
+            every forward, rank 0's, has not seen the other ranks' microbatches of this step.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        # Of its own: collectives of others cannot cross it.
+        self._group = dist.new_group(ranks, use_local_synchronization=True)
+        states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
+        broadcast_no_more(ddp, [f"{name}.{buffer}" for name, state in states for buffer in state._buffers])
+
+    def share(self, layers: Sequence[tuple[Float8Linear, ScalingState]], staged: Staged) -> None:
+        """Make of what was staged what was staged on any rank; of a context's recipe each rank keeps its own.
+
+        Only this rank may have entered that context.
+        """
+        own = [row for row, (layer, state) in enumerate(layers) if state.recipe == layer.plan.recipe]
+        rows = slice(None) if len(own) == len(layers) else own
+        together = torch.stack([part[rows] for part in staged])
+        dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
+        amax, non_finite = together.unbind()
+        if not all(layers[row][1].scaling.reduce_amax for row in own):
+            shared = torch.tensor([[layers[row][1].scaling.reduce_amax] for row in own], device=amax.device)
+            amax = torch.where(shared, amax, staged.amax[rows])
+        staged.amax[rows], staged.non_finite[rows] = amax, non_finite
+
+
 class LocalHistories:
-    """The amax histories that no other rank has a part in: of layers that are not sharded."""
+    """The amax histories of layers that are not sharded: of this rank alone, or of DDP's replicas.
+
+    Attributes:
+        replicas: those, once DDP ran the layers.
+    """
 
     def __init__(self) -> None:
+        self.replicas: Replicas | None = None
         self._copy: tuple[list[Float8Linear], HostCopy] | None = None
         self._met: list[str] = []
 
     def roll(
         self, layers: Sequence[tuple[Float8Linear, ScalingState]], sharded: Container[Float8Linear]
     ) -> None:
-        """Roll by what was staged on this rank and by the weights as they are.
+        """Roll by what was staged, and by the weights as they are.
 
         Args:
             layers: each with a state of its own.
@@ -78,8 +117,10 @@ class LocalHistories:
         if self._copy is not None:
             self._read()
         of_layer, states = [layer for layer, _ in layers], [state for _, state in layers]
-        staged, met = Staged.of(states)
+        staged, met = both = Staged.of(states)
         with torch.no_grad():
+            if self.replicas is not None:
+                self.replicas.share(layers, both)
             whole = torch.tensor([layer not in sharded for layer in of_layer], device=staged.device)
             amaxes = amaxes_of([local_tensor(layer.weight) for layer in of_layer]).to(staged)
             staged[:, W] = amaxes.where(amaxes.isfinite() & whole, 0.0)

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,8 +61,18 @@ def check_ranks_hook(layers: ConvertedLayers, module: torch.nn.Module, args: Any
     if torch.compiler.is_compiling():
         return
     ShardedConversion.of(layers).refresh()
+    _remove(check_ranks_hook, module)
+
+
+def replicate_hook(layers: ConvertedLayers, module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook of a converted model with amax histories, until it is known who shares them."""
+    if not torch.compiler.is_compiling() and ShardedConversion.of(layers).replicate():
+        _remove(replicate_hook, module)
+
+
+def _remove(function: Callable[..., None], module: torch.nn.Module) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
-        if getattr(hook, "func", None) is check_ranks_hook:
+        if getattr(hook, "func", None) is function:
             del module._forward_pre_hooks[key]
 
 

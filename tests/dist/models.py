@@ -1,6 +1,7 @@
 """Small models of the shapes FSDP2 meets in practice, with weights that do not depend on the rank."""
 
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,12 +79,12 @@ def transformer(recipe: str | None, *, spread: float = 0.0, all_gather: bool = T
     return f8sub.convert_to_float8(model, recipe=recipe, float8_all_gather=all_gather)
 
 
-def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, **options: Any) -> nn.Module:
     """``fully_shard`` on each block, then on the root, as training scripts do."""
     policy = policy or MixedPrecisionPolicy()
     for block in getattr(model, "blocks", None) or model.layers:
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+        fully_shard(block, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy, **options)
 
 
 def float8_layers(model: nn.Module) -> list[f8sub.Float8Linear]:

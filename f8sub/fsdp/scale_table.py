@@ -33,7 +33,7 @@ from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
-from f8sub.torch_compat import all_gather, graph_task
+from f8sub.torch_compat import all_gather, graph_task, is_capturing
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
@@ -67,6 +67,7 @@ class ScaleTable:
         self._requests = 0
         self._requested = False
         self._gathered = False
+        self._captured = False
         self._warned = False
         self._changed_alone: set[int] = set()
         self._findings: Findings | None = None
@@ -115,15 +116,17 @@ class ScaleTable:
             if findings is not None:
                 findings.tell()
             return
-        if self.pending or self.roll_due or self._world == 1:
-            self.reduce()
-            return
-        self._requests += 1
-        point = f"f8sub/{self.own_group.group_name}/request/{self.generation}/{self._requests}"
-        if all_arrive(point, self._world):
+        if self.pending or self.roll_due or self._world == 1 or self._all_request():
             self.reduce()
         else:
             self._requested = True
+        if self._captured:
+            self.settle()  # the replay of a graph waits for no reduction that began outside of it
+
+    def _all_request(self) -> bool:
+        self._requests += 1
+        point = f"f8sub/{self.own_group.group_name}/request/{self.generation}/{self._requests}"
+        return all_arrive(point, self._world)
 
     def roll(self) -> None:
         """Roll the histories now where no all-gather will ask for scales."""
@@ -197,6 +200,9 @@ class ScaleTable:
         if dtype is not None:
             self._check_param_dtype(shard, dtype)
         shard.gathers += 1
+        if is_capturing(source):
+            self._check_capture(shard)
+            return shard.cast(source, self.generation), None
         if self.pending or self.roll_due:
             self._warn_missed()
             self.reduce()
@@ -292,6 +298,20 @@ class ScaleTable:
             return self._requested or shard.stale
         others = [other for other in self.shards if other.master.numel()]
         return self._world > 1 and (not others or any(other.stale for other in others))
+
+    def _check_capture(self, shard: Shard) -> None:
+        """A CUDA graph records casts alone: what ranks agree on and reduce happens between its replays.
+
+        Raises:
+            Float8ConfigError: something of that is left to do.
+        """
+        if self.pending or self.roll_due or self._unsettled or self._stale(shard):
+            raise Float8ConfigError(
+                f"{shard.fqn}: a CUDA graph is captured while the scales of the weights are not in place yet; call "
+                "precompute_scales(model), run the model once as it will be captured, and then capture it. After "
+                "each optimizer step call precompute_scales(model) before the replay"
+            )
+        self._captured = True
 
     def _warn_missed(self) -> None:
         if self.generation == 0 or self._warned:

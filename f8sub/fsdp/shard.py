@@ -14,6 +14,7 @@ from f8sub.kernels import reference
 from f8sub.scaling_state import ScalingState
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight, master_of
+from f8sub.torch_compat import is_capturing
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,9 @@ class Shard:
     ) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
+        While a CUDA graph is captured they are cast in any case, from memory that stays where it is into memory that
+        does: each replay casts the weight as it is then.
+
         Args:
             source: the shard on the device that gathers it: ``master``, or its copy under CPU offload.
             generation: which scales the table holds.
@@ -283,13 +287,14 @@ class Shard:
         if self._wire is None:
             with torch.inference_mode(mode=False):
                 self._wire = torch.zeros(self.wire.padded_shape, dtype=torch.uint8, device=source.device)
-        if key == self._wire_key and beyond_range is None and self.master.owns_storage:
+        capturing = is_capturing(self._wire)
+        if key == self._wire_key and beyond_range is None and self.master.owns_storage and not capturing:
             return self._wire
         shard = source.plain.to(self.dtype)
         if shard.numel():
             with torch.inference_mode(mode=False):
                 self._cast_into(self._wire, shard, beyond_range)
-        self._wire_key = None if beyond_range is not None else key
+        self._wire_key = None if capturing or beyond_range is not None else key
         return self._wire
 
     def _cast_into(self, wire: torch.Tensor, shard: torch.Tensor, beyond_range: float | None) -> None:

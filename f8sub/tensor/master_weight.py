@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from f8sub import backends
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.delayed import PastScale
+from f8sub.torch_compat import is_capturing
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -313,7 +314,8 @@ def rowwise_of(
     if torch.compiler.is_compiling():
         return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, past)
     cell, key = weight.cell, (weight.state, format, dtype, generation)
-    owned = weight.owns_storage
+    # A CUDA graph that recorded no cast would read these codes after every later step.
+    owned = weight.owns_storage and not is_capturing(weight)
     if owned and cell.cast is not None and cell.cast[0] == key:
         return cell.cast[1]
     if torch.is_inference_mode_enabled():

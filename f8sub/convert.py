@@ -109,10 +109,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         module.float8_all_gather = gathered[module]  # type: ignore[assignment]
     _wrap_weights(list(names), layers)
     _share_inputs(model)
-    model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
-    if any(plan.recipe.delayed is not None for plan in plans.values()):
-        model.register_forward_pre_hook(functools.partial(replicate_hook, layers))
-    mark_stale_before_optimizer_steps()
+    _watch(model, layers, with_histories=any(plan.recipe.delayed is not None for plan in plans.values()))
     return model
 
 
@@ -247,6 +244,14 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
     if module.weight.device.type != "meta":
         return module.weight.device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _watch(model: torch.nn.Module, layers: ConvertedLayers, *, with_histories: bool) -> None:
+    """Learn at forwards who shards or replicates the layers, and of every optimizer's steps."""
+    model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
+    if with_histories:
+        model.register_forward_pre_hook(functools.partial(replicate_hook, layers))
+    mark_stale_before_optimizer_steps()
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:

@@ -48,14 +48,20 @@ pids_of_hosts() {
     for name in "${made[@]}"; do ip netns pids "$name"; done
 }
 
-# SIGTERM, and SIGKILL to what is there 10 seconds later; only to processes in namespaces of this run.
+# SIGTERM, once, to every process in the namespaces of this run, and SIGKILL to what is there 10 seconds later.
 stop_hosts() {
-    local begun=$SECONDS signal=TERM pids
+    local begun=$SECONDS pid pids
+    local -A told=()
     while pids=$(pids_of_hosts) && [ -n "$pids" ] && [ $((SECONDS - begun)) -lt 20 ]; do
-        # A process that has ended meanwhile is no error.
-        if [ -n "$signal" ]; then kill -s $signal $pids 2>/dev/null || true; fi
-        signal=''
-        if [ $((SECONDS - begun)) -ge 10 ]; then signal=KILL; fi
+        for pid in $pids; do
+            # One that has ended meanwhile is no error.
+            if [ $((SECONDS - begun)) -ge 10 ]; then
+                kill -KILL "$pid" 2>/dev/null || true
+            elif [ -z "${told[$pid]:-}" ]; then
+                told[$pid]=yes
+                kill -TERM "$pid" 2>/dev/null || true
+            fi
+        done
         sleep 0.1
     done
 }

@@ -9,7 +9,7 @@
 #   RDZV_ID         a name that jobs which share an endpoint do not share (f8sub)
 #   MAX_RESTARTS    how often the ranks are started again after one of them failed (0); pretrain.py then goes on from
 #                   its last checkpoint, with --checkpoint.interval 500 --checkpoint.resume newest
-#   PYTHON          the Python to run (.venv/bin/python)
+#   PYTHON          the Python to run (.venv/bin/python where it is there, else python3)
 #
 # What follows is read by NCCL, gloo and PyTorch themselves. Unset it has their defaults, which are where to begin:
 #
@@ -36,6 +36,10 @@ if [ $# = 0 ]; then
     echo "torchrun.sh: no program to run; for example recipes/pretrain.py --model.size 1b" >&2
     exit 2
 fi
-exec "${PYTHON:-.venv/bin/python}" -m torch.distributed.run \
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=.venv/bin/python
+    [ -x $PYTHON ] || PYTHON=python3
+fi
+exec "$PYTHON" -m torch.distributed.run \
     --nnodes "${NNODES:-1}" --nproc-per-node "${NPROC_PER_NODE:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:29500}" --rdzv-id "${RDZV_ID:-f8sub}" "$@"

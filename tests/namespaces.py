@@ -1,0 +1,53 @@
+"""Hosts for tests: ``scripts/multihost.sh``, and whether this machine lets it make them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MULTIHOST = ROOT / "scripts" / "multihost.sh"
+_PROBE = """
+    set -e
+    name=f8sub-probe-$$
+    ip netns add $name
+    trap 'ip netns delete $name' EXIT
+    ip -n $name link add bridge type bridge
+    ip -n $name link add port type veth peer name eth0
+    tc -n $name qdisc add dev port root tbf rate 1gbit burst 256kb latency 1ms
+    unshare --uts true
+"""
+
+
+def _makes_hosts() -> bool:
+    return os.geteuid() == 0 and subprocess.run(["bash", "-c", _PROBE], capture_output=True).returncode == 0
+
+
+needs_hosts = pytest.mark.skipif(
+    not _makes_hosts(), reason="network namespaces are not for everybody: root, with ip, tc and unshare"
+)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What a process on a host needs to run Python programs of this repository."""
+    path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+    return {"PATH": path, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """``multihost.sh`` with these arguments, its output and its errors in pipes."""
+    return subprocess.Popen(
+        [MULTIHOST, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+    )
+
+
+def left_behind(run: subprocess.Popen[str]) -> list[str]:
+    """Namespaces that a run has made and not deleted."""
+    return [path.name for path in Path("/run/netns").glob(f"f8sub-{run.pid}-*")]

@@ -1,0 +1,63 @@
+"""float8 against bf16 all-gathers between hosts: bytes that the kernel counted, all-reduces, time on limited links."""
+
+import bench_all_gather
+import hosts_table
+import pytest
+from bench_all_gather import ARMS, BF16, COMBINED, SEPARATE
+
+from tests.namespaces import environment, needs_hosts
+
+PROTOCOLS = 1.03
+"""TCP's and Ethernet's headers, acknowledgements, and the barriers around what is measured."""
+LARGEST_ALL_GATHER_TIME = 0.55
+LINEAR_LAYERS = 14
+
+
+@needs_hosts
+def test_float8_halves_the_all_gather_on_a_limited_link(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    figures = hosts_table.run(2, "200mbit", rounds=1)
+    arms = figures["arms"]
+    assert figures["hosts"] == 2
+    for name, bytes_an_element in {BF16: 2, SEPARATE: 1, COMBINED: 1}.items():
+        share = bytes_an_element * figures["weights"] / 2  # a ring of two: each sends the half that it has
+        for direction in ("sent", "received"):
+            assert share < arms[name]["gathers"][direction] < PROTOCOLS * share
+        # Forward and backward gather; gradients are of the same size for all, whatever was gathered.
+        assert arms[name]["steps"]["sent"] - arms[BF16]["steps"]["sent"] == pytest.approx(
+            2 * (arms[name]["gathers"]["sent"] - arms[BF16]["gathers"]["sent"]), abs=0.03 * share
+        )
+    assert [arms[name]["amax_all_reduces"] for name in ARMS] == [0, LINEAR_LAYERS, 1]
+    assert figures["idle_sent_a_second"] < 0.01 * arms[COMBINED]["gathers"]["sent"]
+    # What else the machine does makes gathers slower, never faster than the link.
+    fastest = {name: min(arm["gathers"]["seconds"]) for name, arm in arms.items()}
+    assert fastest[COMBINED] <= LARGEST_ALL_GATHER_TIME * fastest[BF16], fastest
+
+
+@needs_hosts
+def test_a_run_that_fails_says_why():
+    with pytest.raises(RuntimeError, match=r"1 hosts, 1furlong: status 1(.|\n)*illegal value"):
+        hosts_table.run(1, "1furlong", rounds=1)
+
+
+def test_arms_that_train_differently_are_not_compared():
+    same = {"losses": [2.0, 1.0]}
+    with pytest.raises(RuntimeError, match="the arms train different losses"):
+        bench_all_gather.summary([{BF16: same, SEPARATE: same, COMBINED: {"losses": [2.0, 1.5]}}])
+
+
+def arm(all_reduces: int, sent: float, seconds: list[float]) -> dict:
+    measured = {"seconds": seconds, "sent": sent, "received": sent}
+    return {"amax_all_reduces": all_reduces, "gathers": measured, "steps": measured}
+
+
+def test_float8_is_told_as_shares_of_bf16_turn_by_turn():
+    arms = {
+        BF16: arm(0, 2e6, [1.0, 2.0, 4.0]),
+        SEPARATE: arm(14, 1e6, [0.5, 1.0, 2.0]),
+        COMBINED: arm(1, 1e6, [0.4, 1.0, 2.8]),
+    }
+    first, second, third = hosts_table.rows({"hosts": 4, "arms": arms}, "1gbit")
+    assert first == ["4, 1gbit", "bf16", "0", "2.0 MB", "2.0 MB", "2.00 s", "2.00 s"]
+    assert second[2:] == ["14", "0.50", "0.50", *["0.50 (0.50 to 0.50)"] * 2]
+    assert third[2:] == ["1", "0.50", "0.50", *["0.50 (0.45 to 0.60)"] * 2]

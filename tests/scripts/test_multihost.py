@@ -1,0 +1,164 @@
+"""Hosts on one machine: their network, its limits and counters, and that nothing of it stays behind."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.namespaces import MULTIHOST, environment, left_behind, needs_hosts, start
+
+PAYLOAD = 1_500_000
+BURST = 256 * 1024
+SEND = f"""
+import os, socket, time
+if os.environ["NODE_RANK"] == "0":
+    server = socket.create_server(("host0", 29500))
+    connection, address = server.accept()
+    begun, received = time.perf_counter(), 0
+    while data := connection.recv(1 << 16):
+        received += len(data)
+    print(received, "bytes from", address[0], "after", time.perf_counter() - begun)
+else:
+    while True:
+        try:
+            connection = socket.create_connection(("host0", 29500))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    connection.sendall(bytes({PAYLOAD}))
+"""
+
+
+def sent(*options: str) -> tuple[float, dict[str, tuple[int, int]]]:
+    """Host 1 sends the payload to host 0: the seconds it took, and (sent, received) of each host's interface."""
+    run = start("--hosts", "2", *options, sys.executable, "-c", SEND)
+    output, errors = run.communicate(timeout=60)
+    assert run.returncode == 0, errors
+    received, address, seconds = re.search(r"host0  (\d+) bytes from (\S+) after (\S+)", output).groups()
+    assert (int(received), address) == (PAYLOAD, "10.77.0.2")
+    assert left_behind(run) == []
+    counters = re.findall(r"(host\d+)  eth0 sent (\d+) bytes, received (\d+) bytes", errors)
+    return float(seconds), {host: (int(out), int(into)) for host, out, into in counters}
+
+
+@needs_hosts
+def test_hosts_reach_each_other_and_the_kernel_counts_what_they_send():
+    _, counters = sent()
+    assert counters.keys() == {"host0", "host1"}
+    for count in (counters["host1"][0], counters["host0"][1]):
+        assert PAYLOAD < count < 1.03 * PAYLOAD
+    for count in (counters["host0"][0], counters["host1"][1]):
+        assert 0 < count < 0.1 * PAYLOAD
+
+
+@needs_hosts
+def test_a_limited_link_takes_as_long_as_its_rate_says():
+    seconds, _ = sent("--rate", "8mbit")
+    fastest = (PAYLOAD - BURST) * 8 / 8e6
+    assert fastest <= seconds < 4 * fastest
+
+
+@needs_hosts
+def test_a_host_that_fails_ends_the_others_and_leaves_nothing():
+    begun = time.monotonic()
+    run = start(
+        "--hosts", "3", "bash", "-c", "[ $NODE_RANK != 1 ] || { echo out of luck; exit 7; }; sleep 600"
+    )
+    output, errors = run.communicate(timeout=60)
+    assert run.returncode == 7
+    assert "host1 ended with status 7" in errors
+    assert "host1  out of luck" in output
+    assert time.monotonic() - begun < 30
+    assert left_behind(run) == []
+
+
+def processes_with(words: list[str]) -> list[int]:
+    """Processes with this command line."""
+    wanted = "\0".join([*words, ""]).encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += [int(path.parent.name)] if path.read_bytes() == wanted else []
+    return found
+
+
+@needs_hosts
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_hosts_processes_and_leaves_nothing(number):
+    sleep = ["sleep", f"600.{os.getpid()}{number:d}"]
+    run = start("--hosts", "2", "bash", "-c", f"{' '.join(sleep)} & wait")  # bash alone would not pass it on
+    deadline = time.monotonic() + 30
+    while len(processes_with(sleep)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(processes_with(sleep)) == 2
+    run.send_signal(number)
+    run.communicate(timeout=60)
+    assert run.returncode == 128 + number
+    assert processes_with(sleep) == []
+    assert left_behind(run) == []
+
+
+@needs_hosts
+def test_it_gives_up_in_time_even_on_a_process_that_ignores_sigterm():
+    begun = time.monotonic()
+    run = start("--hosts", "1", "--timeout", "1", "bash", "-c", "trap '' TERM; sleep 600")
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 124
+    assert "gave up after 1 seconds" in errors
+    assert time.monotonic() - begun < 30
+    assert left_behind(run) == []
+
+
+@needs_hosts
+def test_a_network_that_cannot_be_built_is_taken_down_again():
+    run = start("--rate", "fast", "true")
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert 'illegal value for "rate": "fast"' in errors
+    assert left_behind(run) == []
+
+
+def refused(*arguments: str | Path, **how) -> str:
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=60, **{"env": environment()} | how
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+def test_without_root_it_says_so():
+    anybody = {"user": 65534} if os.geteuid() == 0 else {}
+    with MULTIHOST.open() as script:  # where it lies, not everybody may read
+        message = refused("bash", "-s", "true", stdin=script, **anybody)
+    assert message == "multihost.sh: network namespaces need root: run it with sudo -E\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root is what it asks for first")
+def test_without_iproute2_it_says_what_to_install(tmp_path):
+    for tool in ("bash", "env", "id"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    message = refused("/bin/bash", MULTIHOST, "true", env={"PATH": str(tmp_path)})
+    assert message == "multihost.sh: ip is not there. On Debian and Ubuntu: apt install iproute2 util-linux\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no command to run on the hosts"),
+        (["--hosts", "0", "true"], "--hosts 0: from 1 to 200"),
+        (["--hosts", "two", "true"], "--hosts two: from 1 to 200"),
+        (["--timeout", "1h", "true"], "--timeout 1h: whole seconds"),
+        (["--rate"], "--rate needs a value"),
+        (["--speed", "1", "true"], "unknown option --speed"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    assert message in refused(MULTIHOST, *arguments)

@@ -1,6 +1,7 @@
 """Layer 4. The layers of one conversion, for what they do together: one amax table, one check across ranks."""
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +20,7 @@ class ConvertedLayers:
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
         idle_patterns: patterns of the ``recipe`` that was given which decide for none of the layers, with reasons.
         steps: number of optimizer steps among them.
+        stepped: which of these was the last of each weight, by the name of its layer; 0 where there was none.
         loaded_at: what ``steps`` was when a state dict was loaded last; its amax histories cover the steps before.
         skips_steps: whether an optimizer of these weights skips the steps whose gradients are not finite.
         fsdp: what the FSDP2 path keeps for these layers; None until the first all-gather or precompute_scales.
@@ -37,6 +39,7 @@ class ConvertedLayers:
         self._layers: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
         self.changes = 0
         self.steps = 0
+        self.stepped: Counter[str] = Counter()
         self.loaded_at = 0
         self.skips_steps = False
         self.fsdp: Any = None

@@ -10,6 +10,7 @@ from torch import nn
 import f8sub
 from tests.delayed_layers import (
     K,
+    M,
     N,
     assert_same,
     data,
@@ -186,6 +187,18 @@ def test_a_compiled_backward_pass_keeps_what_was_staged_since_its_forward(last_f
         histories.append(snapshot(layer))
     assert_same(histories[1], histories[0])
     assert histories[0]["scaling_states.0.history_x"].count_nonzero() == 3
+
+
+def test_several_optimizers_roll_each_history_once_a_step():
+    model = f8sub.convert_to_float8(
+        seed_weights(nn.Sequential(nn.Linear(K, N), nn.Linear(N, K))), recipe="delayed"
+    )
+    optimizers = [optimizer_of(layer) for layer in model]
+    for number in range(1, 4):
+        run(model, data(number)[0], torch.ones(M, K))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [(history_of(layer) != 0).sum(0).tolist() for layer in model] == [[number] * 3] * 2
 
 
 def test_masters_in_the_optimizer():

@@ -90,7 +90,8 @@ class ShardedConversion:
 
         Not during a backward pass, see ``ScaleTable.roll_due``; the next call does it.
         """
-        if self._layers.steps <= max(self._steps_rolled, self._layers.loaded_at) or graph_task() != -1:
+        since = max(self._steps_rolled, self._layers.loaded_at)
+        if self._layers.steps <= since or graph_task() != -1:
             return
         self._steps_rolled = self._layers.steps
         if not any(layer.states() for layer in self._layers):
@@ -106,6 +107,7 @@ class ShardedConversion:
                 if layer not in self._shards or state.recipe != layer.plan.recipe
             ],
             sharded=self._seen,
+            since=since,
         )
 
     def replicate(self) -> bool:

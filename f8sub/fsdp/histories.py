@@ -18,7 +18,7 @@ class Histories:
     """The layers of one scale table that keep amax histories.
 
     Their staged amaxes and flags for NaN and infinity are a part of the table, (2, layers, 3) in all, and so of its
-    one all-reduce. A weight's amax is the table's own.
+    one all-reduce. A weight's amax is the table's own, and counts where an optimizer stepped the weight.
     """
 
     def __init__(self, shards: Mapping[Float8Linear, Shard], device: str) -> None:
@@ -26,17 +26,20 @@ class Histories:
         self.states = [layer.scaling_state(layer.plan.recipe) for layer in self.layers]
         shared = [state.scaling.reduce_amax for state in self.states]
         self._shared = None if all(shared) else torch.tensor(shared, device=device)[:, None]
-        positions = [shards[layer].amax.storage_offset() for layer in self.layers]
+        self._shards = [shards[layer] for layer in self.layers]
+        positions = [shard.amax.storage_offset() for shard in self._shards]
         self._weights = torch.tensor(positions, device=device)
-        self._own = torch.empty(0)
+        self._own = self._stepped = torch.empty(0)
 
     @staticmethod
     def size(layers: int) -> int:
         """Number of entries in the table."""
         return 2 * layers * len(OPERANDS)
 
-    def take(self, region: torch.Tensor) -> None:
-        """Write what was staged into the table's ``region``, (size,)."""
+    def take(self, region: torch.Tensor, since: int) -> None:
+        """Write what was staged since optimizer step ``since`` into the table's ``region``, (size,)."""
+        stepped = [_stepped(shard.master, since) for shard in self._shards]
+        self._stepped = torch.tensor(stepped, device=region.device)
         self._own, met = Staged.of(self.states)
         shared = self._own if self._shared is None else self._own * self._shared
         region.copy_(torch.stack((shared, met)).flatten())
@@ -55,7 +58,7 @@ class Histories:
         if self._shared is not None:
             staged = torch.where(self._shared, staged, self._own)
         weights = weight_amax[self._weights]
-        staged[:, W] = weights.where(weights.isfinite(), 0.0)
+        staged[:, W] = weights.where(weights.isfinite() & self._stepped, 0.0)
         roll(self.states, staged)
         return met
 
@@ -104,13 +107,17 @@ class LocalHistories:
         self._met: list[str] = []
 
     def roll(
-        self, layers: Sequence[tuple[Float8Linear, ScalingState]], sharded: Container[Float8Linear]
+        self,
+        layers: Sequence[tuple[Float8Linear, ScalingState]],
+        sharded: Container[Float8Linear],
+        since: int,
     ) -> None:
         """Roll by what was staged, and by the weights as they are.
 
         Args:
             layers: each with a state of its own.
             sharded: layers whose weight this rank does not see whole; those stay without a scale of its past.
+            since: the optimizer step that was the last when the histories rolled before.
         """
         if not layers:
             return
@@ -121,9 +128,13 @@ class LocalHistories:
         with torch.no_grad():
             if self.replicas is not None:
                 self.replicas.share(layers, both)
-            whole = torch.tensor([layer not in sharded for layer in of_layer], device=staged.device)
-            amaxes = amaxes_of([local_tensor(layer.weight) for layer in of_layer]).to(staged)
-            staged[:, W] = amaxes.where(amaxes.isfinite() & whole, 0.0)
+            weights = [local_tensor(layer.weight) for layer in of_layer]
+            counts = [
+                layer not in sharded and _stepped(weight, since)
+                for layer, weight in zip(of_layer, weights, strict=True)
+            ]
+            amaxes = amaxes_of(weights).to(staged)
+            staged[:, W] = amaxes.where(amaxes.isfinite() & torch.tensor(counts, device=staged.device), 0.0)
             met[:, W] = (~amaxes.isfinite()).float()
             self._copy = of_layer, HostCopy(met)
             roll(states, staged)
@@ -140,6 +151,11 @@ class LocalHistories:
             layers, copy = self._copy
             self._met += operands_met(layers, copy.read())
             self._copy = None
+
+
+def _stepped(weight: torch.Tensor, since: int) -> bool:
+    """Whether an optimizer stepped the weight after step ``since``; every rank knows that alike."""
+    return isinstance(weight, MasterWeight) and weight.cell.layers.stepped[weight.cell.fqn] > since
 
 
 def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

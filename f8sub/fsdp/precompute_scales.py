@@ -88,7 +88,7 @@ def mark_stale_before_optimizer_steps() -> None:
 
 
 def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    conversions: set[ConvertedLayers | None] = set()
+    conversions: set[ConvertedLayers] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             local = local_tensor(parameter)
@@ -107,11 +107,12 @@ def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                     "high-precision master, or convert with primary_weights=False"
                 )
             local.mark_stale()
-            conversions.add(layers)
+            if layers is not None:
+                layers.stepped[local.cell.fqn] = layers.steps + 1
+                conversions.add(layers)
     for layers in conversions:
-        if layers is not None:
-            layers.changes += 1
-            layers.steps += 1
+        layers.changes += 1
+        layers.steps += 1
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

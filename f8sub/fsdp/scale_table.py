@@ -153,7 +153,7 @@ class ScaleTable:
                 self._entries.amax[-1] = 1 + max(self._changed_alone)
                 self._changed_alone.clear()
             if self._rolling and self._histories is not None:
-                self._histories.take(self._entries.staged)
+                self._histories.take(self._entries.staged, max(self._steps_rolled, self.layers.loaded_at))
                 table = self._entries.whole
                 group = self.group_of(self._ranks) if len(self._ranks) > 1 else None
             if group is not None:

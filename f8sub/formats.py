@@ -108,6 +108,26 @@ class Tile:
         )
         return rows, cols
 
+    def check_cut(self, dim: int, whole: int, part: int, matrix: str) -> None:
+        """That parts of a matrix, cut along one dimension, consist of whole tiles each, or lie within one.
+
+        Args:
+            dim: the dimension.
+            whole: the matrix's extent along it.
+            part: that of all parts but the last ones.
+            matrix: how an error calls it.
+
+        Raises:
+            Float8ConfigError: they do not.
+        """
+        edge = (self.rows, self.cols)[dim]
+        if edge != ALL and part and part % edge and edge % part and whole > edge:
+            raise Float8ConfigError(
+                f"{matrix} is cut into parts of {part} of {whole} {('rows', 'columns')[dim]} by tensor parallelism, "
+                f"and a scale's tile has {edge}: parts that are neither whole tiles nor lie within one have no scales "
+                "of their own; take a tensor-parallel degree that cuts between tiles, or a recipe with other tiles"
+            )
+
     def __str__(self) -> str:
         return "x".join("all" if edge == ALL else str(edge) for edge in (self.rows, self.cols))
 

@@ -46,15 +46,10 @@ class AmaxTable:
             start = 0
             for index, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
                 shard.index = index
-                shard.amax, shard.scale, shard.scale_inv = (
-                    flat[start : start + size].view(shard.table_shape)
-                    for flat in (self.amax, self._scale, self._scale_inv)
-                )
+                flat = (self.amax, self._scale, self._scale_inv)
+                shard.lay_out(*(part[start : start + size] for part in flat))
                 start += slots[index]
-                rule = shard.format.scale_rule
-                if rule.stored_as != torch.float32:
-                    shard.scale_inv = torch.ones(shard.table_shape, device=device).to(rule.stored_as)
-                shard.global_scale_inv = torch.ones(1, 1, device=device) if rule.has_global else None
+        self._in_parts = [shard for shard in shards if shard.has_part]
 
     def take_amaxes(self) -> None:
         """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""
@@ -80,6 +75,8 @@ class AmaxTable:
             self._write_scales(shards)
         for shard in self._shards:
             shard.keep_scales()
+        for shard in self._in_parts:
+            shard.write_part()
 
     def round_to(self, dtype: torch.dtype, shards: Sequence[Shard]) -> None:
         """Round weights to ``dtype`` before they are cast, from now on."""
@@ -90,6 +87,8 @@ class AmaxTable:
                     self._runs = None
                     if not shard.wire.carries_scales:
                         self._write_scales([shard])
+                    if shard.has_part:
+                        shard.write_part()
 
     def _same_rule(self) -> list[list[Shard]]:
         """The weights whose scales come from the table, those that are made alike together."""

@@ -14,8 +14,9 @@ from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8RankMisma
 from f8sub.fsdp.agreement import all_arrive
 from f8sub.fsdp.findings import non_finite
 from f8sub.fsdp.histories import LocalHistories, Replicas
+from f8sub.fsdp.layout import ShardLayout, sharded_dims
 from f8sub.fsdp.scale_table import ScaleTable
-from f8sub.fsdp.shard import Shard, ShardLayout
+from f8sub.fsdp.shard import Shard
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.recipe import GemmSpec
@@ -23,16 +24,23 @@ from f8sub.tensor.primary_weight import master_of
 from f8sub.torch_compat import graph_task, resharded_to_part, running_ddp
 from f8sub.version import __version__
 
+Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
+
+
+def _ranks_of(layout: ShardLayout) -> Ranks:
+    return layout.group, layout.sharers, layout.ranks
+
 
 class ShardedConversion:
     """What ``fully_shard`` made of the layers of one conversion.
 
     Attributes:
-        tables: one for each process group that shards weights, and set of ranks that they are on in all.
+        tables: one for each process group that gathers weights, set of ranks that share their scales, and of those
+            that they are on in all.
     """
 
     def __init__(self, layers: ConvertedLayers) -> None:
-        self.tables: dict[tuple[dist.ProcessGroup, tuple[int, ...]], ScaleTable] = {}
+        self.tables: dict[Ranks, ScaleTable] = {}
         self._layers = layers
         self._shards: weakref.WeakKeyDictionary[Float8Linear, Shard] = weakref.WeakKeyDictionary()
         self._table_of: dict[Shard, ScaleTable] = {}
@@ -61,7 +69,7 @@ class ShardedConversion:
         """
         if len(self._seen) != len(self._layers):
             new = [(layer, layer.weight) for layer in self._layers if layer not in self._seen]
-            if sharded := [(layer, weight) for layer, weight in new if isinstance(weight, DTensor)]:
+            if sharded := [(la, w) for la, w in new if isinstance(w, DTensor) and sharded_dims(w)]:
                 self._enter(sharded, asked)
         for layer, shard in self._shards.items():
             shard.follow(layer)
@@ -136,20 +144,19 @@ class ShardedConversion:
 
     def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
         _refuse_partly_resharded([layer for layer, _ in new])
-        layouts = {layer: ShardLayout.of(weight, layer.fqn) for layer, weight in new}
+        layouts = {layer: ShardLayout.of(weight) for layer, weight in new}
         for layer, layout in layouts.items():
             # fully_shard moves weights to the mesh's device without a word to their layers.
             layer.follow(torch.device(layout.device))
-        for key in dict.fromkeys((layout.group, layout.ranks) for layout in layouts.values()):
-            group, all_ranks = key
-            members = [(layer, w) for layer, w in new if (layouts[layer].group, layouts[layer].ranks) == key]
-            world, device = layouts[members[0][0]].world, layouts[members[0][0]].device
-            ranks = hashlib.sha256(str(all_ranks).encode()).hexdigest()
-            table = self.tables.get(key) or ScaleTable(self._layers, group, world, all_ranks)
-            if len(all_ranks) > 1:
-                if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", len(all_ranks)):
+        for key in dict.fromkeys(map(_ranks_of, layouts.values())):
+            members = [(layer, weight) for layer, weight in new if _ranks_of(layouts[layer]) == key]
+            layout = layouts[members[0][0]]
+            ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
+            table = self.tables.get(key) or ScaleTable(self._layers, layout)
+            if world > 1:
+                if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
                     continue
-                _check_ranks([layer for layer, _ in members], table.group_of(all_ranks), device)
+                _check_ranks([layer for layer, _ in members], table.group_of(layout.ranks), layout.device)
             _entered[ranks] += 1
             self._seen.update(layer for layer, _ in members)
             self._named.update((layer.fqn, layer) for layer, _ in members)
@@ -184,6 +191,7 @@ class ShardedConversion:
                 f"puts together from one byte an element, and {format} has two in one; "
                 "shard it by rows, or convert with float8_all_gather=False"
             )
+        layout.check_lines_up(format.tile, layer.fqn)
         master.cell.belongs_to(self._layers, layer.fqn)
         tied = next((s for s in self._shards.values() if s.master.cell is master.cell), None)
         state = None if recipe.delayed is None else layer.scaling_state(recipe)

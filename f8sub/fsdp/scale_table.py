@@ -1,4 +1,4 @@
-"""Layer 5. ScaleTable: the amaxes of all float8 weights of one shard group, reduced by one all-reduce.
+"""Layer 5. ScaleTable: the amaxes of the float8 weights that the same ranks shard, reduced by one all-reduce.
 
     every shard's amaxes -> one flat table -> all-reduce(MAX) -> scales, in place
 
@@ -14,7 +14,8 @@ When the table is reduced is decided by what every rank knows, never by what one
 - A shard changed in another way (an in-place operator, ``dcp.load``). One rank cannot know whether the others changed
   theirs too, so it tells the store, joins the all-gather as it is, and reads the store again: the all-gather is
   over, so every rank has passed the point where it would have said so. If all did, all reduce, and gather this
-  weight again. If not, the codes stand: those the old scale can hold are right, the others are NaN.
+  weight again. If not, the codes stand: those the old scale can hold are right, the others are NaN. Under tensor
+  parallelism the ranks of one all-gather have a part of the weight; those of all parts agree over the store then.
 """
 
 import warnings
@@ -28,6 +29,7 @@ from f8sub.fsdp.agreement import all_arrive, all_same, all_told, tell
 from f8sub.fsdp.amax_table import AmaxTable
 from f8sub.fsdp.findings import Findings
 from f8sub.fsdp.histories import Histories
+from f8sub.fsdp.layout import ShardLayout
 from f8sub.fsdp.shard import Shard
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
@@ -40,23 +42,23 @@ _RANGE_SLACK = 1.0 + 2.0**-4
 
 
 class ScaleTable:
-    """Amaxes and scales of the weights that one process group shards, and what their layers staged.
+    """Amaxes and scales of the weights that the same ranks shard alike, and what their layers staged.
 
     Attributes:
         generation: number of reductions whose scales are in place.
         gathers: whether FSDP2 gathers any of the weights as float8; else the table serves the histories alone.
     """
 
-    def __init__(
-        self, layers: ConvertedLayers, group: dist.ProcessGroup, world: int, ranks: tuple[int, ...]
-    ) -> None:
+    def __init__(self, layers: ConvertedLayers, layout: ShardLayout) -> None:
         self.layers = layers
         self.generation = 0
         self.gathers = False
         self.shards: list[Shard] = []
-        self._mesh_group = group
-        self._world = world
-        self._ranks = ranks
+        self._mesh_group = layout.group
+        self._gather_world = layout.world
+        self._sharers = layout.sharers
+        self._world = len(layout.sharers)
+        self._ranks = layout.ranks
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._histories: Histories | None = None
         self._steps_rolled = 0
@@ -213,7 +215,7 @@ class ScaleTable:
             self.reduce()
         if not self._stale(shard):
             return shard.cast(source, self.generation), None
-        ticket = f"f8sub/{self.own_group.group_name}/{shard.index}/{shard.gathers}"
+        ticket = f"{self._place_of(shard)}/{dist.get_process_group_ranks(self._mesh_group)}"
         tell(ticket)
         return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
 
@@ -236,7 +238,10 @@ class ScaleTable:
         """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
         if gathered.is_cuda:
             torch.cuda.current_stream(gathered.device).synchronize()
-        if not all_told(ticket, self._world):
+        changed = all_told(ticket, self._gather_world)
+        if changed and self._gather_world < self._world:
+            changed = all_arrive(self._place_of(shard), self._world)
+        if not changed:
             if shard.stale and shard.master.numel():
                 self._changed_alone.add(shard.index)
             return
@@ -249,20 +254,24 @@ class ScaleTable:
         self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor
     ) -> None:
         codes = shard.cast(source, self.generation)
-        if self._world == 1:
+        if self._gather_world == 1:
             gathered.view(-1).copy_(codes.view(-1))
         elif shard.layout.dim == 0:
             all_gather(gathered.view(-1), codes.view(-1), self._mesh_group)
         else:
             # As FSDP2 does: the shards arrive one after the other and lie side by side in the whole weight.
-            shards = torch.empty_like(gathered).view(self._world, *codes.shape)
+            shards = torch.empty_like(gathered).view(self._gather_world, *codes.shape)
             all_gather(shards.view(-1), codes.view(-1), self._mesh_group)
             torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
 
     @property
     def own_group(self) -> dist.ProcessGroup:
         """A process group of the ranks that shard the weights, that nothing else uses."""
-        return self.group_of(tuple(sorted(dist.get_process_group_ranks(self._mesh_group))))
+        return self.group_of(self._sharers)
+
+    def _place_of(self, shard: Shard) -> str:
+        """A word for the gather of a weight that is under way, the same on all ranks."""
+        return f"f8sub/{self.own_group.group_name}/{shard.index}/{shard.gathers}"
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A process group of these ranks that nothing else uses; all of them call this together at first."""

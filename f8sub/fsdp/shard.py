@@ -1,139 +1,17 @@
-"""Layer 5. One rank's shard of a float8 weight: where it lies, its tiles in the amax table, its codes for the wire."""
+"""Layer 5. One rank's shard of a float8 weight: its tiles in the amax table, its codes for the wire."""
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.tensor import DTensor
 
-from f8sub.errors import Float8ConfigError
-from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub.formats import Float8Format, Operand, Tile
+from f8sub.fsdp.layout import ShardLayout, WireFormat
 from f8sub.kernels import reference
 from f8sub.scaling_state import ScalingState
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight, master_of
 from f8sub.torch_compat import is_capturing
-
-
-@dataclass(frozen=True, slots=True)
-class ShardLayout:
-    """Where a rank's shard lies in the whole weight.
-
-    Attributes:
-        shape: (N, K) of the whole weight.
-        dim: the dimension it is sharded along.
-        chunk: extent of a full shard along ``dim``; FSDP2 pads shorter ones to it.
-        offset: (row, column) of the shard's first element.
-        group: the ranks that hold the other shards.
-        world: how many they are.
-        ranks: all that hold a part or a copy of the weight: its group's and, under HSDP, those of its replicas.
-        device: type of the device that gathers; under CPU offload the shard itself lies on the CPU.
-    """
-
-    shape: tuple[int, int]
-    dim: int
-    chunk: int
-    offset: tuple[int, int]
-    group: dist.ProcessGroup
-    world: int
-    ranks: tuple[int, ...]
-    device: str
-
-    @classmethod
-    def of(cls, weight: DTensor, fqn: str) -> "ShardLayout":
-        """Read the layout off a weight that ``fully_shard`` has sharded.
-
-        Raises:
-            Float8ConfigError: the weight is sharded along more than one mesh dimension.
-        """
-        mesh, placements = weight.device_mesh, weight.placements
-        sharded = [i for i, placement in enumerate(placements) if placement.is_shard()]
-        if len(sharded) != 1:
-            raise Float8ConfigError(
-                f"{fqn}: its weight has placements {placements} on {mesh}; a float8 all-gather takes weights that "
-                "are sharded along one mesh dimension (FSDP or HSDP). Convert with float8_all_gather=False"
-            )
-        (mesh_dim,) = sharded
-        dim: int = placements[mesh_dim].dim  # type: ignore[attr-defined]
-        world, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-        rows, cols = weight.shape
-        chunk = -(-weight.shape[dim] // world)  # torch.chunk's rule, which FSDP2 shards by
-        start = min(rank * chunk, weight.shape[dim])
-        offset = (start, 0) if dim == 0 else (0, start)
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        return cls((rows, cols), dim, chunk, offset, mesh.get_group(mesh_dim), world, ranks, mesh.device_type)
-
-
-_ALIGNMENT = 16
-"""Bytes that a row and its scales are filled up to: NCCL is slow and tensor cores refuse what is not aligned so."""
-
-
-@dataclass(frozen=True, slots=True)
-class WireFormat:
-    """What one rank sends of a weight: a uint8 matrix with the codes of one row of the shard in each of its rows.
-
-    Scales of tiles that lie inside one row are known to the rank that holds the row, and follow the row's codes. All
-    others cross shards: they are made from the amax table, on every rank alike, and not sent.
-
-    Attributes:
-        format: of the codes: w's rowwise format.
-        layout: of the shards.
-    """
-
-    format: Float8Format
-    layout: ShardLayout
-
-    @property
-    def carries_scales(self) -> bool:
-        """Whether the scales follow the codes."""
-        tile = self.format.tile
-        return tile.rows == 1 and tile.cols != ALL and self.layout.dim == 0
-
-    @property
-    def table_tile(self) -> Tile:
-        """What one entry of the amax table stands for: a tile, or the whole weight that only reports NaN there."""
-        return Tile(ALL, ALL) if self.carries_scales else self.format.tile
-
-    @property
-    def padded_shape(self) -> tuple[int, int]:
-        """Shape of every rank's all-gather input, in bytes."""
-        rows, cols = self.layout.shape
-        rows, cols = (self.layout.chunk, cols) if self.layout.dim == 0 else (rows, self.layout.chunk)
-        return rows, self._scales_end(cols) if self.carries_scales else self._codes_end(cols)
-
-    def scales_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The part of rows on the wire that holds their scales, as these are stored: a view."""
-        cols = self.layout.shape[1]
-        start = _aligned(self._codes_end(cols))
-        stored_as = self.format.scale_rule.stored_as
-        count = self.format.tile.scale_shape((1, cols))[1] * stored_as.itemsize
-        return rows[:, start : start + count].view(stored_as)
-
-    def unsharded(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The whole weight's codes in the gathered bytes, and its scales where they are there: views.
-
-        Args:
-            gathered: uint8; the shards one after the other, padding included.
-        """
-        rows, cols = self.layout.shape
-        width = self.padded_shape[1] if self.layout.dim == 0 else self._codes_end(cols)
-        # Shard(1) arrives with the bytes already in the whole weight's order and only its shape lost.
-        whole = gathered.view(-1)[: rows * width].view(rows, width)
-        codes = whole[:, : self._codes_end(cols)].view(self.format.dtype)
-        return codes, self.scales_of(whole) if self.carries_scales else None
-
-    def _codes_end(self, cols: int) -> int:
-        return cols // self.format.codes_per_byte
-
-    def _scales_end(self, cols: int) -> int:
-        tiles = self.format.tile.scale_shape((1, cols))[1]
-        return _aligned(_aligned(self._codes_end(cols)) + tiles * self.format.scale_rule.stored_as.itemsize)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Shard:
@@ -150,8 +28,9 @@ class Shard:
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``.
         amax: float32 view of the scale table, one entry a ``wire.table_tile`` of the whole weight.
         scale: likewise.
-        scale_inv: as the format stores it; the unsharded tensor's scales are this very tensor, unless the wire
-            carries them.
+        scale_inv: likewise, as the format stores it.
+        part_scale_inv: those of ``layout.shape``, which the unsharded tensor holds unless the wire carries its own:
+            this very tensor, written in place. Where that is not the whole weight, a copy of a part of ``scale_inv``.
         global_scale_inv: likewise, where the format's scales have two levels.
         state: of delayed scaling; None for current scaling.
     """
@@ -173,7 +52,7 @@ class Shard:
         self.index = 0
         self.gathers = 0
         self.dtype = master.dtype
-        self.amax = self.scale = self.scale_inv = torch.empty(0)
+        self.amax = self.scale = self.scale_inv = self.part_scale_inv = torch.empty(0)
         self.global_scale_inv: torch.Tensor | None = None
         self._scaled_state: tuple[int, int] | None = None
         self._wire: torch.Tensor | None = None
@@ -188,7 +67,7 @@ class Shard:
     @property
     def table_shape(self) -> tuple[int, int]:
         """Shape of the weight's entries in the amax table."""
-        return self.wire.table_tile.scale_shape(self.layout.shape)
+        return self.wire.table_tile.scale_shape(self.layout.whole)
 
     @property
     def margin(self) -> float:
@@ -243,6 +122,32 @@ class Shard:
         for scales, kept in zip(self._scales, self._kept[1], strict=True):
             with _unsafe_preserve_version_counter(scales):
                 scales.copy_(kept)
+
+    def lay_out(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        """Take the weight's entries of the table, flat, as its own; scales of other dtypes have a tensor apart."""
+        self.amax, self.scale, self.scale_inv = (t.view(self.table_shape) for t in (amax, scale, scale_inv))
+        rule, device = self.format.scale_rule, amax.device
+        if rule.stored_as != torch.float32:
+            self.scale_inv = torch.ones(self.table_shape, device=device).to(rule.stored_as)
+        self.global_scale_inv = torch.ones(1, 1, device=device) if rule.has_global else None
+        self.part_scale_inv = self.scale_inv
+        if self.has_part:
+            self.part_scale_inv = self._scales_of_part.clone(memory_format=torch.contiguous_format)
+
+    @property
+    def has_part(self) -> bool:
+        """Whether ``part_scale_inv`` is a copy, which ``write_part`` brings up to date."""
+        tiles = self.wire.table_tile.scale_shape(self.layout.shape)
+        return not self.wire.carries_scales and tiles != self.table_shape
+
+    def write_part(self) -> None:
+        """Copy the scales of the rank's tensor-parallel part from those of the whole weight."""
+        with _unsafe_preserve_version_counter(self.part_scale_inv):
+            self.part_scale_inv.copy_(self._scales_of_part)
+
+    @property
+    def _scales_of_part(self) -> torch.Tensor:
+        return self.layout.tiles_of_part(self.scale_inv, self.format.tile)
 
     @property
     def _scales(self) -> list[torch.Tensor]:

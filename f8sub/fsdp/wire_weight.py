@@ -69,7 +69,7 @@ class WireWeight(MasterWeight):
         if out is not None:
             return None
         codes, scale_inv = shard.wire.unsharded(gathered)
-        scale_inv = shard.scale_inv if scale_inv is None else scale_inv
+        scale_inv = shard.part_scale_inv if scale_inv is None else scale_inv
         rowwise = Operand(codes, scale_inv, shard.format, shard.global_scale_inv)
         return Float8Tensor(rowwise, None, param_dtype), (gathered,)
 

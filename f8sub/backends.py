@@ -13,6 +13,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import delayed, host, ops, reference, scaled_mm
 from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.reference import Across
 from f8sub.recipe import GemmSpec, Recipe
 
 GEMM: dict[str, ModuleType] = {"scaled_mm": scaled_mm, "reference": reference}
@@ -55,11 +56,15 @@ def quantize(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     any_layout: bool = False,
+    across: Across | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """``reference.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit.
 
     Compiled code is always row-major: Inductor's lowering of ``_scaled_mm`` takes nothing else.
     """
+    if across is not None:
+        row_major = torch.compiler.is_compiling()
+        return reference.quantize(x, rowwise, columnwise, any_layout and not row_major, across)
     if torch.compiler.is_compiling():
         seen = all(ops.is_fusible(format) for format in (rowwise, columnwise) if format is not None)
         return reference.quantize(x, rowwise, columnwise) if seen else ops.quantize(x, rowwise, columnwise)
@@ -74,10 +79,13 @@ def quantize_delayed(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     any_layout: bool = False,
+    across: Across | None = None,
 ) -> tuple[Operand | None, Operand | None, torch.Tensor]:
     """``delayed.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit."""
     if torch.compiler.is_compiling():
-        return delayed.quantize(x, past, rowwise, columnwise)
+        return delayed.quantize(x, past, rowwise, columnwise, across=across)
+    if across is not None:
+        return delayed.quantize(x, past, rowwise, columnwise, any_layout, across)
     if type(x) is torch.Tensor and x.is_cpu:
         return host.quantize_delayed(x, past, rowwise, columnwise, any_layout)
     return delayed.quantize(x, past, rowwise, columnwise, any_layout)

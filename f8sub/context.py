@@ -12,6 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError
@@ -116,6 +117,8 @@ def plan_in_use(layer: "Float8Linear") -> Plan:
 
 def _is_codes(weight: torch.Tensor) -> bool:
     """Whether float8 codes are all there is of a weight: FSDP2 gathered them, or its master was dropped."""
+    if isinstance(weight, DTensor):
+        weight = weight._local_tensor
     if isinstance(weight, PrimaryWeight):
         return weight.primary.master is None
     return isinstance(weight, Float8Tensor)

@@ -18,8 +18,9 @@ from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
-from f8sub.scaling_state import DY, Past, ScalingState, W, quantize_delayed
+from f8sub.scaling_state import DY, Past, ScalingState, W, X, quantize_delayed
 from f8sub.shared_input import quantize_input, quantize_input_delayed
+from f8sub.spread import Spread
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
 from f8sub.tensor.primary_weight import PrimaryWeight, primary_rowwise
@@ -27,6 +28,9 @@ from f8sub.torch_compat import apply
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
+
+Scaling = Past | Spread | None
+"""How scales are made: of the past, over tensor-parallel ranks (of the past or not), or of current amaxes here."""
 
 
 class Float8Linear(torch.nn.Linear):
@@ -68,14 +72,20 @@ class Float8Linear(torch.nn.Linear):
         grad, past = torch.is_grad_enabled(), None
         if plan.recipe.delayed is not None:
             past = Past(self.scaling_state(plan.recipe), stage=grad and self.training)
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        spread = None
+        if isinstance(weight, DTensor):
+            spread = Spread(self, x, plan.recipe, past)
+            x, weight, bias = spread.local(x, weight, bias)
         y: torch.Tensor
         if grad:
-            y = apply(_Float8Matmul, x, self.weight, self.bias, plan, dtype, past)
+            y = apply(_Float8Matmul, x, weight, bias, plan, dtype, spread or past)
         else:
-            y = _fprop(x, self.weight, self.bias, plan, dtype, past, keep_x=False)[0]
+            y = _fprop(x, weight, bias, plan, dtype, spread or past, keep_x=False)[0]
         if contexts.entered:
             remember(self, plan, y)
-        return y
+        return y if spread is None else spread.whole(y)
 
     def follow(self, device: torch.device) -> None:
         """Select backends anew where the layer came to a device of another type since it was converted.
@@ -207,11 +217,11 @@ class _Float8Matmul(torch.autograd.Function):
         bias: torch.Tensor | None,
         plan: Plan,
         dtype: torch.dtype,
-        past: Past | None,
+        scaling: Scaling,
     ) -> torch.Tensor:
-        y, saved = _fprop(x, w, bias, plan, dtype, past, keep_x=ctx.needs_input_grad[1])
+        y, saved = _fprop(x, w, bias, plan, dtype, scaling, keep_x=ctx.needs_input_grad[1])
         ctx.save_for_backward(w, *saved)
-        ctx.plan, ctx.dtype, ctx.past = plan, dtype, past
+        ctx.plan, ctx.dtype, ctx.scaling = plan, dtype, scaling
         ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype) if isinstance(w, MasterWeight) else None
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -227,13 +237,16 @@ class _Float8Matmul(torch.autograd.Function):
         w, *saved = ctx.saved_tensors
         matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
         formats = recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
-        if ctx.past is None:
+        scaling = ctx.scaling
+        if scaling is None:
             dy_row, dy_col = backends.quantize(matrix, *formats, plan.any_layout)
+        elif isinstance(scaling, Spread):
+            dy_row, dy_col = scaling.quantize(DY, matrix, formats, plan.any_layout)
         else:
-            dy_row, dy_col = quantize_delayed(ctx.past, DY, matrix, formats, plan.any_layout)
+            dy_row, dy_col = quantize_delayed(scaling, DY, matrix, formats, plan.any_layout)
         dx = dw = dbias = None
         if need_dx:
-            w_col = _weight_columnwise(w, ctx.w_row, plan, dtype, dy, ctx.past)
+            w_col = _weight_columnwise(w, ctx.w_row, plan, dtype, dy, scaling)
             dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
@@ -250,7 +263,7 @@ def _fprop(
     bias: torch.Tensor | None,
     plan: Plan,
     dtype: torch.dtype,
-    past: Past | None,
+    scaling: Scaling,
     *,
     keep_x: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -260,13 +273,15 @@ def _fprop(
     if x.dtype is not dtype:
         matrix = matrix.to(dtype)
     formats = recipe.fprop.a, recipe.wgrad.b if keep_x else None
-    if past is None:
+    if scaling is None:
         x_row, x_col = quantize_input(x, matrix, formats, plan.any_layout)
+    elif isinstance(scaling, Spread):
+        x_row, x_col = scaling.quantize(X, matrix, formats, plan.any_layout)
     else:
-        x_row, x_col = quantize_input_delayed(x, matrix, formats, plan.any_layout, past)
-    w_row = _weight_rowwise(w, recipe.fprop.b, dtype, past)
+        x_row, x_col = quantize_input_delayed(x, matrix, formats, plan.any_layout, scaling)
+    w_row = _weight_rowwise(w, recipe.fprop.b, dtype, scaling)
     y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, w_row, dtype)
-    if bias is not None:
+    if bias is not None and not (isinstance(scaling, Spread) and not scaling.adds_bias):
         y = y + bias.to(dtype)
     if x.dim() != 2:
         # Not a view to autograd: FSDP2 warns about modules that return views.
@@ -287,7 +302,7 @@ def _gemm(
 
 
 def _weight_rowwise(
-    w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, past: Past | None
+    w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, scaling: Scaling
 ) -> GemmInput:
     """``w``'s rowwise operand: as gathered, as cast last, or cast now; high precision where ``format`` is None.
 
@@ -295,7 +310,7 @@ def _weight_rowwise(
         w: (N, K): unsharded by FSDP2 in float8, a master weight, or a plain tensor gathered in high precision.
         format: fprop's format of w.
         dtype: the GEMM's high-precision dtype; a weight is rounded to it before it is cast.
-        past: of delayed scaling; a weight that was gathered in float8 has its scale from it already.
+        scaling: a weight that was gathered in float8 has its scale from that already.
     """
     if isinstance(w, Float8Tensor):
         return w.dequantize().to(dtype) if format is None else _has(w.rowwise)
@@ -303,11 +318,13 @@ def _weight_rowwise(
         return primary_rowwise(w, format, dtype)
     if format is None:
         return w.to(dtype)
+    if isinstance(scaling, Spread):
+        return scaling.quantize_weight(w.to(dtype), (format, None))
     if isinstance(w, MasterWeight):
-        if past is None:
+        if scaling is None:
             return rowwise_of(w, format, dtype)
-        return rowwise_of(w, format, dtype, None, *past.state.weight)
-    return quantize_rowwise(w.to(dtype), format, None if past is None else past.state.past(W))
+        return rowwise_of(w, format, dtype, None, *scaling.state.weight)
+    return quantize_rowwise(w.to(dtype), format, None if scaling is None else scaling.state.past(W))
 
 
 def _weight_columnwise(
@@ -316,7 +333,7 @@ def _weight_columnwise(
     plan: Plan,
     dtype: torch.dtype,
     dy: torch.Tensor,
-    past: Past | None,
+    scaling: Scaling,
 ) -> GemmInput:
     """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees.
 
@@ -330,12 +347,16 @@ def _weight_columnwise(
     if w_row is not None:
         operand = w_row
     else:
-        operand = _has(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype, past)
+        operand = (
+            _has(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype, scaling)
+        )
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, dy, plan.any_layout)
-    if past is None:
+    if scaling is None:
         return _has(backends.quantize(operand, None, columnwise)[1])
-    return _has(backends.quantize_delayed(operand, past.state.past(W), None, columnwise)[1])
+    if isinstance(scaling, Spread):
+        return scaling.quantize_weight(operand, (None, columnwise))
+    return _has(backends.quantize_delayed(operand, scaling.state.past(W), None, columnwise)[1])
 
 
 def _has(operand: Operand | None) -> Operand:

@@ -9,7 +9,7 @@ import torch
 
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import reference
-from f8sub.kernels.reference import Scales
+from f8sub.kernels.reference import Across, Scales
 
 SMALLEST_SCALE = 2.0**-126
 """The inverse of ``reference.LARGEST_SCALE``, a normal float32."""
@@ -66,6 +66,7 @@ def quantize(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     any_layout: bool = False,
+    across: Across | None = None,
 ) -> tuple[Operand | None, Operand | None, torch.Tensor]:
     """Both operands of a high-precision matrix with one scale of its past amaxes; what that cannot hold saturates.
 
@@ -76,17 +77,23 @@ def quantize(
         columnwise: format of the operand stored as ``x.t()``, equal to ``rowwise`` where both are given; None to
             leave it out.
         any_layout: see ``reference.quantize``.
+        across: likewise.
 
     Returns:
-        (rowwise, columnwise, amax): the last one float32, (1, 1), the largest magnitude of ``x``; infinity or NaN
-        where an element is.
+        (rowwise, columnwise, amax): the last one float32, (1, 1), the largest magnitude of ``x``, of all parts where
+        it is one; infinity or NaN where an element is.
     """
     format = rowwise or columnwise
     if format is None:
         raise RuntimeError("asked to quantize for no usage")
-    scale = scale_now(past, reference.amax(x, format.tile), format)
+    amax, largest = reference.amax(x, format.tile), reference.largest(x, format.tile)
+    if across is not None:
+        # What a collective makes of NaN is its own.
+        both = torch.stack((amax, largest.nan_to_num(nan=torch.inf, posinf=torch.inf)))
+        amax, largest = across(both, format.tile).unbind()
+    scale = scale_now(past, amax, format)
     operand = Operand(
         reference.codes_as_stored(x, scale, format), scale.double().reciprocal().float(), format
     )
     col = None if columnwise is None else reference.transposed(operand, columnwise, any_layout)
-    return None if rowwise is None else operand, col, reference.largest(x, format.tile)
+    return None if rowwise is None else operand, col, largest

@@ -3,6 +3,7 @@
 Every other kernel equals this one bitwise (casts, scales) or within the accumulation budget (GEMMs).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,6 +23,11 @@ SMALLEST_BLOCK_SCALE_INV = 2.0**-9
 """Of scales of two levels: the smallest e4m3 there is, so that none is 0 and has no inverse."""
 
 _EXPONENT_BITS = 0x7F800000
+
+
+Across = Callable[[torch.Tensor, Tile], torch.Tensor]
+"""Of a matrix that other ranks have more of: from the amaxes of the tiles of this rank's part, and what a tile is, to
+those of the whole matrix's tiles, as this rank's part needs them."""
 
 
 class Scales(NamedTuple):
@@ -213,6 +219,7 @@ def quantize(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     any_layout: bool = False,
+    across: Across | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """Both operands of a high-precision matrix, each with scales of its own current amax.
 
@@ -221,18 +228,19 @@ def quantize(
         rowwise: format of the operand stored as ``x``; None to leave it out.
         columnwise: format of the operand stored as ``x.t()``; None to leave it out.
         any_layout: leave the columnwise codes where they are and return a transposed view of them.
+        across: for a part of a matrix, of formats of one level without packing; None for a whole one.
 
     Returns:
         (rowwise, columnwise). Where both formats scale the same elements together, one cast serves both.
     """
-    row = None if rowwise is None else _quantize_as_stored(x, rowwise)
+    row = None if rowwise is None else _quantize_as_stored(x, rowwise, across)
     if columnwise is None:
         return row, None
     if columnwise.depth_multiple > 1:
         # Bytes and transforms run along the other dimension than x's own.
         return row, _quantize_as_stored(x.t().contiguous(), columnwise)
     seen_in_x = replace(columnwise, tile=columnwise.tile.t())
-    same = row if row is not None and rowwise == seen_in_x else _quantize_as_stored(x, seen_in_x)
+    same = row if row is not None and rowwise == seen_in_x else _quantize_as_stored(x, seen_in_x, across)
     return row, transposed(same, columnwise, any_layout)
 
 
@@ -287,7 +295,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     return None
 
 
-def _quantize_as_stored(x: torch.Tensor, format: Float8Format) -> Operand:
+def _quantize_as_stored(x: torch.Tensor, format: Float8Format, across: Across | None = None) -> Operand:
     if missing := -x.shape[1] % format.depth_multiple:
         x = torch.nn.functional.pad(x, (0, missing))
     if format.hadamard is not None:
@@ -296,7 +304,8 @@ def _quantize_as_stored(x: torch.Tensor, format: Float8Format) -> Operand:
         # It has no NaN: a non-finite element shows in its tile's scale.
         scales = scales_or_nan(shard_amax(x, format.tile, (0, 0)), format)
     else:
-        scales = scales_from_amax(amax(x, format.tile), format)
+        amaxes = amax(x, format.tile)
+        scales = scales_from_amax(amaxes if across is None else across(amaxes, format.tile), format)
     data = codes_as_stored(x, spread(scales.scale, format.tile, x.shape), format)
     return Operand(data, scales.scale_inv, format, scales.global_scale_inv)
 

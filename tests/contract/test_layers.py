@@ -23,6 +23,7 @@ LAYERS = {
     "context": 4,
     "layers": 4,
     "shared_input": 4,
+    "spread": 4,
     "scaling_state": 4,
     "fsdp": 5,
     "tensor_parallel": 5,

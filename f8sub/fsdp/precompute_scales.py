@@ -108,11 +108,9 @@ def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 )
             local.mark_stale()
             if layers is not None:
-                layers.stepped[local.cell.fqn] = layers.steps + 1
                 conversions.add(layers)
     for layers in conversions:
         layers.changes += 1
-        layers.steps += 1
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -122,12 +120,21 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 @untraced
 def _roll(optimizer: torch.optim.Optimizer) -> None:
-    """Roll the amax histories of the layers whose weights the optimizer has just changed."""
+    """Count the step, and roll the amax histories of the layers whose weights the optimizer has just changed.
+
+    Not before it changes them: LBFGS, and others that are given a closure, run the model within the step.
+    """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    weights = (local for p in parameters if isinstance(local := local_tensor(p), MasterWeight))
-    for layers in dict.fromkeys(weight.cell.layers for weight in weights):
-        if layers is not None:
-            ShardedConversion.of(layers).roll()
+    weights = [local for p in parameters if isinstance(local := local_tensor(p), MasterWeight)]
+    conversions = dict.fromkeys(weight.cell.layers for weight in weights)
+    conversions.pop(None, None)
+    for layers in conversions:
+        layers.steps += 1
+    for weight in weights:
+        if (layers := weight.cell.layers) is not None:
+            layers.stepped[weight.cell.fqn] = layers.steps
+    for layers in conversions:
+        ShardedConversion.of(layers).roll()
 
 
 _walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[ConvertedLayers]]] = (

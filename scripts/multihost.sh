@@ -64,12 +64,14 @@ stop_hosts() {
         done
         sleep 0.1
     done
+    [ -z "$pids" ]
 }
 
 tear_down() {
     trap '' INT TERM
-    stop_hosts
-    wait "${running[@]}" 2>/dev/null || true  # for the last of their output
+    if stop_hosts; then
+        wait "${running[@]}" 2>/dev/null || true  # for the last of their output
+    fi
     if [ -n "$watchdog" ]; then kill "$watchdog" 2>/dev/null || true; fi
     # With a namespace go its ends of the links, and with one end the other.
     for name in "${made[@]}"; do ip netns delete "$name"; done

@@ -11,6 +11,8 @@
 #                   its last checkpoint, with --checkpoint.interval 500 --checkpoint.resume newest
 #   PYTHON          the Python to run (.venv/bin/python where it is there, else python3)
 #
+# Every node needs the same checkout and the same data, and --job.dump_folder on a file system that all nodes share.
+#
 # What follows is read by NCCL, gloo and PyTorch themselves. Unset it has their defaults, which are where to begin:
 #
 #   NCCL_MAX_CTAS=16, or 8  when a profile shows the float8 GEMMs of a layer waiting while the next layer's all-gather

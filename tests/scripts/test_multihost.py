@@ -93,13 +93,14 @@ def processes_with(words: list[str]) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_hosts_processes_and_leaves_nothing(number):
     sleep = ["sleep", f"600.{os.getpid()}{number:d}"]
-    run = start("--hosts", "2", "bash", "-c", f"{' '.join(sleep)} & wait")  # bash alone would not pass it on
+    run = start("--hosts", "2", "bash", "-c", f"trap 'echo goodbye; exit' TERM; {' '.join(sleep)} & wait")
     deadline = time.monotonic() + 30
     while len(processes_with(sleep)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(processes_with(sleep)) == 2
     run.send_signal(number)
-    run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=60)
+    assert sorted(output.splitlines()) == ["host0  goodbye", "host1  goodbye"]
     assert run.returncode == 128 + number
     assert processes_with(sleep) == []
     assert left_behind(run) == []

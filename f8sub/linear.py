@@ -71,7 +71,8 @@ class Float8Linear(torch.nn.Linear):
         plan = plan_in_use(self) if contexts.entered else self.plan
         grad, past = torch.is_grad_enabled(), None
         if plan.recipe.delayed is not None:
-            past = Past(self.scaling_state(plan.recipe), stage=grad and self.training)
+            frozen = self.training and not self.weight.requires_grad
+            past = Past(self.scaling_state(plan.recipe), stage=grad and self.training, frozen=frozen)
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
         spread = None

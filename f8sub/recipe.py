@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -102,6 +102,12 @@ class DelayedScaling:
             raise Float8ConfigError(
                 f"scaling_factor_compute_algo is None or a callable, got {self.scaling_factor_compute_algo!r}"
             )
+        for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
+            if not isinstance(getattr(self, name), Hashable):
+                raise Float8ConfigError(
+                    f"{name} is a callable that tells recipes apart, and {getattr(self, name)!r} has no hash; define "
+                    "__hash__, or pass a function"
+                )
         if not isinstance(self.reduce_amax, bool):
             raise Float8ConfigError(f"reduce_amax is True or False, got {self.reduce_amax!r}")
 

@@ -124,10 +124,19 @@ class Past(NamedTuple):
     Attributes:
         state: the layer's.
         stage: whether the call is one of training, whose amaxes count.
+        frozen: whether the layer is trained through and its own weight is not. Where optimizers step no weight of a
+            conversion its histories do not roll, and a scale from before would be that of other data for ever: x and
+            dy of a frozen layer are scaled by their current amaxes.
     """
 
     state: ScalingState
     stage: bool
+    frozen: bool
+
+    def scale(self, operand: int) -> PastScale:
+        """The scale of one column to cast with."""
+        past = self.state.past(operand)
+        return past._replace(scale=torch.zeros_like(past.scale)) if self.frozen and operand != W else past
 
 
 def quantize_delayed(
@@ -140,7 +149,7 @@ def quantize_delayed(
     """``backends.quantize_delayed`` with the scale of one column; its amax is staged in training."""
     if formats == (None, None):
         return None, None
-    row, col, amax = backends.quantize_delayed(matrix, past.state.past(operand), *formats, any_layout)
+    row, col, amax = backends.quantize_delayed(matrix, past.scale(operand), *formats, any_layout)
     if past.stage:
         past.state.stage(operand, amax)
     return row, col

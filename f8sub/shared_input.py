@@ -103,9 +103,9 @@ def quantize_input_delayed(
     if formats == (None, None):
         return formats
     scope = _scopes.stack[-1]
-    key = (x._version, matrix.dtype, formats, any_layout, past.state.recipe)
+    key = (x._version, matrix.dtype, formats, any_layout, past.state.recipe, past.frozen)
     if scope.x is None or scope.x() is not x or scope.key != key:
-        row, col, scope.amax = backends.quantize_delayed(matrix, past.state.past(X), *formats, any_layout)
+        row, col, scope.amax = backends.quantize_delayed(matrix, past.scale(X), *formats, any_layout)
         scope.operands = row, col
         scope.x, scope.key = weakref.ref(x), key
     if past.stage and scope.amax is not None:

@@ -181,10 +181,11 @@ class Spread:
         cut = self.cuts[operand]
         if self.past is None:
             return backends.quantize(matrix, *formats, any_layout, cut)
-        state = self.past.state
-        row, col, amax = backends.quantize_delayed(matrix, state.past(operand), *formats, any_layout, cut)
+        row, col, amax = backends.quantize_delayed(
+            matrix, self.past.scale(operand), *formats, any_layout, cut
+        )
         if self.past.stage:
-            state.stage(operand, amax)
+            self.past.state.stage(operand, amax)
         return row, col
 
     def quantize_weight(

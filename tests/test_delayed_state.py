@@ -24,13 +24,23 @@ from tests.delayed_layers import (
 )
 from tests.dist.models import seed_weights
 
+
+class Unhashable:
+    """As every dataclass with ``eq`` is."""
+
+    __hash__ = None
+
+    def __call__(self, *amaxes: torch.Tensor) -> torch.Tensor:
+        return amaxes[0]
+
+
 WRONG = {
     "margin": [-1, 128, float("nan"), "2"],
     "interval": [0, 1.5],
     "fp8_format": ["E5M2", "e4m3"],
     "amax_history_len": [0, -3, 2.0],
-    "amax_compute_algo": ["mean", None],
-    "scaling_factor_compute_algo": ["max"],
+    "amax_compute_algo": ["mean", None, Unhashable()],
+    "scaling_factor_compute_algo": ["max", Unhashable()],
     "reduce_amax": [1, None],
     "override_linear_precision": [(True,) * 3, (True, False), False],
     "amax_histroy_len": [16],
@@ -199,6 +209,31 @@ def test_several_optimizers_roll_each_history_once_a_step():
         for optimizer in optimizers:
             optimizer.step()
         assert [(history_of(layer) != 0).sum(0).tolist() for layer in model] == [[number] * 3] * 2
+
+
+def test_a_frozen_layer_is_scaled_by_its_current_amaxes_whatever_it_was_trained_on():
+    """An adapter's optimizer steps no weight of the layer, so that its histories do not roll."""
+    layer = layer_of(amax_history_len=1)
+    step(layer, optimizer_of(layer), 1)
+    expected = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N))), recipe="tensorwise")[0]
+    with torch.no_grad():
+        expected.weight.copy_(layer.weight)
+        expected.bias.copy_(layer.bias)
+    layer.requires_grad_(False)
+    adapter = nn.Parameter(torch.zeros(N))
+    optimizer = torch.optim.SGD([adapter], lr=1e-3)
+    for number in range(2):
+        results = []
+        for each in (layer, expected):
+            x, dy = data(number, 1000.0)
+            y = each(x)
+            (y + adapter).backward(dy)
+            results.append((y.detach(), x.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        optimizer.step()
+        f8sub.precompute_scales(layer)
+    x, _ = data(0, 1000.0)
+    assert not torch.equal(layer.eval()(x), expected(x))  # what was trained is evaluated as it was trained
 
 
 def test_masters_in_the_optimizer():

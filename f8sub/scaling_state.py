@@ -35,6 +35,7 @@ class ScalingState(torch.nn.Module):
     Attributes:
         recipe: the recipe that the state belongs to.
         generation: another number whenever the scales may be others.
+        x_past: equal for layers that were given the very same x's, one after the other: their x has one history.
         scale: float32, (3,); 0 where there is none yet.
         age: float32, (3,): optimizer steps since the scale was made.
         history_x: float32, (amax_history_len,): staging, then what was staged before, oldest first. ``history_w`` and
@@ -45,6 +46,7 @@ class ScalingState(torch.nn.Module):
     """
 
     scale: torch.Tensor
+    history_x: torch.Tensor
     age: torch.Tensor
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
@@ -54,6 +56,7 @@ class ScalingState(torch.nn.Module):
         self.recipe = recipe
         self.scaling: DelayedScaling = recipe.delayed
         self.generation = next(_generations)
+        self.x_past = 0
         with torch.inference_mode(mode=False):
             for name in ("scale", "age"):
                 self.register_buffer(name, torch.zeros(3, device=device))
@@ -100,7 +103,7 @@ class ScalingState(torch.nn.Module):
         with torch.no_grad():
             for buffer in self.buffers():
                 buffer.zero_()
-        self.generation = next(_generations)
+        self.generation, self.x_past = next(_generations), 0
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "ScalingState":
         """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
@@ -115,6 +118,8 @@ class ScalingState(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix) for key in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *args)
+            if not self.scale.is_meta:
+                self.x_past = hash((*self.history_x.tolist(), self.scale[X].item(), self.age[X].item()))
         self.generation = next(_generations)
 
 
@@ -193,6 +198,9 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
     alike = defaultdict(list)
     for index, state in enumerate(states):
         alike[state.recipe].append(index)
+    roll_number = next(_generations)
+    for state in states:
+        state.x_past = hash((state.x_past, roll_number))
     with torch.inference_mode(mode=False), torch.no_grad():
         for recipe, indices in alike.items():
             of_recipe = [states[index] for index in indices]

@@ -6,6 +6,7 @@ inference_mode, where tensors have no version, and under torch.compile, where co
 anyway.
 """
 
+import itertools
 import threading
 import weakref
 from typing import Any
@@ -22,7 +23,7 @@ Formats = tuple[Float8Format | None, Float8Format | None]
 class _Scope:
     """One forward of a module with sibling layers: the last x quantized in it."""
 
-    __slots__ = ("amax", "key", "operands", "owner", "x")
+    __slots__ = ("amax", "key", "number", "operands", "owner", "x")
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
@@ -30,6 +31,7 @@ class _Scope:
         self.key: Any = None
         self.operands: tuple[Operand | None, Operand | None] = (None, None)
         self.amax: torch.Tensor | None = None
+        self.number = 0
 
 
 class _Scopes(threading.local):
@@ -40,6 +42,7 @@ class _Scopes(threading.local):
 
 
 _scopes = _Scopes()
+_numbers = itertools.count(1)
 
 
 def open_scope(module: torch.nn.Module, args: Any) -> None:
@@ -89,7 +92,8 @@ def quantize_input_delayed(
 ) -> tuple[Operand | None, Operand | None]:
     """``quantize_input`` with a scale of the layer's past; each sibling stages the amax in its own history.
 
-    Siblings of one x have one history, so that the scale of the first is every sibling's.
+    Siblings whose x's were the same ones all along have one history, so that the scale of the first is theirs too; one
+    that was called less often, or with another x, is scaled by its own.
 
     Args:
         x: see ``quantize_input``.
@@ -98,16 +102,17 @@ def quantize_input_delayed(
         any_layout: likewise.
         past: of the layer.
     """
-    if torch.compiler.is_compiling() or not _scopes.stack or x.is_inference():
+    if torch.compiler.is_compiling() or x.is_inference():
         return quantize_delayed(past, X, matrix, formats, any_layout)
     if formats == (None, None):
         return formats
-    scope = _scopes.stack[-1]
-    key = (x._version, matrix.dtype, formats, any_layout, past.state.recipe, past.frozen)
+    scope = _scopes.stack[-1] if _scopes.stack else _Scope(0)
+    key = (x._version, matrix.dtype, formats, any_layout, past.state.recipe, past.frozen, past.state.x_past)
     if scope.x is None or scope.x() is not x or scope.key != key:
         row, col, scope.amax = backends.quantize_delayed(matrix, past.scale(X), *formats, any_layout)
         scope.operands = row, col
-        scope.x, scope.key = weakref.ref(x), key
+        scope.x, scope.key, scope.number = weakref.ref(x), key, next(_numbers)
     if past.stage and scope.amax is not None:
         past.state.stage(X, scope.amax)
+        past.state.x_past = hash((past.state.x_past, scope.number))
     return scope.operands

@@ -312,15 +312,16 @@ def test_an_optimizer_that_steps_in_the_backward_pass_does_not_change_what_is_re
         assert torch.equal(first == 0, torch.tensor([number == 0] * 3))
 
 
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) * self.k(x)
+
+
 def test_siblings_of_one_x_have_one_history():
-    class Siblings(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.q(x) * self.k(x)
-
     model = f8sub.convert_to_float8(seed_weights(Siblings()), recipe="delayed")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for number in range(3):
@@ -329,6 +330,24 @@ def test_siblings_of_one_x_have_one_history():
         optimizer.step()
     assert torch.equal(history_of(model.q)[:, 0], history_of(model.k)[:, 0])
     assert state_of(model.q).scale[0] == state_of(model.k).scale[0] > 0
+
+
+def test_a_sibling_that_sat_out_does_not_lend_its_scale():
+    """k was given larger x's without q, which runs first: k is cast by its own past, as it is alone."""
+    model = f8sub.convert_to_float8(seed_weights(Siblings()), f8sub.get_recipe("delayed", amax_history_len=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    run(model, *data(1))
+    optimizer.step()
+    run(model.k, *data(2, 1000.0))
+    optimizer.step()
+    x, _ = data(3, 1000.0)
+    with torch.no_grad():
+        assert torch.equal(model(x), model.q(x) * model.k(x))
+    for number in range(2):
+        run(model, *data(4 + number, 1000.0))
+        optimizer.step()
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert state_of(model.q).x_past == state_of(model.k).x_past
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -3,7 +3,8 @@
 The module that owns the siblings opens a scope when its forward begins and closes it when it ends; within it, the
 last x quantized is remembered by identity, version and formats. Nothing outlives the forward that made it. Off in
 inference_mode, where tensors have no version, and under torch.compile, where common subexpressions are merged
-anyway.
+anyway. Off too in a function that is checkpointed within the scope: it is repeated in backward, where there is no
+scope, and selective checkpointing counts its operators.
 """
 
 import itertools
@@ -16,6 +17,7 @@ import torch
 from f8sub import backends
 from f8sub.formats import Float8Format, Operand
 from f8sub.scaling_state import Past, X, quantize_delayed
+from f8sub.torch_compat import saved_tensors_hook
 
 Formats = tuple[Float8Format | None, Float8Format | None]
 
@@ -23,10 +25,11 @@ Formats = tuple[Float8Format | None, Float8Format | None]
 class _Scope:
     """One forward of a module with sibling layers: the last x quantized in it."""
 
-    __slots__ = ("amax", "key", "number", "operands", "owner", "x")
+    __slots__ = ("amax", "hook", "key", "number", "operands", "owner", "x")
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
+        self.hook = saved_tensors_hook()
         self.x: weakref.ref[torch.Tensor] | None = None
         self.key: Any = None
         self.operands: tuple[Operand | None, Operand | None] = (None, None)
@@ -66,6 +69,13 @@ def close_scope(module: torch.nn.Module, args: Any, output: Any) -> None:
             pass
 
 
+def _scope_of(x: torch.Tensor) -> _Scope | None:
+    if torch.compiler.is_compiling() or not _scopes.stack or x.is_inference():
+        return None
+    scope = _scopes.stack[-1]
+    return scope if scope.hook is saved_tensors_hook() else None
+
+
 def quantize_input(
     x: torch.Tensor, matrix: torch.Tensor, formats: Formats, any_layout: bool
 ) -> tuple[Operand | None, Operand | None]:
@@ -77,9 +87,9 @@ def quantize_input(
         formats: (rowwise, columnwise); None for a usage nobody reads.
         any_layout: see ``reference.quantize``.
     """
-    if torch.compiler.is_compiling() or not _scopes.stack or x.is_inference():
+    scope = _scope_of(x)
+    if scope is None:
         return backends.quantize(matrix, *formats, any_layout)
-    scope = _scopes.stack[-1]
     key = (x._version, matrix.dtype, formats, any_layout)
     if scope.x is None or scope.x() is not x or scope.key != key:
         scope.operands = backends.quantize(matrix, *formats, any_layout)
@@ -106,7 +116,7 @@ def quantize_input_delayed(
         return quantize_delayed(past, X, matrix, formats, any_layout)
     if formats == (None, None):
         return formats
-    scope = _scopes.stack[-1] if _scopes.stack else _Scope(0)
+    scope = _scope_of(x) or _Scope(0)
     key = (x._version, matrix.dtype, formats, any_layout, past.state.recipe, past.frozen, past.state.x_past)
     if scope.x is None or scope.x() is not x or scope.key != key:
         row, col, scope.amax = backends.quantize_delayed(matrix, past.scale(X), *formats, any_layout)

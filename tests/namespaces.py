@@ -1,5 +1,6 @@
 """Hosts for tests: ``scripts/multihost.sh``, and whether this machine lets it make them."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -36,16 +37,28 @@ def environment(**more: str) -> dict[str, str]:
     return {"PATH": path, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(*arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
     """``multihost.sh`` with these arguments, its output and its errors in pipes."""
     return subprocess.Popen(
         [MULTIHOST, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=environment(**variables),
         cwd=ROOT,
     )
+
+
+def processes_on(host: int, run: subprocess.Popen[str]) -> dict[int, list[str]]:
+    """Command lines of what runs on a host, by process."""
+    listed = subprocess.run(
+        ["ip", "netns", "pids", f"f8sub-{run.pid}-host{host}"], capture_output=True, text=True
+    )
+    found = {}
+    for pid in map(int, listed.stdout.split()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return found
 
 
 def left_behind(run: subprocess.Popen[str]) -> list[str]:

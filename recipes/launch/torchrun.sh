@@ -42,6 +42,9 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=.venv/bin/python
     [ -x $PYTHON ] || PYTHON=python3
 fi
+# Else ranks that are started again read from torchrun's store where those before them could be reached:
+# https://github.com/pytorch/pytorch/issues/135712, still so in 2.13.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec "$PYTHON" -m torch.distributed.run \
     --nnodes "${NNODES:-1}" --nproc-per-node "${NPROC_PER_NODE:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:29500}" --rdzv-id "${RDZV_ID:-f8sub}" "$@"

@@ -1,11 +1,14 @@
 """The launchers on two hosts, at debug size. Slurm's own commands are played: srun starts the command on every host."""
 
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.namespaces import MULTIHOST, ROOT, environment, needs_hosts
+from tests.namespaces import MULTIHOST, ROOT, environment, needs_hosts, processes_on, start
 from tests.recipes.runs import QUICK, losses, quick_settings, records, train
 
 LAUNCHERS = ROOT / "recipes" / "launch"
@@ -17,16 +20,16 @@ SRUN = f"""#!/bin/sh
 """
 
 
-def launched(folder: Path, *command: str | Path, **variables: str) -> str:
-    """What a run of ``pretrain.py`` in ``folder`` wrote."""
-    options = [*QUICK.split(), "--job.dump_folder", folder, "--metrics.log_interval", "1"]
+def job(folder: Path, options: str = "") -> list[str | Path]:
+    """``pretrain.py`` in ``folder``, as ``quick_settings`` have it."""
+    own = ["--job.dump_folder", folder, "--metrics.log_interval", "1"]
+    return ["recipes/pretrain.py", *QUICK.split(), *options.split(), *own]
+
+
+def launched(*command: str | Path, **variables: str) -> str:
+    """What a run that succeeds wrote."""
     done = subprocess.run(
-        [*command, "recipes/pretrain.py", *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment(**variables),
-        cwd=ROOT,
+        command, capture_output=True, text=True, timeout=300, env=environment(**variables), cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -34,20 +37,46 @@ def launched(folder: Path, *command: str | Path, **variables: str) -> str:
 
 @pytest.fixture
 def expected(ranks, tmp_path):
-    """The losses of two ranks on one host."""
-    settings = quick_settings(tmp_path / "one host")
-    assert ranks(2, train, settings) == [True, True]
-    return losses(settings)
+    """The losses of two ranks on one host, by options."""
+
+    def train_here(options: str = "") -> list[float]:
+        settings = quick_settings(tmp_path / "one host", options)
+        assert ranks(2, train, settings) == [True, True]
+        return losses(settings)
+
+    return train_here
 
 
 @needs_hosts
 @pytest.mark.long
 def test_torchrun_on_two_hosts_trains_as_two_ranks_of_one(tmp_path, expected):
-    output = launched(tmp_path / "run", MULTIHOST, "--hosts", "2", LAUNCHERS / "torchrun.sh")
+    output = launched(MULTIHOST, "--hosts", "2", LAUNCHERS / "torchrun.sh", *job(tmp_path / "run"))
     assert "2 ranks on cpu" in output
     settings = quick_settings(tmp_path / "run")
-    assert losses(settings) == expected
-    assert [record["amax_all_reduces"] for record in records(settings)] == [1] * len(expected)
+    assert losses(settings) == expected()
+    assert [record["amax_all_reduces"] for record in records(settings)] == [1] * settings.training.steps
+
+
+@needs_hosts
+@pytest.mark.long
+def test_a_rank_killed_on_one_host_is_started_again_with_those_of_the_other(tmp_path, expected):
+    folder, options = tmp_path / "run", "--training.steps 10"
+    saving = f"{options} --checkpoint.interval 2 --checkpoint.resume newest"
+    run = start("--hosts", "2", LAUNCHERS / "torchrun.sh", *job(folder, saving), MAX_RESTARTS="1")
+    try:
+        second = folder / "checkpoints" / "step-00000004"  # the one before is whole
+        deadline = time.monotonic() + 120
+        while not second.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (killed,) = [pid for pid, line in processes_on(1, run).items() if line[1:3] == ["-u", job(folder)[0]]]
+        os.kill(killed, signal.SIGKILL)
+        output, errors = run.communicate(timeout=240)
+    finally:
+        run.terminate()
+        run.wait(timeout=60)
+    assert run.returncode == 0, output + errors
+    assert "Resumed from" in output
+    assert losses(quick_settings(folder)) == expected(options)
 
 
 @needs_hosts
@@ -58,8 +87,8 @@ def test_slurm_starts_torchrun_on_every_node_of_the_job(tmp_path, expected):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     output = launched(
-        tmp_path / "run",
         LAUNCHERS / "slurm.sh",
+        *job(tmp_path / "run"),
         PATH=f"{commands}:{environment()['PATH']}",
         NPROC_PER_NODE="1",
         SLURM_SUBMIT_DIR=str(ROOT),
@@ -68,7 +97,7 @@ def test_slurm_starts_torchrun_on_every_node_of_the_job(tmp_path, expected):
         SLURM_JOB_NODELIST="host[0-1]",
     )
     assert "2 ranks on cpu" in output
-    assert losses(quick_settings(tmp_path / "run")) == expected
+    assert losses(quick_settings(tmp_path / "run")) == expected()
 
 
 def test_outside_of_slurm_its_launcher_says_so():

@@ -87,10 +87,10 @@ class DelayedScaling:
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.margin, int | float) and 0 <= self.margin <= MOST_MARGIN):
+        if type(self.margin) not in (int, float) or not 0 <= self.margin <= MOST_MARGIN:
             raise Float8ConfigError(f"margin is 0 to {MOST_MARGIN} powers of two, got {self.margin!r}")
         for name in ("interval", "amax_history_len"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise Float8ConfigError(
                     f"{name} is a whole number of at least 1, got {getattr(self, name)!r}"
                 )

@@ -35,8 +35,8 @@ class Unhashable:
 
 
 WRONG = {
-    "margin": [-1, 128, float("nan"), "2"],
-    "interval": [0, 1.5],
+    "margin": [-1, 128, float("nan"), "2", True],
+    "interval": [0, 1.5, True],
     "fp8_format": ["E5M2", "e4m3"],
     "amax_history_len": [0, -3, 2.0],
     "amax_compute_algo": ["mean", None, Unhashable()],

@@ -105,5 +105,6 @@ def non_finite(operands: Sequence[str], layers: ConvertedLayers) -> list[str]:
 def _left_out(operands: Sequence[str]) -> str:
     return (
         f"NaN or infinity in {', '.join(operands)} (on this or another rank) in the last steps; delayed scaling left "
-        "those amaxes out of its histories. Look at the data, the learning rate and the loss scale"
+        "those amaxes out of its histories. Look at the data, the learning rate and the loss scale; where such steps "
+        "are skipped, as a GradScaler's are, f8sub.skip_step_if_nonfinite(optimizer) makes a warning of this"
     )

@@ -7,6 +7,7 @@ f8sub.precompute_scales(model)              # after every step
 """
 
 from f8sub import optim as optim
+from f8sub import tensor_parallel as tensor_parallel
 from f8sub.autocast import autocast
 from f8sub.convert import convert_from_float8, convert_to_float8
 from f8sub.errors import (

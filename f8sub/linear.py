@@ -5,7 +5,7 @@ w  --quantize--> rowwise                   saved for backward: nothing; columnwi
 dy --quantize--> rowwise, columnwise
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,6 +28,8 @@ from f8sub.torch_compat import apply
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
+
+Present = TypeVar("Present", Operand, Float8Format)
 
 Scaling = Past | Spread | None
 """How scales are made: of the past, over tensor-parallel ranks (of the past or not), or of current amaxes here."""
@@ -251,7 +253,7 @@ class _Float8Matmul(torch.autograd.Function):
             dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
-            x_col = saved[0].t() if recipe.wgrad.b is None else Operand.of(recipe.wgrad.b, *saved)
+            x_col = _x_columnwise(saved, plan, dy, scaling)
             dw = _gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
@@ -360,7 +362,18 @@ def _weight_columnwise(
     return _has(backends.quantize_delayed(operand, scaling.state.past(W), None, columnwise)[1])
 
 
-def _has(operand: Operand | None) -> Operand:
+def _x_columnwise(saved: list[torch.Tensor], plan: Plan, dy: torch.Tensor, scaling: Scaling) -> GemmInput:
+    """``x``'s columnwise operand, of what forward saved of it."""
+    format = plan.recipe.wgrad.b
+    if format is None:
+        return saved[0].t()
+    if isinstance(scaling, Spread) and scaling.received:
+        rowwise = Operand.of(_has(plan.recipe.fprop.a), *saved)
+        return derive_columnwise_in_backward(rowwise, format, dy, plan.any_layout)
+    return Operand.of(format, *saved)
+
+
+def _has(operand: Present | None) -> Present:
     if operand is None:
-        raise RuntimeError("a float8 weight lacks the rowwise operand that its recipe reads")
+        raise RuntimeError("a float8 tensor lacks the operand that its recipe reads")
     return operand

@@ -26,6 +26,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.recipe import OperandName, Recipe
 from f8sub.scaling_state import OPERANDS, Past, W
+from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
 
@@ -103,6 +104,10 @@ class Placements:
 class Spread:
     """One call of a layer whose weight is a DTensor: its operands' places, and how their scales are made.
 
+    Attributes:
+        received: whether x came in float8, so that its columnwise operand is derived from those codes, in backward.
+        adds_bias: whether this rank's y has the bias in it.
+
     Args:
         layer: whose ``weight`` is (N, K) and on a mesh of one dimension.
         x: its input, (..., K).
@@ -134,8 +139,10 @@ class Spread:
                 f"{f'on {x.device_mesh}' if isinstance(x, DTensor) else 'no DTensor'}; give the layer a style in "
                 "parallelize_module's plan, or call it inside the module that fully_shard was called on"
             )
+        self.fqn = layer.fqn
         self.past = past
         self.mesh = mesh
+        self.received = isinstance(x._local_tensor, Float8Tensor)
         self.shape = (*x.shape[:-1], weight.shape[0])
         self.places = places = Placements.of(weight.placements[0], x.placements[0], x.dim() - 1)
         self.adds_bias = not places.y.is_partial() or mesh.get_local_rank() == 0
@@ -149,10 +156,15 @@ class Spread:
         places = self.places
         if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
             raise RuntimeError("the operands of a spread matmul are DTensors")
-        x = x.redistribute(placements=(places.x,)).to_local(grad_placements=(places.dx,))
+        if x.placements != (places.x,):
+            x = x.redistribute(placements=(places.x,))
         if isinstance(bias, DTensor):
             bias = bias.to_local(grad_placements=(places.dbias,))
-        return x, weight.to_local(grad_placements=(places.dw,)), bias
+        return (
+            x.to_local(grad_placements=(places.dx,)),
+            weight.to_local(grad_placements=(places.dw,)),
+            bias,
+        )
 
     def whole(self, y: torch.Tensor) -> DTensor:
         """The layer's output, of this rank's."""
@@ -172,10 +184,15 @@ class Spread:
 
         Args:
             operand: index of it in ``OPERANDS``.
-            matrix: (rows, cols), flattened.
+            matrix: (rows, cols), flattened; in float8 where it was ``received``.
             formats: (rowwise, columnwise).
             any_layout: see ``reference.quantize``.
+
+        Returns:
+            (rowwise, columnwise); twice the same of what was received.
         """
+        if isinstance(matrix, Float8Tensor):
+            return self._received(matrix, formats)
         if formats == (None, None):
             return None, None
         cut = self.cuts[operand]
@@ -187,6 +204,18 @@ class Spread:
         if self.past.stage:
             self.past.state.stage(operand, amax)
         return row, col
+
+    def _received(
+        self, matrix: Float8Tensor, formats: tuple[Float8Format | None, Float8Format | None]
+    ) -> tuple[Operand | None, Operand | None]:
+        wanted, rowwise = formats[0], matrix.rowwise
+        if rowwise is None or rowwise.format != wanted:
+            raise Float8ConfigError(
+                f"{self.fqn}: its input came in float8 as {matrix!r}, and the recipe in use reads x as {wanted}; give "
+                "the layers that share an input recipes that read it alike, and enter f8sub.autocast around the "
+                "module whose style sends it"
+            )
+        return rowwise, None if formats[1] is None else rowwise
 
     def quantize_weight(
         self, weight: torch.Tensor, formats: tuple[Float8Format | None, Float8Format | None]

@@ -47,13 +47,27 @@ def broadcast_no_more(ddp: DistributedDataParallel, buffers: Iterable[str]) -> N
 
 def resharded_to_part(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
     """Those of ``layers`` that FSDP2 keeps on a part of their mesh after forward: ``reshard_after_forward=<int>``."""
+    partly = [
+        group for group in _param_groups() if group.post_forward_mesh_info not in (None, group.mesh_info)
+    ]
+    return {param._module_info.module for group in partly for param in group.fsdp_params}.intersection(layers)
+
+
+def fully_sharded(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Those of ``layers`` that have parameters which FSDP2 gathers."""
+    owners = [param._module_info for group in _param_groups() for param in group.fsdp_params]
+    return {module for owner in owners for module in (owner.module, *owner.shared_modules)}.intersection(
+        layers
+    )
+
+
+def _param_groups() -> list[Any]:
     groups: list[Any] = []
     for module, reference in list(_composable_state._module_state_mapping.items()):
         if isinstance(module, FSDPModule) and (state := reference()) is not None:
             found: Any = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # type: ignore[attr-defined]
             groups += [group for group in found if group is not None]
-    partly = [group for group in groups if group.post_forward_mesh_info not in (None, group.mesh_info)]
-    return {param._module_info.module for group in partly for param in group.fsdp_params}.intersection(layers)
+    return groups
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.primary_weight import master_of
-from f8sub.torch_compat import graph_task, resharded_to_part, running_ddp
+from f8sub.torch_compat import fully_sharded, graph_task, resharded_to_part, running_ddp
 from f8sub.version import __version__
 
 Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
@@ -145,6 +145,7 @@ class ShardedConversion:
     def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
         _refuse_partly_resharded([layer for layer, _ in new])
         layouts = {layer: ShardLayout.of(weight) for layer, weight in new}
+        sent = {layer for layer in fully_sharded(layouts) if layer.float8_all_gather}
         for layer, layout in layouts.items():
             # fully_shard moves weights to the mesh's device without a word to their layers.
             layer.follow(torch.device(layout.device))
@@ -161,41 +162,42 @@ class ShardedConversion:
             self._seen.update(layer for layer, _ in members)
             self._named.update((layer.fqn, layer) for layer, _ in members)
             for layer, weight in members:
-                if layer.float8_all_gather or layer.plan.recipe.delayed is not None:
-                    shard = self._shard(layer, weight, layouts[layer])
+                if layer in sent or layer.plan.recipe.delayed is not None:
+                    shard = self._shard(layer, weight, layouts[layer], layer in sent)
                     self._shards[layer] = shard
                     self._table_of[shard] = table
             if shards := {la: shard for la, shard in self._shards.items() if self._table_of[shard] is table}:
                 self.tables[key] = table
                 table.set_shards(shards)
 
-    def _shard(self, layer: Float8Linear, weight: DTensor, layout: ShardLayout) -> Shard:
+    def _shard(self, layer: Float8Linear, weight: DTensor, layout: ShardLayout, sent: bool) -> Shard:
         local = weight._local_tensor
         master = master_of(local)
-        if master is None or (layer.float8_all_gather and not hasattr(local, "fsdp_pre_all_gather")):
+        if master is None or (sent and not hasattr(local, "fsdp_pre_all_gather")):
             raise Float8ConfigError(
                 f"{layer.fqn}: FSDP2 would gather its weight in high precision, because it is a "
                 f"{type(local).__name__} that took the converted weight's place; assign weights before "
                 "convert_to_float8, or copy into them"
             )
         recipe = layer.plan.recipe
-        if layer.float8_all_gather and recipe.fprop.b is None:
+        if sent and recipe.fprop.b is None:
             raise Float8ConfigError(
                 f"{layer.fqn}: recipe {recipe.name!r} keeps the weight of fprop in high precision, "
                 "so there is no float8 to gather; convert with float8_all_gather=False"
             )
         format = next(f for f in (recipe.fprop.b, recipe.dgrad.b, recipe.wgrad.b) if f is not None)
-        if format.codes_per_byte > 1 and layout.dim != 0:
+        if sent and format.codes_per_byte > 1 and layout.dim != 0:
             raise Float8ConfigError(
                 f"{layer.fqn}: its weight is sharded by columns (Shard({layout.dim})), which FSDP2 "
                 f"puts together from one byte an element, and {format} has two in one; "
                 "shard it by rows, or convert with float8_all_gather=False"
             )
-        layout.check_lines_up(format.tile, layer.fqn)
+        if sent:
+            layout.check_lines_up(format.tile, layer.fqn)
         master.cell.belongs_to(self._layers, layer.fqn)
         tied = next((s for s in self._shards.values() if s.master.cell is master.cell), None)
         state = None if recipe.delayed is None else layer.scaling_state(recipe)
-        return tied or Shard(layer.fqn, master, layout, format, state)
+        return tied or Shard(layer.fqn, master, layout, format, state, sent=sent)
 
 
 def _refuse_partly_resharded(layers: list[Float8Linear]) -> None:

@@ -89,7 +89,7 @@ class ScaleTable:
                 "fully_shard on every part of a model before its first forward"
             )
         self.settle()
-        self.gathers = any(layer.float8_all_gather for layer in shards)
+        self.gathers = any(shard.sent for shard in shards.values())
         with_histories = {layer: shard for layer, shard in shards.items() if shard.state is not None}
         self.shards = sorted(dict.fromkeys(shards.values()), key=lambda s: (str(s.format), s.margin, s.fqn))
         device = self.shards[0].layout.device

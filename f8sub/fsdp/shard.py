@@ -33,6 +33,7 @@ class Shard:
             this very tensor, written in place. Where that is not the whole weight, a copy of a part of ``scale_inv``.
         global_scale_inv: likewise, where the format's scales have two levels.
         state: of delayed scaling; None for current scaling.
+        sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for its history.
     """
 
     def __init__(
@@ -42,8 +43,11 @@ class Shard:
         layout: ShardLayout,
         format: Float8Format,
         state: ScalingState | None,
+        *,
+        sent: bool,
     ) -> None:
         self.fqn = fqn
+        self.sent = sent
         self.state = state
         self.master = master
         self.layout = layout

@@ -1,6 +1,6 @@
 """Layer 3. Every aten operator a Float8Tensor answers, one handler a meaning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,25 +46,46 @@ def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tensor.map_buffers(lambda buffer: func(buffer, **moved))
 
 
-@implements(aten.view.default, aten.as_strided.default)
+@implements(aten.view.default)
+def _view_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same rows under other leading dims."""
+    tensor, shape = args
+    viewed = torch.empty(tensor.shape, device="meta").view(shape).shape
+    if viewed[-1:] != tensor.shape[-1:]:
+        raise _no_such_view(func, tensor, shape)
+    out = tensor.map_buffers(aten.alias.default, leading=viewed[:-1])
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+@implements(aten.as_strided.default)
 def _same_shape_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The views FSDP2 takes of an unsharded parameter: all of it, as it is."""
-    tensor: Float8Tensor = args[0]
-    strided = func is aten.as_strided.default
-    if tuple(args[1]) != tuple(tensor.shape) or (
-        strided and (tuple(args[2]) != tensor.stride() or any(args[3:4]) or kwargs.get("storage_offset"))
-    ):
-        raise NotImplementedError(
-            f"{func} of {tensor!r} to {tuple(args[1])}: codes and scales cannot be viewed in another shape; "
-            "call .dequantize() first"
-        )
+    """The view FSDP2 takes of an unsharded parameter: all of it, as it is."""
+    tensor, shape, stride = args[:3]
+    offset = any(args[3:4]) or kwargs.get("storage_offset")
+    if (tuple(shape), tuple(stride)) != (tuple(tensor.shape), tensor.stride()) or offset:
+        raise _no_such_view(func, tensor, shape)
     return return_and_correct_aliasing(func, args, kwargs, tensor.map_buffers(aten.alias.default))
+
+
+def _no_such_view(func: Any, tensor: Float8Tensor, shape: Sequence[int]) -> NotImplementedError:
+    return NotImplementedError(
+        f"{func} of {tensor!r} to {tuple(shape)}: codes and scales cannot be viewed in another shape; "
+        "call .dequantize() first"
+    )
+
+
+def _check_matrix(func: Any, tensor: Float8Tensor) -> None:
+    if tensor.dim() != 2:
+        raise NotImplementedError(
+            f"{func} of {tensor!r}, which is no matrix: view it as one, (rows, {tensor.shape[-1]}), first"
+        )
 
 
 @implements(aten.t.default)
 def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Transposing moves no bytes: rowwise and columnwise trade places."""
     tensor: Float8Tensor = args[0]
+    _check_matrix(func, tensor)
     out = Float8Tensor(tensor.columnwise, tensor.rowwise, tensor.dtype)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
@@ -72,6 +93,7 @@ def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 @implements(aten.transpose.int)
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, first, second = args
+    _check_matrix(func, tensor)
     if first % 2 == second % 2:
         return aten.alias.default(tensor)
     return aten.t.default(tensor)
@@ -114,7 +136,9 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
 def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``x @ w.t() + bias``: rows of both. Seen whole only where autograd is off; it is addmm or mm otherwise."""
     x, w, bias = (*args, None)[:3]
-    y = _multiply(func, _usage(func, x, "rowwise"), _usage(func, w, "rowwise"), x.dtype)
+    rows = aten.view.default(x, (-1, x.shape[-1]))
+    y = _multiply(func, _usage(func, rows, "rowwise"), _usage(func, w, "rowwise"), x.dtype)
+    y = y.view(*x.shape[:-1], w.shape[0])
     return y if bias is None else y + bias
 
 
@@ -124,6 +148,7 @@ def _usage(func: Any, tensor: torch.Tensor, usage: str) -> Operand:
             f"{func} of a Float8Tensor and a {tensor.dtype} tensor: quantize the second one too, or call "
             ".dequantize() on the first"
         )
+    _check_matrix(func, tensor)
     operand: Operand | None = getattr(tensor, usage)
     if operand is None:
         raise Float8ConfigError(

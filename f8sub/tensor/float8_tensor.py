@@ -22,7 +22,7 @@ _BUFFERS = tuple(
 
 
 class Float8Tensor(torch.Tensor):
-    """A (rows, cols) matrix in float8.
+    """A (rows, cols) matrix in float8; or one of shape (..., cols), whose rows its operands have one after the other.
 
     A value: codes, scales, formats and the dtype it stands for, nothing else. ``A @ B`` reads ``A.rowwise`` and
     ``B.columnwise``; ``t()`` swaps the two and moves no bytes.
@@ -49,20 +49,32 @@ class Float8Tensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type["Float8Tensor"], rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype
+        cls: type["Float8Tensor"],
+        rowwise: Operand | None,
+        columnwise: Operand | None,
+        dtype: torch.dtype,
+        leading: Sequence[int] | None = None,
     ) -> "Float8Tensor":
-        """Wrap operands; the shape is theirs."""
+        """Wrap operands; the shape is theirs, or that of ``leading`` dims and theirs of columns."""
+        shape: Sequence[int]
         if rowwise is not None:
             data, shape = rowwise.data, rowwise.shape
         elif columnwise is not None:
             data, shape = columnwise.data, columnwise.shape[::-1]
         else:
             raise Float8ConfigError("a Float8Tensor has a rowwise or a columnwise operand, got neither")
+        shape = shape if leading is None else (*leading, shape[1])
         self: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device)
         self._set_usages(rowwise, columnwise)
         return self
 
-    def __init__(self, rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        rowwise: Operand | None,
+        columnwise: Operand | None,
+        dtype: torch.dtype,
+        leading: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
 
     @property
@@ -91,10 +103,10 @@ class Float8Tensor(torch.Tensor):
         )
 
     def dequantize(self) -> torch.Tensor:
-        """High-precision values, (rows, cols) in ``dtype``; from the rowwise codes where both are there."""
+        """High-precision values, of its shape in ``dtype``; from the rowwise codes where both are there."""
         if (rowwise := self.rowwise) is not None:
-            return reference.dequantize(rowwise, self.dtype)
-        return reference.dequantize(_present(self.columnwise), self.dtype).t()
+            return reference.dequantize(rowwise, self.dtype).view(self.shape)
+        return reference.dequantize(_present(self.columnwise), self.dtype).t().reshape(self.shape)
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Derive or drop a usage, in place.
@@ -122,13 +134,20 @@ class Float8Tensor(torch.Tensor):
             )
         self._set_usages(new_row, new_col)
 
-    def map_buffers(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Float8Tensor":
-        """The same tensor with ``fn`` applied to every inner buffer: the one way handlers rebuild a tensor."""
+    def map_buffers(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], leading: Sequence[int] | None = None
+    ) -> "Float8Tensor":
+        """The same tensor with ``fn`` applied to every inner buffer: the one way handlers rebuild a tensor.
+
+        Args:
+            fn: from buffer to buffer.
+            leading: all dims of its shape but the last, where they change.
+        """
         row, col = (
             None if op is None else Operand.of(op.format, *map(fn, op.tensors))
             for op in (self.rowwise, self.columnwise)
         )
-        return Float8Tensor(row, col, self.dtype)
+        return Float8Tensor(row, col, self.dtype, self.shape[:-1] if leading is None else leading)
 
     def _set_usages(self, rowwise: Operand | None, columnwise: Operand | None) -> None:
         absent = (None, None, None, None)
@@ -155,7 +174,7 @@ class Float8Tensor(torch.Tensor):
             None if format is None else Operand.of(format, *(inner[n] for n in names if n in inner))
             for names, format in ((_BUFFERS[:3], rowwise_format), (_BUFFERS[3:], columnwise_format))
         )
-        return Float8Tensor(row, col, dtype)
+        return Float8Tensor(row, col, dtype, outer_size[:-1])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         usages = [f"rowwise={self.rowwise_format}"] if self.rowwise_data is not None else []

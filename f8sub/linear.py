@@ -73,8 +73,7 @@ class Float8Linear(torch.nn.Linear):
         plan = plan_in_use(self) if contexts.entered else self.plan
         grad, past = torch.is_grad_enabled(), None
         if plan.recipe.delayed is not None:
-            frozen = self.training and not self.weight.requires_grad
-            past = Past(self.scaling_state(plan.recipe), stage=grad and self.training, frozen=frozen)
+            past = self.past(plan.recipe)
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
         spread = None
@@ -127,6 +126,12 @@ class Float8Linear(torch.nn.Linear):
         self.scaling_states = torch.nn.ModuleList([*states, state])
         ConvertedLayers.histories_made = True
         return state
+
+    def past(self, recipe: Recipe) -> Past:
+        """The state of a recipe with delayed scaling, as a forward that begins now reads and stages it."""
+        frozen = self.training and not self.weight.requires_grad
+        stage = torch.is_grad_enabled() and self.training
+        return Past(self.scaling_state(recipe), stage=stage, frozen=frozen)
 
     def states(self) -> list[ScalingState]:
         """The states of all recipes with delayed scaling that the layer was run under."""

@@ -150,11 +150,12 @@ def quantize_delayed(
     matrix: torch.Tensor,
     formats: tuple[Float8Format | None, Float8Format | None],
     any_layout: bool,
+    across: reference.Across | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """``backends.quantize_delayed`` with the scale of one column; its amax is staged in training."""
     if formats == (None, None):
         return None, None
-    row, col, amax = backends.quantize_delayed(matrix, past.scale(operand), *formats, any_layout)
+    row, col, amax = backends.quantize_delayed(matrix, past.scale(operand), *formats, any_layout, across)
     if past.stage:
         past.state.stage(operand, amax)
     return row, col

@@ -25,7 +25,7 @@ from f8sub import backends
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.recipe import OperandName, Recipe
-from f8sub.scaling_state import OPERANDS, Past, W
+from f8sub.scaling_state import OPERANDS, Past, W, quantize_delayed
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
@@ -198,12 +198,7 @@ class Spread:
         cut = self.cuts[operand]
         if self.past is None:
             return backends.quantize(matrix, *formats, any_layout, cut)
-        row, col, amax = backends.quantize_delayed(
-            matrix, self.past.scale(operand), *formats, any_layout, cut
-        )
-        if self.past.stage:
-            self.past.state.stage(operand, amax)
-        return row, col
+        return quantize_delayed(self.past, operand, matrix, formats, any_layout, cut)
 
     def _received(
         self, matrix: Float8Tensor, formats: tuple[Float8Format | None, Float8Format | None]

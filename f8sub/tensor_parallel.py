@@ -21,7 +21,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, why_not_derivable
 from f8sub.linear import Float8Linear
 from f8sub.recipe import Recipe
-from f8sub.scaling_state import Past, X
+from f8sub.scaling_state import Past, X, quantize_delayed
 from f8sub.spread import Cut
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply
@@ -46,12 +46,12 @@ class Float8ColwiseParallel(ColwiseParallel):
         device_mesh: DeviceMesh,
     ) -> torch.Tensor:
         x = _as_dtensor(inputs[0], device_mesh, input_layouts[0])
-        return gather(x, mod, stage=True) if _is_of_tokens(x) else _placed(x, desired_input_layouts[0])
+        return gather(x, mod, shared=False) if _is_of_tokens(x) else _placed(x, desired_input_layouts[0])
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         layer = _converted(module, self)
         if self.input_layouts[0].is_shard():
-            check_can_be_sent(layer.plan.recipe, layer.fqn)
+            check_can_be_sent(layer.plan.recipe, layer.fqn, shared=False)
         with _histories_left_alone(layer):
             return super()._apply(module, device_mesh)
 
@@ -123,7 +123,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         x = _as_dtensor(input, mesh, input_layout)
         if self._reader is not None and _is_of_tokens(x) and desired_layout == Replicate():
-            x = gather(x, self._reader, stage=False)
+            x = gather(x, self._reader, shared=True)
         elif desired_layout is not None:
             x = _placed(x, desired_layout)
         return x.to_local() if self.use_local_output else x
@@ -150,12 +150,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     f"{layer.plan.recipe.name!r} read their inputs differently; name a layer that reads this one with "
                     "fwd_config_submodule_fqn"
                 )
-        if recipe.delayed is not None:
-            raise Float8ConfigError(
-                f"{first.fqn}: recipe {recipe.name!r} scales x by each layer's own past, and {type(self).__name__} "
-                "sends it before it knows which layers read it; take Float8ColwiseParallel(input_layouts=...) for those"
-            )
-        format = check_can_be_sent(recipe, first.fqn)
+        format = check_can_be_sent(recipe, first.fqn, shared=True)
         if self.float8_dtype not in (None, format.dtype):
             raise Float8ConfigError(
                 f"{first.fqn}: float8_dtype={self.float8_dtype}, and recipe {recipe.name!r} reads x as {format}; leave "
@@ -164,14 +159,24 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return first
 
 
-def check_can_be_sent(recipe: Recipe, fqn: str) -> Float8Format:
+def check_can_be_sent(recipe: Recipe, fqn: str, *, shared: bool) -> Float8Format:
     """The format that x crosses the wire in, of which both of its operands can be made.
+
+    Args:
+        recipe: of the layer that reads it.
+        fqn: the layer's name.
+        shared: whether other layers may read it too.
 
     Raises:
         Float8ConfigError: there is none.
     """
     rowwise, columnwise = recipe.formats("x")
     reason = None
+    if shared and recipe.delayed is not None:
+        raise Float8ConfigError(
+            f"{fqn}: recipe {recipe.name!r} scales x by each layer's own past, and this x is sent before it is known "
+            "which layers read it; take Float8ColwiseParallel(input_layouts=...) for each of them"
+        )
     if rowwise is None or columnwise is None:
         reason = "a GEMM reads x in high precision"
     elif rowwise.scale_rule.has_global or rowwise.codes_per_byte > 1:
@@ -188,13 +193,13 @@ def check_can_be_sent(recipe: Recipe, fqn: str) -> Float8Format:
     return rowwise
 
 
-def gather(x: DTensor, layer: Float8Linear, *, stage: bool) -> DTensor:
+def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     """A token-sharded x, (..., K), gathered as the float8 that a layer reads it in; differentiable.
 
     Args:
         x: in high precision, on a mesh of one dimension.
         layer: whose recipe is used, or the context's.
-        stage: whether the amax is staged in the layer's history, where it has one and is training.
+        shared: whether other layers may read it too.
 
     Returns:
         A replicated DTensor of ``Float8Tensor``, of x's shape.
@@ -203,12 +208,10 @@ def gather(x: DTensor, layer: Float8Linear, *, stage: bool) -> DTensor:
         Float8ConfigError: see ``check_can_be_sent``.
     """
     plan = plan_in_use(layer) if contexts.entered else layer.plan
-    format = check_can_be_sent(plan.recipe, layer.fqn)
+    format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
     device = "cpu" if x.is_cpu else x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    past = None
-    if plan.recipe.delayed is not None:
-        past = Past(layer.scaling_state(plan.recipe), stage and torch.is_grad_enabled() and layer.training)
+    past = None if plan.recipe.delayed is None else layer.past(plan.recipe)
     gathered: DTensor = apply(_Gather, x, format, dtype, past)
     return gathered
 
@@ -225,11 +228,7 @@ class _Gather(torch.autograd.Function):
         if past is None:
             operand, _ = backends.quantize(matrix, format, None, across=tokens)
         else:
-            operand, _, amax = backends.quantize_delayed(
-                matrix, past.state.past(X), format, None, across=tokens
-            )
-            if past.stage:
-                past.state.stage(X, amax)
+            operand, _ = quantize_delayed(past, X, matrix, (format, None), False, tokens)
         if operand is None:
             raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
         whole = Float8Tensor(_gathered_rows(operand, x), None, dtype, x.shape[:-1])

@@ -1,6 +1,8 @@
 """Sequence parallelism: x crosses the wire as float8, and is the x that one rank would have quantized."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
-from tests.data_sets import generator, lognormal, spread_columns
+from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.dist.test_tensor_parallel import decibels, mesh_of
 from tests.dist.wire import Wire
 
@@ -264,3 +266,60 @@ def test_what_cannot_be_sent_is_told_before_training(ranks):
     for messages in ranks(2, refusals):
         for message, expected in zip(messages, parts, strict=True):
             assert all(part in message for part in expected), message
+
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+SECTION = README.partition("## Tensor and sequence parallelism\n")[2].partition("\n## ")[0]
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w1(x).relu() * self.w3(x))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed_forward = FeedForward()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.feed_forward(x)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Residual(), Residual())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def readme_losses(rank: int, world: int, example: str) -> list[float]:
+    torch.manual_seed(0)
+    mesh = mesh_of(2, 2)
+    names = {"model": Blocks(), "mesh": mesh, "f8sub": f8sub, "fully_shard": fully_shard}
+    exec(example, names)
+    model, losses = names["model"], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    x, target = (gaussian((BATCH, TOKENS, WIDTH), generator(seed)) for seed in (1, 2))
+    x, target = (t.tensor_split(2, dim=1)[mesh["tp"].get_local_rank()] for t in (x, target))
+    for _ in range(8):
+        f8sub.precompute_scales(model)
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_example_of_the_readme_trains(ranks):
+    (example,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+    for losses in ranks(4, readme_losses, example):
+        assert losses[-1] < 0.9 * losses[0]

@@ -131,7 +131,7 @@ class ShardedConversion:
     def settle(self) -> None:
         """Finish what is under way, before anybody reads or writes the histories."""
         for table in self.tables.values():
-            table.settle()
+            table.settle_histories()
 
     def raise_local(self) -> None:
         """Tell of NaN and infinity that this rank met in layers that are not sharded.

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from f8sub.formats import ALL, Float8Format, Tile
+from f8sub.torch_compat import all_gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,23 @@ class WireFormat:
         stored_as = self.format.scale_rule.stored_as
         count = self.format.tile.scale_shape((1, cols))[1] * stored_as.itemsize
         return rows[:, start : start + count].view(stored_as)
+
+    def gather(self, codes: torch.Tensor, gathered: torch.Tensor) -> None:
+        """What FSDP2's all-gather does, once more.
+
+        Args:
+            codes: this rank's, ``padded_shape``.
+            gathered: uint8; the other ranks' too are written here.
+        """
+        if self.layout.world == 1:
+            gathered.view(-1).copy_(codes.view(-1))
+        elif self.layout.dim == 0:
+            all_gather(gathered.view(-1), codes.view(-1), self.layout.group)
+        else:
+            # The shards arrive one after the other and lie side by side in the whole weight.
+            shards = torch.empty_like(gathered).view(self.layout.world, *codes.shape)
+            all_gather(shards.view(-1), codes.view(-1), self.layout.group)
+            torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
 
     def unsharded(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The codes of ``layout.shape`` in the gathered bytes, and their scales where they are there: views.

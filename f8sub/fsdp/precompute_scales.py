@@ -16,7 +16,7 @@ from f8sub.tensor.master_weight import MasterWeight
 from f8sub.torch_compat import untraced
 
 
-def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
+def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, late: bool = False) -> None:
     """Compute the scales of all float8-gathered weights from the weights as they are now.
 
     Call it once after ``fully_shard`` and after every ``optimizer.step()``. One all-reduce for each process group
@@ -28,8 +28,13 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
     Args:
         model: the converted model, or the parts of it that this rank holds. The scales of all layers of one
             ``convert_to_float8`` call are computed together, whichever part is given.
+        late: the all-gathers do not wait for the all-reduce either, for networks where that takes long: they use the
+            scales of the call before, with a factor of 2 to spare. What changes by more in one step is noticed on
+            all ranks at the first all-gather, and gathered again with the new scales. Looking for that waits once a
+            step for the device. Every rank gives the same value; not for delayed scaling and nvfp4.
 
     Raises:
+        Float8ConfigError: ``late`` for weights that cannot have it.
         Float8NumericsError: NaN or infinity was found in a weight by the previous call; names the layers. With
             delayed scaling in an x or a dy too, at the latest one call later.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
@@ -41,19 +46,22 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
             conversion.roll()
             conversion.raise_local()
         for table in conversion.tables.values():
-            table.request()
+            table.request(late)
 
 
 def register_precompute_hook(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module | Iterable[torch.nn.Module]
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | Iterable[torch.nn.Module],
+    *,
+    late: bool = False,
 ) -> torch.utils.hooks.RemovableHandle:
-    """Call ``precompute_scales(model)`` after every ``optimizer.step()``.
+    """Call ``precompute_scales(model, late=late)`` after every ``optimizer.step()``.
 
     Returns:
         A handle whose ``remove()`` takes the hook out again.
     """
     parts = [model] if isinstance(model, torch.nn.Module) else list(model)
-    return optimizer.register_step_post_hook(lambda *_: precompute_scales(parts))
+    return optimizer.register_step_post_hook(lambda *_: precompute_scales(parts, late=late))
 
 
 def check_ranks_hook(layers: ConvertedLayers, module: torch.nn.Module, args: Any) -> None:

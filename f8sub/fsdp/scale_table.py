@@ -16,6 +16,10 @@ When the table is reduced is decided by what every rank knows, never by what one
   over, so every rank has passed the point where it would have said so. If all did, all reduce, and gather this
   weight again. If not, the codes stand: those the old scale can hold are right, the others are NaN. Under tensor
   parallelism the ranks of one all-gather have a part of the weight; those of all parts agree over the store then.
+
+With ``late`` an all-gather waits for no reduction: weights are cast with the scales of the one before it, which have
+headroom, while it runs. Once the first of them is gathered all ranks look at what was reduced meanwhile. Where the late
+scales do not serve it, all write the new ones, and gather again what was cast with the late ones.
 """
 
 import warnings
@@ -35,7 +39,7 @@ from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
-from f8sub.torch_compat import all_gather, graph_task, is_capturing
+from f8sub.torch_compat import graph_task, is_capturing
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
@@ -69,6 +73,8 @@ class ScaleTable:
         self._requests = 0
         self._requested = False
         self._gathered = False
+        self._late = False
+        self._guarded = False
         self._captured = False
         self._warned = False
         self._changed_alone: set[int] = set()
@@ -111,19 +117,49 @@ class ScaleTable:
         rolled = max(self._steps_rolled, self.layers.loaded_at)
         return self._histories is not None and self.layers.steps > rolled and graph_task() == -1
 
-    def request(self) -> None:
-        """Reduce now, on every rank that calls this, unless one of them does not."""
+    def request(self, late: bool) -> None:
+        """Reduce now, on every rank that calls this, unless one of them does not.
+
+        Args:
+            late: whether all-gathers use the scales of the reduction before.
+
+        Raises:
+            Float8ConfigError: some of the weights have no scales that can be late.
+        """
         if not self.gathers:
             findings, self._earlier_findings = self._earlier_findings, None
             if findings is not None:
                 findings.tell()
             return
+        if late != self._late and self._world > 1:
+            self._switch(late)
         if self.pending or self.roll_due or self._world == 1 or self._all_request():
             self.reduce()
         else:
             self._requested = True
         if self._captured:
             self.settle()  # the replay of a graph waits for no reduction that began outside of it
+
+    def _switch(self, late: bool) -> None:
+        """Be late from now on, or no longer, if all ranks ask for it now: codes of both do not go together."""
+        for shard in self.shards:
+            if shard.state is not None or not (shard.wire.carries_scales or shard.format.has_spare_range):
+                raise Float8ConfigError(
+                    f"{shard.fqn}: late=True was asked for, which is for current scaling in formats with range to "
+                    f"spare, and its weight has {'delayed scaling' if shard.state else shard.format}; call "
+                    "precompute_scales(model) without it"
+                )
+        if not self._late:
+            self.settle()
+        if all_arrive(f"f8sub/{self.own_group.group_name}/late/{self.generation}/{late}", self._world):
+            self._late = self._entries.late = late
+            return
+        warnings.warn(
+            f"precompute_scales(late={late}) was not called on all ranks that shard {self.shards[0].fqn} at this "
+            f"point, so late={self._late} stays; call it on every rank alike",
+            Float8Warning,
+            stacklevel=4,
+        )
 
     def _all_request(self) -> bool:
         self._requests += 1
@@ -162,7 +198,7 @@ class ScaleTable:
                 self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=group, async_op=True)
         self._changes_covered = self.layers.changes
         self._steps_rolled = self.layers.steps if self._rolling else self._steps_rolled
-        self._requested = False
+        self._requested = self._guarded = False
         self._unsettled = True
         if group is None:
             self.settle()
@@ -184,6 +220,11 @@ class ScaleTable:
             self._findings = Findings(entries.amax, self.shards, met, layers)
         self.generation += 1
         self._requests = 0
+
+    def settle_histories(self) -> None:
+        """``settle`` where that rolls histories; late scales stay, though this rank alone may have come here."""
+        if self._histories is not None:
+            self.settle()
 
     def gather_input(
         self, shard: Shard, source: MasterWeight | PrimaryWeight, dtype: torch.dtype | None
@@ -208,9 +249,10 @@ class ScaleTable:
         if self.pending or self.roll_due:
             self._warn_missed()
             self.reduce()
-        self.settle()
+        if not self._late or self.generation == 0:
+            self.settle()
         if dtype is not None:
-            self._entries.round_to(dtype, [shard])
+            self._round_to(dtype, [shard])
         if self._world == 1 and self._stale(shard):
             self.reduce()
         if not self._stale(shard):
@@ -229,8 +271,38 @@ class ScaleTable:
         self._check_param_dtype(shard, dtype)
         if dtype == shard.dtype:
             return
-        self._entries.round_to(dtype, [shard, *(other for other in self.shards if not other.gathers)])
+        self._round_to(dtype, [shard, *(other for other in self.shards if not other.gathers)])
         self._gather_again(shard, source, gathered)
+
+    def guard(
+        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor, generation: int
+    ) -> None:
+        """After an all-gather with late scales: see to it that they serve the weights as they are now.
+
+        All ranks look at the amaxes that were reduced meanwhile, at the same gather, and come to the same answer.
+
+        Args:
+            shard: the weight's shard.
+            source: see ``gather_input``.
+            gathered: is made anew where the scales did not serve.
+            generation: of the scales that it was cast with.
+        """
+        if not self._late:
+            return
+        if self._unsettled and not self._guarded:
+            self._guarded = True
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            if not self._entries.scales_serve():
+                self.settle()
+        if generation != self.generation:
+            self._gather_again(shard, source, gathered)
+
+    def _round_to(self, dtype: torch.dtype, shards: list[Shard]) -> None:
+        if any(shard.dtype != dtype for shard in shards):
+            self.settle()
+            self._entries.round_to(dtype, shards)
 
     def resolve(
         self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor, ticket: str
@@ -253,16 +325,7 @@ class ScaleTable:
     def _gather_again(
         self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor
     ) -> None:
-        codes = shard.cast(source, self.generation)
-        if self._gather_world == 1:
-            gathered.view(-1).copy_(codes.view(-1))
-        elif shard.layout.dim == 0:
-            all_gather(gathered.view(-1), codes.view(-1), self._mesh_group)
-        else:
-            # As FSDP2 does: the shards arrive one after the other and lie side by side in the whole weight.
-            shards = torch.empty_like(gathered).view(self._gather_world, *codes.shape)
-            all_gather(shards.view(-1), codes.view(-1), self._mesh_group)
-            torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
+        shard.wire.gather(shard.cast(source, self.generation), gathered)
 
     @property
     def own_group(self) -> dist.ProcessGroup:
@@ -314,7 +377,8 @@ class ScaleTable:
         Raises:
             Float8ConfigError: something of that is left to do.
         """
-        if self.pending or self.roll_due or self._unsettled or self._stale(shard):
+        under_way = self._unsettled and not self._guarded
+        if self.pending or self.roll_due or under_way or self._stale(shard):
             raise Float8ConfigError(
                 f"{shard.fqn}: a CUDA graph is captured while the scales of the weights are not in place yet; call "
                 "precompute_scales(model), run the model once as it will be captured, and then capture it. After "

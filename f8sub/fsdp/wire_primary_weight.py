@@ -23,7 +23,7 @@ class WirePrimaryWeight(PrimaryWeight):
     ) -> tuple[Float8Tensor, tuple[torch.Tensor]] | None:
         """As of a WireWeight; a master that is to be dropped goes once its fresh codes were gathered."""
         made = WireWeight.fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, out=out)  # type: ignore[arg-type]
-        shard, _, ticket = metadata
+        shard, *_, ticket = metadata
         if self.primary.dropping and ticket is None:
             shard.drop_master()
             self.primary.drop(shard)

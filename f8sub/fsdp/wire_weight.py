@@ -21,7 +21,8 @@ from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.torch_compat import preset_signature
 
-Metadata = tuple[Shard, ScaleTable, str | None]
+Metadata = tuple[Shard, ScaleTable, int, str | None]
+"""The shard, its table, the generation of the scales it was cast with, and the ticket of ``gather_input``."""
 
 
 class WireWeight(MasterWeight):
@@ -47,7 +48,7 @@ class WireWeight(MasterWeight):
             )
         shard, table = ShardedConversion.of(module.converted).shard_of(module)
         codes, ticket = table.gather_input(shard, self, mp_policy.param_dtype or self.dtype)
-        return (codes,), (shard, table, ticket)
+        return (codes,), (shard, table, table.generation, ticket)
 
     def fsdp_post_all_gather(
         self,
@@ -62,8 +63,9 @@ class WireWeight(MasterWeight):
         Later calls find codes and scales already in place: both are views of memory that FSDP2 and the scale table
         write to.
         """
-        (gathered,), (shard, table, ticket) = all_gather_outputs, metadata
+        (gathered,), (shard, table, generation, ticket) = all_gather_outputs, metadata
         table.gathered_for(shard, self, gathered, param_dtype)
+        table.guard(shard, self, gathered, generation)
         if ticket is not None:
             table.resolve(shard, self, gathered, ticket)
         if out is not None:
@@ -91,7 +93,7 @@ class RowWireWeight(WireWeight):
         """
         shard, table = ShardedConversion.of(self.cell.layers).shard_named(self.cell.fqn)
         codes, ticket = table.gather_input(shard, self, None)
-        return (codes,), (shard, table, ticket)
+        return (codes,), (shard, table, table.generation, ticket)
 
 
 def wire_weight_for(format: Float8Format) -> type[WireWeight]:

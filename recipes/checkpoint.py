@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 MANIFEST = "manifest.json"
@@ -23,7 +26,7 @@ _STEP_PREFIX = "step-"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is not whole, or that belongs to another run."""
+    """A checkpoint that is not whole or belongs to another run, or one that could not be written."""
 
 
 class Checkpoints:
@@ -34,11 +37,21 @@ class Checkpoints:
     and in one piece, so a checkpoint that a crash cut short has none. Loading verifies it before anything
     opens the files it lists, and opens no other file. All ranks call each method (but ``names``) together,
     and all see the same folder.
+
+    Args:
+        folder: Where they are.
+        keep_latest_k: Older whole checkpoints are deleted; 0 keeps all.
+        asynchronous: ``save`` copies the tensors to the host and returns; the files are written, and then the
+            manifest, while training goes on. One save at a time: the next one waits for it, as ``wait`` does.
     """
 
-    def __init__(self, folder: Path, keep_latest_k: int = 0) -> None:
+    def __init__(self, folder: Path, keep_latest_k: int = 0, asynchronous: bool = False) -> None:
         self.folder = folder
         self._keep_latest_k = keep_latest_k
+        # Its collectives run beside the training's, so they have a group of their own.
+        self._group = dist.new_group(backend="gloo") if asynchronous else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._saving: Future[None] | None = None
 
     def names(self) -> list[str]:
         """Give the names of the checkpoints there, whole or not, oldest first."""
@@ -55,29 +68,74 @@ class Checkpoints:
 
         Returns:
             The checkpoint's name.
+
+        Raises:
+            CheckpointError: On all ranks, if some rank could not write its part of this one, or of one that was
+                being written when this was called. There is no manifest then.
         """
+        self.wait()
         name = f"{_STEP_PREFIX}{step:08d}"
         target = self.folder / name
-        if dist.get_rank() == 0:
-            _remove(target)
-            target.mkdir(parents=True)
-            (target / STATE).write_text(json.dumps(state, indent=1))
-        dist.barrier()
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(target))
+        self._together(name, lambda: self._make(target, state) if dist.get_rank() == 0 else None)
+        writer = dcp.FileSystemWriter(target)
+        if self._thread is None:
+            self._write(name, step, functools.partial(dcp.save, tensors, storage_writer=writer))
+        else:
+            written: Any = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
+            self._saving = self._thread.submit(self._write, name, step, written.result)
+        return name
 
-        files = sorted(path.name for path in target.iterdir())
-        entries: dict[str, dict[str, Any]] = {}
-        for part in _gathered({file: _digest(target / file) for file in _share(files)}):
-            entries.update(part)
-        if dist.get_rank() == 0:
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is whole.
+
+        Raises:
+            CheckpointError: See ``save``.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _make(self, target: Path, state: dict[str, Any]) -> None:
+        _remove(target)
+        target.mkdir(parents=True)
+        (target / STATE).write_text(json.dumps(state, indent=1))
+
+    def _write(self, name: str, step: int, save_tensors: Callable[[], object]) -> None:
+        """Write the tensors, then the manifest."""
+        target = self.folder / name
+
+        def write() -> None:
+            save_tensors()
+
+        def digest() -> dict[str, dict[str, Any]]:
+            return {file: _digest(target / file) for file in _share(sorted(p.name for p in target.iterdir()))}
+
+        def finish() -> None:
             manifest = {"step": step, "files": dict(sorted(entries.items()))}
             _write_at_once(target / MANIFEST, json.dumps(manifest, indent=1))
-            if self._keep_latest_k:
-                whole = [other for other in self.names() if (self.folder / other / MANIFEST).exists()]
-                for other in whole[: -self._keep_latest_k]:
-                    _remove(self.folder / other)
-        dist.barrier()
-        return name
+            whole = [other for other in self.names() if (self.folder / other / MANIFEST).exists()]
+            for other in whole[: -self._keep_latest_k] if self._keep_latest_k else ():
+                _remove(self.folder / other)
+
+        self._together(name, write)
+        entries = {file: entry for part in self._together(name, digest) for file, entry in part.items()}
+        self._together(name, lambda: finish() if dist.get_rank() == 0 else None)
+
+    def _together(self, name: str, part: Callable[[], Any]) -> list[Any]:
+        """Do every rank's part; one rank alone must not leave the others waiting."""
+        done, problems = None, {}
+        try:
+            done = part()
+        except OSError as error:
+            problems = {dist.get_rank(): str(error)}
+        except CheckpointException as error:  # of DCP, which gives all ranks' to each
+            problems = {rank: str(failure[0]) for rank, failure in error.failures.items()}
+        everyones = _gathered((done, problems), self._group)
+        found = {rank: text for _, problems in everyones for rank, text in problems.items()}
+        if found:
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(found.items()))
+            raise CheckpointError(f"Checkpoint {name} in {self.folder} was not written ({listed}).")
+        return [done for done, _ in everyones]
 
     def problem(self, name: str) -> str:
         """Say what is wrong with a checkpoint, having opened nothing but the manifest and the files it lists.
@@ -100,6 +158,8 @@ class Checkpoints:
                 ]
             except CheckpointError as error:
                 problems = [str(error)]
+            except OSError as error:
+                problems = [f"it cannot be read ({error})"]
         everyones = [problem for part in _gathered(problems) for problem in part]
         return "; ".join(dict.fromkeys(everyones))
 
@@ -230,7 +290,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
         entries = {
             str(file): {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for file, e in files.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     for file in entries:
         if file != os.path.basename(file) or file in ("", ".", ".."):
@@ -264,9 +324,9 @@ def _share(files: list[str]) -> list[str]:
     return files[dist.get_rank() :: dist.get_world_size()]
 
 
-def _gathered(value: Any) -> list[Any]:
+def _gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -68,7 +68,11 @@ class Trainer:
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.training.dtype == "float16")
         folder = Path(settings.job.dump_folder)
-        self.checkpoints = Checkpoints(folder / "checkpoints", settings.checkpoint.keep_latest_k)
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints",
+            settings.checkpoint.keep_latest_k,
+            asynchronous=settings.checkpoint.async_mode == "async",
+        )
         self.metrics = Metrics(settings, folder, self.rank, title)
         self.step = 0
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -110,9 +114,11 @@ class Trainer:
                 if _due(self.step, settings.checkpoint.interval, last) or stopping:
                     self.save()
                 if stopping:
-                    self.metrics.say(f"Stopped by a signal after step {self.step}.")
-                    return False
-        return True
+                    break
+            self.checkpoints.wait()
+            if self.step < settings.training.steps:
+                self.metrics.say(f"Stopped by a signal after step {self.step}.")
+        return self.step == settings.training.steps
 
     def train_step(self) -> dict[str, Any]:
         """Train one step.
@@ -213,7 +219,8 @@ class Trainer:
             "settings": as_dict(self.settings),
         }
         name = self.checkpoints.save(self.step, self.tensors(), state)
-        self.metrics.say(f"Saved {self.checkpoints.folder / name}")
+        verb = "Saved" if self.settings.checkpoint.async_mode == "disabled" else "Saving"
+        self.metrics.say(f"{verb} {self.checkpoints.folder / name}")
 
     def resume(self) -> None:
         """Go to the checkpoint that ``checkpoint.resume`` asks for, if it asks for one.

@@ -143,6 +143,8 @@ class Checkpoint:
 
     interval: int = 0
     """Save after so many steps and at the end; 0 saves only when SIGTERM or SIGINT stops the job."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """"async": the files are written while training goes on, from a copy of the tensors on the host."""
     keep_latest_k: int = 0
     """Older whole checkpoints are deleted; 0 keeps all."""
     resume: str = ""

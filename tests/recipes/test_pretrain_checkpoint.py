@@ -29,10 +29,11 @@ def some_tensors(world, seed):
     }
 
 
-def save(rank, world, folder, steps, keep=0):
-    checkpoints = Checkpoints(folder, keep)
+def save(rank, world, folder, steps, keep=0, asynchronous=False):
+    checkpoints = Checkpoints(folder, keep, asynchronous)
     for step in steps:
         checkpoints.save(step, some_tensors(world, step), STATE)
+    checkpoints.wait()
 
 
 def load(rank, world, folder, name, optional=frozenset()):

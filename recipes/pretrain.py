@@ -6,6 +6,13 @@ r"""Pretrain a Llama in float8 under FSDP2: a plain PyTorch loop to copy.
 Runs on CUDA (NCCL) and on the CPU (gloo), on any number of ranks; one process needs no torchrun. ``--help``
 lists the settings, ``--compare bf16`` trains twice and plots both losses.
 
+A rank that dies takes all of them down; torchrun starts them again, and they resume, with
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 --nproc-per-node 8 recipes/pretrain.py \
+        --job.config_file recipes/pretrain.toml --checkpoint.interval 100 --checkpoint.resume newest
+
+Without the variable torchrun keeps one store for all restarts, in which ranks find the addresses of dead ones.
+
 SIGTERM or SIGINT to any rank makes all of them save and exit with 0 after the step they are in. torchrun passes a
 signal of its own on and then waits 30 s (``--shutdown-timeout``).
 """
@@ -45,6 +52,10 @@ from traffic import count_traffic
 
 import f8sub
 
+SHARED_STORE = (
+    "torchrun was asked to restart ranks that die, but restarted ranks would look for the dead ones in the store that "
+    "it keeps: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment."
+)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -325,6 +336,11 @@ def joined_ranks(settings: Settings) -> Iterator[DeviceMesh]:
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", local_rank)}
     if "RANK" not in os.environ:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    restarts, shared = (
+        os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE")
+    )
+    if (restarts or "0") != "0" and shared == "True" and os.environ["RANK"] == "0":
+        print(SHARED_STORE, file=sys.stderr)
     dist.init_process_group(**options)
     yield init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     dist.destroy_process_group()

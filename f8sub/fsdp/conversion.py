@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import weakref
 from collections import Counter
 
@@ -157,7 +158,8 @@ class ShardedConversion:
             if world > 1:
                 if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
                     continue
-                _check_ranks([layer for layer, _ in members], table.group_of(layout.ranks), layout.device)
+                own_layers = [layer for layer, _ in members]
+                table.life = _check_ranks(own_layers, table.group_of(layout.ranks), layout.device)
             _entered[ranks] += 1
             self._seen.update(layer for layer, _ in members)
             self._named.update((layer.fqn, layer) for layer, _ in members)
@@ -215,21 +217,24 @@ _entered: Counter[str] = Counter()
 """How many conversions were entered for each set of ranks: the next one is the same one on every rank."""
 
 
-def _check_ranks(layers: list[Float8Linear], group: dist.ProcessGroup, device: str) -> None:
+def _check_ranks(layers: list[Float8Linear], group: dist.ProcessGroup, device: str) -> str:
     """Compare what was converted, and how, across the ranks that are about to exchange codes or gradients.
+
+    Returns:
+        A name that these ranks share, and no ranks before them: a store may outlive processes that were restarted.
 
     Raises:
         Float8RankMismatchError: on every rank alike, with the ranks and the first layer that differ.
     """
     mine = [_description(layer) for layer in layers]
-    digest = torch.tensor(
-        list(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8, device=device
-    )
+    digest, nonce = hashlib.sha256(json.dumps(mine).encode()).digest(), os.urandom(8)
+    sent = torch.tensor(list(digest + nonce), dtype=torch.uint8, device=device)
     world = dist.get_world_size(group)
-    digests = [torch.empty_like(digest) for _ in range(world)]
-    dist.all_gather(digests, digest, group=group)
-    if all(torch.equal(theirs, digest) for theirs in digests):
-        return
+    received = [torch.empty_like(sent) for _ in range(world)]
+    dist.all_gather(received, sent, group=group)
+    said = [bytes(theirs.tolist()) for theirs in received]
+    if all(theirs.startswith(digest) for theirs in said):
+        return hashlib.sha256(b"".join(said)).hexdigest()
     everyone: list[list[dict[str, str]]] = [[] for _ in range(world)]
     dist.all_gather_object(everyone, mine, group=group)
     ranks = dist.get_process_group_ranks(group)

@@ -50,12 +50,14 @@ class ScaleTable:
 
     Attributes:
         generation: number of reductions whose scales are in place.
+        life: what the ranks call themselves where they agree over the store; another name after a restart.
         gathers: whether FSDP2 gathers any of the weights as float8; else the table serves the histories alone.
     """
 
     def __init__(self, layers: ConvertedLayers, layout: ShardLayout) -> None:
         self.layers = layers
         self.generation = 0
+        self.life = ""
         self.gathers = False
         self.shards: list[Shard] = []
         self._mesh_group = layout.group
@@ -163,7 +165,7 @@ class ScaleTable:
 
     def _all_request(self) -> bool:
         self._requests += 1
-        point = f"f8sub/{self.own_group.group_name}/request/{self.generation}/{self._requests}"
+        point = f"f8sub/{self.life}/{self.own_group.group_name}/request/{self.generation}/{self._requests}"
         return all_arrive(point, self._world)
 
     def roll(self) -> None:
@@ -334,7 +336,7 @@ class ScaleTable:
 
     def _place_of(self, shard: Shard) -> str:
         """A word for the gather of a weight that is under way, the same on all ranks."""
-        return f"f8sub/{self.own_group.group_name}/{shard.index}/{shard.gathers}"
+        return f"f8sub/{self.life}/{self.own_group.group_name}/{shard.index}/{shard.gathers}"
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A process group of these ranks that nothing else uses; all of them call this together at first."""
@@ -351,7 +353,7 @@ class ScaleTable:
         if self._gathered:
             return
         self._gathered = True
-        point = f"f8sub/{self.own_group.group_name}/param_dtype" if self._world > 1 else ""
+        point = f"f8sub/{self.life}/{self.own_group.group_name}/param_dtype" if self._world > 1 else ""
         if point and not all_same(point, str(dtype), self._world):
             raise Float8RankMismatchError(
                 f"{shard.fqn}: the ranks that shard it would gather it with different param_dtypes, this one with "

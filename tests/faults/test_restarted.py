@@ -1,0 +1,35 @@
+"""Ranks that torchrun restarted find the store as the dead ones left it, and agree among themselves all the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import f8sub
+from f8sub.fsdp import agreement
+from tests.data_sets import gaussian, generator
+from tests.dist.models import Stack, seed_weights, shard
+from tests.dist.wires import ONE_RECIPE_A_WIRE
+
+
+def life(rank: int, world: int, store: str, recipe: str) -> torch.Tensor:
+    """What a model that was changed on all ranks alike, in a way that each can only tell the store, computes."""
+    kept = dist.FileStore(store, world)
+    agreement.default_store = lambda: kept
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe=recipe))
+    x = gaussian((16, 32), generator(1))
+    model(x)
+    with torch.no_grad():
+        model.layers[0].weight.to_local().mul_(8.0)
+    y = model(x)
+    f8sub.precompute_scales(model)
+    assert torch.equal(model(x), y)
+    return y.detach()
+
+
+@pytest.mark.parametrize("recipe", ONE_RECIPE_A_WIRE)
+def test_each_life_agrees_for_itself(ranks, tmp_path, recipe):
+    lives = [ranks(2, life, str(tmp_path / "store"), recipe) for _ in range(3)]
+    for ys in lives:
+        for y in ys:
+            assert torch.equal(y, lives[0][0])
+            assert y.isfinite().all()

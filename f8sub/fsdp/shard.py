@@ -98,6 +98,8 @@ class Shard:
         was_fresh = not self.stale and local.cell.copies(self.master.cell, local.shape)
         self.master = local
         self._scaled_state = local.state if was_fresh else None
+        if not was_fresh:
+            self._wire_key = None  # another cell may have counted as many writes
 
     def write_amax(self) -> None:
         """Write the amax of every tile the shard touches into the table, which is zero there."""

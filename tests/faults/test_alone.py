@@ -1,0 +1,65 @@
+"""One rank does something alone in the middle of a long run: nobody waits, and the others' numbers stay right."""
+
+import time
+import warnings
+
+import pytest
+import torch
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.dist.models import Stack, seed_weights, shard
+
+STEPS, STEP = 60, 50
+MOST_SECONDS = 10.0
+"""Of any one step; the process group's own timeout is 60 in this test, and 600 in a job."""
+
+
+def act(kind: str, model: torch.nn.Module) -> None:
+    if kind == "calls":
+        f8sub.precompute_scales(model)
+    elif kind == "writes":
+        with torch.no_grad():
+            model.layers[0].weight.to_local().mul_(1.001)
+
+
+def run(rank: int, world: int, recipe: str, kind: str, odd: int) -> tuple[float, list[float]]:
+    """The longest step, and every loss; rank ``odd`` alone does what ``kind`` says at step 50."""
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe=recipe))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    f8sub.precompute_scales(model)
+    longest, losses = 0.0, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        for step in range(STEPS):
+            began = time.monotonic()
+            alone = step == STEP and rank == odd
+            if alone:
+                act(kind, model)
+            loss = (model(gaussian((16, 32), generator(step))) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not (alone and kind == "forgets"):
+                f8sub.precompute_scales(model)
+            losses.append(loss.item())
+            longest = max(longest, time.monotonic() - began)
+    return longest, losses
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("kind", ["calls", "forgets", "writes"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+def test_at_step_50(ranks, recipe, kind, odd):
+    found = ranks(3, run, recipe, kind, odd, timeout=60.0)
+    usual = ranks(3, run, recipe, "nothing", odd, timeout=60.0)[0][1]
+    for longest, losses in found:
+        assert longest < MOST_SECONDS
+        assert losses == found[0][1]
+        if (
+            kind == "writes"
+        ):  # a thousandth, once: other weights from there on, and nothing that is not finite
+            assert losses[:STEP] == usual[:STEP]
+            assert losses == pytest.approx(usual, rel=0.05)
+        else:
+            assert losses == usual

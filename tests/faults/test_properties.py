@@ -1,0 +1,97 @@
+"""Any shape, number of ranks, dtype and recipe: sharded is unsharded, bit for bit, and nothing is silently wrong."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import f8sub
+from tests.data_sets import gaussian, generator
+
+DTYPES = (torch.float32, torch.bfloat16)
+SCALES = (1.0, 1e-38, 1e-30, 1e30, 0.0)
+"""What the weights are multiplied by; subnormal and zero tensors among them."""
+
+cases = st.fixed_dictionaries(
+    {
+        "recipe": st.sampled_from(f8sub.recipe_names()),
+        "rows": st.integers(1, 9).map(lambda n: 16 * n),
+        "cols": st.integers(1, 9).map(lambda n: 16 * n),
+        "tokens": st.sampled_from((0, 1, 3, 16, 37)),
+        "weight": st.sampled_from(DTYPES),
+        "param": st.sampled_from(DTYPES),
+        "bias": st.booleans(),
+        "scale": st.sampled_from(SCALES),
+        "all_gather": st.booleans(),
+        "seed": st.integers(0, 2**16),
+    }
+)
+
+
+def model_of(case: dict) -> nn.Module:
+    model = nn.Sequential(nn.Linear(case["cols"], case["rows"], bias=case["bias"])).to(case["weight"])
+    rng = generator(case["seed"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(gaussian(tuple(parameter.shape), rng) * case["scale"])
+    return f8sub.convert_to_float8(model, recipe=case["recipe"], float8_all_gather=case["all_gather"])
+
+
+def products(model: nn.Module, case: dict, dtype: torch.dtype) -> list[torch.Tensor]:
+    """y and dx: what this rank computes without the others' gradients."""
+    rng = generator(case["seed"] + 1)
+    x = gaussian((case["tokens"], case["cols"]), rng).to(dtype).requires_grad_()
+    y = model(x)
+    y.backward(gaussian(tuple(y.shape), rng).to(y.dtype))
+    return [y.detach(), x.grad]
+
+
+def differences(rank: int, world: int, case: dict) -> list[str]:
+    """Against the unsharded model whose weights were rounded to param_dtype, as FSDP2 rounds what it gathers."""
+    torch.manual_seed(case["seed"])
+    expected = products(model_of(case).to(case["param"]), case, case["param"])
+    torch.manual_seed(case["seed"])
+    model = model_of(case)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=case["param"], reduce_dtype=torch.float32))
+    f8sub.precompute_scales(model)
+    found = products(model, case, case["param"])
+    names = [name for name, a, b in zip(("y", "dx"), found, expected, strict=True) if not same(a, b)]
+    if not all(tensor.isfinite().all() for tensor in found):
+        names.append("not finite")
+    gradient = model[0].weight.grad
+    if not gradient.full_tensor().isfinite().all() or gradient.dtype != case["weight"]:
+        names.append("dw")
+    return names
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def check(ranks, world: int, examples: int) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def sharded_is_unsharded(case):
+        assert ranks(world, differences, case) == [[]] * world
+
+    sharded_is_unsharded()
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_sharded_is_unsharded(ranks, world):
+    check(ranks, world, 10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7])
+def test_sharded_is_unsharded_of_more(ranks, world):
+    """More rows than ranks and fewer, shards that are short and shards that are empty."""
+    check(ranks, world, 60)

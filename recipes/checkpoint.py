@@ -215,7 +215,13 @@ class Checkpoints:
         # One rank alone must not leave the others waiting in dcp.load.
         if problems := [text for text in _gathered(problem) if text]:
             raise CheckpointError(problems[0])
-        dcp.load(wanted, storage_reader=reader)
+        try:
+            dcp.load(wanted, storage_reader=reader)
+        except CheckpointException as error:  # no Exception, and raised on all ranks
+            failures = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+            raise CheckpointError(
+                f"Checkpoint {name} in {self.folder} could not be read ({failures})."
+            ) from error
         state: dict[str, Any] = json.loads((self.folder / name / STATE).read_text())
         return state
 

@@ -47,9 +47,14 @@ def run(rank: int, world: int, recipe: str, kind: str, odd: int) -> tuple[float,
     return longest, losses
 
 
-@pytest.mark.parametrize("odd", [0, 2])
+FEW = [("tensorwise", 2), ("delayed", 0)]
+MORE = [("tensorwise", 0), ("rowwise", 0), ("rowwise", 2), ("delayed", 2)]
+
+
 @pytest.mark.parametrize("kind", ["calls", "forgets", "writes"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+@pytest.mark.parametrize(
+    ("recipe", "odd"), [*FEW, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
+)
 def test_at_step_50(ranks, recipe, kind, odd):
     found = ranks(3, run, recipe, kind, odd, timeout=60.0)
     usual = ranks(3, run, recipe, "nothing", odd, timeout=60.0)[0][1]

@@ -21,7 +21,11 @@ from tests.data_sets import gaussian, generator
 from tests.dist.models import float8_layers, transformer
 from tests.dist.wires import ONE_RECIPE_A_WIRE
 
-RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
+DEFAULT = ("tensorwise", "mxfp8", "delayed")
+RECIPES = [
+    *DEFAULT,
+    *(pytest.param(r, marks=pytest.mark.long) for r in ONE_RECIPE_A_WIRE if r not in DEFAULT),
+]
 STEPS = 2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

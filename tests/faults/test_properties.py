@@ -87,7 +87,7 @@ def check(ranks, world: int, examples: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_sharded_is_unsharded(ranks, world):
-    check(ranks, world, 10)
+    check(ranks, world, 8)
 
 
 @pytest.mark.long

@@ -117,9 +117,7 @@ def full_disk(rank, world, folder, where, asynchronous):
 
 @ASYNCHRONOUS
 @pytest.mark.parametrize("where", ["_remove", "write_data", "_digest", "_write_at_once"])
-def test_a_full_disk_is_an_error_on_all_ranks_and_the_last_whole_checkpoint_stays(
-    ranks, tmp_path, where, asynchronous
-):
+def test_a_full_disk_is_an_error_on_all_ranks(ranks, tmp_path, where, asynchronous):
     replies = ranks(3, full_disk, tmp_path / "a", where, asynchronous)
     assert len(set(replies)) == 1
     message, found, later = replies[0]

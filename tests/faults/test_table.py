@@ -1,0 +1,21 @@
+"""The table of faults names tests that are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import conftest  # noqa: F401  (scripts are importable from here on)
+
+from faults import FAULTS  # isort: skip
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_has_tests_that_exist(fault):
+    _, tests = FAULTS[fault]
+    assert tests
+    for test in tests:
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test

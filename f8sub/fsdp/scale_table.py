@@ -56,8 +56,7 @@ class ScaleTable:
 
     def __init__(self, layers: ConvertedLayers, layout: ShardLayout) -> None:
         self.layers = layers
-        self.generation = 0
-        self.life = ""
+        self.generation, self.life = 0, ""
         self.gathers = False
         self.shards: list[Shard] = []
         self._mesh_group = layout.group
@@ -153,7 +152,7 @@ class ScaleTable:
                 )
         if not self._late:
             self.settle()
-        if all_arrive(f"f8sub/{self.own_group.group_name}/late/{self.generation}/{late}", self._world):
+        if all_arrive(self._place_of("late", self.generation, late), self._world):
             self._late = self._entries.late = late
             return
         warnings.warn(
@@ -165,8 +164,7 @@ class ScaleTable:
 
     def _all_request(self) -> bool:
         self._requests += 1
-        point = f"f8sub/{self.life}/{self.own_group.group_name}/request/{self.generation}/{self._requests}"
-        return all_arrive(point, self._world)
+        return all_arrive(self._place_of("request", self.generation, self._requests), self._world)
 
     def roll(self) -> None:
         """Roll the histories now where no all-gather will ask for scales."""
@@ -259,7 +257,9 @@ class ScaleTable:
             self.reduce()
         if not self._stale(shard):
             return shard.cast(source, self.generation), None
-        ticket = f"{self._place_of(shard)}/{dist.get_process_group_ranks(self._mesh_group)}"
+        ticket = (
+            f"{self._place_of(shard.index, shard.gathers)}/{dist.get_process_group_ranks(self._mesh_group)}"
+        )
         tell(ticket)
         return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
 
@@ -314,7 +314,7 @@ class ScaleTable:
             torch.cuda.current_stream(gathered.device).synchronize()
         changed = all_told(ticket, self._gather_world)
         if changed and self._gather_world < self._world:
-            changed = all_arrive(self._place_of(shard), self._world)
+            changed = all_arrive(self._place_of(shard.index, shard.gathers), self._world)
         if not changed:
             if shard.stale and shard.master.numel():
                 self._changed_alone.add(shard.index)
@@ -334,9 +334,9 @@ class ScaleTable:
         """A process group of the ranks that shard the weights, that nothing else uses."""
         return self.group_of(self._sharers)
 
-    def _place_of(self, shard: Shard) -> str:
-        """A word for the gather of a weight that is under way, the same on all ranks."""
-        return f"f8sub/{self.life}/{self.own_group.group_name}/{shard.index}/{shard.gathers}"
+    def _place_of(self, *what: object) -> str:
+        """A name for what is under way, the same on all ranks and on none before them."""
+        return "/".join(map(str, ("f8sub", self.life, self.own_group.group_name, *what)))
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A process group of these ranks that nothing else uses; all of them call this together at first."""
@@ -353,7 +353,7 @@ class ScaleTable:
         if self._gathered:
             return
         self._gathered = True
-        point = f"f8sub/{self.life}/{self.own_group.group_name}/param_dtype" if self._world > 1 else ""
+        point = self._place_of("param_dtype") if self._world > 1 else ""
         if point and not all_same(point, str(dtype), self._world):
             raise Float8RankMismatchError(
                 f"{shard.fqn}: the ranks that shard it would gather it with different param_dtypes, this one with "

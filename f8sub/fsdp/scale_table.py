@@ -257,9 +257,7 @@ class ScaleTable:
             self.reduce()
         if not self._stale(shard):
             return shard.cast(source, self.generation), None
-        ticket = (
-            f"{self._place_of(shard.index, shard.gathers)}/{dist.get_process_group_ranks(self._mesh_group)}"
-        )
+        ticket = self._place_of(shard.index, shard.gathers, dist.get_process_group_ranks(self._mesh_group))
         tell(ticket)
         return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
-from f8sub.fsdp.histories import amaxes_of
 from f8sub.linear import local_tensor
 from f8sub.optim import MasterWeights, conversions_of
 
@@ -106,10 +105,12 @@ class StepGuard:
     def _found(self, given: Iterable[torch.Tensor]) -> torch.Tensor:
         """float32, (): 1 where a gradient of any rank is not finite, else 0; every rank joins at every step."""
         gradients = [local_tensor(p.grad) for p in given if p.grad is not None]
+        gradients = [g._values() if g.is_sparse else g for g in gradients]
         found = torch.zeros((), device=self.skipped.device)
         for device in dict.fromkeys(gradient.device for gradient in gradients):
-            there = [g._values() if g.is_sparse else g for g in gradients if g.device == device]
-            found = torch.maximum(found, (~amaxes_of(there).isfinite()).any().to(found))
+            if filled := [g for g in gradients if g.device == device and g.numel()]:
+                finite = torch.stack([norm.isfinite() for norm in torch._foreach_norm(filled, torch.inf)])
+                found = torch.maximum(found, (~finite.all()).to(found))
         if dist.is_initialized() and dist.get_world_size(self._group) > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return found

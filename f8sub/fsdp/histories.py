@@ -133,7 +133,7 @@ class LocalHistories:
                 layer not in sharded and _stepped(weight, since)
                 for layer, weight in zip(of_layer, weights, strict=True)
             ]
-            amaxes = amaxes_of(weights).to(staged)
+            amaxes = weight_amaxes(weights).to(staged)
             staged[:, W] = amaxes.where(amaxes.isfinite() & torch.tensor(counts, device=staged.device), 0.0)
             met[:, W] = (~amaxes.isfinite()).float()
             self._copy = of_layer, HostCopy(met)
@@ -158,10 +158,10 @@ def _stepped(weight: torch.Tensor, since: int) -> bool:
     return isinstance(weight, MasterWeight) and weight.cell.layers.stepped[weight.cell.fqn] > since
 
 
-def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Largest magnitude of each tensor, (len(tensors),), float32; 0 of an empty one, infinity or NaN as they are."""
-    plain = [tensor.plain if isinstance(tensor, MasterWeight) else tensor.detach() for tensor in tensors]
-    filled = [row for row, tensor in enumerate(plain) if tensor.numel()]
+def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Largest magnitude of each weight, (len(weights),), float32; 0 of an empty one, infinity or NaN as they are."""
+    plain = [weight.plain if isinstance(weight, MasterWeight) else weight.detach() for weight in weights]
+    filled = [row for row, weight in enumerate(plain) if weight.numel()]
     amaxes = torch.zeros(len(plain), device=plain[0].device)
     if filled:
         norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from f8sub.errors import Float8ConfigError
 from f8sub.linear import local_tensor
 from f8sub.optim import MasterWeights, conversions_of
+from f8sub.torch_compat import untraced
 
 
 def skip_step_if_nonfinite(
@@ -26,6 +27,7 @@ def skip_step_if_nonfinite(
     nothing. Of any other the host reads the number at every step, and where it is not 0 the optimizer is shown no
     gradients: it leaves parameters without one alone, and their states. The host also reads it at the first step at
     which a parameter has a gradient, before its state is made: fused SGD would leave its momentum uninitialized.
+    ``torch.compile(optimizer.step)`` works with the former alone.
 
     Args:
         optimizer: any, before or after its first step; also under ``GradScaler``.
@@ -68,6 +70,7 @@ class StepGuard:
         for layers in conversions_of(self._parameters):
             layers.skips_steps = False
 
+    @untraced
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure") is not None or any(callable(argument) for argument in args):
@@ -75,10 +78,12 @@ class StepGuard:
                 f"skip_step_if_nonfinite looks at gradients before {type(optimizer).__name__}.step, and a closure "
                 "computes them inside: call backward first and step() without a closure, or guard.remove()"
             )
+        steps = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+        self._take_back(steps)  # what a step that raised left
+        self._hidden = []
         given = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         found = self._found(given)
         self.skipped += found.to(self.skipped.dtype)
-        steps = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
         ready = {id(p) for p in given} <= self._stepped
         if ready and _takes_found_inf(steps):
             before = getattr(steps, "found_inf", None)
@@ -91,16 +96,21 @@ class StepGuard:
         else:
             self._stepped |= {id(p) for p in given}
 
+    @untraced
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         steps = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
-        for before in self._found_inf_before:
-            if before is None:
-                del steps.found_inf  # type: ignore[attr-defined]
-            else:
-                steps.found_inf = before  # type: ignore[attr-defined]
+        self._take_back(steps)
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
-        self._found_inf_before, self._hidden = [], []
+        self._hidden = []
+
+    def _take_back(self, optimizer: torch.optim.Optimizer) -> None:
+        for before in self._found_inf_before:
+            if before is None:
+                vars(optimizer).pop("found_inf", None)
+            else:
+                optimizer.found_inf = before  # type: ignore[attr-defined]
+        self._found_inf_before = []
 
     def _found(self, given: Iterable[torch.Tensor]) -> torch.Tensor:
         """float32, (): 1 where a gradient of any rank is not finite, else 0; every rank joins at every step."""

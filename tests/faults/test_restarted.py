@@ -1,8 +1,10 @@
 """Ranks that torchrun restarted find the store as the dead ones left it, and agree among themselves all the same."""
 
+import pretrain
 import pytest
 import torch
 import torch.distributed as dist
+from settings import parse
 
 import f8sub
 from f8sub.fsdp import agreement
@@ -33,3 +35,17 @@ def test_each_life_agrees_for_itself(ranks, tmp_path, recipe):
         for y in ys:
             assert torch.equal(y, lives[0][0])
             assert y.isfinite().all()
+
+
+@pytest.mark.parametrize(("restarts", "shared"), [("3", "True"), ("3", "False"), ("0", "True")])
+def test_the_trainer_tells_of_a_store_that_outlives_its_ranks(monkeypatch, capsys, restarts, shared):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
+    monkeypatch.setattr(pretrain, "init_device_mesh", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with pretrain.joined_ranks(parse(["--training.device", "cpu"])):
+        told = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err
+    assert told == ((restarts, shared) == ("3", "True"))

@@ -147,6 +147,25 @@ def test_under_a_grad_scaler(fused):
     assert int(guard.skipped) == int(fused)  # else the scaler itself does not call step
 
 
+def test_a_compiled_step_of_a_fused_optimizer():
+    torch._dynamo.reset()
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 48)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    guard = f8sub.skip_step_if_nonfinite(optimizer)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for index in range(4):
+        gradients(model, index)
+        before = snapshot(model, optimizer)
+        if index == 2:
+            model.layers[0].weight.grad[0, 0] = torch.nan
+        step()
+        if index == 2:
+            assert_same(snapshot(model, optimizer), before)
+        else:
+            assert not torch.equal(model.layers[0].weight, before["layers.0.weight"])
+    assert int(guard.skipped) == 1
+
+
 def test_an_embedding_with_sparse_gradients():
     model = nn.Embedding(16, 4, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-2)
@@ -169,6 +188,28 @@ def test_a_closure_is_refused():
             optimizer.step(*arguments) if isinstance(arguments, tuple) else optimizer.step(**arguments)
     guard.remove()
     optimizer.step(lambda: model(torch.ones(2, 32)).sum())
+
+
+@pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach"])
+def test_a_step_that_raised_leaves_nothing_behind(name):
+    model = seed_weights(Stack(32, 48))
+    optimizer = make(name, model.parameters())
+    guard = f8sub.skip_step_if_nonfinite(optimizer)
+    gradients(model, 0)
+    optimizer.step()
+    model.layers[0].weight.grad[0, 0] = torch.nan
+    raising = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    raising.remove()
+    gradients(model, 1)
+    before = model.layers[0].weight.detach().clone()
+    optimizer.step()
+    assert model.layers[0].weight.isfinite().all()
+    assert not torch.equal(model.layers[0].weight, before)
+    assert model.layers[0].weight.grad.isfinite().all()
+    assert not hasattr(optimizer, "found_inf")
+    assert int(guard.skipped) == 1
 
 
 def test_removed_it_lets_bad_steps_through():

@@ -15,7 +15,7 @@ from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, transformer
 from tests.dist.wires import ONE_RECIPE_A_WIRE
 
-RECIPES = ONE_RECIPE_A_WIRE
+RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
 STEPS = 3
 Shard = Callable[[nn.Module], nn.Module]
 

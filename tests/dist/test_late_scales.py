@@ -131,7 +131,8 @@ def order(rank: int, world: int, recipe: str) -> list[list[str]]:
 
 
 def log(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
-    all_reduce, all_gather = dist.all_reduce, dist.all_gather_single
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    all_reduce, all_gather = dist.all_reduce, getattr(dist, name)
 
     def reduce(*args: object, **kwargs: object) -> "Work":
         events.append("reduce")
@@ -142,7 +143,7 @@ def log(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
         return all_gather(*args, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", reduce)
-    monkeypatch.setattr(dist, "all_gather_single", gather)
+    monkeypatch.setattr(dist, name, gather)
 
 
 class Work:

@@ -137,7 +137,7 @@ def test_on_is_off(ranks, name, options):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "torchao.AdamW8bit", "torchao.AdamWFp8"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_on_is_off_compiled(ranks, name):
     """Compiled steps write to the weights where no operator shows it."""
     check(ranks(2, on_and_off, name, ONLY, True, timeout=400.0))

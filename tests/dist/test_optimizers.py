@@ -99,6 +99,7 @@ def on_and_off(rank: int, world: int, name: str, options: Implementation, compil
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         optimizer = class_of(name)(parameters, lr=LEARNING_RATE.get(name, 1e-2), **options)
+        torch._dynamo.reset()  # each optimizer is compiled anew, and dynamo gives up after a few
         if compiled and not name.startswith("torchao."):
             optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
         return optimizer

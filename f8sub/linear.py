@@ -20,11 +20,11 @@ from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.scaling_state import DY, Past, ScalingState, W, X, quantize_delayed
 from f8sub.shared_input import quantize_input, quantize_input_delayed
-from f8sub.spread import Spread
+from f8sub.spread import Places, Spread
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
 from f8sub.tensor.primary_weight import PrimaryWeight, primary_rowwise
-from f8sub.torch_compat import apply
+from f8sub.torch_compat import apply, untraced
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
@@ -76,18 +76,22 @@ class Float8Linear(torch.nn.Linear):
             past = self.past(plan.recipe)
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
-        spread = None
+        scaling: Scaling = past
+        places = None
         if isinstance(weight, DTensor):
-            spread = Spread(self, x, plan.recipe, past)
-            x, weight, bias = spread.local(x, weight, bias)
+            if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
+                return _eagerly(self, x)
+            places = Places.of(self, weight, x)
+            scaling = Spread.of(self, weight, x, places, plan, past)
+            x, weight, bias = places.local(x, weight, bias)
         y: torch.Tensor
         if grad:
-            y = apply(_Float8Matmul, x, weight, bias, plan, dtype, spread or past)
+            y = apply(_Float8Matmul, x, weight, bias, plan, dtype, scaling)
         else:
-            y = _fprop(x, weight, bias, plan, dtype, spread or past, keep_x=False)[0]
+            y = _fprop(x, weight, bias, plan, dtype, scaling, keep_x=False)[0]
         if contexts.entered:
             remember(self, plan, y)
-        return y if spread is None else spread.whole(y)
+        return y if places is None else places.whole(y)
 
     def follow(self, device: torch.device) -> None:
         """Select backends anew where the layer came to a device of another type since it was converted.
@@ -190,6 +194,12 @@ class Float8Linear(torch.nn.Linear):
         """Features, recipe and the backend of each GEMM."""
         gemms = ", ".join(f"{gemm}={getattr(self.plan, gemm) or 'high precision'}" for gemm in _GEMMS)
         return f"{super().extra_repr()}, recipe={self.plan.recipe.name}, {gemms}"
+
+
+@untraced
+def _eagerly(layer: Float8Linear, x: torch.Tensor) -> torch.Tensor:
+    """Outside of compiled graphs: dynamo of 2.13 cannot look into the float8 in a DTensor, nor return its gradient."""
+    return layer.forward(x)
 
 
 _GEMMS = ("fprop", "dgrad", "wgrad")

@@ -13,8 +13,7 @@ that a re-encoded weight gets (see ``reference.derive_columnwise``) are of the c
 """
 
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed import _functional_collectives
@@ -22,61 +21,82 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from f8sub import backends
+from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, Operand, Tile
-from f8sub.recipe import OperandName, Recipe
+from f8sub.recipe import OperandName
 from f8sub.scaling_state import OPERANDS, Past, W, quantize_delayed
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
+from f8sub.torch_compat import constant_result
 
 if TYPE_CHECKING:
     from f8sub.linear import Float8Linear
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a matrix is cut over the ranks of a mesh; called, it is ``reference.Across``.
+class Cut(NamedTuple):
+    """How a matrix is cut over the ranks of a mesh of one dimension. ``across`` is ``reference.Across``.
+
+    Plain values, which ``torch.compile`` takes for constants.
 
     Attributes:
         dim: the dimension it is cut along.
         whole: its extent along that; 0 for tokens, whose parts follow each other in no order that tiles could have.
         part: that of all parts but the last ones.
-        mesh: of one dimension.
+        rank: this rank's place in the mesh.
+        group: name of the mesh's process group.
     """
 
     dim: int
     whole: int
     part: int
-    mesh: DeviceMesh
+    rank: int
+    group: Any
 
-    def __call__(self, amax: torch.Tensor, tile: Tile) -> torch.Tensor:
+    @classmethod
+    def of(cls, mesh: DeviceMesh, dim: int, whole: int) -> "Cut":
+        """A matrix whose dimension of extent ``whole`` is cut by torch.chunk's rule; 0 for tokens."""
+        part = -(-whole // mesh.size())
+        return cls(dim, whole, part, mesh.get_local_rank(), mesh.get_group().group_name)
+
+    def across(self, amax: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Amaxes of this rank's tiles to those of the whole matrix's, all of them on every rank alike."""
         edge = (tile.rows, tile.cols)[self.dim]
         if edge == ALL:
-            return largest_of_ranks(amax, self.mesh)
+            return self._largest(amax)
         if not self.whole or self.part % edge == 0:
             return amax
         # Parts that lie within one tile.
         tiles = list(amax.shape)
         tiles[self.dim] = -(-self.whole // edge)
-        first = min(self.mesh.get_local_rank() * self.part, self.whole - 1) // edge
+        first = min(self.rank * self.part, self.whole - 1) // edge
         whole = amax.new_zeros(tiles)
         whole.narrow(self.dim, first, amax.shape[self.dim]).copy_(amax)
-        return largest_of_ranks(whole, self.mesh).narrow(self.dim, first, amax.shape[self.dim])
+        return self._largest(whole).narrow(self.dim, first, amax.shape[self.dim])
+
+    def _largest(self, amax: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over the ranks; there is no NaN in it."""
+        reduced = _functional_collectives.all_reduce(amax.contiguous(), "max", self.group)
+        done: torch.Tensor = _functional_collectives.wait_tensor(reduced)
+        return done
 
 
-def largest_of_ranks(amax: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The elementwise maximum over the ranks of a mesh of one dimension; no NaN in it."""
-    reduced = _functional_collectives.all_reduce(amax.contiguous(), "max", (mesh, 0))
-    done: torch.Tensor = _functional_collectives.wait_tensor(reduced)
-    return done
+Cuts = tuple[Cut | None, Cut | None, Cut | None]
+"""Of x, w and dy, each as the matrix that is quantized; None where ranks need not know of each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placements:
-    """Of what a layer's forward and backward read and make, see the module's docstring."""
+class Places(NamedTuple):
+    """The placements of what a layer's forward and backward read and make, see the module's docstring.
 
+    Attributes:
+        mesh: of one dimension.
+        shape: of y.
+        x: of x; the others likewise.
+    """
+
+    mesh: DeviceMesh
+    shape: tuple[int, ...]
     x: Placement
     y: Placement
     dx: Placement
@@ -84,47 +104,13 @@ class Placements:
     dbias: Placement
 
     @classmethod
-    def of(cls, weight: Placement, x: Placement, last: int) -> "Placements":
-        """Those that follow from a weight's.
+    def of(cls, layer: "Float8Linear", weight: DTensor, x: torch.Tensor) -> "Places":
+        """Those that follow from the weight's, and x's where the weight is whole.
 
-        Args:
-            weight: of the weight.
-            x: of the layer's input as it comes.
-            last: index of x's last dimension.
+        Raises:
+            Float8ConfigError: an input that is no DTensor on the weight's mesh, or a weight that is cut by more than
+                tensor parallelism on a mesh of one dimension.
         """
-        if weight.is_shard(0):
-            return cls(Replicate(), Shard(last), Partial(), Shard(0), Shard(0))
-        if weight.is_shard(1):
-            return cls(Shard(last), Partial(), Shard(last), Shard(1), Replicate())
-        if x.is_shard() and not x.is_shard(last):
-            return cls(x, x, x, Partial(), Partial())
-        return cls(Replicate(), Replicate(), Replicate(), Replicate(), Replicate())
-
-
-class Spread:
-    """One call of a layer whose weight is a DTensor: its operands' places, and how their scales are made.
-
-    Attributes:
-        received: whether x came in float8, so that its columnwise operand is derived from those codes, in backward.
-        adds_bias: whether this rank's y has the bias in it.
-
-    Args:
-        layer: whose ``weight`` is (N, K) and on a mesh of one dimension.
-        x: its input, (..., K).
-        recipe: of the call.
-        past: of delayed scaling; None for current scaling.
-
-    Raises:
-        Float8ConfigError: an input that is no DTensor on the weight's mesh, a weight that is not there whole but for
-            tensor parallelism, or a recipe whose tiles the cuts go through.
-    """
-
-    def __init__(self, layer: "Float8Linear", x: torch.Tensor, recipe: Recipe, past: Past | None) -> None:
-        weight = layer.weight
-        if not isinstance(weight, DTensor):
-            raise RuntimeError(
-                f"{layer.fqn}: a matmul is spread over ranks by its weight, which is no DTensor"
-            )
         mesh = weight.device_mesh
         if mesh.ndim != 1 or isinstance(weight._local_tensor, PrimaryWeight):
             raise Float8ConfigError(
@@ -139,39 +125,87 @@ class Spread:
                 f"{f'on {x.device_mesh}' if isinstance(x, DTensor) else 'no DTensor'}; give the layer a style in "
                 "parallelize_module's plan, or call it inside the module that fully_shard was called on"
             )
-        self.fqn = layer.fqn
-        self.past = past
-        self.mesh = mesh
-        self.received = isinstance(x._local_tensor, Float8Tensor)
-        self.shape = (*x.shape[:-1], weight.shape[0])
-        self.places = places = Placements.of(weight.placements[0], x.placements[0], x.dim() - 1)
-        self.adds_bias = not places.y.is_partial() or mesh.get_local_rank() == 0
-        self.cuts = _cuts(layer.fqn, recipe, (weight.shape[0], weight.shape[1]), places, mesh)
-        self._weight_amax: torch.Tensor | None = None
+        last, shape = x.dim() - 1, (*x.shape[:-1], weight.shape[0])
+        (of_weight,), (of_x,) = weight.placements, x.placements
+        if of_weight.is_shard(0):
+            return cls(mesh, shape, Replicate(), Shard(last), Partial(), Shard(0), Shard(0))
+        if of_weight.is_shard(1):
+            return cls(mesh, shape, Shard(last), Partial(), Shard(last), Shard(1), Replicate())
+        if of_x.is_shard() and not of_x.is_shard(last):
+            return cls(mesh, shape, of_x, of_x, of_x, Partial(), Partial())
+        return cls(mesh, shape, Replicate(), Replicate(), Replicate(), Replicate(), Replicate())
 
     def local(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: DTensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """This rank's x, w and bias; x is sent around first where it lies otherwise than the weight needs it."""
-        places = self.places
-        if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
-            raise RuntimeError("the operands of a spread matmul are DTensors")
-        if x.placements != (places.x,):
-            x = x.redistribute(placements=(places.x,))
+        if not isinstance(x, DTensor):
+            raise RuntimeError("the input of a layer whose weight is a DTensor is one")
+        if x.placements != (self.x,):
+            x = x.redistribute(placements=(self.x,))
         if isinstance(bias, DTensor):
-            bias = bias.to_local(grad_placements=(places.dbias,))
-        return (
-            x.to_local(grad_placements=(places.dx,)),
-            weight.to_local(grad_placements=(places.dw,)),
-            bias,
-        )
+            bias = bias.to_local(grad_placements=(self.dbias,))
+        return x.to_local(grad_placements=(self.dx,)), weight.to_local(grad_placements=(self.dw,)), bias
 
     def whole(self, y: torch.Tensor) -> DTensor:
         """The layer's output, of this rank's."""
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
-            y, self.mesh, (self.places.y,), run_check=False, shape=torch.Size(self.shape), stride=stride
+            y, self.mesh, (self.y,), run_check=False, shape=torch.Size(self.shape), stride=stride
         )
+
+
+class Spread(NamedTuple):
+    """One call of a layer whose weight is a DTensor: how the scales of its operands are made.
+
+    Attributes:
+        fqn: the layer's name.
+        past: of delayed scaling; None for current scaling.
+        cuts: of x, w and dy.
+        received: whether x came in float8, so that its columnwise operand is derived from those codes, in backward.
+        adds_bias: whether this rank's y has the bias in it.
+        weight_amax: of a weight that is cast here, once it was reduced: backward casts with the same scales.
+    """
+
+    fqn: str
+    past: Past | None
+    cuts: Cuts
+    received: bool
+    adds_bias: bool
+    weight_amax: list[torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        layer: "Float8Linear",
+        weight: DTensor,
+        x: torch.Tensor,
+        places: Places,
+        plan: Plan,
+        past: Past | None,
+    ) -> "Spread":
+        """Of a call with ``x``.
+
+        Raises:
+            Float8ConfigError: a recipe whose tiles the cuts go through.
+        """
+        mesh, (rows, cols) = places.mesh, weight.shape
+        cuts: Cuts = (None, None, None)
+        if mesh.size() == 1:
+            pass
+        elif places.dw.is_shard(0):
+            cuts = None, Cut.of(mesh, 0, rows), Cut.of(mesh, 1, rows)
+        elif places.dw.is_shard(1):
+            cuts = Cut.of(mesh, 1, cols), Cut.of(mesh, 1, cols), None
+        elif places.x.is_shard():
+            cuts = Cut.of(mesh, 0, 0), None, Cut.of(mesh, 0, 0)
+        x_cut, w_cut, dy_cut = (
+            cut if cut is not None and _reaches_over(plan.number, layer.fqn, name, *cut[:3]) else None
+            for name, cut in zip(OPERANDS, cuts, strict=True)
+        )
+        adds_bias = not places.y.is_partial() or mesh.get_local_rank() == 0
+        received = isinstance(x, DTensor) and isinstance(x._local_tensor, Float8Tensor)
+        return cls(layer.fqn, past, (x_cut, w_cut, dy_cut), received, adds_bias, [])
 
     def quantize(
         self,
@@ -196,9 +230,10 @@ class Spread:
         if formats == (None, None):
             return None, None
         cut = self.cuts[operand]
+        across = None if cut is None else cut.across
         if self.past is None:
-            return backends.quantize(matrix, *formats, any_layout, cut)
-        return quantize_delayed(self.past, operand, matrix, formats, any_layout, cut)
+            return backends.quantize(matrix, *formats, any_layout, across)
+        return quantize_delayed(self.past, operand, matrix, formats, any_layout, across)
 
     def _received(
         self, matrix: Float8Tensor, formats: tuple[Float8Format | None, Float8Format | None]
@@ -216,9 +251,9 @@ class Spread:
         self, weight: torch.Tensor, formats: tuple[Float8Format | None, Float8Format | None]
     ) -> Operand:
         """This rank's part of a weight that was not gathered in float8, for one usage; see ``quantize``."""
-        values = weight.plain if isinstance(weight, MasterWeight) else weight
-        cut = self.cuts[W]
-        across = None if cut is None else functools.partial(self._amax_of_weight, cut)
+        traced = torch.compiler.is_compiling()
+        values = weight.plain if isinstance(weight, MasterWeight) and not traced else weight
+        across = None if self.cuts[W] is None else self._amax_of_weight
         if self.past is None:
             row, col = backends.quantize(values, *formats, False, across)
         else:
@@ -229,46 +264,37 @@ class Spread:
             raise RuntimeError("quantize returned no operand for a format")
         return operand
 
-    def _amax_of_weight(self, cut: Cut, amax: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """Reduced in forward; backward casts with the same scales and communicates nothing."""
+    def _amax_of_weight(self, amax: torch.Tensor, tile: Tile) -> torch.Tensor:
+        cut = self.cuts[W]
+        if cut is None:
+            raise RuntimeError(
+                f"{self.fqn}: asked for the amaxes of all ranks, of a weight that none has a part of"
+            )
         if torch.compiler.is_compiling():
-            return cut(amax, tile)
-        if self._weight_amax is None:
-            self._weight_amax = cut(amax, tile)
-        return self._weight_amax
+            return cut.across(amax, tile)
+        if not self.weight_amax:
+            self.weight_amax.append(cut.across(amax, tile))
+        return self.weight_amax[0]
 
 
-Cuts = tuple[Cut | None, Cut | None, Cut | None]
+@constant_result
+def _reaches_over(number: int, fqn: str, operand: OperandName, dim: int, whole: int, part: int) -> bool:
+    """Whether scales of an operand that is cut so reach over ranks; of the plan of that number.
+
+    Raises:
+        Float8ConfigError: cuts that its formats cannot take.
+    """
+    return _checked_cut(number, fqn, operand, dim, whole, part)
 
 
 @functools.cache
-def _cuts(fqn: str, recipe: Recipe, shape: tuple[int, int], places: Placements, mesh: DeviceMesh) -> Cuts:
-    """How x, w and dy are cut, each as the matrix that is quantized; None where ranks need not know of each other."""
-    (rows, cols), world = shape, mesh.size()
-    tokens = Cut(0, 0, 0, mesh)
-    by_rows, by_cols = (-(-extent // world) for extent in shape)
-    if places.dw.is_shard(0):
-        cuts: Cuts = None, Cut(0, rows, by_rows, mesh), Cut(1, rows, by_rows, mesh)
-    elif places.dw.is_shard(1):
-        cuts = Cut(1, cols, by_cols, mesh), Cut(1, cols, by_cols, mesh), None
-    elif places.x.is_shard():
-        cuts = tokens, None, tokens
-    else:
-        cuts = None, None, None
-    if world == 1:
-        return None, None, None
-    needed = (_cut_if_needed(cut, name, recipe, fqn) for name, cut in zip(OPERANDS, cuts, strict=True))
-    x, w, dy = needed
-    return x, w, dy
-
-
-def _cut_if_needed(cut: Cut | None, operand: OperandName, recipe: Recipe, fqn: str) -> Cut | None:
-    if cut is None:
-        return None
+def _checked_cut(number: int, fqn: str, operand: OperandName, dim: int, whole: int, part: int) -> bool:
+    recipe = Plan.made[number].recipe
     row, col = recipe.formats(operand)
-    if operand == "w":
-        col = None if row is not None else col  # derived from this rank's codes
-    seen = [(f, f.tile if f is row else f.tile.t()) for f in (row, col) if f is not None]
+    if operand == "w" and row is not None:
+        col = None  # derived from this rank's codes
+    seen = [] if row is None else [(row, row.tile)]
+    seen += [] if col is None else [(col, col.tile.t())]
     for format, tile in seen:
         if format.scale_rule.has_global or format.depth_multiple > 1:
             raise Float8ConfigError(
@@ -276,8 +302,7 @@ def _cut_if_needed(cut: Cut | None, operand: OperandName, recipe: Recipe, fqn: s
                 "scales or packing go over parts; convert the layer with a recipe of one scale level and one element a "
                 "byte, or leave it out of parallelize_module's plan"
             )
-        if cut.whole:
-            tile.check_cut(cut.dim, cut.whole, cut.part, f"{fqn}: its {operand}")
-    edges = [(tile.rows, tile.cols)[cut.dim] for _, tile in seen]
-    crossed = any(edge == ALL or (cut.whole and cut.part % edge) for edge in edges)
-    return cut if crossed else None
+        if whole:
+            tile.check_cut(dim, whole, part, f"{fqn}: its {operand}")
+    edges = [(tile.rows, tile.cols)[dim] for _, tile in seen]
+    return any(edge == ALL or bool(whole and part % edge) for edge in edges)

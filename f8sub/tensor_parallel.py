@@ -24,7 +24,7 @@ from f8sub.recipe import Recipe
 from f8sub.scaling_state import Past, X, quantize_delayed
 from f8sub.spread import Cut
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply
+from f8sub.torch_compat import apply, untraced
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -193,6 +193,7 @@ def check_can_be_sent(recipe: Recipe, fqn: str, *, shared: bool) -> Float8Format
     return rowwise
 
 
+@untraced
 def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     """A token-sharded x, (..., K), gathered as the float8 that a layer reads it in; differentiable.
 
@@ -224,7 +225,7 @@ class _Gather(torch.autograd.Function):
         ctx.placements = x.placements
         local = x._local_tensor.to(dtype)
         matrix = local.reshape(-1, local.shape[-1])
-        tokens = Cut(0, 0, 0, x.device_mesh)
+        tokens = Cut.of(x.device_mesh, 0, 0).across
         if past is None:
             operand, _ = backends.quantize(matrix, format, None, across=tokens)
         else:

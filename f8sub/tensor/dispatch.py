@@ -1,6 +1,6 @@
 """Layer 3. Every aten operator a Float8Tensor answers, one handler a meaning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,32 +46,22 @@ def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tensor.map_buffers(lambda buffer: func(buffer, **moved))
 
 
-@implements(aten.view.default)
+@implements(aten.view.default, aten.as_strided.default)
 def _view_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same rows under other leading dims."""
-    tensor, shape = args
-    viewed = torch.empty(tensor.shape, device="meta").view(shape).shape
-    if viewed[-1:] != tensor.shape[-1:]:
-        raise _no_such_view(func, tensor, shape)
-    out = tensor.map_buffers(aten.alias.default, leading=viewed[:-1])
-    return return_and_correct_aliasing(func, args, kwargs, out)
-
-
-@implements(aten.as_strided.default)
-def _same_shape_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The view FSDP2 takes of an unsharded parameter: all of it, as it is."""
-    tensor, shape, stride = args[:3]
-    offset = any(args[3:4]) or kwargs.get("storage_offset")
-    if (tuple(shape), tuple(stride)) != (tuple(tensor.shape), tensor.stride()) or offset:
-        raise _no_such_view(func, tensor, shape)
-    return return_and_correct_aliasing(func, args, kwargs, tensor.map_buffers(aten.alias.default))
-
-
-def _no_such_view(func: Any, tensor: Float8Tensor, shape: Sequence[int]) -> NotImplementedError:
-    return NotImplementedError(
-        f"{func} of {tensor!r} to {tuple(shape)}: codes and scales cannot be viewed in another shape; "
-        "call .dequantize() first"
+    """The same rows under other leading dims. FSDP2 asks for an unsharded parameter's own, with its strides."""
+    tensor, shape, *strided = args
+    viewed = torch.empty(shape if strided else tensor.shape, device="meta")
+    viewed = viewed if strided else viewed.view(shape)
+    apart = strided and (
+        tuple(strided[0]) != viewed.stride() or any(strided[1:]) or kwargs.get("storage_offset")
     )
+    if viewed.shape[-1:] != tensor.shape[-1:] or viewed.numel() != tensor.numel() or apart:
+        raise NotImplementedError(
+            f"{func} of {tensor!r} to {tuple(shape)}: codes and scales cannot be viewed in another shape; "
+            "call .dequantize() first"
+        )
+    out = tensor.map_buffers(aten.alias.default, leading=viewed.shape[:-1])
+    return return_and_correct_aliasing(func, args, kwargs, out)
 
 
 def _check_matrix(func: Any, tensor: Float8Tensor) -> None:

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
@@ -169,6 +169,34 @@ def test_products_are_the_unsharded_layer_s(ranks, recipe, how):
         ] == []
         assert decibels(found["y"], expected["y"]) > 125
         assert decibels(found["dx"], expected["dx"]) > (125 if transposed else 85)
+
+
+def of_tokens(rank: int, world: int, recipe: str) -> dict[str, torch.Tensor]:
+    """A whole weight and each rank's tokens; what comes out of it, whole."""
+    mesh = mesh_of(world)
+    layer = distribute_module(mlp(recipe).up, mesh)
+    x, dy = (DTensor.from_local(t, mesh, [Replicate()]) for t in inputs())
+    x = x.redistribute(placements=[Shard(1)]).detach().requires_grad_()
+    y = layer(x)
+    assert y.placements == (Shard(1),)
+    y.backward(torch.cat([dy] * (HIDDEN // WIDTH), 2).redistribute(placements=[Shard(1)]))
+    grads = {name: parameter.grad.full_tensor() for name, parameter in layer.named_parameters()}
+    return {"y": y.detach().full_tensor(), "dx": x.grad.full_tensor()} | grads
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_tokens_of_a_whole_weight(ranks, recipe):
+    """Scales of all tokens are reduced; blocks of tokens are each rank's own."""
+    layer, (x, dy) = mlp(recipe).up, inputs()
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(torch.cat([dy] * (HIDDEN // WIDTH), 2))
+    expected = {"y": y.detach(), "dx": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    for found in ranks(2, of_tokens, recipe):
+        assert torch.equal(found["y"], expected["y"])
+        assert torch.equal(found["dx"], expected["dx"])
+        assert decibels(found["weight"], expected["weight"]) > (25 if recipe == "blockwise" else 125)
+        assert decibels(found["bias"], expected["bias"]) > 125
 
 
 def counted(rank: int, world: int, recipe: str) -> dict[str, int]:

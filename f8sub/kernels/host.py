@@ -12,8 +12,10 @@ import torch
 from f8sub.formats import Float8Format, Operand, ScaleRule
 from f8sub.kernels import delayed, reference
 
-_MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32)
+_MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32, device="cpu")
 """``-0 + scale * x`` is the float32 product of a bfloat16 ``x``, signed zeros too, in one operator."""
+
+_ONE = torch.ones((1, 1), dtype=torch.float32, device="cpu")
 
 
 def quantize(
@@ -43,11 +45,11 @@ def quantize(
         return reference.quantize(x, rowwise, columnwise, any_layout)
     scale = scale_from_amax(amax, format)
     data = torch.add(_MINUS_ZERO, x, alpha=scale).to(format.dtype)
-    scale_inv = torch.full((1, 1), 1.0 / scale, dtype=torch.float32)
+    scale_inv = _matrix_of(1.0 / scale)
     row = None if rowwise is None else Operand(data, scale_inv, format)
     if columnwise is None:
         return row, None
-    return row, Operand(data.mT if any_layout else torch.t_copy(data), scale_inv, format)
+    return row, Operand(data.t() if any_layout else torch.t_copy(data), scale_inv, format)
 
 
 def quantize_delayed(
@@ -73,10 +75,19 @@ def quantize_delayed(
     scaled = torch.add(_MINUS_ZERO, x, alpha=scale)
     if amax * scale > format.max:
         scaled = scaled.clamp_(-format.max, format.max)
-    operand = Operand(scaled.to(format.dtype), torch.full((1, 1), 1.0 / scale, dtype=torch.float32), format)
+    operand = Operand(scaled.to(format.dtype), _matrix_of(1.0 / scale), format)
     row = None if rowwise is None else operand
     col = None if columnwise is None else reference.transposed(operand, columnwise, any_layout)
-    return row, col, torch.full((1, 1), amax, dtype=torch.float32)
+    return row, col, _matrix_of(amax)
+
+
+def _matrix_of(number: float) -> torch.Tensor:
+    """float32, (1, 1).
+
+    By the operator that has just cast: half of what a small operator costs is code that the caches do not hold, and
+    ``torch.full`` is other code. So is ``mT``, where the GEMM calls ``t()``.
+    """
+    return torch.add(_MINUS_ZERO, _ONE, alpha=number)
 
 
 def scale_from_amax(amax: float, format: Float8Format) -> float:

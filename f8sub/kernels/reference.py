@@ -328,5 +328,5 @@ def transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Oper
     if format.dtype == E2M1:
         data = e2m1.pack(e2m1.unpack(operand.data).t())
     else:
-        data = operand.data.mT if any_layout else torch.t_copy(operand.data)
+        data = operand.data.t() if any_layout else torch.t_copy(operand.data)
     return Operand(data, scale_inv, format, operand.global_scale_inv)

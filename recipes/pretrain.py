@@ -344,6 +344,10 @@ def joined_ranks(settings: Settings) -> Iterator[DeviceMesh]:
     dist.init_process_group(**options)
     yield init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     dist.destroy_process_group()
+    # gloo's worker threads outlive the group (DTensor's caches hold it), and one that drops a finished collective's
+    # last tensor while Python is finalized takes the process with it ("terminate called without an active
+    # exception", torch 2.13, seen on loaded machines). They need microseconds of a core, which this lets them have.
+    time.sleep(0.5)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 # Lint, types and tests. Arguments go to pytest; --all adds the tests marked long.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-./scripts/setup_env.sh train,torchao,dev
+./scripts/setup_env.sh train,torchao,torchtitan,trainers,dev
 
 selection=(-m "not long")
 arguments=()

@@ -26,6 +26,18 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     getattr(dist, name)(output, input, group=group)
 
 
+@functools.cache
+def cpu_has_amx() -> bool:
+    """Whether this CPU has AMX: tiles of bf16 and int8 at the least."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+@functools.cache
+def cpu_has_amx_fp16() -> bool:
+    """Whether its tiles take float16 too."""
+    return torch.cpu._is_amx_fp16_supported()
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)`` without its look for functorch's dead wrappers, where no transform is active."""
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():

@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels import block_scales
 from f8sub.kernels.block_scales import ALIGNMENT, BLOCK, whole_blocks
-from f8sub.torch_compat import constant_result
+from f8sub.torch_compat import constant_result, cpu_has_amx, cpu_has_amx_fp16
 
 TENSORWISE = Tile(ALL, ALL)
 ROWWISE = Tile(1, ALL)
@@ -58,7 +58,8 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
 
     Args:
         a: (M, K), of a tile that ``why_not`` accepts.
-        b: (N, K). A scale of a whole tensor is repeated for the rows where the other operand has one a row.
+        b: (N, K). A scale of a whole tensor is repeated for the rows where the other operand has one a row, and on
+            CPUs that are slow with it as it is.
         out_dtype: dtype of the result.
         fast_accum: keep partial sums in the tensor core's accumulator; no effect on the CPU, nor with blocks, whose
             partial sums are scaled every 128 elements.
@@ -69,7 +70,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     a_scale_inv, b_scale_inv = a.scale_inv, b.scale_inv
     if not a.format.is_plain:
         return _gemm_nt_in_small_blocks(a, b, out_dtype)
-    if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1:
+    if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1 or _is_slow_with_one_scale(a.data, b.data):
         if _in_blocks(a.format, b.format):
             return _gemm_nt_in_blocks(a, b, out_dtype)
         a_scale_inv = a_scale_inv.expand(a.data.shape[0], 1).contiguous()
@@ -210,6 +211,21 @@ def _why_no_vector_scales(device: torch.device) -> str | None:
 def _cuda_version() -> tuple[int, ...]:
     """The CUDA that torch was built with; nothing where it was not, ROCm included."""
     return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
+
+
+def _is_slow_with_one_scale(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether these codes are to be multiplied with their scales repeated for the rows."""
+    return a.is_cpu and a.dtype == b.dtype and _onednn_loops()
+
+
+@constant_result
+def _onednn_loops() -> bool:
+    """Whether the CPU is one where torch takes oneDNN for two operands of one dtype under one scale each, in vain.
+
+    ATen's ``_scaled_mm_out_cpu`` does where there is AMX; oneDNN has float8 kernels for AMX-FP16 alone, and elsewhere
+    (Sapphire and Emerald Rapids) its plain loop takes 42 ns a multiply-add. Rows are multiplied in float32: 0.4 ns.
+    """
+    return cpu_has_amx() and not cpu_has_amx_fp16() and _why_not_rows_on_the_cpu() is None
 
 
 @functools.cache

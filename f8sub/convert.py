@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.extensions import float8_class, plain_class
 from f8sub.filters import DEFAULT_SKIP, FilterFn, LayerRecipes, RecipeOrName, why_not
 from f8sub.fsdp.precompute_scales import (
     check_ranks_hook,
@@ -137,7 +138,7 @@ def convert_from_float8(model: Model) -> Model:
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
             del module.plan, module.fqn, module.converted, module.float8_all_gather
             module._modules.pop("scaling_states", None)
-            module.__class__ = torch.nn.Linear  # type: ignore[assignment]
+            module.__class__ = plain_class(module)  # type: ignore[assignment]
     return model
 
 
@@ -199,7 +200,7 @@ def _plans(
 
 
 def _convert(module: Any, fqn: str, plan: Plan, layers: ConvertedLayers) -> None:
-    module.__class__ = Float8Linear
+    module.__class__ = float8_class(type(module))
     module.plan, module.fqn, module.converted = plan, fqn or "(root)", layers
     layers.add(module)
     if plan.recipe.delayed is not None:

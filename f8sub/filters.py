@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from f8sub.errors import Float8ConfigError
+from f8sub.extensions import extensions
 from f8sub.formats import HIGH_PRECISION
 from f8sub.linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
@@ -75,7 +76,7 @@ class LayerRecipes:
 
 
 def why_not(
-    module: torch.nn.Module,
+    module: torch.nn.Linear,
     fqn: str,
     *,
     filter_fn: FilterFn | None,
@@ -91,9 +92,9 @@ def why_not(
         skip: glob patterns; one that matches a run of whole segments of ``fqn`` skips the layer.
         recipes: which recipe the layer would get.
     """
-    if type(module) is not torch.nn.Linear:
-        if isinstance(module, Float8Linear):
-            return "already converted"
+    if isinstance(module, Float8Linear):
+        return "already converted"
+    if type(module) is not torch.nn.Linear and type(module) not in extensions:
         return f"a subclass of nn.Linear ({type(module).__name__}) whose forward is its own"
     if pattern := next((p for p in skip if matches(p, fqn)), None):
         return f"skip={pattern!r}"

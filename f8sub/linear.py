@@ -55,7 +55,8 @@ class Float8Linear(torch.nn.Linear):
     float8_all_gather: bool
     scaling_states: torch.nn.ModuleList
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        x = input  # nn.Linear's name, which callers and sharding plans know it by
         if x.dtype not in HIGH_PRECISION:
             raise TypeError(
                 f"{self.fqn}: a float8 linear layer takes an input of {', '.join(map(str, HIGH_PRECISION))}, got "
@@ -199,7 +200,7 @@ class Float8Linear(torch.nn.Linear):
 @untraced
 def _eagerly(layer: Float8Linear, x: torch.Tensor) -> torch.Tensor:
     """Outside of compiled graphs: dynamo of 2.13 cannot look into the float8 in a DTensor, nor return its gradient."""
-    return layer.forward(x)
+    return Float8Linear.forward(layer, x)
 
 
 _GEMMS = ("fprop", "dgrad", "wgrad")

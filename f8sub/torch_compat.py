@@ -45,6 +45,11 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
 def running_ddp() -> DistributedDataParallel | None:
     """The DistributedDataParallel module whose forward runs now, in eager code."""
     running: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()

@@ -30,6 +30,9 @@ _COPIES = {
 }
 """Operators whose result is a master weight of its own: what FSDP2, DTensor and ``nn.Module`` re-make weights with."""
 
+_COPIES_OF_OTHERS = {"spmd_types::replicate_to_varying"}
+"""Likewise, of libraries that need not be installed: what torchtitan cuts weights for tensor parallelism with."""
+
 _COLLECTIVES = {getattr(c10d, name).default for name in ("scatter_", "broadcast_") if hasattr(c10d, name)}
 """In-place collectives of ``distribute_tensor``: the result holds the tensors they wrote to."""
 
@@ -287,6 +290,8 @@ def describe(func: Any) -> Operator:
     returned = [result.alias_info for result in func._schema.returns if result.alias_info is not None]
     is_view = any(not alias.is_write for alias in returned)
     wrap = _WRAPS.get(func) or (_wrap_views if is_view else None)
+    if func._schema.name in _COPIES_OF_OTHERS:
+        wrap = _wrap_copy
     _OPERATORS[id(func)] = Operator(func, written, is_view, wrap)
     return _OPERATORS[id(func)]
 

@@ -203,7 +203,8 @@ class Nursery:
         self.pid, self._requests, self._replies = pid, requests, replies
 
     @classmethod
-    def start(cls) -> "Nursery":
+    def start(cls, *modules: str) -> "Nursery":
+        """Fork it; ``modules`` are imported in it too, once for all ranks."""
         request_reader, request_writer = os.pipe()
         reply_reader, reply_writer = os.pipe()
         pid = os.fork()
@@ -212,13 +213,15 @@ class Nursery:
                 os.close(request_writer)
                 os.close(reply_reader)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-                importlib.import_module(
-                    "torch._dynamo"
-                )  # a second, which each rank's fully_shard would spend
+                # Of torch._dynamo, a second, which each rank's fully_shard would spend.
+                for module in ("torch._dynamo", *modules):
+                    importlib.import_module(module)
                 while True:
                     try:
                         request = pickle.loads(_read(request_reader))
                     except EOFError:
+                        break
+                    if request is None:
                         break
                     _write(reply_writer, pickle.dumps(_serve(request)))
             finally:
@@ -243,6 +246,8 @@ class Nursery:
         return [reply.result for reply in replies]
 
     def stop(self) -> None:
+        # Not by closing the pipe alone: a process forked later has the other end, too.
+        _write(self._requests, pickle.dumps(None))
         os.close(self._requests)
         os.close(self._replies)
         os.waitpid(self.pid, 0)

@@ -1,0 +1,126 @@
+"""Layer 7. What torchtitan's users ask for, and the one conversion of their model; of any version of torchtitan."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from f8sub.convert import convert_to_float8
+from f8sub.errors import Float8ConfigError
+from f8sub.extensions import extensions
+from f8sub.filters import DEFAULT_SKIP, LayerRecipes
+from f8sub.integrations.torchtitan.scales import PRECOMPUTE, attach_at_first_step
+from f8sub.recipe import Recipe
+from f8sub.recipes import DEFAULT
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+AUTO_FILTER = "auto_filter_small_kn"
+"""In ``filter_fqns``, torchtitan's word for: leave layers alone that are too small to gain. See ``is_too_small``."""
+
+SKIP = (*DEFAULT_SKIP, "router")
+"""Besides the output projection, what chooses a mixture's experts stays in high precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is converted, and how; the names are torchtitan's.
+
+    Attributes:
+        recipe_name: one of ``f8sub.recipe_names()``, or a mapping from glob patterns over layers' names to them.
+        filter_fqns: a layer whose name contains one of these strings is left alone; ``"auto_filter_small_kn"`` too.
+        skip: glob patterns over whole segments of names, see ``f8sub.convert_to_float8``; may match nothing.
+        enable_fsdp_float8_all_gather: weights are gathered as float8.
+        precompute_float8_dynamic_scale_for_fsdp: one all-reduce makes the scales of all weights after each optimizer
+            step; None for wherever the weights are gathered as float8.
+        emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
+
+    Raises:
+        Float8ConfigError: no such recipe, a string in place of a list of them, or scales to precompute for weights
+            that are not gathered as float8.
+    """
+
+    recipe_name: str | Mapping[str, str] = DEFAULT
+    filter_fqns: tuple[str, ...] = ()
+    skip: tuple[str, ...] = SKIP
+    enable_fsdp_float8_all_gather: bool = True
+    precompute_float8_dynamic_scale_for_fsdp: bool | None = None
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        LayerRecipes(self.recipe_name)
+        for name in ("filter_fqns", "skip"):
+            value: Iterable[str] | str = getattr(self, name)
+            if isinstance(value, str):
+                raise Float8ConfigError(f"{name}={value!r} is a string; give a list of strings, [{value!r}]")
+            object.__setattr__(self, name, tuple(value))
+        if self.precompute_float8_dynamic_scale_for_fsdp and not self.enable_fsdp_float8_all_gather:
+            raise Float8ConfigError(
+                "precompute_float8_dynamic_scale_for_fsdp=True makes the scales of weights that are gathered as "
+                "float8, and enable_fsdp_float8_all_gather=False gathers none so; change one of the two"
+            )
+
+    @property
+    def precompute(self) -> bool:
+        """Whether scales are made after each optimizer step."""
+        wanted = self.precompute_float8_dynamic_scale_for_fsdp
+        return self.enable_fsdp_float8_all_gather if wanted is None else wanted
+
+
+def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.nn.Linear]]) -> Model:
+    """Convert a model that torchtitan just built, in place, before any parallelism.
+
+    Args:
+        model: on meta.
+        options: what was asked for.
+        linear_classes: torchtitan's own subclasses of nn.Linear, which call nn.Linear's forward or inherit it.
+
+    Raises:
+        Float8ConfigError: nothing is left to convert, or a string of ``filter_fqns`` is in no layer's name.
+    """
+    extensions.update(linear_classes)
+    names = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    filters = [text for text in options.filter_fqns if text != AUTO_FILTER]
+    if idle := [text for text in filters if not any(text in fqn for fqn in names)]:
+        raise Float8ConfigError(
+            f"filter_fqns={idle} is in no linear layer's name; the model has {', '.join(_kinds(names))}"
+        )
+    adapters = {child for module in names.values() for child in module.modules() if child is not module}
+    recipes = LayerRecipes(options.recipe_name)
+
+    def keep(module: torch.nn.Module, fqn: str) -> bool:
+        recipe = recipes.of(fqn) if AUTO_FILTER in options.filter_fqns else None
+        return module not in adapters and not (recipe is not None and is_too_small(module, recipe))
+
+    convert_to_float8(
+        model,
+        options.recipe_name,
+        filter_fn=keep,
+        filter_fqns=filters,
+        skip=options.skip,
+        float8_all_gather=options.enable_fsdp_float8_all_gather,
+        backend="reference" if options.emulate else "auto",
+    )
+    setattr(model, PRECOMPUTE, options.precompute)
+    if options.precompute:
+        attach_at_first_step()
+    return model
+
+
+def is_too_small(layer: torch.nn.Module, recipe: Recipe) -> bool:
+    """Whether a layer is slower in float8 than in bf16 on an H100, as torchao measured it.
+
+    Source: torchao/float8/float8_linear_utils.py, for one scale a tensor and for scales of rows. Recipes with finer
+    tiles cost at least what rows do and are taken for those.
+    """
+    n, k = int(layer.out_features), int(layer.in_features)  # type: ignore[arg-type]
+    if all(format.tile.is_whole for format in recipe.formats("w") if format is not None):
+        return k <= 4096 and n <= 1024
+    return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
+
+
+def _kinds(names: Iterable[str]) -> list[str]:
+    """Layers' names, those that differ in numbers alone once."""
+    kinds = (".".join("*" if part.isdigit() else part for part in fqn.split(".")) for fqn in names)
+    return list(dict.fromkeys(kinds))

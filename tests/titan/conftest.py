@@ -1,0 +1,53 @@
+"""A nursery of its own, warm with torchtitan: that takes 20 seconds to import and changes torch where it is."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.ranks import Nursery
+from tests.titan import runs
+
+_nursery = pytest.StashKey[Nursery]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    wanted = any("titan" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and importlib.util.find_spec("torchtitan"):
+        session.config.stash[_nursery] = Nursery.start("tests.titan.cpu")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    nursery = config.stash.get(_nursery, None)
+    if nursery is not None:
+        nursery.stop()
+
+
+@pytest.fixture(scope="session")
+def titan(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """As ``ranks``, in processes that have torchtitan."""
+    if _nursery not in request.config.stash:
+        pytest.skip("torchtitan is not installed")
+    return functools.partial(request.config.stash[_nursery].run, timeout=300.0)
+
+
+@pytest.fixture(scope="session")
+def assets(titan: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer and a data set."""
+    folder = tmp_path_factory.mktemp("titan")
+    titan(1, runs.make_assets, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def train(titan: Callable[..., list[Any]], assets: Path) -> Callable[..., Any]:
+    """``train(world, "bf16 section.field=value ...")``: rank 0's losses by step; the same run is made once."""
+
+    @functools.cache
+    def run(world: int, arguments: str) -> dict[int, float]:
+        return titan(world, runs.train, arguments.split(), assets)[0]["losses"]
+
+    return run

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import config_registry as llama3
@@ -42,6 +43,8 @@ def on_cpu(config: Trainer.Config) -> Trainer.Config:
     config.training.disable_cuda_graphs = True
     config.activation_checkpoint = None
     config.validator.enable = False
+    config.checkpoint.interval = 3
+    config.checkpoint.last_save_model_only = False
     config.debug.seed = 0
     return config
 
@@ -67,9 +70,34 @@ def peer() -> Trainer.Config:
     return on_cpu(config)
 
 
-def f8sub() -> Trainer.Config:
-    """The converter, default recipe, by the backend that is fast on every CPU."""
+def f8sub(**options: Any) -> Trainer.Config:
+    """The converter, by the backend that is fast on every CPU."""
     config = llama3.llama3_debugmodel()
-    converter = titan.Float8Converter.Config(emulate=True)
+    converter = titan.Float8Converter.Config(emulate=True, **options)
     config.model_spec = model_registry("debugmodel", converters=[converter])
     return on_cpu(config)
+
+
+def f8sub_chunked(**options: Any) -> Trainer.Config:
+    config = chunked()
+    titan.float8(config.model_spec.model, emulate=True, **options)
+    return config
+
+
+def f8sub_hooked() -> Trainer.Config:
+    """With scales, and all that is checked, from when the optimizers are built."""
+    config = f8sub()
+    config.model_spec = titan.with_precompute_scales(config.model_spec)
+    return config
+
+
+def f8sub_full_ac() -> Trainer.Config:
+    config = f8sub()
+    config.activation_checkpoint = FullAC.Config()
+    return config
+
+
+def f8sub_selective_ac() -> Trainer.Config:
+    config = f8sub()
+    config.activation_checkpoint = SelectiveAC.Config()
+    return config

@@ -97,11 +97,11 @@ def configured(arguments: list[str], folder: Path) -> Any:
     """A config of ``tests.titan.configs``, with options as of the command line, which takes seconds to parse.
 
     Args:
-        arguments: the config's name, then ``section.field=value`` with JSON values.
+        arguments: the config's name and, after a colon, its arguments; then ``section.field=value``. Values are JSON.
         folder: where a run takes its assets from and leaves everything.
     """
-    name, *options = arguments
-    config = getattr(configs, name)()
+    (name, _, given), *options = arguments[0].partition(":"), *arguments[1:]
+    config = getattr(configs, name)(**json.loads(given or "{}"))
     config.hf_assets_path, config.dataloader.dataset_path = str(folder / "tokenizer"), str(folder / "data")
     config.dump_folder = str(folder)
     for option in options:

@@ -14,10 +14,16 @@ def make_assets(rank: int, world: int, folder: Path) -> None:
     cpu.make_assets(rank, world, folder)
 
 
-def train(rank: int, world: int, arguments: list[str], folder: Path, **options: Any) -> dict[str, Any]:
+def train(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
     from tests.titan import cpu
 
-    return cpu.train(rank, world, arguments, folder, **options)
+    return cpu.train(rank, world, arguments, folder)
+
+
+def count(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
+    from tests.titan import cpu
+
+    return cpu.train(rank, world, arguments, folder, count=True)
 
 
 def alone(test: Callable[..., None]) -> Callable[..., None]:

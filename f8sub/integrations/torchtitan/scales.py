@@ -95,7 +95,7 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
 
 
 def _is_cut_twice(layer: Float8Linear) -> bool:
-    weight = layer._parameters["weight"]
+    weight: Any = layer._parameters["weight"]
     return isinstance(weight, DTensor) and len(sharded_dims(weight)) > 1
 
 

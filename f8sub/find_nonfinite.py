@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -100,7 +101,9 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
         handle
         for name, layer in layers.items()
         for handle in (
-            layer.register_forward_pre_hook(functools.partial(_before, search, name, shards[name])),
+            layer.register_forward_pre_hook(
+                functools.partial(_before, search, name, shards[name]), with_kwargs=True
+            ),
             layer.register_forward_hook(functools.partial(_after, search, name), prepend=True),
         )
     ]
@@ -113,8 +116,10 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
     search.finish()
 
 
-def _before(search: Search, name: str, shard: torch.Tensor, layer: torch.nn.Linear, args: Any) -> None:
-    search.look(name, "x", args[0] if args else None)
+def _before(
+    search: Search, name: str, shard: torch.Tensor, layer: torch.nn.Linear, args: Any, kwargs: dict[str, Any]
+) -> None:
+    search.look(name, "x", args[0] if args else kwargs.get("input"))
     search.note(name, "w", shard)
     search.look(name, "w", layer.weight)
 
@@ -124,8 +129,10 @@ def _after(search: Search, name: str, module: torch.nn.Module, args: Any, y: tor
     if y.grad_fn is None:
         return
     y.register_hook(functools.partial(search.look, name, "dy"))
-    if isinstance(module, Float8Linear):
-        y.grad_fn.register_hook(functools.partial(_after_backward, search, name))
+    # A DTensor was made of the product in one more step.
+    node = y.grad_fn.next_functions[0][0] if isinstance(y, DTensor) else y.grad_fn
+    if isinstance(module, Float8Linear) and node is not None:
+        node.register_hook(functools.partial(_after_backward, search, name))
 
 
 def _after_backward(

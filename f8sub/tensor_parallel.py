@@ -7,6 +7,7 @@ the whole x: one scale a tensor is of the largest amax of all ranks, scales of r
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,8 +130,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return x.to_local() if self.use_local_output else x
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        self._reader = self._find_reader(module)
-        return super()._apply(module, device_mesh)
+        of_module = copy.copy(self)  # a plan may give one style to many modules
+        of_module._reader = self._find_reader(module)
+        return super(PrepareFloat8ModuleInput, of_module)._apply(module, device_mesh)
 
     def _find_reader(self, module: torch.nn.Module) -> Float8Linear:
         if self.fwd_config_submodule_fqn is not None:
@@ -203,12 +205,15 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
         shared: whether other layers may read it too.
 
     Returns:
-        A replicated DTensor of ``Float8Tensor``, of x's shape.
+        A replicated DTensor of ``Float8Tensor``, of x's shape; of x itself where all GEMMs of the context's recipe read
+        it in high precision.
 
     Raises:
         Float8ConfigError: see ``check_can_be_sent``.
     """
     plan = plan_in_use(layer) if contexts.entered else layer.plan
+    if plan.recipe.formats("x") == (None, None):
+        return _placed(x, Replicate())
     format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
     device = "cpu" if x.is_cpu else x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -248,7 +253,8 @@ def _gathered_rows(operand: Operand, x: DTensor) -> Operand:
     parts = [data.view(torch.uint8)]
     if not format.tile.is_whole:
         parts.append(scale_inv.contiguous().view(torch.uint8))
-    rows = torch.cat(parts, 1).view(*x._local_tensor.shape[:-1], -1)
+    matrix = torch.cat(parts, 1)
+    rows = matrix.view(*x._local_tensor.shape[:-1], matrix.shape[1])
     shape = torch.Size((*x.shape[:-1], rows.shape[-1]))
     stride = torch.empty(shape, device="meta").stride()
     sent = DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)

@@ -35,7 +35,8 @@ class AmaxTable:
         amax: the weights' amaxes, infinity for one that is not finite, and last a lane: 1 + the index of a weight
             that changed on some ranks only.
         staged: what the histories staged.
-        late: whether scales are made with headroom, for weights that changed since.
+        late: whether scales are made with headroom, for weights that changed since. From the first time on what
+            unsharded weights hold is written when codes of the new scales are gathered: until then they may be in use.
     """
 
     def __init__(self, shards: Sequence[Shard], staged: int, device: str) -> None:
@@ -43,7 +44,7 @@ class AmaxTable:
         self._tensorwise = [s for s in shards if s.wire.table_tile.is_whole]
         self._finer = [s for s in shards if not s.wire.table_tile.is_whole]
         self._runs: list[list[Shard]] | None = None
-        self.late = False
+        self.late = self._apart = False
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
         slots = [size + -size % _SLOT for size in sizes]
         with torch.inference_mode(mode=False):
@@ -51,12 +52,12 @@ class AmaxTable:
             self.whole = torch.zeros(sum(parts), device=device)
             self.amax, self.staged = self.whole.split(parts)
             self._scale = torch.ones(sum(slots), device=device)
-            self._scale_inv = torch.ones_like(self._scale)
+            self._scale_inv, self._next_scale_inv = torch.ones_like(self._scale), torch.ones_like(self._scale)
             self._largest = torch.full_like(self._scale, torch.inf)
             start = 0
             for index, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
                 shard.index = index
-                flat = (self.amax, self._scale, self._scale_inv)
+                flat = (self.amax, self._scale, self._scale_inv, self._next_scale_inv)
                 shard.lay_out(*(part[start : start + size] for part in flat))
                 if not shard.wire.carries_scales:
                     self._largest[start : start + size] = shard.format.max
@@ -83,12 +84,19 @@ class AmaxTable:
 
     def write_scales(self) -> None:
         """Make the scales of the reduced amaxes, in place; dropped masters keep the scales of their codes."""
+        self._apart |= self.late
         for shards in self._same_rule():
             self._write_scales(shards)
         for shard in self._shards:
             shard.keep_scales()
-        for shard in self._in_parts:
-            shard.write_part()
+        if not self._apart:
+            for shard in self._in_parts:
+                shard.write_part()
+
+    def show_scales(self) -> None:
+        """Have unsharded weights hold the new scales, where codes of those are gathered without a word."""
+        for shard in self._shards:
+            shard.show_scales()
 
     def scales_serve(self) -> bool:
         """Whether the scales in place, older than the reduced amaxes, saturate nothing and flush nothing more to zero.
@@ -109,7 +117,7 @@ class AmaxTable:
                     self._runs = None
                     if not shard.wire.carries_scales:
                         self._write_scales([shard])
-                    if shard.has_part:
+                    if shard.has_part and not self._apart:
                         shard.write_part()
 
     def _same_rule(self) -> list[list[Shard]]:
@@ -122,15 +130,19 @@ class AmaxTable:
 
     def _write_scales(self, shards: list[Shard]) -> None:
         """Make the scales of weights of one format and dtype, which lie side by side in the table."""
+        for shard in shards:
+            shard.awaits_codes = self._apart
         if shards[0].format.scale_rule.stored_as != torch.float32:
             for shard in shards:
-                self._write(shard, shard.amax, shard.scale, shard.scale_inv, None)
+                made = shard.next_scale_inv if self._apart else shard.scale_inv
+                self._write(shard, shard.amax, shard.scale, made, None)
             return
         first, last = shards[0].amax, shards[-1].amax
         part = slice(first.storage_offset(), last.storage_offset() + last.numel())
         states = [shard.state for shard in shards if shard.state is not None]
         past = past_of_weights(states, _SLOT) if states else None
-        self._write(shards[0], self.amax[part], self._scale[part], self._scale_inv[part], past)
+        scale_inv = self._next_scale_inv if self._apart else self._scale_inv
+        self._write(shards[0], self.amax[part], self._scale[part], scale_inv[part], past)
 
     def _write(
         self,

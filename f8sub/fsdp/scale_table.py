@@ -140,6 +140,7 @@ class ScaleTable:
             self._requested = True
         if self._captured:
             self.settle()  # the replay of a graph waits for no reduction that began outside of it
+            self._entries.show_scales()
 
     def _switch(self, late: bool) -> None:
         """Be late from now on, or no longer, if all ranks ask for it now: codes of both do not go together."""

@@ -68,6 +68,7 @@ class WireWeight(MasterWeight):
         table.guard(shard, self, gathered, generation)
         if ticket is not None:
             table.resolve(shard, self, gathered, ticket)
+        shard.show_scales()
         if out is not None:
             return None
         codes, scale_inv = shard.wire.unsharded(gathered)

@@ -71,7 +71,7 @@ def decibels(model: nn.Module, x: torch.Tensor) -> float:
     y, expected = model(x), x.double()
     for parameter in model.parameters():
         expected = expected @ parameter.full_tensor().double().t()
-    return (20 * torch.log10(expected.norm() / (y.double() - expected).norm())).item()
+    return ratio(y, expected)
 
 
 def jump(model: nn.Module, factor: float, rank: int, only: int | None) -> None:
@@ -109,6 +109,50 @@ def test_the_guard_catches_a_jump_at_once(ranks, recipe, factor, only):
         assert later > 24.0
         # A scale that was rounded down to a power of two may hold 4x, with the margin.
         assert unguarded <= (22.0 if factor != 4.0 or recipe == "tensorwise" else at_once)
+
+
+def asked_again_while_gathered(rank: int, world: int, recipe: str) -> tuple[float, float]:
+    """Decibels of dx and of another y, of weights that stay gathered over a call after none of them changed.
+
+    As where another network's optimizer steps, or between microbatches.
+    """
+    model = f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64)), recipe=recipe)
+    model = shard(model, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    x = gaussian((16, 64), generator(3)).requires_grad_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for factor in (1.0, 1.5, 1.5, 1.5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().mul_(factor)
+        optimizer.step()
+        f8sub.precompute_scales(model, late=True)
+        weights = [parameter.full_tensor().double() for parameter in model.parameters()]
+        y = model(x)
+        f8sub.precompute_scales(model, late=True)
+        y.sum().backward()
+        f8sub.precompute_scales(model, late=True)
+        again = model(x.detach())
+        for module in (model, *model.layers):
+            module.reshard()
+        found, x.grad = x.grad, None
+    expected_y, expected_dx = x.detach().double(), torch.ones(16, 64).double()
+    for weight in weights:
+        expected_y = expected_y @ weight.t()
+    for weight in reversed(weights):
+        expected_dx = expected_dx @ weight
+    return ratio(found, expected_dx), ratio(again.detach(), expected_y)
+
+
+def ratio(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return (20 * torch.log10(expected.norm() / (found.double() - expected).norm())).item()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "gridquant"])
+def test_weights_in_use_keep_the_scales_of_their_codes(ranks, recipe):
+    for dx, y in ranks(2, asked_again_while_gathered, recipe):
+        assert dx > 20.0
+        assert y > 24.0
 
 
 def order(rank: int, world: int, recipe: str) -> list[list[str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -45,20 +45,21 @@ def mlp(recipe: str | None) -> nn.Module:
 
 
 OF_TOKENS = Shard(1)
+ONE_GATHER = {
+    "": PrepareFloat8ModuleInput(
+        input_layouts=OF_TOKENS, desired_input_layouts=Replicate(), fwd_config_submodule_fqn="up"
+    ),
+    "gate": Float8ColwiseParallel(),
+    "up": Float8ColwiseParallel(),
+    "down": Float8RowwiseParallel(output_layouts=OF_TOKENS),
+}
 PLANS = {
     "one gather a layer": {
         "0.gate": Float8ColwiseParallel(input_layouts=OF_TOKENS),
         "0.up": Float8ColwiseParallel(input_layouts=OF_TOKENS),
         "0.down": Float8RowwiseParallel(output_layouts=OF_TOKENS),
     },
-    "one gather": {
-        "0": PrepareFloat8ModuleInput(
-            input_layouts=OF_TOKENS, desired_input_layouts=Replicate(), fwd_config_submodule_fqn="up"
-        ),
-        "0.gate": Float8ColwiseParallel(),
-        "0.up": Float8ColwiseParallel(),
-        "0.down": Float8RowwiseParallel(output_layouts=OF_TOKENS),
-    },
+    "one gather": {f"0.{name}".removesuffix("."): style for name, style in ONE_GATHER.items()},
     "high precision": {
         "0.gate": ColwiseParallel(input_layouts=OF_TOKENS),
         "0.up": ColwiseParallel(input_layouts=OF_TOKENS),
@@ -134,21 +135,53 @@ def test_with_fully_shard(ranks, recipe):
     check(found[2:], recipe, sent_in_float8=True)
 
 
-def uneven(rank: int, world: int) -> bool:
-    """11 tokens over 2 ranks: 6 and 5."""
-    model, mesh = parallel("rowwise", "one gather", mesh_of(world)), mesh_of(world)
-    x = inputs()[0][:, :11]
-    mine = x.tensor_split([6], dim=1)[rank]
-    whole = DTensor.from_local(
-        mine, mesh, (OF_TOKENS,), run_check=False, shape=x.shape, stride=x.contiguous().stride()
-    )
-    y = model(whole)
-    expected = mlp("rowwise")(x).tensor_split([6], dim=1)[rank]
-    return decibels(y.detach() + 0, expected.detach()) > 125
+def uneven(rank: int, world: int, recipe: str, plan: str, tokens: int) -> list[str]:
+    """Of 11 tokens rank 0 has 6 and rank 1 has 5; of 1 token rank 1 has none."""
+    mesh = mesh_of(world)
+    model = parallel(recipe, plan, mesh)
+    x, dy = (t[:, :tokens] for t in inputs())
+    expected = products_of(mlp(recipe), x, dy)
+    x, dy = (distribute_tensor(t.contiguous(), mesh, [OF_TOKENS]) for t in (x, dy))
+    y = model(x.requires_grad_())
+    y.backward(dy.to_local())
+    shape, stride = dy.shape, dy.stride()
+    y = DTensor.from_local(y.detach() + 0, mesh, [OF_TOKENS], run_check=False, shape=shape, stride=stride)
+    found = {"y": y, "dx": x.grad} | {name: parameter.grad for name, parameter in model.named_parameters()}
+    return [name for name, t in found.items() if decibels(t.full_tensor(), expected[name]) < 85]
 
 
-def test_uneven_tokens(ranks):
-    assert ranks(2, uneven) == [True, True]
+@pytest.mark.parametrize("tokens", [11, 1])
+@pytest.mark.parametrize("plan", ["one gather a layer", "one gather"])
+@on_each_recipe
+def test_uneven_tokens(ranks, recipe, plan, tokens):
+    assert ranks(2, uneven, recipe, plan, tokens) == [[], []]
+
+
+def in_high_precision(rank: int, world: int, plan: str) -> float:
+    model, x = parallel("tensorwise", plan, mesh_of(world)), inputs()[0]
+    with f8sub.autocast(enabled=False):
+        y = model(x.tensor_split(world, dim=1)[rank])
+    expected = mlp(None)(x).tensor_split(world, dim=1)[rank]
+    return decibels(y.detach() + 0, expected.detach())
+
+
+@pytest.mark.parametrize("plan", ["one gather a layer", "one gather"])
+def test_a_context_in_high_precision_gathers_x_in_high_precision(ranks, plan):
+    assert min(ranks(2, in_high_precision, plan)) > 125
+
+
+def one_plan_for_two_blocks(rank: int, world: int) -> list[float]:
+    recipe = {"0": "rowwise", "1": "tensorwise"}
+    plan = {f"*.{name}".removesuffix("."): style for name, style in ONE_GATHER.items()}
+    whole, model = (f8sub.convert_to_float8(nn.Sequential(mlp(None)[0], mlp(None)[0]), recipe=recipe) for _ in "12")
+    parallelize_module(model, mesh_of(world)["tp"], plan)
+    x = inputs()[0]
+    y = model(x.tensor_split(world, dim=1)[rank])
+    return decibels(y.detach() + 0, whole(x).tensor_split(world, dim=1)[rank].detach())
+
+
+def test_one_style_serves_blocks_of_different_recipes(ranks):
+    assert min(ranks(2, one_plan_for_two_blocks)) > 85
 
 
 def sent(rank: int, world: int, recipe: str, plan: str) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ class ConvertedLayers:
         steps: number of optimizer steps among them.
         stepped: which of these was the last of each weight, by the name of its layer; 0 where there was none.
         loaded_at: what ``steps`` was when a state dict was loaded last; its amax histories cover the steps before.
-        skips_steps: whether an optimizer of these weights skips the steps whose gradients are not finite.
+        step_guards: what skips steps of these weights whose gradients are not finite; each lives with its optimizer.
         fsdp: what the FSDP2 path keeps for these layers; None until the first all-gather or precompute_scales.
     """
 
@@ -41,7 +41,7 @@ class ConvertedLayers:
         self.steps = 0
         self.stepped: Counter[str] = Counter()
         self.loaded_at = 0
-        self.skips_steps = False
+        self.step_guards: weakref.WeakSet[Any] = weakref.WeakSet()
         self.fsdp: Any = None
 
     def add(self, layer: "Float8Linear") -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
+from f8sub.layers import ConvertedLayers
 from f8sub.linear import local_tensor
 from f8sub.optim import MasterWeights, conversions_of
 from f8sub.torch_compat import untraced
@@ -22,12 +23,15 @@ def skip_step_if_nonfinite(
     roll with the finite amaxes they were given, and NaN or infinity in an x or a dy is a ``Float8Warning`` from here
     on, no error, because it spoils nothing. NaN in a weight remains an error.
 
-    One all-reduce of one number a step. Optimizers whose kernels take ``found_inf``, as ``GradScaler`` hands it to
-    them (torch's with ``fused=True``, and ``MasterWeights`` of one), decide on the device, and the host waits for
-    nothing. Of any other the host reads the number at every step, and where it is not 0 the optimizer is shown no
-    gradients: it leaves parameters without one alone, and their states. The host also reads it at the first step at
-    which a parameter has a gradient, before its state is made: fused SGD would leave its momentum uninitialized.
-    ``torch.compile(optimizer.step)`` works with the former alone.
+    One all-reduce of one number a step, so every rank steps as often as the others, which ``ddp.join()`` does not ask
+    for. Of several optimizers each decides by its own gradients.
+
+    Optimizers whose kernels take ``found_inf``, as ``GradScaler`` hands it to them (torch's with ``fused=True``, and
+    ``MasterWeights`` of one), decide on the device, and the host waits for nothing. Of any other the host reads the
+    number at every step, and where it is not 0 the optimizer is shown no gradients: it leaves parameters without one
+    alone, and their states. The host also reads it at the first step at which a parameter has a gradient, before its
+    state is made: fused SGD would leave its momentum uninitialized. ``torch.compile(optimizer.step)`` works with the
+    former alone.
 
     Args:
         optimizer: any, before or after its first step; also under ``GradScaler``.
@@ -50,25 +54,35 @@ class StepGuard:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
-        self._parameters = [p for g in optimizer.param_groups for p in g["params"]]
         self._group = group
+        self._layers: set[ConvertedLayers] = set()
+        self._groups_seen = 0
         self._stepped: set[int] = set()
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._found_inf_before: list[torch.Tensor | None] = []
-        self.skipped = torch.zeros((), dtype=torch.int64, device=local_tensor(self._parameters[0]).device)
+        first = optimizer.param_groups[0]["params"][0]
+        self.skipped = torch.zeros((), dtype=torch.int64, device=local_tensor(first).device)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
-        for layers in conversions_of(self._parameters):
-            layers.skips_steps = True
+        self._enter_layers(optimizer)
 
     def remove(self) -> None:
         """Let the optimizer step whatever its gradients are."""
         for handle in self._handles:
             handle.remove()
-        for layers in conversions_of(self._parameters):
-            layers.skips_steps = False
+        for layers in self._layers:
+            layers.step_guards.discard(self)
+
+    def _enter_layers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Also of groups that were added since."""
+        if self._groups_seen == len(optimizer.param_groups):
+            return
+        self._groups_seen = len(optimizer.param_groups)
+        self._layers |= conversions_of(p for g in optimizer.param_groups for p in g["params"])
+        for layers in self._layers:
+            layers.step_guards.add(self)
 
     @untraced
     @torch.no_grad()
@@ -78,6 +92,7 @@ class StepGuard:
                 f"skip_step_if_nonfinite looks at gradients before {type(optimizer).__name__}.step, and a closure "
                 "computes them inside: call backward first and step() without a closure, or guard.remove()"
             )
+        self._enter_layers(optimizer)
         steps = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
         self._take_back(steps)  # what a step that raised left
         self._hidden = []

@@ -56,6 +56,11 @@ def running_ddp() -> DistributedDataParallel | None:
     return running
 
 
+def takes_uneven_inputs(ddp: DistributedDataParallel) -> bool:
+    """Whether ``ddp.join()`` is entered, where some ranks may take fewer steps than others."""
+    return bool(ddp._join_config.enable)
+
+
 def broadcast_no_more(ddp: DistributedDataParallel, buffers: Iterable[str]) -> None:
     """Have DDP leave the buffers of these names alone, from its next forward on."""
     ddp.parameters_to_ignore.update(buffers)

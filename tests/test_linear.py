@@ -230,11 +230,6 @@ def test_torch_func_and_hooks_see_a_module_like_any_other():
     assert seen == [(M, N), (M, K)]
 
 
-def test_its_argument_has_the_name_that_a_linear_layer_gives_it():
-    layer, x = made("tensorwise"), x_of(M, K)
-    assert torch.equal(layer(input=x), layer(x))
-
-
 def test_backends_are_those_of_the_device_it_is_called_on():
     """A plan for another device, as of a layer that was moved by ``p.data = t``."""
     layer = made()

@@ -96,7 +96,7 @@ def non_finite(operands: Sequence[str], layers: ConvertedLayers) -> list[str]:
 
     An x or a dy is a warning only where steps with gradients that are not finite are skipped.
     """
-    harmless = [o for o in operands if layers.skips_steps and not o.startswith(OPERANDS[W])]
+    harmless = [o for o in operands if layers.step_guards and not o.startswith(OPERANDS[W])]
     if harmless:
         warnings.warn(_left_out(harmless), Float8Warning, stacklevel=6)
     return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []

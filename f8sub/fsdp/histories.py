@@ -1,17 +1,19 @@
 """Layer 5. The amax histories of delayed scaling: rolled with a scale table's reduction, or on this rank alone."""
 
+import weakref
 from collections.abc import Container, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from f8sub.errors import Float8ConfigError
 from f8sub.fsdp.findings import HostCopy, operands_met
 from f8sub.fsdp.shard import Shard
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.scaling_state import OPERANDS, ScalingState, Staged, W, roll
 from f8sub.tensor.master_weight import MasterWeight
-from f8sub.torch_compat import broadcast_no_more
+from f8sub.torch_compat import broadcast_no_more, takes_uneven_inputs
 
 
 class Histories:
@@ -75,6 +77,7 @@ class Replicas:
         ranks = dist.get_process_group_ranks(ddp.process_group)
         # Of its own: collectives of others cannot cross it.
         self._group = dist.new_group(ranks, use_local_synchronization=True)
+        self._ddp = weakref.ref(ddp)
         states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
         broadcast_no_more(ddp, [f"{name}.{buffer}" for name, state in states for buffer in state._buffers])
 
@@ -82,7 +85,17 @@ class Replicas:
         """Make of what was staged what was staged on any rank; of a context's recipe each rank keeps its own.
 
         Only this rank may have entered that context.
+
+        Raises:
+            Float8ConfigError: within ``ddp.join()``: ranks that have no more inputs step no optimizer, and the others
+                would wait for them.
         """
+        if (ddp := self._ddp()) is not None and takes_uneven_inputs(ddp):
+            raise Float8ConfigError(
+                f"{layers[0][0].fqn}: its amax histories are shared by DDP's ranks at every optimizer step, and inside "
+                "of ddp.join() ranks may step differently often; give every rank as many batches, or take a recipe "
+                "with current scaling"
+            )
         own = [row for row, (layer, state) in enumerate(layers) if state.recipe == layer.plan.recipe]
         rows = slice(None) if len(own) == len(layers) else own
         together = torch.stack([part[rows] for part in staged])

@@ -150,3 +150,21 @@ def bad_on_one_rank(rank: int, world: int) -> str:
 def test_one_replica_s_bad_activation_is_told_on_every_rank(ranks):
     for message in ranks(2, bad_on_one_rank):
         assert "x of up" in message
+
+
+def of_uneven_inputs(rank: int, world: int) -> str:
+    model = replicas()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with pytest.raises(f8sub.Float8ConfigError) as refusal, model.join():
+        for _ in range(1 + rank):
+            model(gaussian((8, 32), generator(1))).sum().backward()
+            optimizer.step()
+    return str(refusal.value)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_ranks_that_may_step_differently_often_are_refused(ranks):
+    """Those with more inputs would wait for the others."""
+    for message in ranks(2, of_uneven_inputs):
+        assert "down" in message
+        assert "ddp.join()" in message

@@ -222,6 +222,32 @@ def test_removed_it_lets_bad_steps_through():
     assert model.layers[0].weight.isnan().any()
 
 
+def test_each_optimizer_has_its_own_guard_and_groups_that_are_added_have_it_too():
+    """A NaN in an x is an error of delayed scaling where no optimizer of the layers skips the step."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="delayed")
+    other = f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe="delayed")
+    guarded, plain = (torch.optim.SGD(layer.parameters(), lr=1e-2) for layer in model.layers)
+    guard = f8sub.skip_step_if_nonfinite(guarded)
+    f8sub.skip_step_if_nonfinite(plain).remove()
+    guarded.add_param_group({"params": list(other.parameters())})
+    x = torch.full((8, 32), torch.nan)
+
+    def step() -> None:
+        for trained in (model, other):
+            trained(x).sum().backward()
+        guarded.step()
+        guarded.zero_grad()
+        f8sub.precompute_scales([model, other])
+
+    for _ in range(3):
+        with pytest.warns(f8sub.Float8Warning, match=r"x of layers\.0"):
+            step()
+    assert int(guard.skipped) == 3
+    guard.remove()
+    with pytest.raises(f8sub.Float8NumericsError, match=r"x of layers\.0"):
+        step()
+
+
 def trained(rank: int, world: int, name: str, recipe: str, bad_steps: tuple[int, ...]) -> list:
     """Losses and skipped steps; rank 1 alone has a bad batch in the bad steps, which the others take out."""
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe=recipe)

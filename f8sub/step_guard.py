@@ -1,5 +1,6 @@
 """Layer 6. skip_step_if_nonfinite: an optimizer step that is none, on all ranks alike, if a gradient is not finite."""
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,9 +42,18 @@ def skip_step_if_nonfinite(
         The guard: ``int(guard.skipped)`` is the number of steps skipped so far, ``guard.remove()`` takes it off again.
 
     Raises:
-        Float8ConfigError: ``step`` is called with a closure, whose gradients are there only inside of it.
+        Float8ConfigError: the optimizer has a guard already; or, later, ``step`` is called with a closure, whose
+            gradients are there only inside of it.
     """
+    if optimizer in _guarded:
+        raise Float8ConfigError(
+            f"skip_step_if_nonfinite was called for this {type(optimizer).__name__} before; keep the guard it returned, or "
+            "guard.remove() before another one is made"
+        )
     return StepGuard(optimizer, group)
+
+
+_guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class StepGuard:
@@ -60,18 +70,22 @@ class StepGuard:
         self._stepped: set[int] = set()
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._found_inf_before: list[torch.Tensor | None] = []
-        first = optimizer.param_groups[0]["params"][0]
+        first = next(p for g in optimizer.param_groups for p in g["params"])
         self.skipped = torch.zeros((), dtype=torch.int64, device=local_tensor(first).device)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
+        self._optimizer = weakref.ref(optimizer)
+        _guarded.add(optimizer)
         self._enter_layers(optimizer)
 
     def remove(self) -> None:
         """Let the optimizer step whatever its gradients are."""
         for handle in self._handles:
             handle.remove()
+        if (optimizer := self._optimizer()) is not None:
+            _guarded.discard(optimizer)
         for layers in self._layers:
             layers.step_guards.discard(self)
 

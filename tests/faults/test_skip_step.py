@@ -248,6 +248,16 @@ def test_each_optimizer_has_its_own_guard_and_groups_that_are_added_have_it_too(
         step()
 
 
+def test_a_second_guard_is_refused_until_the_first_is_removed():
+    model = seed_weights(Stack(32, 48))
+    optimizer = make("adamw-fused", [{"params": []}, {"params": list(model.parameters())}])
+    guard = f8sub.skip_step_if_nonfinite(optimizer)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"AdamW before.*guard\.remove\(\)"):
+        f8sub.skip_step_if_nonfinite(optimizer)
+    guard.remove()
+    f8sub.skip_step_if_nonfinite(optimizer)
+
+
 def trained(rank: int, world: int, name: str, recipe: str, bad_steps: tuple[int, ...]) -> list:
     """Losses and skipped steps; rank 1 alone has a bad batch in the bad steps, which the others take out."""
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe=recipe)

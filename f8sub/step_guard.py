@@ -47,8 +47,8 @@ def skip_step_if_nonfinite(
     """
     if optimizer in _guarded:
         raise Float8ConfigError(
-            f"skip_step_if_nonfinite was called for this {type(optimizer).__name__} before; keep the guard it returned, or "
-            "guard.remove() before another one is made"
+            f"skip_step_if_nonfinite was called for this {type(optimizer).__name__} before; keep the guard that it "
+            "returned, or guard.remove() before another one is made"
         )
     return StepGuard(optimizer, group)
 

@@ -18,7 +18,7 @@ from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
-from f8sub.scaling_state import DY, Past, ScalingState, W, X, quantize_delayed
+from f8sub.scaling_state import DY, Past, ScalingState, ScalingStates, W, X, quantize_delayed
 from f8sub.shared_input import quantize_input, quantize_input_delayed
 from f8sub.spread import Places, Spread
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -128,7 +128,7 @@ class Float8Linear(torch.nn.Linear):
                 "once in the same context before torch.compile"
             )
         state = ScalingState(recipe, local_tensor(self.weight).device).train(self.training)
-        self.scaling_states = torch.nn.ModuleList([*states, state])
+        self.scaling_states = ScalingStates([*states, state], self.fqn)
         ConvertedLayers.histories_made = True
         return state
 

@@ -6,7 +6,7 @@ may come in any number. The histories of all layers roll together, once per opti
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +121,28 @@ class ScalingState(torch.nn.Module):
             if not self.scale.is_meta:
                 self.x_past = hash((*self.history_x.tolist(), self.scale[X].item(), self.age[X].item()))
         self.generation = next(_generations)
+
+
+class ScalingStates(torch.nn.ModuleList):
+    """The states of one layer.
+
+    Args:
+        states: one for each recipe.
+        fqn: the layer's name.
+    """
+
+    def __init__(self, states: Iterable[ScalingState] = (), fqn: str = "") -> None:
+        super().__init__(states)
+        self.fqn = fqn
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{self.fqn}: its amax histories were asked for a weight, as torch's ColwiseParallel and "
+                "RowwiseParallel ask all modules of a layer; delayed scaling takes Float8ColwiseParallel and "
+                "Float8RowwiseParallel of f8sub.tensor_parallel"
+            )
+        return super().__getattr__(name)
 
 
 class Past(NamedTuple):

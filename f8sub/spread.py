@@ -187,8 +187,13 @@ class Spread(NamedTuple):
         """Of a call with ``x``.
 
         Raises:
-            Float8ConfigError: a recipe whose tiles the cuts go through.
+            Float8ConfigError: a recipe whose tiles the cuts go through, or amax histories that a style distributed.
         """
+        if past is not None and isinstance(past.state.scale, DTensor):
+            raise Float8ConfigError(
+                f"{layer.fqn}: its style in parallelize_module's plan distributed its amax histories; "
+                "delayed scaling takes Float8ColwiseParallel and Float8RowwiseParallel of f8sub.tensor_parallel"
+            )
         mesh, (rows, cols) = places.mesh, weight.shape
         cuts: Cuts = (None, None, None)
         if mesh.size() == 1:

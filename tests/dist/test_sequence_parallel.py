@@ -321,6 +321,25 @@ def test_what_cannot_be_sent_is_told_before_training(ranks):
             assert all(part in message for part in expected), message
 
 
+def of_torch_s_styles(rank: int, world: int) -> list[str]:
+    """One takes the histories' list for a linear layer, the other distributes what is in it."""
+    mesh, x = mesh_of(world)["tp"], inputs()[0]
+    with pytest.raises(AttributeError) as at_once:
+        parallelize_module(mlp("delayed"), mesh, {"0.down": RowwiseParallel()})
+    model = parallelize_module(mlp("delayed"), mesh, {"0.gate": ColwiseParallel()})
+    with pytest.raises(f8sub.Float8ConfigError) as at_forward:
+        model(x)
+    return [str(at_once.value), str(at_forward.value)]
+
+
+def test_torch_s_styles_of_delayed_scaling_are_told_of(ranks):
+    for at_once, at_forward in ranks(2, of_torch_s_styles):
+        assert "0.down" in at_once
+        assert "0.gate" in at_forward
+        assert "Float8RowwiseParallel" in at_once
+        assert "Float8ColwiseParallel" in at_forward
+
+
 README = (Path(__file__).parents[2] / "README.md").read_text()
 SECTION = README.partition("## Tensor and sequence parallelism\n")[2].partition("\n## ")[0]
 

@@ -16,8 +16,8 @@ from f8sub.extensions import float8_class, plain_class
 from f8sub.filters import DEFAULT_SKIP, FilterFn, LayerRecipes, RecipeOrName, why_not
 from f8sub.fsdp.precompute_scales import (
     check_ranks_hook,
-    mark_stale_before_optimizer_steps,
     replicate_hook,
+    watch_optimizer_steps,
 )
 from f8sub.fsdp.wire_weight import wire_weight_for
 from f8sub.layers import ConvertedLayers
@@ -252,7 +252,7 @@ def _watch(model: torch.nn.Module, layers: ConvertedLayers, *, with_histories: b
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
     if with_histories:
         model.register_forward_pre_hook(functools.partial(replicate_hook, layers))
-    mark_stale_before_optimizer_steps()
+    watch_optimizer_steps()
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:

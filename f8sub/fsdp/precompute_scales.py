@@ -57,11 +57,42 @@ def register_precompute_hook(
 ) -> torch.utils.hooks.RemovableHandle:
     """Call ``precompute_scales(model, late=late)`` after every ``optimizer.step()``.
 
+    Args:
+        optimizer: any, also the wrapper that accelerate makes of one.
+        model: as of ``precompute_scales``.
+        late: likewise.
+
     Returns:
         A handle whose ``remove()`` takes the hook out again.
     """
+    runs_hooks: Any = optimizer
+    while not hasattr(runs_hooks, "_optimizer_step_post_hooks"):
+        runs_hooks = runs_hooks.optimizer  # accelerate's wrapper has no hooks of its own
     parts = [model] if isinstance(model, torch.nn.Module) else list(model)
-    return optimizer.register_step_post_hook(lambda *_: precompute_scales(parts, late=late))
+    handle: torch.utils.hooks.RemovableHandle = runs_hooks.register_step_post_hook(
+        _PrecomputeHook(parts, late)
+    )
+    return handle
+
+
+class _PrecomputeHook:
+    """Enters the step that it follows, where it is the optimizer's first such hook, and precomputes the scales.
+
+    Torch runs an optimizer's own hooks before those of all optimizers, which would enter the step too late.
+    """
+
+    def __init__(self, parts: list[torch.nn.Module], late: bool) -> None:
+        self.parts, self.late = parts, late
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if _precompute_hook(optimizer) is self:
+            _enter_step(optimizer, args, kwargs)
+        precompute_scales(self.parts, late=self.late)
+
+
+def _precompute_hook(optimizer: torch.optim.Optimizer) -> _PrecomputeHook | None:
+    hooks = optimizer._optimizer_step_post_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, _PrecomputeHook)), None)
 
 
 def check_ranks_hook(layers: ConvertedLayers, module: torch.nn.Module, args: Any) -> None:
@@ -85,17 +116,49 @@ def _remove(function: Callable[..., None], module: torch.nn.Module) -> None:
 
 
 @functools.cache
-def mark_stale_before_optimizer_steps() -> None:
-    """Have every optimizer of this process mark the weights it is about to change.
+def watch_optimizer_steps() -> None:
+    """Have every optimizer of this process mark the weights that it changes, and count its steps.
 
     Every rank steps its optimizer, so this is something all ranks know; and a compiled step bypasses the
     dispatch that would mark the weights otherwise.
     """
-    register_optimizer_step_pre_hook(_mark_stale)
+    register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
-def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _mark_stale(optimizer, changed=not _has_closure(args, kwargs))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    late = ConvertedLayers.histories_made or _has_closure(args, kwargs)
+    if late and _precompute_hook(optimizer) is None:
+        _enter_step(optimizer, args, kwargs)
+
+
+@untraced
+def _enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _has_closure(args, kwargs):
+        _mark_stale(optimizer)
+    if ConvertedLayers.histories_made:
+        _roll(optimizer)
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether the model runs within the step, before the weights change: Lightning's steps are all like that."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
+def _mark_stale(optimizer: torch.optim.Optimizer, *, changed: bool = True) -> None:
+    """Mark the weights that the optimizer is about to change, or has just changed.
+
+    Args:
+        optimizer: whose weights.
+        changed: False to refuse what cannot be stepped and mark nothing: ``_enter_step`` will.
+
+    Raises:
+        Float8ConfigError: a primary weight is stepped without its master.
+    """
     conversions: set[ConvertedLayers] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -114,6 +177,8 @@ def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                     "with primary_weights=True: wrap it in f8sub.optim.MasterWeights(optimizer), which keeps the "
                     "high-precision master, or convert with primary_weights=False"
                 )
+            if not changed:
+                continue
             local.mark_stale()
             if layers is not None:
                 conversions.add(layers)
@@ -121,12 +186,6 @@ def _mark_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         layers.changes += 1
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if ConvertedLayers.histories_made:
-        _roll(optimizer)
-
-
-@untraced
 def _roll(optimizer: torch.optim.Optimizer) -> None:
     """Count the step, and roll the amax histories of the layers whose weights the optimizer has just changed.
 

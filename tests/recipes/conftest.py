@@ -4,3 +4,4 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
+sys.path.append(str(Path(__file__).parents[2] / "recipes" / "trainers"))

@@ -1,0 +1,79 @@
+"""Float8 under Hugging Face accelerate.
+
+    accelerate launch --use_fsdp --fsdp_version 2 recipes/trainers/accelerate_fsdp2.py
+
+torchrun starts it as well. accelerate shards on GPUs and their like alone, not on CPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from example import BLOCK, Tokens, build_model
+from torch.utils.data import DataLoader
+
+import f8sub
+
+
+def fsdp_plugin(**options: Any) -> FullyShardedDataParallelPlugin:
+    """FSDP2 that shards block by block; ``options`` are the plugin's."""
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[BLOCK],
+        # Without this, mixed_precision="bf16" also reduces gradients and returns the loss in bf16.
+        mixed_precision_policy={
+            "param_dtype": torch.bfloat16,
+            "reduce_dtype": torch.float32,
+            "output_dtype": torch.float32,
+        },
+        **options,
+    )
+
+
+class AccelerateLoop:
+    """A model, converted and then prepared, its optimizer, and the loop over both."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        model = f8sub.convert_to_float8(build_model(), recipe="tensorwise")  # before prepare
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        data = DataLoader(Tokens(), batch_size=8)
+        self.model, self.optimizer, data = accelerator.prepare(model, optimizer, data)
+        f8sub.register_precompute_hook(self.optimizer, self.model)  # after every step
+        self.batches = iter(data)
+
+    def train(self, batches: int) -> list[float]:
+        """The losses of the next batches; ``gradient_accumulation_steps`` of them make one step."""
+        f8sub.precompute_scales(self.model)  # once, and after load_state
+        losses = []
+        for _ in range(batches):
+            batch = next(self.batches)
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def main() -> None:
+    """Train and save."""
+    accelerator = Accelerator(
+        mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=fsdp_plugin()
+    )
+    loop = AccelerateLoop(accelerator)
+    accelerator.print(f8sub.conversion_report(loop.model))
+    losses = loop.train(50)
+    accelerator.save_state("runs/accelerate_fsdp2")
+    accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Float8 in the Trainer of transformers.
+
+    torchrun --nproc-per-node gpu recipes/trainers/hf_trainer.py
+
+It shards through accelerate, and so on GPUs and their like alone, not on CPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from example import BLOCK, Tokens, build_model
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import f8sub
+
+
+class Float8Scales(TrainerCallback):
+    """Give it to the Trainer: scales once the model is sharded and loaded, and after every optimizer step."""
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **others: Any
+    ) -> None:
+        """Register the hook on this training's optimizer."""
+        f8sub.precompute_scales(model)
+        self.hook = f8sub.register_precompute_hook(optimizer, model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Take it out again."""
+        self.hook.remove()
+
+
+def arguments(folder: str, **options: Any) -> TrainingArguments:
+    """FSDP2 in bf16 and a checkpoint now and then; ``options`` are the Trainer's."""
+    chosen: dict[str, Any] = {
+        "output_dir": folder,
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": [BLOCK],
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+        "bf16": True,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 3e-3,
+        "max_steps": 50,
+        "save_steps": 25,
+        "logging_steps": 10,
+        "report_to": "none",
+    }
+    return TrainingArguments(**{**chosen, **options})
+
+
+def build_trainer(options: TrainingArguments) -> Trainer:
+    """A Trainer of a converted model."""
+    model: torch.nn.Module = f8sub.convert_to_float8(build_model(), recipe="tensorwise")
+    return Trainer(model=model, args=options, train_dataset=Tokens(), callbacks=[Float8Scales()])
+
+
+def main() -> None:
+    """Train, saving on the way."""
+    trainer = build_trainer(arguments("runs/hf_trainer"))
+    if trainer.is_world_process_zero():
+        print(f8sub.conversion_report(trainer.model))
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

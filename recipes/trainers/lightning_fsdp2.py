@@ -1,0 +1,74 @@
+"""Float8 under Lightning's ModelParallelStrategy.
+
+torchrun --nproc-per-node gpu recipes/trainers/lightning_fsdp2.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+import torch
+from example import Tokens, build_model
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
+
+import f8sub
+
+
+class Float8Module(lightning.LightningModule):
+    """A model that is converted and then sharded where Lightning asks for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        """Convert, then shard; Lightning calls this more than once."""
+        if self.model is not None:
+            return
+        self.model = f8sub.convert_to_float8(build_model(), recipe="tensorwise")
+        mesh = self.device_mesh["data_parallel"]
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in self.model.model.layers:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer, with fresh scales after every step."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        f8sub.register_precompute_hook(optimizer, self.model)
+        return optimizer
+
+    def on_train_start(self) -> None:
+        """The first scales: here the weights are sharded, and loaded where training resumes."""
+        f8sub.precompute_scales(self.model)
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of a batch."""
+        loss: torch.Tensor = self.model(**batch).loss
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+
+def build_trainer(folder: str, **options: Any) -> lightning.Trainer:
+    """A Trainer that shards over all of its devices; ``options`` are the Trainer's."""
+    chosen: dict[str, Any] = {
+        "default_root_dir": folder,
+        "strategy": ModelParallelStrategy(
+            data_parallel_size=torch.cuda.device_count(), tensor_parallel_size=1
+        ),
+        "max_steps": 50,
+        "gradient_clip_val": None,  # Lightning's own does not know DTensors
+    }
+    return lightning.Trainer(**{**chosen, **options})
+
+
+def main() -> None:
+    """Train; Lightning saves at the end."""
+    build_trainer("runs/lightning_fsdp2").fit(Float8Module(), DataLoader(Tokens(), batch_size=8))
+
+
+if __name__ == "__main__":
+    main()

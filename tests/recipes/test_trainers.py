@@ -1,0 +1,320 @@
+"""The scripts of recipes/trainers: float8 on the wire, and through a checkpoint in the middle of training, the bits of
+a plain FSDP2 loop that was not interrupted."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import accelerate_fsdp2
+import hf_trainer
+import lightning_fsdp2
+import plain_loop
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from example import Tokens, build_model
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+import f8sub
+
+STEPS = 1
+"""Before the checkpoint, and again after it."""
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Record:
+    """What the models of one kind of trainer were given and returned, and what this rank sent meanwhile."""
+
+    def __init__(self) -> None:
+        self.batches: list[dict[str, Any]] = []
+        self.losses: list[float] = []
+        self.gathered: list[int] = []
+        self.amax_all_reduces = 0
+
+    def of_forward(self, model: Any, args: Any, batch: dict[str, Any], output: Any) -> None:
+        self.batches.append(batch)
+        self.losses.append(output.loss.item())
+
+    def of(self, model: torch.nn.Module) -> torch.nn.Module:
+        model.register_forward_hook(self.of_forward, with_kwargs=True)
+        return model
+
+
+@contextmanager
+def recorded(script: ModuleType, *, empty: bool = False) -> Iterator[Record]:
+    """A Record of every model that the script makes in the ``with`` block; ``empty``: of zeros, on this rank."""
+    record = Record()
+
+    def build_watched() -> torch.nn.Module:
+        model = record.of(build_model())
+        with torch.no_grad():
+            for parameter in model.parameters() if empty else ():
+                parameter.zero_()
+        return model
+
+    def all_gather_call(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        record.gathered.append(output.numel() * output.element_size())
+        return gather(output, *args, **kwargs)
+
+    def all_reduce_call(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        record.amax_all_reduces += op == dist.ReduceOp.MAX
+        return reduce(tensor, op, *args, **kwargs)
+
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, reduce = getattr(dist, name), dist.all_reduce
+    with (
+        mock.patch.object(script, "build_model", build_watched),
+        mock.patch.object(dist, name, all_gather_call),
+        mock.patch.object(dist, "all_reduce", all_reduce_call),
+    ):
+        yield record
+
+
+def local_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (value.to_local() if isinstance(value, DTensor) else value).clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def uninterrupted(
+    batches: list[dict[str, Any]],
+    policy: MixedPrecisionPolicy = BF16,
+    batches_a_step: int = 1,
+    max_norm: float | None = 1.0,
+    **options: Any,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of a plain FSDP2 loop over the same batches."""
+    record = Record()
+    model: Any = f8sub.convert_to_float8(record.of(build_model()), recipe="tensorwise")
+    for block in model.model.layers:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, **options)
+    f8sub.precompute_scales(model)
+    for index, batch in enumerate(batches, 1):
+        last = index % batches_a_step == 0
+        model.set_requires_gradient_sync(last)
+        loss = model(**batch).loss
+        # The Trainer of transformers divides by the tokens of all ranks, and FSDP2 by the ranks.
+        shared = dist.get_world_size() if batch.get("num_items_in_batch") is not None else 1
+        (loss * shared / batches_a_step).backward()
+        if last:
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            f8sub.precompute_scales(model)
+    return record.losses, local_weights(model)
+
+
+def check_wire(record: Record, model: Any, loaded_by_a_step: int = 0) -> None:
+    """Each block is gathered with 1 byte an element of its linear weights and 2 of its norms.
+
+    There is one amax all-reduce at the beginning and after the checkpoint, and one a step; torch makes a step of
+    learning rate 0 for the states that it then loads, and where the hook follows this too, ``loaded_by_a_step`` is 1.
+    """
+    block = model.model.layers[0]
+    linear = sum(m.weight.numel() for m in block.modules() if isinstance(m, f8sub.Float8Linear))
+    others = sum(p.numel() for p in block.parameters()) - linear
+    assert linear > 100 * others > 0
+    in_float8 = record.gathered.count(linear + 2 * others)
+    assert in_float8 == 2 * len(model.model.layers) * len(record.batches), (
+        linear + 2 * others,
+        record.gathered,
+    )
+    assert linear * 2 + 2 * others not in record.gathered
+    assert record.amax_all_reduces == 2 * (STEPS + 1) + loaded_by_a_step
+
+
+def check_same(record: Record, model: torch.nn.Module, **options: Any) -> None:
+    losses, weights = uninterrupted(record.batches, **options)
+    assert len(set(losses)) == len(losses)
+    assert record.losses == losses
+    found = local_weights(model)
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(found[name], weight), name
+
+
+def check_plain(sharded: Path, key: str | None, expected: dict[str, torch.Tensor]) -> None:
+    """A checkpoint of torch.distributed.checkpoint holds these tensors and no class of f8sub's."""
+    whole = sharded.parent / "whole.pt"
+    dcp_to_torch_save(sharded, whole)
+    state = torch.load(whole, weights_only=True)
+    state = state if key is None else state[key]
+    names = {name: name if name in state else f"model.{name}" for name in expected}
+    for name, weight in expected.items():
+        assert type(state[names[name]]) is torch.Tensor
+        assert torch.equal(state[names[name]], weight), name
+
+
+def as_torchrun_would(rank: int, world: int) -> None:
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world,
+        "GROUP_RANK": 0,
+    }
+    others = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "test",
+        "OMP_NUM_THREADS": "1",
+    }
+    os.environ.update({name: str(value) for name, value in names.items()} | others)
+
+
+def plainly(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    with recorded(plain_loop) as record:
+        first = plain_loop.PlainLoop()
+        first.train(STEPS)
+        first.save(f"{folder}/dcp")
+        saved = full_weights(first.model)
+        second = plain_loop.PlainLoop()
+        second.batches = first.batches
+        second.load(f"{folder}/dcp")
+        second.train(STEPS)
+    check_wire(record, second.model)
+    check_same(record, second.model)
+    return saved
+
+
+def test_the_plain_loop(ranks, tmp_path):
+    saved = ranks(2, plainly, str(tmp_path), timeout=400.0)[0]
+    check_plain(tmp_path / "dcp", "model", saved)
+
+
+def let_accelerate_shard_on_cpus() -> None:
+    """It has FSDP for accelerators only, and asks for no more than their name."""
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def accelerated(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    as_torchrun_would(rank, world)
+    let_accelerate_shard_on_cpus()
+    with recorded(accelerate_fsdp2, empty=rank > 0 and "cpu_ram_efficient_loading" in options) as record:
+        plugin = accelerate_fsdp2.fsdp_plugin(**options)
+        accelerator = Accelerator(
+            cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin
+        )
+        assert accelerator.is_fsdp2
+        first = accelerate_fsdp2.AccelerateLoop(accelerator)
+        first.train(2 * STEPS)
+        accelerator.save_state(folder)
+        saved = full_weights(first.model)
+        accelerator.free_memory()
+        second = accelerate_fsdp2.AccelerateLoop(accelerator)
+        second.batches = first.batches
+        accelerator.load_state(folder)
+        second.train(2 * STEPS)
+    check_wire(record, second.model, 1)
+    check_same(record, second.model, batches_a_step=2)
+    return saved
+
+
+LOADING = {"cpu_ram_efficient_loading": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LOADING,
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({**LOADING, "state_dict_type": "FULL_STATE_DICT"}, marks=pytest.mark.long),
+    ],
+    ids=["loaded-by-rank-0", "as-default", "full-state-dict"],
+)
+def test_accelerate(ranks, tmp_path, options):
+    saved = ranks(2, accelerated, str(tmp_path), options, timeout=400.0)[0]
+    if "state_dict_type" not in options:
+        check_plain(tmp_path / "pytorch_model_fsdp_0", "model", saved)
+        return
+    state = torch.load(tmp_path / "pytorch_model_fsdp.bin", weights_only=True)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    assert all(torch.equal(state[name], value) for name, value in saved.items())
+
+
+def by_trainer(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    as_torchrun_would(rank, world)
+    with recorded(hf_trainer) as record:
+
+        def trainer_of(steps: int) -> Any:
+            options = hf_trainer.arguments(
+                folder,
+                use_cpu=True,
+                max_steps=steps,
+                save_steps=STEPS,
+                lr_scheduler_type="constant",
+                disable_tqdm=True,
+            )
+            let_accelerate_shard_on_cpus()
+            return hf_trainer.build_trainer(options)
+
+        first = trainer_of(STEPS)
+        first.train()
+        saved = full_weights(first.model)
+        second = trainer_of(2 * STEPS)
+        second.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS}")
+    check_wire(record, second.model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    check_same(record, second.model, policy=policy, weight_decay=0.0, fused=True)
+    return saved
+
+
+def test_the_trainer_of_transformers(ranks, tmp_path):
+    saved = ranks(2, by_trainer, str(tmp_path), timeout=400.0)[0]
+    check_plain(tmp_path / f"checkpoint-{STEPS}" / "pytorch_model_fsdp_0", "model", saved)
+
+
+def by_lightning(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    as_torchrun_would(rank, world)
+    with recorded(lightning_fsdp2) as record:
+
+        def trainer_of(steps: int) -> Any:
+            return lightning_fsdp2.build_trainer(
+                folder,
+                accelerator="cpu",
+                devices=world,
+                strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
+                max_steps=steps,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+
+        first, trainer = lightning_fsdp2.Float8Module(), trainer_of(STEPS)
+        trainer.fit(first, DataLoader(Tokens(), batch_size=8))
+        trainer.save_checkpoint(f"{folder}/saved.ckpt")
+        saved = full_weights(first.model)
+        second, trainer = lightning_fsdp2.Float8Module(), trainer_of(2 * STEPS)
+        trainer.fit(second, DataLoader(Tokens(), batch_size=8), ckpt_path=f"{folder}/saved.ckpt")
+    check_wire(record, second.model, 1)
+    check_same(record, second.model, max_norm=None)
+    return saved
+
+
+def test_lightning(ranks, tmp_path):
+    saved = ranks(2, by_lightning, str(tmp_path), timeout=400.0)[0]
+    check_plain(tmp_path / "saved.ckpt", "state_dict", saved)

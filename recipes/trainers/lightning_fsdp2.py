@@ -60,7 +60,7 @@ def build_trainer(folder: str, **options: Any) -> lightning.Trainer:
             data_parallel_size=torch.cuda.device_count(), tensor_parallel_size=1
         ),
         "max_steps": 50,
-        "gradient_clip_val": None,  # Lightning's own does not know DTensors
+        "gradient_clip_val": 1.0,
     }
     return lightning.Trainer(**{**chosen, **options})
 

@@ -140,7 +140,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _has_closure(args, kwargs):
         _mark_stale(optimizer)
-    if ConvertedLayers.histories_made:
+    # An optimizer that steps others, as torchtitan's container does: their steps were entered.
+    if ConvertedLayers.histories_made and not hasattr(optimizer, "optimizers"):
         _roll(optimizer)
 
 

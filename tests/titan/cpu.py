@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchtitan.tools import utils
 
 
@@ -85,8 +86,8 @@ class Collectives(TorchDispatchMode):
         name = func._schema.name
         kind = next((k for k in ("allgather", "all_gather", "allreduce", "all_reduce") if k in name), None)
         if kind is not None and name.startswith(("c10d::", "_c10d_functional::")):
-            sent = args[1] if name.startswith("c10d::_allgather_base") else args[0]
-            for tensor in sent if isinstance(sent, list | tuple) else [sent]:
+            sent = args[1] if name.startswith("c10d::") and kind == "allgather" else args[0]
+            for tensor in tree_leaves(sent):
                 key = kind.replace("_", ""), str(tensor.dtype).removeprefix("torch.")
                 self.calls[key] += 1
                 self.bytes[key] += tensor.numel() * tensor.element_size()

@@ -26,6 +26,18 @@ def count(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str
     return cpu.train(rank, world, arguments, folder, count=True)
 
 
+def ages(rank: int, world: int, arguments: list[str], folder: Path) -> list[int]:
+    """Of each float8 layer after a run of 3 steps, how many of its weight's last 3 amaxes there are."""
+    import f8sub
+    from tests.titan import cpu
+
+    trainer = cpu.trainer_of(rank, arguments, folder)
+    trainer.train()
+    layers = [m for m in trainer.model_parts[0].modules() if isinstance(m, f8sub.Float8Linear)]
+    f8sub.precompute_scales(trainer.model_parts)
+    return [int((layer.states()[0].history_w[-3:] > 0).sum()) for layer in layers]
+
+
 def alone(test: Callable[..., None]) -> Callable[..., None]:
     """A test that runs in a process of its own that has torchtitan."""
 

@@ -134,9 +134,8 @@ def gathered(bytes: Counter[tuple[str, str]]) -> int:
     return sum(count for (kind, _), count in bytes.items() if kind == "allgather")
 
 
-@pytest.mark.parametrize(
-    "mesh", ["fsdp2", *(pytest.param(m, marks=long) for m in ("hsdp2x2", "tp2", "fsdp2-tp2"))]
-)
+@long
+@pytest.mark.parametrize("mesh", ["fsdp2", "hsdp2x2", "tp2", "fsdp2-tp2"])
 def test_a_run_resumes_bitwise_and_in_bf16(titan, assets, train, tmp_path, mesh):
     world, options = MESHES[mesh]
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)

@@ -1,10 +1,13 @@
 """Float8 under Lightning's ModelParallelStrategy.
 
 torchrun --nproc-per-node gpu recipes/trainers/lightning_fsdp2.py
+
+Runs on CPUs too, with a number in place of ``gpu``.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning
@@ -54,11 +57,12 @@ class Float8Module(lightning.LightningModule):
 
 def build_trainer(folder: str, **options: Any) -> lightning.Trainer:
     """A Trainer that shards over all of its devices; ``options`` are the Trainer's."""
+    ranks, ranks_a_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     chosen: dict[str, Any] = {
         "default_root_dir": folder,
-        "strategy": ModelParallelStrategy(
-            data_parallel_size=torch.cuda.device_count(), tensor_parallel_size=1
-        ),
+        "devices": ranks_a_node,
+        "num_nodes": ranks // ranks_a_node,
+        "strategy": ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
         "max_steps": 50,
         "gradient_clip_val": 1.0,
     }

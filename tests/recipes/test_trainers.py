@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from example import Tokens, build_model
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -292,9 +291,6 @@ def by_lightning(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
         def trainer_of(steps: int) -> Any:
             return lightning_fsdp2.build_trainer(
                 folder,
-                accelerator="cpu",
-                devices=world,
-                strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
                 max_steps=steps,
                 logger=False,
                 enable_checkpointing=False,

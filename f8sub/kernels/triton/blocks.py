@@ -1,0 +1,131 @@
+"""Layer 1. Kernels for scales of blocks: amax, scale and codes of both usages in one pass."""
+
+import triton
+import triton.language as tl
+
+from f8sub.kernels.triton.tiles import (
+    codes,
+    finite_magnitude,
+    load_halves,
+    place,
+    scale_from_amax,
+    store_halves,
+    store_transposed,
+)
+
+
+@triton.jit
+def quantize_vectors(
+    x_ptr,
+    row_ptr,
+    row_scale_inv_ptr,
+    col_ptr,
+    col_scale_inv_ptr,
+    M,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EDGE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Tiles of 1 x EDGE of both usages, either of them left out where its pointer is None.
+
+    One program an (EDGE, EDGE) tile. Scales are (M, tiles) and (N, tiles).
+    """
+    row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
+    even, odd = load_halves(x_ptr, row, col, M, N, EDGE, EDGE, WHOLE, "evict_first")
+    even_magnitude, odd_magnitude = finite_magnitude(even), finite_magnitude(odd)
+    if row_ptr is not None:
+        i = 2 * tl.arange(0, EDGE // 2)
+        even_scale = scale_from_amax(tl.max(even_magnitude, 1), TOP, POWER_OF_2)
+        odd_scale = scale_from_amax(tl.max(odd_magnitude, 1), TOP, POWER_OF_2)
+        even_codes = codes(even, even_scale[:, None], TOP, CODES, False)
+        odd_codes = codes(odd, odd_scale[:, None], TOP, CODES, False)
+        store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, EDGE, EDGE, WHOLE)
+        tiles = tl.cdiv(N, EDGE)
+        scales = row_scale_inv_ptr + (row + i).to(tl.int64) * tiles + col // EDGE
+        tl.store(scales, tl.div_rn(1.0, even_scale), mask=row + i < M)
+        tl.store(scales + tiles, tl.div_rn(1.0, odd_scale), mask=row + i + 1 < M)
+    if col_ptr is not None:
+        j = tl.arange(0, EDGE)
+        scale = scale_from_amax(tl.max(tl.maximum(even_magnitude, odd_magnitude), 0), TOP, POWER_OF_2)
+        even_codes = codes(even, scale[None, :], TOP, CODES, False)
+        odd_codes = codes(odd, scale[None, :], TOP, CODES, False)
+        store_transposed(col_ptr, even_codes, odd_codes, row, col, M, N, EDGE, EDGE, WHOLE)
+        scales = col_scale_inv_ptr + (col + j).to(tl.int64) * tl.cdiv(M, EDGE) + row // EDGE
+        tl.store(scales, tl.div_rn(1.0, scale), mask=col + j < N)
+
+
+@triton.jit
+def quantize_squares(
+    x_ptr,
+    row_ptr,
+    row_scale_inv_ptr,
+    col_ptr,
+    col_scale_inv_ptr,
+    M,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EDGE: tl.constexpr,
+    PART: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Tiles of EDGE x EDGE, one cast for both usages, either of them left out where its pointer is None.
+
+    One program a tile. A tile that is larger than (PART, PART) does not fit into registers: it is read in parts for
+    its amax, kept in L2, and read in parts again, last one first, to be cast.
+    """
+    row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
+    PARTS: tl.constexpr = EDGE // PART
+    if PARTS == 1:
+        even, odd = load_halves(x_ptr, row, col, M, N, PART, PART, WHOLE, "evict_first")
+        amax = tl.max(tl.maximum(finite_magnitude(even), finite_magnitude(odd)))
+        scale = scale_from_amax(amax, TOP, POWER_OF_2)
+        store_square(row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, CODES, PART, WHOLE)
+    else:
+        largest = tl.zeros((PART // 2, PART), tl.float32)
+        for part in range(PARTS * PARTS):
+            part_row, part_col = row + part // PARTS * PART, col + part % PARTS * PART
+            even, odd = load_halves(x_ptr, part_row, part_col, M, N, PART, PART, WHOLE, "evict_last")
+            largest = tl.maximum(largest, tl.maximum(finite_magnitude(even), finite_magnitude(odd)))
+        scale = scale_from_amax(tl.max(largest), TOP, POWER_OF_2)
+        for done in range(PARTS * PARTS):
+            part = PARTS * PARTS - 1 - done
+            part_row, part_col = row + part // PARTS * PART, col + part % PARTS * PART
+            even, odd = load_halves(x_ptr, part_row, part_col, M, N, PART, PART, WHOLE, "evict_first")
+            store_square(
+                row_ptr, col_ptr, even, odd, scale, part_row, part_col, M, N, TOP, CODES, PART, WHOLE
+            )
+    scale_inv = tl.div_rn(1.0, scale)
+    if row_ptr is not None:
+        tl.store(row_scale_inv_ptr + row // EDGE * tl.cdiv(N, EDGE) + col // EDGE, scale_inv)
+    if col_ptr is not None:
+        tl.store(col_scale_inv_ptr + col // EDGE * tl.cdiv(M, EDGE) + row // EDGE, scale_inv)
+
+
+@triton.jit
+def store_square(
+    row_ptr,
+    col_ptr,
+    even,
+    odd,
+    scale,
+    row,
+    col,
+    M,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    PART: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Cast a tile's halves with one scale and store them for each usage whose pointer is not None."""
+    even_codes = codes(even, scale, TOP, CODES, False)
+    odd_codes = codes(odd, scale, TOP, CODES, False)
+    if row_ptr is not None:
+        store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, PART, PART, WHOLE)
+    if col_ptr is not None:
+        store_transposed(col_ptr, even_codes, odd_codes, row, col, M, N, PART, PART, WHOLE)

@@ -1,0 +1,267 @@
+"""Layer 1. Which kernels run over a matrix, with which arguments, and the operands they fill.
+
+What is launched is data, so that the same launches can be run, interpreted, and compiled where there is no GPU.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub.kernels.triton import blocks, casts
+
+EDGE = 128
+"""Edge of the tiles that programs work on; of all vectors of a block, and a divisor of every square's."""
+
+WARPS = 8
+
+ELEMENTS = 16384
+"""What one program of ``amax_of_matrix`` reads: as much as the others' tiles have."""
+
+ROWS, COLS = 4, 2048
+"""What one step of ``quantize_rows`` reads."""
+
+TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
+
+_CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+class Launch(NamedTuple):
+    """One kernel over one matrix.
+
+    Attributes:
+        kernel: the kernel.
+        programs: how many.
+        arguments: by name; tensors, numbers, and None for an operand that is left out.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch it on the current device, which is to be that of the tensors."""
+        self.kernel[(self.programs,)](**self.arguments, num_warps=WARPS)
+
+
+class Plan(NamedTuple):
+    """The kernels that quantize one matrix, in order, and the operands that they fill."""
+
+    launches: list[Launch]
+    row: Operand | None
+    col: Operand | None
+
+
+def why_not(format: Float8Format) -> str | None:
+    """Why there is no kernel for a format; None where there is."""
+    if not format.is_plain:
+        return f"casts to float8 with float32 scales of one level, not to {format}"
+    tile = format.tile
+    if tile in (TENSORWISE, ROWWISE, VECTOR) or (tile.rows == tile.cols and tile.rows % EDGE == 0):
+        return None
+    return f"has tiles of a matrix, a row, 1x{EDGE} and squares of whole {EDGE}s, not {tile}"
+
+
+def quantization(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> Plan:
+    """How to quantize a matrix with scales of its own current amax: ``reference.quantize``.
+
+    Args:
+        x: (M, N), not empty, contiguous; float32, bfloat16 or float16.
+        rowwise: format that ``why_not`` has no reason against; None to leave the usage out.
+        columnwise: likewise. One that differs from ``rowwise`` is quantized by itself.
+    """
+    if rowwise is not None and columnwise is not None and rowwise != columnwise:
+        row, col = quantization(x, rowwise, None), quantization(x, None, columnwise)
+        return Plan(row.launches + col.launches, row.row, col.col)
+    format = _one(rowwise, columnwise)
+    row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
+    col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
+    if format.tile == TENSORWISE:
+        amax = torch.zeros(1, dtype=torch.int32, device=x.device)
+        launches = [_amax_of_matrix(x, amax, None), _cast_with_one(x, amax, format, row_operand, col_operand, True)]
+    elif format.tile == ROWWISE and columnwise is None:
+        launches = [_quantize_rows(x, format, row_operand)]
+    elif format.tile == ROWWISE:
+        launches = _lines(x, format, row_operand, col_operand)
+    else:
+        launches = [_blocks(x, format, row_operand, col_operand)]
+    return Plan(launches, row_operand, col_operand)
+
+
+def cast(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+) -> Plan:
+    """How to cast a matrix with one scale that is known: ``reference.cast``, and the inverse of the scale.
+
+    Args:
+        x: see ``quantization``.
+        scale: float32, one element, positive and normal.
+        rowwise: a format with one scale a matrix; None to leave the usage out.
+        columnwise: likewise, equal to ``rowwise`` where both are given.
+    """
+    format = _one(rowwise, columnwise)
+    row = None if rowwise is None else _empty(x, rowwise, *x.shape)
+    col = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
+    return Plan([_cast_with_one(x, scale, format, row, col, False)], row, col)
+
+
+def amaxes(x: torch.Tensor) -> tuple[Launch, torch.Tensor]:
+    """How to find ``reference.amax`` and ``reference.largest`` of a whole matrix.
+
+    Args:
+        x: see ``quantization``.
+
+    Returns:
+        The launch and what it fills: float32, (2,).
+    """
+    found = torch.zeros(2, dtype=torch.int32, device=x.device)
+    return _amax_of_matrix(x, found[:1], found[1:]), found.view(torch.float32)
+
+
+def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
+    """How to transpose float8 codes.
+
+    Args:
+        codes: (M, N), contiguous, both even and not 0.
+
+    Returns:
+        The launch and what it fills: (N, M) of the same dtype.
+    """
+    rows, cols = codes.shape
+    out = codes.new_empty((cols, rows))
+    arguments = {
+        "codes_ptr": codes.view(torch.uint16),
+        "out_ptr": out.view(torch.uint16),
+        **_tiles(codes, EDGE, EDGE),
+    }
+    return Launch(casts.transpose_codes, _programs(codes, EDGE, EDGE), arguments), out
+
+
+def _one(rowwise: Float8Format | None, columnwise: Float8Format | None) -> Float8Format:
+    format = rowwise or columnwise
+    if format is None:
+        raise RuntimeError("asked to quantize for no usage")
+    return format
+
+
+def _empty(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
+    data = like.new_empty((rows, depth), dtype=format.dtype)
+    return Operand(data, like.new_empty(format.tile.scale_shape((rows, depth)), dtype=torch.float32), format)
+
+
+def _programs(x: torch.Tensor, rows: int, cols: int) -> int:
+    tiles: int = triton.cdiv(x.shape[0], rows) * triton.cdiv(x.shape[1], cols)
+    return tiles
+
+
+def _tiles(x: torch.Tensor, rows: int, cols: int) -> dict[str, Any]:
+    """Arguments of kernels that work on tiles of (rows, cols)."""
+    whole = x.shape[0] % rows == 0 and x.shape[1] % cols == 0
+    return {"M": x.shape[0], "N": x.shape[1], "ROWS": rows, "COLS": cols, "WHOLE": whole}
+
+
+def _rule(format: Float8Format) -> dict[str, Any]:
+    """Arguments of kernels that cast."""
+    return {
+        "TOP": format.max,
+        "CODES": _CODES[format.dtype],
+        "POWER_OF_2": format.scale_rule.is_power_of_2,
+    }
+
+
+def _operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
+    """Arguments of kernels that fill operands."""
+    found: dict[str, Any] = dict.fromkeys(("row_ptr", "row_scale_inv_ptr", "col_ptr", "col_scale_inv_ptr"))
+    if row is not None:
+        found.update(row_ptr=row.data.view(torch.uint8), row_scale_inv_ptr=row.scale_inv)
+    if col is not None:
+        # Two rows' codes of a column are a word, where no word holds codes of two columns.
+        words = torch.uint16 if col.data.shape[1] % 2 == 0 else torch.uint8
+        found.update(col_ptr=col.data.view(words), col_scale_inv_ptr=col.scale_inv)
+    return found
+
+
+def _amax_of_matrix(x: torch.Tensor, amax: torch.Tensor, largest: torch.Tensor | None) -> Launch:
+    arguments = {
+        "x_ptr": x,
+        "amax_ptr": amax,
+        "largest_ptr": largest,
+        "SIZE": x.numel(),
+        "BLOCK": ELEMENTS,
+        "WHOLE": x.numel() % ELEMENTS == 0,
+    }
+    return Launch(casts.amax_of_matrix, triton.cdiv(x.numel(), ELEMENTS), arguments)
+
+
+def _cast_with_one(
+    x: torch.Tensor,
+    known: torch.Tensor,
+    format: Float8Format,
+    row: Operand | None,
+    col: Operand | None,
+    from_amax: bool,
+) -> Launch:
+    arguments = {
+        "x_ptr": x,
+        "known_ptr": known.view(torch.float32),
+        **_operands(row, col),
+        **_rule(format),
+        "FROM_AMAX": from_amax,
+        **_tiles(x, EDGE, EDGE),
+    }
+    return Launch(casts.cast_with_one, _programs(x, EDGE, EDGE), arguments)
+
+
+def _lines(
+    x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None
+) -> list[Launch]:
+    rows = 0 if row is None else x.shape[0]
+    # The second part begins at a multiple of 16 bytes.
+    start = rows + -rows % 4
+    amax = torch.zeros(start + x.shape[1], dtype=torch.int32, device=x.device)
+    row_amax, col_amax = amax[:rows] if rows else None, amax[start:]
+    tiles = _tiles(x, EDGE, EDGE)
+    find = {"x_ptr": x, "row_amax_ptr": row_amax, "col_amax_ptr": col_amax, **tiles}
+    make = {
+        "x_ptr": x,
+        "row_amax_ptr": None if row_amax is None else row_amax.view(torch.float32),
+        "col_amax_ptr": col_amax.view(torch.float32),
+        **_operands(row, col),
+        **_rule(format),
+        **tiles,
+    }
+    programs = _programs(x, EDGE, EDGE)
+    return [Launch(casts.amax_of_lines, programs, find), Launch(casts.cast_with_lines, programs, make)]
+
+
+def _quantize_rows(x: torch.Tensor, format: Float8Format, row: Operand | None) -> Launch:
+    made = _operands(row, None)
+    arguments = {
+        "x_ptr": x,
+        "row_ptr": made["row_ptr"],
+        "row_scale_inv_ptr": made["row_scale_inv_ptr"],
+        **_rule(format),
+        **_tiles(x, ROWS, COLS),
+    }
+    return Launch(casts.quantize_rows, triton.cdiv(x.shape[0], ROWS), arguments)
+
+
+def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None) -> Launch:
+    edge = format.tile.cols
+    arguments = {
+        "x_ptr": x,
+        **_operands(row, col),
+        "M": x.shape[0],
+        "N": x.shape[1],
+        **_rule(format),
+        "EDGE": edge,
+        "WHOLE": x.shape[0] % edge == 0 and x.shape[1] % edge == 0,
+    }
+    if format.tile == VECTOR:
+        return Launch(blocks.quantize_vectors, _programs(x, edge, edge), arguments)
+    return Launch(blocks.quantize_squares, _programs(x, edge, edge), {**arguments, "PART": EDGE})

@@ -11,7 +11,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels import delayed, host, ops, reference, scaled_mm
+from f8sub.kernels import delayed, fused, host, ops, reference, scaled_mm
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.reference import Across
 from f8sub.recipe import GemmSpec, Recipe
@@ -70,7 +70,7 @@ def quantize(
         return reference.quantize(x, rowwise, columnwise) if seen else ops.quantize(x, rowwise, columnwise)
     if type(x) is torch.Tensor and x.is_cpu:
         return host.quantize(x, rowwise, columnwise, any_layout)
-    return reference.quantize(x, rowwise, columnwise, any_layout)
+    return fused.quantize(x, rowwise, columnwise, any_layout)
 
 
 def quantize_delayed(
@@ -88,7 +88,15 @@ def quantize_delayed(
         return delayed.quantize(x, past, rowwise, columnwise, any_layout, across)
     if type(x) is torch.Tensor and x.is_cpu:
         return host.quantize_delayed(x, past, rowwise, columnwise, any_layout)
-    return delayed.quantize(x, past, rowwise, columnwise, any_layout)
+    return fused.quantize_delayed(x, past, rowwise, columnwise, any_layout)
+
+
+def quantizer_of(format: Float8Format, device: torch.device) -> str:
+    """Name of what casts to a format on ``device`` in eager code."""
+    if device.type == "cpu":
+        return "host" if format.is_plain and format.tile.is_whole else "reference"
+    has_kernel = fused.why_no_triton(device) is None and fused.why_no_kernel(format) is None
+    return "triton" if has_kernel else "reference"
 
 
 def gemm_nt(
@@ -141,6 +149,13 @@ class Plan:
     device: torch.device
     backend: str
     number: int
+
+    @property
+    def quantizers(self) -> str:
+        """Names of what casts its operands in eager code."""
+        specs = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)
+        formats = [format for spec in specs for format in (spec.a, spec.b) if format is not None]
+        return " and ".join(sorted({quantizer_of(format, self.device) for format in formats})) or "none"
 
     @classmethod
     @functools.cache

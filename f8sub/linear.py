@@ -192,9 +192,9 @@ class Float8Linear(torch.nn.Linear):
             self.weight = torch.nn.Parameter(master, requires_grad)
 
     def extra_repr(self) -> str:
-        """Features, recipe and the backend of each GEMM."""
+        """Features, recipe, the backend of each GEMM, and what quantizes in eager code."""
         gemms = ", ".join(f"{gemm}={getattr(self.plan, gemm) or 'high precision'}" for gemm in _GEMMS)
-        return f"{super().extra_repr()}, recipe={self.plan.recipe.name}, {gemms}"
+        return f"{super().extra_repr()}, recipe={self.plan.recipe.name}, {gemms}, quantize={self.plan.quantizers}"
 
 
 @untraced

@@ -70,7 +70,7 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
                 f"{g}={getattr(plan, g) or 'high precision'}" for g in ("fprop", "dgrad", "wgrad")
             )
             gather = "float8" if module.float8_all_gather else "high precision"
-            detail = f"{plan.recipe.name}: {gemms}, all-gather={gather}"
+            detail = f"{plan.recipe.name}: {gemms}, quantize={plan.quantizers}, all-gather={gather}"
             idle += module.converted.idle_patterns
         else:
             detail = getattr(module, SKIP_REASON, "convert_to_float8 has not seen it")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import reference
+from f8sub.kernels import fused
 
 
 def is_fusible(format: Float8Format) -> bool:
@@ -18,29 +18,68 @@ def is_fusible(format: Float8Format) -> bool:
     return format.is_plain and format.tile.rows in (1, ALL) and format.tile.cols in (1, ALL)
 
 
-@torch.library.custom_op("f8sub::quantize", mutates_args=())
-def _quantize(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    row_format, col_format = (Float8Format.parse(name) if name else None for name in (rowwise, columnwise))
-    row, col = reference.quantize(x, row_format, col_format)
-    # An operator may not return one tensor twice: both usages may share a scale.
-    col = None if col is None else Operand.of(col.format, *(t.clone() for t in col.tensors))
-    return [tensor for operand in (row, col) if operand is not None for tensor in operand.tensors]
+@torch.library.custom_op("f8sub::quantize_rowwise", mutates_args=())
+def _quantize_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
+    return _quantized(x, Float8Format.parse(rowwise), None)
 
 
-@_quantize.register_fake
+@torch.library.custom_op("f8sub::quantize_columnwise", mutates_args=())
+def _quantize_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
+    return _quantized(x, None, Float8Format.parse(columnwise))
+
+
+@torch.library.custom_op("f8sub::quantize_both", mutates_args=())
+def _quantize_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
+    return _quantized(x, Float8Format.parse(rowwise), Float8Format.parse(columnwise))
+
+
+@_quantize_rowwise.register_fake
+def _(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
+    return list(_empty_operand(x, Float8Format.parse(rowwise), *x.shape).tensors)
+
+
+@_quantize_columnwise.register_fake
+def _(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
+    return list(_empty_operand(x, Float8Format.parse(columnwise), *x.shape[::-1]).tensors)
+
+
+@_quantize_both.register_fake
 def _(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for name, (rows, depth) in ((rowwise, x.shape), (columnwise, x.shape[::-1])):
-        if name:
-            found += _empty_operand(x, Float8Format.parse(name), rows, depth).tensors
-    return found
+    row = _empty_operand(x, Float8Format.parse(rowwise), *x.shape)
+    return [*row.tensors, *_empty_operand(x, Float8Format.parse(columnwise), *x.shape[::-1]).tensors]
+
+
+def _quantized(
+    x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
+) -> list[torch.Tensor]:
+    row, col = fused.quantize(x, rowwise, columnwise)
+    if row is not None and col is not None:
+        # An operator may not return one tensor twice: of the reference both usages may share a scale.
+        taken = {tensor.untyped_storage().data_ptr() for tensor in row.tensors}
+        own = (t.clone() if t.untyped_storage().data_ptr() in taken else t for t in col.tensors)
+        col = Operand.of(col.format, *own)
+    return [tensor for operand in (row, col) if operand is not None for tensor in operand.tensors]
 
 
 def quantize(
     x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
 ) -> tuple[Operand | None, Operand | None]:
-    """``reference.quantize`` as one node."""
-    tensors = _quantize(x, rowwise.name if rowwise else "", columnwise.name if columnwise else "")
+    """``reference.quantize`` as one node, an operator each for one usage, the other, and both.
+
+    An operator's results live or die together: one that made both could not leave one out.
+    """
+    if rowwise is not None and columnwise is not None:
+        return _operands(_quantize_both(x, rowwise.name, columnwise.name), rowwise, columnwise)
+    if rowwise is not None:
+        return _operands(_quantize_rowwise(x, rowwise.name), rowwise, None)
+    if columnwise is not None:
+        return _operands(_quantize_columnwise(x, columnwise.name), None, columnwise)
+    return None, None
+
+
+def _operands(
+    tensors: list[torch.Tensor], rowwise: Float8Format | None, columnwise: Float8Format | None
+) -> tuple[Operand | None, Operand | None]:
     row = col = None
     if rowwise is not None:
         count = 3 if rowwise.scale_rule.has_global else 2
@@ -94,7 +133,7 @@ def _derive_columnwise(
     data: torch.Tensor, scale_inv: torch.Tensor, dy: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     operand = Operand(data, scale_inv, Float8Format.parse(rowwise))
-    derived = reference.derive_columnwise(operand, Float8Format.parse(columnwise))
+    derived = fused.derive_columnwise(operand, Float8Format.parse(columnwise))
     # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
     return derived.data, derived.scale_inv.clone()
 
@@ -123,7 +162,7 @@ def derive_columnwise_in_backward(
         any_layout: see ``reference.quantize``; compiled code is always row-major.
     """
     if not torch.compiler.is_compiling():
-        return reference.derive_columnwise(rowwise, columnwise, any_layout)
+        return fused.derive_columnwise(rowwise, columnwise, any_layout)
     data, scale_inv = _derive_columnwise(
         rowwise.data, rowwise.scale_inv, dy, rowwise.format.name, columnwise.name
     )

@@ -7,7 +7,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, why_not_derivable
-from f8sub.kernels import reference
+from f8sub.kernels import fused, reference
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -212,4 +212,4 @@ def _derive(source: Operand, wanted: str, have: str) -> Operand:
             f"cannot derive the {wanted} usage: {source.format} takes rows of a multiple of "
             f"{source.format.depth_multiple} elements, and they would have {depth}"
         )
-    return reference.derive_columnwise(source, source.format)
+    return fused.derive_columnwise(source, source.format)

@@ -5,7 +5,7 @@ import torch
 from f8sub import backends
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
-from f8sub.kernels import reference
+from f8sub.kernels import fused
 from f8sub.recipe import OperandName, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight
@@ -72,5 +72,5 @@ def _quantize_weight(
     operand: Operand | None = backends.quantize(plain, row, None)[0]
     if operand is None:
         raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
-    derived = reference.derive_columnwise(operand, col)
+    derived = fused.derive_columnwise(operand, col)
     return Float8Tensor(operand if keep_rowwise else None, derived, plain.dtype)

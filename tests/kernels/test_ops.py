@@ -39,7 +39,15 @@ def derivation(formats, shape):
 
 
 def quantization(formats, shape):
-    return ops._quantize._opoverload, (gaussian(shape, generator(1)), formats[0].name, formats[1].name)
+    return ops._quantize_both._opoverload, (gaussian(shape, generator(1)), formats[0].name, formats[1].name)
+
+
+def row_quantization(formats, shape):
+    return ops._quantize_rowwise._opoverload, (gaussian(shape, generator(1)), formats[0].name)
+
+
+def column_quantization(formats, shape):
+    return ops._quantize_columnwise._opoverload, (gaussian(shape, generator(1)), formats[1].name)
 
 
 def multiplication(formats, shape):
@@ -49,7 +57,13 @@ def multiplication(formats, shape):
     return torch.ops.f8sub.reference_gemm_nt.default, (tensors, tensors, name, name, torch.bfloat16, False)
 
 
-OPERATORS = {"derive_columnwise": derivation, "quantize": quantization, "gemm_nt": multiplication}
+OPERATORS = {
+    "derive_columnwise": derivation,
+    "quantize_both": quantization,
+    "quantize_rowwise": row_quantization,
+    "quantize_columnwise": column_quantization,
+    "gemm_nt": multiplication,
+}
 on_each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
 
 

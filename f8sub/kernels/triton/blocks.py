@@ -5,7 +5,8 @@ import triton.language as tl
 
 from f8sub.kernels.triton.tiles import (
     codes,
-    finite_magnitude,
+    inverse,
+    larger_magnitude,
     load_halves,
     place,
     scale_from_amax,
@@ -35,26 +36,25 @@ def quantize_vectors(
     """
     row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
     even, odd = load_halves(x_ptr, row, col, M, N, EDGE, EDGE, WHOLE, "evict_first")
-    even_magnitude, odd_magnitude = finite_magnitude(even), finite_magnitude(odd)
     if row_ptr is not None:
         i = 2 * tl.arange(0, EDGE // 2)
-        even_scale = scale_from_amax(tl.max(even_magnitude, 1), TOP, POWER_OF_2)
-        odd_scale = scale_from_amax(tl.max(odd_magnitude, 1), TOP, POWER_OF_2)
+        even_scale = scale_from_amax(tl.max(tl.abs(even), 1), TOP, POWER_OF_2)
+        odd_scale = scale_from_amax(tl.max(tl.abs(odd), 1), TOP, POWER_OF_2)
         even_codes = codes(even, even_scale[:, None], TOP, CODES, False)
         odd_codes = codes(odd, odd_scale[:, None], TOP, CODES, False)
         store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, EDGE, EDGE, WHOLE)
         tiles = tl.cdiv(N, EDGE)
         scales = row_scale_inv_ptr + (row + i).to(tl.int64) * tiles + col // EDGE
-        tl.store(scales, tl.div_rn(1.0, even_scale), mask=row + i < M)
-        tl.store(scales + tiles, tl.div_rn(1.0, odd_scale), mask=row + i + 1 < M)
+        tl.store(scales, inverse(even_scale, POWER_OF_2), mask=row + i < M)
+        tl.store(scales + tiles, inverse(odd_scale, POWER_OF_2), mask=row + i + 1 < M)
     if col_ptr is not None:
         j = tl.arange(0, EDGE)
-        scale = scale_from_amax(tl.max(tl.maximum(even_magnitude, odd_magnitude), 0), TOP, POWER_OF_2)
+        scale = scale_from_amax(tl.max(larger_magnitude(even, odd), 0), TOP, POWER_OF_2)
         even_codes = codes(even, scale[None, :], TOP, CODES, False)
         odd_codes = codes(odd, scale[None, :], TOP, CODES, False)
         store_transposed(col_ptr, even_codes, odd_codes, row, col, M, N, EDGE, EDGE, WHOLE)
         scales = col_scale_inv_ptr + (col + j).to(tl.int64) * tl.cdiv(M, EDGE) + row // EDGE
-        tl.store(scales, tl.div_rn(1.0, scale), mask=col + j < N)
+        tl.store(scales, inverse(scale, POWER_OF_2), mask=col + j < N)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def quantize_squares(
     PARTS: tl.constexpr = EDGE // PART
     if PARTS == 1:
         even, odd = load_halves(x_ptr, row, col, M, N, PART, PART, WHOLE, "evict_first")
-        amax = tl.max(tl.maximum(finite_magnitude(even), finite_magnitude(odd)))
+        amax = tl.max(larger_magnitude(even, odd))
         scale = scale_from_amax(amax, TOP, POWER_OF_2)
         store_square(row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, CODES, PART, WHOLE)
     else:
@@ -90,7 +90,7 @@ def quantize_squares(
         for part in range(PARTS * PARTS):
             part_row, part_col = row + part // PARTS * PART, col + part % PARTS * PART
             even, odd = load_halves(x_ptr, part_row, part_col, M, N, PART, PART, WHOLE, "evict_last")
-            largest = tl.maximum(largest, tl.maximum(finite_magnitude(even), finite_magnitude(odd)))
+            largest = tl.maximum(largest, larger_magnitude(even, odd))
         scale = scale_from_amax(tl.max(largest), TOP, POWER_OF_2)
         for done in range(PARTS * PARTS):
             part = PARTS * PARTS - 1 - done
@@ -99,7 +99,7 @@ def quantize_squares(
             store_square(
                 row_ptr, col_ptr, even, odd, scale, part_row, part_col, M, N, TOP, CODES, PART, WHOLE
             )
-    scale_inv = tl.div_rn(1.0, scale)
+    scale_inv = inverse(scale, POWER_OF_2)
     if row_ptr is not None:
         tl.store(row_scale_inv_ptr + row // EDGE * tl.cdiv(N, EDGE) + col // EDGE, scale_inv)
     if col_ptr is not None:

@@ -10,8 +10,11 @@ import triton.language as tl
 from f8sub.kernels.triton.tiles import (
     EXPONENT_BITS,
     MAGNITUDE_BITS,
+    amax_bits,
     codes,
-    finite_magnitude,
+    finite_or_nan,
+    inverse,
+    larger_magnitude,
     load_halves,
     place,
     scale_from_amax,
@@ -42,15 +45,14 @@ def amax_of_lines(
     """Maxima with what is there of finite elements: of each row and of each column, unless None."""
     row, col = place(tl.program_id(0), M, N, ROWS, COLS)
     even, odd = load_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "")
-    even, odd = finite_magnitude(even), finite_magnitude(odd)
     i, j = row + 2 * tl.arange(0, ROWS // 2), col + tl.arange(0, COLS)
     if row_amax_ptr is not None:
-        even_amax = tl.max(even, 1).to(tl.int32, bitcast=True)
-        odd_amax = tl.max(odd, 1).to(tl.int32, bitcast=True)
+        even_amax = amax_bits(tl.max(tl.abs(even), 1))
+        odd_amax = amax_bits(tl.max(tl.abs(odd), 1))
         tl.atomic_max(row_amax_ptr + i, even_amax, mask=i < M, sem="relaxed")
         tl.atomic_max(row_amax_ptr + i + 1, odd_amax, mask=i + 1 < M, sem="relaxed")
     if col_amax_ptr is not None:
-        amax = tl.max(tl.maximum(even, odd), 0).to(tl.int32, bitcast=True)
+        amax = amax_bits(tl.max(larger_magnitude(even, odd), 0))
         tl.atomic_max(col_amax_ptr + j, amax, mask=j < N, sem="relaxed")
 
 
@@ -85,7 +87,8 @@ def cast_with_one(
     even, odd = load_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "evict_first")
     even_codes = codes(even, scale, TOP, CODES, not FROM_AMAX)
     odd_codes = codes(odd, scale, TOP, CODES, not FROM_AMAX)
-    scale_inv = tl.div_rn(1.0, scale)
+    # A scale that is known need not keep to the format's rule.
+    scale_inv = inverse(scale, POWER_OF_2 and FROM_AMAX)
     if row_ptr is not None:
         store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, ROWS, COLS, WHOLE)
         tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)
@@ -126,14 +129,14 @@ def cast_with_lines(
         odd_codes = codes(odd, odd_scale[:, None], TOP, CODES, False)
         store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, ROWS, COLS, WHOLE)
         first = col == 0
-        tl.store(row_scale_inv_ptr + i, tl.div_rn(1.0, even_scale), mask=first & (i < M))
-        tl.store(row_scale_inv_ptr + i + 1, tl.div_rn(1.0, odd_scale), mask=first & (i + 1 < M))
+        tl.store(row_scale_inv_ptr + i, inverse(even_scale, POWER_OF_2), mask=first & (i < M))
+        tl.store(row_scale_inv_ptr + i + 1, inverse(odd_scale, POWER_OF_2), mask=first & (i + 1 < M))
     if col_ptr is not None:
         scale = scale_from_amax(tl.load(col_amax_ptr + j, mask=j < N, other=0.0), TOP, POWER_OF_2)
         even_codes = codes(even, scale[None, :], TOP, CODES, False)
         odd_codes = codes(odd, scale[None, :], TOP, CODES, False)
         store_transposed(col_ptr, even_codes, odd_codes, row, col, M, N, ROWS, COLS, WHOLE)
-        tl.store(col_scale_inv_ptr + j, tl.div_rn(1.0, scale), mask=(row == 0) & (j < N))
+        tl.store(col_scale_inv_ptr + j, inverse(scale, POWER_OF_2), mask=(row == 0) & (j < N))
 
 
 @triton.jit
@@ -162,25 +165,24 @@ def quantize_rows(
         else:
             inside = (i < M)[:, None] & (step * COLS + j < N)[None, :]
             x = tl.load(x_ptr + offsets + step * COLS, mask=inside, other=0.0, eviction_policy="evict_last")
-        largest = tl.maximum(largest, finite_magnitude(x.to(tl.float32)))
+        largest = tl.maximum(largest, tl.abs(finite_or_nan(x.to(tl.float32))))
     scale = scale_from_amax(tl.max(largest, 1), TOP, POWER_OF_2)
-    tl.store(row_scale_inv_ptr + i, tl.div_rn(1.0, scale), mask=i < M)
+    tl.store(row_scale_inv_ptr + i, inverse(scale, POWER_OF_2), mask=i < M)
     for done in range(steps):
         start = (steps - 1 - done) * COLS
         if WHOLE:
             x = tl.load(x_ptr + offsets + start, eviction_policy="evict_first").to(tl.float32)
-            tl.store(row_ptr + offsets + start, codes(x, scale[:, None], TOP, CODES, False))
+            made = codes(finite_or_nan(x), scale[:, None], TOP, CODES, False)
+            tl.store(row_ptr + offsets + start, made)
         else:
             inside = (i < M)[:, None] & (start + j < N)[None, :]
             x = tl.load(x_ptr + offsets + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            made = codes(x.to(tl.float32), scale[:, None], TOP, CODES, False)
+            made = codes(finite_or_nan(x.to(tl.float32)), scale[:, None], TOP, CODES, False)
             tl.store(row_ptr + offsets + start, made, mask=inside)
 
 
 @triton.jit
-def transpose_codes(
-    codes_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr
-):
+def transpose_codes(codes_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr):
     """(M, N) bytes to (N, M), both even, so that both pointers are to words of 16 bits.
 
     Two rows by two columns are two words; what is transposed are words.
@@ -192,7 +194,7 @@ def transpose_codes(
     if WHOLE:
         even, odd = tl.load(source), tl.load(source + N // 2)
     else:
-        inside = (row + 2 * i < M)[:, None] & (col + 2 * j < N)[None, :]
+        inside = (row // 2 + i < M // 2)[:, None] & (col // 2 + j < N // 2)[None, :]
         even, odd = tl.load(source, mask=inside, other=0), tl.load(source + N // 2, mask=inside, other=0)
     first = tl.trans((even & 0xFF) | (odd << 8))
     second = tl.trans((even >> 8) | (odd & 0xFF00))
@@ -200,6 +202,6 @@ def transpose_codes(
         tl.store(target, first)
         tl.store(target + M // 2, second)
     else:
-        inside = (col + 2 * j < N)[:, None] & (row + 2 * i < M)[None, :]
+        inside = (col // 2 + j < N // 2)[:, None] & (row // 2 + i < M // 2)[None, :]
         tl.store(target, first, mask=inside)
         tl.store(target + M // 2, second, mask=inside)

@@ -9,21 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
-from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.triton import blocks, casts
 
-EDGE = 128
-"""Edge of the tiles that programs work on; of all vectors of a block, and a divisor of every square's."""
-
-WARPS = 8
+REGISTERS = 128
+"""Of a thread, the most with which an SM holds two programs of 8 warps."""
 
 ELEMENTS = 16384
 """What one program of ``amax_of_matrix`` reads: as much as the others' tiles have."""
 
 ROWS, COLS = 4, 2048
 """What one step of ``quantize_rows`` reads."""
-
-TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
 
 _CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -35,15 +32,17 @@ class Launch(NamedTuple):
         kernel: the kernel.
         programs: how many.
         arguments: by name; tensors, numbers, and None for an operand that is left out.
+        options: what Triton is to compile it with.
     """
 
     kernel: Any
     programs: int
     arguments: dict[str, Any]
+    options: dict[str, int] = {"num_warps": 8}
 
     def run(self) -> None:
         """Launch it on the current device, which is to be that of the tensors."""
-        self.kernel[(self.programs,)](**self.arguments, num_warps=WARPS)
+        self.kernel[(self.programs,)](**self.arguments, **self.options)
 
 
 class Plan(NamedTuple):
@@ -54,22 +53,12 @@ class Plan(NamedTuple):
     col: Operand | None
 
 
-def why_not(format: Float8Format) -> str | None:
-    """Why there is no kernel for a format; None where there is."""
-    if not format.is_plain:
-        return f"casts to float8 with float32 scales of one level, not to {format}"
-    tile = format.tile
-    if tile in (TENSORWISE, ROWWISE, VECTOR) or (tile.rows == tile.cols and tile.rows % EDGE == 0):
-        return None
-    return f"has tiles of a matrix, a row, 1x{EDGE} and squares of whole {EDGE}s, not {tile}"
-
-
 def quantization(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> Plan:
     """How to quantize a matrix with scales of its own current amax: ``reference.quantize``.
 
     Args:
         x: (M, N), not empty, contiguous; float32, bfloat16 or float16.
-        rowwise: format that ``why_not`` has no reason against; None to leave the usage out.
+        rowwise: format that ``fused.why_no_kernel`` has no reason against; None to leave the usage out.
         columnwise: likewise. One that differs from ``rowwise`` is quantized by itself.
     """
     if rowwise is not None and columnwise is not None and rowwise != columnwise:
@@ -80,7 +69,10 @@ def quantization(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Floa
     col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
     if format.tile == TENSORWISE:
         amax = torch.zeros(1, dtype=torch.int32, device=x.device)
-        launches = [_amax_of_matrix(x, amax, None), _cast_with_one(x, amax, format, row_operand, col_operand, True)]
+        launches = [
+            _amax_of_matrix(x, amax, None),
+            _cast_with_one(x, amax, format, row_operand, col_operand, True),
+        ]
     elif format.tile == ROWWISE and columnwise is None:
         launches = [_quantize_rows(x, format, row_operand)]
     elif format.tile == ROWWISE:
@@ -217,9 +209,7 @@ def _cast_with_one(
     return Launch(casts.cast_with_one, _programs(x, EDGE, EDGE), arguments)
 
 
-def _lines(
-    x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None
-) -> list[Launch]:
+def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None) -> list[Launch]:
     rows = 0 if row is None else x.shape[0]
     # The second part begins at a multiple of 16 bytes.
     start = rows + -rows % 4
@@ -263,5 +253,8 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
         "WHOLE": x.shape[0] % edge == 0 and x.shape[1] % edge == 0,
     }
     if format.tile == VECTOR:
-        return Launch(blocks.quantize_vectors, _programs(x, edge, edge), arguments)
+        # Divisions take more registers than that: with float32 scales they would spill.
+        options = {"maxnreg": REGISTERS} if format.scale_rule.is_power_of_2 else {}
+        programs = _programs(x, edge, edge)
+        return Launch(blocks.quantize_vectors, programs, arguments, {"num_warps": 8, **options})
     return Launch(blocks.quantize_squares, _programs(x, edge, edge), {**arguments, "PART": EDGE})

@@ -11,42 +11,68 @@ from f8sub.kernels import reference
 
 LARGEST = tl.constexpr(reference.LARGEST)
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
+E4M3_TOP_BITS = tl.constexpr(0x43E00000)
+E5M2_TOP_BITS = tl.constexpr(0x47600000)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
-INFINITY = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
+ONE_BITS = tl.constexpr(0x3F800000)
+LARGEST_SCALE_OVER_ONE_BITS = tl.constexpr(126 << 23)
+TWO_ONES_BITS = tl.constexpr(2 * 0x3F800000)
+NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def finite_magnitude(x):
-    """Of float32 elements: their magnitude, 0 for NaN and infinity, which take no part in an amax."""
-    magnitude = tl.abs(x)
-    return tl.where(magnitude < INFINITY, magnitude, 0.0)
+def finite_or_nan(x):
+    """Of float32 elements: NaN for infinity, everything else unchanged, -0 too."""
+    return x + x * 0.0
+
+
+@triton.jit
+def larger_magnitude(even, odd):
+    """Elementwise; NaN where both are."""
+    return tl.maximum(tl.abs(even), tl.abs(odd))
+
+
+@triton.jit
+def amax_bits(x):
+    """An amax as an integer that orders as it does; 0 where it is NaN because no element is finite."""
+    return tl.where(x > 0.0, x, 0.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def scale_from_amax(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """``reference.scale_from_amax``, float32.
+    """``reference.scale_from_amax``, float32; 1 where ``amax`` is NaN because no element is finite.
 
     Rounded to nearest as IEEE has it, a float32 quotient is the float64 one rounded to float32: 53 bits are more than
-    twice 24 and two.
+    twice 24 and two. The power of two below a quotient has the difference of the exponents, less one where the
+    mantissas' difference borrows; what is within half an ulp of the next power of two is that power itself.
     """
-    scale = tl.minimum(tl.div_rn(TOP, amax), LARGEST_SCALE)
     if POWER_OF_2:
-        scale = (scale.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
-    return tl.where(amax == 0.0, 1.0, scale)
+        TOP_BITS: tl.constexpr = E4M3_TOP_BITS if TOP == 448.0 else E5M2_TOP_BITS
+        over_one = tl.minimum(-(amax.to(tl.int32, bitcast=True) - TOP_BITS), LARGEST_SCALE_OVER_ONE_BITS)
+        scale = ((over_one + ONE_BITS) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.minimum(tl.div_rn(TOP, amax), LARGEST_SCALE)
+    return tl.where(amax > 0.0, scale, 1.0)
+
+
+@triton.jit
+def inverse(scale, POWER_OF_2: tl.constexpr):
+    """``1 / scale``, rounded to nearest."""
+    if POWER_OF_2:
+        return (-(scale.to(tl.int32, bitcast=True) - TWO_ONES_BITS)).to(tl.float32, bitcast=True)
+    return tl.div_rn(1.0, scale)
 
 
 @triton.jit
 def codes(x, scale, TOP: tl.constexpr, CODES: tl.constexpr, SATURATE: tl.constexpr):
-    """``reference.cast`` of float32 elements, as bytes.
+    """``reference.cast`` of ``finite_or_nan`` elements, as bytes.
 
     SATURATE where ``scale`` is not of these elements' own amax: else no product rounds to more than TOP.
     """
-    scaled = tl.clamp(x, -LARGEST, LARGEST) * scale
+    scaled = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=NAN) * scale
     if SATURATE:
-        scaled = tl.clamp(scaled, -TOP, TOP)
-    scaled = tl.where(tl.abs(x) < INFINITY, scaled, NAN)
+        scaled = tl.clamp(scaled, -TOP, TOP, propagate_nan=NAN)
     return scaled.to(CODES).to(tl.uint8, bitcast=True)
 
 
@@ -61,7 +87,7 @@ def place(index, M, N, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
 def load_halves(
     x_ptr, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr
 ):
-    """Even and odd rows of the (ROWS, COLS) tile at (row, col), float32, zeros beyond the matrix.
+    """Even and odd rows of the (ROWS, COLS) tile at (row, col), ``finite_or_nan``, zeros beyond the matrix.
 
     WHOLE says that all tiles lie within it; KEEP is how L2 is to treat what was read.
     """
@@ -72,13 +98,9 @@ def load_halves(
         odd = tl.load(pointers + N, eviction_policy=KEEP)
     else:
         inside = (col + j < N)[None, :]
-        even = tl.load(
-            pointers, mask=inside & (row + i < M)[:, None], other=0.0, eviction_policy=KEEP
-        )
-        odd = tl.load(
-            pointers + N, mask=inside & (row + i + 1 < M)[:, None], other=0.0, eviction_policy=KEEP
-        )
-    return even.to(tl.float32), odd.to(tl.float32)
+        even = tl.load(pointers, mask=inside & (row + i < M)[:, None], other=0.0, eviction_policy=KEEP)
+        odd = tl.load(pointers + N, mask=inside & (row + i + 1 < M)[:, None], other=0.0, eviction_policy=KEEP)
+    return finite_or_nan(even.to(tl.float32)), finite_or_nan(odd.to(tl.float32))
 
 
 @triton.jit
@@ -112,7 +134,7 @@ def store_transposed(
         if WHOLE:
             tl.store(pointers, words)
         else:
-            tl.store(pointers, words, mask=(col + j < N)[:, None] & (row + 2 * i < M)[None, :])
+            tl.store(pointers, words, mask=(col + j < N)[:, None] & (row // 2 + i < M // 2)[None, :])
     else:
         pointers = out_ptr + col.to(tl.int64) * M + row + j[:, None] * M + 2 * i[None, :]
         inside = (col + j < N)[:, None]

@@ -1,0 +1,150 @@
+"""Layer 1. Quantizers of CUDA tensors: one Triton kernel for both usages, or two; the reference for everything else.
+
+All of them are bitwise equal to the reference, so none is asked for by name.
+"""
+
+import contextlib
+import functools
+import importlib.util
+from types import ModuleType
+
+import torch
+
+from f8sub.formats import ALL, HIGH_PRECISION, Float8Format, Operand, Tile
+from f8sub.kernels import delayed, reference
+
+EDGE = 128
+"""Edge of the tiles that kernels work on; of all vectors of a block, and a divisor of every square's."""
+
+TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
+
+OLDEST = (8, 9)
+"""The first compute capability whose instructions cast to e4m3, Ada's. Source: PTX ISA, cvt."""
+
+
+def why_no_kernel(format: Float8Format) -> str | None:
+    """Why no kernel casts to a format; None where one does."""
+    if not format.is_plain:
+        return f"casts to float8 with float32 scales of one level, not to {format}"
+    tile = format.tile
+    if tile in (TENSORWISE, ROWWISE, VECTOR) or (tile.rows == tile.cols and tile.rows % EDGE == 0):
+        return None
+    return f"has tiles of a matrix, a row, 1x{EDGE} and squares of whole {EDGE}s, not {tile}"
+
+
+@functools.cache
+def why_no_triton(device: torch.device) -> str | None:
+    """Why there are no kernels for a device; None where there are."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"runs on NVIDIA's GPUs, not on {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= OLDEST:
+        return None
+    return (
+        f"needs SM {OLDEST[0]}.{OLDEST[1]} or newer to cast to float8, found {capability[0]}.{capability[1]}"
+    )
+
+
+def quantize(
+    x: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    any_layout: bool = False,
+) -> tuple[Operand | None, Operand | None]:
+    """``reference.quantize``; goes there for tensors and formats that no kernel takes."""
+    formats = [format for format in (rowwise, columnwise) if format is not None]
+    if (
+        x.dtype not in HIGH_PRECISION
+        or not _takes(x)
+        or not formats
+        or any(why_no_kernel(format) for format in formats)
+    ):
+        return reference.quantize(x, rowwise, columnwise, any_layout)
+    if any_layout and _share_a_cast(formats):
+        row, _ = quantize(x, formats[0], None)
+        return _seen_both_ways(row, rowwise, columnwise)
+    with _device_of(x):
+        launches, row, col = _launch().quantization(x.contiguous(), rowwise, columnwise)
+        for launch in launches:
+            launch.run()
+    return row, col
+
+
+def quantize_delayed(
+    x: torch.Tensor,
+    past: delayed.PastScale,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    any_layout: bool = False,
+) -> tuple[Operand | None, Operand | None, torch.Tensor]:
+    """``delayed.quantize``; goes there for tensors that no kernel takes."""
+    format = rowwise or columnwise
+    if x.dtype not in HIGH_PRECISION or not _takes(x) or format is None or any_layout:
+        return delayed.quantize(x, past, rowwise, columnwise, any_layout)
+    x = x.contiguous()
+    with _device_of(x):
+        launch, found = _launch().amaxes(x)
+        launch.run()
+        amax, largest = found.view(2, 1, 1).unbind()
+        scale = delayed.scale_now(past, amax, format)
+        launches, row, col = _launch().cast(x, scale, rowwise, columnwise)
+        launches[0].run()
+    return row, col, largest
+
+
+def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
+    """``reference.derive_columnwise``; goes there for operands that no kernel takes."""
+    codes = rowwise.data
+    if any_layout or not _takes(codes) or why_no_kernel(columnwise):
+        return reference.derive_columnwise(rowwise, columnwise, any_layout)
+    if not rowwise.format.tile.is_transpose_of(columnwise.tile):
+        derived = quantize(reference.dequantize(rowwise, torch.float32), None, columnwise)[1]
+        if derived is None:
+            raise RuntimeError("quantize returned no columnwise operand for a columnwise format")
+        return derived
+    if not codes.is_contiguous() or codes.shape[0] % 2 or codes.shape[1] % 2:
+        return reference.derive_columnwise(rowwise, columnwise)
+    with _device_of(codes):
+        launch, transposed = _launch().transposition(codes)
+        launch.run()
+    return reference.transposed(rowwise, columnwise, any_layout=True)._replace(data=transposed)
+
+
+def _takes(x: torch.Tensor) -> bool:
+    """Whether the kernels read such a tensor: neither a fake one nor one of no elements."""
+    return (
+        x.is_cuda
+        and type(x) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and x.numel() > 0
+        and why_no_triton(x.device) is None
+    )
+
+
+def _share_a_cast(formats: list[Float8Format]) -> bool:
+    """Whether one set of codes serves all usages."""
+    return len(set(formats)) == 1 and formats[0].tile == formats[0].tile.t()
+
+
+def _seen_both_ways(
+    made: Operand | None, rowwise: Float8Format | None, columnwise: Float8Format | None
+) -> tuple[Operand | None, Operand | None]:
+    if made is None:
+        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
+    col = None if columnwise is None else reference.transposed(made, columnwise, any_layout=True)
+    return None if rowwise is None else made, col
+
+
+def _launch() -> ModuleType:
+    from f8sub.kernels.triton import launch
+
+    return launch
+
+
+def _device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Triton launches on the current device."""
+    if x.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

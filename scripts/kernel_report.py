@@ -1,0 +1,312 @@
+"""What the Triton kernels compile to for Hopper (sm_90a), on any machine: registers, spills, widths of accesses.
+
+Needs triton, no GPU: its wheel brings ptxas and cuobjdump. Ends with status 1 where a kernel misses what it is held to:
+no spilled register; the matrix read and its codes written by 128-bit accesses; 8-bit tiles transposed with ldmatrix and
+read from shared memory in no single bytes; no subnormal float32 flushed.
+
+    python scripts/kernel_report.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tables import Table, parser, write_json
+
+from f8sub.formats import ALL, Float8Format, ScaleRule, Tile
+
+if TYPE_CHECKING:
+    from f8sub.kernels.triton.launch import Launch
+
+CAPABILITY, WARP = 90, 32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WHOLE, RAGGED = (8192, 4096), (8208, 4112)
+"""Of whole tiles, and of rows that begin at multiples of 16 bytes only."""
+
+INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FORMATS = {
+    "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
+    "tensorwise e5m2": Float8Format(E5M2, Tile(ALL, ALL)),
+    "rowwise": Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),
+    "1x128": Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2),
+    "1x128 float": Float8Format(E4M3, Tile(1, 128)),
+    "128x128": Float8Format(E4M3, Tile(128, 128), ScaleRule.POWER_OF_2),
+    "256x256": Float8Format(E4M3, Tile(256, 256)),
+    "256x256 e5m2": Float8Format(E5M2, Tile(256, 256)),
+}
+USAGES = {"both": (True, True), "row": (True, False), "column": (False, True)}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.uint16: "*u16",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel as it is launched over one matrix.
+
+    Attributes:
+        name: what it quantizes.
+        dtype: of the matrix, ``INPUTS``' name of it.
+        shape: of the matrix.
+        usages: ``USAGES``' name of what is made.
+        index: which launch of the plan.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, int]
+    usages: str
+    index: int
+
+    @property
+    def words(self) -> str:
+        """What it is, in words."""
+        return f"{self.name} {self.dtype} {self.usages}{', ragged' if self.shape == RAGGED else ''}"
+
+    def launch(self) -> Launch:
+        """Its launch, over tensors without memory."""
+        from f8sub.kernels.triton import launch
+
+        x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
+        row, col = USAGES[self.usages]
+        if self.name == "transpose":
+            return launch.transposition(x)[0]
+        if self.name == "amaxes":
+            return launch.amaxes(x)[0]
+        format = FORMATS[self.name.removesuffix(" known")]
+        formats = format if row else None, format if col else None
+        if self.name.endswith(" known"):
+            return launch.cast(x, torch.empty(1, 1, device="meta"), *formats).launches[self.index]
+        return launch.quantization(x, *formats).launches[self.index]
+
+
+def cases(whole: tuple[int, int]) -> Iterator[Case]:
+    """Every kernel of every format and usage over bf16; the other inputs and ragged matrices for both usages."""
+    for name in FORMATS:
+        for usages in USAGES:
+            yield from launches(name, "bf16", whole, usages)
+        for dtype in ("fp16", "fp32"):
+            yield from launches(name, dtype, whole, "both")
+        yield from launches(name, "bf16", RAGGED, "both")
+    for usages in USAGES:
+        yield Case("tensorwise known", "bf16", whole, usages, 0)
+    yield Case("rowwise", "bf16", RAGGED, "row", 0)
+    for dtype in INPUTS:
+        yield Case("amaxes", dtype, whole, "both", 0)
+    yield Case("transpose", "fp8", whole, "column", 0)
+    yield Case("transpose", "fp8", RAGGED, "column", 0)
+
+
+def launches(name: str, dtype: str, shape: tuple[int, int], usages: str) -> Iterator[Case]:
+    two = FORMATS[name].tile.cols == ALL and not (name == "rowwise" and usages == "row")
+    for index in range(1 + two):
+        yield Case(name, dtype, shape, usages, index)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a kernel compiled to.
+
+    Attributes:
+        kernel: its name.
+        registers: a thread's.
+        spilled: bytes of local memory a thread.
+        shared: bytes of shared memory a program.
+        instructions: of a program's threads, an element of its tile; of a loop, its body once.
+        wide_loads: 128-bit loads from global memory.
+        narrow_loads: the others, of amaxes and scales.
+        wide_stores: 128-bit stores.
+        narrow_stores: the others, of scales.
+        transposed: ldmatrix with .trans, each of up to four 8x8 matrices.
+        byte_loads: of single bytes from shared memory.
+        flushes: float32 instructions that flush subnormals.
+        is_amax: whether it makes no codes.
+        missed: what it is held to and misses.
+    """
+
+    kernel: str
+    registers: int
+    spilled: int
+    shared: int
+    instructions: int
+    wide_loads: int
+    narrow_loads: int
+    wide_stores: int
+    narrow_stores: int
+    transposed: int
+    byte_loads: int
+    flushes: int
+    is_amax: bool
+    missed: tuple[str, ...] = ()
+
+
+def compiled(launch: Launch) -> Any:
+    """The kernel compiled for Hopper with the launch's arguments, specialized as Triton does when it launches."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = launch.kernel
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = launch.arguments[parameter.name]
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            # torch's allocations begin at multiples of 512 bytes, and views of them here at multiples of 16.
+            aligned = True
+        elif parameter.is_constexpr or value is None or value == 1:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        else:
+            signature[parameter.name] = "i32" if value < 2**31 else "i64"
+            aligned = value % 16 == 0
+        if aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", CAPABILITY, WARP)
+    return triton.compile(source, target=target, options=launch.options)
+
+
+def disassembled(cubin: bytes) -> tuple[str, str]:
+    """SASS and resource usage, by the cuobjdump of Triton's wheel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        found = [
+            subprocess.run([tool, option, file.name], check=True, capture_output=True, text=True).stdout
+            for option in ("--dump-sass", "--dump-resource-usage")
+        ]
+    return found[0], found[1]
+
+
+def report(case: Case) -> Report:
+    """Compile a case and look at it."""
+    from f8sub.kernels.fused import EDGE
+    from f8sub.kernels.triton.launch import ELEMENTS
+
+    launch = case.launch()
+    made = compiled(launch)
+    sass, usage = disassembled(made.asm["cubin"])
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", sass, re.MULTILINE)
+
+    def count(pattern: str) -> int:
+        return sum(re.match(pattern, opcode) is not None for opcode in opcodes)
+
+    registers, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "LOCAL"))
+    spills = count(r"(LDL|STL)\b")
+    loads, stores = count(r"LDG\b"), count(r"STG\b")
+    wide_loads, wide_stores = count(r"LDG\b.*\.128"), count(r"STG\b.*\.128")
+    tile = ELEMENTS if "BLOCK" in launch.arguments else EDGE * EDGE
+    found = Report(
+        launch.kernel.fn.__name__,
+        registers,
+        local + 4 * spills,
+        made.metadata.shared,
+        len(opcodes) * launch.options["num_warps"] * WARP // tile,
+        wide_loads,
+        loads - wide_loads,
+        wide_stores,
+        stores - wide_stores,
+        count(r"LDSM\b.*\.M?T"),
+        count(r"LDS\.[US]8"),
+        len(re.findall(r"\.ftz\.", made.asm["ptx"])),
+        "row_ptr" not in launch.arguments and "codes_ptr" not in launch.arguments,
+    )
+    return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile))})
+
+
+def missed(case: Case, launch: Launch, found: Report, tile: int) -> Iterator[str]:
+    """What a kernel is held to and does not keep."""
+    arguments = launch.arguments
+    threads = launch.options["num_warps"] * WARP
+    transposes = arguments.get("col_ptr") is not None or "codes_ptr" in arguments
+    writes = transposes + (arguments.get("row_ptr") is not None)
+    source = arguments.get("x_ptr", arguments.get("codes_ptr"))
+    size = 1 if "codes_ptr" in arguments else source.dtype.itemsize
+    if launch.kernel.fn.__name__ == "quantize_rows":
+        tile = arguments["ROWS"] * arguments["COLS"]
+    if found.spilled:
+        yield f"spills {found.spilled} bytes"
+    if found.wide_loads * 16 * threads < tile * size:
+        yield f"reads {tile * size} bytes of a tile with {found.wide_loads} 128-bit loads"
+    if found.wide_stores * 16 * threads < tile * writes:
+        yield f"writes {tile * writes} bytes of a tile with {found.wide_stores} 128-bit stores"
+    if transposes and not found.transposed:
+        yield "transposes without ldmatrix"
+    if found.byte_loads:
+        yield f"{found.byte_loads} loads of single bytes from shared memory"
+    if found.flushes:
+        yield f"{found.flushes} instructions flush subnormals"
+
+
+def table(found: dict[Case, Report]) -> Table:
+    columns = (
+        "kernel, input, usages",
+        "registers",
+        "spilled",
+        "shared KB",
+        "instr./element",
+        "LDG.128 + other",
+        "STG.128 + other",
+        "ldmatrix.trans",
+        "byte loads",
+    )
+    rows = [
+        (
+            f"{case.words}: {r.kernel}",
+            str(r.registers),
+            str(r.spilled),
+            f"{r.shared / 1024:.0f}",
+            str(r.instructions),
+            f"{r.wide_loads} + {r.narrow_loads}",
+            f"{r.wide_stores} + {r.narrow_stores}",
+            str(r.transposed),
+            str(r.byte_loads),
+        )
+        for case, r in found.items()
+    ]
+    import triton
+
+    return Table(f"sm_{CAPABILITY}a, triton {triton.__version__}", columns, rows)
+
+
+def main() -> None:
+    arguments_parser = parser(__doc__)
+    arguments_parser.add_argument("--only", nargs="+", default=[""], help="what begins with one of these")
+    arguments_parser.add_argument(
+        "--shape", nargs=2, type=int, default=WHOLE, help="of a matrix, if not ragged"
+    )
+    arguments_parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at a time")
+    arguments = arguments_parser.parse_args()
+    starts, shape = tuple(arguments.only), tuple(arguments.shape)
+    chosen = [case for case in cases(shape) if case.words.startswith(starts)]
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        found = dict(zip(chosen, pool.map(report, chosen), strict=True))
+    table(found).show()
+    if arguments.json:
+        write_json(arguments.json, [{**asdict(case), **asdict(r)} for case, r in found.items()])
+    wrong = [f"{case.words}: {r.kernel} {', '.join(r.missed)}" for case, r in found.items() if r.missed]
+    print("\n".join(wrong) if wrong else f"{len(found)} kernels, none misses what it is held to")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A process in which Triton's kernels are interpreted, on the CPU.
+
+One of its own: TRITON_INTERPRET is read when triton is imported, and the tests' process compiles kernels elsewhere.
+"""
+
+import contextlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed; it comes with torch for CUDA"
+)
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Callable[..., Any]]:
+    """``interpreter(function, *arguments)`` in that process."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def _start() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    # NaN and the inverse of an amax of 0 are what some tests are about.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="numpy|triton")
+    np.seterr(all="ignore")
+    repair()
+    take_any_device()
+
+
+def take_any_device() -> None:
+    """Have the kernels take what is on the CPU, whatever the machine has."""
+    from f8sub.kernels import fused
+
+    def takes(x: torch.Tensor) -> bool:
+        return type(x) is torch.Tensor and x.numel() > 0
+
+    fused._takes = takes
+    fused._device_of = contextlib.nullcontext
+
+
+def repair() -> None:
+    """Make the interpreter of Triton 3.6 and 3.7 compute as the hardware does.
+
+    Its casts to float8 and bfloat16 lose the carry of a rounded mantissa or do not round, and its maximum, which
+    the hardware takes of numbers alone, is NaN where one of two is.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    dtypes = {
+        tl.float64: torch.float64,
+        tl.float32: torch.float32,
+        tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16,
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e5: torch.float8_e5m2,
+    }
+    original = interpreter._convert_float
+
+    def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if source not in dtypes or target not in dtypes:
+            return original(values, source, target, rounding)
+        bits = np.ascontiguousarray(values).view(UNSIGNED[source.primitive_bitwidth // 8])
+        converted = torch.from_numpy(bits).view(dtypes[source]).to(dtypes[target])
+        return converted.view(torch.uint8).numpy().view(UNSIGNED[target.primitive_bitwidth // 8])
+
+    interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)

@@ -1,0 +1,59 @@
+"""What the Triton kernels compile to for sm_90a, by the script that prints it: neither spills nor narrow accesses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.interpreted import needs_triton
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "kernel_report.py"
+
+
+def reported(folder: Path, *arguments: str) -> list[dict]:
+    output = folder / "report.json"
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", str(output), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    print(finished.stdout)
+    return json.loads(output.read_text())
+
+
+def check(found: list[dict]) -> None:
+    assert found
+    for row in found:
+        assert row["missed"] == []
+        assert row["spilled"] == row["byte_loads"] == row["flushes"] == 0
+        assert row["wide_loads"] > 0
+        assert (row["transposed"] > 0) == (row["usages"] in ("both", "column") and not row["is_amax"])
+
+
+@needs_triton
+def test_the_kernels_of_the_blockwise_recipe_and_the_transposition(tmp_path):
+    found = reported(tmp_path, "--only", "1x128 bf16 both", "transpose fp8")
+    assert {row["kernel"] for row in found} == {"quantize_vectors", "transpose_codes"}
+    check(found)
+
+
+@needs_triton
+@pytest.mark.long
+def test_every_kernel(tmp_path):
+    found = reported(tmp_path)
+    assert len({row["kernel"] for row in found}) == 8
+    check(found)
+
+
+@needs_triton
+def test_a_miss_is_an_error(tmp_path):
+    """A matrix whose rows begin at odd places cannot be read by 128 bits, and the report says so."""
+    with pytest.raises(AssertionError, match="128-bit loads"):
+        reported(tmp_path, "--only", "128x128 bf16 row", "--shape", "8192", "4095")

@@ -1,0 +1,257 @@
+"""Triton's quantizers, interpreted on the CPU, equal the reference bitwise."""
+
+import pytest
+import torch
+
+from f8sub import ALL, Float8Format, ScaleRule, Tile, backends
+from f8sub.formats import E2M1, Operand
+from f8sub.kernels import delayed, fused, reference
+from f8sub.kernels.delayed import PastScale
+from tests.cuda.products import assert_same_bits
+from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
+from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+POWER_OF_2 = ScaleRule.POWER_OF_2
+FORMATS = {
+    "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
+    "tensorwise-e5m2": Float8Format(E5M2, Tile(ALL, ALL), POWER_OF_2),
+    "rowwise": Float8Format(E4M3, Tile(1, ALL), POWER_OF_2),
+    "rowwise-e5m2": Float8Format(E5M2, Tile(1, ALL)),
+    "1x128": Float8Format(E4M3, Tile(1, 128), POWER_OF_2),
+    "1x128-float": Float8Format(E4M3, Tile(1, 128)),
+    "128x128": Float8Format(E4M3, Tile(128, 128), POWER_OF_2),
+    "256x256-e5m2": Float8Format(E5M2, Tile(256, 256)),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+SMALL = (40, 72)
+LARGE = [(256, 128), (130, 144), (129, 130), (1, 300), (300, 1)]
+"""Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; single lines."""
+
+on_each_format = pytest.mark.parametrize("name", FORMATS)
+on_each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, id=name, marks=() if name == "bf16" else pytest.mark.long)
+        for name, dtype in DTYPES.items()
+    ],
+)
+
+
+def same_bits(ours: Operand | None, right: Operand | None) -> None:
+    """Of any layout, the same; row-major where the reference is."""
+    if ours is None or right is None:
+        assert ours is right
+        return
+    assert ours.data.is_contiguous() or not right.data.is_contiguous()
+    assert ours.scale_inv.is_contiguous()
+    assert_same_bits(*(operand._replace(data=operand.data.contiguous()) for operand in (ours, right)))
+
+
+def check(
+    x: torch.Tensor, row: Float8Format | None, col: Float8Format | None, any_layout: bool = False
+) -> None:
+    found = fused.quantize(x, row, col, any_layout)
+    for ours, right in zip(found, reference.quantize(x, row, col, any_layout), strict=True):
+        same_bits(ours, right)
+
+
+def check_each_usage(x: torch.Tensor, name: str) -> None:
+    for row, col in ((FORMATS[name], FORMATS[name]), (FORMATS[name], None), (None, FORMATS[name])):
+        check(x, row, col)
+
+
+def data_sets(name: str, dtype: torch.dtype) -> None:
+    for data in DATA_SETS:
+        x = make(data, SMALL, 3, dtype)
+        check(x, FORMATS[name], FORMATS[name])
+
+
+def edges(name: str, dtype: torch.dtype) -> None:
+    for x in edge_values(dtype).values():
+        check(x, FORMATS[name], FORMATS[name])
+
+
+def shapes(name: str) -> None:
+    for shape in LARGE:
+        check_each_usage(make("lognormal", shape, 5, torch.bfloat16), name)
+
+
+def non_finite(name: str, dtype: torch.dtype) -> None:
+    x = make("gaussian", (24, 48), 2, dtype)
+    x[3, 4], x[7, 9], x[20, 0] = float("nan"), float("inf"), float("-inf")
+    check_each_usage(x, name)
+    nan = fused.quantize(x, FORMATS[name], None)[0]
+    assert nan is not None
+    assert nan.data.float().isnan().sum() == 3
+    x[:] = float("nan")
+    x[3] = float("inf")
+    check_each_usage(x, name)
+
+
+@needs_triton
+@on_each_dtype
+@on_each_format
+def test_data_sets(interpreter, name, dtype):  # noqa: F811
+    interpreter(data_sets, name, dtype)
+
+
+@needs_triton
+@on_each_dtype
+@on_each_format
+def test_edge_values(interpreter, name, dtype):  # noqa: F811
+    interpreter(edges, name, dtype)
+
+
+@needs_triton
+@on_each_format
+def test_shapes_that_tiles_do_not_divide(interpreter, name):  # noqa: F811
+    interpreter(shapes, name)
+
+
+@needs_triton
+@on_each_dtype
+@on_each_format
+def test_non_finite_elements(interpreter, name, dtype):  # noqa: F811
+    interpreter(non_finite, name, dtype)
+
+
+def many_scales(dtype: torch.dtype, rule: ScaleRule) -> None:
+    """Every exponent, with mantissas at the ends, around 1.75 (that of the largest codes) and in between."""
+    drawn = torch.randint(0, 1 << 23, (8,), generator=generator(3)).tolist()
+    mantissas = [0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFE, 0x7FFFFF, *drawn]
+    bits = [(exponent << 23) | mantissa for exponent in range(255) for mantissa in mantissas]
+    amaxes = torch.tensor(bits, dtype=torch.int32).view(torch.float32)[:, None]
+    check(amaxes, Float8Format(dtype, Tile(1, 128), rule), None)
+
+
+@needs_triton
+@pytest.mark.parametrize("rule", [ScaleRule.FLOAT, POWER_OF_2], ids=["float", "power_of_2"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_scales_of_many_amaxes(interpreter, dtype, rule):  # noqa: F811
+    interpreter(many_scales, dtype, rule)
+
+
+def every_code(dtype: torch.dtype) -> None:
+    """All bfloat16 there are, under the scale 1."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    one = PastScale(torch.ones(1, 1), 0.0, False)
+    format = Float8Format(dtype, Tile(ALL, ALL))
+    expected, found = (kind(x, one, format, format) for kind in (delayed.quantize, fused.quantize_delayed))
+    for ours, right in zip(found[:2], expected[:2], strict=True):
+        assert_same_bits(ours, right)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_every_bfloat16_is_cast_right(interpreter, dtype):  # noqa: F811
+    interpreter(every_code, dtype)
+
+
+def past_scales(name: str, dtype: torch.dtype) -> None:
+    format = FORMATS[name]
+    base, edge = make("lognormal", SMALL, 4, dtype), edge_values(dtype)
+    for x in (base, edge["largest_among_gaussian"], edge["smallest_subnormal"]):
+        for scale, bad in ((0.0, None), (1.0, "inf"), (3.7e3, "nan"), (2.0**-120, "-inf")):
+            if bad is not None:
+                x[2, 3] = float(bad)
+            for covers in (False, True):
+                past = PastScale(torch.full((1, 1), scale), 1.0, covers)
+                found = fused.quantize_delayed(x, past, format, format)
+                expected = delayed.quantize(x, past, format, format)
+                same_bits(found[0], expected[0])
+                same_bits(found[1], expected[1])
+                torch.testing.assert_close(found[2], expected[2], rtol=0, atol=0, equal_nan=True)
+
+
+@needs_triton
+@on_each_dtype
+@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
+def test_scales_of_the_past(interpreter, name, dtype):  # noqa: F811
+    interpreter(past_scales, name, dtype)
+
+
+def derivations(name: str) -> None:
+    format = FORMATS[name]
+    for shape in [(128, 256), (130, 72), (2, 300), (33, 70)]:
+        rowwise = reference.quantize(make("gaussian", shape, 6), format, None)[0]
+        assert rowwise is not None
+        for any_layout in (False, True):
+            found = fused.derive_columnwise(rowwise, format, any_layout)
+            expected = reference.derive_columnwise(rowwise, format, any_layout)
+            same_bits(found, expected)
+
+
+@needs_triton
+@on_each_format
+def test_the_columnwise_usage_of_codes(interpreter, name):  # noqa: F811
+    interpreter(derivations, name)
+
+
+def other_layouts() -> None:
+    x = gaussian((48, 80), generator(8))
+    for name, format in FORMATS.items():
+        check(x.t(), format, format)
+        check(x[::2], format, format)
+        if name != "1x128-float":
+            check(x, format, FORMATS["1x128-float"])
+        for row, col in ((format, format), (format, None), (None, format)):
+            check(x, row, col, any_layout=True)
+
+
+@needs_triton
+def test_other_layouts_and_two_formats(interpreter):  # noqa: F811
+    interpreter(other_layouts)
+
+
+def rounds_wrongly() -> bool:
+    """Whether Triton's interpreter, as it comes, casts 127.9 to something else than 128."""
+    import triton.language as tl
+    from triton.runtime import interpreter as module
+
+    cells = module._convert_float.__closure__
+    (convert,) = (cell.cell_contents for cell in cells if callable(cell.cell_contents))
+    nearest = module._ir.ROUNDING_MODE.RTNE
+    found = convert(torch.tensor([127.9]).numpy(), tl.float32, tl.float8e4nv, nearest)
+    return float(torch.from_numpy(found.copy()).view(E4M3).float()) != 128.0
+
+
+@needs_triton
+def test_the_interpreter_still_needs_its_repair(interpreter):  # noqa: F811
+    assert interpreter(rounds_wrongly), (
+        "Triton's interpreter rounds now: drop tests/kernels/interpreted.repair"
+    )
+
+
+UNCOVERED = {
+    "32x32": Float8Format(E4M3, Tile(32, 32)),
+    "128x256": Float8Format(E4M3, Tile(128, 256)),
+    "1x64": Float8Format(E4M3, Tile(1, 64)),
+    "columns": Float8Format(E4M3, Tile(ALL, 1)),
+    "e8m0": Float8Format(E4M3, Tile(1, 128), ScaleRule.E8M0),
+    "e2m1": Float8Format(E2M1, Tile(ALL, ALL)),
+    "hadamard": Float8Format(E4M3, Tile(ALL, ALL), hadamard=16),
+}
+
+
+@pytest.mark.parametrize("name", UNCOVERED)
+def test_what_no_kernel_casts_to(name):
+    assert fused.why_no_kernel(UNCOVERED[name]) is not None
+    assert str(UNCOVERED[name].tile) in str(fused.why_no_kernel(UNCOVERED[name]))
+
+
+@on_each_format
+def test_the_cpu_has_no_kernels(name):
+    """Neither asked for through the module nor chosen by a layer on the CPU."""
+    assert fused.why_no_kernel(FORMATS[name]) is None
+    assert "cpu" in str(fused.why_no_triton(torch.device("cpu")))
+    check(gaussian(SMALL, generator(1)), FORMATS[name], FORMATS[name])
+    assert backends.quantizer_of(FORMATS[name], torch.device("cpu")) in ("host", "reference")
+    past = PastScale(torch.ones(1, 1), 0.0, False)
+    x = gaussian(SMALL, generator(1))
+    if FORMATS[name].tile.is_whole:
+        found, expected = (
+            kind(x, past, FORMATS[name], None)[0] for kind in (fused.quantize_delayed, delayed.quantize)
+        )
+        assert isinstance(found, Operand)
+        assert_same_bits(found, expected)

@@ -54,7 +54,8 @@ def repair() -> None:
     """Make the interpreter of Triton 3.6 and 3.7 compute as the hardware does.
 
     Its casts to float8 and bfloat16 lose the carry of a rounded mantissa or do not round, and its maximum, which
-    the hardware takes of numbers alone, is NaN where one of two is.
+    the hardware takes of numbers alone, is NaN where one of two is. 3.6 does not know numpy 2.4, which makes no number
+    of an array of one dimension.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -77,4 +78,11 @@ def repair() -> None:
         return converted.view(torch.uint8).numpy().view(UNSIGNED[target.primitive_bitwidth // 8])
 
     interpreter._convert_float = convert
+    prepare = interpreter._patch_lang_tensor
+
+    def prepare_and_index(tensor: Any, scope: Any) -> None:
+        prepare(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = prepare_and_index
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)

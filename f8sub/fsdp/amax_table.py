@@ -88,7 +88,8 @@ class AmaxTable:
         for shards in self._same_rule():
             self._write_scales(shards)
         for shard in self._shards:
-            shard.keep_scales()
+            if shard.dropped:
+                shard.keep_scales()
         if not self._apart:
             for shard in self._in_parts:
                 shard.write_part()

@@ -96,6 +96,8 @@ class Shard:
         copy of what the scales were computed from is not a change.
         """
         local = getattr(layer._parameters["weight"], "_local_tensor", None)  # None while it is unsharded
+        if local is self.master:
+            return
         local = None if local is None else master_of(local)
         if local is None or local.cell is self.master.cell:
             return

@@ -76,6 +76,30 @@ def test_the_product(pair, shape, dtype):
     assert excess(reference.gemm_nt(a, b, dtype, False), product(a, b)) <= 1
 
 
+@on_each_shape
+@pytest.mark.parametrize("pair", [PAIRS["tensor-tensor"], PAIRS["e5m2-e4m3"]], ids=["e4m3", "mixed"])
+def test_cpus_whose_onednn_loops_multiply_two_of_one_dtype_by_rows(monkeypatch, pair, shape):
+    skip_without_rows()
+    monkeypatch.setattr(scaled_mm, "_onednn_loops", lambda: True)
+    a, b = operands(pair, shape)
+    with Calls() as calls:
+        found = scaled_mm.gemm_nt(a, b, torch.float32, fast_accum=False)
+    (call,) = calls.seen
+    rows = shape[:2] if pair[0] == pair[1] else (1, 1)
+    assert (call["scale_a"].numel(), call["scale_b"].numel()) == rows
+    assert excess(found, product(a, b)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("amx", "fp16", "loops"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_which_cpus_those_are(monkeypatch, amx, fp16, loops):
+    skip_without_rows()
+    monkeypatch.setattr(scaled_mm, "cpu_has_amx", lambda: amx)
+    monkeypatch.setattr(scaled_mm, "cpu_has_amx_fp16", lambda: fp16)
+    assert scaled_mm._onednn_loops() == loops
+
+
 @on_each_pair
 def test_fast_accumulation_changes_nothing_on_the_cpu(pair):
     skip_without_rows(*pair)

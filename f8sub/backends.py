@@ -11,13 +11,18 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels import delayed, fused, host, ops, reference, scaled_mm
+from f8sub.kernels import delayed, fused, host, measured_mm, ops, reference, scaled_mm, triton_mm
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.reference import Across
 from f8sub.recipe import GemmSpec, Recipe
 
-GEMM: dict[str, ModuleType] = {"scaled_mm": scaled_mm, "reference": reference}
-"""Backends by name, the one to prefer first."""
+GEMM: dict[str, ModuleType] = {
+    "measured": measured_mm,
+    "scaled_mm": scaled_mm,
+    "triton": triton_mm,
+    "reference": reference,
+}
+"""Backends by name, the one to prefer first: what was measured on this GPU; without that cuBLASLt, then our own."""
 
 _ONE_NODE = {name: ops.gemm_as_one_node(name, module.gemm_nt) for name, module in GEMM.items()}
 """The same behind operators, for what ``torch.compile`` may not look into."""

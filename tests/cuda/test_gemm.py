@@ -6,7 +6,7 @@ import torch
 import f8sub
 from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile, backends
 from f8sub.formats import E2M1
-from f8sub.kernels import reference, scaled_mm
+from f8sub.kernels import reference, scaled_mm, triton_mm
 from tests.budgets import excess
 from tests.cuda.products import exact, operand, promoted
 from tests.data_sets import generator, row_outliers
@@ -65,7 +65,7 @@ def worst(a, b, dtype, fast_accum, backend=scaled_mm) -> float:
     assert found.dtype == dtype
     # Off Hopper rows are multiplied in CUTLASS, whose results are bf16.
     limited = a.format.tile == ROW.tile and torch.cuda.get_device_capability()[0] != 9
-    name = "scaled_mm" if backend is scaled_mm else "reference"
+    name = "reference" if backend is reference else "a tensor core"
     accumulated = promoted(name, fast_accum, a.data.shape[1])
     return excess(found.to(torch.bfloat16) if limited else found, Product(exact(a), exact(b)), accumulated)
 
@@ -92,6 +92,39 @@ def test_one_scale_a_block(pair, shape, dtype):
     assert worst(a, b, dtype, False) <= 1
 
 
+OUR_PAIRS = BLOCK_PAIRS | {
+    "256x256-e5m2-256x256-e5m2": (Float8Format(E5M2, Tile(256, 256)),) * 2,
+    "384x128-1x256": (Float8Format(E4M3, Tile(384, 128)), Float8Format(E4M3, Tile(1, 256))),
+}
+
+
+@on_each_dtype
+@on_each_shape
+@pytest.mark.parametrize("pair", OUR_PAIRS.values(), ids=list(OUR_PAIRS))
+def test_one_scale_a_block_by_our_kernels(pair, shape, dtype):
+    a, b = operands(pair, shape)
+    if reason := triton_mm.why_not(a.format, b.format, torch.device("cuda")):
+        pytest.skip(f"on this CUDA device triton {reason}")
+    assert worst(a, b, dtype, False, triton_mm) <= 1
+
+
+@pytest.mark.parametrize("pair", OUR_PAIRS.values(), ids=list(OUR_PAIRS))
+def test_our_kernels_make_many_tiles_one_after_the_other(pair):
+    """Programs of the persistent kernel that make three tiles each, twice, to the same bits."""
+    device = torch.device("cuda")
+    if reason := triton_mm.why_not(*pair, device):
+        pytest.skip(f"on this CUDA device triton {reason}")
+    rng = torch.Generator(device).manual_seed(1)
+    a, b = (
+        reference.quantize(torch.randn(lines, 1040, generator=rng, device=device), format, None)[0]
+        for lines, format in zip((5000, 2500), pair, strict=True)
+    )
+    found = triton_mm.gemm_nt(a, b, torch.float32, False)
+    assert torch.equal(found, triton_mm.gemm_nt(a, b, torch.float32, False))
+    right = reference.gemm_nt(a, b, torch.float32, False)
+    assert (found - right).abs().max() < 2**-9 * right.abs().max()
+
+
 def test_a_wrong_scale_of_one_block_exceeds_the_budget():
     """What makes the budget of a tensor core's sums mean something."""
     a, b = operands((VECTOR, BLOCK), SHAPES["many-blocks"])
@@ -105,10 +138,10 @@ def test_blocks_are_multiplied_natively_on_hopper():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this CUDA device is no Hopper")
     spec = GemmSpec(a=VECTOR, b=BLOCK)
-    assert backends.select_gemm(spec, torch.device("cuda")) == "scaled_mm"
+    assert backends.select_gemm(spec, torch.device("cuda")) in ("measured", "scaled_mm")
     for recipe in ("blockwise", "gridquant"):
         plan = backends.Plan.make(f8sub.get_recipe(recipe), torch.device("cuda"))
-        assert {plan.fprop, plan.dgrad, plan.wgrad} == {"scaled_mm"}
+        assert {plan.fprop, plan.dgrad, plan.wgrad} <= {"measured", "scaled_mm"}
 
 
 def test_small_blocks_are_multiplied_natively_on_blackwell():

@@ -1,0 +1,373 @@
+"""Measures GEMMs of operands with scales of blocks on this GPU: cuBLASLt's and ours in every candidate's tiles.
+
+Right first: every candidate multiplies, in a process of its own with a time limit, so that a kernel that hangs or
+crashes costs only itself; those processes compile all candidates side by side. Products are compared with float64 on
+the GPU, in units of a budget derived from the tensor core's accumulator. Then speed:
+random data, two sets of operands in turn, CUDA graphs, medians of rounds in which all variants take turns. Of few rows
+a plain split-K kernel is timed as well.
+
+Writes ``f8sub/kernels/measured/GPU.json``, by which ``f8sub.backends`` chooses from then on, and prints a table last.
+
+    python scripts/tune_gemm.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import triton
+from gemm_report import E4M3, GRID, GRID_E5M2, SQUARE, VECTOR, configs
+from rich.progress import Progress
+from split_k import SplitK
+from tables import Table, parser
+
+from f8sub import Operand
+from f8sub.kernels import gemm_table, reference, scaled_mm, triton_mm
+from f8sub.kernels.triton.gemm_launch import Config
+
+PAIRS = {
+    "1x128 x 128x128": (VECTOR, SQUARE),
+    "1x128 x 1x128": (VECTOR, VECTOR),
+    "256x256 x 256x256": (GRID, GRID),
+    "256x256 e5m2 x 256x256": (GRID_E5M2, GRID),
+}
+SHAPES = ["8192x8192x8192", "8192x4096x14336", "8192x14336x4096", "64x8192x8192", "16x8192x8192"]
+"""M x K x N."""
+
+CHECKED = {False: [(520, 1040, 392), (4200, 2304, 2200)], True: [(40, 1040, 392), (64, 4096, 1040)]}
+"""M, K, N that tiles and blocks do not divide, of many rows and of few; the large ones have programs make two tiles."""
+
+STEP = 32
+"""float8 products that one instruction of Hopper's tensor cores adds to an accumulator."""
+
+SETS = 2
+SECONDS = 60
+"""What a candidate may take to be compiled and checked before it counts as hanging."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel of ours for a pair of formats; ``few`` says for which class of shapes."""
+
+    pair: str
+    config: Config
+    few: bool
+
+
+def candidates(pairs: list[str], few: bool, many: bool) -> list[Candidate]:
+    found = []
+    for pair in pairs:
+        for config in configs():
+            narrow = config.rows <= gemm_table.FEW_ROWS
+            if (few and narrow) or (many and not narrow):
+                found.append(Candidate(pair, config, narrow))
+    return found
+
+
+def made(shape: tuple[int, int, int], pair: str, seed: int, device: str = "cuda") -> tuple[Operand, Operand]:
+    """Operands of gaussian codes, under scales over three octaves."""
+    torch.manual_seed(seed)
+    rows, depth, cols = shape
+    operands = []
+    for format, lines in zip(PAIRS[pair], (rows, cols), strict=True):
+        values = torch.randn(lines, depth, device=device) * (40.0 if format.dtype == E4M3 else 2000.0)
+        scales = torch.rand(format.tile.scale_shape((lines, depth)), device=device) * 3
+        operands.append(Operand(values.to(format.dtype), scales.exp2() / 1000, format))
+    return operands[0], operands[1]
+
+
+def excess(found: torch.Tensor, a: Operand, b: Operand, only: slice) -> float:
+    """Largest error of some rows, in units of what ``tests/budgets.py`` allows, of which this is the same bound.
+
+    A tensor core's step adds 32 products to an accumulator; each of the 33 may lose 2**-12 of the largest, which the
+    largest codes of both lines bound. Blocks of 128 are then added in float32, and the sum is rounded once.
+    """
+    left = reference.dequantize(a, torch.float64)[only]
+    right = reference.dequantize(b, torch.float64)
+    exact, budget = torch.zeros(2, len(left), len(right), dtype=torch.float64, device=left.device)
+    for start in range(0, a.data.shape[1], STEP):
+        if start % 128 == 0:
+            accumulator = torch.zeros_like(exact)
+        parts = left[:, start : start + STEP], right[:, start : start + STEP]
+        largest = parts[0].abs().amax(1)[:, None] * parts[1].abs().amax(1)[None]
+        largest = torch.maximum(largest, accumulator.abs())
+        step = parts[0] @ parts[1].t()
+        accumulator += step
+        exact += step
+        budget += (STEP + 1) * 2.0**-12 * torch.maximum(largest, accumulator.abs())
+    budget += (a.data.shape[1] + 4) * 2.0**-23 * (left.abs() @ right.abs().t())
+    budget += torch.finfo(found.dtype).eps / 2 * (exact.abs() + budget)
+    error = (found[only].double() - exact).abs()
+    return float((error / budget).max()) if bool(error.isfinite().all()) else math.inf
+
+
+def check(candidate: Candidate, shapes: list[tuple[int, int, int]]) -> float:
+    """The worst of ``excess``: all rows where no tile divides the matrices, every 61st of those that are timed."""
+    worst = 0.0
+    for shape in CHECKED[candidate.few] + shapes:
+        a, b = made(shape, candidate.pair, 3)
+        only = slice(None, None, 61 if shape in shapes else 1)
+        for dtype in (torch.bfloat16,) if shape in shapes else (torch.float32, torch.bfloat16):
+            for _ in range(2):
+                found = triton_mm.multiply(a, b, dtype, candidate.config)
+                worst = max(worst, excess(found, a, b, only))
+    return worst
+
+
+def serve(connection: Connection) -> None:
+    """Check what comes, until None does."""
+    while (given := connection.recv()) is not None:
+        try:
+            connection.send(check(*given))
+        except Exception as error:
+            connection.send(f"{type(error).__name__}: {str(error)[:300]}")
+
+
+class Worker:
+    """A process that checks one candidate at a time."""
+
+    def __init__(self, context: Any, shapes: list[tuple[int, int, int]]) -> None:
+        self.context, self.shapes = context, shapes
+        self.start()
+
+    def start(self) -> None:
+        """Begin another process."""
+        self.connection, other = self.context.Pipe()
+        self.process = self.context.Process(target=serve, args=(other,), daemon=True)
+        self.process.start()
+        self.candidate: Candidate | None = None
+        self.begun = 0.0
+
+    def give(self, candidate: Candidate) -> None:
+        """Have it check a candidate."""
+        self.candidate, self.begun = candidate, time.monotonic()
+        alike = [shape for shape in self.shapes if (shape[0] <= gemm_table.FEW_ROWS) is candidate.few]
+        self.connection.send((candidate, alike))
+
+    def taken(self) -> float | str | None:
+        """The result, once it is there; a reason where it took too long or the process died."""
+        try:
+            if self.connection.poll():
+                result: float | str = self.connection.recv()
+                return result
+        except EOFError:
+            self.start()
+            return "its process died"
+        if not self.process.is_alive():
+            self.start()
+            return "its process died"
+        if time.monotonic() - self.begun > SECONDS:
+            self.process.kill()
+            self.process.join()
+            self.start()
+            return f"no result in {SECONDS} seconds"
+        return None
+
+
+def checked(
+    chosen: list[Candidate], shapes: list[tuple[int, int, int]], jobs: int
+) -> dict[Candidate, float | str]:
+    """What ``check`` finds of each, ``jobs`` of them at a time."""
+    context = multiprocessing.get_context("spawn")
+    workers = [Worker(context, shapes) for _ in range(min(jobs, len(chosen)))]
+    waiting, results = list(chosen), {}
+    with Progress(disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("compile and check", total=len(chosen))
+        while len(results) < len(chosen):
+            for worker in workers:
+                if worker.candidate is None:
+                    if waiting:
+                        worker.give(waiting.pop(0))
+                    continue
+                result = worker.taken()
+                if result is not None:
+                    results[worker.candidate] = result
+                    worker.candidate = None
+                    progress.advance(task)
+            time.sleep(0.02)
+    for worker in workers:
+        worker.connection.send(None)
+    return results
+
+
+def captured(run: Callable[[Any], Any], sets: list[Any], pool: Any) -> Callable[[], float]:
+    """Milliseconds a call of ``run``: a CUDA graph of one call a set, replayed once by each call."""
+    for given in sets:
+        run(given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        for given in sets:
+            run(given)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def replay() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / len(sets)
+
+    return replay
+
+
+def machine() -> dict[str, Any]:
+    """What the figures are of."""
+    clocks = subprocess.run(
+        [
+            "nvidia-smi",
+            "--query-gpu=name,clocks.sm,power.draw,power.limit,temperature.gpu",
+            "--format=csv,noheader",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    return {
+        "nvidia_smi": clocks.stdout.strip(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+    }
+
+
+def timed(
+    pair: str, shape: tuple[int, int, int], right: list[Config], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Variant -> median and spread in microseconds, TFLOP/s, and GB/s of what has to be read and written."""
+    sets = [made(shape, pair, seed) for seed in range(SETS)]
+    runs: dict[str, Callable[[Any], Any]] = {}
+    if scaled_mm.why_not(*PAIRS[pair], torch.device("cuda")) is None:
+        runs["scaled_mm"] = lambda given: scaled_mm.gemm_nt(*given, torch.bfloat16, False)
+    for config in right:
+        runs[str(config)] = lambda given, config=config: triton_mm.multiply(*given, torch.bfloat16, config)
+    if shape[0] <= gemm_table.FEW_ROWS:
+        for split in (4, 8):
+            runs[f"plain split-K, {split}"] = SplitK(split)
+    pool = torch.cuda.graph_pool_handle()
+    calls = {name: captured(run, sets, pool) for name, run in runs.items()}
+    repeats = 1 if shape[0] > gemm_table.FEW_ROWS else 5
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(min(call() for _ in range(repeats)))
+    rows, depth, cols = shape
+    moved = rows * depth + cols * depth + 2 * rows * cols
+    found = {}
+    for name, values in times.items():
+        median = statistics.median(values)
+        quarters = statistics.quantiles(values, n=4)
+        found[name] = {
+            "us": median * 1e3,
+            "spread_us": (quarters[2] - quarters[0]) * 1e3,
+            "tflops": 2e-9 * rows * depth * cols / median,
+            "gb_per_s": moved / median / 1e6,
+        }
+    return found
+
+
+def product(
+    pair: str, shape: tuple[int, int, int], figures: dict[str, dict[str, float]], right: list[Config]
+) -> dict:
+    """What ``gemm_table`` keeps of one product."""
+    ours = {str(config): config for config in right}
+    best = max(
+        (name for name in figures if name in ours), key=lambda name: figures[name]["tflops"], default=None
+    )
+    rates = {}
+    if "scaled_mm" in figures:
+        rates["scaled_mm"] = round(figures["scaled_mm"]["tflops"], 1)
+    if best is not None:
+        rates["triton"] = round(figures[best]["tflops"], 1)
+    formats = dict(zip("ab", map(gemm_table.kind, PAIRS[pair]), strict=True))
+    config = None if best is None else asdict(ours[best])
+    return {**formats, "shape": shape, "rates": rates, "config": config, "variants": figures}
+
+
+def show(products: list[dict], results: dict[Candidate, float | str]) -> None:
+    names = {tuple(map(gemm_table.kind, formats)): pair for pair, formats in PAIRS.items()}
+    rows = []
+    for row in products:
+        title = f"{names[row['a'], row['b']]}, {'x'.join(map(str, row['shape']))}"
+        best = max(row["variants"].values(), key=lambda figures: figures["tflops"])
+        for name, figures in sorted(row["variants"].items(), key=lambda item: item[1]["us"]):
+            mark = " <" if figures is best else ""
+            rows.append(
+                (
+                    f"{title}: {name}{mark}",
+                    f"{figures['us']:.1f}",
+                    f"{figures['spread_us']:.1f}",
+                    f"{figures['tflops']:.0f}",
+                    f"{figures['gb_per_s']:.0f}",
+                )
+            )
+    wrong = [
+        f"{candidate.pair}, {candidate.config}: {result if isinstance(result, str) else f'{result:.2f} budgets'}"
+        for candidate, result in results.items()
+        if isinstance(result, str) or result > 1
+    ]
+    largest = max((result for result in results.values() if isinstance(result, float)), default=math.nan)
+    Table("M x K x N, bfloat16 results", ("", "us", "spread", "TFLOP/s", "GB/s"), rows).show()
+    print("\n".join(["not right, and not timed:", *wrong]) if wrong else "every candidate is right", end="; ")
+    print(f"largest error in budgets: {largest:.3f}")
+
+
+def main() -> None:
+    arguments_parser = parser(__doc__)
+    arguments_parser.add_argument("--shapes", nargs="+", default=SHAPES, help="M x K x N")
+    arguments_parser.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS)
+    arguments_parser.add_argument("--rounds", type=int, default=12)
+    arguments_parser.add_argument(
+        "--jobs", type=int, default=min(os.cpu_count() or 1, 14), help="processes that check"
+    )
+    arguments_parser.add_argument("--out", help="write the table there, not into the package")
+    arguments = arguments_parser.parse_args()
+    if reason := triton_mm.why_not(
+        VECTOR, SQUARE, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ):
+        sys.exit(f"the kernels to be measured: triton {reason}")
+    shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes]
+    few = {shape[0] <= gemm_table.FEW_ROWS for shape in shapes}
+    before, begun = machine(), time.monotonic()
+    results = checked(candidates(arguments.pairs, True in few, False in few), shapes, arguments.jobs)
+    print(f"{len(results)} candidates compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
+    products = []
+    for pair in arguments.pairs:
+        for shape in shapes:
+            right = [
+                c.config
+                for c, result in results.items()
+                if c.pair == pair
+                and c.few == (shape[0] <= gemm_table.FEW_ROWS)
+                and not isinstance(result, str)
+                and result <= 1
+            ]
+            products.append(product(pair, shape, timed(pair, shape, right, arguments.rounds), right))
+            row = products[-1]
+            print(
+                f"{time.monotonic() - begun:4.0f} s  {pair} {shape}: {row['rates']} {row['config']}",
+                flush=True,
+            )
+    gpu = torch.cuda.get_device_name()
+    path = arguments.out or gemm_table.file_of(gpu)
+    document = {"gpu": gpu, "before": before, "after": machine(), "products": products}
+    gemm_table.FOLDER.mkdir(exist_ok=True)
+    with open(path, "w") as file:
+        file.write(json.dumps(document, indent=1) + "\n")
+    show(products, results)
+    print(f"{path}, after {time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What the GEMM kernels compile to for sm_90a, by the script that prints it: no spills, float8 tensor cores, TMA."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.interpreted import needs_triton
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gemm_report.py"
+
+
+def check(folder: Path, *arguments: str) -> list[dict]:
+    output = folder / "report.json"
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", str(output), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    print(finished.stdout)
+    found = json.loads(output.read_text())
+    for row in found:
+        assert row["missed"] == []
+        assert row["spilled"] == 0
+        assert row["products"] > 0
+        assert (row["resized"] > 0) == row["persistent"]
+    return found
+
+
+@needs_triton
+def test_the_persistent_ones_of_the_blockwise_recipe(tmp_path):
+    tiles = "256x128"
+    only = [f"1x128 x 1x128 -> bf16, {tiles}", f"1x128 x 128x128 -> fp32, {tiles}"]
+    assert len(check(tmp_path, "--only", *only)) == 2
+
+
+@needs_triton
+@pytest.mark.long
+def test_every_one(tmp_path):
+    assert len(check(tmp_path)) >= 50

@@ -1,0 +1,259 @@
+"""Our GEMM of scales of blocks, interpreted on the CPU, against float64; which backend is taken, and why."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import f8sub
+from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile, backends
+from f8sub.formats import Operand
+from f8sub.kernels import gemm_table, measured_mm, reference, triton_mm
+from tests.budgets import excess
+from tests.data_sets import generator, make, row_outliers
+from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
+from tests.oracle import Product
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+VECTOR, BLOCK = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
+VECTOR_OF_2 = Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2)
+LARGE, LARGE_E5M2 = Float8Format(E4M3, Tile(256, 256)), Float8Format(E5M2, Tile(256, 256))
+ROW, TENSOR = Float8Format(E4M3, Tile(1, ALL)), Float8Format(E4M3, Tile(ALL, ALL))
+PAIRS = {
+    "1x128-128x128": (VECTOR_OF_2, BLOCK),
+    "1x128-1x128": (VECTOR, VECTOR),
+    "128x128-1x128": (BLOCK, VECTOR),
+    "256x256-256x256": (LARGE, LARGE),
+    "256x256-e5m2-256x256": (LARGE_E5M2, LARGE),
+    "256x256-e5m2-256x256-e5m2": (LARGE_E5M2, LARGE_E5M2),
+    "row-128x128": (ROW, BLOCK),
+    "1x128-tensor": (VECTOR, TENSOR),
+    "128x256-384x128": (Float8Format(E4M3, Tile(128, 256)), Float8Format(E4M3, Tile(384, 128))),
+    "32x128-1x256": (Float8Format(E4M3, Tile(32, 128)), Float8Format(E4M3, Tile(1, 256))),
+}
+SHAPES = {
+    "tiles": (128, 256, 128),
+    "ragged": (200, 656, 136),
+    "odd": (13, 200, 7),
+    "one": (1, 1, 1),
+}
+"""M, K, N: whole tiles; tiles and blocks cut at every edge, of a K that TMA takes and of one that it does not."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+on_each_pair = pytest.mark.parametrize("pair", PAIRS)
+
+
+def exact(operand: Operand) -> np.ndarray:
+    return reference.dequantize(operand, torch.float64).numpy()
+
+
+def operands(pair: str, shape: tuple[int, int, int], data: str = "row_outliers") -> tuple[Operand, Operand]:
+    rows, depth, cols = shape
+    a, b = (
+        reference.quantize(make(data, (lines, depth), seed) / 300, format, None)[0]
+        for lines, seed, format in ((rows, 1, PAIRS[pair][0]), (cols, 2, PAIRS[pair][1]))
+    )
+    assert a is not None
+    assert b is not None
+    return a, b
+
+
+def multiplied(a: Operand, b: Operand, dtype: torch.dtype, **changes: int) -> torch.Tensor:
+    from f8sub.kernels.triton.gemm_launch import Config, multiplication
+
+    config = Config(**{"rows": 64, "cols": 64, "stages": 3, "group": 2, **changes})
+    launches, out = multiplication(a, b, dtype, config, 132)
+    assert len(launches) == 1 + (config.parts > 1)
+    out.view(torch.uint8).fill_(0x7F)
+    launches[0].arguments["out_ptr"].view(torch.uint8).fill_(0x7F)
+    for launch in launches:
+        launch.run()
+    return out
+
+
+def check(pair: str, shape: tuple[int, int, int], dtype: torch.dtype, changes: dict[str, int]) -> None:
+    a, b = operands(pair, shape)
+    found = multiplied(a, b, dtype, **changes)
+    assert found.dtype == dtype
+    assert excess(found, Product(exact(a), exact(b))) <= 1
+
+
+def wrong_scale() -> None:
+    a, b = operands("1x128-128x128", SHAPES["ragged"])
+    right = Product(exact(a), exact(b))
+    assert excess(multiplied(a, b, torch.float32), right) <= 1
+    b.scale_inv[1, 2] *= 1 + 2.0**-7
+    assert excess(multiplied(a, b, torch.float32), right) > 1
+
+
+def bad_codes() -> None:
+    """NaN stays in its row or column, and what is beyond the matrix adds nothing to it."""
+    a, b = operands("1x128-1x128", SHAPES["ragged"], "gaussian")
+    a.data[3, 5], b.data[130, 300] = torch.nan, torch.nan
+    found = multiplied(a, b, torch.float32).isnan()
+    assert found[3].all()
+    assert found[:, 130].all()
+    assert found.sum() == sum(found.shape) - 1
+
+
+def parts_are_deterministic() -> None:
+    a, b = operands("256x256-256x256", (40, 1500, 72))
+    first, second = (multiplied(a, b, torch.bfloat16, parts=4) for _ in range(2))
+    assert torch.equal(first, second)
+    # More parts than blocks of K: the last ones add nothing.
+    assert excess(multiplied(a, b, torch.float32, parts=16), Product(exact(a), exact(b))) <= 1
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", SHAPES)
+@on_each_pair
+def test_products(interpreter, pair, shape):  # noqa: F811
+    interpreter(check, pair, SHAPES[shape], torch.float32, {})
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize(
+    "changes",
+    [{"rows": 128, "cols": 128, "warps": 8}, {"rows": 64, "cols": 32, "parts": 3}, {"rows": 16, "cols": 256}],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_tiles_and_dtypes(interpreter, changes, dtype):  # noqa: F811
+    interpreter(check, "1x128-128x128", SHAPES["ragged"], dtype, changes)
+
+
+@needs_triton
+def test_a_slightly_wrong_scale_exceeds_the_budget(interpreter):  # noqa: F811
+    interpreter(wrong_scale)
+
+
+@needs_triton
+def test_nan_shows_where_it_belongs(interpreter):  # noqa: F811
+    interpreter(bad_codes)
+
+
+@needs_triton
+def test_parts_of_k(interpreter):  # noqa: F811
+    interpreter(parts_are_deterministic)
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """An H200 by name and capability, with CUDA 12.9, and a folder of measurements that is empty."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(gemm_table, "FOLDER", tmp_path)
+    caches = (gemm_table.of, triton_mm._why_not_device, measured_mm._winner, triton_mm._config)
+    for cache in caches:
+        cache.cache_clear()
+    yield tmp_path
+    for cache in caches:
+        cache.cache_clear()
+
+
+def measure(folder, *rows: tuple[tuple[int, int, int], dict[str, float]]) -> None:
+    """As ``scripts/tune_gemm.py`` writes it, of 1x128 by 128x128."""
+    config = {"rows": 256, "cols": 128, "stages": 4, "persistent": True, "group": 4, "parts": 1, "warps": 4}
+    products = [
+        {"a": "e4m3[1x128]", "b": "e4m3[128x128]", "shape": shape, "rates": rates, "config": config}
+        for shape, rates in rows
+    ]
+    (folder / "nvidia_h200.json").write_text(json.dumps({"products": products}))
+
+
+SPEC = GemmSpec(a=VECTOR_OF_2, b=BLOCK)
+SQUARE, WIDE, FEW = (8192, 8192, 8192), (8192, 4096, 14336), (64, 8192, 8192)
+
+
+@needs_triton
+def test_without_measurements_cublaslt_where_it_can_then_ours_then_the_reference(hopper, monkeypatch):
+    assert "no measurement of e4m3[1x128,power_of_2] by e4m3[128x128] on NVIDIA H200" in str(
+        measured_mm.why_not(SPEC.a, SPEC.b, CUDA)
+    )
+    assert backends.select_gemm(SPEC, CUDA) == "scaled_mm"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert backends.select_gemm(SPEC, CUDA) == "triton"
+    assert backends.select_gemm(SPEC, CPU) == "reference"
+    with pytest.raises(f8sub.Float8ConfigError, match="triton runs on NVIDIA's GPUs, not on cpu"):
+        backends.select_gemm(SPEC, CPU, "triton")
+
+
+@needs_triton
+def test_the_faster_one_of_each_shape_is_taken(hopper):
+    measure(
+        hopper,
+        (SQUARE, {"scaled_mm": 1272.0, "triton": 1200.0}),
+        (WIDE, {"scaled_mm": 1120.0, "triton": 1250.0}),
+        (FEW, {"scaled_mm": 400.0, "triton": 403.0}),
+    )
+    assert backends.select_gemm(SPEC, CUDA) == "measured"
+    winners = {
+        shape: measured_mm._winner(SPEC.a, SPEC.b, CUDA, shape)
+        for shape in (SQUARE, WIDE, FEW, (4096, 8192, 8192), (16384, 4096, 12288), (1, 4096, 14336))
+    }
+    # Within a per cent of each other they count as equal.
+    assert list(winners.values()) == ["scaled_mm", "triton", "scaled_mm", "scaled_mm", "triton", "scaled_mm"]
+    assert triton_mm._config(SPEC.a, SPEC.b, CUDA, WIDE).group == 4
+    assert "no measurement" in str(measured_mm.why_not(SPEC.a, VECTOR, CUDA))
+
+
+@needs_triton
+def test_where_cublaslt_always_won_it_is_what_is_shown(hopper):
+    measure(hopper, (SQUARE, {"scaled_mm": 1272.0, "triton": 1200.0}), (WIDE, {"scaled_mm": 1120.0}))
+    assert backends.select_gemm(SPEC, CUDA) == "scaled_mm"
+    reason = str(measured_mm.why_not(SPEC.a, SPEC.b, CUDA))
+    assert "8192x8192x8192: scaled_mm (scaled_mm 1272, triton 1200 TFLOP/s)" in reason
+
+
+@pytest.mark.parametrize(
+    ("pair", "reason"),
+    [
+        ((TENSOR, TENSOR), "scaled_mm"),
+        ((ROW, ROW), "scaled_mm"),
+        ((VECTOR, Float8Format(E4M3, Tile(64, 64))), "not 64x64"),
+        ((Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0),) * 2, "float32 scales"),
+    ],
+    ids=["tensorwise", "rowwise", "64x64", "mx"],
+)
+def test_what_it_does_not_multiply(pair, reason):
+    assert reason in str(triton_mm.why_not(*pair, CUDA))
+
+
+@needs_triton
+@on_each_pair
+def test_what_it_multiplies_on_hopper_and_nowhere_else(hopper, monkeypatch, pair):
+    assert triton_mm.why_not(*PAIRS[pair], CUDA) is None
+    assert "not on cpu" in str(triton_mm.why_not(*PAIRS[pair], CPU))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    triton_mm._why_not_device.cache_clear()
+    assert "found SM 10.0" in str(triton_mm.why_not(*PAIRS[pair], CUDA))
+
+
+@needs_triton
+def test_default_tiles_keep_all_multiprocessors_busy():
+    for shape in ((64, 8192, 8192), (1, 8192, 1024), (32, 4096, 4096), (64, 512, 128)):
+        config = triton_mm.default_config(shape, 132)
+        tiles = -(-shape[2] // config.cols) * config.parts
+        assert tiles >= 96 or config.parts == max(1, shape[1] // 512) or config.parts == 8
+        assert not config.persistent
+    assert triton_mm.default_config((65, 8192, 8192), 132).persistent
+
+
+@needs_triton
+def test_codes_that_tma_cannot_read_are_copied():
+    from f8sub.kernels.triton.gemm_launch import Config, multiplication
+
+    a, b = operands("1x128-1x128", (16, 200, 32))
+    launch = multiplication(a, b, torch.bfloat16, Config(64, 64, 3), 132)[0][0]
+    assert launch.arguments["a"].base.shape == (16, 208)
+    aligned = row_outliers((16, 224), generator(1)).to(E4M3)
+    shifted = Operand(aligned.view(-1)[8 : 8 + 16 * 208].view(16, 208), a.scale_inv, a.format)
+    assert shifted.data.data_ptr() % 16 == 8
+    launch = multiplication(
+        shifted, b._replace(data=aligned[:, :208].contiguous()), torch.bfloat16, Config(64, 64, 3), 132
+    )[0][0]
+    assert launch.arguments["a"].base.data_ptr() % 16 == 0
+    assert torch.equal(launch.arguments["a"].base.view(torch.uint8), shifted.data.view(torch.uint8))

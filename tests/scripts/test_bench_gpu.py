@@ -1,50 +1,214 @@
 """The GPU benchmark runs to its end where there is no GPU, says so, and times nothing that is wrong."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+from gpu import gemms, linears, quantizers, slices, timing, variants
+from gpu.session import Session
 
-from f8sub.kernels import reference
+from f8sub import backends
+from f8sub.kernels import reference, scaled_mm
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+CPU = torch.device("cpu")
+COMPARED = ["f8sub rowwise eager", "f8sub tensorwise eager", "torchao rowwise_with_gw_hp*"]
 
 
-def test_from_end_to_end_on_the_cpu(tmp_path):
-    output = tmp_path / "figures.json"
-    options = ["--group", "quantize", "--rounds", "3", "--shapes", "48x160", "130x144", "--json", str(output)]
-    finished = subprocess.run(
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, str(SCRIPTS / "bench_gpu.py"), *options],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "CUDA_VISIBLE_DEVICES": ""},
     )
+
+
+def session(**changes) -> Session:
+    given = {"device": CPU, "tiny": True, "rounds": 2, "shapes": None, "only": []}
+    return Session(**{**given, "begin": lambda what: None, "save": lambda: None, **changes})
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory) -> tuple[dict, str]:
+    """All groups, tiny: what they write and print."""
+    output = tmp_path_factory.mktemp("bench") / "figures.json"
+    finished = run("--rounds", "2", "--only", *COMPARED, "--json", str(output))
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "CPU, through the reference" in finished.stdout
-    found = json.loads(output.read_text())
-    assert found["before"]["device"] == "CPU"
+    return json.loads(output.read_text()), finished.stdout
+
+
+def test_what_the_figures_are_of(everything):
+    found, printed = everything
+    assert found["before"]["device"] == found["after"]["device"] == "CPU"
     assert found["before"]["torch"] == torch.__version__
-    assert list(found["figures"]) == ["48x160", "130x144"]
-    for rows in found["figures"].values():
+    assert found["failed"] == {}
+    assert set(found["figures"]) == {"quantize", "gemm", "linear", "slice"}
+    assert printed.count(", CPU") >= 7
+
+
+def test_quantize(everything):
+    for rows in everything[0]["figures"]["quantize"].values():
         assert {"copy", "1x128 both", "256x256 column", "transpose of codes"} <= set(rows)
         assert rows["copy"]["of_copy"] == 1.0
-        for row in rows.values():
-            assert row["median_ms"] > 0
-            assert row["gb_per_s"] > 0
+        assert all(row["median_ms"] > 0 and row["gb_per_s"] > 0 for row in rows.values())
 
 
-def test_a_wrong_kernel_is_not_timed(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    script = importlib.import_module("bench_gpu")
-    format = script.FORMATS["tensorwise"]
-    right = script._of(reference.quantize, (format, format))
+def test_gemm(everything):
+    found = everything[0]["figures"]["gemm"]
+    assert found["copy"]["gb_per_s"] > 0
+    assert [name.split(" ")[0] for name in found["products"]] == ["fprop", "dgrad", "wgrad", "128^3"]
+    runs = {
+        f"{kind}, {backend}"
+        for kind, (a, b, _) in gemms.KINDS.items()
+        for backend, module in backends.GEMM.items()
+        if backend != "reference" and module.why_not(a, b, CPU) is None
+    }
+    everywhere = {f"{kind}, {backend}" for kind in gemms.KINDS for backend in backends.GEMM}
+    for rows in found["products"].values():
+        assert set(rows) == runs | {"bf16"}
+        assert rows["bf16"]["over_bf16"] == 1
+        assert all(row["tflops"] > 0 and row["sqnr_db"] > gemms.FLOOR_DB for row in rows.values())
+    assert set(found["skipped"]) == {name for name in everywhere if "reference" not in name} - runs
+
+
+def test_linear(everything):
+    (rows,) = everything[0]["figures"]["linear"]["layers"].values()
+    assert set(rows) == {"bf16 compiled", "bf16 eager", *COMPARED[:2], "torchao rowwise_with_gw_hp compiled"}
+    bf16 = min(rows[name]["launched"]["median_ms"] for name in ("bf16 compiled", "bf16 eager"))
+    for row in rows.values():
+        assert row["launched"]["over_bf16"] == bf16 / row["launched"]["median_ms"]
+        assert row["host_us"] > 0
+        assert (row["kernels"], row["peak_bytes"]) == (None, None)
+    assert (
+        20
+        < rows["f8sub tensorwise eager"]["sqnr_db"]["dx"]
+        < rows["f8sub rowwise eager"]["sqnr_db"]["dx"]
+        < 40
+    )
+
+
+def test_slice(everything):
+    (rows,) = everything[0]["figures"]["slice"]["tokens"].values()
+    assert set(rows) == {"bf16 compiled", "bf16 eager", *COMPARED[:2], "torchao rowwise_with_gw_hp compiled"}
+    loss = rows["bf16 compiled"]["check"]["loss"]
+    for name, row in rows.items():
+        for what in ("blocks", "step"):
+            assert row[what]["tokens_per_s"] == pytest.approx(32e3 / row[what]["median_ms"])
+        assert row["check"]["loss"] == pytest.approx(loss, rel=0.05)
+        assert (row["check"]["loss"] != loss) == ("bf16" not in name)
+    assert rows["bf16 compiled"]["step"]["over_bf16"] == 1
+
+
+def test_a_pattern_that_matches_nothing():
+    with pytest.raises(ValueError, match="matches none of"):
+        variants.chosen(["f8sub rowvise*"], CPU)
+
+
+def test_recipes_of_the_reference_are_not_for_a_gpu(monkeypatch):
+    """Of a GPU that the others run on, torch has no kernel for scales of one byte."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    backends.Plan.make.cache_clear()
+    found, skipped = variants.chosen([], torch.device("cuda", 0))
+    backends.Plan.make.cache_clear()
+    assert {"f8sub mxfp8 eager", "f8sub nvfp4 compiled"} <= set(skipped)
+    assert all("reference" in skipped[name] for name in skipped)
+    assert {"f8sub blockwise eager", "f8sub gridquant compiled", "f8sub delayed eager"} <= {
+        v.name for v in found
+    }
+
+
+def test_a_wrong_quantizer_is_not_timed():
+    format = quantizers.FORMATS["tensorwise"]
+    right = quantizers.quantizer_of(reference.quantize, (format, format))
     x = torch.randn(16, 32)
-    script.check(script.Bench("right", right, right, 4.0), x)
-    wrong = script.Bench("wrong", lambda x: right(x * 1.5), right, 4.0)
+    quantizers.check(quantizers.Bench("right", right, right, 4.0), x)
+    wrong = quantizers.Bench("wrong", lambda x: right(x * 1.5), right, 4.0)
     with pytest.raises(RuntimeError, match="wrong of"):
-        script.check(wrong, x)
+        quantizers.check(wrong, x)
+
+
+def test_another_backend_is_found_and_a_wrong_one_not_timed(monkeypatch):
+    def gemm_nt(a, b, out_dtype, fast_accum):
+        return scaled_mm.gemm_nt(a, b, out_dtype, fast_accum) * (1.02 if fast_accum else 1.0)
+
+    other = types.SimpleNamespace(
+        why_not=scaled_mm.why_not, is_traceable=scaled_mm.is_traceable, gemm_nt=gemm_nt
+    )
+    monkeypatch.setitem(backends.GEMM, "other", other)
+    run = session()
+    results = gemms.measure(gemms.Problem("product", 32, 48, 64), run, {})
+    assert {"tensorwise, other", "rowwise, other", "rowwise fast, scaled_mm"} <= set(results)
+    assert not any("fast, other" in name for name in results)
+    assert set(run.failed) == {f"gemm product {kind} fast, other" for kind in ("tensorwise", "rowwise")}
+
+
+def test_a_wrong_layer_is_not_timed():
+    variant = variants.Variant("f8sub", "rowwise", False)
+    layer = linears.build(variant, 32, 48, CPU)
+    given = torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
+    right = linears.right_of(given, 48)
+    assert set(linears.check(layer, given, right)) == {"y", "dx", "dw"}
+    with pytest.raises(RuntimeError, match="f8sub rowwise eager"):
+        linears.check(layer, given, (*right[:2], right[2].flip(0)))
+
+
+def test_a_wrong_model_is_not_timed():
+    trainer = types.SimpleNamespace(variant=variants.Variant("f8sub", "rowwise", False), clear=lambda: None)
+    weights = {"first": torch.randn(8, 8), "last": torch.randn(8, 8)}
+    trainer.loss_and_gradients = lambda batch: torch.tensor(6.0)
+    trainer.gradients = lambda: {name: weight * 1.01 for name, weight in weights.items()}
+    assert slices.check(trainer, None, (6.1, weights))["first"] == pytest.approx(40, abs=0.1)
+    with pytest.raises(RuntimeError, match="first loss"):
+        slices.check(trainer, None, (6.6, weights))
+    with pytest.raises(RuntimeError, match="gradients"):
+        slices.check(trainer, None, (6.0, {**weights, "last": weights["first"]}))
+
+
+def test_what_raises_is_told_and_the_next_goes_on(capsys):
+    run = session()
+    with run.attempt("one"):
+        raise ValueError("broken")
+    with run.attempt("another"):
+        pass
+    assert run.failed == {"one": "ValueError: broken"}
+    assert "another: " in capsys.readouterr().err
+
+
+def test_kernels_are_told_by_the_trace_of_the_profiler():
+    events = [
+        {"cat": "kernel", "name": "gemm", "dur": 5.0},
+        {"cat": "kernel", "name": "cast", "dur": 2.0},
+        {"cat": "kernel", "name": "cast", "dur": 4.0},
+        {"cat": "gpu_memset", "name": "Memset", "dur": 1.0},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 9.0},
+        {"cat": "gpu_user_annotation", "name": "region", "dur": 20.0},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert timing.by_name(events) == [
+        {"name": "cast", "launches": 2, "us": 6.0},
+        {"name": "gemm", "launches": 1, "us": 5.0},
+        {"name": "Memset", "launches": 1, "us": 1.0},
+    ]
+
+
+def test_the_weight_is_cast_before_every_call():
+    """Codes are kept until a weight changes; a benchmark that left that out would time less than a step."""
+    layer = linears.build(variants.Variant("f8sub", "tensorwise", False), 32, 48, CPU)
+    given = torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
+
+    def operators() -> int:
+        with torch.profiler.profile() as profile:
+            layer.step(given)
+        return len(profile.events())
+
+    layer.step(given)
+    kept = operators()
+    layer.changed()
+    assert operators() > kept

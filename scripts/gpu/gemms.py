@@ -1,0 +1,192 @@
+"""Every float8 GEMM that a backend has, in TFLOP/s, beside a bf16 matmul and a copy: the ceilings.
+
+The operands are codes of random matrices; a product is compared with that of the same codes in float64 before it is
+timed. What f8sub multiplies by itself, ``f8sub.backends.GEMM``, is what is listed; the reference is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tables import Table
+
+from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile, backends
+from f8sub.kernels import reference
+from gpu.session import Session
+from gpu.timing import SETS, by_graph, by_launches, in_turns, sqnr, summary
+
+SHAPES = ["8192x4096x14336", "8192x8192x8192"]
+"""Tokens, features in and out: a Llama 8B's largest layer, and the usual cube."""
+
+TINY = ["64x256x384", "128x128x128"]
+
+COPIED = 1 << 28
+"""Elements of bf16 that the copy copies: 512 MiB."""
+
+FLOOR_DB = 40.0
+"""Rounding to bf16 leaves 56 dB, a wrong scale or element below 20; between them are sums of few bits."""
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, TENSOR_E5M2 = Float8Format(E4M3, Tile(ALL, ALL)), Float8Format(E5M2, Tile(ALL, ALL))
+ROW = Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2)
+VECTOR = Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2)
+BLOCK = Float8Format(E4M3, Tile(128, 128), ScaleRule.POWER_OF_2)
+GRID, GRID_E5M2 = Float8Format(E4M3, Tile(256, 256)), Float8Format(E5M2, Tile(256, 256))
+KINDS = {
+    "tensorwise fast": (TENSOR, TENSOR, True),
+    "tensorwise": (TENSOR, TENSOR, False),
+    "tensorwise e5m2": (TENSOR_E5M2, TENSOR, False),
+    "rowwise fast": (ROW, ROW, True),
+    "rowwise": (ROW, ROW, False),
+    "1x128 * 128x128": (VECTOR, BLOCK, False),
+    "1x128 * 1x128": (VECTOR, VECTOR, False),
+    "256x256": (GRID, GRID, False),
+    "256x256 e5m2": (GRID_E5M2, GRID, False),
+}
+"""Formats of a and b, and whether sums stay in the tensor cores' accumulators."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``out = a @ b.t()`` with a (m, k) and b (n, k)."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def tflop(self) -> float:
+        """10**12 floating-point operations, a multiplication and an addition counted as two."""
+        return 2 * self.m * self.n * self.k / 1e12
+
+
+def problems(shape: tuple[int, ...]) -> list[Problem]:
+    """The three GEMMs of a layer of (tokens, in, out); one where they are alike."""
+    tokens, fan_in, fan_out = shape
+    if tokens == fan_in == fan_out:
+        return [Problem(f"{tokens}^3", tokens, tokens, tokens)]
+    text = f"of ({tokens}, {fan_in}, {fan_out})"
+    return [
+        Problem(f"fprop {text}", tokens, fan_out, fan_in),
+        Problem(f"dgrad {text}", tokens, fan_in, fan_out),
+        Problem(f"wgrad {text}", fan_out, fan_in, tokens),
+    ]
+
+
+def check(name: str, found: torch.Tensor, a: Operand, b: Operand) -> float:
+    """SQNR in dB against the product of the codes in float64.
+
+    Raises:
+        RuntimeError: it is below ``FLOOR_DB``.
+    """
+    right = reference.dequantize(a, torch.float64) @ reference.dequantize(b, torch.float64).t()
+    reached = sqnr(found, right)
+    if not reached >= FLOOR_DB:
+        raise RuntimeError(f"{name}: {reached:.1f} dB of its operands' product, at least {FLOOR_DB}")
+    return reached
+
+
+def runs_of(
+    problem: Problem, session: Session, skipped: dict[str, str]
+) -> dict[str, tuple[Any, list, float]]:
+    """Name -> what to run, its sets, and what it was checked to reach in dB; bf16 first."""
+    device = session.device
+    torch.manual_seed(0)
+    sets = [
+        tuple(torch.randn(rows, problem.k, device=device).bfloat16() for rows in (problem.m, problem.n))
+        for _ in range(SETS)
+    ]
+    found: dict[str, tuple[Any, list, float]] = {}
+    x, w = sets[0]
+    reached = sqnr(torch.mm(x, w.t()), x.double() @ w.double().t())
+    found["bf16"] = (lambda pair: torch.mm(pair[0], pair[1].t()), sets, reached)
+    for kind, (a_format, b_format, fast) in KINDS.items():
+        operands: list = []
+        for backend, module in backends.GEMM.items():
+            if module is backends.GEMM["reference"]:
+                continue
+            name = f"{kind}, {backend}"
+            if (reason := module.why_not(a_format, b_format, device)) is not None:
+                skipped[name] = reason
+                continue
+            with session.attempt(f"gemm {problem.name} {name}"):
+                if not operands:
+                    operands = [
+                        (backends.quantize(a, a_format, None)[0], backends.quantize(b, b_format, None)[0])
+                        for a, b in sets
+                    ]
+
+                def run(pair: Any, backend: str = backend, fast: bool = fast) -> torch.Tensor:
+                    return backends.gemm_nt(backend, *pair, torch.bfloat16, fast)
+
+                found[name] = (run, operands, check(name, run(operands[0]), *operands[0]))
+    return found
+
+
+def measure(problem: Problem, session: Session, skipped: dict[str, str]) -> dict[str, dict]:
+    """Name -> median and spread in ms, TFLOP/s, how many times bf16's, dB."""
+    device = session.device
+    runs = runs_of(problem, session, skipped)
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    timers = {}
+    for name, (run, sets, _) in runs.items():
+        with session.attempt(f"gemm {problem.name} {name}, timer"):
+            timers[name] = (
+                by_graph(run, sets, pool) if device.type == "cuda" else by_launches(run, sets, device)
+            )
+    results: dict[str, dict] = {}
+    for name, times in in_turns(timers, session.rounds).items():
+        row: dict[str, float] = summary(times)
+        row["tflops"] = problem.tflop / row["median_ms"] * 1e3
+        row["sqnr_db"] = runs[name][2]
+        results[name] = row
+    for row in results.values():
+        row["over_bf16"] = row["tflops"] / results["bf16"]["tflops"]
+    return results
+
+
+def copy_bandwidth(session: Session) -> dict[str, float]:
+    """Of one large tensor, bytes read and bytes written, in GB/s."""
+    device, elements = session.device, COPIED >> 12 if session.tiny else COPIED
+    sets = [torch.randn(elements, device=device).bfloat16() for _ in range(SETS)]
+    if device.type == "cuda":
+        timer = by_graph(torch.clone, sets, torch.cuda.graph_pool_handle())
+    else:
+        timer = by_launches(torch.clone, sets, device)
+    row: dict[str, float] = summary(in_turns({"copy": timer}, session.rounds)["copy"])
+    row["gb_per_s"] = 4.0 * elements / row["median_ms"] / 1e6
+    return row
+
+
+def group(session: Session) -> None:
+    figures = session.figures["gemm"] = {"skipped": {}, "products": {}}
+    with session.attempt("gemm copy"):
+        figures["copy"] = copy_bandwidth(session)
+    for shape in session.sizes(SHAPES, TINY):
+        for problem in problems(shape):
+            with session.attempt(f"gemm {problem.name}"):
+                figures["products"][problem.name] = measure(problem, session, figures["skipped"])
+    ceiling = f"{figures['copy']['gb_per_s']:.0f} GB/s copied" if "copy" in figures else "no copy"
+    for name, results in figures["products"].items():
+        session.tables.append(table(f"gemm {name}, {session.where}, {ceiling}", results))
+    if figures["skipped"]:
+        session.tables.append(Table("gemm, not run", ("", "reason"), list(figures["skipped"].items())))
+
+
+def table(title: str, results: dict[str, dict]) -> Table:
+    columns = ("", "ms", "spread", "TFLOP/s", "over bf16", "dB")
+    lines = [
+        (
+            name,
+            f"{row['median_ms']:.4f}",
+            f"{row['spread_ms']:.4f}",
+            f"{row['tflops']:.0f}",
+            f"{row['over_bf16']:.2f}x",
+            f"{row['sqnr_db']:.1f}",
+        )
+        for name, row in results.items()
+    ]
+    return Table(title, columns, lines)

@@ -1,0 +1,183 @@
+"""Every Triton quantizer, in GB/s of the bytes it has to move and in per cent of what a copy reaches.
+
+Beside it the reference in eager code and compiled by Inductor. Before a quantizer is timed it is compared with the
+reference, bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tables import Table
+
+from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.kernels import fused, reference
+from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.delayed import quantize as quantize_delayed_reference
+from gpu.session import Session
+from gpu.timing import SETS, by_graph, by_launches, host_ms, in_turns, summary, wait
+
+SHAPES = ["8192x4096", "8192x14336", "14336x4096", "8192x28672"]
+"""x, dy and w of a Llama 8B's and 70B's MLP, over 8192 tokens."""
+
+TINY = ["48x160"]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {
+    "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
+    "rowwise": Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),
+    "1x128": Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2),
+    "1x128 float": Float8Format(E4M3, Tile(1, 128)),
+    "128x128": Float8Format(E4M3, Tile(128, 128), ScaleRule.POWER_OF_2),
+    "256x256": Float8Format(E4M3, Tile(256, 256)),
+    "256x256 e5m2": Float8Format(E5M2, Tile(256, 256)),
+}
+USAGES = {"both": (True, True), "row": (True, False), "column": (False, True)}
+READ_TWICE = {("tensorwise", name) for name in USAGES} | {("rowwise", "both"), ("rowwise", "column")}
+"""Those whose amax spans more than a program reads: the matrix is read once for it and once to be cast."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Something to time.
+
+    Attributes:
+        name: of its row.
+        run: by a tensor of a set.
+        expected: what ``run`` is to equal, bitwise; None where there is nothing to compare.
+        bytes: an element that it has to move to and from memory.
+        inputs: what the sets hold: ``"x"``, matrices, or ``"codes"``, their rowwise codes in 128x128 tiles.
+    """
+
+    name: str
+    run: Callable[[Any], Any]
+    expected: Callable[[Any], Any] | None
+    bytes: float
+    inputs: str = "x"
+
+
+def benches(device: torch.device, compiled: bool) -> list[Bench]:
+    """The copy first, then every quantizer, then what it is compared with."""
+    found = [Bench("copy", torch.clone, None, 4.0)]
+    for name, format in FORMATS.items():
+        for usage, (row, col) in USAGES.items():
+            formats = format if row else None, format if col else None
+            read = 4.0 if (name, usage) in READ_TWICE else 2.0
+            moved = read + row + col
+            ours, right = quantizer_of(fused.quantize, formats), quantizer_of(reference.quantize, formats)
+            found.append(Bench(f"{name} {usage}", ours, right, moved))
+        both = quantizer_of(reference.quantize, (format, format))
+        moved = (4.0 if (name, "both") in READ_TWICE else 2.0) + 2.0
+        found.append(Bench(f"{name} both, reference eager", both, None, moved))
+        if compiled:
+            found.append(Bench(f"{name} both, reference compiled", torch.compile(both), None, moved))
+    past = PastScale(torch.ones(1, 1, device=device), 0.0, False)
+    whole = FORMATS["tensorwise"]
+    found.append(
+        Bench(
+            "scale of the past both",
+            lambda x: fused.quantize_delayed(x, past, whole, whole)[:2],
+            lambda x: quantize_delayed_reference(x, past, whole, whole)[:2],
+            6.0,
+        )
+    )
+    block = FORMATS["128x128"]
+    found.append(
+        Bench(
+            "transpose of codes",
+            lambda codes: (fused.derive_columnwise(codes, block),),
+            lambda codes: (reference.derive_columnwise(codes, block),),
+            2.0,
+            "codes",
+        )
+    )
+    return found
+
+
+def quantizer_of(quantize: Callable, formats: tuple) -> Callable[[torch.Tensor], Any]:
+    return lambda x: quantize(x, *formats)
+
+
+def check(bench: Bench, given: Any) -> None:
+    """That a bench's result is what is expected.
+
+    Raises:
+        RuntimeError: it is not; nothing of it would be worth timing.
+    """
+    if bench.expected is None:
+        return
+    for found, right in zip(bench.run(given), bench.expected(given), strict=True):
+        if (found is None) != (right is None):
+            raise RuntimeError(f"{bench.name} made another usage than the reference")
+        if found is not None and right is not None and not same(found, right):
+            raise RuntimeError(f"{bench.name} of {tuple(right.data.shape)} differs from the reference")
+
+
+def same(a: Operand, b: Operand) -> bool:
+    codes = torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
+    return codes and torch.equal(a.scale_inv, b.scale_inv)
+
+
+def measure(shape: tuple[int, ...], session: Session) -> dict[str, dict]:
+    """Bench -> median and spread in ms, GB/s, share of the copy's, and microseconds of the host."""
+    device = session.device
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(0)
+    sets = [torch.randn(shape, device=device).bfloat16() for _ in range(SETS)]
+    block = FORMATS["128x128"]
+    codes = [fused.quantize(x, block, None)[0] for x in sets]
+    given = {"x": sets, "codes": codes}
+    chosen = benches(device, compiled=on_gpu)
+    timers = {}
+    pool = torch.cuda.graph_pool_handle() if on_gpu else None
+    for bench in chosen:
+        inputs = given[bench.inputs]
+        check(bench, inputs[0])
+        timers[bench.name] = (
+            by_graph(bench.run, inputs, pool) if on_gpu else by_launches(bench.run, inputs, device)
+        )
+    times = in_turns(timers, session.rounds)
+    size = shape[0] * shape[1]
+    results = {}
+    for bench in chosen:
+        found: dict[str, float] = summary(times[bench.name])
+        found["bytes_an_element"] = bench.bytes
+        found["gb_per_s"] = bench.bytes * size / found["median_ms"] / 1e6
+        found["host_us"] = host_ms(bench.run, given[bench.inputs][0], device) * 1e3
+        results[bench.name] = found
+    wait(device)
+    for row in results.values():
+        row["of_copy"] = row["gb_per_s"] / results["copy"]["gb_per_s"]
+    return results
+
+
+def group(session: Session) -> None:
+    figures = session.figures["quantize"] = {}
+    for shape in session.sizes(SHAPES, TINY):
+        text = "x".join(map(str, shape))
+        with session.attempt(f"quantize {text}"):
+            if session.device.type == "cuda":
+                torch._dynamo.reset()
+            figures[text] = measure(shape, session)
+    for text, results in figures.items():
+        session.tables.append(table(f"quantize {text} bfloat16, {session.where}", results))
+
+
+def table(title: str, results: dict[str, dict]) -> Table:
+    columns = ("", "bytes/element", "ms", "spread", "GB/s", "of copy", "host us")
+    lines = [
+        (
+            name,
+            f"{row['bytes_an_element']:.0f}",
+            f"{row['median_ms']:.4f}",
+            f"{row['spread_ms']:.4f}",
+            f"{row['gb_per_s']:.0f}",
+            f"{row['of_copy']:.0%}",
+            f"{row['host_us']:.0f}",
+        )
+        for name, row in results.items()
+    ]
+    return Table(title, columns, lines)

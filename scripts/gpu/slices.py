@@ -1,0 +1,207 @@
+"""Four blocks of a Llama 3 8B under FSDP2 on one device: tokens/s and peak memory, every variant.
+
+Blocks: forward and backward of the blocks, weights changed and scales precomputed before each, untimed. Step: all of a
+training step, with embeddings, head, loss, AdamW and precompute_scales. Each variant is built when the one before is
+gone, and takes turns with bf16 compiled, which stays: its own figure is of that, and what it drifts by is told. Before
+anything is timed the first loss and two weights' gradients are compared with bf16's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tables import Table
+
+from gpu.llama import Batch, Trainer
+from gpu.session import Session, shown
+from gpu.timing import SETS, by_launches, host_ms, in_turns, kernels, sqnr, summary, wait
+from gpu.variants import Variant, allow_recompiles, chosen
+
+TOKENS = ["8192"]
+TINY = ["32"]
+LARGEST_LOSS_ERROR = 0.05
+FLOOR_DB = 8.0
+"""Of a gradient that went through four blocks in e5m2: 12 dB and more; noise alone has 0."""
+
+BLOCKS, STEP = "blocks", "step"
+
+
+def first_step(trainer: Trainer, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the probes, which all variants begin with alike."""
+    loss = float(trainer.loss_and_gradients(batch))
+    gradients = trainer.gradients()
+    trainer.clear()
+    return loss, gradients
+
+
+def check(trainer: Trainer, batch: Batch, right: tuple[float, dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Loss and the gradients' SQNR in dB.
+
+    Raises:
+        RuntimeError: they are not bf16's within what float8 explains.
+    """
+    loss, gradients = first_step(trainer, batch)
+    found = {"loss": loss, **{name: sqnr(gradients[name], right[1][name]) for name in gradients}}
+    if not abs(loss / right[0] - 1) <= LARGEST_LOSS_ERROR:
+        raise RuntimeError(f"{trainer.variant.name}: first loss {loss}, bf16's {right[0]}")
+    if not min(found[name] for name in gradients) >= FLOOR_DB:
+        raise RuntimeError(f"{trainer.variant.name}: gradients {found} dB of bf16's, at least {FLOOR_DB}")
+    return found
+
+
+def timers_of(trainer: Trainer, batches: list[Batch]) -> dict[str, Callable[[], float]]:
+    device = trainer.device
+    return {
+        BLOCKS: by_launches(trainer.pass_through_blocks, batches, device, trainer.between),
+        STEP: by_launches(trainer.step, batches, device, trainer.clear),
+    }
+
+
+def warm_up(trainer: Trainer, batches: list[Batch], others: int) -> dict[str, int]:
+    """Two of everything, and the most bytes allocated in the second, ``others`` that were there before aside."""
+    peaks = {}
+    for name, run in ((BLOCKS, trainer.pass_through_blocks), (STEP, trainer.step)):
+        for batch in batches[:2]:
+            trainer.between()
+            if trainer.device.type == "cuda":
+                wait(trainer.device)
+                torch.cuda.reset_peak_memory_stats(trainer.device)
+            run(batch)
+        trainer.clear()
+        if trainer.device.type == "cuda":
+            wait(trainer.device)
+            peaks[name] = torch.cuda.max_memory_allocated(trainer.device) - others
+    return peaks
+
+
+def inspect(trainer: Trainer, batch: Batch) -> dict[str, Any]:
+    """Kernels and milliseconds of the host, of a pass through the blocks."""
+    trainer.between()
+    found: dict[str, Any] = {"kernels": kernels(trainer.pass_through_blocks, batch, trainer.device)}
+    trainer.between()
+    found["host_ms"] = host_ms(trainer.pass_through_blocks, batch, trainer.device)
+    trainer.clear()
+    return found
+
+
+def measured(trainer: Trainer, batches: list[Batch], others: int) -> dict[str, Any]:
+    """What is looked at once."""
+    peaks = warm_up(trainer, batches, others)
+    return {"peak_bytes": peaks, **inspect(trainer, batches[0])}
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes, of what is still referred to."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def timed(times: list[float], baseline: list[float], tokens: int) -> dict[str, float]:
+    """Of one variant's rounds and the bf16 rounds between them; the ratio is the median of the rounds' own."""
+    row = summary(times)
+    row["tokens_per_s"] = tokens / row["median_ms"] * 1e3
+    row["over_bf16"] = statistics.median(b / t for b, t in zip(baseline, times, strict=True))
+    return row
+
+
+class Group:
+    """The slice, once: what all variants share."""
+
+    def __init__(self, session: Session, tokens: int, variants: list[Variant]) -> None:
+        self.session, self.tokens, self.device = session, tokens, session.device
+        self.size = "tiny" if session.tiny else "8b"
+        torch.manual_seed(1)
+        self.batches = [Batch.random(self.size, tokens, self.device) for _ in range(SETS)]
+        others = allocated(self.device)
+        self.baseline = Trainer(variants[0], self.size, tokens, self.device)
+        self.right = first_step(self.baseline, self.batches[0])
+        row = {"check": {"loss": self.right[0]}, **measured(self.baseline, self.batches, others)}
+        self.rows = {variants[0].name: row}
+        self.turns: dict[str, list[float]] = {BLOCKS: [], STEP: []}
+
+    def measure(self, variant: Variant) -> None:
+        """One variant, in turns with the baseline."""
+        others = allocated(self.device)
+        trainer = Trainer(variant, self.size, self.tokens, self.device)
+        row: dict[str, Any] = {"check": check(trainer, self.batches[0], self.right)}
+        row.update(measured(trainer, self.batches, others))
+        for what in (BLOCKS, STEP):
+            pair = {"own": trainer, "bf16": self.baseline}
+            timers = {key: timers_of(each, self.batches)[what] for key, each in pair.items()}
+            times = in_turns(timers, self.session.rounds)
+            trainer.clear()
+            self.baseline.clear()
+            self.turns[what] += times["bf16"]
+            row[what] = timed(times["own"], times["bf16"], self.tokens)
+        self.rows[variant.name] = row
+        self.finish_baseline()
+
+    def finish_baseline(self) -> None:
+        """The baseline's own row: all of its rounds so far, and the distance of the quartiles as its drift."""
+        row = self.rows[self.baseline.variant.name]
+        for what, times in self.turns.items():
+            row[what] = timed(times, times, self.tokens)
+
+
+def group(session: Session) -> None:
+    allow_recompiles()
+    variants, skipped = chosen(session.only, session.device)
+    figures = session.figures["slice"] = {"skipped": skipped, "tokens": {}}
+    with one_rank(session.device):
+        for (tokens,) in session.sizes(TOKENS, TINY):
+            torch._dynamo.reset()
+            found = None
+            with session.attempt(f"slice {tokens} {variants[0].name}"):
+                found = Group(session, tokens, variants)
+                figures["tokens"][str(tokens)] = found.rows
+            for variant in variants[1:] if found is not None else ():
+                with session.attempt(f"slice {tokens} {variant.name}"):
+                    found.measure(variant)
+    for tokens, rows in figures["tokens"].items():
+        title = f"of four blocks of a Llama 3 8B, {tokens} tokens, {session.where}"
+        session.tables.append(table(f"forward and backward {title}", rows, BLOCKS))
+        session.tables.append(table(f"whole step {title}", rows, STEP))
+    if skipped:
+        session.tables.append(Table("slice, not run", ("", "reason"), list(skipped.items())))
+
+
+@contextlib.contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone; NCCL's on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def table(title: str, rows: dict[str, dict], what: str) -> Table:
+    columns = ("", "ms", "spread", "tokens/s", "over bf16", "peak GB")
+    checked = ("first loss", "dw dB, first and last")
+    columns += ("host ms", "kernels") if what == BLOCKS else checked
+    lines = []
+    for name, row in rows.items():
+        time, peak = row.get(what, {}), row["peak_bytes"].get(what)
+        line = [name, shown(time.get("median_ms"), ".2f"), shown(time.get("spread_ms"), ".2f")]
+        line += [shown(time.get("tokens_per_s"), ".0f"), shown(time.get("over_bf16"), ".2f", "x")]
+        line.append(shown(peak and peak / 1e9, ".1f"))
+        if what == BLOCKS:
+            line.append(shown(row["host_ms"], ".1f"))
+            line.append(shown(row["kernels"] and sum(kernel["launches"] for kernel in row["kernels"]), "d"))
+        else:
+            line.append(shown(row["check"]["loss"], ".3f"))
+            line.append(" / ".join(shown(row["check"].get(probe), ".1f") for probe in ("first", "last")))
+        lines.append(line)
+    return Table(title, columns, lines)

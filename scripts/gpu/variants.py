@@ -1,0 +1,143 @@
+"""What is compared: a layer or model in bf16, converted by torchao, converted by f8sub; eager and compiled."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import f8sub
+from f8sub.backends import Plan
+from f8sub.formats import E2M1
+from f8sub.linear import local_tensor
+from f8sub.tensor.master_weight import MasterWeight
+
+BF16 = "bf16"
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+HEAD = "lm_head"
+"""Neither library converts it."""
+
+FLOORS_DB = {BF16: 40.0, "torchao": 20.0, "f8sub": 20.0}
+"""Of y, dx and dw of one layer: bf16 rounds to 50 dB, e4m3 by e4m3 reaches 28.5, e5m2 by e4m3 24.5."""
+
+FLOOR_OF_FOUR_BITS_DB = 10.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the linear layers.
+
+    Attributes:
+        library: ``"bf16"``, ``"torchao"`` or ``"f8sub"``.
+        recipe: of the library; empty for bf16.
+        compiled: by ``torch.compile``, else eager.
+    """
+
+    library: str
+    recipe: str
+    compiled: bool
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        return " ".join(filter(None, (self.library, self.recipe, "compiled" if self.compiled else "eager")))
+
+    @property
+    def floor_db(self) -> float:
+        """The least SQNR with which one layer's results are worth timing."""
+        if self.library == "f8sub" and f8sub.get_recipe(self.recipe).formats("x")[0].dtype == E2M1:
+            return FLOOR_OF_FOUR_BITS_DB
+        return FLOORS_DB[self.library]
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why it cannot be measured on ``device``; None where it can."""
+        if self.library == "torchao":
+            try:
+                importlib.import_module("torchao.float8")
+            except ImportError as error:
+                return f"torchao cannot be imported: {error}"
+        if self.library == "f8sub" and device.type == "cuda":
+            plan = Plan.make(f8sub.get_recipe(self.recipe), device)
+            gemms = [name for name in ("fprop", "dgrad", "wgrad") if getattr(plan, name) == "reference"]
+            if gemms:
+                return f"{' and '.join(gemms)} would be of the reference, which is no kernel"
+        return None
+
+    def convert(self, model: nn.Module, *, sharded: bool) -> nn.Module:
+        """The linear layers below ``model`` as this variant has them, before FSDP2 shards them where it does."""
+        if self.library == "torchao":
+            return self._convert_by_torchao(model, sharded)
+        if self.library == "f8sub":
+            return f8sub.convert_to_float8(model, recipe=self.recipe, skip=(HEAD,))
+        return model
+
+    def _convert_by_torchao(self, model: nn.Module, sharded: bool) -> nn.Module:
+        float8 = importlib.import_module("torchao.float8")
+        if self.recipe == "tensorwise":
+            config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=sharded)
+        else:
+            config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
+        converted: nn.Module = float8.convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, fqn: HEAD not in fqn
+        )
+        return converted
+
+    def compile(self, function: Any, device: torch.device) -> Any:
+        """A module or function, compiled where the variant is; Inductor's C++ for CPUs is not what is measured."""
+        if not self.compiled:
+            return function
+        backend = "inductor" if device.type == "cuda" else "aot_eager"
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+    def mark_changed(self, model: nn.Module) -> None:
+        """Have the weights count as changed, as after an optimizer's step: f8sub keeps the codes of one that is not."""
+        for parameter in model.parameters():
+            weight = local_tensor(parameter)
+            if isinstance(weight, MasterWeight):
+                weight.mark_stale()
+
+    def precompute(self, model: nn.Module) -> None:
+        """What the library asks for after every optimizer step."""
+        if self.library == "f8sub":
+            f8sub.precompute_scales(model)
+        elif self.library == "torchao" and self.recipe == "tensorwise":
+            importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def all_variants() -> list[Variant]:
+    """bf16 first; torchao last, because converting with it changes how Inductor writes minima and maxima."""
+    found = [Variant(BF16, "", compiled) for compiled in (True, False)]
+    found += [Variant("f8sub", recipe, c) for recipe in f8sub.recipe_names() for c in (True, False)]
+    return found + [Variant("torchao", recipe, True) for recipe in TORCHAO_RECIPES]
+
+
+def chosen(only: Sequence[str], device: torch.device) -> tuple[list[Variant], dict[str, str]]:
+    """Variants whose names match one of the patterns, all bf16 ones, and of those left out the reasons.
+
+    Raises:
+        ValueError: a pattern that matches no name.
+    """
+    names = [variant.name for variant in all_variants()]
+    for pattern in only:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"--only {pattern!r} matches none of {names}")
+    found, skipped = [], {}
+    for variant in all_variants():
+        asked = not only or any(fnmatch.fnmatch(variant.name, pattern) for pattern in only)
+        if variant.library == BF16 or asked:
+            reason = variant.why_not(device)
+            if reason is None:
+                found.append(variant)
+            else:
+                skipped[variant.name] = reason
+    return found, skipped
+
+
+def allow_recompiles() -> None:
+    """All variants share the code of a layer's forward, and each of them compiles it for its own."""
+    torch._dynamo.config.recompile_limit = 64

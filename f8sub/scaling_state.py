@@ -227,7 +227,11 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
     with torch.inference_mode(mode=False), torch.no_grad():
         for recipe, indices in alike.items():
             of_recipe = [states[index] for index in indices]
-            _roll_alike(recipe, of_recipe, staged if len(alike) == 1 else staged[indices])
+            _roll_alike(
+                recipe,
+                of_recipe,
+                staged if len(alike) == 1 else torch.stack([staged[index] for index in indices]),
+            )
 
 
 def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:
@@ -241,8 +245,11 @@ def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor
     amax = _amax_of(history.flatten(1), scaling).view_as(staged)
     made = torch.zeros_like(scale)
     for format, columns in _columns_by_format(recipe).items():
-        part = amax[:, columns], scale[:, columns]
-        made[:, columns] = _scale_of(*part, format, scaling)
+        # Not indexed by a list: a copy of that to a GPU is waited for.
+        of_format = [torch.stack([each[:, column] for column in columns], 1) for each in (amax, scale)]
+        scales = _scale_of(of_format[0], of_format[1], format, scaling)
+        for column, of_column in zip(columns, scales.unbind(1), strict=True):
+            made[:, column] = of_column
     due = (age + 1 >= scaling.interval) | (scale == 0)
     scale = torch.where(seen & due & (made > 0), made, scale)
     age = torch.where(seen, torch.where(due, 0.0, age + 1), age)

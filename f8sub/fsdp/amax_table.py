@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from f8sub.fsdp.findings import sent_to
 from f8sub.fsdp.shard import Shard
 from f8sub.kernels import delayed
 from f8sub.kernels.delayed import PastScale
@@ -80,7 +81,7 @@ class AmaxTable:
         self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
     def _positions(self, shards: list[Shard]) -> torch.Tensor:
-        return torch.tensor([shard.amax.storage_offset() for shard in shards], device=self.amax.device)
+        return sent_to(self.amax.device, [int(shard.amax.storage_offset()) for shard in shards])
 
     def write_scales(self) -> None:
         """Make the scales of the reduced amaxes, in place; dropped masters keep the scales of their codes."""

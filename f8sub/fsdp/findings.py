@@ -36,6 +36,12 @@ class HostCopy:
         return self._found
 
 
+def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int]) -> torch.Tensor:
+    """A tensor of the values on ``device``, which the host does not wait for."""
+    there = torch.tensor(values)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
+
+
 class Findings:
     """Of one reduction of a scale table.
 

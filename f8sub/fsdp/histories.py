@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError
-from f8sub.fsdp.findings import HostCopy, operands_met
+from f8sub.fsdp.findings import HostCopy, operands_met, sent_to
 from f8sub.fsdp.shard import Shard
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.scaling_state import OPERANDS, ScalingState, Staged, W, roll
@@ -41,7 +41,7 @@ class Histories:
     def take(self, region: torch.Tensor, since: int) -> None:
         """Write what was staged since optimizer step ``since`` into the table's ``region``, (size,)."""
         stepped = [_stepped(shard.master, since) for shard in self._shards]
-        self._stepped = torch.tensor(stepped, device=region.device)
+        self._stepped = sent_to(region.device, stepped)
         self._own, met = Staged.of(self.states)
         shared = self._own if self._shared is None else self._own * self._shared
         region.copy_(torch.stack((shared, met)).flatten())
@@ -101,9 +101,9 @@ class Replicas:
         together = torch.stack([part[rows] for part in staged])
         dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
         amax, non_finite = together.unbind()
-        if not all(layers[row][1].scaling.reduce_amax for row in own):
-            shared = torch.tensor([[layers[row][1].scaling.reduce_amax] for row in own], device=amax.device)
-            amax = torch.where(shared, amax, staged.amax[rows])
+        shared = [layers[row][1].scaling.reduce_amax for row in own]
+        if not all(shared):
+            amax = torch.where(sent_to(amax.device, shared)[:, None], amax, staged.amax[rows])
         staged.amax[rows], staged.non_finite[rows] = amax, non_finite
 
 
@@ -147,7 +147,7 @@ class LocalHistories:
                 for layer, weight in zip(of_layer, weights, strict=True)
             ]
             amaxes = weight_amaxes(weights).to(staged)
-            staged[:, W] = amaxes.where(amaxes.isfinite() & torch.tensor(counts, device=staged.device), 0.0)
+            staged[:, W] = amaxes.where(amaxes.isfinite() & sent_to(staged.device, counts), 0.0)
             met[:, W] = (~amaxes.isfinite()).float()
             self._copy = of_layer, HostCopy(met)
             roll(states, staged)
@@ -178,5 +178,5 @@ def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     amaxes = torch.zeros(len(plain), device=plain[0].device)
     if filled:
         norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)
-        amaxes[filled] = torch.stack([norm.float() for norm in norms])
+        amaxes.index_copy_(0, sent_to(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))
     return amaxes

@@ -85,12 +85,9 @@ def quantize_delayed(
         return delayed.quantize(x, past, rowwise, columnwise, any_layout)
     x = x.contiguous()
     with _device_of(x):
-        launch, found = _launch().amaxes(x)
-        launch.run()
-        amax, largest = found.view(2, 1, 1).unbind()
-        scale = delayed.scale_now(past, amax, format)
-        launches, row, col = _launch().cast(x, scale, rowwise, columnwise)
-        launches[0].run()
+        (launches, row, col), largest = _launch().delayed_quantization(x, past, rowwise, columnwise)
+        for launch in launches:
+            launch.run()
     return row, col, largest
 
 

@@ -114,7 +114,8 @@ def test_converted_before_it_was_moved(recipe, how):
     elif how == "cuda":
         model.cuda()
     else:
-        model[0].weight.data = model[0].weight.data.cuda()
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.cuda()
     with torch.no_grad():
         model[0].weight.copy_(w)
     results = step(model[0], model[0].weight, x, dy)

@@ -32,7 +32,7 @@ def check(found: list[dict]) -> None:
     assert found
     for row in found:
         assert row["missed"] == []
-        assert row["spilled"] == row["byte_loads"] == row["flushes"] == 0
+        assert row["spilled"] == row["byte_loads"] == row["flushes"] == row["undefined"] == 0
         assert row["wide_loads"] > 0
         assert (row["transposed"] > 0) == (row["usages"] in ("both", "column") and not row["is_amax"])
 

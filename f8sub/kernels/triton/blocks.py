@@ -7,11 +7,13 @@ from f8sub.kernels.triton.tiles import (
     codes,
     inverse,
     larger_magnitude,
-    load_halves,
+    load_finite_halves,
     place,
     scale_from_amax,
+    scaled,
     store_halves,
     store_transposed,
+    words,
 )
 
 
@@ -35,13 +37,13 @@ def quantize_vectors(
     One program an (EDGE, EDGE) tile. Scales are (M, tiles) and (N, tiles).
     """
     row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
-    even, odd = load_halves(x_ptr, row, col, M, N, EDGE, EDGE, WHOLE, "evict_first")
+    even, odd = load_finite_halves(x_ptr, row, col, M, N, EDGE, EDGE, WHOLE, "evict_first")
     if row_ptr is not None:
         i = 2 * tl.arange(0, EDGE // 2)
         even_scale = scale_from_amax(tl.max(tl.abs(even), 1), TOP, POWER_OF_2)
         odd_scale = scale_from_amax(tl.max(tl.abs(odd), 1), TOP, POWER_OF_2)
-        even_codes = codes(even, even_scale[:, None], TOP, CODES, False)
-        odd_codes = codes(odd, odd_scale[:, None], TOP, CODES, False)
+        even_codes = codes(scaled(even, even_scale[:, None], TOP, False), CODES)
+        odd_codes = codes(scaled(odd, odd_scale[:, None], TOP, False), CODES)
         store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, EDGE, EDGE, WHOLE)
         tiles = tl.cdiv(N, EDGE)
         scales = row_scale_inv_ptr + (row + i).to(tl.int64) * tiles + col // EDGE
@@ -50,9 +52,8 @@ def quantize_vectors(
     if col_ptr is not None:
         j = tl.arange(0, EDGE)
         scale = scale_from_amax(tl.max(larger_magnitude(even, odd), 0), TOP, POWER_OF_2)
-        even_codes = codes(even, scale[None, :], TOP, CODES, False)
-        odd_codes = codes(odd, scale[None, :], TOP, CODES, False)
-        store_transposed(col_ptr, even_codes, odd_codes, row, col, M, N, EDGE, EDGE, WHOLE)
+        made = words(scaled(even, scale[None, :], TOP, False), scaled(odd, scale[None, :], TOP, False), CODES)
+        store_transposed(col_ptr, made, row, col, M, N, EDGE, EDGE, WHOLE)
         scales = col_scale_inv_ptr + (col + j).to(tl.int64) * tl.cdiv(M, EDGE) + row // EDGE
         tl.store(scales, inverse(scale, POWER_OF_2), mask=col + j < N)
 
@@ -81,7 +82,7 @@ def quantize_squares(
     row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
     PARTS: tl.constexpr = EDGE // PART
     if PARTS == 1:
-        even, odd = load_halves(x_ptr, row, col, M, N, PART, PART, WHOLE, "evict_first")
+        even, odd = load_finite_halves(x_ptr, row, col, M, N, PART, PART, WHOLE, "evict_first")
         amax = tl.max(larger_magnitude(even, odd))
         scale = scale_from_amax(amax, TOP, POWER_OF_2)
         store_square(row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, CODES, PART, WHOLE)
@@ -89,13 +90,13 @@ def quantize_squares(
         largest = tl.zeros((PART // 2, PART), tl.float32)
         for part in range(PARTS * PARTS):
             part_row, part_col = row + part // PARTS * PART, col + part % PARTS * PART
-            even, odd = load_halves(x_ptr, part_row, part_col, M, N, PART, PART, WHOLE, "evict_last")
+            even, odd = load_finite_halves(x_ptr, part_row, part_col, M, N, PART, PART, WHOLE, "evict_last")
             largest = tl.maximum(largest, larger_magnitude(even, odd))
         scale = scale_from_amax(tl.max(largest), TOP, POWER_OF_2)
         for done in range(PARTS * PARTS):
             part = PARTS * PARTS - 1 - done
             part_row, part_col = row + part // PARTS * PART, col + part % PARTS * PART
-            even, odd = load_halves(x_ptr, part_row, part_col, M, N, PART, PART, WHOLE, "evict_first")
+            even, odd = load_finite_halves(x_ptr, part_row, part_col, M, N, PART, PART, WHOLE, "evict_first")
             store_square(
                 row_ptr, col_ptr, even, odd, scale, part_row, part_col, M, N, TOP, CODES, PART, WHOLE
             )
@@ -123,9 +124,8 @@ def store_square(
     WHOLE: tl.constexpr,
 ):
     """Cast a tile's halves with one scale and store them for each usage whose pointer is not None."""
-    even_codes = codes(even, scale, TOP, CODES, False)
-    odd_codes = codes(odd, scale, TOP, CODES, False)
+    even, odd = scaled(even, scale, TOP, False), scaled(odd, scale, TOP, False)
     if row_ptr is not None:
-        store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, PART, PART, WHOLE)
+        store_halves(row_ptr, codes(even, CODES), codes(odd, CODES), row, col, M, N, PART, PART, WHOLE)
     if col_ptr is not None:
-        store_transposed(col_ptr, even_codes, odd_codes, row, col, M, N, PART, PART, WHOLE)
+        store_transposed(col_ptr, words(even, odd, CODES), row, col, M, N, PART, PART, WHOLE)

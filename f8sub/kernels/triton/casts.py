@@ -9,57 +9,81 @@ import triton.language as tl
 
 from f8sub.kernels.triton.tiles import (
     EXPONENT_BITS,
-    MAGNITUDE_BITS,
     amax_bits,
     codes,
     finite_or_nan,
     inverse,
     larger_magnitude,
+    load_finite_halves,
     load_halves,
+    magnitude_bits,
     place,
     scale_from_amax,
+    scale_from_past,
+    scaled,
     store_halves,
     store_transposed,
+    words,
 )
 
 
 @triton.jit
-def amax_of_matrix(x_ptr, amax_ptr, largest_ptr, SIZE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Maxima with what is there: ``amax``, of finite elements, and unless None ``largest``, of all."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = tl.arange(0, BLOCK)
-    if WHOLE:
-        x = tl.load(x_ptr + start + offsets)
-    else:
-        x = tl.load(x_ptr + start + offsets, mask=offsets < SIZE - start, other=0.0)
-    magnitude = x.to(tl.float32).to(tl.int32, bitcast=True) & MAGNITUDE_BITS
-    tl.atomic_max(amax_ptr, tl.max(tl.where(magnitude < EXPONENT_BITS, magnitude, 0)), sem="relaxed")
-    if largest_ptr is not None:
-        tl.atomic_max(largest_ptr, tl.max(magnitude), sem="relaxed")
+def amax_of_matrix(x_ptr, amax_ptr, past_ptr, SIZE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Maximum with what is there of finite elements; left alone where ``past_ptr`` points to a scale that is not 0."""
+    needed = past_ptr is None
+    if past_ptr is not None:
+        needed = tl.load(past_ptr) == 0.0
+    if needed:
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        offsets = tl.arange(0, BLOCK)
+        if WHOLE:
+            x = tl.load(x_ptr + start + offsets)
+        else:
+            x = tl.load(x_ptr + start + offsets, mask=offsets < SIZE - start, other=0.0)
+        bits = magnitude_bits(x.to(tl.float32))
+        tl.atomic_max(amax_ptr, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
 
 
 @triton.jit
 def amax_of_lines(
-    x_ptr, row_amax_ptr, col_amax_ptr, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr
+    x_ptr,
+    row_amax_ptr,
+    col_amax_ptr,
+    M,
+    N,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STEPS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Maxima with what is there of finite elements: of each row and of each column, unless None."""
-    row, col = place(tl.program_id(0), M, N, ROWS, COLS)
-    even, odd = load_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "")
-    i, j = row + 2 * tl.arange(0, ROWS // 2), col + tl.arange(0, COLS)
-    if row_amax_ptr is not None:
-        even_amax = amax_bits(tl.max(tl.abs(even), 1))
-        odd_amax = amax_bits(tl.max(tl.abs(odd), 1))
-        tl.atomic_max(row_amax_ptr + i, even_amax, mask=i < M, sem="relaxed")
-        tl.atomic_max(row_amax_ptr + i + 1, odd_amax, mask=i + 1 < M, sem="relaxed")
+    """Maxima with what is there of finite elements: of each row and of each column, unless None.
+
+    A program goes down STEPS tiles of the same columns, whose amaxes it reduces once.
+    """
+    first, col = place(tl.program_id(0), M, N, ROWS * STEPS, COLS)
+    largest = tl.zeros((ROWS // 2, COLS), tl.float32)
+    for step in range(STEPS):
+        row = first + step * ROWS
+        even, odd = load_finite_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "")
+        if row_amax_ptr is not None:
+            i = row + 2 * tl.arange(0, ROWS // 2)
+            even_amax = amax_bits(tl.max(tl.abs(even), 1))
+            odd_amax = amax_bits(tl.max(tl.abs(odd), 1))
+            tl.atomic_max(row_amax_ptr + i, even_amax, mask=i < M, sem="relaxed")
+            tl.atomic_max(row_amax_ptr + i + 1, odd_amax, mask=i + 1 < M, sem="relaxed")
+        if col_amax_ptr is not None:
+            largest = tl.maximum(largest, larger_magnitude(even, odd))
     if col_amax_ptr is not None:
-        amax = amax_bits(tl.max(larger_magnitude(even, odd), 0))
-        tl.atomic_max(col_amax_ptr + j, amax, mask=j < N, sem="relaxed")
+        j = col + tl.arange(0, COLS)
+        tl.atomic_max(col_amax_ptr + j, amax_bits(tl.max(largest, 0)), mask=j < N, sem="relaxed")
 
 
 @triton.jit
 def cast_with_one(
     x_ptr,
-    known_ptr,
+    amax_ptr,
+    past_ptr,
+    largest_ptr,
     row_ptr,
     row_scale_inv_ptr,
     col_ptr,
@@ -69,31 +93,36 @@ def cast_with_one(
     TOP: tl.constexpr,
     CODES: tl.constexpr,
     POWER_OF_2: tl.constexpr,
-    FROM_AMAX: tl.constexpr,
+    HEADROOM: tl.constexpr,
+    COVERS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Codes with one scale, for each usage whose pointer is not None, and the scale's inverse.
 
-    ``known_ptr`` points to the amax where FROM_AMAX, else to the scale. Tiles are taken last one first: what an amax
-    was made of last is still in L2.
+    The scale is that of the amax, or of the past where ``past_ptr`` is not None; then ``largest`` becomes the maximum
+    with what is there of all elements. Tiles are taken last one first: what an amax was made of last is still in L2.
     """
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = place(index, M, N, ROWS, COLS)
-    scale = tl.load(known_ptr)
-    if FROM_AMAX:
-        scale = scale_from_amax(scale, TOP, POWER_OF_2)
+    amax = tl.load(amax_ptr)
     even, odd = load_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "evict_first")
-    even_codes = codes(even, scale, TOP, CODES, not FROM_AMAX)
-    odd_codes = codes(odd, scale, TOP, CODES, not FROM_AMAX)
-    # A scale that is known need not keep to the format's rule.
-    scale_inv = inverse(scale, POWER_OF_2 and FROM_AMAX)
+    if past_ptr is None:
+        scale = scale_from_amax(amax, TOP, POWER_OF_2)
+    else:
+        scale = scale_from_past(tl.load(past_ptr), amax, TOP, POWER_OF_2, HEADROOM, COVERS)
+        bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd))
+        tl.atomic_max(largest_ptr, tl.max(bits), sem="relaxed")
+    even = scaled(finite_or_nan(even), scale, TOP, past_ptr is not None)
+    odd = scaled(finite_or_nan(odd), scale, TOP, past_ptr is not None)
+    # A scale of the past need not keep to the format's rule.
+    scale_inv = inverse(scale, POWER_OF_2 and past_ptr is None)
     if row_ptr is not None:
-        store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, ROWS, COLS, WHOLE)
+        store_halves(row_ptr, codes(even, CODES), codes(odd, CODES), row, col, M, N, ROWS, COLS, WHOLE)
         tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)
     if col_ptr is not None:
-        store_transposed(col_ptr, even_codes, odd_codes, row, col, M, N, ROWS, COLS, WHOLE)
+        store_transposed(col_ptr, words(even, odd, CODES), row, col, M, N, ROWS, COLS, WHOLE)
         tl.store(col_scale_inv_ptr, scale_inv, mask=index == 0)
 
 
@@ -118,24 +147,23 @@ def cast_with_lines(
     """Codes of each usage whose pointer is not None, with scales of the amaxes of the rows and of the columns."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = place(index, M, N, ROWS, COLS)
-    even, odd = load_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "evict_first")
+    even, odd = load_finite_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "evict_first")
     i, j = row + 2 * tl.arange(0, ROWS // 2), col + tl.arange(0, COLS)
     if row_ptr is not None:
         even_amax = tl.load(row_amax_ptr + i, mask=i < M, other=0.0)
         odd_amax = tl.load(row_amax_ptr + i + 1, mask=i + 1 < M, other=0.0)
         even_scale = scale_from_amax(even_amax, TOP, POWER_OF_2)
         odd_scale = scale_from_amax(odd_amax, TOP, POWER_OF_2)
-        even_codes = codes(even, even_scale[:, None], TOP, CODES, False)
-        odd_codes = codes(odd, odd_scale[:, None], TOP, CODES, False)
+        even_codes = codes(scaled(even, even_scale[:, None], TOP, False), CODES)
+        odd_codes = codes(scaled(odd, odd_scale[:, None], TOP, False), CODES)
         store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, ROWS, COLS, WHOLE)
         first = col == 0
         tl.store(row_scale_inv_ptr + i, inverse(even_scale, POWER_OF_2), mask=first & (i < M))
         tl.store(row_scale_inv_ptr + i + 1, inverse(odd_scale, POWER_OF_2), mask=first & (i + 1 < M))
     if col_ptr is not None:
         scale = scale_from_amax(tl.load(col_amax_ptr + j, mask=j < N, other=0.0), TOP, POWER_OF_2)
-        even_codes = codes(even, scale[None, :], TOP, CODES, False)
-        odd_codes = codes(odd, scale[None, :], TOP, CODES, False)
-        store_transposed(col_ptr, even_codes, odd_codes, row, col, M, N, ROWS, COLS, WHOLE)
+        made = words(scaled(even, scale[None, :], TOP, False), scaled(odd, scale[None, :], TOP, False), CODES)
+        store_transposed(col_ptr, made, row, col, M, N, ROWS, COLS, WHOLE)
         tl.store(col_scale_inv_ptr + j, inverse(scale, POWER_OF_2), mask=(row == 0) & (j < N))
 
 
@@ -144,41 +172,36 @@ def quantize_rows(
     x_ptr,
     row_ptr,
     row_scale_inv_ptr,
-    M,
     N,
     TOP: tl.constexpr,
     CODES: tl.constexpr,
     POWER_OF_2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    PART: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The rowwise usage alone, one scale a row: ROWS rows a program, read for their amax, kept in L2, read again."""
-    row = tl.program_id(0) * ROWS
-    i, j = row + tl.arange(0, ROWS), tl.arange(0, COLS)
-    offsets = i.to(tl.int64)[:, None] * N + j[None, :]
-    steps = tl.cdiv(N, COLS)
-    largest = tl.zeros((ROWS, COLS), tl.float32)
-    for step in range(steps):
+    """The rowwise usage alone, one scale a row: a row a program, read for its amax, kept in L2, read again."""
+    start, j = tl.program_id(0).to(tl.int64) * N, tl.arange(0, PART)
+    x_row, made_row = x_ptr + start, row_ptr + start
+    parts = tl.cdiv(N, PART)
+    largest = tl.zeros((PART,), tl.float32)
+    for part in range(parts):
+        at = part * PART + j
         if WHOLE:
-            x = tl.load(x_ptr + offsets + step * COLS, eviction_policy="evict_last")
+            x = tl.load(x_row + at, eviction_policy="evict_last")
         else:
-            inside = (i < M)[:, None] & (step * COLS + j < N)[None, :]
-            x = tl.load(x_ptr + offsets + step * COLS, mask=inside, other=0.0, eviction_policy="evict_last")
+            x = tl.load(x_row + at, mask=at < N, other=0.0, eviction_policy="evict_last")
         largest = tl.maximum(largest, tl.abs(finite_or_nan(x.to(tl.float32))))
-    scale = scale_from_amax(tl.max(largest, 1), TOP, POWER_OF_2)
-    tl.store(row_scale_inv_ptr + i, inverse(scale, POWER_OF_2), mask=i < M)
-    for done in range(steps):
-        start = (steps - 1 - done) * COLS
+    scale = scale_from_amax(tl.max(largest), TOP, POWER_OF_2)
+    tl.store(row_scale_inv_ptr + tl.program_id(0), inverse(scale, POWER_OF_2))
+    for done in range(parts):
+        at = (parts - 1 - done) * PART + j
         if WHOLE:
-            x = tl.load(x_ptr + offsets + start, eviction_policy="evict_first").to(tl.float32)
-            made = codes(finite_or_nan(x), scale[:, None], TOP, CODES, False)
-            tl.store(row_ptr + offsets + start, made)
+            x = tl.load(x_row + at, eviction_policy="evict_first")
+            tl.store(made_row + at, codes(scaled(finite_or_nan(x.to(tl.float32)), scale, TOP, False), CODES))
         else:
-            inside = (i < M)[:, None] & (start + j < N)[None, :]
-            x = tl.load(x_ptr + offsets + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            made = codes(finite_or_nan(x.to(tl.float32)), scale[:, None], TOP, CODES, False)
-            tl.store(row_ptr + offsets + start, made, mask=inside)
+            x = tl.load(x_row + at, mask=at < N, other=0.0, eviction_policy="evict_first")
+            made = codes(scaled(finite_or_nan(x.to(tl.float32)), scale, TOP, False), CODES)
+            tl.store(made_row + at, made, mask=at < N)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.triton import blocks, casts
 
@@ -19,8 +20,11 @@ REGISTERS = 128
 ELEMENTS = 16384
 """What one program of ``amax_of_matrix`` reads: as much as the others' tiles have."""
 
-ROWS, COLS = 4, 2048
-"""What one step of ``quantize_rows`` reads."""
+ROW_PART = 2048
+"""What one step of ``quantize_rows`` reads of a row."""
+
+LINE_ROWS, LINE_STEPS = 64, 8
+"""Height of the tiles of matrices with one scale a line, and how many of them one program looks through for amaxes."""
 
 _CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -61,18 +65,15 @@ def quantization(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Floa
         rowwise: format that ``fused.why_no_kernel`` has no reason against; None to leave the usage out.
         columnwise: likewise. One that differs from ``rowwise`` is quantized by itself.
     """
-    if rowwise is not None and columnwise is not None and rowwise != columnwise:
+    if rowwise is not None and columnwise is not None and (rowwise != columnwise or x.shape[0] == 1):
+        # Of one row ptxas of CUDA 12.8, Triton 3.6's, crashes on squares of both usages.
         row, col = quantization(x, rowwise, None), quantization(x, None, columnwise)
         return Plan(row.launches + col.launches, row.row, col.col)
     format = _one(rowwise, columnwise)
     row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
     col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
     if format.tile == TENSORWISE:
-        amax = torch.zeros(1, dtype=torch.int32, device=x.device)
-        launches = [
-            _amax_of_matrix(x, amax, None),
-            _cast_with_one(x, amax, format, row_operand, col_operand, True),
-        ]
+        launches = _one_scale(x, format, row_operand, col_operand)
     elif format.tile == ROWWISE and columnwise is None:
         launches = [_quantize_rows(x, format, row_operand)]
     elif format.tile == ROWWISE:
@@ -82,37 +83,25 @@ def quantization(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Floa
     return Plan(launches, row_operand, col_operand)
 
 
-def cast(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-) -> Plan:
-    """How to cast a matrix with one scale that is known: ``reference.cast``, and the inverse of the scale.
+def delayed_quantization(
+    x: torch.Tensor, past: PastScale, rowwise: Float8Format | None, columnwise: Float8Format | None
+) -> tuple[Plan, torch.Tensor]:
+    """How to quantize a matrix with one scale of its past amaxes: ``delayed.quantize``.
 
     Args:
         x: see ``quantization``.
-        scale: float32, one element, positive and normal.
+        past: the scale; one element.
         rowwise: a format with one scale a matrix; None to leave the usage out.
         columnwise: likewise, equal to ``rowwise`` where both are given.
+
+    Returns:
+        The plan, and what becomes the largest magnitude: float32, (1, 1).
     """
     format = _one(rowwise, columnwise)
     row = None if rowwise is None else _empty(x, rowwise, *x.shape)
     col = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
-    return Plan([_cast_with_one(x, scale, format, row, col, False)], row, col)
-
-
-def amaxes(x: torch.Tensor) -> tuple[Launch, torch.Tensor]:
-    """How to find ``reference.amax`` and ``reference.largest`` of a whole matrix.
-
-    Args:
-        x: see ``quantization``.
-
-    Returns:
-        The launch and what it fills: float32, (2,).
-    """
-    found = torch.zeros(2, dtype=torch.int32, device=x.device)
-    return _amax_of_matrix(x, found[:1], found[1:]), found.view(torch.float32)
+    largest = torch.zeros(1, 1, dtype=torch.int32, device=x.device)
+    return Plan(_one_scale(x, format, row, col, past, largest), row, col), largest.view(torch.float32)
 
 
 def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
@@ -178,35 +167,38 @@ def _operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
     return found
 
 
-def _amax_of_matrix(x: torch.Tensor, amax: torch.Tensor, largest: torch.Tensor | None) -> Launch:
-    arguments = {
+def _one_scale(
+    x: torch.Tensor,
+    format: Float8Format,
+    row: Operand | None,
+    col: Operand | None,
+    past: PastScale | None = None,
+    largest: torch.Tensor | None = None,
+) -> list[Launch]:
+    amax = torch.zeros(1, dtype=torch.int32, device=x.device)
+    find = {
         "x_ptr": x,
         "amax_ptr": amax,
-        "largest_ptr": largest,
+        "past_ptr": None if past is None or past.covers else past.scale,
         "SIZE": x.numel(),
         "BLOCK": ELEMENTS,
         "WHOLE": x.numel() % ELEMENTS == 0,
     }
-    return Launch(casts.amax_of_matrix, triton.cdiv(x.numel(), ELEMENTS), arguments)
-
-
-def _cast_with_one(
-    x: torch.Tensor,
-    known: torch.Tensor,
-    format: Float8Format,
-    row: Operand | None,
-    col: Operand | None,
-    from_amax: bool,
-) -> Launch:
-    arguments = {
+    make = {
         "x_ptr": x,
-        "known_ptr": known.view(torch.float32),
+        "amax_ptr": amax.view(torch.float32),
+        "past_ptr": None if past is None else past.scale,
+        "largest_ptr": largest,
         **_operands(row, col),
         **_rule(format),
-        "FROM_AMAX": from_amax,
+        "HEADROOM": 1.0 if past is None else 2.0**past.margin,
+        "COVERS": past is not None and past.covers,
         **_tiles(x, EDGE, EDGE),
     }
-    return Launch(casts.cast_with_one, _programs(x, EDGE, EDGE), arguments)
+    return [
+        Launch(casts.amax_of_matrix, triton.cdiv(x.numel(), ELEMENTS), find),
+        Launch(casts.cast_with_one, _programs(x, EDGE, EDGE), make),
+    ]
 
 
 def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None) -> list[Launch]:
@@ -215,18 +207,28 @@ def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Oper
     start = rows + -rows % 4
     amax = torch.zeros(start + x.shape[1], dtype=torch.int32, device=x.device)
     row_amax, col_amax = amax[:rows] if rows else None, amax[start:]
-    tiles = _tiles(x, EDGE, EDGE)
-    find = {"x_ptr": x, "row_amax_ptr": row_amax, "col_amax_ptr": col_amax, **tiles}
+    height = LINE_ROWS * LINE_STEPS
+    find = {
+        "x_ptr": x,
+        "row_amax_ptr": row_amax,
+        "col_amax_ptr": col_amax,
+        **_tiles(x, height, EDGE),
+        "ROWS": LINE_ROWS,
+        "STEPS": LINE_STEPS,
+    }
     make = {
         "x_ptr": x,
         "row_amax_ptr": None if row_amax is None else row_amax.view(torch.float32),
         "col_amax_ptr": col_amax.view(torch.float32),
         **_operands(row, col),
         **_rule(format),
-        **tiles,
+        **_tiles(x, LINE_ROWS, EDGE),
     }
-    programs = _programs(x, EDGE, EDGE)
-    return [Launch(casts.amax_of_lines, programs, find), Launch(casts.cast_with_lines, programs, make)]
+    options = {"num_warps": 4}
+    return [
+        Launch(casts.amax_of_lines, _programs(x, height, EDGE), find, options),
+        Launch(casts.cast_with_lines, _programs(x, LINE_ROWS, EDGE), make, options),
+    ]
 
 
 def _quantize_rows(x: torch.Tensor, format: Float8Format, row: Operand | None) -> Launch:
@@ -236,9 +238,11 @@ def _quantize_rows(x: torch.Tensor, format: Float8Format, row: Operand | None) -
         "row_ptr": made["row_ptr"],
         "row_scale_inv_ptr": made["row_scale_inv_ptr"],
         **_rule(format),
-        **_tiles(x, ROWS, COLS),
+        "N": x.shape[1],
+        "PART": ROW_PART,
+        "WHOLE": x.shape[1] % ROW_PART == 0,
     }
-    return Launch(casts.quantize_rows, triton.cdiv(x.shape[0], ROWS), arguments)
+    return Launch(casts.quantize_rows, x.shape[0], arguments)
 
 
 def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None) -> Launch:

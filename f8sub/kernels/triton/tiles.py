@@ -1,16 +1,18 @@
 """Layer 1. What the kernels share: the reference's rules for scales and codes, and how a tile moves.
 
 A tile is read as two halves, its even and its odd rows. Transposed, the codes of a column in two neighbouring rows are
-neighbours, so they travel as one 16-bit word: Triton transposes 16-bit tiles with ldmatrix, 8-bit ones byte by byte.
+neighbours, so they are cast and travel as one 16-bit word: Triton transposes 16-bit tiles with ldmatrix, 8-bit ones
+byte by byte.
 """
 
 import triton
 import triton.language as tl
 
-from f8sub.kernels import reference
+from f8sub.kernels import delayed, reference
 
 LARGEST = tl.constexpr(reference.LARGEST)
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
+SMALLEST_SCALE = tl.constexpr(delayed.SMALLEST_SCALE)
 E4M3_TOP_BITS = tl.constexpr(0x43E00000)
 E5M2_TOP_BITS = tl.constexpr(0x47600000)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
@@ -25,6 +27,12 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)
 def finite_or_nan(x):
     """Of float32 elements: NaN for infinity, everything else unchanged, -0 too."""
     return x + x * 0.0
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Of float32 elements: integers that order as the magnitudes do, NaN's after infinity's."""
+    return x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
 
 
 @triton.jit
@@ -57,6 +65,26 @@ def scale_from_amax(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr):
 
 
 @triton.jit
+def scale_from_past(
+    past, amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr
+):
+    """``delayed.scale_now``; HEADROOM is two to the power of the margin.
+
+    ``amax`` counts where there is no past, and where the scale COVERS it.
+    """
+    scale = past
+    if past == 0.0:
+        exact = tl.full((), TOP, tl.float64) / (amax.to(tl.float64) * HEADROOM)
+        scale = tl.minimum(exact, LARGEST_SCALE).to(tl.float32)
+        if POWER_OF_2:
+            scale = (scale.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+        scale = tl.maximum(tl.where(amax == 0.0, 1.0, scale), SMALLEST_SCALE)
+    if COVERS:
+        scale = tl.where(amax == 0.0, scale, tl.minimum(scale, scale_from_amax(amax, TOP, POWER_OF_2)))
+    return scale
+
+
+@triton.jit
 def inverse(scale, POWER_OF_2: tl.constexpr):
     """``1 / scale``, rounded to nearest."""
     if POWER_OF_2:
@@ -65,15 +93,32 @@ def inverse(scale, POWER_OF_2: tl.constexpr):
 
 
 @triton.jit
-def codes(x, scale, TOP: tl.constexpr, CODES: tl.constexpr, SATURATE: tl.constexpr):
-    """``reference.cast`` of ``finite_or_nan`` elements, as bytes.
+def scaled(x, scale, TOP: tl.constexpr, SATURATE: tl.constexpr):
+    """``finite_or_nan`` elements as they are cast, float32.
 
     SATURATE where ``scale`` is not of these elements' own amax: else no product rounds to more than TOP.
     """
-    scaled = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=NAN) * scale
+    x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=NAN) * scale
     if SATURATE:
-        scaled = tl.clamp(scaled, -TOP, TOP, propagate_nan=NAN)
-    return scaled.to(CODES).to(tl.uint8, bitcast=True)
+        x = tl.clamp(x, -TOP, TOP, propagate_nan=NAN)
+    return x
+
+
+@triton.jit
+def codes(x, CODES: tl.constexpr):
+    """``reference.cast`` of ``scaled`` elements, as bytes."""
+    return x.to(CODES).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def words(even, odd, CODES: tl.constexpr):
+    """``reference.cast`` of the ``scaled`` elements of two rows, those of one column in one 16-bit word.
+
+    Cast as pairs, for which there is one instruction. Put together from ``codes`` they would be read as halves of words
+    and by themselves, and then ptxas 12.8, Triton 3.6's and 3.7's, reads some of them from a register it never wrote.
+    """
+    low, high = tl.split(codes(tl.join(even, odd), CODES))
+    return low.to(tl.uint16) | (high.to(tl.uint16) << 8)
 
 
 @triton.jit
@@ -87,7 +132,7 @@ def place(index, M, N, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
 def load_halves(
     x_ptr, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr
 ):
-    """Even and odd rows of the (ROWS, COLS) tile at (row, col), ``finite_or_nan``, zeros beyond the matrix.
+    """Even and odd rows of the (ROWS, COLS) tile at (row, col), float32, zeros beyond the matrix.
 
     WHOLE says that all tiles lie within it; KEEP is how L2 is to treat what was read.
     """
@@ -100,7 +145,16 @@ def load_halves(
         inside = (col + j < N)[None, :]
         even = tl.load(pointers, mask=inside & (row + i < M)[:, None], other=0.0, eviction_policy=KEEP)
         odd = tl.load(pointers + N, mask=inside & (row + i + 1 < M)[:, None], other=0.0, eviction_policy=KEEP)
-    return finite_or_nan(even.to(tl.float32)), finite_or_nan(odd.to(tl.float32))
+    return even.to(tl.float32), odd.to(tl.float32)
+
+
+@triton.jit
+def load_finite_halves(
+    x_ptr, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr
+):
+    """``load_halves``, ``finite_or_nan``."""
+    even, odd = load_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, KEEP)
+    return finite_or_nan(even), finite_or_nan(odd)
 
 
 @triton.jit
@@ -121,14 +175,14 @@ def store_halves(
 
 @triton.jit
 def store_transposed(
-    out_ptr, even, odd, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr
+    out_ptr, words, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Codes of a tile's halves to the columnwise operand, (N, M); as 16-bit words where ``out_ptr`` points to those.
+    """``words`` of a tile's halves to the columnwise operand, (N, M); as such where ``out_ptr`` points to words.
 
     It does where M is even, so that every word lies within one row.
     """
     i, j = tl.arange(0, ROWS // 2), tl.arange(0, COLS)
-    words = tl.trans(even.to(tl.uint16) | (odd.to(tl.uint16) << 8))
+    words = tl.trans(words)
     if out_ptr.dtype.element_ty == tl.uint16:
         pointers = out_ptr + col.to(tl.int64) * (M // 2) + row // 2 + j[:, None] * (M // 2) + i[None, :]
         if WHOLE:

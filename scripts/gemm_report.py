@@ -53,7 +53,10 @@ def configs() -> list[Config]:
     """The tiles that ``scripts/tune_gemm.py`` chooses from: of many rows, then of few."""
     from f8sub.kernels.triton.gemm_launch import Config
 
-    persistent = [Config(256, 128, 4, persistent=True, group=group) for group in (4, 8, 16)]
+    persistent = [
+        Config(256, 128, 4, persistent=True, group=group, turns=turns)
+        for group, turns in ((8, "none"), (8, "issued"), (8, "done"), (16, "none"))
+    ]
     pipelined = [Config(128, 128, stages, warps=8) for stages in (3, 4)]
     few = [Config(64, cols, stages, group=1) for cols, stages in ((32, 8), (64, 6), (64, 8), (128, 6))]
     return [
@@ -91,7 +94,8 @@ class Report:
 
     Attributes:
         registers: a thread's, of those that multiply.
-        spilled: loads and stores of spilled registers, and bytes of local memory.
+        spilled: loads and stores of spilled registers.
+        undefined: instructions that read R1, the stack's pointer, which a kernel without a stack only loads.
         shared: bytes of shared memory a program.
         products: float8 tensor core instructions.
         descriptors: loads by the tensor memory accelerator.
@@ -101,6 +105,7 @@ class Report:
 
     registers: int
     spilled: int
+    undefined: int
     shared: int
     products: int
     descriptors: int
@@ -118,9 +123,7 @@ def unique(chosen: list[Config]) -> list[Config]:
     """One of those that differ in their group alone: it is a number to compiled code's tile order."""
     seen: dict[Any, Config] = {}
     for config in chosen:
-        seen.setdefault(
-            (config.rows, config.cols, config.stages, config.persistent, config.parts > 1), config
-        )
+        seen.setdefault((config.rows, config.cols, config.stages, config.turns, config.parts > 1), config)
     return list(seen.values())
 
 
@@ -174,11 +177,11 @@ def compiled(launch: Launch) -> Any:
 def report(case: Case) -> Report:
     """Compile a case and look at it."""
     made = compiled(launch_of(case))
-    sass, usage = disassembled(made.asm["cubin"])
-    local = re.search(r"LOCAL:(\d+)", usage)
+    sass, _ = disassembled(made.asm["cubin"])
     found = Report(
         1 + max(map(int, re.findall(r"\bR(\d+)\b", sass))),
-        int(local[1] if local else 0) + len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/[^;\n]*,[^;\n]*\bR1\b", sass, re.MULTILINE)),
         made.metadata.shared,
         len(re.findall(r"\bQGMMA\.", sass)),
         len(re.findall(r"\bUTMALDG\.", sass)),
@@ -186,7 +189,9 @@ def report(case: Case) -> Report:
     )
     wrong = []
     if found.spilled:
-        wrong.append(f"spills: {found.spilled}")
+        wrong.append(f"{found.spilled} loads and stores of spilled registers")
+    elif found.undefined:
+        wrong.append(f"{found.undefined} instructions read R1, which ptxas puts for a register it lost")
     if not found.products or re.search(r"\bHGMMA\.|\bHMMA\.", sass):
         wrong.append("multiplies without float8 tensor core instructions alone")
     if found.descriptors < 2:
@@ -208,11 +213,22 @@ def main() -> None:
         found = dict(zip(chosen, pool.map(report, chosen), strict=True))
     import triton
 
-    columns = ("formats, tile", "registers", "spilled", "shared KB", "QGMMA", "UTMALDG", "USETMAXREG")
+    columns = (
+        "formats, tile",
+        "registers",
+        "spilled",
+        "shared KB",
+        "QGMMA",
+        "UTMALDG",
+        "USETMAXREG",
+    )
     rows = [
         (
             case.words,
-            *map(str, (r.registers, r.spilled, r.shared // 1024, r.products, r.descriptors, r.resized)),
+            *map(
+                str,
+                (r.registers, r.spilled, r.shared // 1024, r.products, r.descriptors, r.resized),
+            ),
         )
         for case, r in found.items()
     ]

@@ -35,6 +35,7 @@ class Config:
         group: tiles of one column that are made one after the other, so that L2 holds what they share.
         parts: of K that are summed by programs of their own; of ``persistent`` 1.
         warps: of a program of ``gemm.multiply``.
+        turns: of ``persistent``, how two warpgroups take turns, see there.
     """
 
     rows: int
@@ -44,9 +45,10 @@ class Config:
     group: int = 8
     parts: int = 1
     warps: int = 4
+    turns: str = "none"
 
     def __str__(self) -> str:
-        kind = "persistent" if self.persistent else f"{self.warps} warps"
+        kind = f"persistent, turns {self.turns}" if self.persistent else f"{self.warps} warps"
         parts = f", K in {self.parts}" if self.parts > 1 else ""
         return f"{self.rows}x{self.cols}, {kind}, {self.stages} stages, groups of {self.group}{parts}"
 
@@ -89,7 +91,7 @@ def multiplication(
     }
     tiles: int = triton.cdiv(rows, config.rows) * triton.cdiv(cols, config.cols)
     if config.persistent:
-        arguments |= {"STAGES": config.stages, **REGISTERS}
+        arguments |= {"STAGES": config.stages, "TURNS": config.turns, **REGISTERS}
         return [Launch(hopper.multiply_persistently, min(tiles, programs), arguments, {"num_warps": 4})], out
     options = {"num_warps": config.warps, "num_stages": config.stages}
     launches = [Launch(gemm.multiply, tiles * config.parts, {**arguments, "PARTS": config.parts}, options)]

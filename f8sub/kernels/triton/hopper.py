@@ -84,12 +84,43 @@ def scaled(partial, a_scale, b_scale, A_EDGE: gl.constexpr):
 
 
 @gluon.jit
-def store(out_ptr, total, row, col, M, N, LAYOUT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """The sums that lie within the matrix."""
-    i = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    j = col + gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
+def store(out_ptr, total, row, col, M, N, SUMS: gl.constexpr, REGROUP: gl.constexpr):
+    """The sums of (64, 128) that lie within the matrix; to REGROUP, of 16 bits eight neighbours a thread."""
+    NEIGHBOURS: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+    IS_SHORT: gl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth == 16
+    LAYOUT: gl.constexpr = NEIGHBOURS if REGROUP and IS_SHORT else SUMS
+    rounded = gl.convert_layout(total.to(out_ptr.dtype.element_ty), LAYOUT)
+    i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    j = col + gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
     pointers = out_ptr + i.to(gl.int64)[:, None] * N + j[None, :]
-    gl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
+    gl.store(pointers, rounded, mask=(i < M)[:, None] & (j < N)[None, :])
+
+
+@gluon.jit
+def await_turn(turns, lower: gl.constexpr, TURNS: gl.constexpr, SECOND: gl.constexpr):
+    """Until the other warpgroup has passed the turn on; two of them a block of K, so the phase is the part's."""
+    if TURNS != "none":
+        mbarrier.wait(turns.index(SECOND), lower if SECOND else lower ^ 1)
+
+
+@gluon.jit
+def pass_turn_issued(turns, TURNS: gl.constexpr, SECOND: gl.constexpr):
+    """The other's product may queue behind this one."""
+    if TURNS == "issued":
+        mbarrier.arrive(turns.index(1 - SECOND), count=1)
+
+
+@gluon.jit
+def pass_turn_done(turns, TURNS: gl.constexpr, SECOND: gl.constexpr):
+    """The other multiplies while this one adds."""
+    if TURNS == "done":
+        mbarrier.arrive(turns.index(1 - SECOND), count=1)
 
 
 @gluon.jit
@@ -103,6 +134,7 @@ def multiply_tiles(
     b_scales,
     full,
     empty,
+    turns,
     M,
     N,
     BLOCKS,
@@ -116,13 +148,17 @@ def multiply_tiles(
     COLS: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    FIRST: gl.constexpr,
+    TURNS: gl.constexpr,
+    SECOND: gl.constexpr,
 ):
-    """One warpgroup's half of every tile's rows, from FIRST on, in an upper and a lower part."""
+    """One warpgroup's half of every tile's rows, the SECOND half or the first, in an upper and a lower part."""
+    FIRST: gl.constexpr = SECOND * (ROWS // 2)
     PART: gl.constexpr = ROWS // 4
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 32]
     )
+    # With two squares' scales the registers do not suffice for it: ptxas spills.
+    REGROUP: gl.constexpr = A_EDGE == 1 or B_EDGE == 1
     zeros = gl.zeros((PART, COLS), gl.float32, LAYOUT)
     turn = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * gl.cdiv(N, COLS), gl.num_programs(0)):
@@ -134,7 +170,9 @@ def multiply_tiles(
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
             a = a_blocks.index(stage)
             b = b_blocks.index(stage).permute((1, 0))
+            await_turn(turns, 0, TURNS, SECOND)
             partial = warpgroup_mma(a.slice(FIRST, PART, 0), b, zeros, use_acc=False, is_async=True)
+            pass_turn_issued(turns, TURNS, SECOND)
             if A_EDGE == 1:
                 upper_scale = a_scales.index(stage).slice(FIRST, PART, 1).permute((1, 0)).load(LAYOUT)
                 lower_scale = a_scales.index(stage).slice(FIRST + PART, PART, 1).permute((1, 0)).load(LAYOUT)
@@ -146,14 +184,18 @@ def multiply_tiles(
             else:
                 col_scale = gl.load(b_scale + col // B_EDGE * b_stride + k // B_DEPTH)
             partial = warpgroup_mma_wait(0, deps=(partial,))
+            pass_turn_done(turns, TURNS, SECOND)
             upper += scaled(partial, upper_scale, col_scale, A_EDGE)
+            await_turn(turns, 1, TURNS, SECOND)
             partial = warpgroup_mma(a.slice(FIRST + PART, PART, 0), b, zeros, use_acc=False, is_async=True)
+            pass_turn_issued(turns, TURNS, SECOND)
             partial = warpgroup_mma_wait(0, deps=(partial,))
+            pass_turn_done(turns, TURNS, SECOND)
             mbarrier.arrive(empty.index(stage), count=1)
             lower += scaled(partial, lower_scale, col_scale, A_EDGE)
             turn += 1
-        store(out_ptr, upper, row + FIRST, col, M, N, LAYOUT, PART, COLS)
-        store(out_ptr, lower, row + FIRST + PART, col, M, N, LAYOUT, PART, COLS)
+        store(out_ptr, upper, row + FIRST, col, M, N, LAYOUT, REGROUP)
+        store(out_ptr, lower, row + FIRST + PART, col, M, N, LAYOUT, REGROUP)
 
 
 @gluon.jit(do_not_specialize=["M", "BLOCKS", "a_stride", "b_stride"])
@@ -176,6 +218,7 @@ def multiply_persistently(
     COLS: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
     MULTIPLIERS: gl.constexpr,
     LOADER: gl.constexpr,
 ):
@@ -183,12 +226,15 @@ def multiply_persistently(
 
     ``a`` and ``b`` are descriptors of blocks of (ROWS, 128) and (COLS, 128). Scales of lines (EDGE 1) are descriptors
     of blocks of (1, ROWS) and (1, COLS), stored block by block of K; of squares of EDGE lines pointers to the first of
-    rows of scales, ``stride`` apart, each of DEPTH blocks. MULTIPLIERS and LOADER are registers of a thread.
+    rows of scales, ``stride`` apart, each of DEPTH blocks. TURNS says when a warpgroup's
+    product may begin: at once ("none"), or when the other's last one was "issued" or is "done". MULTIPLIERS and LOADER
+    are registers of a thread.
     """
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS, 128], a.layout)
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES, COLS, 128], b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     # Of squares there is nothing to load ahead; something has to be passed on.
     a_scales = full
     b_scales = full
@@ -199,21 +245,23 @@ def multiply_persistently(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
+    for second in gl.static_range(2):
+        mbarrier.init(turns.index(second), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
                 (
-                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
-                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, 0,
+                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turns, M, N, BLOCKS,
+                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, TURNS, 0,
                 ),
             ),
             (
                 multiply_tiles,
                 (
-                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
-                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, ROWS // 2,
+                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turns, M, N, BLOCKS,
+                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, TURNS, 1,
                 ),
             ),
             (

@@ -234,10 +234,15 @@ def _replace(module: torch.nn.Linear, parameter: torch.nn.Parameter) -> None:
 
 
 def _share_inputs(model: torch.nn.Module) -> None:
+    """Hooks under the same id everywhere: dynamo guards on it, and would compile equal blocks one by one."""
+    shared: int | None = None
     for module in model.modules():
         if sum(isinstance(child, Float8Linear) for child in module.children()) > 1:
             module.register_forward_pre_hook(open_scope)
-            module.register_forward_hook(close_scope, always_call=True)
+            own = module.register_forward_hook(close_scope, always_call=True).id
+            shared = own if shared is None else shared
+            for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+                hooks[shared] = hooks.pop(own)  # type: ignore[assignment]
 
 
 def _device_of(module: torch.nn.Linear) -> torch.device:

@@ -51,6 +51,20 @@ def test_no_recompilation_after_the_second_step(recipe):
         train(model, steps=2)
 
 
+@pytest.mark.parametrize(
+    "recipe", [r if r == "tensorwise" else pytest.param(r, marks=pytest.mark.long) for r in RECIPES]
+)
+def test_equal_blocks_are_compiled_once(recipe):
+    """Siblings below a block too, more blocks than dynamo compiles one function for."""
+    blocks = torch._dynamo.config.recompile_limit + 1
+    model = nn.Sequential(*[nn.Sequential(block) for block in mlps(None, blocks).blocks])
+    f8sub.convert_to_float8(model, recipe=recipe)
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+    model(gaussian((2, WIDTH), generator(1)).requires_grad_()).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @on_each_recipe
 def test_the_whole_model_is_one_graph(recipe):
     """A transformer, attention and all: neither the check across ranks at its root nor siblings break it."""

@@ -25,8 +25,9 @@ TINY = ["64x256x384", "128x128x128"]
 COPIED = 1 << 28
 """Elements of bf16 that the copy copies: 512 MiB."""
 
-FLOOR_DB = 40.0
-"""Rounding to bf16 leaves 56 dB, a wrong scale or element below 20; between them are sums of few bits."""
+FLOOR_DB, FAST_FLOOR_DB = 40.0, 25.0
+"""Rounding to bf16 leaves 56 dB. Fast accumulation truncates its sum by up to 2**-13 of itself every 32 elements of K,
+some per cent where K is 14336. A wrong scale, or elements in wrong places, leave less than 6 dB."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, TENSOR_E5M2 = Float8Format(E4M3, Tile(ALL, ALL)), Float8Format(E5M2, Tile(ALL, ALL))
@@ -76,16 +77,16 @@ def problems(shape: tuple[int, ...]) -> list[Problem]:
     ]
 
 
-def check(name: str, found: torch.Tensor, a: Operand, b: Operand) -> float:
+def check(name: str, found: torch.Tensor, a: Operand, b: Operand, floor: float) -> float:
     """SQNR in dB against the product of the codes in float64.
 
     Raises:
-        RuntimeError: it is below ``FLOOR_DB``.
+        RuntimeError: it is below ``floor``.
     """
     right = reference.dequantize(a, torch.float64) @ reference.dequantize(b, torch.float64).t()
     reached = sqnr(found, right)
-    if not reached >= FLOOR_DB:
-        raise RuntimeError(f"{name}: {reached:.1f} dB of its operands' product, at least {FLOOR_DB}")
+    if not reached >= floor:
+        raise RuntimeError(f"{name}: {reached:.1f} dB of its operands' product, at least {floor}")
     return reached
 
 
@@ -122,7 +123,8 @@ def runs_of(
                 def run(pair: Any, backend: str = backend, fast: bool = fast) -> torch.Tensor:
                     return backends.gemm_nt(backend, *pair, torch.bfloat16, fast)
 
-                found[name] = (run, operands, check(name, run(operands[0]), *operands[0]))
+                floor = FAST_FLOOR_DB if fast else FLOOR_DB
+                found[name] = (run, operands, check(name, run(operands[0]), *operands[0], floor))
     return found
 
 

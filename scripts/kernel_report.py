@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,20 +79,20 @@ class Case:
         """What it is, in words."""
         return f"{self.name} {self.dtype} {self.usages}{', ragged' if self.shape == RAGGED else ''}"
 
-    def launch(self) -> Launch:
-        """Its launch, over tensors without memory."""
+    def launches(self) -> list[Launch]:
+        """All that the plan launches, over tensors without memory."""
         from f8sub.kernels.triton import launch
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
         row, col = USAGES[self.usages]
         if self.name == "transpose":
-            return launch.transposition(x)[0]
+            return [launch.transposition(x)[0]]
         format = FORMATS[self.name.removesuffix(" delayed")]
         formats = format if row else None, format if col else None
         if self.name.endswith(" delayed"):
             past = PastScale(torch.empty(1, 1, device="meta"), 0.0, self.usages == "row")
-            return launch.delayed_quantization(x, past, *formats)[0].launches[self.index]
-        return launch.quantization(x, *formats).launches[self.index]
+            return launch.delayed_quantization(x, past, *formats)[0].launches
+        return launch.quantization(x, *formats).launches
 
 
 def cases(whole: tuple[int, int]) -> Iterator[Case]:
@@ -113,11 +113,9 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 
 def launches(name: str, dtype: str, shape: tuple[int, int], usages: str) -> Iterator[Case]:
-    two = FORMATS[name.removesuffix(" delayed")].tile.cols == ALL and not (
-        name == "rowwise" and usages == "row"
-    )
-    for index in range(1 + two):
-        yield Case(name, dtype, shape, usages, index)
+    first = Case(name, dtype, shape, usages, 0)
+    for index in range(len(first.launches())):
+        yield replace(first, index=index)
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class Report:
         spilled: bytes of local memory a thread.
         shared: bytes of shared memory a program.
         instructions: of a program's threads, an element of its tile; of a loop, its body once.
-        wide_loads: 128-bit loads from global memory.
+        wide_loads: 128-bit loads from global memory, into shared memory too.
         narrow_loads: the others, of amaxes and scales.
         wide_stores: 128-bit stores, 64-bit ones where a thread has 8 codes.
         narrow_stores: the others, of scales.
@@ -204,7 +202,7 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
 
 def report(case: Case) -> Report:
     """Compile a case and look at it."""
-    launch = case.launch()
+    launch = case.launches()[case.index]
     made = compiled(launch)
     sass, usage = disassembled(made.asm["cubin"])
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", sass, re.MULTILINE)
@@ -214,11 +212,11 @@ def report(case: Case) -> Report:
 
     registers, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "LOCAL"))
     spills = count(r"(LDL|STL)\b")
-    loads, stores = count(r"LDG\b"), count(r"STG\b")
+    loads, stores = count(r"LDG(STS)?\b"), count(r"STG\b")
     tile = tile_of(launch)
     # Of a row a thread has 8 elements at a time: faster than with 16, measured.
     whole = "128" if tile >= 16 * launch.options["num_warps"] * WARP else "64"
-    wide_loads, wide_stores = count(r"LDG\b.*\.128"), count(rf"STG\b.*\.{whole}")
+    wide_loads, wide_stores = count(r"LDG(STS)?\b.*\.128"), count(rf"STG\b.*\.{whole}")
     found = Report(
         launch.kernel.fn.__name__,
         registers,
@@ -268,7 +266,7 @@ def missed(case: Case, launch: Launch, found: Report, tile: int) -> Iterator[str
         yield f"{found.byte_loads} loads of single bytes from shared memory"
     if found.flushes:
         yield f"{found.flushes} instructions flush subnormals"
-    if found.undefined:
+    if found.undefined and not found.spilled:
         yield f"{found.undefined} instructions read R1, which ptxas puts for a register it lost"
 
 

@@ -54,6 +54,7 @@ def amax_of_lines(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Maxima with what is there of finite elements: of each row and of each column, unless None.
@@ -62,7 +63,7 @@ def amax_of_lines(
     """
     first, col = place(tl.program_id(0), M, N, ROWS * STEPS, COLS)
     largest = tl.zeros((ROWS // 2, COLS), tl.float32)
-    for step in range(STEPS):
+    for step in tl.range(STEPS, num_stages=STAGES):
         row = first + step * ROWS
         even, odd = load_finite_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "")
         if row_amax_ptr is not None:

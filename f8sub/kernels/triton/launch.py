@@ -23,8 +23,14 @@ ELEMENTS = 16384
 ROW_PART = 2048
 """What one step of ``quantize_rows`` reads of a row."""
 
-LINE_ROWS, LINE_STEPS = 64, 8
-"""Height of the tiles of matrices with one scale a line, and how many of them one program looks through for amaxes."""
+LINES = {"ROWS": 32, "COLS": 256, "STEPS": 16, "STAGES": 3}
+"""Of ``amax_of_lines``: one program looks through 16 tiles below each other, two of them on their way."""
+
+LINE_ROWS = 64
+"""Height of the tiles of ``cast_with_lines``."""
+
+AT_A_TIME = 264
+"""Programs of ``quantize_vectors`` that read the next tile while they cast one: two for each SM of an H200."""
 
 _CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -65,8 +71,7 @@ def quantization(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Floa
         rowwise: format that ``fused.why_no_kernel`` has no reason against; None to leave the usage out.
         columnwise: likewise. One that differs from ``rowwise`` is quantized by itself.
     """
-    if rowwise is not None and columnwise is not None and (rowwise != columnwise or x.shape[0] == 1):
-        # Of one row ptxas of CUDA 12.8, Triton 3.6's, crashes on squares of both usages.
+    if rowwise is not None and columnwise is not None and not _in_one_launch(x, rowwise, columnwise):
         row, col = quantization(x, rowwise, None), quantization(x, None, columnwise)
         return Plan(row.launches + col.launches, row.row, col.col)
     format = _one(rowwise, columnwise)
@@ -121,6 +126,16 @@ def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
         **_tiles(codes, EDGE, EDGE),
     }
     return Launch(casts.transpose_codes, _programs(codes, EDGE, EDGE), arguments), out
+
+
+def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8Format) -> bool:
+    """Whether one kernel makes both usages.
+
+    Of one row ptxas 12.8, Triton 3.6's and 3.7's, crashes on squares; and where it divides for the scales of vectors of
+    both usages, registers spill.
+    """
+    divides = rowwise.tile == VECTOR and not rowwise.scale_rule.is_power_of_2
+    return rowwise == columnwise and x.shape[0] > 1 and not divides
 
 
 def _one(rowwise: Float8Format | None, columnwise: Float8Format | None) -> Float8Format:
@@ -207,14 +222,13 @@ def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Oper
     start = rows + -rows % 4
     amax = torch.zeros(start + x.shape[1], dtype=torch.int32, device=x.device)
     row_amax, col_amax = amax[:rows] if rows else None, amax[start:]
-    height = LINE_ROWS * LINE_STEPS
+    height = LINES["ROWS"] * LINES["STEPS"]
     find = {
         "x_ptr": x,
         "row_amax_ptr": row_amax,
         "col_amax_ptr": col_amax,
-        **_tiles(x, height, EDGE),
-        "ROWS": LINE_ROWS,
-        "STEPS": LINE_STEPS,
+        **_tiles(x, height, LINES["COLS"]),
+        **LINES,
     }
     make = {
         "x_ptr": x,
@@ -226,7 +240,7 @@ def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Oper
     }
     options = {"num_warps": 4}
     return [
-        Launch(casts.amax_of_lines, _programs(x, height, EDGE), find, options),
+        Launch(casts.amax_of_lines, _programs(x, height, LINES["COLS"]), find, options),
         Launch(casts.cast_with_lines, _programs(x, LINE_ROWS, EDGE), make, options),
     ]
 
@@ -256,9 +270,19 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
         "EDGE": edge,
         "WHOLE": x.shape[0] % edge == 0 and x.shape[1] % edge == 0,
     }
-    if format.tile == VECTOR:
-        # Divisions take more registers than that: with float32 scales they would spill.
-        options = {"maxnreg": REGISTERS} if format.scale_rule.is_power_of_2 else {}
-        programs = _programs(x, edge, edge)
-        return Launch(blocks.quantize_vectors, programs, arguments, {"num_warps": 8, **options})
-    return Launch(blocks.quantize_squares, _programs(x, edge, edge), {**arguments, "PART": EDGE})
+    programs = _programs(x, edge, edge)
+    if format.tile != VECTOR:
+        return Launch(
+            blocks.quantize_squares,
+            programs,
+            {**arguments, "PART": EDGE},
+            {"num_warps": 8, "maxnreg": REGISTERS},
+        )
+    if col is None:
+        # A program that reads ahead pays where nothing is transposed in shared memory.
+        return Launch(
+            blocks.quantize_vectors, min(programs, AT_A_TIME), {**arguments, "STAGES": 3}, {"num_warps": 8}
+        )
+    return Launch(
+        blocks.quantize_vectors, programs, {**arguments, "STAGES": 1}, {"num_warps": 8 if row is None else 4}
+    )

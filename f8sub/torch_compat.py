@@ -46,8 +46,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
-    return module._compiled_call_impl is not None
+    """Whether ``module.compile()`` was called, or this is what ``torch.compile(module)`` returned."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def running_ddp() -> DistributedDataParallel | None:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -14,6 +12,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 from f8sub import titan
+from tests.titan.gloo import with_sums
 
 LAYERS = 2
 """Of the debug model's six."""
@@ -26,17 +25,7 @@ def on_cpu(config: Trainer.Config) -> Trainer.Config:
     # FlexAttention has no backward on CPUs.
     for _, _, parent, name in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
-    parallelize = spec.parallelize_fn
-
-    def with_sums(model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
-        model = parallelize(model, **kwargs)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # torchtitan divides by 1.0, which FSDP2 does by an operator that gloo has not.
-                module.set_force_sum_reduction_for_comms(True)
-        return model
-
-    spec.parallelize_fn = with_sums
+    spec.parallelize_fn = with_sums(spec.parallelize_fn)
     config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
     config.parallelism.spmd_backend = "partial_dtensor"
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 128, 5

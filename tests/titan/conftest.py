@@ -1,7 +1,6 @@
 """A nursery of its own, warm with torchtitan: that takes 20 seconds to import and changes torch where it is."""
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ _nursery = pytest.StashKey[Nursery]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    wanted = any("titan" in getattr(item, "fixturenames", ()) for item in session.items)
-    if wanted and importlib.util.find_spec("torchtitan"):
-        session.config.stash[_nursery] = Nursery.start("tests.titan.cpu")
+    wanted = any("any_titan" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and runs.installed() in runs.CPU:
+        session.config.stash[_nursery] = Nursery.start(runs.CPU[runs.installed()])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -27,27 +26,47 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def titan(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+def any_titan(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """As ``ranks``, in processes that have torchtitan."""
     if _nursery not in request.config.stash:
-        pytest.skip("torchtitan is not installed")
+        pytest.skip(f"torchtitan is not installed in one of the versions {', '.join(runs.CPU)}")
     return functools.partial(request.config.stash[_nursery].run, timeout=300.0)
 
 
 @pytest.fixture(scope="session")
-def assets(titan: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def titan(any_titan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Of version 0.3."""
+    return _of_version("0.3", any_titan)
+
+
+@pytest.fixture(scope="session")
+def titan_0_2(any_titan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Of version 0.2."""
+    return _of_version("0.2", any_titan)
+
+
+def _of_version(version: str, ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    if runs.installed() != version:
+        pytest.skip(
+            f"of torchtitan {version}, here is {runs.installed()}: scripts/test_torchtitan.sh has both"
+        )
+    return ranks
+
+
+@pytest.fixture(scope="session")
+def assets(any_titan: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer and a data set."""
     folder = tmp_path_factory.mktemp("titan")
-    titan(1, runs.make_assets, folder)
+    any_titan(1, runs.make_assets, folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def train(titan: Callable[..., list[Any]], assets: Path) -> Callable[..., Any]:
+def train(any_titan: Callable[..., list[Any]], assets: Path) -> Callable[..., Any]:
     """``train(world, "bf16 section.field=value ...")``: rank 0's losses by step; the same run is made once."""
 
     @functools.cache
     def run(world: int, arguments: str) -> dict[int, float]:
-        return titan(world, runs.train, arguments.split(), assets)[0]["losses"]
+        return any_titan(world, runs.train, arguments.split(), assets)[0]["losses"]
 
     return run

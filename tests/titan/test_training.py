@@ -10,6 +10,7 @@ import pytest
 
 from tests.titan import runs
 
+pytestmark = pytest.mark.usefixtures("titan")
 long = pytest.mark.long
 
 FROM_THE_COMMAND_LINE = "override.imports=" + json.dumps(

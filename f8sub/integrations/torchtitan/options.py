@@ -1,6 +1,6 @@
 """Layer 7. What torchtitan's users ask for, and the one conversion of their model; of any version of torchtitan."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from f8sub.convert import convert_to_float8
 from f8sub.errors import Float8ConfigError
 from f8sub.extensions import extensions
 from f8sub.filters import DEFAULT_SKIP, LayerRecipes
-from f8sub.integrations.torchtitan.scales import PRECOMPUTE, attach_at_first_step
+from f8sub.integrations.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 
@@ -42,8 +42,8 @@ class Options:
     """
 
     recipe_name: str | Mapping[str, str] = DEFAULT
-    filter_fqns: tuple[str, ...] = ()
-    skip: tuple[str, ...] = SKIP
+    filter_fqns: Sequence[str] = ()
+    skip: Sequence[str] = SKIP
     enable_fsdp_float8_all_gather: bool = True
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
     emulate: bool = False
@@ -51,10 +51,9 @@ class Options:
     def __post_init__(self) -> None:
         LayerRecipes(self.recipe_name)
         for name in ("filter_fqns", "skip"):
-            value: Iterable[str] | str = getattr(self, name)
+            value = getattr(self, name)
             if isinstance(value, str):
                 raise Float8ConfigError(f"{name}={value!r} is a string; give a list of strings, [{value!r}]")
-            object.__setattr__(self, name, tuple(value))
         if self.precompute_float8_dynamic_scale_for_fsdp and not self.enable_fsdp_float8_all_gather:
             raise Float8ConfigError(
                 "precompute_float8_dynamic_scale_for_fsdp=True makes the scales of weights that are gathered as "
@@ -102,6 +101,7 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         float8_all_gather=options.enable_fsdp_float8_all_gather,
         backend="reference" if options.emulate else "auto",
     )
+    check_at_first_forward(model)
     setattr(model, PRECOMPUTE, options.precompute)
     if options.precompute:
         attach_at_first_step()

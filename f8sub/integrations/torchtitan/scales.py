@@ -45,6 +45,23 @@ def attach(
     _attached.add(optimizers)
 
 
+def check_at_first_forward(model: torch.nn.Module) -> None:
+    """Have ``check_compiled`` look at a converted model, and at each copy for a pipeline, when it is first called.
+
+    The check across ranks looks at the weights then. Where ``attach`` is called earlier, both are looked at earlier.
+    """
+    model.register_forward_pre_hook(_check_compiled_once)
+
+
+def _check_compiled_once(model: torch.nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    check_compiled([model])
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _check_compiled_once:
+            del model._forward_pre_hooks[key]
+
+
 def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
     """That FSDP2 will gather every weight as it was converted to.
 

@@ -1,0 +1,70 @@
+"""Layer 7. torchtitan 0.2: the converter of ``--model.converters f8sub``, and the ``[f8sub]`` section of its TOML."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.tools.logging import logger
+
+from f8sub.errors import Float8ConfigError
+from f8sub.integrations.torchtitan.options import SKIP, Options, convert
+from f8sub.recipes import DEFAULT
+from f8sub.report import conversion_report
+
+NAME = "f8sub"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section(Options):
+    """The section ``[f8sub]``, and the options ``--f8sub.*``: ``Options`` in types that torchtitan 0.2 parses.
+
+    Lists are arrays in TOML, and separated by commas on the command line.
+
+    Raises:
+        Float8ConfigError: as of ``Options``.
+    """
+
+    recipe_name: str | dict[str, str] = DEFAULT
+    filter_fqns: list[str] = field(default_factory=list)
+    skip: list[str] = field(default_factory=lambda: [*SKIP, "output"])
+    """0.2 names the output projection so."""
+
+
+@dataclass
+class JobConfig:
+    """What ``--job.custom_config_module=f8sub.titan`` adds to torchtitan's own."""
+
+    f8sub: Section = field(default_factory=Section)
+
+
+class Float8ModelConverter:
+    """Converts a model's linear layers to float8, when torchtitan 0.2 has built it and before it shards it.
+
+    Raises:
+        Float8ConfigError: the job's config has no section of f8sub's.
+    """
+
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        options = getattr(job_config, NAME, None)
+        if not isinstance(options, Options):
+            raise Float8ConfigError(
+                f"--model.converters has {NAME!r}, and the job's config has no section [{NAME}]: give "
+                "--job.custom_config_module=f8sub.titan, or custom_config_module in the TOML's [job]"
+            )
+        self.options = options
+
+    def convert(self, model: torch.nn.Module) -> None:
+        """Convert the model on meta, in place.
+
+        Raises:
+            Float8ConfigError: as of ``f8sub.integrations.torchtitan.options.convert``.
+        """
+        convert(model, self.options, ())
+        logger.info(f"f8sub: {conversion_report(model)}")
+
+    def post_optimizer_hook(self, model: torch.nn.Module | list[torch.nn.Module]) -> None:
+        """Nothing: a hook of torchtitan's container of optimizers makes the scales, of all parts of the model."""
+
+
+register_model_converter(Float8ModelConverter, NAME)

@@ -62,9 +62,11 @@ class Float8Linear(torch.nn.Linear):
                 f"{self.fqn}: a float8 linear layer takes an input of {', '.join(map(str, HIGH_PRECISION))}, got "
                 f"{x.dtype} of shape {tuple(x.shape)}; convert it with .to(torch.bfloat16)"
             )
-        if x.dim() == 0 or x.size(-1) != self.in_features:
+        weight: torch.Tensor = self.weight
+        # Tensor parallelism without DTensors leaves a rank its part of the weight, which reads a part of x.
+        if x.dim() == 0 or x.size(-1) != weight.size(-1):
             raise Float8ShapeError(
-                f"{self.fqn}: expected an input of shape (..., {self.in_features}), got {tuple(x.shape)}; look at what "
+                f"{self.fqn}: expected an input of shape (..., {weight.size(-1)}), got {tuple(x.shape)}; look at what "
                 "calls the layer"
             )
         device = "cpu" if x.is_cpu else x.device.type
@@ -75,7 +77,6 @@ class Float8Linear(torch.nn.Linear):
         grad, past = torch.is_grad_enabled(), None
         if plan.recipe.delayed is not None:
             past = self.past(plan.recipe)
-        weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
         scaling: Scaling = past
         places = None

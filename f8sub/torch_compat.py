@@ -83,6 +83,17 @@ def fully_sharded(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
     )
 
 
+def gathered_as_local(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Those of ``layers`` whose tensor-parallel parameters FSDP2 puts together as plain tensors of spmd_types' kind.
+
+    From torch 2.14 on; what is a DTensor before it is sharded is a DTensor after it is gathered.
+    """
+    params = (param for group in _param_groups() for param in group.fsdp_params)
+    return {
+        param._module_info.module for param in params if getattr(param, "is_spmd_types", False)
+    }.intersection(layers)
+
+
 def _param_groups() -> list[Any]:
     groups: list[Any] = []
     for module, reference in list(_composable_state._module_state_mapping.items()):

@@ -1,14 +1,19 @@
 """Training configs that run on CPUs: ``--module tests.titan.configs --config bf16``."""
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.spmd_types import current_spmd_mesh
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.models.llama3 import model_registry
+from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
 from f8sub import titan
@@ -36,6 +41,44 @@ def on_cpu(config: Trainer.Config) -> Trainer.Config:
     config.checkpoint.last_save_model_only = False
     config.debug.seed = 0
     return config
+
+
+class SequenceParallelAttention(Module):
+    """Causal attention of this rank's part of the sequence to all of it, which torchtitan has for GPUs alone.
+
+    ``spmd_types`` gathers keys and values; parts follow each other as ranks do, without a load balancer.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Of (batch, tokens, heads, features) each, whose names are those that torchtitan shards by."""
+        queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
+        first = current_spmd_mesh().get_local_rank("cp") * queries
+        seen = first + torch.arange(queries)[:, None] >= torch.arange(keys)
+        by_head = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
+        y = F.scaled_dot_product_attention(*by_head, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        return y.transpose(1, 2)
+
+
+def with_sequence_parallel_attention(config: Trainer.Config) -> None:
+    """For context parallelism, in place."""
+    for _, _, parent, name in list(config.model_spec.model.traverse(ScaledDotProductAttention.Config)):
+        setattr(parent, name, SequenceParallelAttention.Config())
 
 
 def bf16() -> Trainer.Config:

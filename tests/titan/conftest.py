@@ -63,10 +63,13 @@ def assets(any_titan: Callable[..., list[Any]], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def train(any_titan: Callable[..., list[Any]], assets: Path) -> Callable[..., Any]:
-    """``train(world, "bf16 section.field=value ...")``: rank 0's losses by step; the same run is made once."""
+    """``train(world, "bf16 section.field=value ...")``: losses by step; the same run is made once.
+
+    Of the last rank, which has the end of a pipeline.
+    """
 
     @functools.cache
     def run(world: int, arguments: str) -> dict[int, float]:
-        return any_titan(world, runs.train, arguments.split(), assets)[0]["losses"]
+        return any_titan(world, runs.train, arguments.split(), assets)[-1]["losses"]
 
     return run

@@ -46,6 +46,8 @@ def configured(arguments: list[str], folder: Path) -> Any:
         section = functools.reduce(getattr, sections, config)
         getattr(section, field)  # of that name
         setattr(section, field, json.loads(value))
+    if config.parallelism.context_parallel_degree > 1:
+        configs.with_sequence_parallel_attention(config)
     return config
 
 

@@ -5,9 +5,15 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
+import f8sub
+from tests.dist.ranks import RankFailure
 from tests.titan import runs
 
 pytestmark = pytest.mark.usefixtures("titan")
@@ -19,6 +25,9 @@ FROM_THE_COMMAND_LINE = "override.imports=" + json.dumps(
 )
 TP = "parallelism.tensor_parallel_degree=2"
 HSDP = "parallelism.data_parallel_replicate_degree=2 parallelism.data_parallel_shard_degree="
+PP = 'parallelism.pipeline_parallel_degree=2 parallelism.pipeline_parallel_schedule="1F1B"'
+SPMD = 'parallelism.spmd_backend="spmd_types"'
+CP = f"{SPMD} parallelism.context_parallel_degree=2 parallelism.context_parallel_load_balancer=null"
 COMPILED = 'compile.enable=true compile.backend="aot_eager"'
 
 MESHES = {
@@ -29,12 +38,31 @@ MESHES = {
     "hsdp2x2": (4, f"{HSDP}2"),
     "tp2": (2, TP),
     "fsdp2-tp2": (4, TP),
+    "pp2": (2, PP),
+    "fsdp2-pp2": (4, PP),
+    "cp2": (2, CP),
+    "spmd-fsdp2": (2, SPMD),
+    "spmd-hsdp2x2": (4, f"{SPMD} {HSDP}2"),
+    "spmd-tp2": (2, f"{SPMD} {TP}"),
+    "spmd-fsdp2-tp2": (4, f"{SPMD} {TP}"),
+    "spmd-tp2-pp2": (4, f"{SPMD} {TP} {PP}"),
 }
 """World size and options of each way to shard."""
 
-meshes = pytest.mark.parametrize(
-    "mesh", ["fsdp2", *(pytest.param(name, marks=long) for name in MESHES if name != "fsdp2")]
+of_torch_2_14 = pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.14"),
+    reason="torchtitan 0.3 has pipelines and spmd_types from torch 2.14 on: scripts/test_torchtitan.sh has that",
 )
+
+
+def mesh(name: str) -> Any:
+    """A parameter of tests, which is long but for the first."""
+    marks = [long] if name != "fsdp2" else []
+    needs = PP in MESHES[name][1] or SPMD in MESHES[name][1]
+    return pytest.param(name, marks=[*marks, of_torch_2_14] if needs else marks)
+
+
+meshes = pytest.mark.parametrize("mesh", [mesh(name) for name in MESHES])
 
 
 LINEAR_ELEMENTS = 2 * 256 * (768 + 256 + 3 * 768)
@@ -87,11 +115,38 @@ def test_compiling_changes_no_bit(train, config):
 
 
 @long
-def test_tensor_parallelism_compiled_is_an_error_before_the_first_step(titan, assets):
-    from tests.dist.ranks import RankFailure
+@of_torch_2_14
+@pytest.mark.parametrize("mesh", ["spmd-tp2", "spmd-fsdp2-tp2"])
+def test_compiling_tensor_parallel_blocks_changes_no_bit(train, mesh):
+    world, options = MESHES[mesh]
+    assert train(world, f"f8sub {options} {COMPILED}") == train(world, f"f8sub {options}")
 
+
+@long
+@pytest.mark.parametrize("config", ["f8sub", "f8sub_hooked"])
+def test_tensor_parallelism_of_dtensors_compiled_is_an_error_before_the_first_step(titan, assets, config):
     with pytest.raises(RankFailure, match=r"which torch\.compile cannot trace"):
-        titan(2, runs.train, f"f8sub_hooked {TP} {COMPILED}".split(), assets)
+        titan(2, runs.train, f"{config} {TP} {COMPILED}".split(), assets)
+
+
+def parts_of_scales(rank: int, world: int, arguments: list[str], folder: Path) -> tuple[int, int, int]:
+    """How many parts the model has here, of how many the hook makes the scales, and how many layers they have."""
+    trainer = runs.trainer_of(rank, arguments, folder)
+    trainer.train()
+    hooks = trainer.optimizers._optimizer_step_post_hooks.values()
+    (hook,) = (hook for hook in hooks if hasattr(hook, "parts"))
+    found = [m for part in hook.parts for m in part.modules() if isinstance(m, f8sub.Float8Linear)]
+    return len(trainer.model_parts), len(hook.parts), len(found)
+
+
+@long
+@of_torch_2_14
+@pytest.mark.parametrize("config", ["f8sub", "f8sub_hooked"])
+def test_scales_are_made_once_a_step_for_all_parts_of_a_pipeline(titan, assets, config):
+    stages = f"{PP.replace('1F1B', 'Interleaved1F1B')} parallelism.pipeline_parallel_layers_per_stage=1"
+    found = titan(2, parts_of_scales, f"{config} {stages} training.steps=2".split(), assets)
+    assert all(parts == hooked == 2 for parts, hooked, _ in found)
+    assert sum(layers for *_, layers in found) == 10
 
 
 @long
@@ -110,7 +165,11 @@ def test_chunked_loss_with_the_head_in_float8_too(train):
 
 
 @pytest.mark.parametrize(
-    "mesh", ["fsdp2", *(pytest.param(m, marks=long) for m in ("fsdp4", "hsdp2x2", "fsdp2-tp2"))]
+    "mesh",
+    [
+        mesh(name)
+        for name in ("fsdp2", "fsdp4", "hsdp2x2", "fsdp2-tp2", "spmd-fsdp2", "spmd-hsdp2x2", "spmd-fsdp2-tp2")
+    ],
 )
 def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scales(titan, assets, mesh):
     world, options = MESHES[mesh]
@@ -118,7 +177,7 @@ def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scale
     bf16, ours = (titan(world, runs.count, [name, *arguments], assets)[0] for name in ("bf16", "f8sub"))
     step = 2  # counted from 0: the optimizer has stepped
     before, after = bf16["bytes"][step], ours["bytes"][step]
-    shards = 2 if mesh == "hsdp2x2" else world
+    shards = 2 if "hsdp" in mesh else world
     linear = LINEAR_ELEMENTS // shards * 2  # gathered for forward, and for backward
     assert gathered(before) > 2 * linear
     assert gathered(after) == gathered(before) - linear
@@ -136,30 +195,31 @@ def gathered(bytes: Counter[tuple[str, str]]) -> int:
 
 
 @long
-@pytest.mark.parametrize("mesh", ["fsdp2", "hsdp2x2", "tp2", "fsdp2-tp2"])
-def test_a_run_resumes_bitwise_and_in_bf16(titan, assets, train, tmp_path, mesh):
+@pytest.mark.parametrize(
+    "mesh", [mesh(name) for name in ("fsdp2", "hsdp2x2", "tp2", "fsdp2-tp2", "pp2", "spmd-fsdp2-tp2")]
+)
+def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
+    titan, assets, train, tmp_path, mesh
+):
     world, options = MESHES[mesh]
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
     saving = f"{options} checkpoint.enable=true"
 
     def run(config: str) -> dict[int, float]:
-        return titan(world, runs.train, f"{config} {saving}".split(), tmp_path)[0]["losses"]
+        return titan(world, runs.train, f"{config} {saving}".split(), tmp_path)[-1]["losses"]
 
-    whole = train(world, f"f8sub {options}")
-    first = run("f8sub training.steps=3 lr_scheduler.total_steps=5")
-    assert first == {step: whole[step] for step in (1, 2, 3)}
-    files = list((tmp_path / "checkpoint" / "step-3").glob("*.distcp"))
-    assert files
-    assert not any(b"f8sub" in file.read_bytes() for file in files)
-    shutil.copytree(tmp_path / "checkpoint", tmp_path / "kept")
-    assert run("f8sub") == {step: whole[step] for step in (4, 5)}
-
-    shutil.rmtree(tmp_path / "checkpoint")
-    shutil.copytree(tmp_path / "kept", tmp_path / "checkpoint")
-    in_bf16 = run("bf16")
-    assert list(in_bf16) == [4, 5]
-    assert in_bf16 != {step: whole[step] for step in (4, 5)}
-    assert abs(in_bf16[5] - whole[5]) < 4e-3
+    for config, other in (("f8sub", "bf16"), ("bf16", "f8sub")):
+        whole = train(world, f"{config} {options}")
+        first = run(f"{config} training.steps=3 lr_scheduler.total_steps=5")
+        assert first == {step: whole[step] for step in (1, 2, 3)}
+        saved = tmp_path / "checkpoint" / "step-3"
+        assert list(saved.glob("*.distcp"))
+        assert not any(b"f8sub" in file.read_bytes() for file in saved.iterdir())
+        assert run(f"{config} checkpoint.load_step=3") == {step: whole[step] for step in (4, 5)}
+        crossed = run(f"{other} checkpoint.load_step=3")
+        assert list(crossed) == [4, 5]
+        assert 0 < abs(crossed[5] - whole[5]) < 4e-3
+        shutil.rmtree(tmp_path / "checkpoint")
 
 
 @long

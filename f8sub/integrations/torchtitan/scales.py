@@ -14,7 +14,7 @@ from f8sub.fsdp.layout import sharded_dims
 from f8sub.fsdp.precompute_scales import register_precompute_hook
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.tensor.master_weight import MasterWeight
-from f8sub.torch_compat import is_compiled
+from f8sub.torch_compat import gathered_as_local, is_compiled
 
 PRECOMPUTE = "float8_precompute_scales"
 """Attribute of a converted model: whether scales are wanted after each step. Copies for pipeline stages keep it."""
@@ -95,19 +95,21 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
     Raises:
         Float8ConfigError: names the first of them; the first forward would fail, in dynamo's words.
     """
-    found = [
-        f"{fqn}.{name}"
+    layers = {
+        layer: f"{fqn}.{name}"
         for part in model_parts
         for fqn, block in part.named_modules()
         if is_compiled(block)
         for name, layer in block.named_modules()
         if isinstance(layer, Float8Linear) and layer.float8_all_gather and _is_cut_twice(layer)
-    ]
+    }
+    plain = gathered_as_local(layers)
+    found = [fqn for layer, fqn in layers.items() if layer not in plain]
     if found:
         raise Float8ConfigError(
             f"{found[0]} and {len(found) - 1} more are sharded by tensor parallelism and gathered as float8 by FSDP2: "
             "DTensors of float8, which torch.compile cannot trace, and torchtitan compiles whole blocks or nothing. "
-            "Leave out one of --compile.enable and tensor_parallel_degree"
+            "Leave out one of --compile.enable and tensor_parallel_degree, or take spmd_types for spmd_backend"
         )
 
 

@@ -101,6 +101,17 @@ def test_other_recipes(train, recipe):
 
 
 @long
+@of_torch_2_14
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed"])
+def test_other_recipes_of_parts_that_are_no_dtensors(train, recipe):
+    world, options = MESHES["spmd-tp2"]
+    bf16 = last(train(world, f"bf16 {options}"))
+    ours = last(train(world, f'f8sub:{{"recipe_name":"{recipe}"}} {options}'))
+    assert ours != last(train(world, f"f8sub {options}"))
+    assert abs(ours - bf16) < 4e-3
+
+
+@long
 @pytest.mark.parametrize("ac", ["full", "selective"])
 @pytest.mark.parametrize("mesh", ["fsdp2", "tp2"])
 def test_activation_checkpointing_changes_no_bit(train, ac, mesh):

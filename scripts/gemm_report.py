@@ -55,13 +55,11 @@ def configs() -> list[Config]:
 
     persistent = [
         Config(256, 128, 4, persistent=True, group=group, turns=turns)
-        for group, turns in ((8, "none"), (8, "issued"), (8, "done"), (16, "none"))
+        for group, turns in ((8, "none"), (8, "issued"), (8, "done"), (16, "issued"), (16, "done"))
     ]
-    pipelined = [Config(128, 128, stages, warps=8) for stages in (3, 4)]
     few = [Config(64, cols, stages, group=1) for cols, stages in ((32, 8), (64, 6), (64, 8), (128, 6))]
     return [
         *persistent,
-        *pipelined,
         *few,
         Config(64, 64, 6, group=1, parts=2),
         Config(64, 128, 6, group=1, parts=2),

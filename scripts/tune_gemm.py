@@ -327,7 +327,7 @@ def main() -> None:
     arguments_parser = parser(__doc__)
     arguments_parser.add_argument("--shapes", nargs="+", default=SHAPES, help="M x K x N")
     arguments_parser.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS)
-    arguments_parser.add_argument("--rounds", type=int, default=12)
+    arguments_parser.add_argument("--rounds", type=int, default=60)
     arguments_parser.add_argument(
         "--jobs", type=int, default=min(os.cpu_count() or 1, 14), help="processes that check"
     )

@@ -50,6 +50,9 @@ def vectors(operand: Operand) -> torch.Tensor:
     """
     scales = spread(operand, 1, BLOCK)
     rows, blocks = scales.shape
+    if rows % ALIGNMENT == 0:
+        # Not contiguous(): of one block a transposed view counts as that, with other strides than a copy's.
+        return scales.t().clone(memory_format=torch.contiguous_format).t()
     laid_out = scales.new_ones(blocks, rows + -rows % ALIGNMENT)
     laid_out[:, :rows] = scales.t()
     return laid_out.t()

@@ -243,6 +243,29 @@ def test_default_tiles_keep_all_multiprocessors_busy():
 
 
 @needs_triton
+@pytest.mark.parametrize("shape", [(256, 128, 128), (48, 512, 272), (1, 1, 1), (200, 656, 136)])
+@on_each_pair
+def test_descriptors_of_the_persistent_kernel(pair, shape):
+    """What its descriptors refuse on the host: rows that begin elsewhere than at multiples of 16 bytes."""
+    from f8sub.kernels.triton.gemm_launch import Config, multiplication
+
+    a, b = operands(pair, shape)
+    (launch,), _ = multiplication(a, b, torch.bfloat16, Config(256, 128, 4, persistent=True), 132)
+    assert launch.programs == -(-shape[0] // 256) * -(-shape[2] // 128)
+    assert launch.arguments["BLOCKS"] == -(-shape[1] // 128)
+    for side, operand, lines in (("A", a, 256), ("B", b, 128)):
+        scale, edge = launch.arguments[f"{side.lower()}_scale"], launch.arguments[f"{side}_EDGE"]
+        if edge == 1:
+            assert scale.block_shape == [1, lines]
+            spread = reference.spread(operand.scale_inv, operand.format.tile, operand.data.shape)
+            expected = spread.expand(operand.data.shape)[:, ::128].t()
+            assert torch.equal(scale.base[:, : operand.data.shape[0]], expected)
+        else:
+            assert edge % 128 == 0
+            assert scale.data_ptr() == operand.scale_inv.data_ptr()
+
+
+@needs_triton
 def test_codes_that_tma_cannot_read_are_copied():
     from f8sub.kernels.triton.gemm_launch import Config, multiplication
 

@@ -13,11 +13,11 @@ def scales_at(
 ):
     """Scales of LINES lines from ``first`` on in block ``k`` of K: one a line, or one of squares of EDGE lines.
 
-    Of lines they are stored block by block, ``stride`` apart; of squares line by line, of DEPTH blocks each.
+    They are stored line by line, or square by square, ``stride`` apart; each is of DEPTH blocks.
     """
     if EDGE == 1:
         lines = first + tl.arange(0, LINES)
-        return tl.load(scale_ptr + k * stride + lines, mask=lines < size, other=0.0)
+        return tl.load(scale_ptr + lines * stride + k // DEPTH, mask=lines < size, other=0.0)
     else:
         return tl.load(scale_ptr + (first // EDGE) * stride + k // DEPTH)
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from f8sub.formats import Operand
+from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels import block_scales
 from f8sub.kernels.block_scales import ALIGNMENT, BLOCK
 from f8sub.kernels.triton import gemm, hopper
@@ -114,22 +114,27 @@ def _codes(operand: Operand, lines: int, laid_out: bool) -> Any:
     return TensorDescriptor.from_tensor(codes, [lines, BLOCK])
 
 
-def _scales(operand: Operand, side: str, lines: int, laid_out: bool) -> tuple[Any, dict[str, int]]:
-    """Where the scales are, and how they are read: of whole squares as they are, of others one a line."""
-    tile = operand.format.tile
-    name = f"{side.lower()}_stride"
-    square = tile.rows > 0 and tile.cols > 0 and tile.rows % BLOCK == 0 and tile.cols % BLOCK == 0
-    if square and lines <= BLOCK * (2 if laid_out and side == "A" else 1):
-        return operand.scale_inv, {
-            name: operand.scale_inv.shape[1],
-            f"{side}_EDGE": tile.rows,
-            f"{side}_DEPTH": tile.cols // BLOCK,
-        }
-    vectors = block_scales.vectors(operand).t()
-    scaling = {name: vectors.shape[1], f"{side}_EDGE": 1, f"{side}_DEPTH": 1}
-    if laid_out:
-        return LaidOutDescriptor.from_tensor(vectors, [1, lines], _layout(0, 32)), scaling
-    return vectors, scaling
+def _scales(operand: Operand, side: str, lines: int, persistent: bool) -> tuple[Any, dict[str, int]]:
+    """Where the scales are, and how they are read.
+
+    Of squares, and by ``gemm.multiply`` of lines too, as they are; others are made one a line and block.
+    ``hopper.multiply_persistently`` loads those block by block, by descriptors.
+    """
+    tile, scales = operand.format.tile, operand.scale_inv
+    squares = tile.rows != ALL and tile.rows % BLOCK == 0 and (persistent or lines <= BLOCK)
+    if not (squares and tile.cols != ALL) and persistent:
+        vectors = block_scales.vectors(operand).t()
+        descriptor = LaidOutDescriptor.from_tensor(vectors, [1, lines], _layout(0, 32))
+        return descriptor, _reading(side, vectors.shape[1], 1, 1)
+    if tile.cols == ALL or not (squares or tile.rows == 1):
+        scales, tile = block_scales.spread(operand, 1, BLOCK), Tile(1, BLOCK)
+    scales = scales.contiguous()
+    return scales, _reading(side, scales.shape[1], tile.rows, tile.cols // BLOCK)
+
+
+def _reading(side: str, stride: int, edge: int, depth: int) -> dict[str, int]:
+    """Arguments that say how one side's scales are read."""
+    return {f"{side.lower()}_stride": stride, f"{side}_EDGE": edge, f"{side}_DEPTH": depth}
 
 
 @functools.cache

@@ -10,10 +10,16 @@ are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % 
 Finished runs are kept and not trained again; runs that are missing are trained one after the other.
 
     python scripts/loss_compare.py --recipes tensorwise rowwise --seeds 0 1 2 --write-readme
+
+Runs that were trained elsewhere, by torchtitan for one, are compared by what they logged: give an arm's name and its
+runs, in the same order of seeds. Where nothing was held out, it is the mean of the last tenth of the training losses.
+
+    python scripts/loss_compare.py --recorded bf16 runs/a_seed* --recorded float8 runs/b_seed*
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import math
@@ -28,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from recorded_runs import arms_of
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -55,7 +62,7 @@ LEARNING_RATE = 3e-4
 """
 EVAL_BATCHES = 256
 SMOOTHED_STEPS = 20
-"""The plot's curves are means over so many steps."""
+"""The plot's curves are means over so many logged steps."""
 
 
 class Run(NamedTuple):
@@ -219,12 +226,33 @@ def report(results: Results, arms: list[str], seeds: list[int]) -> dict[str, Any
     curves = {arm: [run["losses"] for run in runs if run] for arm, runs in kept.items()}
     seconds = {arm: [run["seconds"] for run in runs if run] for arm, runs in kept.items()}
     return {
+        "measure": "Held-out loss",
         "steps": results.steps,
+        "logged": list(range(1, results.steps + 1)),
         "seeds": seeds,
         "eval_losses": losses,
         "gaps": gaps(losses),
         "train_losses": curves,
         "seconds": seconds,
+    }
+
+
+def report_recorded(given: list[list[str]]) -> dict[str, Any]:
+    """The figures of runs that were trained elsewhere; see ``recorded_runs.arms_of``."""
+    arms = arms_of(given, BASELINE)
+    first = arms[BASELINE][0]
+    logged = sorted(first.training)
+    losses = {arm: [run.final for run in runs] for arm, runs in arms.items()}
+    return {
+        "measure": "Mean of the last training losses" if first.held_out is None else "Held-out loss",
+        "steps": logged[-1],
+        "logged": logged,
+        "seeds": list(range(len(arms[BASELINE]))),
+        "eval_losses": losses,
+        "gaps": gaps(losses),
+        "train_losses": {
+            arm: [[run.training[step] for step in logged] for run in runs] for arm, runs in arms.items()
+        },
     }
 
 
@@ -235,7 +263,7 @@ def table(figures: dict[str, Any]) -> Table:
         gap = figures["gaps"].get(arm)
         rows.append([arm, *(f"{loss:.4f}" for loss in losses), "" if gap is None else interval(gap)])
     columns = ["", *(f"seed {seed}" for seed in figures["seeds"]), f"gap, {100 * CONFIDENCE:.0f}% interval"]
-    return Table(f"Held-out loss after {figures['steps']} steps", columns, rows)
+    return Table(f"{figures['measure']} after {figures['steps']} steps", columns, rows)
 
 
 def interval(gap: dict[str, float | None]) -> str:
@@ -256,18 +284,19 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     for position, (arm, gap) in enumerate(figures["gaps"].items()):
         color = "black" if arm == YARDSTICK else f"C{position}"
         relative = 100 * (smooth[arm] / smooth[BASELINE]).log().mean(0)
-        first = figures["steps"] - len(relative) + 1
-        curves.plot(range(first, figures["steps"] + 1), relative, color=color, linewidth=1, label=arm)
+        curves.plot(figures["logged"][-len(relative) :], relative, color=color, linewidth=1, label=arm)
         final.errorbar(
             position, gap["gap_percent"], gap["half_width_percent"], fmt="o", color=color, capsize=3
         )
     for axes in (curves, final):
         axes.axhline(0, color="tab:gray", linewidth=0.8)
     curves.set(
-        xlabel="step", ylabel=f"gap, % of {BASELINE}", title=f"training loss, mean of {SMOOTHED_STEPS} steps"
+        xlabel="step",
+        ylabel=f"gap, % of {BASELINE}",
+        title=f"training loss, mean of {SMOOTHED_STEPS} that were logged",
     )
     curves.legend()
-    final.set(title="held-out loss at the end")
+    final.set(title=f"{figures['measure'].lower()} at the end")
     final.set_xticks(range(len(figures["gaps"])), list(figures["gaps"]), rotation=90)
     figure.savefig(path, dpi=120)
 
@@ -286,14 +315,24 @@ def main() -> None:
     made.add_argument(
         "--folder", type=Path, default=ROOT / "runs" / "loss_compare", help="of the finished runs"
     )
+    made.add_argument(
+        "--recorded",
+        nargs="+",
+        action="append",
+        metavar=("ARM", "RUN"),
+        help="compare these and train nothing",
+    )
     arguments = made.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM")
-    )  # as Ctrl-C does: with the run it started
-    arms = [BASELINE, YARDSTICK, *arguments.recipes]
-    results = Results(arguments.folder, arguments.steps)
-    train_missing(results, [Run(arm, seed) for seed in arguments.seeds for arm in arms])
-    figures = report(results, arms, arguments.seeds)
+    if arguments.recorded:
+        if arguments.write_readme:
+            made.error("--write-readme is for the runs that this script trains")
+        try:
+            figures = report_recorded(arguments.recorded)
+        except ValueError as error:
+            made.error(str(error))
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+    else:
+        figures = trained(arguments)
     found = table(figures)
     found.show()
     draw(figures, arguments.folder / "loss.png")
@@ -302,6 +341,17 @@ def main() -> None:
         write_json(arguments.json, figures)
     if arguments.write_readme:
         write_between_markers("loss_compare", found.markdown())
+
+
+def trained(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of the runs that the command line asks for, once those that are missing are trained."""
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM")
+    )  # as Ctrl-C does: with the run it started
+    arms = [BASELINE, YARDSTICK, *arguments.recipes]
+    results = Results(arguments.folder, arguments.steps)
+    train_missing(results, [Run(arm, seed) for seed in arguments.seeds for arm in arms])
+    return report(results, arms, arguments.seeds)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def test_options_parse(script):
     assert config.compile.enable
     if "convergence" in script:
         assert config.compile.components == ["model"]
+        assert config.metrics.enable_tensorboard
     assert config.compile.enable_async_tensor_parallel == (expected["tensor"] > 1)
     if expected["pipeline"] > 1:
         assert config.training.disable_cuda_graphs  # torchtitan refuses them in a pipeline
@@ -70,10 +71,10 @@ def test_options_parse(script):
 def test_arms_differ_in_float8_alone():
     control, float8 = (set(command(f"convergence.sh {arm}", LAUNCHER="echo")) for arm in ("bf16", "float8"))
     assert control - float8 == {
-        *("llama3", "llama3_8b", "runs/torchtitan/convergence_bf16"),
+        *("llama3", "llama3_8b", "runs/torchtitan/convergence_bf16_seed0"),
         *("--compile.enable", "--compile.components", "model"),  # the ready-made config has these
     }
-    assert float8 - control == {"f8sub.titan", "llama3_8b_f8sub", "runs/torchtitan/convergence_float8"}
+    assert float8 - control == {"f8sub.titan", "llama3_8b_f8sub", "runs/torchtitan/convergence_float8_seed0"}
 
 
 def test_launchers():

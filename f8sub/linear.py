@@ -15,7 +15,7 @@ from f8sub.backends import Plan, gemm_nt
 from f8sub.context import contexts, plan_in_use, remember
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
-from f8sub.kernels.ops import derive_columnwise_in_backward
+from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.scaling_state import DY, Past, ScalingState, ScalingStates, W, X, quantize_delayed
@@ -264,13 +264,14 @@ class _Float8Matmul(torch.autograd.Function):
             dy_row, dy_col = scaling.quantize(DY, matrix, formats, plan.any_layout)
         else:
             dy_row, dy_col = quantize_delayed(scaling, DY, matrix, formats, plan.any_layout)
+        after = small_part_of(matrix, None if scaling is not None else dy_row or dy_col)
         dx = dw = dbias = None
         if need_dx:
-            w_col = _weight_columnwise(w, ctx.w_row, plan, dtype, dy, scaling)
+            w_col = _weight_columnwise(w, ctx.w_row, plan, dtype, after, scaling)
             dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
-            x_col = _x_columnwise(saved, plan, dy, scaling)
+            x_col = _x_columnwise(saved, plan, after, scaling)
             dw = _gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
@@ -352,7 +353,7 @@ def _weight_columnwise(
     w_row: Operand | None,
     plan: Plan,
     dtype: torch.dtype,
-    dy: torch.Tensor,
+    after: torch.Tensor,
     scaling: Scaling,
 ) -> GemmInput:
     """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees.
@@ -371,7 +372,7 @@ def _weight_columnwise(
             _has(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype, scaling)
         )
     if isinstance(operand, Operand):
-        return derive_columnwise_in_backward(operand, columnwise, dy, plan.any_layout)
+        return derive_columnwise_in_backward(operand, columnwise, after, plan.any_layout)
     if scaling is None:
         return _has(backends.quantize(operand, None, columnwise)[1])
     if isinstance(scaling, Spread):
@@ -379,14 +380,14 @@ def _weight_columnwise(
     return _has(backends.quantize_delayed(operand, scaling.state.past(W), None, columnwise)[1])
 
 
-def _x_columnwise(saved: list[torch.Tensor], plan: Plan, dy: torch.Tensor, scaling: Scaling) -> GemmInput:
+def _x_columnwise(saved: list[torch.Tensor], plan: Plan, after: torch.Tensor, scaling: Scaling) -> GemmInput:
     """``x``'s columnwise operand, of what forward saved of it."""
     format = plan.recipe.wgrad.b
     if format is None:
         return saved[0].t()
     if isinstance(scaling, Spread) and scaling.received:
         rowwise = Operand.of(_has(plan.recipe.fprop.a), *saved)
-        return derive_columnwise_in_backward(rowwise, format, dy, plan.any_layout)
+        return derive_columnwise_in_backward(rowwise, format, after, plan.any_layout)
     return Operand.of(format, *saved)
 
 

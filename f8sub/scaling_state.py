@@ -5,6 +5,7 @@ may come in any number. The histories of all layers roll together, once per opti
 """
 
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from f8sub import backends
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
+from f8sub.host_copy import HostCopy
 from f8sub.kernels import delayed, reference
 from f8sub.kernels.delayed import PastScale
 from f8sub.recipe import DelayedScaling, OperandName, Recipe
@@ -35,6 +37,8 @@ class ScalingState(torch.nn.Module):
     Attributes:
         recipe: the recipe that the state belongs to.
         generation: another number whenever the scales may be others.
+        is_known: whether the host knows that all of its scales are made, none is 0: a cast then need not wait for the
+            current amax, and compiled code makes both in one kernel, or in the one that makes the tensor.
         x_past: equal for layers that were given the very same x's, one after the other: their x has one history.
         scale: float32, (3,); 0 where there is none yet.
         age: float32, (3,): optimizer steps since the scale was made.
@@ -57,6 +61,7 @@ class ScalingState(torch.nn.Module):
         self.scaling: DelayedScaling = recipe.delayed
         self.generation = next(_generations)
         self.x_past = 0
+        self.is_known = False
         with torch.inference_mode(mode=False):
             for name in ("scale", "age"):
                 self.register_buffer(name, torch.zeros(3, device=device))
@@ -78,7 +83,7 @@ class ScalingState(torch.nn.Module):
     def past(self, operand: int) -> PastScale:
         """The scale of one column, as kernels take it."""
         scale = self.scale[operand : operand + 1].view(1, 1)
-        return PastScale(scale, self.scaling.margin, covers=operand == W)
+        return PastScale(scale, self.scaling.margin, covers=operand == W, is_known=self.is_known)
 
     @property
     def weight(self) -> tuple[PastScale, int]:
@@ -104,6 +109,7 @@ class ScalingState(torch.nn.Module):
             for buffer in self.buffers():
                 buffer.zero_()
         self.generation, self.x_past = next(_generations), 0
+        self._forget_known()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "ScalingState":
         """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
@@ -113,6 +119,7 @@ class ScalingState(torch.nn.Module):
                 moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                 self._buffers[name] = moved
                 self.generation = next(_generations)
+                self._forget_known()
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -121,6 +128,11 @@ class ScalingState(torch.nn.Module):
             if not self.scale.is_meta:
                 self.x_past = hash((*self.history_x.tolist(), self.scale[X].item(), self.age[X].item()))
         self.generation = next(_generations)
+        self._forget_known()
+
+    def _forget_known(self) -> None:
+        self.is_known = False
+        _scales_made.pop(self, None)
 
 
 class ScalingStates(torch.nn.ModuleList):
@@ -163,7 +175,9 @@ class Past(NamedTuple):
     def scale(self, operand: int) -> PastScale:
         """The scale of one column to cast with."""
         past = self.state.past(operand)
-        return past._replace(scale=torch.zeros_like(past.scale)) if self.frozen and operand != W else past
+        if not self.frozen or operand == W:
+            return past
+        return past._replace(scale=torch.zeros_like(past.scale), is_known=False)
 
 
 def quantize_delayed(
@@ -232,6 +246,27 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
                 of_recipe,
                 staged if len(alike) == 1 else torch.stack([staged[index] for index in indices]),
             )
+    _look_for_scales(states)
+
+
+_scales_made: weakref.WeakKeyDictionary[ScalingState, HostCopy] = weakref.WeakKeyDictionary()
+"""Whether all scales of the states that rolled together are made, on its way to the host."""
+
+
+def _look_for_scales(states: Sequence[ScalingState]) -> None:
+    """Find out when all scales are made, which they then are for good; the host waits for nothing.
+
+    For all at once, because compiled code is compiled anew for that.
+    """
+    if all(state.is_known for state in states):
+        return
+    asked = {_scales_made.get(state) for state in states}
+    copy = asked.pop() if len(asked) == 1 else None
+    if copy is None or (copy.there and not copy.read()):
+        copy = HostCopy(torch.stack([state.scale for state in states]).all())
+    for state in states:
+        _scales_made[state] = copy
+        state.is_known = copy.there and bool(copy.read())
 
 
 def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:

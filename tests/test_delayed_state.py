@@ -246,3 +246,72 @@ def test_masters_in_the_optimizer():
         optimizer.step()
         assert history_of(layer)[-1, 1] == layer.weight.detach().abs().max()
         assert (history_of(layer) != 0).sum(0).tolist() == [number + 1] * 3
+
+
+def test_scales_are_known_once_all_are_made_and_change_nothing():
+    """From then on a cast does not wait for the current amax, whose scale it would not take."""
+    layer, waits = layer_of(), layer_of()
+    optimizers = [optimizer_of(layer), optimizer_of(waits)]
+    for seed in range(4):
+        assert state_of(layer).is_known == (seed > 0)
+        state_of(waits).is_known = False
+        for each, optimizer in zip((layer, waits), optimizers, strict=True):
+            step(each, optimizer, seed, 4.0**seed)
+        assert_same(snapshot(layer), snapshot(waits))
+        assert torch.equal(layer.weight, waits.weight)
+
+
+def test_known_scales_are_all_that_a_compiled_cast_reads():
+    layer = layer_of()
+    optimizer = optimizer_of(layer)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    twin = layer_of()
+    twin_optimizer = optimizer_of(twin)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs = []
+    for seed in range(4):
+        step(layer, optimizer, seed)
+        step(twin, twin_optimizer, seed)
+        assert torch.equal(layer.weight, twin.weight)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("forget", ["reset", "load", "to"])
+def test_scales_that_may_be_others_are_not_known(forget):
+    layer = layer_of()
+    step(layer, optimizer_of(layer), 1)
+    state = state_of(layer)
+    assert state.is_known
+    if forget == "reset":
+        state.reset()
+    elif forget == "load":
+        layer.load_state_dict(layer_of().state_dict())
+    else:
+        layer.to("meta")
+    assert not state_of(layer).is_known
+
+
+def test_an_operand_that_was_not_seen_has_no_known_scale():
+    layer = layer_of()
+    optimizer = optimizer_of(layer)
+    x, _ = data(1)
+    run(layer, x, torch.zeros(M, N))
+    optimizer.step()
+    f8sub.precompute_scales(layer)
+    assert not state_of(layer).is_known
+    step(layer, optimizer, 2)
+    assert state_of(layer).is_known
+
+
+def test_layers_that_roll_together_know_together():
+    """Compiled blocks are compiled anew for that, so that all are at once."""
+    model = f8sub.convert_to_float8(nn.ModuleList([nn.Linear(K, N), nn.Linear(K, N)]), recipe="delayed")
+    optimizer = optimizer_of(model)
+    for seed, layers in ((1, model[:1]), (2, model)):
+        for layer in layers:
+            run(layer, *data(seed))
+        optimizer.step()
+        f8sub.precompute_scales(model)
+        assert [state_of(layer).is_known for layer in model] == [seed == 2] * 2

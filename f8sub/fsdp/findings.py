@@ -7,33 +7,10 @@ import torch
 
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.fsdp.shard import Shard
+from f8sub.host_copy import HostCopy
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.scaling_state import OPERANDS, W
-
-
-class HostCopy:
-    """A small tensor on its way to the host, which nothing waits for before it is read."""
-
-    def __init__(self, found: torch.Tensor) -> None:
-        self._found = found
-        self._event: torch.cuda.Event | None = None
-        if found.is_cuda:
-            self._event = torch.cuda.Event()
-            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            self._found.copy_(found, non_blocking=True)
-            self._event.record()
-
-    @property
-    def there(self) -> bool:
-        """Whether reading it waits for nothing."""
-        return self._event is None or self._event.query()
-
-    def read(self) -> torch.Tensor:
-        """The values, on the host."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._found
 
 
 def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int]) -> torch.Tensor:

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError
-from f8sub.fsdp.findings import HostCopy, operands_met, sent_to
+from f8sub.fsdp.findings import operands_met, sent_to
 from f8sub.fsdp.shard import Shard
+from f8sub.host_copy import HostCopy
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.scaling_state import OPERANDS, ScalingState, Staged, W, roll
 from f8sub.tensor.master_weight import MasterWeight

@@ -22,11 +22,13 @@ class PastScale(NamedTuple):
         scale: float32; 0 where there is no past yet.
         margin: powers of two of headroom that a first scale leaves.
         covers: whether the scale is lowered to what the current amax needs, so that nothing saturates.
+        is_known: whether ``scale`` is known not to be 0: then a cast need not wait for the current amax.
     """
 
     scale: torch.Tensor
     margin: float
     covers: bool
+    is_known: bool = False
 
 
 def scale_with_margin(amax: torch.Tensor, format: Float8Format, margin: float) -> torch.Tensor:
@@ -45,7 +47,9 @@ def scale_now(past: PastScale, amax: torch.Tensor, format: Float8Format) -> torc
     Returns:
         float32 scales, positive, finite and with a finite inverse.
     """
-    scale = torch.where(past.scale == 0, scale_with_margin(amax, format, past.margin), past.scale)
+    scale = past.scale
+    if not past.is_known:
+        scale = torch.where(past.scale == 0, scale_with_margin(amax, format, past.margin), past.scale)
     if not past.covers:
         return scale
     return torch.where(amax == 0, scale, torch.minimum(scale, reference.scale_from_amax(amax, format)))

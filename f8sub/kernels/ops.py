@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import fused
+from f8sub.kernels import fused, reference
 
 
 def is_fusible(format: Float8Format) -> bool:
@@ -130,7 +130,7 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
 
 @torch.library.custom_op("f8sub::derive_columnwise", mutates_args=())
 def _derive_columnwise(
-    data: torch.Tensor, scale_inv: torch.Tensor, dy: torch.Tensor, rowwise: str, columnwise: str
+    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     operand = Operand(data, scale_inv, Float8Format.parse(rowwise))
     derived = fused.derive_columnwise(operand, Float8Format.parse(columnwise))
@@ -140,33 +140,63 @@ def _derive_columnwise(
 
 @_derive_columnwise.register_fake
 def _(
-    data: torch.Tensor, scale_inv: torch.Tensor, dy: torch.Tensor, rowwise: str, columnwise: str
+    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, cols = Operand(data, scale_inv, Float8Format.parse(rowwise)).shape
     derived = _empty_operand(data, Float8Format.parse(columnwise), cols, rows)
     return derived.data, derived.scale_inv
 
 
+@torch.library.custom_op("f8sub::copy_after", mutates_args=())
+def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+@_copy_after.register_fake
+def _(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
 def derive_columnwise_in_backward(
-    rowwise: Operand, columnwise: Float8Format, dy: torch.Tensor, any_layout: bool = False
+    rowwise: Operand, columnwise: Float8Format, after: torch.Tensor, any_layout: bool = False
 ) -> Operand:
     """``reference.derive_columnwise`` that a compiled graph cannot move into the forward pass.
 
     Derived from a weight alone, the transposed copy would depend on nothing of the backward pass: a partitioner
-    hoists it and saves an unsharded weight for every layer (pytorch/ao#936). Taking ``dy`` ties it down.
+    hoists it and saves an unsharded weight for every layer (pytorch/ao#936). Taking ``after`` ties it down.
+
+    A transposition is one node. What is re-encoded (rows to columns) is left to the compiler, which dequantizes inside
+    of both of its kernels, for 3 bytes an element; it is tied down by its scales.
 
     Args:
         rowwise: (N, K) codes of the weight.
         columnwise: format of the (K, N) result.
-        dy: any tensor of the backward pass; its values are not read.
+        after: a small tensor that is made in the backward pass; its values are not read. Of a large one the compiler
+            would need all of it in memory.
         any_layout: see ``reference.quantize``; compiled code is always row-major.
     """
     if not torch.compiler.is_compiling():
         return fused.derive_columnwise(rowwise, columnwise, any_layout)
+    both_seen = is_fusible(rowwise.format) and is_fusible(columnwise)
+    if both_seen and not rowwise.format.tile.is_transpose_of(columnwise.tile):
+        scale_inv = _copy_after(rowwise.scale_inv, after)
+        return reference.derive_columnwise(rowwise._replace(scale_inv=scale_inv), columnwise)
     data, scale_inv = _derive_columnwise(
-        rowwise.data, rowwise.scale_inv, dy, rowwise.format.name, columnwise.name
+        rowwise.data, rowwise.scale_inv, after, rowwise.format.name, columnwise.name
     )
     return Operand(data, scale_inv, columnwise, rowwise.global_scale_inv)
+
+
+def small_part_of(dy: torch.Tensor, quantized: Operand | None) -> torch.Tensor:
+    """``after`` of ``derive_columnwise_in_backward``: what is not known before ``dy`` is.
+
+    Args:
+        dy: (rows, cols).
+        quantized: an operand of ``dy`` with scales of its current amax, if there is one.
+    """
+    if not torch.compiler.is_compiling():
+        return dy
+    return dy[:1, :1] if quantized is None else quantized.scale_inv
 
 
 def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:

@@ -165,6 +165,8 @@ def _aligned(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_rows(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
+    if rows == scale_inv.shape[0]:
+        return scale_inv
     return torch.nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)
 
 

@@ -12,6 +12,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
     "errors": 0,
     "formats": 0,
+    "host_copy": 0,
     "recipe": 0,
     "recipes": 0,
     "torch_compat": 0,

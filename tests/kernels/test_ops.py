@@ -38,6 +38,11 @@ def derivation(formats, shape):
     )
 
 
+def copy(formats, shape):
+    operand = made(formats, shape)
+    return ops._copy_after._opoverload, (operand.scale_inv, gaussian((4, shape[0]), generator(2)))
+
+
 def quantization(formats, shape):
     return ops._quantize_both._opoverload, (gaussian(shape, generator(1)), formats[0].name, formats[1].name)
 
@@ -59,6 +64,7 @@ def multiplication(formats, shape):
 
 OPERATORS = {
     "derive_columnwise": derivation,
+    "copy_after": copy,
     "quantize_both": quantization,
     "quantize_rowwise": row_quantization,
     "quantize_columnwise": column_quantization,
@@ -142,26 +148,52 @@ def test_quantization_and_product_are_the_references(formats, shape):
     assert torch.equal(found, reference.gemm_nt(operand, operand, torch.float32, False))
 
 
-def test_dy_keeps_it_in_the_backward_graph():
-    """Traced, the operator takes dy: a partitioner cannot compute it in the forward graph."""
-    operand = made(FORMATS["rowwise"], (48, 160))
-    graphs = []
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("tensorwise", "derive_columnwise"), ("rowwise", "copy_after"), ("128x128", "derive_columnwise")],
+)
+def test_dy_keeps_it_in_the_backward_graph(name, tied):
+    """Traced, an operator that all of the result depends on takes dy: no partitioner can compute it in forward."""
+    (format, columnwise), graphs = FORMATS[name], []
+    operand = made(FORMATS[name], (48, 160))
 
     def keep(graph, inputs):
         graphs.append(graph)
         return graph
 
     def backward(dy):
-        derived = ops.derive_columnwise_in_backward(operand, FORMATS["rowwise"][1], dy)
+        derived = ops.derive_columnwise_in_backward(operand, columnwise, dy)
         return derived.data, derived.scale_inv
 
     torch._dynamo.reset()
-    data, _ = torch.compile(backward, backend=keep, fullgraph=True)(gaussian((4, 48), generator(2)))
-    expected = reference.derive_columnwise(operand, FORMATS["rowwise"][1])
-    assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
+    data, scale_inv = torch.compile(backward, backend=keep, fullgraph=True)(gaussian((4, 48), generator(2)))
+    expected = reference.derive_columnwise(operand, columnwise)
+    assert torch.equal(bits(data), bits(expected.data))
+    assert torch.equal(scale_inv, expected.scale_inv)
+    assert operand.format == format
     (graph,) = graphs
-    (node,) = [n for n in graph.graph.nodes if "derive_columnwise" in str(n.target)]
-    dy = next(
-        n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["example_value"].shape == (4, 48)
-    )
+    nodes = list(graph.graph.nodes)
+    (dy,) = [n for n in nodes if n.op == "placeholder" and n.meta["example_value"].shape == (4, 48)]
+    (node,) = [n for n in nodes if tied in str(n.target)]
     assert dy in node.args
+    depending = {node}
+    for following in nodes:
+        if depending.intersection(following.all_input_nodes):
+            depending.add(following)
+    (output,) = [n for n in nodes if n.op == "output"]
+    assert depending.issuperset(output.all_input_nodes)
+
+
+def test_only_a_small_part_of_dy_is_handed_over():
+    dy = gaussian((48, 160), generator(2))
+    parts = []
+
+    def backward(dy):
+        row, _ = reference.quantize(dy, FORMATS["tensorwise"][0], None)
+        parts.append((ops.small_part_of(dy, row).shape, ops.small_part_of(dy, None).shape))
+        return row.data
+
+    torch._dynamo.reset()
+    torch.compile(backward, backend="eager", fullgraph=True)(dy)
+    assert parts == [((1, 1), (1, 1))]
+    assert ops.small_part_of(dy, None) is dy

@@ -7,7 +7,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.formats import Float8Format, Operand, Tile
 from f8sub.fsdp.layout import ShardLayout, WireFormat
-from f8sub.kernels import reference
+from f8sub.kernels import fused, reference
 from f8sub.scaling_state import ScalingState
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight, master_of
@@ -223,10 +223,9 @@ class Shard:
         capturing = is_capturing(self._wire)
         if key == self._wire_key and beyond_range is None and self.master.owns_storage and not capturing:
             return self._wire
-        shard = source.plain.to(self.dtype)
-        if shard.numel():
+        if source.plain.numel():
             with torch.inference_mode(mode=False):
-                self._cast_into(self._wire, shard, beyond_range)
+                self._cast_into(self._wire, source.plain, beyond_range)
         self._wire_key = None if capturing or beyond_range is not None else key
         return self._wire
 
@@ -234,12 +233,14 @@ class Shard:
         format = self.format
         rows = wire[: shard.shape[0]]
         if self.wire.carries_scales:
-            scales = reference.scales_or_nan(reference.shard_amax(shard, format.tile, (0, 0)), format)
+            shard, offset = shard.to(self.dtype), (0, 0)
+            scales = reference.scales_or_nan(reference.shard_amax(shard, format.tile, offset), format)
             self.wire.scales_of(rows).copy_(scales.scale_inv)
-            scale = reference.spread(scales.scale, format.tile, shard.shape)
+            scale = scales.scale
         else:
-            scale = reference.spread(self.scale, format.tile, shard.shape, self.layout.offset)
+            offset, scale = self.layout.offset, self.scale
         if beyond_range is not None and format.has_nan:
-            shard = shard.masked_fill((shard.float() * scale).abs() > beyond_range * format.max, torch.nan)
-        codes = reference.codes_as_stored(shard, scale, format)
-        rows[:, : codes.shape[1]] = codes.view(torch.uint8)
+            shard = shard.to(self.dtype)
+            scaled = shard.float() * reference.spread(scale, format.tile, shard.shape, offset)
+            shard = shard.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)
+        fused.cast_into(rows, shard, scale, format, offset, self.dtype)

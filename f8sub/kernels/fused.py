@@ -109,6 +109,43 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bo
     return reference.transposed(rowwise, columnwise, any_layout=True)._replace(data=transposed)
 
 
+def cast_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    format: Float8Format,
+    offset: tuple[int, int],
+    through: torch.dtype,
+) -> None:
+    """Codes of a part of a matrix, with scales that are known; by the reference where no kernel takes them.
+
+    Args:
+        out: uint8, (rows, at least as many columns as the codes take); the rest is left alone.
+        x: (rows, cols), any float dtype.
+        scale: float32, of all of the matrix's tiles, in the shape that ``format`` has them.
+        format: of the codes.
+        offset: the row and column of the matrix that the part begins at.
+        through: dtype that ``x`` is rounded to first.
+    """
+    tile = format.tile
+    lies_under_one = tile.cols == ALL or (tile.cols % EDGE == 0 and offset[1] % EDGE == 0)
+    if (
+        x.dtype in HIGH_PRECISION
+        and through in HIGH_PRECISION
+        and _takes(x)
+        and format.is_plain
+        and lies_under_one
+        and (scale.stride(-1) == 1 or scale.shape[-1] == 1)
+        and out.stride(-1) == 1
+    ):
+        with _device_of(x):
+            _launch().part_cast(x.contiguous(), scale, format, offset, through, out[:, : x.shape[1]]).run()
+        return
+    rounded = x.to(through)
+    codes = reference.codes_as_stored(rounded, reference.spread(scale, tile, x.shape, offset), format)
+    out[:, : codes.shape[1]] = codes.view(torch.uint8)
+
+
 def _takes(x: torch.Tensor) -> bool:
     """Whether the kernels read such a tensor: neither a fake one nor one of no elements."""
     return (

@@ -10,7 +10,7 @@ from f8sub.kernels.delayed import PastScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import needs_triton
-from tests.kernels.test_fused import DTYPES, FORMATS
+from tests.kernels.test_fused import DTYPES, FORMATS, parts
 
 SHAPES = [(48, 160), (256, 512), (272, 400), (130, 144), (129, 130), (1, 300), (300, 1), (2048, 1536)]
 pytestmark = needs_triton
@@ -79,6 +79,13 @@ def test_scales_of_the_past(name, dtype, runs):
                 assert_same_bits(found[1], expected[1])
                 torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
     assert set(runs) == {"amax_of_matrix", "cast_with_one"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_parts_with_known_scales(name, dtype, runs):
+    parts(name, dtype, "cuda")
+    assert set(runs) == {"cast_part"}
 
 
 @on_each_format

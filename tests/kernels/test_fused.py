@@ -171,6 +171,43 @@ def test_scales_of_the_past(interpreter, name, dtype):  # noqa: F811
     interpreter(past_scales, name, dtype)
 
 
+PARTS = [
+    ((0, 0), (300, 272)),
+    ((128, 0), (130, 272)),
+    ((33, 0), (65, 272)),
+    ((0, 128), (300, 144)),
+    ((7, 40), (50, 90)),
+]
+"""Where a part begins and its shape; the last begins within tiles of columns."""
+
+
+def parts(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Parts of a matrix under its scales, some of which are NaN, into rows that are longer."""
+    format = FORMATS[name]
+    matrix = make("lognormal", (300, 272), 8, dtype)
+    scale = reference.scale_from_amax(reference.amax(matrix, format.tile), format)
+    scale[-1, -1] *= float("nan") if scale.numel() > 1 else 2.0
+    matrix[40, 44], matrix[41, 45], matrix[42, 46] = float("nan"), float("inf"), float("-inf")
+    for (row, col), (rows, cols) in PARTS:
+        part = matrix[row : row + rows, col : col + cols].contiguous()
+        for through in {dtype, torch.bfloat16}:
+            spread = reference.spread(scale, format.tile, part.shape, (row, col))
+            right = reference.cast(part.to(through), spread, format.dtype)
+            out = torch.full((rows, 304), 0xAB, dtype=torch.uint8, device=device)
+            fused.cast_into(out, part.to(device), scale.to(device), format, (row, col), through)
+            assert (out[:, cols:] == 0xAB).all()
+            found = out[:, :cols].cpu().view(format.dtype).float()
+            torch.testing.assert_close(found, right.float(), rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(found.signbit(), right.float().signbit())
+
+
+@needs_triton
+@on_each_dtype
+@on_each_format
+def test_parts_with_known_scales(interpreter, name, dtype):  # noqa: F811
+    interpreter(parts, name, dtype)
+
+
 def derivations(name: str) -> None:
     format = FORMATS[name]
     for shape in [(128, 256), (130, 72), (2, 300), (33, 70)]:

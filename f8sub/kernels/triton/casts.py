@@ -206,6 +206,57 @@ def quantize_rows(
 
 
 @triton.jit
+def cast_part(
+    x_ptr,
+    scale_ptr,
+    out_ptr,
+    M,
+    N,
+    OUT_STRIDE,
+    SCALE_STRIDE,
+    first_row,
+    first_col,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    THROUGH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes of a part of a matrix, which begins at (first_row, first_col) of it, with scales that are known.
+
+    Elements are rounded to THROUGH first. A program's columns lie under one scale; TILE_ROWS and TILE_COLS are None
+    where tiles are all rows, all columns.
+    """
+    row, col = place(tl.program_id(0), M, N, ROWS, COLS)
+    i, j = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+    inside = (i < M)[:, None] & (j < N)[None, :]
+    pointers = x_ptr + i.to(tl.int64)[:, None] * N + j[None, :]
+    x = (
+        tl.load(pointers, eviction_policy="evict_first")
+        if WHOLE
+        else tl.load(pointers, mask=inside, other=0.0)
+    )
+    scales = scale_ptr
+    if TILE_COLS is not None:
+        scales += (first_col + col) // TILE_COLS
+    if TILE_ROWS is None:
+        scale = tl.load(scales)
+    else:
+        scale = tl.load(scales + ((first_row + i) // TILE_ROWS).to(tl.int64) * SCALE_STRIDE, mask=i < M)[
+            :, None
+        ]
+    made = codes(scaled(finite_or_nan(x.to(THROUGH).to(tl.float32)), scale, TOP, True), CODES)
+    out = out_ptr + i.to(tl.int64)[:, None] * OUT_STRIDE + j[None, :]
+    if WHOLE:
+        tl.store(out, made)
+    else:
+        tl.store(out, made, mask=inside)
+
+
+@triton.jit
 def transpose_codes(codes_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr):
     """(M, N) bytes to (N, M), both even, so that both pointers are to words of 16 bits.
 

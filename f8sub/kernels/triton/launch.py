@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.triton import blocks, casts
@@ -32,6 +32,10 @@ LINE_ROWS = 64
 AT_A_TIME = 264
 """Programs of ``quantize_vectors`` that read the next tile while they cast one: two for each SM of an H200."""
 
+PART_ROWS = 64
+"""Height of the tiles of ``cast_part``."""
+
+_HIGH_PRECISION = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -107,6 +111,43 @@ def delayed_quantization(
     col = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
     largest = torch.zeros(1, 1, dtype=torch.int32, device=x.device)
     return Plan(_one_scale(x, format, row, col, past, largest), row, col), largest.view(torch.float32)
+
+
+def part_cast(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    format: Float8Format,
+    offset: tuple[int, int],
+    through: torch.dtype,
+    out: torch.Tensor,
+) -> Launch:
+    """How to cast a part of a matrix with scales that are known: ``reference.cast`` with ``reference.spread`` ones.
+
+    Args:
+        x: (M, N), see ``quantization``.
+        scale: float32, those of all tiles of the matrix that ``format`` has; adjacent in a row.
+        format: one whose tiles are all columns, or whole ``EDGE``s of them.
+        offset: where in the matrix the part begins; the column at a whole ``EDGE`` unless tiles are all columns.
+        through: dtype to round ``x`` to first.
+        out: uint8, (M, N), adjacent in a row.
+    """
+    rows, cols = (None if edge == ALL else edge for edge in (format.tile.rows, format.tile.cols))
+    arguments = {
+        "x_ptr": x,
+        "scale_ptr": scale,
+        "out_ptr": out,
+        "OUT_STRIDE": out.stride(0),
+        "SCALE_STRIDE": scale.stride(0),
+        "first_row": offset[0],
+        "first_col": offset[1],
+        "TILE_ROWS": rows,
+        "TILE_COLS": cols,
+        "TOP": format.max,
+        "CODES": _CODES[format.dtype],
+        "THROUGH": _HIGH_PRECISION[through],
+        **_tiles(x, PART_ROWS, EDGE),
+    }
+    return Launch(casts.cast_part, _programs(x, PART_ROWS, EDGE), arguments)
 
 
 def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:

@@ -64,11 +64,13 @@ def test_the_three_products(recipe, shape, dtype):
     assert_within_budget(layer, results, products.linear(recipe, x, w, dy, bias))
 
 
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no-bias"])
 @on_each_shape
 @on_each_recipe
-def test_compiled_by_inductor(recipe, shape):
+def test_compiled_by_inductor(recipe, shape, biased):
     """The same codes as in eager code, so the same products."""
     x, w, dy, bias = tensors(shape, torch.bfloat16)
+    bias = bias if biased else None
     layer = layer_of(recipe, w, bias)
     eager = step(layer, layer.weight, x, dy)
     torch._dynamo.reset()

@@ -1,7 +1,9 @@
 """torchtitan's trainer with f8sub, on gloo ranks: debug Llama, real text, a tokenizer trained on the spot."""
 
+import itertools
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -235,17 +237,34 @@ def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
 
 @long
 def test_200_steps_are_as_near_to_bf16s_as_torchtitans_own_converters(titan, assets):
+    """Of |loss - bf16's|, averaged over 200 steps, against that of torchtitan's own converter; over seeds of weights.
+
+    Both are rounding noise, whose draw is another on another CPU: one seed decides nothing, and of two arms that are
+    alike either has the lower mean. So the differences are tested in pairs. Were ours as near, each would be as likely
+    to have the other sign, and the sum of all of them as large as it is in a share of the 2^8 ways to choose signs (the
+    exact sign-flip test, which asks nothing of how the noise is distributed). Farther than that allows at 5 % fails,
+    without any margin: 4 % of the distance, with the differences that were measured.
+
+    In thousandths, seeds 0 to 7 on an Intel Xeon with AMX: ours 2.265 2.370 2.544 2.838 2.469 2.335 2.302 2.769, mean
+    2.486; its own converter 2.507 2.496 2.550 2.709 2.651 2.467 2.125 2.571, mean 2.509; a share of 0.65.
+    """
     options = ["training.steps=200", "training.seq_len=64", "lr_scheduler.warmup_steps=20"]
-    bf16, peer, ours = (
-        titan(2, runs.train, [config, *options], assets, timeout=500.0)[0]["losses"]
-        for config in ("bf16", "peer", "f8sub")
-    )
-    ours_off, peers_off = (
-        sum(abs(run[step] - bf16[step]) for step in bf16) / len(bf16) for run in (ours, peer)
-    )
-    assert bf16[200] < bf16[1] - 2
-    # Measured 0.0020 and 0.0021; both are rounding noise that another CPU's kernels turn into other numbers.
-    assert ours_off <= 1.25 * peers_off
+    off: dict[str, list[float]] = {"peer": [], "f8sub": []}
+    for seed in range(8):
+        losses = {
+            config: titan(1, runs.train, [config, f"debug.seed={seed}", *options], assets)[0]["losses"]
+            for config in ("bf16", *off)
+        }
+        bf16 = losses["bf16"]
+        assert bf16[200] < bf16[1] - 1
+        for config, distances in off.items():
+            distances.append(statistics.mean(abs(losses[config][step] - bf16[step]) for step in bf16))
+    farther = [ours - peers for ours, peers in zip(off["f8sub"], off["peer"], strict=True)]
+    flipped = [
+        sum(sign * difference for sign, difference in zip(signs, farther, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(farther))  # the first is as measured
+    ]
+    assert sum(total >= flipped[0] for total in flipped) > 0.05 * len(flipped), off
 
 
 @long

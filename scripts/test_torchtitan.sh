@@ -16,7 +16,7 @@ run() {
     mkdir -p .venv-torchtitan
     # Of triton, torch wants a version of its own.
     { grep -vE '^(torch|torchtitan|triton)==' constraints.txt; tr ' ' '\n' <<<"$versions"; } >"$venv.txt"
-    VENV=$venv CONSTRAINTS=$venv.txt ./scripts/setup_env.sh torchtitan,torchao,dev
+    VENV=$venv CONSTRAINTS=$venv.txt ./scripts/setup_env.sh train,torchao,torchtitan,dev
     "$venv/bin/python" -m pytest "$@"
 }
 

@@ -304,8 +304,9 @@ def _fprop(
     y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, w_row, dtype)
     if bias is not None and not (isinstance(scaling, Spread) and not scaling.adds_bias):
         y = y + bias.to(dtype)
-    if x.dim() != 2:
-        # Not a view to autograd: FSDP2 warns about modules that return views.
+    if x.dim() != 2 or torch.compiler.is_compiling():
+        # Not a view to autograd: FSDP2 warns about modules that return views, and torch 2.11 compiles an
+        # autograd.Function that returns one, or what .to() did not change, to one without gradients.
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
     if not keep_x:
         return y, ()

@@ -102,10 +102,7 @@ def _gemm_nt_cuda(
         if out_dtype != torch.bfloat16 and _why_no_vector_scales(a.device) is not None:
             made = torch.bfloat16
     y = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=made, use_fast_accum=fast_accum)
-    if y.shape == (rows, cols):
-        return y.to(out_dtype)
-    # Not a view: the gradient of one that a compiled autograd.Function returns is lost in torch 2.11, without a word.
-    return y[:rows, :cols].to(out_dtype, copy=True)
+    return y[:rows, :cols].to(out_dtype)
 
 
 def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:

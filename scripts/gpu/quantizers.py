@@ -81,7 +81,7 @@ def benches(device: torch.device, compiled: bool) -> list[Bench]:
             "scale of the past both",
             lambda x: fused.quantize_delayed(x, past, whole, whole)[:2],
             lambda x: quantize_delayed_reference(x, past, whole, whole)[:2],
-            6.0,
+            4.0,
         )
     )
     block = FORMATS["128x128"]

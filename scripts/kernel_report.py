@@ -87,6 +87,11 @@ class Case:
         row, col = USAGES[self.usages]
         if self.name == "transpose":
             return [launch.transposition(x)[0]]
+        if self.name.endswith(" part"):
+            format = FORMATS[self.name.removesuffix(" part")]
+            scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
+            out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
+            return [launch.part_cast(x, scale, format, (0, 0), torch.bfloat16, out)]
         format = FORMATS[self.name.removesuffix(" delayed")]
         formats = format if row else None, format if col else None
         if self.name.endswith(" delayed"):
@@ -108,6 +113,9 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     for dtype in ("fp16", "fp32"):
         yield from launches("tensorwise e5m2 delayed", dtype, whole, "both")
     yield Case("rowwise", "bf16", RAGGED, "row", 0)
+    for name in ("tensorwise", "rowwise", "128x128"):
+        for dtype in ("bf16", "fp32"):
+            yield Case(f"{name} part", dtype, whole, "row", 0)
     yield Case("transpose", "fp8", whole, "column", 0)
     yield Case("transpose", "fp8", RAGGED, "column", 0)
 
@@ -136,7 +144,7 @@ class Report:
         byte_loads: of single bytes from shared memory.
         flushes: float32 instructions that flush subnormals.
         undefined: instructions that read R1, the stack's pointer, which a kernel without a stack only loads.
-        is_amax: whether it makes no codes.
+        transposes: whether it makes a columnwise operand.
         missed: what it is held to and misses.
     """
 
@@ -153,7 +161,7 @@ class Report:
     byte_loads: int
     flushes: int
     undefined: int
-    is_amax: bool
+    transposes: bool
     missed: tuple[str, ...] = ()
 
 
@@ -231,7 +239,7 @@ def report(case: Case) -> Report:
         count(r"LDS\.[US]8"),
         len(re.findall(r"\.ftz\.", made.asm["ptx"])),
         len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/[^;\n]*,[^;\n]*\bR1\b", sass, re.MULTILINE)),
-        "row_ptr" not in launch.arguments and "codes_ptr" not in launch.arguments,
+        launch.arguments.get("col_ptr") is not None or "codes_ptr" in launch.arguments,
     )
     return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile))})
 
@@ -250,8 +258,9 @@ def missed(case: Case, launch: Launch, found: Report, tile: int) -> Iterator[str
     """What a kernel is held to and does not keep."""
     arguments = launch.arguments
     threads = launch.options["num_warps"] * WARP
-    transposes = arguments.get("col_ptr") is not None or "codes_ptr" in arguments
-    writes = transposes + (arguments.get("row_ptr") is not None)
+    writes = found.transposes + any(
+        arguments.get(name) is not None for name in ("row_ptr", "out_ptr") if "codes_ptr" not in arguments
+    )
     source = arguments.get("x_ptr", arguments.get("codes_ptr"))
     size = 1 if "codes_ptr" in arguments else source.dtype.itemsize
     if found.spilled:
@@ -260,7 +269,7 @@ def missed(case: Case, launch: Launch, found: Report, tile: int) -> Iterator[str
         yield f"reads {tile * size} bytes of a tile with {found.wide_loads} 128-bit loads"
     if found.wide_stores * min(16, tile // threads) * threads < tile * writes:
         yield f"writes {tile * writes} bytes of a tile with {found.wide_stores} wide stores"
-    if transposes and not found.transposed:
+    if found.transposes and not found.transposed:
         yield "transposes without ldmatrix"
     if found.byte_loads:
         yield f"{found.byte_loads} loads of single bytes from shared memory"

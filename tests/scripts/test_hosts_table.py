@@ -16,7 +16,7 @@ LINEAR_LAYERS = 14
 @needs_hosts
 def test_float8_halves_the_all_gather_on_a_limited_link(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    figures = hosts_table.run(2, "200mbit", rounds=1)
+    figures = hosts_table.run(2, "200mbit", rounds=2)
     arms = figures["arms"]
     assert figures["hosts"] == 2
     for name, bytes_an_element in {BF16: 2, SEPARATE: 1, COMBINED: 1}.items():

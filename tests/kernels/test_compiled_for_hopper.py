@@ -10,15 +10,16 @@ import pytest
 
 from tests.kernels.interpreted import needs_triton
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "kernel_report.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def reported(folder: Path, *arguments: str) -> list[dict]:
+def reported(folder: Path, *arguments: str, script: str = "kernel_report.py") -> list[dict]:
+    """What a script that compiles kernels writes of them; it has to end with status 0."""
     output = folder / "report.json"
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     finished = subprocess.run(
-        [sys.executable, str(SCRIPT), "--json", str(output), *arguments],
+        [sys.executable, str(SCRIPTS / script), "--json", str(output), *arguments],
         capture_output=True,
         text=True,
         env=environment,

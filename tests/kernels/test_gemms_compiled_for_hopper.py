@@ -1,31 +1,15 @@
 """What the GEMM kernels compile to for sm_90a, by the script that prints it: no spills, float8 tensor cores, TMA."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.kernels.interpreted import needs_triton
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gemm_report.py"
+from tests.kernels.test_compiled_for_hopper import reported
 
 
 def check(folder: Path, *arguments: str) -> list[dict]:
-    output = folder / "report.json"
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    finished = subprocess.run(
-        [sys.executable, str(SCRIPT), "--json", str(output), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    print(finished.stdout)
-    found = json.loads(output.read_text())
+    found = reported(folder, *arguments, script="gemm_report.py")
     for row in found:
         assert row["missed"] == []
         assert row["spilled"] == row["undefined"] == 0

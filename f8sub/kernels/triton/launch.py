@@ -172,8 +172,8 @@ def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
 def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8Format) -> bool:
     """Whether one kernel makes both usages.
 
-    Of one row ptxas 12.8, Triton 3.6's and 3.7's, crashes on squares; and where it divides for the scales of vectors of
-    both usages, registers spill.
+    ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row; and where a kernel divides for the scales of
+    vectors of both usages, registers spill.
     """
     divides = rowwise.tile == VECTOR and not rowwise.scale_rule.is_power_of_2
     return rowwise == columnwise and x.shape[0] > 1 and not divides

@@ -5,7 +5,7 @@ w  --quantize--> rowwise                   saved for backward: nothing; columnwi
 dy --quantize--> rowwise, columnwise
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,21 +18,13 @@ from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
-from f8sub.scaling_state import DY, Past, ScalingState, ScalingStates, W, X, quantize_delayed
-from f8sub.shared_input import quantize_input, quantize_input_delayed
+from f8sub.saved_input import GemmInput, Scaling, present, quantize_x, x_columnwise
+from f8sub.scaling_state import DY, Past, ScalingState, ScalingStates, W, quantize_delayed
 from f8sub.spread import Places, Spread
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
 from f8sub.tensor.primary_weight import PrimaryWeight, primary_rowwise
 from f8sub.torch_compat import apply, untraced
-
-GemmInput = Operand | torch.Tensor
-"""An operand in float8, or a matrix where the GEMM stays in high precision."""
-
-Present = TypeVar("Present", Operand, Float8Format)
-
-Scaling = Past | Spread | None
-"""How scales are made: of the past, over tensor-parallel ranks (of the past or not), or of current amaxes here."""
 
 
 class Float8Linear(torch.nn.Linear):
@@ -271,7 +263,7 @@ class _Float8Matmul(torch.autograd.Function):
             dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
-            x_col = _x_columnwise(saved, plan, after, scaling)
+            x_col = x_columnwise(saved, plan, after, scaling)
             dw = _gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
@@ -288,29 +280,21 @@ def _fprop(
     *,
     keep_x: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """``y`` of ``x``'s leading dims, and what wgrad needs of ``x``: its columnwise operand, or nothing."""
+    """``y`` of ``x``'s leading dims, and what ``quantize_x`` saves of ``x``."""
     recipe = plan.recipe
     matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if x.dtype is not dtype:
         matrix = matrix.to(dtype)
-    formats = recipe.fprop.a, recipe.wgrad.b if keep_x else None
-    if scaling is None:
-        x_row, x_col = quantize_input(x, matrix, formats, plan.any_layout)
-    elif isinstance(scaling, Spread):
-        x_row, x_col = scaling.quantize(X, matrix, formats, plan.any_layout)
-    else:
-        x_row, x_col = quantize_input_delayed(x, matrix, formats, plan.any_layout, scaling)
+    x_row, saved = quantize_x(x, matrix, plan, scaling, keep=keep_x)
     w_row = _weight_rowwise(w, recipe.fprop.b, dtype, scaling)
-    y = _gemm(plan.fprop, recipe.fprop, x_row or matrix, w_row, dtype)
+    y = _gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
     if bias is not None and not (isinstance(scaling, Spread) and not scaling.adds_bias):
         y = y + bias.to(dtype)
     if x.dim() != 2 or torch.compiler.is_compiling():
         # Not a view to autograd: FSDP2 warns about modules that return views, and torch 2.11 compiles an
         # autograd.Function that returns one, or what .to() did not change, to one without gradients.
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    if not keep_x:
-        return y, ()
-    return y, (matrix,) if x_col is None else x_col.tensors
+    return y, saved
 
 
 def _gemm(
@@ -335,7 +319,7 @@ def _weight_rowwise(
         scaling: a weight that was gathered in float8 has its scale from that already.
     """
     if isinstance(w, Float8Tensor):
-        return w.dequantize().to(dtype) if format is None else _has(w.rowwise)
+        return w.dequantize().to(dtype) if format is None else present(w.rowwise)
     if isinstance(w, PrimaryWeight) and format is not None:
         return primary_rowwise(w, format, dtype)
     if format is None:
@@ -370,29 +354,12 @@ def _weight_columnwise(
         operand = w_row
     else:
         operand = (
-            _has(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype, scaling)
+            present(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype, scaling)
         )
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, after, plan.any_layout)
     if scaling is None:
-        return _has(backends.quantize(operand, None, columnwise)[1])
+        return present(backends.quantize(operand, None, columnwise)[1])
     if isinstance(scaling, Spread):
         return scaling.quantize_weight(operand, (None, columnwise))
-    return _has(backends.quantize_delayed(operand, scaling.state.past(W), None, columnwise)[1])
-
-
-def _x_columnwise(saved: list[torch.Tensor], plan: Plan, after: torch.Tensor, scaling: Scaling) -> GemmInput:
-    """``x``'s columnwise operand, of what forward saved of it."""
-    format = plan.recipe.wgrad.b
-    if format is None:
-        return saved[0].t()
-    if isinstance(scaling, Spread) and scaling.received:
-        rowwise = Operand.of(_has(plan.recipe.fprop.a), *saved)
-        return derive_columnwise_in_backward(rowwise, format, after, plan.any_layout)
-    return Operand.of(format, *saved)
-
-
-def _has(operand: Present | None) -> Present:
-    if operand is None:
-        raise RuntimeError("a float8 tensor lacks the operand that its recipe reads")
-    return operand
+    return present(backends.quantize_delayed(operand, scaling.state.past(W), None, columnwise)[1])

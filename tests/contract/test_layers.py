@@ -24,6 +24,7 @@ LAYERS = {
     "context": 4,
     "extensions": 4,
     "layers": 4,
+    "saved_input": 4,
     "shared_input": 4,
     "spread": 4,
     "scaling_state": 4,

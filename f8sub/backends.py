@@ -65,14 +65,17 @@ def quantize(
 ) -> tuple[Operand | None, Operand | None]:
     """``reference.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit.
 
-    Compiled code is always row-major: Inductor's lowering of ``_scaled_mm`` takes nothing else.
+    Compiled code is always row-major: Inductor's lowering of ``_scaled_mm`` takes nothing else. Where the GEMMs take
+    nothing else either (``any_layout``) it calls our kernels for what is copied transposed.
     """
     if across is not None:
         row_major = torch.compiler.is_compiling()
         return reference.quantize(x, rowwise, columnwise, any_layout and not row_major, across)
     if torch.compiler.is_compiling():
         seen = all(ops.is_fusible(format) for format in (rowwise, columnwise) if format is not None)
-        return reference.quantize(x, rowwise, columnwise) if seen else ops.quantize(x, rowwise, columnwise)
+        if seen and (columnwise is None or any_layout):
+            return reference.quantize(x, rowwise, columnwise)
+        return ops.quantize(x, rowwise, columnwise)
     if type(x) is torch.Tensor and x.is_cpu:
         return host.quantize(x, rowwise, columnwise, any_layout)
     return fused.quantize(x, rowwise, columnwise, any_layout)
@@ -88,7 +91,9 @@ def quantize_delayed(
 ) -> tuple[Operand | None, Operand | None, torch.Tensor]:
     """``delayed.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit."""
     if torch.compiler.is_compiling():
-        return delayed.quantize(x, past, rowwise, columnwise, across=across)
+        if columnwise is None or any_layout or across is not None:
+            return delayed.quantize(x, past, rowwise, columnwise, across=across)
+        return ops.quantize_delayed(x, past, rowwise, columnwise)
     if across is not None:
         return delayed.quantize(x, past, rowwise, columnwise, any_layout, across)
     if type(x) is torch.Tensor and x.is_cpu:

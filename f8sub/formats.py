@@ -4,6 +4,7 @@ Granularity is data, not a branch: tensorwise is ``Tile(ALL, ALL)``, rowwise ``T
 ``Tile(128, 128)``. Whoever needs to know how scales are laid out asks the tile.
 """
 
+import functools
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -181,6 +182,7 @@ class Float8Format:
         object.__setattr__(self, "is_plain", plain)
 
     @classmethod
+    @functools.cache
     def parse(cls, name: str) -> "Float8Format":
         """The format of that name.
 

@@ -252,7 +252,8 @@ def _gathered_rows(operand: Operand, x: DTensor) -> Operand:
     data, scale_inv, format, _ = operand
     parts = [data.view(torch.uint8)]
     if not format.tile.is_whole:
-        parts.append(scale_inv.contiguous().view(torch.uint8))
+        # Not contiguous(): one column of scales counts as that with any strides.
+        parts.append(scale_inv.clone(memory_format=torch.contiguous_format).view(torch.uint8))
     matrix = torch.cat(parts, 1)
     rows = matrix.view(*x._local_tensor.shape[:-1], matrix.shape[1])
     shape = torch.Size((*x.shape[:-1], rows.shape[-1]))

@@ -265,15 +265,20 @@ def _of_quantization(node: Any) -> tuple[int, int]:
     if node.op_overload._opname.endswith("columnwise"):
         formats.insert(0, None)
     row, col = (*formats, None)[:2]
-    return _of_launches(launch.quantization(_meta(node.inputs[0]), row, col).launches)
+    x, *amax = map(_meta, node.inputs)
+    return _of_launches(launch.quantization(x, row, col, *amax).launches)
+
+
+def _of_derivation(node: Any) -> tuple[int, int]:
+    rowwise, columnwise = _formats(node)
+    if not rowwise.tile.is_transpose_of(columnwise.tile):
+        raise RuntimeError(f"no kernel makes {columnwise} of {rowwise} in one launch")
+    return _of_transposition(node)
 
 
 def _of_transposition(node: Any) -> tuple[int, int]:
     from f8sub.kernels.triton import launch
 
-    rowwise, columnwise = _formats(node)
-    if not rowwise.tile.is_transpose_of(columnwise.tile):
-        raise RuntimeError(f"no kernel makes {columnwise} of {rowwise} in one launch")
     return _of_launches([launch.transposition(_meta(node.inputs[0]))[0]])
 
 
@@ -281,6 +286,8 @@ OPERATORS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "quantize_rowwise": _of_quantization,
     "quantize_columnwise": _of_quantization,
     "quantize_both": _of_quantization,
-    "derive_columnwise": _of_transposition,
+    "quantize_with_amax": _of_quantization,
+    "derive_columnwise": _of_derivation,
+    "transpose": _of_transposition,
 }
 """From an operator of f8sub in Inductor's schedule to its launches on a GPU and the bytes that they move."""

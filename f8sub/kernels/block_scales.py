@@ -5,8 +5,7 @@ Source: "1D Block Scaling Factors Layout" of cuBLAS's documentation, and the che
 
 import torch
 
-from f8sub.formats import ALL, Operand, Tile
-from f8sub.kernels import reference
+from f8sub.formats import ALL, Float8Format, Operand, Tile
 
 BLOCK = 128
 """Elements of K under one float32 scale. Source: cuBLASLt's VEC128_32F and BLK128x128_32F, CUDA 12.9, SM 9.0."""
@@ -21,25 +20,43 @@ _ATOM_ROWS, _ATOM_COLS, _ATOM_BANDS = 128, 4, 4
 """Scales of one byte come in atoms of 128 rows by 4 blocks, four bands of 32 rows interleaved: SWIZZLE_32_4_4."""
 
 
+def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> torch.Tensor:
+    """Where kernels and operators store the ``scale_inv`` of a (rows, depth) matrix.
+
+    Column-major of 1x128, as ``vectors`` hands it to cuBLASLt; else row-major.
+    """
+    lines, blocks = format.tile.scale_shape((rows, depth))
+    if format.is_plain and format.tile == Tile(1, BLOCK):
+        return like.new_empty((blocks, lines), dtype=torch.float32).t()
+    return like.new_empty((lines, blocks), dtype=format.scale_rule.stored_as)
+
+
 def whole_blocks(edge: int, size: int) -> bool:
     """Whether a tile's edge is made of whole blocks of ``size`` elements."""
     return edge == ALL or edge % size == 0
 
 
-def spread(operand: Operand, rows: int, cols: int) -> torch.Tensor:
+def spread(operand: Operand, rows: int, cols: int, *, transposed: bool = False) -> torch.Tensor:
     """``scale_inv`` of every block of (rows, cols), repeated for the blocks of larger tiles.
 
     Returns:
-        ``operand.scale_inv``'s dtype, (blocks of rows, blocks of K).
+        ``operand.scale_inv``'s dtype, (blocks of rows, blocks of K), or the other way round where ``transposed``; made
+        by one copy at most.
     """
     tile, scale_inv = operand.format.tile, operand.scale_inv
-    count = torch.Size(Tile(rows, cols).scale_shape(operand.shape))
-    in_blocks = Tile(
-        ALL if tile.rows == ALL else tile.rows // rows, ALL if tile.cols == ALL else tile.cols // cols
+    count = Tile(rows, cols).scale_shape(operand.shape)
+    down, along = (
+        blocks if edge == ALL else edge // size
+        for blocks, edge, size in zip(count, (tile.rows, tile.cols), (rows, cols), strict=True)
     )
-    # As bytes where they are bytes: torch repeats those.
+    # As bytes where they are bytes: torch copies those.
     plain = scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
-    return reference.spread(plain, in_blocks, count).expand(count).view(scale_inv.dtype)
+    repeated = plain[:, None, :, None].expand(-1, down, -1, along)
+    if transposed:
+        repeated, count = repeated.permute(2, 3, 0, 1), count[::-1]
+    lines = repeated.shape
+    matrix = repeated.reshape(lines[0] * lines[1], lines[2] * lines[3])
+    return matrix[: count[0], : count[1]].view(scale_inv.dtype)
 
 
 def vectors(operand: Operand) -> torch.Tensor:
@@ -48,14 +65,14 @@ def vectors(operand: Operand) -> torch.Tensor:
     Returns:
         float32, (rows filled up to a multiple of 16, blocks), column-major.
     """
-    scales = spread(operand, 1, BLOCK)
-    rows, blocks = scales.shape
-    if rows % ALIGNMENT == 0:
-        # Not contiguous(): of one block a transposed view counts as that, with other strides than a copy's.
-        return scales.t().clone(memory_format=torch.contiguous_format).t()
-    laid_out = scales.new_ones(blocks, rows + -rows % ALIGNMENT)
-    laid_out[:, :rows] = scales.t()
-    return laid_out.t()
+    scales = spread(operand, 1, BLOCK, transposed=True)
+    blocks, rows = scales.shape
+    if rows % ALIGNMENT:
+        laid_out = scales.new_ones(blocks, rows + -rows % ALIGNMENT)
+        laid_out[:, :rows] = scales
+        return laid_out.t()
+    # Not is_contiguous(): one block counts as that with any strides.
+    return (scales if scales.stride() == (rows, 1) else _copied(scales)).t()
 
 
 def squares(operand: Operand) -> torch.Tensor:
@@ -66,9 +83,15 @@ def squares(operand: Operand) -> torch.Tensor:
     """
     scales = spread(operand, BLOCK, BLOCK)
     rows, blocks = scales.shape
-    laid_out = scales.new_ones(rows, blocks + -blocks % _SQUARES_ALIGNMENT)
-    laid_out[:, :blocks] = scales
-    return laid_out.t()
+    if blocks % _SQUARES_ALIGNMENT:
+        laid_out = scales.new_ones(rows, blocks + -blocks % _SQUARES_ALIGNMENT)
+        laid_out[:, :blocks] = scales
+        return laid_out.t()
+    return (scales if scales.stride() == (blocks, 1) else _copied(scales)).t()
+
+
+def _copied(scales: torch.Tensor) -> torch.Tensor:
+    return scales.clone(memory_format=torch.contiguous_format)
 
 
 def swizzled(operand: Operand, size: int) -> torch.Tensor:

@@ -52,8 +52,17 @@ def quantize(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     any_layout: bool = False,
+    amax: torch.Tensor | None = None,
 ) -> tuple[Operand | None, Operand | None]:
-    """``reference.quantize``; goes there for tensors and formats that no kernel takes."""
+    """``reference.quantize``; goes there for tensors and formats that no kernel takes.
+
+    Args:
+        x: see ``reference.quantize``.
+        rowwise: likewise.
+        columnwise: likewise.
+        any_layout: likewise.
+        amax: ``reference.amax`` of ``x`` where it is known; then both formats have one scale a matrix.
+    """
     formats = [format for format in (rowwise, columnwise) if format is not None]
     if (
         x.dtype not in HIGH_PRECISION
@@ -61,12 +70,13 @@ def quantize(
         or not formats
         or any(why_no_kernel(format) for format in formats)
     ):
-        return reference.quantize(x, rowwise, columnwise, any_layout)
+        known = None if amax is None else lambda own, tile: amax
+        return reference.quantize(x, rowwise, columnwise, any_layout, known)
     if any_layout and _share_a_cast(formats):
-        row, _ = quantize(x, formats[0], None)
+        row, _ = quantize(x, formats[0], None, amax=amax)
         return _seen_both_ways(row, rowwise, columnwise)
     with _device_of(x):
-        launches, row, col = _launch().quantization(x.contiguous(), rowwise, columnwise)
+        launches, row, col = _launch().quantization(x.contiguous(), rowwise, columnwise, amax)
         for launch in launches:
             launch.run()
     return row, col
@@ -101,12 +111,18 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bo
         if derived is None:
             raise RuntimeError("quantize returned no columnwise operand for a columnwise format")
         return derived
-    if not codes.is_contiguous() or codes.shape[0] % 2 or codes.shape[1] % 2:
-        return reference.derive_columnwise(rowwise, columnwise)
+    return reference.transposed(rowwise, columnwise, any_layout=True)._replace(data=transpose(codes))
+
+
+def transpose(codes: torch.Tensor) -> torch.Tensor:
+    """``torch.t_copy`` of float8 codes; goes there for what no kernel takes."""
+    if not _takes(codes) or not codes.is_contiguous() or codes.shape[0] % 2 or codes.shape[1] % 2:
+        return torch.t_copy(codes)
     with _device_of(codes):
         launch, transposed = _launch().transposition(codes)
         launch.run()
-    return reference.transposed(rowwise, columnwise, any_layout=True)._replace(data=transposed)
+    made: torch.Tensor = transposed
+    return made
 
 
 def cast_into(

@@ -1,16 +1,36 @@
 """Layer 1. Operators that ``torch.compile`` must see as one node: schemas, fakes and their implementation.
 
-Formats go by name. What is made of plain elementwise operators and reductions over whole rows is left to the compiler,
-which fuses it; the rest it would unroll (partial sums), cannot lower (e8m0, e2m1) or lowers wrongly (an index that is
-divided by a tile's edge fails an assertion in the C++ backend of 2.11 to 2.13).
+Formats go by name. Left to the compiler, which fuses it, is what is made of plain elementwise operators and reductions
+over whole rows, as long as nothing is copied transposed: Inductor's stores of that take several times as long as ours.
+The rest it would unroll (partial sums), cannot lower (e8m0, e2m1) or lowers wrongly (an index that is divided by a
+tile's edge fails an assertion in the C++ backend of 2.11 to 2.13).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import fused, reference
+from f8sub.kernels import delayed, fused, reference
+from f8sub.kernels.block_scales import empty_scale_inv
+from f8sub.kernels.delayed import PastScale
+
+_library = torch.library.Library("f8sub", "DEF")
+
+
+def _operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``f8sub::NAME``, which changes no argument, for all devices.
+
+    Defined in the library itself: what ``torch.library.custom_op`` wraps around a call costs the host three times as
+    much as the dispatcher does.
+    """
+    schema = torch.library.infer_schema(function, mutates_args=())
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"f8sub::{name}", fake, lib=_library)
+    operator: Callable[..., Any] = getattr(torch.ops.f8sub, name).default
+    return operator
 
 
 def is_fusible(format: Float8Format) -> bool:
@@ -18,47 +38,74 @@ def is_fusible(format: Float8Format) -> bool:
     return format.is_plain and format.tile.rows in (1, ALL) and format.tile.cols in (1, ALL)
 
 
-@torch.library.custom_op("f8sub::quantize_rowwise", mutates_args=())
-def _quantize_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
-    return _quantized(x, Float8Format.parse(rowwise), None)
-
-
-@torch.library.custom_op("f8sub::quantize_columnwise", mutates_args=())
-def _quantize_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
-    return _quantized(x, None, Float8Format.parse(columnwise))
-
-
-@torch.library.custom_op("f8sub::quantize_both", mutates_args=())
 def _quantize_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    return _quantized(x, Float8Format.parse(rowwise), Float8Format.parse(columnwise))
+    return _as_list(fused.quantize(x, *_formats(rowwise, columnwise)))
 
 
-@_quantize_rowwise.register_fake
-def _(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
+def _quantize_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
+    return _as_list(fused.quantize(x, Float8Format.parse(rowwise), None))
+
+
+def _quantize_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
+    return _as_list(fused.quantize(x, None, Float8Format.parse(columnwise)))
+
+
+def _quantize_with_amax(
+    x: torch.Tensor, amax: torch.Tensor, rowwise: str, columnwise: str
+) -> list[torch.Tensor]:
+    return _as_list(fused.quantize(x, *_formats(rowwise, columnwise), amax=amax))
+
+
+def _fake_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
+    row_format, col_format = _formats(rowwise, columnwise)
+    col = _empty_operand(x, col_format, *x.shape[::-1])
+    return [*_empty_operand(x, row_format, *x.shape).tensors, *col.tensors]
+
+
+def _fake_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
     return list(_empty_operand(x, Float8Format.parse(rowwise), *x.shape).tensors)
 
 
-@_quantize_columnwise.register_fake
-def _(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
+def _fake_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
     return list(_empty_operand(x, Float8Format.parse(columnwise), *x.shape[::-1]).tensors)
 
 
-@_quantize_both.register_fake
-def _(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    row = _empty_operand(x, Float8Format.parse(rowwise), *x.shape)
-    return [*row.tensors, *_empty_operand(x, Float8Format.parse(columnwise), *x.shape[::-1]).tensors]
+def _fake_with_amax(x: torch.Tensor, amax: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
+    return _fake_both(x, rowwise, columnwise)
 
 
-def _quantized(
-    x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
-) -> list[torch.Tensor]:
-    row, col = fused.quantize(x, rowwise, columnwise)
-    if row is not None and col is not None:
-        # An operator may not return one tensor twice: of the reference both usages may share a scale.
-        taken = {tensor.untyped_storage().data_ptr() for tensor in row.tensors}
-        own = (t.clone() if t.untyped_storage().data_ptr() in taken else t for t in col.tensors)
-        col = Operand.of(col.format, *own)
-    return [tensor for operand in (row, col) if operand is not None for tensor in operand.tensors]
+def _transpose(codes: torch.Tensor) -> torch.Tensor:
+    return fused.transpose(codes)
+
+
+def _fake_transposed(codes: torch.Tensor) -> torch.Tensor:
+    return codes.new_empty(codes.shape[::-1])
+
+
+quantize_both = _operator(_quantize_both, "quantize_both", _fake_both)
+quantize_rowwise = _operator(_quantize_rowwise, "quantize_rowwise", _fake_rowwise)
+quantize_columnwise = _operator(_quantize_columnwise, "quantize_columnwise", _fake_columnwise)
+quantize_with_amax = _operator(_quantize_with_amax, "quantize_with_amax", _fake_with_amax)
+transpose = _operator(_transpose, "transpose", _fake_transposed)
+
+
+def _formats(rowwise: str, columnwise: str) -> tuple[Float8Format, Float8Format]:
+    return Float8Format.parse(rowwise), Float8Format.parse(columnwise)
+
+
+def _as_list(made: tuple[Operand | None, Operand | None]) -> list[torch.Tensor]:
+    """An operator's results, each memory of its own and laid out as the fake says."""
+    found: list[torch.Tensor] = []
+    for operand in made:
+        if operand is None:
+            continue
+        laid_out = empty_scale_inv(operand.data, operand.format, *operand.shape)
+        if operand.scale_inv.stride() != laid_out.stride():
+            operand = operand._replace(scale_inv=laid_out.copy_(operand.scale_inv))
+        # Of the reference both usages may share a scale, and an operator may not return one tensor twice.
+        taken = {tensor.untyped_storage().data_ptr() for tensor in found}
+        found += (t.clone() if t.untyped_storage().data_ptr() in taken else t for t in operand.tensors)
+    return found
 
 
 def quantize(
@@ -66,19 +113,36 @@ def quantize(
 ) -> tuple[Operand | None, Operand | None]:
     """``reference.quantize`` as one node, an operator each for one usage, the other, and both.
 
-    An operator's results live or die together: one that made both could not leave one out.
+    An operator's results live or die together: one that made both could not leave one out. The amax of a whole matrix
+    is left to the compiler, which finds it in the kernel that makes the matrix.
     """
     if rowwise is not None and columnwise is not None:
-        return _operands(_quantize_both(x, rowwise.name, columnwise.name), rowwise, columnwise)
+        names = rowwise.name, columnwise.name
+        if rowwise == columnwise and rowwise.is_plain and rowwise.tile.is_whole:
+            return _operands(
+                quantize_with_amax(x, reference.amax(x, rowwise.tile), *names), rowwise, columnwise
+            )
+        return _operands(quantize_both(x, *names), rowwise, columnwise)
     if rowwise is not None:
-        return _operands(_quantize_rowwise(x, rowwise.name), rowwise, None)
+        return _operands(quantize_rowwise(x, rowwise.name), rowwise, None)
     if columnwise is not None:
-        return _operands(_quantize_columnwise(x, columnwise.name), None, columnwise)
+        return _operands(quantize_columnwise(x, columnwise.name), None, columnwise)
     return None, None
 
 
+def quantize_delayed(
+    x: torch.Tensor, past: PastScale, rowwise: Float8Format | None, columnwise: Float8Format
+) -> tuple[Operand | None, Operand | None, torch.Tensor]:
+    """``delayed.quantize``: the compiler casts and finds the amax in one kernel; the codes' transposition is a node."""
+    row, _, largest = delayed.quantize(x, past, columnwise, None)
+    if row is None:
+        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
+    col = Operand(transpose(row.data), row.scale_inv, columnwise)
+    return None if rowwise is None else row, col, largest
+
+
 def _operands(
-    tensors: list[torch.Tensor], rowwise: Float8Format | None, columnwise: Float8Format | None
+    tensors: Sequence[torch.Tensor], rowwise: Float8Format | None, columnwise: Float8Format | None
 ) -> tuple[Operand | None, Operand | None]:
     row = col = None
     if rowwise is not None:
@@ -92,8 +156,7 @@ def _operands(
 def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A backend's ``gemm_nt`` behind an operator of its own, ``f8sub::BACKEND_gemm_nt``."""
 
-    @torch.library.custom_op(f"f8sub::{backend}_gemm_nt", mutates_args=())
-    def operator(
+    def multiply(
         a: list[torch.Tensor],
         b: list[torch.Tensor],
         a_format: str,
@@ -101,15 +164,12 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
         out_dtype: torch.dtype,
         fast_accum: bool,
     ) -> torch.Tensor:
-        left, right = (
-            Operand.of(Float8Format.parse(a_format), *a),
-            Operand.of(Float8Format.parse(b_format), *b),
-        )
+        left = Operand.of(Float8Format.parse(a_format), *a)
+        right = Operand.of(Float8Format.parse(b_format), *b)
         # Filled up to whole blocks, a product is a view of a larger one; the fake's strides are the promise.
         return gemm_nt(left, right, out_dtype, fast_accum).contiguous()
 
-    @operator.register_fake
-    def _(
+    def fake(
         a: list[torch.Tensor],
         b: list[torch.Tensor],
         a_format: str,
@@ -118,6 +178,8 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
         fast_accum: bool,
     ) -> torch.Tensor:
         return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
+
+    operator = _operator(multiply, f"{backend}_gemm_nt", fake)
 
     def run(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
         product: torch.Tensor = operator(
@@ -128,7 +190,6 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
     return run
 
 
-@torch.library.custom_op("f8sub::derive_columnwise", mutates_args=())
 def _derive_columnwise(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,8 +199,7 @@ def _derive_columnwise(
     return derived.data, derived.scale_inv.clone()
 
 
-@_derive_columnwise.register_fake
-def _(
+def _fake_derived(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, cols = Operand(data, scale_inv, Float8Format.parse(rowwise)).shape
@@ -147,14 +207,16 @@ def _(
     return derived.data, derived.scale_inv
 
 
-@torch.library.custom_op("f8sub::copy_after", mutates_args=())
 def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-@_copy_after.register_fake
-def _(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+def _fake_copy(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor)
+
+
+derive_columnwise = _operator(_derive_columnwise, "derive_columnwise", _fake_derived)
+copy_after = _operator(_copy_after, "copy_after", _fake_copy)
 
 
 def derive_columnwise_in_backward(
@@ -179,9 +241,9 @@ def derive_columnwise_in_backward(
         return fused.derive_columnwise(rowwise, columnwise, any_layout)
     both_seen = is_fusible(rowwise.format) and is_fusible(columnwise)
     if both_seen and not rowwise.format.tile.is_transpose_of(columnwise.tile):
-        scale_inv = _copy_after(rowwise.scale_inv, after)
+        scale_inv = copy_after(rowwise.scale_inv, after)
         return reference.derive_columnwise(rowwise._replace(scale_inv=scale_inv), columnwise)
-    data, scale_inv = _derive_columnwise(
+    data, scale_inv = derive_columnwise(
         rowwise.data, rowwise.scale_inv, after, rowwise.format.name, columnwise.name
     )
     return Operand(data, scale_inv, columnwise, rowwise.global_scale_inv)
@@ -202,6 +264,6 @@ def small_part_of(dy: torch.Tensor, quantized: Operand | None) -> torch.Tensor:
 def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
     depth = -(-depth // format.depth_multiple) * format.depth_multiple
     data = like.new_empty((rows, depth // format.codes_per_byte), dtype=format.dtype)
-    scale_inv = like.new_empty(format.tile.scale_shape((rows, depth)), dtype=format.scale_rule.stored_as)
+    scale_inv = empty_scale_inv(like, format, rows, depth)
     level = like.new_empty((1, 1), dtype=torch.float32) if format.scale_rule.has_global else None
     return Operand(data, scale_inv, format, level)

@@ -5,7 +5,7 @@ import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile, backends
 from f8sub.formats import E2M1, Operand
-from f8sub.kernels import delayed, fused, reference
+from f8sub.kernels import block_scales, delayed, fused, reference
 from f8sub.kernels.delayed import PastScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
@@ -39,12 +39,13 @@ on_each_dtype = pytest.mark.parametrize(
 
 
 def same_bits(ours: Operand | None, right: Operand | None) -> None:
-    """Of any layout, the same; row-major where the reference is."""
+    """Of any layout, the same; row-major where the reference is. Scales of 1x128 may be column-major."""
     if ours is None or right is None:
         assert ours is right
         return
     assert ours.data.is_contiguous() or not right.data.is_contiguous()
-    assert ours.scale_inv.is_contiguous()
+    by_column = ours.format.tile == Tile(1, 128)
+    assert ours.scale_inv.is_contiguous() or (by_column and ours.scale_inv.t().is_contiguous())
     assert_same_bits(*(operand._replace(data=operand.data.contiguous()) for operand in (ours, right)))
 
 
@@ -224,6 +225,18 @@ def derivations(name: str) -> None:
 @on_each_format
 def test_the_columnwise_usage_of_codes(interpreter, name):  # noqa: F811
     interpreter(derivations, name)
+
+
+def scales_of_vectors() -> None:
+    for operand in fused.quantize(gaussian((48, 400), generator(8)), FORMATS["1x128"], FORMATS["1x128"]):
+        assert operand.scale_inv.stride() == (1, operand.data.shape[0])
+        given = block_scales.vectors(operand)
+        assert given.untyped_storage().data_ptr() == operand.scale_inv.untyped_storage().data_ptr()
+
+
+@needs_triton
+def test_scales_of_vectors_are_laid_out_as_the_gemm_reads_them(interpreter):  # noqa: F811
+    interpreter(scales_of_vectors)
 
 
 def other_layouts() -> None:

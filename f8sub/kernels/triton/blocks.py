@@ -35,24 +35,24 @@ def quantize_vectors(
 ):
     """Tiles of 1 x EDGE of both usages, either of them left out where its pointer is None.
 
-    A program takes every so many-th (EDGE, EDGE) tile, and reads STAGES - 1 of them ahead. Scales are (M, tiles) and
-    (N, tiles).
+    A program takes every so many-th (EDGE, EDGE) tile, and reads STAGES - 1 of them ahead. Scales are (tiles, M) and
+    (tiles, N): what a program makes lies side by side.
     """
     tiles = tl.cdiv(M, EDGE) * tl.cdiv(N, EDGE)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col = place(index, M, N, EDGE, EDGE)
         even, odd = load_finite_halves(x_ptr, row, col, M, N, EDGE, EDGE, WHOLE, "evict_first")
         if row_ptr is not None:
-            i = 2 * tl.arange(0, EDGE // 2)
             even_scale = scale_from_amax(tl.max(tl.abs(even), 1), TOP, POWER_OF_2)
             odd_scale = scale_from_amax(tl.max(tl.abs(odd), 1), TOP, POWER_OF_2)
             even_codes = codes(scaled(even, even_scale[:, None], TOP, False), CODES)
             odd_codes = codes(scaled(odd, odd_scale[:, None], TOP, False), CODES)
             store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, EDGE, EDGE, WHOLE)
-            in_a_row = tl.cdiv(N, EDGE)
-            scales = row_scale_inv_ptr + (row + i).to(tl.int64) * in_a_row + col // EDGE
-            tl.store(scales, inverse(even_scale, POWER_OF_2), mask=row + i < M)
-            tl.store(scales + in_a_row, inverse(odd_scale, POWER_OF_2), mask=row + i + 1 < M)
+            scale_inv = tl.reshape(
+                tl.join(inverse(even_scale, POWER_OF_2), inverse(odd_scale, POWER_OF_2)), (EDGE,)
+            )
+            line = row + tl.arange(0, EDGE)
+            tl.store(row_scale_inv_ptr + (col // EDGE).to(tl.int64) * M + line, scale_inv, mask=line < M)
         if col_ptr is not None:
             j = tl.arange(0, EDGE)
             scale = scale_from_amax(tl.max(larger_magnitude(even, odd), 0), TOP, POWER_OF_2)
@@ -60,8 +60,8 @@ def quantize_vectors(
                 scaled(even, scale[None, :], TOP, False), scaled(odd, scale[None, :], TOP, False), CODES
             )
             store_transposed(col_ptr, made, row, col, M, N, EDGE, EDGE, WHOLE)
-            scales = col_scale_inv_ptr + (col + j).to(tl.int64) * tl.cdiv(M, EDGE) + row // EDGE
-            tl.store(scales, inverse(scale, POWER_OF_2), mask=col + j < N)
+            line = (row // EDGE).to(tl.int64) * N + col + j
+            tl.store(col_scale_inv_ptr + line, inverse(scale, POWER_OF_2), mask=col + j < N)
 
 
 @triton.jit

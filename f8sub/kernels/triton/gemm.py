@@ -13,11 +13,12 @@ def scales_at(
 ):
     """Scales of LINES lines from ``first`` on in block ``k`` of K: one a line, or one of squares of EDGE lines.
 
-    They are stored line by line, or square by square, ``stride`` apart; each is of DEPTH blocks.
+    Each is of DEPTH blocks. Of lines those of one block lie side by side, of squares those of one row of them; what
+    follows is ``stride`` apart.
     """
     if EDGE == 1:
         lines = first + tl.arange(0, LINES)
-        return tl.load(scale_ptr + lines * stride + k // DEPTH, mask=lines < size, other=0.0)
+        return tl.load(scale_ptr + k // DEPTH * stride + lines, mask=lines < size, other=0.0)
     else:
         return tl.load(scale_ptr + (first // EDGE) * stride + k // DEPTH)
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from f8sub.formats import ALL, Operand, Tile
+from f8sub.formats import ALL, Operand
 from f8sub.kernels import block_scales
 from f8sub.kernels.block_scales import ALIGNMENT, BLOCK
 from f8sub.kernels.triton import gemm, hopper
@@ -117,19 +117,24 @@ def _codes(operand: Operand, lines: int, laid_out: bool) -> Any:
 def _scales(operand: Operand, side: str, lines: int, persistent: bool) -> tuple[Any, dict[str, int]]:
     """Where the scales are, and how they are read.
 
-    Of squares, and by ``gemm.multiply`` of lines too, as they are; others are made one a line and block.
-    ``hopper.multiply_persistently`` loads those block by block, by descriptors.
+    Of squares as they are, of lines block by block of K; others are made one a line and block.
+    ``hopper.multiply_persistently`` loads those by descriptors.
     """
-    tile, scales = operand.format.tile, operand.scale_inv
-    squares = tile.rows != ALL and tile.rows % BLOCK == 0 and (persistent or lines <= BLOCK)
-    if not (squares and tile.cols != ALL) and persistent:
+    tile = operand.format.tile
+    if tile.cols != ALL and tile.rows != ALL and tile.rows % BLOCK == 0 and (persistent or lines <= BLOCK):
+        scales = operand.scale_inv.contiguous()
+        return scales, _reading(side, scales.shape[1], tile.rows, tile.cols // BLOCK)
+    if persistent:
         vectors = block_scales.vectors(operand).t()
         descriptor = LaidOutDescriptor.from_tensor(vectors, [1, lines], _layout(0, 32))
         return descriptor, _reading(side, vectors.shape[1], 1, 1)
-    if tile.cols == ALL or not (squares or tile.rows == 1):
-        scales, tile = block_scales.spread(operand, 1, BLOCK), Tile(1, BLOCK)
-    scales = scales.contiguous()
-    return scales, _reading(side, scales.shape[1], tile.rows, tile.cols // BLOCK)
+    if tile.rows == 1 and tile.cols != ALL:
+        by_block, depth = operand.scale_inv.t(), tile.cols // BLOCK
+    else:
+        by_block, depth = block_scales.spread(operand, 1, BLOCK, transposed=True), 1
+    if by_block.stride(1) != 1:
+        by_block = by_block.contiguous()
+    return by_block, _reading(side, by_block.stride(0), 1, depth)
 
 
 def _reading(side: str, stride: int, edge: int, depth: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.kernels.block_scales import empty_scale_inv
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.triton import blocks, casts
@@ -67,13 +68,19 @@ class Plan(NamedTuple):
     col: Operand | None
 
 
-def quantization(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> Plan:
+def quantization(
+    x: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    amax: torch.Tensor | None = None,
+) -> Plan:
     """How to quantize a matrix with scales of its own current amax: ``reference.quantize``.
 
     Args:
         x: (M, N), not empty, contiguous; float32, bfloat16 or float16.
         rowwise: format that ``fused.why_no_kernel`` has no reason against; None to leave the usage out.
         columnwise: likewise. One that differs from ``rowwise`` is quantized by itself.
+        amax: float32, (1, 1), of the finite elements, where it is known and both formats have one scale a matrix.
     """
     if rowwise is not None and columnwise is not None and not _in_one_launch(x, rowwise, columnwise):
         row, col = quantization(x, rowwise, None), quantization(x, None, columnwise)
@@ -82,7 +89,7 @@ def quantization(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Floa
     row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
     col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
     if format.tile == TENSORWISE:
-        launches = _one_scale(x, format, row_operand, col_operand)
+        launches = _one_scale(x, format, row_operand, col_operand, amax)
     elif format.tile == ROWWISE and columnwise is None:
         launches = [_quantize_rows(x, format, row_operand)]
     elif format.tile == ROWWISE:
@@ -110,7 +117,7 @@ def delayed_quantization(
     row = None if rowwise is None else _empty(x, rowwise, *x.shape)
     col = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
     largest = torch.zeros(1, 1, dtype=torch.int32, device=x.device)
-    return Plan(_one_scale(x, format, row, col, past, largest), row, col), largest.view(torch.float32)
+    return Plan(_one_scale(x, format, row, col, None, past, largest), row, col), largest.view(torch.float32)
 
 
 def part_cast(
@@ -188,7 +195,7 @@ def _one(rowwise: Float8Format | None, columnwise: Float8Format | None) -> Float
 
 def _empty(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
     data = like.new_empty((rows, depth), dtype=format.dtype)
-    return Operand(data, like.new_empty(format.tile.scale_shape((rows, depth)), dtype=torch.float32), format)
+    return Operand(data, empty_scale_inv(like, format, rows, depth), format)
 
 
 def _programs(x: torch.Tensor, rows: int, cols: int) -> int:
@@ -228,21 +235,26 @@ def _one_scale(
     format: Float8Format,
     row: Operand | None,
     col: Operand | None,
+    amax: torch.Tensor | None,
     past: PastScale | None = None,
     largest: torch.Tensor | None = None,
 ) -> list[Launch]:
-    amax = torch.zeros(1, dtype=torch.int32, device=x.device)
-    find = {
-        "x_ptr": x,
-        "amax_ptr": amax,
-        "past_ptr": None if past is None or past.covers else past.scale,
-        "SIZE": x.numel(),
-        "BLOCK": ELEMENTS,
-        "WHOLE": x.numel() % ELEMENTS == 0,
-    }
+    launches = []
+    if amax is None:
+        bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+        find = {
+            "x_ptr": x,
+            "amax_ptr": bits,
+            "past_ptr": None if past is None or past.covers else past.scale,
+            "SIZE": x.numel(),
+            "BLOCK": ELEMENTS,
+            "WHOLE": x.numel() % ELEMENTS == 0,
+        }
+        launches.append(Launch(casts.amax_of_matrix, triton.cdiv(x.numel(), ELEMENTS), find))
+        amax = bits.view(torch.float32)
     make = {
         "x_ptr": x,
-        "amax_ptr": amax.view(torch.float32),
+        "amax_ptr": amax,
         "past_ptr": None if past is None else past.scale,
         "largest_ptr": largest,
         **_operands(row, col),
@@ -251,10 +263,7 @@ def _one_scale(
         "COVERS": past is not None and past.covers,
         **_tiles(x, EDGE, EDGE),
     }
-    return [
-        Launch(casts.amax_of_matrix, triton.cdiv(x.numel(), ELEMENTS), find),
-        Launch(casts.cast_with_one, _programs(x, EDGE, EDGE), make),
-    ]
+    return [*launches, Launch(casts.cast_with_one, _programs(x, EDGE, EDGE), make)]
 
 
 def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None) -> list[Launch]:

@@ -18,6 +18,7 @@ from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, why_not_derivable
 from f8sub.recipe import Recipe
+from f8sub.saved_input import why_not_kept
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.primary_weight import PrimaryWeight
 from f8sub.torch_compat import constant_result, graph_task, is_executed, saved_tensors_hook
@@ -108,7 +109,7 @@ def plan_in_use(layer: "Float8Linear") -> Plan:
             return _plan_of_repeated(layer)
     if innermost is None or innermost[0] is None:
         return layer.plan
-    asked = _asked(layer.plan.number, innermost[0], _is_codes(layer.weight))
+    asked = _asked(layer.plan.number, innermost[0], _is_codes(layer.weight), layer.keep_x)
     plan: Plan | str = getattr(_plans, asked)
     if isinstance(plan, str):
         raise Float8ConfigError(f"{layer.fqn}: {plan}")
@@ -125,26 +126,32 @@ def _is_codes(weight: torch.Tensor) -> bool:
 
 
 @constant_result
-def _asked(own: int, key: str, codes: bool) -> str:
+def _asked(own: int, key: str, codes: bool, keep_x: str) -> str:
     """Attribute of ``_plans`` that holds a layer's plan for the recipe of ``key``, or why there is none.
 
     Args:
         own: number of the plan that the layer was converted with; dynamo of 2.11 cannot hand over the plan itself.
         key: see ``key_of``.
         codes: see ``_is_codes``.
+        keep_x: the layer's.
     """
-    name = f"{key} for {own}, codes={codes}"
+    name = f"{key} for {own}, codes={codes}, keep_x={keep_x}"
     if not hasattr(_plans, name):
-        setattr(_plans, name, _make(Plan.made[own], _recipes[key], codes))
+        setattr(_plans, name, _make(Plan.made[own], _recipes[key], codes, keep_x))
     return name
 
 
-def _make(own: Plan, recipe: Recipe, codes: bool) -> Plan | str:
+def _make(own: Plan, recipe: Recipe, codes: bool, keep_x: str) -> Plan | str:
     wire = own.recipe.fprop.b
     if codes and wire is not None and (reason := _why_not_readable(wire, recipe)):
         return (
             f"recipe {recipe.name!r} of the context cannot be used, because {reason}. Enter a context with a recipe "
             f"whose fprop.b is {wire} as in {own.recipe.name!r}, or convert with float8_all_gather=False"
+        )
+    if reason := why_not_kept(recipe, keep_x):
+        return (
+            f"recipe {recipe.name!r} of the context cannot be used with keep_x={keep_x!r}, because {reason}. Enter a "
+            "context with another recipe, or convert the layer with keep_x='auto'"
         )
     try:
         return Plan.make(recipe, own.device, own.backend)

@@ -13,7 +13,15 @@ from torch.distributed.tensor import DTensor
 from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.extensions import float8_class, plain_class
-from f8sub.filters import DEFAULT_SKIP, FilterFn, LayerRecipes, RecipeOrName, why_not
+from f8sub.filters import (
+    DEFAULT_SKIP,
+    FilterFn,
+    LayerChoices,
+    LayerKeepX,
+    LayerRecipes,
+    RecipeOrName,
+    why_not,
+)
 from f8sub.fsdp.precompute_scales import (
     check_ranks_hook,
     replicate_hook,
@@ -25,6 +33,7 @@ from f8sub.linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.report import SKIP_REASON, conversion_report
+from f8sub.saved_input import AUTO, RECOMPUTE, reencodes, why_not_kept
 from f8sub.shared_input import close_scope, open_scope
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
@@ -43,6 +52,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     float8_all_gather: bool = True,
     backend: str = "auto",
     primary_weights: bool = False,
+    keep_x: str | Mapping[str, str] = AUTO,
     module_filter_fn: FilterFn | None = None,
     filter_fqns: str | Sequence[str] = (),
     recipe_name: str | None = None,
@@ -68,6 +78,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
         primary_weights: the weights themselves become float8, 1 byte an element, and their high-precision values the
             masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
+        keep_x: what is saved of x for wgrad, one of ``KEEP_X``, see ``f8sub.saved_input``; or a mapping from glob
+            patterns to them, "auto" where none matches.
         module_filter_fn: torchao's name for ``filter_fn``.
         filter_fqns: torchtitan's convention: a layer whose name contains one of these strings is skipped.
         recipe_name: torchtitan's name for ``recipe``.
@@ -78,13 +90,11 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
 
     Raises:
         Float8ConfigError: unknown recipe or backend, a model that is already sharded or converted with another
-            recipe, tied layers whose recipes read the weight differently, or, when ``strict``, nothing to convert.
+            recipe, tied layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot take,
+            or, when ``strict``, nothing to convert.
     """
-    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
-        raise Float8ConfigError(
-            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
-        )
-    recipes = LayerRecipes(recipe_name or recipe)
+    _refuse_two(recipe, recipe_name)
+    recipes, kept = LayerRecipes(recipe_name or recipe), LayerKeepX(keep_x)
     skip = [skip] if isinstance(skip, str) else skip
     filter_fqns = [filter_fqns] if isinstance(filter_fqns, str) else filter_fqns
     if enable_fsdp_float8_all_gather is not None:
@@ -93,12 +103,13 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     _refuse_other_recipe(model, recipes)
     keep = _all_of(filter_fn, module_filter_fn, _none_of_fqns(filter_fqns))
     names = _select(model, keep, skip, recipes)
-    idle = _idle_patterns(model, names, recipes)
+    idle = _idle_patterns(model, names, recipes) + _idle_patterns(model, names, kept)
     if not names:
         _nothing_converted(model, strict)
         return model
     plans = _plans(names, recipes, backend)
     _refuse_tied_apart(model, names, plans)
+    _check_keep_x(plans, names, kept)
     # A GEMM that reads the weight in high precision needs it gathered so.
     gathered = {m: float8_all_gather and None not in plan.recipe.formats("w") for m, plan in plans.items()}
     if primary_weights:
@@ -106,8 +117,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         _refuse_high_precision(plans, names, gathered)
     layers = ConvertedLayers(primary_weights, idle)
     for module, plan in plans.items():
-        _convert(module, names[module], plan, layers)
-        module.float8_all_gather = gathered[module]  # type: ignore[assignment]
+        _convert(module, names[module], plan, layers, gathered[module], kept.of(names[module]))
     _wrap_weights(list(names), layers)
     _share_inputs(model)
     _watch(model, layers, with_histories=any(plan.recipe.delayed is not None for plan in plans.values()))
@@ -136,7 +146,7 @@ def convert_from_float8(model: Model) -> Model:
             weight = module.weight
             if isinstance(weight, MasterWeight | PrimaryWeight):
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
-            del module.plan, module.fqn, module.converted, module.float8_all_gather
+            del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
             module._modules.pop("scaling_states", None)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
     return model
@@ -168,7 +178,7 @@ def _select(
 
 
 def _idle_patterns(
-    model: torch.nn.Module, names: dict[torch.nn.Linear, str], recipes: LayerRecipes
+    model: torch.nn.Module, names: dict[torch.nn.Linear, str], choices: LayerChoices[Any]
 ) -> tuple[str, ...]:
     """Patterns that decide for no layer, after a warning about them."""
     converted, others = [], {}
@@ -177,11 +187,11 @@ def _idle_patterns(
             converted.append(fqn)
         elif isinstance(module, torch.nn.Linear):
             others[fqn] = getattr(module, SKIP_REASON)
-    idle = recipes.idle_patterns(converted, others)
+    idle = choices.idle_patterns(converted, others)
     if idle:
         warnings.warn(
-            f"patterns of recipe that decide for no layer: {', '.join(idle)}; the first that matches a layer's name "
-            "decides, so put the finer ones first",
+            f"patterns of {choices.option} that decide for no layer: {', '.join(idle)}; the first that matches a "
+            "layer's name decides, so put the finer ones first",
             Float8Warning,
             stacklevel=3,
         )
@@ -199,9 +209,12 @@ def _plans(
     }
 
 
-def _convert(module: Any, fqn: str, plan: Plan, layers: ConvertedLayers) -> None:
+def _convert(
+    module: Any, fqn: str, plan: Plan, layers: ConvertedLayers, float8_all_gather: bool, keep_x: str
+) -> None:
     module.__class__ = float8_class(type(module))
     module.plan, module.fqn, module.converted = plan, fqn or "(root)", layers
+    module.float8_all_gather, module.keep_x = float8_all_gather, keep_x
     layers.add(module)
     if plan.recipe.delayed is not None:
         module.scaling_state(plan.recipe)
@@ -258,6 +271,13 @@ def _watch(model: torch.nn.Module, layers: ConvertedLayers, *, with_histories: b
     if with_histories:
         model.register_forward_pre_hook(functools.partial(replicate_hook, layers))
     watch_optimizer_steps()
+
+
+def _refuse_two(recipe: Any, recipe_name: str | None) -> None:
+    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
+        raise Float8ConfigError(
+            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
+        )
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
@@ -323,6 +343,30 @@ def _refuse_delayed(plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Lin
                 f"primary_weights=True scales weights by their current amax, and {names[module]} with recipe "
                 f"{plan.recipe.name!r} scales them by their past; choose one of the two, {DEFAULT!r} for instance"
             )
+
+
+def _check_keep_x(
+    plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Linear, str], kept: LayerKeepX
+) -> None:
+    """Refuse what a recipe cannot keep x as; warn where its codes are re-encoded."""
+    rounded = []
+    for module, plan in plans.items():
+        fqn, recipe = names[module], plan.recipe
+        keep_x = kept.of(fqn)
+        if reason := why_not_kept(recipe, keep_x):
+            raise Float8ConfigError(
+                f"{fqn} with recipe {recipe.name!r} cannot take keep_x={keep_x!r}: {reason}. Give it 'auto'"
+            )
+        if keep_x == RECOMPUTE and reencodes(recipe):
+            rounded.append(f"{fqn} ({recipe.name})")
+    if rounded:
+        warnings.warn(
+            f"keep_x='recompute' re-scales the codes of x by columns in {len(rounded)} layers, {rounded[0]} first: "
+            "what falls below a column's smallest code is rounded again or lost; keep_x='high_precision' or 'auto' "
+            "keeps the numbers",
+            Float8Warning,
+            stacklevel=3,
+        )
 
 
 def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:

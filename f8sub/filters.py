@@ -2,6 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -10,6 +11,7 @@ from f8sub.extensions import extensions
 from f8sub.formats import HIGH_PRECISION
 from f8sub.linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
+from f8sub.saved_input import AUTO, KEEP_X
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
@@ -22,34 +24,40 @@ DEFAULT_SKIP = ("lm_head",)
 """The output projection stays in high precision: its gradient and logits decide the loss most directly."""
 
 
-class LayerRecipes:
-    """The recipe of each layer: one for all, or that of the first glob pattern that matches its name.
+Choice = TypeVar("Choice")
+
+
+class LayerChoices(Generic[Choice]):
+    """An option of each layer: one for all, or that of the first glob pattern that matches its name.
 
     Args:
-        recipe: a recipe, its name, or a mapping from patterns (see ``matches``) to either.
+        option: what is chosen, for errors.
+        given: the choice, or a mapping from patterns (see ``matches``) to choices.
+        read: what makes a choice of what was given.
 
     Raises:
-        Float8ConfigError: an unknown recipe, or a key that is no pattern.
+        Float8ConfigError: a key that is no pattern, or what ``read`` raises.
     """
 
-    def __init__(self, recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> None:
-        self._by_layer = isinstance(recipe, Mapping)
-        given = recipe if isinstance(recipe, Mapping) else {"*": recipe}
-        if unknown := [pattern for pattern in given if not isinstance(pattern, str)]:
+    def __init__(self, option: str, given: Any, read: Callable[[Any], Choice]) -> None:
+        self.option = option
+        self._by_layer = isinstance(given, Mapping)
+        by_pattern = given if isinstance(given, Mapping) else {"*": given}
+        if unknown := [pattern for pattern in by_pattern if not isinstance(pattern, str)]:
             raise Float8ConfigError(
-                f"recipes for layers go by glob patterns over their names, got {unknown[0]!r}; give its name, as "
+                f"{option} for layers goes by glob patterns over their names, got {unknown[0]!r}; give its name, as "
                 "model.named_modules() has it"
             )
-        self._recipes = {pattern: get_recipe(chosen) for pattern, chosen in given.items()}
+        self._choices = {pattern: read(chosen) for pattern, chosen in by_pattern.items()}
 
     def pattern_of(self, fqn: str) -> str | None:
         """The pattern that decides for a layer; None where none matches."""
-        return next((pattern for pattern in self._recipes if matches(pattern, fqn)), None)
+        return next((pattern for pattern in self._choices if matches(pattern, fqn)), None)
 
-    def of(self, fqn: str) -> Recipe | None:
-        """A layer's recipe; None where no pattern matches, and the layer stays in high precision."""
+    def of(self, fqn: str) -> Choice | None:
+        """A layer's choice; None where no pattern matches."""
         pattern = self.pattern_of(fqn)
-        return None if pattern is None else self._recipes[pattern]
+        return None if pattern is None else self._choices[pattern]
 
     def idle_patterns(self, converted: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
         """Patterns that decide for no converted layer, each with the reason.
@@ -63,7 +71,7 @@ class LayerRecipes:
         busy = {self.pattern_of(fqn) for fqn in converted}
         return tuple(
             f"{pattern!r} {self._why_idle(pattern, converted, others)}"
-            for pattern in self._recipes
+            for pattern in self._choices
             if pattern not in busy
         )
 
@@ -73,6 +81,44 @@ class LayerRecipes:
         if left := next((fqn for fqn in others if matches(pattern, fqn)), None):
             return f"matches no layer that is converted ({left}: {others[left]})"
         return "matches no linear layer"
+
+
+class LayerRecipes(LayerChoices[Recipe]):
+    """The recipe of each layer; none where no pattern matches, and the layer stays in high precision.
+
+    Args:
+        recipe: a recipe, its name, or a mapping from patterns to either.
+
+    Raises:
+        Float8ConfigError: an unknown recipe, or a key that is no pattern.
+    """
+
+    def __init__(self, recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> None:
+        super().__init__("recipe", recipe, get_recipe)
+
+
+class LayerKeepX(LayerChoices[str]):
+    """What each layer keeps of x; "auto" where no pattern matches.
+
+    Args:
+        keep_x: one of ``KEEP_X``, or a mapping from patterns to them.
+
+    Raises:
+        Float8ConfigError: another word, or a key that is no pattern.
+    """
+
+    def __init__(self, keep_x: str | Mapping[str, str]) -> None:
+        super().__init__("keep_x", keep_x, _read_keep_x)
+
+    def of(self, fqn: str) -> str:
+        """A layer's choice."""
+        return super().of(fqn) or AUTO
+
+
+def _read_keep_x(chosen: Any) -> str:
+    if chosen not in KEEP_X:
+        raise Float8ConfigError(f"keep_x={chosen!r} is none of {', '.join(map(repr, KEEP_X))}")
+    return str(chosen)
 
 
 def why_not(

@@ -18,7 +18,7 @@ class ConvertedLayers:
     Attributes:
         primary_weights: whether the weights become float8 once an optimizer has their masters.
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
-        idle_patterns: patterns of the ``recipe`` that was given which decide for none of the layers, with reasons.
+        idle_patterns: patterns of options given by patterns which decide for none of the layers, with reasons.
         steps: number of optimizer steps among them.
         stepped: which of these was the last of each weight, by the name of its layer; 0 where there was none.
         loaded_at: what ``steps`` was when a state dict was loaded last; its amax histories cover the steps before.

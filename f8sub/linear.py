@@ -1,6 +1,6 @@
 """Layer 4. Float8Linear: ``y = x @ w.t() + bias`` with each of the three GEMMs run as the recipe says.
 
-x  --quantize--> rowwise, columnwise       saved for backward: columnwise only, 1 byte an element
+x  --quantize--> rowwise, columnwise       saved for backward: columnwise only, 1 byte an element; see saved_input
 w  --quantize--> rowwise                   saved for backward: nothing; columnwise is derived there and freed
 dy --quantize--> rowwise, columnwise
 """
@@ -18,7 +18,7 @@ from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
-from f8sub.saved_input import GemmInput, Scaling, present, quantize_x, x_columnwise
+from f8sub.saved_input import GemmInput, Kept, Scaling, present, quantize_x, x_columnwise
 from f8sub.scaling_state import DY, Past, ScalingState, ScalingStates, W, quantize_delayed
 from f8sub.spread import Places, Spread
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -38,6 +38,7 @@ class Float8Linear(torch.nn.Linear):
         fqn: the layer's name in the model that was converted, for errors and reports.
         converted: the layers of the same conversion, this one among them.
         float8_all_gather: whether FSDP2 gathers the weight as float8.
+        keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``.
         scaling_states: the past of x, w and dy under each recipe with delayed scaling; absent where there was none.
     """
 
@@ -45,6 +46,7 @@ class Float8Linear(torch.nn.Linear):
     fqn: str
     converted: ConvertedLayers
     float8_all_gather: bool
+    keep_x: str
     scaling_states: torch.nn.ModuleList
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102
@@ -80,9 +82,9 @@ class Float8Linear(torch.nn.Linear):
             x, weight, bias = places.local(x, weight, bias)
         y: torch.Tensor
         if grad:
-            y = apply(_Float8Matmul, x, weight, bias, plan, dtype, scaling)
+            y = apply(_Float8Matmul, x, weight, bias, plan, dtype, scaling, self.keep_x)
         else:
-            y = _fprop(x, weight, bias, plan, dtype, scaling, keep_x=False)[0]
+            y = _fprop(x, weight, bias, plan, dtype, scaling, None)[0]
         if contexts.entered:
             remember(self, plan, y)
         return y if places is None else places.whole(y)
@@ -185,9 +187,12 @@ class Float8Linear(torch.nn.Linear):
             self.weight = torch.nn.Parameter(master, requires_grad)
 
     def extra_repr(self) -> str:
-        """Features, recipe, the backend of each GEMM, and what quantizes in eager code."""
+        """Features, recipe, the backend of each GEMM, what quantizes in eager code, and what is kept of x."""
         gemms = ", ".join(f"{gemm}={getattr(self.plan, gemm) or 'high precision'}" for gemm in _GEMMS)
-        return f"{super().extra_repr()}, recipe={self.plan.recipe.name}, {gemms}, quantize={self.plan.quantizers}"
+        how = (
+            f"recipe={self.plan.recipe.name}, {gemms}, quantize={self.plan.quantizers}, keep_x={self.keep_x}"
+        )
+        return f"{super().extra_repr()}, {how}"
 
 
 @untraced
@@ -222,7 +227,7 @@ class _Float8Matmul(torch.autograd.Function):
     """The three GEMMs over raw tensors."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  (an autograd.Function takes no keywords)
         ctx: Any,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -230,8 +235,10 @@ class _Float8Matmul(torch.autograd.Function):
         plan: Plan,
         dtype: torch.dtype,
         scaling: Scaling,
+        keep_x: str,
     ) -> torch.Tensor:
-        y, saved = _fprop(x, w, bias, plan, dtype, scaling, keep_x=ctx.needs_input_grad[1])
+        wanted = keep_x if ctx.needs_input_grad[1] else None
+        y, saved, ctx.kept = _fprop(x, w, bias, plan, dtype, scaling, wanted)
         ctx.save_for_backward(w, *saved)
         ctx.plan, ctx.dtype, ctx.scaling = plan, dtype, scaling
         ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype) if isinstance(w, MasterWeight) else None
@@ -263,11 +270,11 @@ class _Float8Matmul(torch.autograd.Function):
             dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
-            x_col = x_columnwise(saved, plan, after, scaling)
+            x_col = x_columnwise(saved, ctx.kept, plan, dtype, after, scaling)
             dw = _gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, dbias, None, None, None
+        return dx, dw, dbias, None, None, None, None
 
 
 def _fprop(
@@ -277,15 +284,14 @@ def _fprop(
     plan: Plan,
     dtype: torch.dtype,
     scaling: Scaling,
-    *,
-    keep_x: bool,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    keep_x: str | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Kept]:
     """``y`` of ``x``'s leading dims, and what ``quantize_x`` saves of ``x``."""
     recipe = plan.recipe
     matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if x.dtype is not dtype:
         matrix = matrix.to(dtype)
-    x_row, saved = quantize_x(x, matrix, plan, scaling, keep=keep_x)
+    x_row, saved, kept = quantize_x(x, matrix, plan, scaling, keep_x)
     w_row = _weight_rowwise(w, recipe.fprop.b, dtype, scaling)
     y = _gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
     if bias is not None and not (isinstance(scaling, Spread) and not scaling.adds_bias):
@@ -294,7 +300,7 @@ def _fprop(
         # Not a view to autograd: FSDP2 warns about modules that return views, and torch 2.11 compiles an
         # autograd.Function that returns one, or what .to() did not change, to one without gradients.
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    return y, saved
+    return y, saved, kept
 
 
 def _gemm(

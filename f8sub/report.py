@@ -35,7 +35,7 @@ class ConversionReport:
 
     Attributes:
         layers: in the model's order.
-        idle_patterns: of a ``recipe`` given by patterns, those that decide for no layer, each with the reason.
+        idle_patterns: of a ``recipe`` or ``keep_x`` given by patterns, those that decide for no layer, with the reason.
     """
 
     layers: tuple[LayerReport, ...]
@@ -71,6 +71,7 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
             )
             gather = "float8" if module.float8_all_gather else "high precision"
             detail = f"{plan.recipe.name}: {gemms}, quantize={plan.quantizers}, all-gather={gather}"
+            detail += f", keep_x={module.keep_x}"
             idle += module.converted.idle_patterns
         else:
             detail = getattr(module, SKIP_REASON, "convert_to_float8 has not seen it")

@@ -1,15 +1,34 @@
-"""Layer 4. x: quantized in forward, what is saved of it for wgrad, and its columnwise operand in backward."""
+"""Layer 4. x: quantized in forward, what is saved of it for wgrad, and its columnwise operand in backward.
 
-from typing import TypeVar
+| kept             | forward makes       | saved                          | backward makes columnwise of |
+| ---------------- | ------------------- | ------------------------------ | ---------------------------- |
+| "float8"         | rowwise, columnwise | columnwise codes               |                              |
+| "high_precision" | rowwise             | x itself                       | x                            |
+| "recompute"      | rowwise             | rowwise codes                  | the rowwise codes            |
+
+"auto" is the second where x is saved anyway, by the operator that made it, as attention saves its result; else the
+first. ``torch.compile`` cannot see that, and hooks for saved tensors (checkpointing, offloading) may pack each one by
+itself: there it is the first.
+
+The first two have the same numbers, bitwise. So has the third where codes are transposed; where they are re-encoded see
+``reference.derive_columnwise``. A recipe whose wgrad reads x in high precision has it saved so in any case, and an x
+that came in float8 stays as it came. Siblings that share an x each make its columnwise operand, where backward does.
+"""
+
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from f8sub import backends
 from f8sub.backends import Plan
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import Float8Format, Operand, why_not_derivable
+from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.ops import derive_columnwise_in_backward
+from f8sub.recipe import Recipe
 from f8sub.scaling_state import Past, X
 from f8sub.shared_input import quantize_input, quantize_input_delayed
 from f8sub.spread import Spread
+from f8sub.torch_compat import is_saved_by_its_maker
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
@@ -19,47 +38,125 @@ Present = TypeVar("Present", Operand, Float8Format)
 Scaling = Past | Spread | None
 """How scales are made: of the past, over tensor-parallel ranks (of the past or not), or of current amaxes here."""
 
+AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE = KEEP_X = ("auto", "float8", "high_precision", "recompute")
+"""What a layer can be asked to keep of x."""
+
+
+class Kept(NamedTuple):
+    """What a forward saved of x, besides the tensors.
+
+    Attributes:
+        how: one of ``KEEP_X`` but "auto".
+        is_known: of the ``PastScale`` that the forward had, where backward casts with it again.
+    """
+
+    how: str
+    is_known: bool = False
+
+
+NOTHING = Kept(FLOAT8)
+"""Of a forward without wgrad."""
+
+
+def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
+    """Why layers of a recipe cannot keep x so; None when they can."""
+    rowwise, columnwise = recipe.formats("x")
+    if columnwise is None or keep_x in (AUTO, FLOAT8):
+        return None
+    if keep_x == HIGH_PRECISION:
+        if rowwise is None and recipe.delayed is not None:
+            return "its fprop does not cast x, whose amax delayed scaling takes in forward"
+        return None
+    if rowwise is None:
+        return "its fprop does not cast x, so that there are no codes to derive any from"
+    return why_not_derivable(rowwise, columnwise)
+
+
+def reencodes(recipe: Recipe) -> bool:
+    """Whether "recompute" makes other codes than "float8": re-scaled ones, where no byte transpose will do."""
+    rowwise, columnwise = recipe.formats("x")
+    return not (rowwise is None or columnwise is None or rowwise.tile.is_transpose_of(columnwise.tile))
+
 
 def quantize_x(
-    x: torch.Tensor, matrix: torch.Tensor, plan: Plan, scaling: Scaling, *, keep: bool
-) -> tuple[GemmInput, tuple[torch.Tensor, ...]]:
-    """What fprop reads of ``x``, and what wgrad needs of it: its columnwise operand, or nothing.
+    x: torch.Tensor, matrix: torch.Tensor, plan: Plan, scaling: Scaling, keep_x: str | None
+) -> tuple[GemmInput, tuple[torch.Tensor, ...], Kept]:
+    """What fprop reads of ``x``, what is saved of it for wgrad, and how that is to be read.
 
     Args:
         x: what the layer was called with.
         matrix: (M, K), ``x`` flattened and in the GEMM's high-precision dtype.
         plan: of the call.
         scaling: likewise.
-        keep: whether there will be a wgrad.
+        keep_x: one of ``KEEP_X``; None where there will be no wgrad.
     """
-    formats = plan.recipe.fprop.a, plan.recipe.wgrad.b if keep else None
+    rowwise, columnwise = plan.recipe.fprop.a, plan.recipe.wgrad.b
+    received = isinstance(scaling, Spread) and scaling.received
+    how = keep_x
+    if keep_x == AUTO or received:
+        free = not received and is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
+        how = HIGH_PRECISION if free else FLOAT8
+    formats = rowwise, columnwise if how == FLOAT8 else None
     if scaling is None:
         row, col = quantize_input(x, matrix, formats, plan.any_layout)
     elif isinstance(scaling, Spread):
         row, col = scaling.quantize(X, matrix, formats, plan.any_layout)
     else:
         row, col = quantize_input_delayed(x, matrix, formats, plan.any_layout, scaling)
-    if not keep:
-        return row or matrix, ()
-    return row or matrix, (matrix,) if col is None else col.tensors
+    if how is None:
+        return row or matrix, (), NOTHING
+    if columnwise is None:
+        return row or matrix, (matrix,), Kept(HIGH_PRECISION)
+    if how == FLOAT8:
+        return row or matrix, present(col).tensors, Kept(RECOMPUTE if received else FLOAT8)
+    if how == RECOMPUTE:
+        return present(row), present(row).tensors, Kept(RECOMPUTE)
+    past = _past(scaling)
+    if past is None:
+        return row or matrix, (x,), Kept(HIGH_PRECISION)
+    scale = past.scale(X)
+    # A copy: the histories may roll before backward.
+    return row or matrix, (x, scale.scale.clone()), Kept(HIGH_PRECISION, scale.is_known)
 
 
-def x_columnwise(saved: list[torch.Tensor], plan: Plan, after: torch.Tensor, scaling: Scaling) -> GemmInput:
+def x_columnwise(
+    saved: list[torch.Tensor],
+    kept: Kept,
+    plan: Plan,
+    dtype: torch.dtype,
+    after: torch.Tensor,
+    scaling: Scaling,
+) -> GemmInput:
     """``x``'s columnwise operand, of what forward saved of it.
 
     Args:
         saved: by ``quantize_x``.
+        kept: likewise.
         plan: of the call.
+        dtype: the GEMM's high-precision dtype.
         after: see ``derive_columnwise_in_backward``.
         scaling: of the call.
     """
     format = plan.recipe.wgrad.b
     if format is None:
         return saved[0].t()
-    if isinstance(scaling, Spread) and scaling.received:
+    if kept.how == FLOAT8:
+        return Operand.of(format, *saved)
+    if kept.how == RECOMPUTE:
         rowwise = Operand.of(present(plan.recipe.fprop.a), *saved)
         return derive_columnwise_in_backward(rowwise, format, after, plan.any_layout)
-    return Operand.of(format, *saved)
+    x, *scale = saved
+    matrix = (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).to(dtype)
+    across = scaling.across(X) if isinstance(scaling, Spread) else None
+    past = _past(scaling)
+    if past is None:
+        return present(backends.quantize(matrix, None, format, plan.any_layout, across)[1])
+    then = PastScale(scale[0], past.state.scaling.margin, covers=False, is_known=kept.is_known)
+    return present(backends.quantize_delayed(matrix, then, None, format, plan.any_layout, across)[1])
+
+
+def _past(scaling: Scaling) -> Past | None:
+    return scaling.past if isinstance(scaling, Spread) else scaling
 
 
 def present(operand: Present | None) -> Present:

@@ -24,6 +24,7 @@ from f8sub import backends
 from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub.kernels.reference import Across
 from f8sub.recipe import OperandName
 from f8sub.scaling_state import OPERANDS, Past, W, quantize_delayed
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -234,11 +235,15 @@ class Spread(NamedTuple):
             return self._received(matrix, formats)
         if formats == (None, None):
             return None, None
-        cut = self.cuts[operand]
-        across = None if cut is None else cut.across
+        across = self.across(operand)
         if self.past is None:
             return backends.quantize(matrix, *formats, any_layout, across)
         return quantize_delayed(self.past, operand, matrix, formats, any_layout, across)
+
+    def across(self, operand: int) -> Across | None:
+        """What makes this rank's amaxes those of the whole operand; None where they are."""
+        cut = self.cuts[operand]
+        return None if cut is None else cut.across
 
     def _received(
         self, matrix: Float8Tensor, formats: tuple[Float8Format | None, Float8Format | None]

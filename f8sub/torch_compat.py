@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
@@ -148,6 +149,31 @@ def saved_tensors_hook() -> Any:
     """The hook that packs what is saved for backward now; None without one. Non-reentrant checkpoints push theirs."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
+
+
+_VIEWS = re.compile(
+    r"(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Unsqueeze|Squeeze|Slice|Select|Expand|Alias)Backward\d+"
+)
+"""Nodes of operators whose result lies in their argument's storage; where one copies, CloneBackward0 is between."""
+
+
+def is_saved_by_its_maker(x: torch.Tensor) -> bool:
+    """Whether the operator that made ``x``, or made what ``x`` is a view of, saved its result for its own backward.
+
+    As those of ``scaled_dot_product_attention``, relu, sigmoid and softmax do. Told from the graph, so never while
+    ``torch.compile`` traces; nor where hooks pack what is saved (checkpointing, offloading), each tensor by itself.
+    """
+    if torch.compiler.is_compiling() or saved_tensors_hook() is not None:
+        return False
+    node, index = x.grad_fn, x.output_nr
+    while node is not None and _VIEWS.fullmatch(node.name()):
+        node, index = node.next_functions[0]
+    # Asked of the class: of the node itself it would be unpacked.
+    return (
+        node is not None
+        and index == 0
+        and any(hasattr(type(node), name) for name in ("_saved_output", "_saved_result"))
+    )
 
 
 def is_executed(node: Any) -> bool:

@@ -272,6 +272,7 @@ def _description(layer: Float8Linear) -> dict[str, str]:
         "amax histories": str(plan.recipe.delayed),
         "backends": f"{plan.fprop}, {plan.dgrad}, {plan.wgrad}",
         "float8_all_gather": str(layer.float8_all_gather),
+        "keep_x": layer.keep_x,
         "primary_weights": str(layer.converted.primary_weights),
     }
 

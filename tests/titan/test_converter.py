@@ -79,6 +79,13 @@ def test_recipes_by_layer():
 
 
 @alone
+def test_what_is_kept_of_x_by_layer():
+    model = on_meta(debugmodel(converter(keep_x={"wo": "high_precision"})))
+    assert model.layers["0"].attention.wo.keep_x == "high_precision"
+    assert model.layers["0"].feed_forward.w2.keep_x == "auto"
+
+
+@alone
 @pytest.mark.parametrize(
     ("name", "left"),
     [

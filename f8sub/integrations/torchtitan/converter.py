@@ -19,6 +19,7 @@ from f8sub.integrations.torchtitan.scales import attach
 from f8sub.linear import Float8Linear
 from f8sub.recipes import DEFAULT
 from f8sub.report import conversion_report
+from f8sub.saved_input import AUTO
 from f8sub.scaling_state import ScalingState
 
 
@@ -39,6 +40,7 @@ class Float8Converter(QuantizationConverter):
         enable_fsdp_float8_all_gather: bool = True
         precompute_float8_dynamic_scale_for_fsdp: bool | None = None
         emulate: bool = False
+        keep_x: str | dict[str, str] = AUTO
 
     def __init__(self, config: Config) -> None:
         names = [f.name for f in dataclasses.fields(Options)]

@@ -11,6 +11,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.integrations.torchtitan.options import SKIP, Options, convert
 from f8sub.recipes import DEFAULT
 from f8sub.report import conversion_report
+from f8sub.saved_input import AUTO
 
 NAME = "f8sub"
 
@@ -29,6 +30,7 @@ class Section(Options):
     filter_fqns: list[str] = field(default_factory=list)
     skip: list[str] = field(default_factory=lambda: [*SKIP, "output"])
     """0.2 names the output projection so."""
+    keep_x: str | dict[str, str] = AUTO
 
 
 @dataclass

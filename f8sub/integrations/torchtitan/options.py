@@ -9,10 +9,11 @@ import torch
 from f8sub.convert import convert_to_float8
 from f8sub.errors import Float8ConfigError
 from f8sub.extensions import extensions
-from f8sub.filters import DEFAULT_SKIP, LayerRecipes
+from f8sub.filters import DEFAULT_SKIP, LayerKeepX, LayerRecipes
 from f8sub.integrations.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
+from f8sub.saved_input import AUTO
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -35,10 +36,11 @@ class Options:
         precompute_float8_dynamic_scale_for_fsdp: one all-reduce makes the scales of all weights after each optimizer
             step; None for wherever the weights are gathered as float8.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
+        keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
 
     Raises:
-        Float8ConfigError: no such recipe, a string in place of a list of them, or scales to precompute for weights
-            that are not gathered as float8.
+        Float8ConfigError: no such recipe or ``keep_x``, a string in place of a list of them, or scales to precompute
+            for weights that are not gathered as float8.
     """
 
     recipe_name: str | Mapping[str, str] = DEFAULT
@@ -47,9 +49,11 @@ class Options:
     enable_fsdp_float8_all_gather: bool = True
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
     emulate: bool = False
+    keep_x: str | Mapping[str, str] = AUTO
 
     def __post_init__(self) -> None:
         LayerRecipes(self.recipe_name)
+        LayerKeepX(self.keep_x)
         for name in ("filter_fqns", "skip"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -100,6 +104,7 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         skip=options.skip,
         float8_all_gather=options.enable_fsdp_float8_all_gather,
         backend="reference" if options.emulate else "auto",
+        keep_x=options.keep_x,
     )
     check_at_first_forward(model)
     setattr(model, PRECOMPUTE, options.precompute)

@@ -9,7 +9,7 @@ from torch import nn
 
 import f8sub
 from tests import oracle
-from tests.compiling import HIDDEN, WIDTH, SavedShapes, compile_blocks, differences, mlps, train
+from tests.compiling import HIDDEN, WIDTH, SavedShapes, compile_blocks, decibels, differences, mlps, train
 from tests.counting import FLOAT8
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Transformer, seed_weights
@@ -176,12 +176,6 @@ def test_x_is_saved_in_float8_once_for_siblings(recipe):
     assert sorted(float8.values()) == (sorted([*of_siblings, packed * HIDDEN]) if in_codes else [])
     high_precision = [t for t in saved.tensors if t.dtype == torch.float32 and t.numel() == tokens * HIDDEN]
     assert len(high_precision) <= 2 + (not in_codes)  # gate's and up's outputs, for their product; x of down
-
-
-def decibels(signal: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to noise; 100 for what is as good as equal."""
-    noise = (found.float() - signal.float()).norm().clamp(min=1e-5 * signal.float().norm().item())
-    return 20 * torch.log10(signal.float().norm() / noise).item()
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import f8sub
 from f8sub.integrations.torchtitan import scales
 from tests.dist.ranks import RankFailure
 from tests.titan import runs
+from tests.titan.jobs_0_2 import job_file
 
 pytestmark = pytest.mark.usefixtures("titan_0_2")
 alone = functools.partial(runs.alone, titan="titan_0_2")
@@ -254,8 +255,6 @@ def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
 
 @long
 def test_torchtitans_command_line_under_torchrun(assets, tmp_path):
-    from tests.titan.cpu_0_2 import job_file
-
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),

@@ -1,0 +1,44 @@
+"""torchtitan 0.2 as it is, on GPUs and NCCL: bodies of ranks. Nothing here imports torchtitan before a rank runs it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.titan import gloo, jobs_0_2
+
+
+def trainer_of(rank: int, arguments: list[str], folder: Path) -> Any:
+    import torchtitan.train
+    from torchtitan.tools.logging import init_logger
+
+    gloo.as_rank(rank, folder)
+    os.environ["LOCAL_RANK"] = str(rank)
+    torchtitan.train.time = gloo.without_sleep(torchtitan.train.time)
+    jobs_0_2.with_few_layers()
+    init_logger()
+    return torchtitan.train.Trainer(jobs_0_2.configured(arguments, folder, emulate=False))
+
+
+def train(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
+    return gloo.train(trainer_of(rank, arguments, folder))
+
+
+def count(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
+    return gloo.train(trainer_of(rank, arguments, folder), count=True)
+
+
+def train_asynchronously(
+    rank: int, world: int, arguments: list[str], folder: Path
+) -> tuple[dict[int, float], dict[str, int]]:
+    """Losses of a run with asynchronous tensor parallelism, and how often each operator on symmetric memory ran."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    trainer = trainer_of(rank, arguments, folder)
+    # torchtitan 0.2 leaves that to torch, and torch 2.11 does not fuse where it was not called.
+    enable_symm_mem_for_group(trainer.parallel_dims.get_mesh("tp").get_group().group_name)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        losses = gloo.train(trainer)["losses"]
+    ran = {event.key: event.count for event in profile.key_averages() if event.key.startswith("symm_mem::")}
+    return losses, ran

@@ -1,0 +1,94 @@
+"""Jobs of torchtitan 0.2 for tests, on CPUs and on GPUs: arms and their TOML.
+
+Nothing here imports torchtitan before a rank runs it.
+"""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LAYERS = 2
+"""Of the debug model's six."""
+
+JOB = """
+[job]
+dump_folder = "{folder}"
+custom_config_module = "f8sub.titan"
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "{folder}/tokenizer"
+{model}
+[optimizer]
+lr = 8e-4
+[lr_scheduler]
+warmup_steps = 2
+[metrics]
+log_freq = 1
+[training]
+dataset = "c4_test"
+dataset_path = "{folder}/data"
+local_batch_size = 2
+seq_len = 128
+steps = 5
+[activation_checkpoint]
+mode = "none"
+[checkpoint]
+interval = 3
+last_save_model_only = false
+[debug]
+seed = 0
+{sections}
+"""
+PEER = """
+[quantize.linear.float8]
+emulate = {emulate}
+enable_fsdp_float8_all_gather = true
+precompute_float8_dynamic_scale_for_fsdp = true
+filter_fqns = ["output"]
+"""
+ARMS = {
+    "bf16": ("", ""),
+    "f8sub": ('converters = ["f8sub"]', "[f8sub]\nemulate = {emulate}"),
+    "peer": ('converters = ["quantize.linear.float8"]', PEER),
+}
+"""What a job's TOML has in its section of the model, and besides; the peer is torchtitan's own converter."""
+
+
+def job_file(arm: str, folder: Path, more: str = "", *, emulate: bool = True) -> Path:
+    """A job's TOML; ``more`` follows at its end, in the section of the arm."""
+    model, sections = ARMS[arm]
+    sections = sections.format(emulate=str(emulate).lower())
+    file = folder / f"{arm}-{os.getpid()}.toml"  # each rank its own
+    file.write_text(JOB.format(folder=folder, model=model, sections=f"{sections}\n{more}"))
+    return file
+
+
+def configured(arguments: list[str], folder: Path, *, emulate: bool = True) -> Any:
+    """An arm's config, parsed as on the command line.
+
+    Args:
+        arguments: the arm; then options of torchtitan's command line.
+        folder: where a run takes its assets from and leaves everything.
+        emulate: whether float8 is multiplied by what runs on any device.
+    """
+    from torchtitan.config import ConfigManager
+
+    arm, *options = arguments
+    return ConfigManager().parse_args(
+        [f"--job.config_file={job_file(arm, folder, emulate=emulate)}", *options]
+    )
+
+
+def with_few_layers(parallelize: Callable[[Any], Any] = lambda parallelize: parallelize) -> None:
+    """Have this process's debug Llama be of ``LAYERS`` layers, sharded by ``parallelize`` of torchtitan's function."""
+    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+
+    stock = get_train_spec("llama3")
+    model_args = copy.deepcopy(stock.model_args)
+    model_args["debugmodel"].n_layers = LAYERS
+    spec = dataclasses.replace(stock, model_args=model_args, parallelize_fn=parallelize(stock.parallelize_fn))
+    register_train_spec("llama3", spec)

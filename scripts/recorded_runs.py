@@ -56,7 +56,7 @@ def read_run(path: Path) -> Recorded:
             for name in series.keys() & record.keys():
                 series[name][int(record["step"])] = float(record[name])
     if path.is_dir():
-        _read_tensorboard(path, series)
+        read_tensorboard(path, series)
     training, held_out = (
         next((series[name] for name in names if series[name]), {}) for names in (TRAINING, HELD_OUT)
     )
@@ -68,7 +68,8 @@ def read_run(path: Path) -> Recorded:
     return Recorded(training, held_out[max(held_out)] if held_out else None)
 
 
-def _read_tensorboard(folder: Path, series: dict[str, dict[int, float]]) -> None:
+def read_tensorboard(folder: Path, series: dict[str, dict[int, float]]) -> None:
+    """Add to ``series``, name -> step -> value, what event files anywhere in a folder have by these names."""
     files = sorted(folder.rglob("events.out.tfevents.*"))
     if not files:
         return

@@ -20,7 +20,7 @@ run() {
     "$venv/bin/python" -m pytest "$@"
 }
 
-titan_0_2() { run 0.2 "$(grep '^torch==' constraints.txt) torchtitan==0.2.2" tests/titan/test_0_2.py "$@"; }
+titan_0_2() { run 0.2 "$(grep '^torch==' constraints.txt) torchtitan==0.2.2" tests/titan/test_0_2.py tests/scripts/test_bench_torchtitan.py "$@"; }
 torch_2_14() { run torch2.14 "torch==2.14.1 torchtitan==0.3.0" tests/titan "$@"; }
 
 which=${1:-}

@@ -116,9 +116,9 @@ def test_activation_checkpointing_changes_no_bit(train, mesh, ac):
     assert train(mesh, f"f8sub {DETERMINISTIC} {checkpointed}") == plain
 
 
-@pytest.mark.parametrize(("mesh", "ac"), [on("fsdp2", ac) for ac in ("full", "selective")])
-def test_activation_checkpointing_of_compiled_blocks(train, mesh, ac):
-    how = f"{COMPILED} --activation_checkpoint.mode={ac} --activation_checkpoint.selective_ac_option=op"
+@pytest.mark.parametrize("mesh", [on("fsdp2")])
+def test_activation_checkpointing_of_compiled_blocks(train, mesh):
+    how = f"{COMPILED} --activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op"
     bf16, ours = (last(train(mesh, f"{arm} {how}")) for arm in ("bf16", "f8sub"))
     assert ours != bf16
     assert abs(ours - bf16) < 4e-3

@@ -1,9 +1,11 @@
 """Layer 6. What a conversion did: every linear layer, converted or with the reason why not."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from f8sub.byte_account import SAVED_INPUTS, SHARED_INPUTS, ByteAccount, byte_account
 from f8sub.linear import Float8Linear
 
 SKIP_REASON = "float8_skip_reason"
@@ -36,10 +38,12 @@ class ConversionReport:
     Attributes:
         layers: in the model's order.
         idle_patterns: of a ``recipe`` or ``keep_x`` given by patterns, those that decide for no layer, with the reason.
+        bytes: the account of bytes, where a number of tokens was given; ``str()`` of it is a table.
     """
 
     layers: tuple[LayerReport, ...]
     idle_patterns: tuple[str, ...] = ()
+    bytes: ByteAccount | None = None
 
     @property
     def flops_share(self) -> float:
@@ -57,8 +61,23 @@ class ConversionReport:
         return line + (f"; idle patterns: {', '.join(self.idle_patterns)}" if self.idle_patterns else "")
 
 
-def conversion_report(model: torch.nn.Module) -> ConversionReport:
-    """What of ``model`` runs in float8, and why the rest does not."""
+def conversion_report(
+    model: torch.nn.Module,
+    tokens: int | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
+    saved_inputs: Iterable[str] = SAVED_INPUTS,
+) -> ConversionReport:
+    """What of ``model`` runs in float8, and why the rest does not; with ``tokens``, what it takes in bytes, too.
+
+    Args:
+        model: converted or not, sharded or not.
+        tokens: see ``byte_account``; the arguments after it likewise.
+        dtype: the high precision.
+        shared_inputs: groups of names of siblings that read one x.
+        saved_inputs: names of layers whose x is saved by what makes it.
+    """
     rows: list[LayerReport] = []
     idle: list[str] = []
     for fqn, module in model.named_modules():
@@ -76,4 +95,5 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
         else:
             detail = getattr(module, SKIP_REASON, "convert_to_float8 has not seen it")
         rows.append(LayerReport(fqn or "(root)", module.in_features, module.out_features, converted, detail))
-    return ConversionReport(tuple(rows), tuple(dict.fromkeys(idle)))
+    account = None if tokens is None else byte_account(model, tokens, dtype, shared_inputs, saved_inputs)
+    return ConversionReport(tuple(rows), tuple(dict.fromkeys(idle)), account)

@@ -23,7 +23,7 @@ from f8sub import backends
 from f8sub.backends import Plan
 from f8sub.formats import Float8Format, Operand, why_not_derivable
 from f8sub.kernels.delayed import PastScale
-from f8sub.kernels.ops import derive_columnwise_in_backward
+from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.recipe import Recipe
 from f8sub.scaling_state import Past, X
 from f8sub.shared_input import quantize_input, quantize_input_delayed
@@ -145,13 +145,17 @@ def x_columnwise(
     if kept.how == RECOMPUTE:
         rowwise = Operand.of(present(plan.recipe.fprop.a), *saved)
         return derive_columnwise_in_backward(rowwise, format, after, plan.any_layout)
-    x, *scale = saved
+    x, *scales = saved
     matrix = (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).to(dtype)
     across = scaling.across(X) if isinstance(scaling, Spread) else None
     past = _past(scaling)
     if past is None:
         return present(backends.quantize(matrix, None, format, plan.any_layout, across)[1])
-    then = PastScale(scale[0], past.state.scaling.margin, covers=False, is_known=kept.is_known)
+    scale = scales[0]
+    if torch.compiler.is_compiling():
+        # Else it is the same cast as forward's, whose codes a partitioner saves.
+        scale = copy_after(scale, after)
+    then = PastScale(scale, past.state.scaling.margin, covers=False, is_known=kept.is_known)
     return present(backends.quantize_delayed(matrix, then, None, format, plan.any_layout, across)[1])
 
 

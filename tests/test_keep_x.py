@@ -182,31 +182,23 @@ def test_siblings_save_one_x_and_cast_it_once_in_forward(recipe, way):
     assert work.casts.count((48, 64)) == 1
 
 
-def storages_of(y: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Storages that the graph behind y holds, by walking it: without hooks, under which "auto" saves float8."""
-    found, seen = {}, set()
-
-    def walk(node: Any) -> Iterator[torch.Tensor]:
-        nodes = [node]
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-            yield from getattr(node, "saved_tensors", ())
-            for name in dir(node):
-                value = getattr(node, name) if name.startswith("_saved_") else None
-                if isinstance(value, torch.Tensor):
-                    yield value
-
-    for tensor in walk(y.grad_fn):
-        found[tensor.untyped_storage()._cdata] = tensor
-    return found
+def nodes_of(y: torch.Tensor) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """The graph behind y, and what each node saves: without hooks, under which "auto" saves float8."""
+    nodes, seen = [y.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        saved = [*saved, *getattr(node, "saved_tensors", ())]
+        yield node, [tensor for tensor in saved if isinstance(tensor, torch.Tensor)]
 
 
 def bytes_held(y: torch.Tensor) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages_of(y).values())
+    storages = [tensor.untyped_storage() for _, saved in nodes_of(y) for tensor in saved]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if in_float8(r)["dw"]])

@@ -130,7 +130,7 @@ class WireFormat:
         """Whether the scales follow the codes."""
         tile = self.format.tile
         whole_tiles = all(dim == 0 or part % tile.cols == 0 for dim, part in self.layout.cuts)
-        return tile.rows == 1 and tile.cols != ALL and self.layout.dim == 0 and whole_tiles
+        return _lies_in_rows(tile) and self.layout.dim == 0 and whole_tiles
 
     @property
     def table_tile(self) -> Tile:
@@ -142,7 +142,7 @@ class WireFormat:
         """Shape of every rank's all-gather input, in bytes."""
         rows, cols = self.layout.shape
         rows, cols = (self.layout.chunk, cols) if self.layout.dim == 0 else (rows, self.layout.chunk)
-        return rows, self._scales_end(cols) if self.carries_scales else self._codes_end(cols)
+        return rows, _bytes_of_row(self.format, cols, self.carries_scales)
 
     def scales_of(self, rows: torch.Tensor) -> torch.Tensor:
         """The part of rows on the wire that holds their scales, as these are stored: a view."""
@@ -185,9 +185,22 @@ class WireFormat:
     def _codes_end(self, cols: int) -> int:
         return cols // self.format.codes_per_byte
 
-    def _scales_end(self, cols: int) -> int:
-        tiles = self.format.tile.scale_shape((1, cols))[1]
-        return _aligned(_aligned(self._codes_end(cols)) + tiles * self.format.scale_rule.stored_as.itemsize)
+
+def bytes_on_the_wire(format: Float8Format, shape: tuple[int, int]) -> int:
+    """Of a whole weight of ``shape``, sharded by rows that the ranks divide."""
+    return shape[0] * _bytes_of_row(format, shape[1], _lies_in_rows(format.tile))
+
+
+def _lies_in_rows(tile: Tile) -> bool:
+    return tile.rows == 1 and tile.cols != ALL
+
+
+def _bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:
+    codes = cols // format.codes_per_byte
+    if not carries_scales:
+        return codes
+    tiles = format.tile.scale_shape((1, cols))[1]
+    return _aligned(_aligned(codes) + tiles * format.scale_rule.stored_as.itemsize)
 
 
 def _aligned(size: int) -> int:

@@ -30,6 +30,7 @@ LAYERS = {
     "scaling_state": 4,
     "fsdp": 5,
     "tensor_parallel": 5,
+    "byte_account": 6,
     "convert": 6,
     "filters": 6,
     "report": 6,

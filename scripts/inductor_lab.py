@@ -270,10 +270,14 @@ def _of_quantization(node: Any) -> tuple[int, int]:
 
 
 def _of_derivation(node: Any) -> tuple[int, int]:
+    from f8sub.formats import Operand
+    from f8sub.kernels.triton import recast_launch
+
     rowwise, columnwise = _formats(node)
-    if not rowwise.tile.is_transpose_of(columnwise.tile):
-        raise RuntimeError(f"no kernel makes {columnwise} of {rowwise} in one launch")
-    return _of_transposition(node)
+    if rowwise.tile.is_transpose_of(columnwise.tile):
+        return _of_transposition(node)
+    data, scale_inv = map(_meta, node.inputs[:2])
+    return _of_launches(recast_launch.recast(Operand(data, scale_inv, rowwise), columnwise).launches)
 
 
 def _of_transposition(node: Any) -> tuple[int, int]:

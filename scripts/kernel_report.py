@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tables import Table, parser, write_json
 
-from f8sub.formats import ALL, Float8Format, ScaleRule, Tile
+from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.kernels.block_scales import empty_scale_inv
 from f8sub.kernels.delayed import PastScale
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.uint8: "*u8",
     torch.uint16: "*u16",
 }
@@ -81,12 +83,18 @@ class Case:
 
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
-        from f8sub.kernels.triton import launch
+        from f8sub.kernels.triton import launch, recast_launch
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
         row, col = USAGES[self.usages]
+        if self.name == "amaxes of many":
+            return launches_over_tables(x)
         if self.name == "transpose":
             return [launch.transposition(x)[0]]
+        if self.name.endswith(" recast"):
+            format = FORMATS[self.name.removesuffix(" recast")]
+            scale_inv = empty_scale_inv(x, format, *x.shape)
+            return recast_launch.recast(Operand(x.to(format.dtype), scale_inv, format), format).launches
         if self.name.endswith(" part"):
             format = FORMATS[self.name.removesuffix(" part")]
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
@@ -116,8 +124,28 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     for name in ("tensorwise", "rowwise", "128x128"):
         for dtype in ("bf16", "fp32"):
             yield Case(f"{name} part", dtype, whole, "row", 0)
+    for name in ("rowwise", "1x128", "1x128 float"):
+        yield from launches(f"{name} recast", "fp8", whole, "column")
+    yield from launches("rowwise recast", "fp8", RAGGED, "column")
+    yield from launches("1x128 recast", "fp8", RAGGED, "column")
+    yield from launches("amaxes of many", "fp32", whole, "row")
     yield Case("transpose", "fp8", whole, "column", 0)
     yield Case("transpose", "fp8", RAGGED, "column", 0)
+
+
+def launches_over_tables(x: torch.Tensor) -> list[Launch]:
+    """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
+    from f8sub.kernels.many import Matrix
+    from f8sub.kernels.triton import table_launch
+
+    whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
+    amax, scale, scale_inv = torch.empty(3, 8192, device="meta")
+    matrices = [Matrix(x, whole.tile, (0, 0), 0, 1), Matrix(x[:, :-1], whole.tile, (0, 0), 4, 1)]
+    pasts = [None, PastScale(amax, 0.0, covers=True)]
+    return [
+        *table_launch.amaxes(matrices, amax),
+        *(table_launch.scales(amax, past, scale, scale_inv, whole, rounded, 1.0) for past in pasts),
+    ]
 
 
 def launches(name: str, dtype: str, shape: tuple[int, int], usages: str) -> Iterator[Case]:
@@ -239,7 +267,7 @@ def report(case: Case) -> Report:
         count(r"LDS\.[US]8"),
         len(re.findall(r"\.ftz\.", made.asm["ptx"])),
         len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/[^;\n]*,[^;\n]*\bR1\b", sass, re.MULTILINE)),
-        launch.arguments.get("col_ptr") is not None or "codes_ptr" in launch.arguments,
+        launch.arguments.get("col_ptr") is not None or launch.kernel.fn.__name__ == "transpose_codes",
     )
     return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile))})
 
@@ -261,8 +289,11 @@ def missed(case: Case, launch: Launch, found: Report, tile: int) -> Iterator[str
     writes = found.transposes + any(
         arguments.get(name) is not None for name in ("row_ptr", "out_ptr") if "codes_ptr" not in arguments
     )
-    source = arguments.get("x_ptr", arguments.get("codes_ptr"))
+    source = arguments.get("x_ptr", arguments.get("codes_ptr", arguments.get("amax_ptr")))
     size = 1 if "codes_ptr" in arguments else source.dtype.itemsize
+    if "matrices_ptr" in arguments:
+        # Lines and blocks of 4 bytes, 2 and 2 an element, each by itself; those that are not aligned by elements.
+        size = 2 * (4 + 2 + 2) * arguments["ALIGNED"]
     if found.spilled:
         yield f"spills {found.spilled} bytes"
     if found.wide_loads * 16 * threads < tile * size:

@@ -2,15 +2,19 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.fsdp.findings import sent_to
 from f8sub.fsdp.shard import Shard
-from f8sub.kernels import delayed
+from f8sub.kernels import delayed, fused, many
 from f8sub.kernels.delayed import PastScale
 from f8sub.scaling_state import past_of_weights
+
+if TYPE_CHECKING:
+    from f8sub.kernels.triton.launch import Launch
 
 _SLOT = 4
 """A weight's part of the table begins at a multiple of 16 bytes: cuBLASLt reads no scale that lies elsewhere."""
@@ -42,8 +46,9 @@ class AmaxTable:
 
     def __init__(self, shards: Sequence[Shard], staged: int, device: str) -> None:
         self._shards = shards
-        self._tensorwise = [s for s in shards if s.wire.table_tile.is_whole]
-        self._finer = [s for s in shards if not s.wire.table_tile.is_whole]
+        self._look_for(shards)
+        self._places: list[Any] | None = None
+        self._launches: list[Launch] = []
         self._runs: list[list[Shard]] | None = None
         self.late = self._apart = False
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
@@ -68,6 +73,8 @@ class AmaxTable:
     def take_amaxes(self) -> None:
         """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""
         self.amax.zero_()
+        if fused.takes(self.amax):
+            self._take_together()
         if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
             with torch._C._DisableTorchDispatch():
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
@@ -78,7 +85,28 @@ class AmaxTable:
             shard.write_amax()
         for shard in self._shards:
             shard.mark_scaled()
-        self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        if self._tensorwise or self._finer:
+            self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+    def _take_together(self) -> None:
+        """Take the amaxes that a launch over many shards can take; which it is, is kept while they stay in place."""
+        masters = [shard.master for shard in self._shards]
+        places = [(master.data_ptr(), master.shape, master.stride()) for master in masters]
+        if places != self._places:
+            matrices = {shard: shard.in_table for shard in self._shards if shard.master.numel()}
+            taken = {shard: m for shard, m in matrices.items() if many.takes(m, self.amax.device)}
+            self._launches = many.amaxes(list(taken.values()), self.amax)
+            self._look_for([shard for shard in matrices if shard not in taken])
+            self._places = places
+        if self._launches:
+            with fused.device_of(self.amax):
+                for launch in self._launches:
+                    launch.run()
+
+    def _look_for(self, shards: Sequence[Shard]) -> None:
+        """Take the amaxes of these shards by torch's operators."""
+        self._tensorwise = [s for s in shards if s.wire.table_tile.is_whole]
+        self._finer = [s for s in shards if not s.wire.table_tile.is_whole]
 
     def _positions(self, shards: list[Shard]) -> torch.Tensor:
         return sent_to(self.amax.device, [int(shard.amax.storage_offset()) for shard in shards])
@@ -154,10 +182,15 @@ class AmaxTable:
         scale_inv: torch.Tensor,
         past: PastScale | None,
     ) -> None:
+        room = _LATE_MARGIN if self.late else 1.0
+        if many.takes_amaxes(amax, shard.format, shard.dtype):
+            with fused.device_of(amax):
+                many.scales(amax, past, scale, scale_inv, shard.format, shard.dtype, room).run()
+            return
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
         rounded = amax.to(shard.dtype).float()
         if self.late:
-            roomy = (_LATE_MARGIN * rounded).clamp(max=torch.finfo(torch.float32).max)
+            roomy = (room * rounded).clamp(max=torch.finfo(torch.float32).max)
             rounded = torch.where(rounded.isfinite(), roomy, rounded)
         made = delayed.scales_or_nan(rounded, shard.format, past)
         scale.copy_(made.scale)

@@ -8,6 +8,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from f8sub.formats import Float8Format, Operand, Tile
 from f8sub.fsdp.layout import ShardLayout, WireFormat
 from f8sub.kernels import fused, reference
+from f8sub.kernels.many import Matrix
 from f8sub.scaling_state import ScalingState
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight, master_of
@@ -106,6 +107,14 @@ class Shard:
         self._scaled_state = local.state if was_fresh else None
         if not was_fresh:
             self._wire_key = None  # another cell may have counted as many writes
+
+    @property
+    def in_table(self) -> Matrix:
+        """The shard, and where the amax of every tile that it touches goes."""
+        tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.table_shape[1]
+        row, col = reference.first_tile(tile, offset)
+        entry = int(self.amax.storage_offset()) + row * in_a_row + col
+        return Matrix(self.master.plain, tile, offset, entry, in_a_row)
 
     def write_amax(self) -> None:
         """Write the amax of every tile the shard touches into the table, which is zero there."""

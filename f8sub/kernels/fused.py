@@ -32,6 +32,12 @@ def why_no_kernel(format: Float8Format) -> str | None:
     return f"has tiles of a matrix, a row, 1x{EDGE} and squares of whole {EDGE}s, not {tile}"
 
 
+def has_recast(rowwise: Float8Format, columnwise: Float8Format) -> bool:
+    """Whether a kernel makes columns' codes of rows' codes under other scales: both of lines, or both of vectors."""
+    tiles = rowwise.tile, columnwise.tile
+    return rowwise.is_plain and columnwise.is_plain and tiles in ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
+
+
 @functools.cache
 def why_no_triton(device: torch.device) -> str | None:
     """Why there are no kernels for a device; None where there are."""
@@ -66,7 +72,7 @@ def quantize(
     formats = [format for format in (rowwise, columnwise) if format is not None]
     if (
         x.dtype not in HIGH_PRECISION
-        or not _takes(x)
+        or not takes(x)
         or not formats
         or any(why_no_kernel(format) for format in formats)
     ):
@@ -75,7 +81,7 @@ def quantize(
     if any_layout and _share_a_cast(formats):
         row, _ = quantize(x, formats[0], None, amax=amax)
         return _seen_both_ways(row, rowwise, columnwise)
-    with _device_of(x):
+    with device_of(x):
         launches, row, col = _launch().quantization(x.contiguous(), rowwise, columnwise, amax)
         for launch in launches:
             launch.run()
@@ -91,10 +97,10 @@ def quantize_delayed(
 ) -> tuple[Operand | None, Operand | None, torch.Tensor]:
     """``delayed.quantize``; goes there for tensors that no kernel takes."""
     format = rowwise or columnwise
-    if x.dtype not in HIGH_PRECISION or not _takes(x) or format is None or any_layout:
+    if x.dtype not in HIGH_PRECISION or not takes(x) or format is None or any_layout:
         return delayed.quantize(x, past, rowwise, columnwise, any_layout)
     x = x.contiguous()
-    with _device_of(x):
+    with device_of(x):
         (launches, row, col), largest = _launch().delayed_quantization(x, past, rowwise, columnwise)
         for launch in launches:
             launch.run()
@@ -104,21 +110,18 @@ def quantize_delayed(
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
     """``reference.derive_columnwise``; goes there for operands that no kernel takes."""
     codes = rowwise.data
-    if any_layout or not _takes(codes) or why_no_kernel(columnwise):
+    if any_layout or not takes(codes) or why_no_kernel(columnwise):
         return reference.derive_columnwise(rowwise, columnwise, any_layout)
     if not rowwise.format.tile.is_transpose_of(columnwise.tile):
-        derived = quantize(reference.dequantize(rowwise, torch.float32), None, columnwise)[1]
-        if derived is None:
-            raise RuntimeError("quantize returned no columnwise operand for a columnwise format")
-        return derived
+        return _recast(rowwise, columnwise)
     return reference.transposed(rowwise, columnwise, any_layout=True)._replace(data=transpose(codes))
 
 
 def transpose(codes: torch.Tensor) -> torch.Tensor:
     """``torch.t_copy`` of float8 codes; goes there for what no kernel takes."""
-    if not _takes(codes) or not codes.is_contiguous() or codes.shape[0] % 2 or codes.shape[1] % 2:
+    if not takes(codes) or not codes.is_contiguous() or codes.shape[0] % 2 or codes.shape[1] % 2:
         return torch.t_copy(codes)
-    with _device_of(codes):
+    with device_of(codes):
         launch, transposed = _launch().transposition(codes)
         launch.run()
     made: torch.Tensor = transposed
@@ -148,13 +151,13 @@ def cast_into(
     if (
         x.dtype in HIGH_PRECISION
         and through in HIGH_PRECISION
-        and _takes(x)
+        and takes(x)
         and format.is_plain
         and lies_under_one
         and (scale.stride(-1) == 1 or scale.shape[-1] == 1)
         and out.stride(-1) == 1
     ):
-        with _device_of(x):
+        with device_of(x):
             _launch().part_cast(x.contiguous(), scale, format, offset, through, out[:, : x.shape[1]]).run()
         return
     rounded = x.to(through)
@@ -162,7 +165,7 @@ def cast_into(
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
 
 
-def _takes(x: torch.Tensor) -> bool:
+def takes(x: torch.Tensor) -> bool:
     """Whether the kernels read such a tensor: neither a fake one nor one of no elements."""
     return (
         x.is_cuda
@@ -171,6 +174,21 @@ def _takes(x: torch.Tensor) -> bool:
         and x.numel() > 0
         and why_no_triton(x.device) is None
     )
+
+
+def _recast(rowwise: Operand, columnwise: Float8Format) -> Operand:
+    """The columnwise operand of codes whose scales are not its own."""
+    derived: Operand | None
+    if has_recast(rowwise.format, columnwise) and rowwise.data.is_contiguous():
+        with device_of(rowwise.data):
+            launches, _, derived = _recasting().recast(rowwise, columnwise)
+            for launch in launches:
+                launch.run()
+    else:
+        derived = quantize(reference.dequantize(rowwise, torch.float32), None, columnwise)[1]
+    if derived is None:
+        raise RuntimeError("no columnwise operand was made of a rowwise one")
+    return derived
 
 
 def _share_a_cast(formats: list[Float8Format]) -> bool:
@@ -193,7 +211,13 @@ def _launch() -> ModuleType:
     return launch
 
 
-def _device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+def _recasting() -> ModuleType:
+    from f8sub.kernels.triton import recast_launch
+
+    return recast_launch
+
+
+def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """Triton launches on the current device."""
     if x.get_device() == torch.cuda.current_device():
         return contextlib.nullcontext()

@@ -195,8 +195,12 @@ def _derive_columnwise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     operand = Operand(data, scale_inv, Float8Format.parse(rowwise))
     derived = fused.derive_columnwise(operand, Float8Format.parse(columnwise))
+    laid_out = empty_scale_inv(derived.data, derived.format, *derived.shape)
     # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
-    return derived.data, derived.scale_inv.clone()
+    is_given = derived.scale_inv.untyped_storage().data_ptr() == scale_inv.untyped_storage().data_ptr()
+    if is_given or derived.scale_inv.stride() != laid_out.stride():
+        return derived.data, laid_out.copy_(derived.scale_inv)
+    return derived.data, derived.scale_inv
 
 
 def _fake_derived(
@@ -227,8 +231,8 @@ def derive_columnwise_in_backward(
     Derived from a weight alone, the transposed copy would depend on nothing of the backward pass: a partitioner
     hoists it and saves an unsharded weight for every layer (pytorch/ao#936). Taking ``after`` ties it down.
 
-    A transposition is one node. What is re-encoded (rows to columns) is left to the compiler, which dequantizes inside
-    of both of its kernels, for 3 bytes an element; it is tied down by its scales.
+    One node, but where the GEMM takes ``any_layout``: there the compiler re-encodes rows to columns, dequantizing
+    inside of both of its kernels, which is tied down by the scales.
 
     Args:
         rowwise: (N, K) codes of the weight.
@@ -240,7 +244,7 @@ def derive_columnwise_in_backward(
     if not torch.compiler.is_compiling():
         return fused.derive_columnwise(rowwise, columnwise, any_layout)
     both_seen = is_fusible(rowwise.format) and is_fusible(columnwise)
-    if both_seen and not rowwise.format.tile.is_transpose_of(columnwise.tile):
+    if any_layout and both_seen and not rowwise.format.tile.is_transpose_of(columnwise.tile):
         scale_inv = copy_after(rowwise.scale_inv, after)
         return reference.derive_columnwise(rowwise._replace(scale_inv=scale_inv), columnwise)
     data, scale_inv = derive_columnwise(

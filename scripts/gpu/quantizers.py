@@ -17,6 +17,7 @@ from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels import fused, reference
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.delayed import quantize as quantize_delayed_reference
+from gpu import shards
 from gpu.session import Session
 from gpu.timing import SETS, by_graph, by_launches, host_ms, in_turns, summary, wait
 
@@ -39,6 +40,12 @@ USAGES = {"both": (True, True), "row": (True, False), "column": (False, True)}
 READ_TWICE = {("tensorwise", name) for name in USAGES} | {("rowwise", "both"), ("rowwise", "column")}
 """Those whose amax spans more than a program reads: the matrix is read once for it and once to be cast."""
 
+DERIVED = {"128x128": 2.0, "rowwise": 3.0, "1x128": 2.0}
+"""Formats whose gathered codes are brought to their columnwise usage, and the bytes an element that this moves."""
+
+TABLES = ("tensorwise", "rowwise", "128x128")
+"""Formats of the weights whose shards' amaxes and scales are made."""
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -49,7 +56,8 @@ class Bench:
         run: by a tensor of a set.
         expected: what ``run`` is to equal, bitwise; None where there is nothing to compare.
         bytes: an element that it has to move to and from memory.
-        inputs: what the sets hold: ``"x"``, matrices, or ``"codes"``, their rowwise codes in 128x128 tiles.
+        inputs: what the sets hold: ``"x"``, matrices, the name of a format, their rowwise codes in that, or that after
+            ``"shards "``, weights of it that make them up.
     """
 
     name: str
@@ -84,17 +92,28 @@ def benches(device: torch.device, compiled: bool) -> list[Bench]:
             4.0,
         )
     )
-    block = FORMATS["128x128"]
-    found.append(
-        Bench(
-            "transpose of codes",
-            lambda codes: (fused.derive_columnwise(codes, block),),
-            lambda codes: (reference.derive_columnwise(codes, block),),
-            2.0,
-            "codes",
-        )
-    )
+    for name, moved in DERIVED.items():
+        format = FORMATS[name]
+        ours, right = derivation_of(fused, format), derivation_of(reference, format)
+        found.append(Bench(f"columns of {name} codes", ours, right, moved, name))
+        if compiled:
+            right = torch.compile(right)
+            found.append(Bench(f"columns of {name} codes, reference compiled", right, None, moved, name))
+    for name in TABLES:
+        given = f"shards {name}"
+        found.append(Bench(f"amaxes and scales of {given}", shards.by_launches, copied_table, 4.0, given))
+        found.append(Bench(f"amaxes and scales of {given}, torch", shards.by_operators, None, 4.0, given))
     return found
+
+
+def copied_table(given: shards.Shards) -> tuple[Operand]:
+    """What torch's operators make, apart from where kernels write to."""
+    (made,) = shards.by_operators(given)
+    return (made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone()),)
+
+
+def derivation_of(module: Any, format: Float8Format) -> Callable[[Operand], Any]:
+    return lambda codes: (module.derive_columnwise(codes, format),)
 
 
 def quantizer_of(quantize: Callable, formats: tuple) -> Callable[[torch.Tensor], Any]:
@@ -109,7 +128,8 @@ def check(bench: Bench, given: Any) -> None:
     """
     if bench.expected is None:
         return
-    for found, right in zip(bench.run(given), bench.expected(given), strict=True):
+    expected = bench.expected(given)
+    for found, right in zip(bench.run(given), expected, strict=True):
         if (found is None) != (right is None):
             raise RuntimeError(f"{bench.name} made another usage than the reference")
         if found is not None and right is not None and not same(found, right):
@@ -127,9 +147,9 @@ def measure(shape: tuple[int, ...], session: Session) -> dict[str, dict]:
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
     sets = [torch.randn(shape, device=device).bfloat16() for _ in range(SETS)]
-    block = FORMATS["128x128"]
-    codes = [fused.quantize(x, block, None)[0] for x in sets]
-    given = {"x": sets, "codes": codes}
+    given = {name: [fused.quantize(x, FORMATS[name], None)[0] for x in sets] for name in DERIVED}
+    given["x"] = sets
+    given.update({f"shards {name}": [shards.Shards(x, FORMATS[name]) for x in sets] for name in TABLES})
     chosen = benches(device, compiled=on_gpu)
     timers = {}
     pool = torch.cuda.graph_pool_handle() if on_gpu else None

@@ -10,7 +10,7 @@ from f8sub.kernels.delayed import PastScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import needs_triton
-from tests.kernels.test_fused import DTYPES, FORMATS, parts
+from tests.kernels.test_fused import DTYPES, FORMATS, RECAST, every_value, parts
 
 SHAPES = [(48, 160), (256, 512), (272, 400), (130, 144), (129, 130), (1, 300), (300, 1), (2048, 1536)]
 pytestmark = needs_triton
@@ -98,6 +98,26 @@ def test_the_columnwise_usage_of_codes(format, runs):
             fused.derive_columnwise(on_gpu, format), reference.derive_columnwise(rowwise, format)
         )
     assert runs
+
+
+@pytest.mark.parametrize("name", RECAST)
+def test_every_code_under_many_scales(name, runs):
+    every_value(FORMATS[name], "cuda")
+    lines = {"amax_of_code_columns", "recast_by_lines"}
+    assert set(runs) == (lines if FORMATS[name].tile == fused.ROWWISE else {"recast_by_vectors"})
+
+
+def test_codes_of_more_elements_than_32_bits_count(runs):
+    """The last columns of a matrix of codes whose offsets need 64 bits."""
+    format = FORMATS["rowwise"]
+    x = torch.randn(65664, 33024, dtype=torch.bfloat16, device="cuda")
+    rowwise = fused.quantize(x, format, None)[0]
+    assert rowwise is not None
+    found = fused.derive_columnwise(rowwise, format)
+    last = rowwise._replace(data=rowwise.data[:, -256:].cpu().contiguous(), scale_inv=rowwise.scale_inv.cpu())
+    right = reference.derive_columnwise(last, format)
+    assert_same_bits(found._replace(data=found.data[-256:], scale_inv=found.scale_inv[-256:]), right)
+    assert runs == ["quantize_rows", "amax_of_code_columns", "recast_by_lines"]
 
 
 def test_more_elements_than_32_bits_count(runs):

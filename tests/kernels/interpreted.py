@@ -46,8 +46,8 @@ def take_any_device() -> None:
     def takes(x: torch.Tensor) -> bool:
         return type(x) is torch.Tensor and x.numel() > 0
 
-    fused._takes = takes
-    fused._device_of = contextlib.nullcontext
+    fused.takes = takes
+    fused.device_of = contextlib.nullcontext
 
 
 def repair() -> None:

@@ -41,8 +41,8 @@ def check(found: list[dict]) -> None:
 
 @needs_triton
 def test_the_kernels_of_the_blockwise_recipe_and_the_transposition(tmp_path):
-    found = reported(tmp_path, "--only", "1x128 bf16 both", "transpose fp8")
-    assert {row["kernel"] for row in found} == {"quantize_vectors", "transpose_codes"}
+    found = reported(tmp_path, "--only", "1x128 bf16 both", "transpose fp8", "1x128 recast")
+    assert {row["kernel"] for row in found} == {"quantize_vectors", "transpose_codes", "recast_by_vectors"}
     check(found)
 
 
@@ -50,7 +50,7 @@ def test_the_kernels_of_the_blockwise_recipe_and_the_transposition(tmp_path):
 @pytest.mark.long
 def test_every_kernel(tmp_path):
     found = reported(tmp_path)
-    assert len({row["kernel"] for row in found}) == 9
+    assert len({row["kernel"] for row in found}) == 14
     check(found)
 
 

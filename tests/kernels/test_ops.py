@@ -12,6 +12,7 @@ E4M3 = torch.float8_e4m3fn
 FORMATS = {
     "tensorwise": (Float8Format(E4M3, Tile(ALL, ALL)),) * 2,
     "rowwise": (Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),) * 2,
+    "1x128": (Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2),) * 2,
     "128x128": (Float8Format(E4M3, Tile(128, 128)),) * 2,
     "1x32-e8m0": (Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0),) * 2,
     "16x16-e2m1": (Float8Format(E2M1, Tile(16, 16), ScaleRule.TWO_LEVEL),) * 2,
@@ -150,10 +151,15 @@ def test_quantization_and_product_are_the_references(formats, shape):
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"),
-    [("tensorwise", "derive_columnwise"), ("rowwise", "copy_after"), ("128x128", "derive_columnwise")],
+    ("name", "any_layout", "tied"),
+    [
+        ("tensorwise", False, "derive_columnwise"),
+        ("rowwise", False, "derive_columnwise"),
+        ("rowwise", True, "copy_after"),
+        ("128x128", True, "derive_columnwise"),
+    ],
 )
-def test_dy_keeps_it_in_the_backward_graph(name, tied):
+def test_dy_keeps_it_in_the_backward_graph(name, any_layout, tied):
     """Traced, an operator that all of the result depends on takes dy: no partitioner can compute it in forward."""
     (format, columnwise), graphs = FORMATS[name], []
     operand = made(FORMATS[name], (48, 160))
@@ -163,7 +169,7 @@ def test_dy_keeps_it_in_the_backward_graph(name, tied):
         return graph
 
     def backward(dy):
-        derived = ops.derive_columnwise_in_backward(operand, columnwise, dy)
+        derived = ops.derive_columnwise_in_backward(operand, columnwise, dy, any_layout)
         return derived.data, derived.scale_inv
 
     torch._dynamo.reset()

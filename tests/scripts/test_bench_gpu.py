@@ -54,7 +54,13 @@ def test_what_the_figures_are_of(everything):
 
 def test_quantize(everything):
     for rows in everything[0]["figures"]["quantize"].values():
-        assert {"copy", "1x128 both", "256x256 column", "transpose of codes"} <= set(rows)
+        assert {
+            "copy",
+            "1x128 both",
+            "256x256 column",
+            "columns of rowwise codes",
+            "amaxes and scales of shards 128x128",
+        } <= set(rows)
         assert rows["copy"]["of_copy"] == 1.0
         assert all(row["median_ms"] > 0 and row["gb_per_s"] > 0 for row in rows.values())
 

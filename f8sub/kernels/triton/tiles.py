@@ -65,6 +65,16 @@ def scale_from_amax(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr):
 
 
 @triton.jit
+def first_scale(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.constexpr):
+    """``delayed.scale_with_margin``; HEADROOM is two to the power of the margin."""
+    exact = tl.full((), TOP, tl.float64) / (amax.to(tl.float64) * HEADROOM)
+    scale = tl.minimum(exact, LARGEST_SCALE).to(tl.float32)
+    if POWER_OF_2:
+        scale = (scale.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+    return tl.maximum(tl.where(amax == 0.0, 1.0, scale), SMALLEST_SCALE)
+
+
+@triton.jit
 def scale_from_past(
     past, amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr
 ):
@@ -74,11 +84,7 @@ def scale_from_past(
     """
     scale = past
     if past == 0.0:
-        exact = tl.full((), TOP, tl.float64) / (amax.to(tl.float64) * HEADROOM)
-        scale = tl.minimum(exact, LARGEST_SCALE).to(tl.float32)
-        if POWER_OF_2:
-            scale = (scale.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
-        scale = tl.maximum(tl.where(amax == 0.0, 1.0, scale), SMALLEST_SCALE)
+        scale = first_scale(amax, TOP, POWER_OF_2, HEADROOM)
     if COVERS:
         scale = tl.where(amax == 0.0, scale, tl.minimum(scale, scale_from_amax(amax, TOP, POWER_OF_2)))
     return scale

@@ -1,0 +1,50 @@
+"""Layer 1. The launches that make the columnwise usage of rowwise codes under other scales."""
+
+import torch
+
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.fused import EDGE, VECTOR
+from f8sub.kernels.triton import launch, recasts
+from f8sub.kernels.triton.launch import Launch, Plan
+
+CODE_LINES = {"ROWS": 16, "COLS": 256, "STEPS": 32, "STAGES": 4}
+"""Of ``amax_of_code_columns``: codes are half as large as bf16, so that as many bytes are on their way."""
+
+
+def recast(rowwise: Operand, columnwise: Float8Format) -> Plan:
+    """How to make the columnwise usage of codes with one scale a row, or one a vector: ``reference.derive_columnwise``.
+
+    Args:
+        rowwise: (M, N), not empty; codes contiguous.
+        columnwise: format of the (N, M) result, with the same tile.
+    """
+    codes, scale_inv, format, _ = rowwise
+    col = launch._empty(codes, columnwise, *codes.shape[::-1])
+    source = {
+        "codes_ptr": codes.view(torch.uint8),
+        "scale_inv_ptr": scale_inv,
+        "SCALE_STRIDE": scale_inv.stride(0),
+        "SOURCE": launch._CODES[format.dtype],
+    }
+    filled = {name: value for name, value in launch._operands(None, col).items() if name.startswith("col_")}
+    make = {**source, **filled, **launch._rule(columnwise), **launch._tiles(codes, EDGE, EDGE)}
+    programs = launch._programs(codes, EDGE, EDGE)
+    if format.tile == VECTOR:
+        make["BLOCK_STRIDE"] = scale_inv.stride(1)
+        return Plan([Launch(recasts.recast_by_vectors, programs, make)], None, col)
+    amax = torch.zeros(codes.shape[1], dtype=torch.int32, device=codes.device)
+    height = CODE_LINES["ROWS"] * CODE_LINES["STEPS"]
+    find = {
+        **source,
+        "col_amax_ptr": amax,
+        **launch._tiles(codes, height, CODE_LINES["COLS"]),
+        **CODE_LINES,
+    }
+    options = {"num_warps": 4}
+    launches = [
+        Launch(
+            recasts.amax_of_code_columns, launch._programs(codes, height, CODE_LINES["COLS"]), find, options
+        ),
+        Launch(recasts.recast_by_lines, programs, {**make, "col_amax_ptr": amax.view(torch.float32)}),
+    ]
+    return Plan(launches, None, col)

@@ -279,6 +279,8 @@ def tile_of(launch: Launch) -> int:
     arguments = launch.arguments
     if launch.kernel.fn.__name__ == "quantize_rows":
         return int(arguments["PART"])
+    if launch.kernel.fn.__name__ == "quantize_crossing_vectors":
+        return int(arguments["PART"]) * EDGE
     return int(arguments.get("BLOCK", arguments.get("ROWS", EDGE) * arguments.get("COLS", EDGE)))
 
 

@@ -22,8 +22,6 @@ def quantize_vectors(
     x_ptr,
     row_ptr,
     row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
     M,
     N,
     TOP: tl.constexpr,
@@ -33,35 +31,101 @@ def quantize_vectors(
     STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Tiles of 1 x EDGE of both usages, either of them left out where its pointer is None.
+    """Tiles of 1 x EDGE, the rowwise usage alone.
 
-    A program takes every so many-th (EDGE, EDGE) tile, and reads STAGES - 1 of them ahead. Scales are (tiles, M) and
-    (tiles, N): what a program makes lies side by side.
+    A program takes every so many-th (EDGE, EDGE) tile, and reads STAGES - 1 of them ahead.
     """
     tiles = tl.cdiv(M, EDGE) * tl.cdiv(N, EDGE)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col = place(index, M, N, EDGE, EDGE)
         even, odd = load_finite_halves(x_ptr, row, col, M, N, EDGE, EDGE, WHOLE, "evict_first")
+        store_rows(
+            row_ptr, row_scale_inv_ptr, even, odd, row, col, M, N, TOP, CODES, POWER_OF_2, EDGE, EDGE, WHOLE
+        )
+
+
+@triton.jit
+def quantize_crossing_vectors(
+    x_ptr,
+    row_ptr,
+    row_scale_inv_ptr,
+    col_ptr,
+    col_scale_inv_ptr,
+    M,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EDGE: tl.constexpr,
+    PART: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Tiles of 1 x EDGE of the columnwise usage, and of the rowwise one unless its pointer is None.
+
+    One program an (EDGE, EDGE) tile, PART rows at a time: once for the codes of the rows and the amaxes of the columns,
+    and, of what L1 kept, once more for the codes of the columns. All at once take twice the registers.
+    """
+    row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
+    largest = tl.zeros((PART // 2, EDGE), tl.float32)
+    for part in range(EDGE // PART):
+        first = row + part * PART
+        even, odd = load_finite_halves(x_ptr, first, col, M, N, PART, EDGE, WHOLE, "evict_last")
+        largest = tl.maximum(largest, larger_magnitude(even, odd))
         if row_ptr is not None:
-            even_scale = scale_from_amax(tl.max(tl.abs(even), 1), TOP, POWER_OF_2)
-            odd_scale = scale_from_amax(tl.max(tl.abs(odd), 1), TOP, POWER_OF_2)
-            even_codes = codes(scaled(even, even_scale[:, None], TOP, False), CODES)
-            odd_codes = codes(scaled(odd, odd_scale[:, None], TOP, False), CODES)
-            store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, EDGE, EDGE, WHOLE)
-            scale_inv = tl.reshape(
-                tl.join(inverse(even_scale, POWER_OF_2), inverse(odd_scale, POWER_OF_2)), (EDGE,)
+            store_rows(
+                row_ptr,
+                row_scale_inv_ptr,
+                even,
+                odd,
+                first,
+                col,
+                M,
+                N,
+                TOP,
+                CODES,
+                POWER_OF_2,
+                PART,
+                EDGE,
+                WHOLE,
             )
-            line = row + tl.arange(0, EDGE)
-            tl.store(row_scale_inv_ptr + (col // EDGE).to(tl.int64) * M + line, scale_inv, mask=line < M)
-        if col_ptr is not None:
-            j = tl.arange(0, EDGE)
-            scale = scale_from_amax(tl.max(larger_magnitude(even, odd), 0), TOP, POWER_OF_2)
-            made = words(
-                scaled(even, scale[None, :], TOP, False), scaled(odd, scale[None, :], TOP, False), CODES
-            )
-            store_transposed(col_ptr, made, row, col, M, N, EDGE, EDGE, WHOLE)
-            line = (row // EDGE).to(tl.int64) * N + col + j
-            tl.store(col_scale_inv_ptr + line, inverse(scale, POWER_OF_2), mask=col + j < N)
+    scale = scale_from_amax(tl.max(largest, 0), TOP, POWER_OF_2)
+    for part in range(EDGE // PART):
+        first = row + part * PART
+        even, odd = load_finite_halves(x_ptr, first, col, M, N, PART, EDGE, WHOLE, "evict_first")
+        made = words(scaled(even, scale[None, :], TOP, False), scaled(odd, scale[None, :], TOP, False), CODES)
+        store_transposed(col_ptr, made, first, col, M, N, PART, EDGE, WHOLE)
+    line = col + tl.arange(0, EDGE)
+    scales = col_scale_inv_ptr + (row // EDGE).to(tl.int64) * N + line
+    tl.store(scales, inverse(scale, POWER_OF_2), mask=line < N)
+
+
+@triton.jit
+def store_rows(
+    row_ptr,
+    row_scale_inv_ptr,
+    even,
+    odd,
+    row,
+    col,
+    M,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ROWS: tl.constexpr,
+    EDGE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Cast a tile's halves with a scale a row and store them; scales are (tiles, M): a tile's lie side by side."""
+    even_scale = scale_from_amax(tl.max(tl.abs(even), 1), TOP, POWER_OF_2)
+    odd_scale = scale_from_amax(tl.max(tl.abs(odd), 1), TOP, POWER_OF_2)
+    even_codes = codes(scaled(even, even_scale[:, None], TOP, False), CODES)
+    odd_codes = codes(scaled(odd, odd_scale[:, None], TOP, False), CODES)
+    store_halves(row_ptr, even_codes, odd_codes, row, col, M, N, ROWS, EDGE, WHOLE)
+    scale_inv = tl.join(inverse(even_scale, POWER_OF_2), inverse(odd_scale, POWER_OF_2))
+    line = row + tl.arange(0, ROWS)
+    scales = row_scale_inv_ptr + (col // EDGE).to(tl.int64) * M + line
+    tl.store(scales, tl.reshape(scale_inv, (ROWS,)), mask=line < M)
 
 
 @triton.jit

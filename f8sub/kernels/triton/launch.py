@@ -30,6 +30,9 @@ LINES = {"ROWS": 32, "COLS": 256, "STEPS": 16, "STAGES": 3}
 LINE_ROWS = 64
 """Height of the tiles of ``cast_with_lines``."""
 
+VECTOR_PART, VECTOR_WARPS = 64, 4
+"""Rows that ``quantize_crossing_vectors`` takes at a time, and its warps: on an H200 no slower than 32, 128 or 8."""
+
 AT_A_TIME = 264
 """Programs of ``quantize_vectors`` that read the next tile while they cast one: two for each SM of an H200."""
 
@@ -179,11 +182,9 @@ def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
 def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8Format) -> bool:
     """Whether one kernel makes both usages.
 
-    ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row; and where a kernel divides for the scales of
-    vectors of both usages, registers spill.
+    ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row.
     """
-    divides = rowwise.tile == VECTOR and not rowwise.scale_rule.is_power_of_2
-    return rowwise == columnwise and x.shape[0] > 1 and not divides
+    return rowwise == columnwise and x.shape[0] > 1
 
 
 def _one(rowwise: Float8Format | None, columnwise: Float8Format | None) -> Float8Format:
@@ -330,9 +331,13 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
         )
     if col is None:
         # A program that reads ahead pays where nothing is transposed in shared memory.
+        rows_only = {name: value for name, value in arguments.items() if not name.startswith("col_")}
         return Launch(
-            blocks.quantize_vectors, min(programs, AT_A_TIME), {**arguments, "STAGES": 3}, {"num_warps": 8}
+            blocks.quantize_vectors, min(programs, AT_A_TIME), {**rows_only, "STAGES": 3}, {"num_warps": 8}
         )
     return Launch(
-        blocks.quantize_vectors, programs, {**arguments, "STAGES": 1}, {"num_warps": 8 if row is None else 4}
+        blocks.quantize_crossing_vectors,
+        programs,
+        {**arguments, "PART": VECTOR_PART},
+        {"num_warps": VECTOR_WARPS},
     )

@@ -16,7 +16,7 @@ from f8sub import backends
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
 from f8sub.host_copy import HostCopy
-from f8sub.kernels import delayed, reference
+from f8sub.kernels import delayed, fused, reference
 from f8sub.kernels.delayed import PastScale
 from f8sub.recipe import DelayedScaling, OperandName, Recipe
 
@@ -91,17 +91,14 @@ class ScalingState(torch.nn.Module):
         return self.past(W), self.generation
 
     def stage(self, operand: int, amax: torch.Tensor) -> None:
-        """Take an amax into the staging row; one that is not finite is remembered as that and left out.
+        """Take an amax into the staging row, see ``delayed.stage``.
 
         Args:
             operand: the column.
             amax: float32, (1, 1).
         """
-        finite = amax.isfinite().view(())
         name = OPERANDS[operand]
-        staged, met = getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}")
-        staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
-        met.copy_(torch.maximum(met, (~finite).float()))
+        fused.stage(amax, getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}"))
 
     def reset(self) -> None:
         """Forget everything: the next step's scales are of its own amaxes."""

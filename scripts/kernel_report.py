@@ -100,10 +100,12 @@ class Case:
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
             out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
             return [launch.part_cast(x, scale, format, (0, 0), torch.bfloat16, out)]
-        format = FORMATS[self.name.removesuffix(" delayed")]
+        format = FORMATS[self.name.removesuffix(" delayed").removesuffix(" known")]
         formats = format if row else None, format if col else None
-        if self.name.endswith(" delayed"):
-            past = PastScale(torch.empty(1, 1, device="meta"), 0.0, self.usages == "row")
+        if self.name.endswith((" delayed", " known")):
+            known = self.name.endswith(" known")
+            scale = torch.empty(1, 1, device="meta")
+            past = PastScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
             return launch.delayed_quantization(x, past, *formats)[0].launches
         return launch.quantization(x, *formats).launches
 
@@ -118,6 +120,7 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
         yield from launches(name, "bf16", RAGGED, "both")
     for usages in USAGES:
         yield from launches("tensorwise delayed", "bf16", whole, usages)
+        yield from launches("tensorwise known", "bf16", whole, usages)
     for dtype in ("fp16", "fp32"):
         yield from launches("tensorwise e5m2 delayed", dtype, whole, "both")
     yield Case("rowwise", "bf16", RAGGED, "row", 0)

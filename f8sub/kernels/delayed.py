@@ -64,6 +64,19 @@ def scales_or_nan(amax: torch.Tensor, format: Float8Format, past: PastScale | No
     return Scales(scale, scale.double().reciprocal().float(), None)
 
 
+def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
+    """Take an amax into the largest of those before it; one that is not finite is remembered as that and left out.
+
+    Args:
+        amax: float32, one element, not negative.
+        staged: float32, (), not negative; in place.
+        met: float32, (): becomes 1 where ``amax`` is not finite; in place.
+    """
+    finite = amax.isfinite().view(())
+    staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
+    met.copy_(torch.maximum(met, (~finite).float()))
+
+
 def quantize(
     x: torch.Tensor,
     past: PastScale,

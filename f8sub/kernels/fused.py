@@ -107,6 +107,15 @@ def quantize_delayed(
     return row, col, largest
 
 
+def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
+    """``delayed.stage``; goes there for tensors that no kernel takes."""
+    if not takes(amax):
+        delayed.stage(amax, staged, met)
+        return
+    with device_of(amax):
+        _launch().staging(amax, staged, met).run()
+
+
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
     """``reference.derive_columnwise``; goes there for operands that no kernel takes."""
     codes = rowwise.data

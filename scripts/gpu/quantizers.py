@@ -14,9 +14,8 @@ import torch
 from tables import Table
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
-from f8sub.kernels import fused, reference
+from f8sub.kernels import delayed, fused, reference
 from f8sub.kernels.delayed import PastScale
-from f8sub.kernels.delayed import quantize as quantize_delayed_reference
 from gpu import shards
 from gpu.session import Session
 from gpu.timing import SETS, by_graph, by_launches, host_ms, in_turns, summary, wait
@@ -82,16 +81,12 @@ def benches(device: torch.device, compiled: bool) -> list[Bench]:
         found.append(Bench(f"{name} both, reference eager", both, None, moved))
         if compiled:
             found.append(Bench(f"{name} both, reference compiled", torch.compile(both), None, moved))
-    past = PastScale(torch.ones(1, 1, device=device), 0.0, False)
     whole = FORMATS["tensorwise"]
-    found.append(
-        Bench(
-            "scale of the past both",
-            lambda x: fused.quantize_delayed(x, past, whole, whole)[:2],
-            lambda x: quantize_delayed_reference(x, past, whole, whole)[:2],
-            4.0,
-        )
-    )
+    for name, known in (("scale of the past both", False), ("known scale of the past both", True)):
+        past = PastScale(torch.ones(1, 1, device=device), 0.0, covers=False, is_known=known)
+        ours = delayed_of(fused.quantize_delayed, past, whole)
+        right = delayed_of(delayed.quantize, past, whole)
+        found.append(Bench(name, ours, right, 4.0))
     for name, moved in DERIVED.items():
         format = FORMATS[name]
         ours, right = derivation_of(fused, format), derivation_of(reference, format)
@@ -110,6 +105,10 @@ def copied_table(given: shards.Shards) -> tuple[Operand]:
     """What torch's operators make, apart from where kernels write to."""
     (made,) = shards.by_operators(given)
     return (made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone()),)
+
+
+def delayed_of(quantize: Callable, past: PastScale, format: Float8Format) -> Callable[[torch.Tensor], Any]:
+    return lambda x: quantize(x, past, format, format)[:2]
 
 
 def derivation_of(module: Any, format: Float8Format) -> Callable[[Operand], Any]:

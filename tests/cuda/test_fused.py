@@ -10,7 +10,7 @@ from f8sub.kernels.delayed import PastScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import needs_triton
-from tests.kernels.test_fused import DTYPES, FORMATS, RECAST, every_value, parts
+from tests.kernels.test_fused import DTYPES, FORMATS, RECAST, every_value, parts, staging
 
 SHAPES = [(48, 160), (256, 512), (272, 400), (130, 144), (129, 130), (1, 300), (300, 1), (2048, 1536)]
 pytestmark = needs_triton
@@ -70,8 +70,8 @@ def test_scales_of_the_past(name, dtype, runs):
     format = FORMATS[name]
     for x in (make("lognormal", (272, 400), 4, dtype), *edge_values(dtype).values()):
         for scale in (0.0, 1.0, 3.7e3, 2.0**-120):
-            for covers in (False, True):
-                past = PastScale(torch.full((1, 1), scale), 1.0, covers)
+            for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
+                past = PastScale(torch.full((1, 1), scale), 1.0, covers, known)
                 on_gpu = past._replace(scale=past.scale.cuda())
                 found = fused.quantize_delayed(x.cuda(), on_gpu, format, format)
                 expected = delayed.quantize(x, past, format, format)
@@ -79,6 +79,18 @@ def test_scales_of_the_past(name, dtype, runs):
                 assert_same_bits(found[1], expected[1])
                 torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
     assert set(runs) == {"amax_of_matrix", "cast_with_one"}
+
+
+def test_no_amax_is_looked_for_where_a_past_is_known(runs):
+    x = make("lognormal", (272, 400), 4, torch.bfloat16).cuda()
+    past = PastScale(torch.ones(1, 1, device="cuda"), 0.0, covers=False, is_known=True)
+    fused.quantize_delayed(x, past, FORMATS["tensorwise"], FORMATS["tensorwise"])
+    assert runs == ["cast_with_one"]
+
+
+def test_amaxes_are_staged(runs):
+    staging("cuda")
+    assert set(runs) == {"stage_amax"}
 
 
 @pytest.mark.parametrize("name", FORMATS)

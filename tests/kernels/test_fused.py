@@ -156,8 +156,8 @@ def past_scales(name: str, dtype: torch.dtype) -> None:
         for scale, bad in ((0.0, None), (1.0, "inf"), (3.7e3, "nan"), (2.0**-120, "-inf")):
             if bad is not None:
                 x[2, 3] = float(bad)
-            for covers in (False, True):
-                past = PastScale(torch.full((1, 1), scale), 1.0, covers)
+            for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
+                past = PastScale(torch.full((1, 1), scale), 1.0, covers, known)
                 found = fused.quantize_delayed(x, past, format, format)
                 expected = delayed.quantize(x, past, format, format)
                 same_bits(found[0], expected[0])
@@ -170,6 +170,45 @@ def past_scales(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
 def test_scales_of_the_past(interpreter, name, dtype):  # noqa: F811
     interpreter(past_scales, name, dtype)
+
+
+def launches_with_a_past() -> list[list[str]]:
+    """Kernels of a cast with a past that is not known to be there, with one that is, and with one that covers."""
+    from f8sub.kernels.triton import launch
+
+    x, scale, format = make("gaussian", SMALL, 4, torch.bfloat16), torch.ones(1, 1), FORMATS["tensorwise"]
+    found = []
+    for covers, known in ((False, False), (False, True), (True, True)):
+        plan, _ = launch.delayed_quantization(x, PastScale(scale, 0.0, covers, known), format, format)
+        found.append([each.kernel.fn.__name__ for each in plan.launches])
+    return found
+
+
+@needs_triton
+def test_no_amax_is_looked_for_where_a_past_is_known(interpreter):  # noqa: F811
+    both = ["amax_of_matrix", "cast_with_one"]
+    assert interpreter(launches_with_a_past) == [both, both[1:], both]
+
+
+def staging(device: str = "cpu") -> None:
+    nan, inf = float("nan"), float("inf")
+    for amaxes in ([1.0, 3.0, 2.0], [2.0, inf, 1.0], [nan], [0.0, 2.0**-149, nan, 5.0], [-nan, 7.0]):
+        staged, met = torch.zeros(2, device=device).unbind()
+        right = torch.zeros(2).unbind()
+        for amax in amaxes:
+            given = torch.full((1, 1), amax)
+            fused.stage(given.to(device), staged, met)
+            delayed.stage(given, *right)
+            assert (staged.item(), met.item()) == tuple(t.item() for t in right)
+        finite = [amax for amax in amaxes if abs(amax) < inf]
+        assert staged.item() == max([0.0, *finite])
+        assert met.item() == float(len(finite) < len(amaxes))
+
+
+@needs_triton
+def test_amaxes_are_staged(interpreter):  # noqa: F811
+    interpreter(staging)
+    staging()
 
 
 PARTS = [

@@ -102,17 +102,19 @@ def cast_with_one(
 ):
     """Codes with one scale, for each usage whose pointer is not None, and the scale's inverse.
 
-    The scale is that of the amax, or of the past where ``past_ptr`` is not None; then ``largest`` becomes the maximum
-    with what is there of all elements. Tiles are taken last one first: what an amax was made of last is still in L2.
+    The scale is that of the amax, or of the past where ``past_ptr`` is not None, which is there where ``amax_ptr`` is
+    None; then ``largest`` becomes the maximum with what is there of all elements. Tiles are taken last one first: what
+    an amax was made of last is still in L2.
     """
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = place(index, M, N, ROWS, COLS)
-    amax = tl.load(amax_ptr)
     even, odd = load_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "evict_first")
     if past_ptr is None:
-        scale = scale_from_amax(amax, TOP, POWER_OF_2)
+        scale = scale_from_amax(tl.load(amax_ptr), TOP, POWER_OF_2)
     else:
-        scale = scale_from_past(tl.load(past_ptr), amax, TOP, POWER_OF_2, HEADROOM, COVERS)
+        scale = tl.load(past_ptr)
+        if amax_ptr is not None:
+            scale = scale_from_past(scale, tl.load(amax_ptr), TOP, POWER_OF_2, HEADROOM, COVERS)
         bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd))
         tl.atomic_max(largest_ptr, tl.max(bits), sem="relaxed")
     even = scaled(finite_or_nan(even), scale, TOP, past_ptr is not None)
@@ -125,6 +127,15 @@ def cast_with_one(
     if col_ptr is not None:
         store_transposed(col_ptr, words(even, odd, CODES), row, col, M, N, ROWS, COLS, WHOLE)
         tl.store(col_scale_inv_ptr, scale_inv, mask=index == 0)
+
+
+@triton.jit
+def stage_amax(amax_ptr, staged_ptr, met_ptr):
+    """Maximum with what is staged of an amax that is finite; of one that is not, 1 where that is remembered."""
+    amax, staged, met = tl.load(amax_ptr), tl.load(staged_ptr), tl.load(met_ptr)
+    is_finite = magnitude_bits(amax) < EXPONENT_BITS
+    tl.store(staged_ptr, tl.where(is_finite, tl.maximum(staged, amax), staged))
+    tl.store(met_ptr, tl.where(is_finite, met, 1.0))
 
 
 @triton.jit

@@ -39,8 +39,8 @@ AT_A_TIME = 264
 PART_ROWS = 64
 """Height of the tiles of ``cast_part``."""
 
-_HIGH_PRECISION = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+INPUTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 class Launch(NamedTuple):
@@ -89,8 +89,8 @@ def quantization(
         row, col = quantization(x, rowwise, None), quantization(x, None, columnwise)
         return Plan(row.launches + col.launches, row.row, col.col)
     format = _one(rowwise, columnwise)
-    row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
-    col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
+    row_operand = None if rowwise is None else empty(x, rowwise, *x.shape)
+    col_operand = None if columnwise is None else empty(x, columnwise, *x.shape[::-1])
     if format.tile == TENSORWISE:
         launches = _one_scale(x, format, row_operand, col_operand, amax)
     elif format.tile == ROWWISE and columnwise is None:
@@ -117,10 +117,21 @@ def delayed_quantization(
         The plan, and what becomes the largest magnitude: float32, (1, 1).
     """
     format = _one(rowwise, columnwise)
-    row = None if rowwise is None else _empty(x, rowwise, *x.shape)
-    col = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
-    largest = torch.zeros(1, 1, dtype=torch.int32, device=x.device)
-    return Plan(_one_scale(x, format, row, col, None, past, largest), row, col), largest.view(torch.float32)
+    row = None if rowwise is None else empty(x, rowwise, *x.shape)
+    col = None if columnwise is None else empty(x, columnwise, *x.shape[::-1])
+    # A scale of the past that is there and stays as it is needs no amax.
+    needs_amax = past.covers or not past.is_known
+    largest, *bits = torch.zeros(1 + needs_amax, 1, 1, dtype=torch.int32, device=x.device).unbind()
+    launches = [_amax_of_matrix(x, bits[0], None if past.covers else past.scale)] if needs_amax else []
+    amax = bits[0].view(torch.float32) if needs_amax else None
+    launches.append(_cast_with_one(x, format, row, col, amax, past, largest))
+    return Plan(launches, row, col), largest.view(torch.float32)
+
+
+def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
+    """How to take an amax into staged ones: ``delayed.stage``."""
+    arguments = {"amax_ptr": amax, "staged_ptr": staged, "met_ptr": met}
+    return Launch(casts.stage_amax, 1, arguments, {"num_warps": 1})
 
 
 def part_cast(
@@ -153,11 +164,11 @@ def part_cast(
         "TILE_ROWS": rows,
         "TILE_COLS": cols,
         "TOP": format.max,
-        "CODES": _CODES[format.dtype],
-        "THROUGH": _HIGH_PRECISION[through],
-        **_tiles(x, PART_ROWS, EDGE),
+        "CODES": CODES[format.dtype],
+        "THROUGH": INPUTS[through],
+        **tiles_of(x, PART_ROWS, EDGE),
     }
-    return Launch(casts.cast_part, _programs(x, PART_ROWS, EDGE), arguments)
+    return Launch(casts.cast_part, programs_of(x, PART_ROWS, EDGE), arguments)
 
 
 def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
@@ -174,9 +185,9 @@ def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
     arguments = {
         "codes_ptr": codes.view(torch.uint16),
         "out_ptr": out.view(torch.uint16),
-        **_tiles(codes, EDGE, EDGE),
+        **tiles_of(codes, EDGE, EDGE),
     }
-    return Launch(casts.transpose_codes, _programs(codes, EDGE, EDGE), arguments), out
+    return Launch(casts.transpose_codes, programs_of(codes, EDGE, EDGE), arguments), out
 
 
 def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8Format) -> bool:
@@ -194,32 +205,34 @@ def _one(rowwise: Float8Format | None, columnwise: Float8Format | None) -> Float
     return format
 
 
-def _empty(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
+def empty(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
+    """A (rows, depth) operand for kernels to fill."""
     data = like.new_empty((rows, depth), dtype=format.dtype)
     return Operand(data, empty_scale_inv(like, format, rows, depth), format)
 
 
-def _programs(x: torch.Tensor, rows: int, cols: int) -> int:
+def programs_of(x: torch.Tensor, rows: int, cols: int) -> int:
+    """How many tiles of (rows, cols) there are."""
     tiles: int = triton.cdiv(x.shape[0], rows) * triton.cdiv(x.shape[1], cols)
     return tiles
 
 
-def _tiles(x: torch.Tensor, rows: int, cols: int) -> dict[str, Any]:
+def tiles_of(x: torch.Tensor, rows: int, cols: int) -> dict[str, Any]:
     """Arguments of kernels that work on tiles of (rows, cols)."""
     whole = x.shape[0] % rows == 0 and x.shape[1] % cols == 0
     return {"M": x.shape[0], "N": x.shape[1], "ROWS": rows, "COLS": cols, "WHOLE": whole}
 
 
-def _rule(format: Float8Format) -> dict[str, Any]:
+def rule(format: Float8Format) -> dict[str, Any]:
     """Arguments of kernels that cast."""
     return {
         "TOP": format.max,
-        "CODES": _CODES[format.dtype],
+        "CODES": CODES[format.dtype],
         "POWER_OF_2": format.scale_rule.is_power_of_2,
     }
 
 
-def _operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
+def operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
     """Arguments of kernels that fill operands."""
     found: dict[str, Any] = dict.fromkeys(("row_ptr", "row_scale_inv_ptr", "col_ptr", "col_scale_inv_ptr"))
     if row is not None:
@@ -237,34 +250,48 @@ def _one_scale(
     row: Operand | None,
     col: Operand | None,
     amax: torch.Tensor | None,
+) -> list[Launch]:
+    if amax is not None:
+        return [_cast_with_one(x, format, row, col, amax)]
+    bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+    cast = _cast_with_one(x, format, row, col, bits.view(torch.float32))
+    return [_amax_of_matrix(x, bits, None), cast]
+
+
+def _amax_of_matrix(x: torch.Tensor, amax: torch.Tensor, past: torch.Tensor | None) -> Launch:
+    """``amax`` is int32, zero; where ``past`` is a scale that is not 0 it is left so."""
+    arguments = {
+        "x_ptr": x,
+        "amax_ptr": amax,
+        "past_ptr": past,
+        "SIZE": x.numel(),
+        "BLOCK": ELEMENTS,
+        "WHOLE": x.numel() % ELEMENTS == 0,
+    }
+    return Launch(casts.amax_of_matrix, triton.cdiv(x.numel(), ELEMENTS), arguments)
+
+
+def _cast_with_one(
+    x: torch.Tensor,
+    format: Float8Format,
+    row: Operand | None,
+    col: Operand | None,
+    amax: torch.Tensor | None,
     past: PastScale | None = None,
     largest: torch.Tensor | None = None,
-) -> list[Launch]:
-    launches = []
-    if amax is None:
-        bits = torch.zeros(1, dtype=torch.int32, device=x.device)
-        find = {
-            "x_ptr": x,
-            "amax_ptr": bits,
-            "past_ptr": None if past is None or past.covers else past.scale,
-            "SIZE": x.numel(),
-            "BLOCK": ELEMENTS,
-            "WHOLE": x.numel() % ELEMENTS == 0,
-        }
-        launches.append(Launch(casts.amax_of_matrix, triton.cdiv(x.numel(), ELEMENTS), find))
-        amax = bits.view(torch.float32)
-    make = {
+) -> Launch:
+    arguments = {
         "x_ptr": x,
         "amax_ptr": amax,
         "past_ptr": None if past is None else past.scale,
         "largest_ptr": largest,
-        **_operands(row, col),
-        **_rule(format),
+        **operands(row, col),
+        **rule(format),
         "HEADROOM": 1.0 if past is None else 2.0**past.margin,
         "COVERS": past is not None and past.covers,
-        **_tiles(x, EDGE, EDGE),
+        **tiles_of(x, EDGE, EDGE),
     }
-    return [*launches, Launch(casts.cast_with_one, _programs(x, EDGE, EDGE), make)]
+    return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
 
 
 def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None) -> list[Launch]:
@@ -278,31 +305,31 @@ def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Oper
         "x_ptr": x,
         "row_amax_ptr": row_amax,
         "col_amax_ptr": col_amax,
-        **_tiles(x, height, LINES["COLS"]),
+        **tiles_of(x, height, LINES["COLS"]),
         **LINES,
     }
     make = {
         "x_ptr": x,
         "row_amax_ptr": None if row_amax is None else row_amax.view(torch.float32),
         "col_amax_ptr": col_amax.view(torch.float32),
-        **_operands(row, col),
-        **_rule(format),
-        **_tiles(x, LINE_ROWS, EDGE),
+        **operands(row, col),
+        **rule(format),
+        **tiles_of(x, LINE_ROWS, EDGE),
     }
     options = {"num_warps": 4}
     return [
-        Launch(casts.amax_of_lines, _programs(x, height, LINES["COLS"]), find, options),
-        Launch(casts.cast_with_lines, _programs(x, LINE_ROWS, EDGE), make, options),
+        Launch(casts.amax_of_lines, programs_of(x, height, LINES["COLS"]), find, options),
+        Launch(casts.cast_with_lines, programs_of(x, LINE_ROWS, EDGE), make, options),
     ]
 
 
 def _quantize_rows(x: torch.Tensor, format: Float8Format, row: Operand | None) -> Launch:
-    made = _operands(row, None)
+    made = operands(row, None)
     arguments = {
         "x_ptr": x,
         "row_ptr": made["row_ptr"],
         "row_scale_inv_ptr": made["row_scale_inv_ptr"],
-        **_rule(format),
+        **rule(format),
         "N": x.shape[1],
         "PART": ROW_PART,
         "WHOLE": x.shape[1] % ROW_PART == 0,
@@ -314,14 +341,14 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
     edge = format.tile.cols
     arguments = {
         "x_ptr": x,
-        **_operands(row, col),
+        **operands(row, col),
         "M": x.shape[0],
         "N": x.shape[1],
-        **_rule(format),
+        **rule(format),
         "EDGE": edge,
         "WHOLE": x.shape[0] % edge == 0 and x.shape[1] % edge == 0,
     }
-    programs = _programs(x, edge, edge)
+    programs = programs_of(x, edge, edge)
     if format.tile != VECTOR:
         return Launch(
             blocks.quantize_squares,

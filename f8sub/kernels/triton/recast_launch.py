@@ -19,16 +19,16 @@ def recast(rowwise: Operand, columnwise: Float8Format) -> Plan:
         columnwise: format of the (N, M) result, with the same tile.
     """
     codes, scale_inv, format, _ = rowwise
-    col = launch._empty(codes, columnwise, *codes.shape[::-1])
+    col = launch.empty(codes, columnwise, *codes.shape[::-1])
     source = {
         "codes_ptr": codes.view(torch.uint8),
         "scale_inv_ptr": scale_inv,
         "SCALE_STRIDE": scale_inv.stride(0),
-        "SOURCE": launch._CODES[format.dtype],
+        "SOURCE": launch.CODES[format.dtype],
     }
-    filled = {name: value for name, value in launch._operands(None, col).items() if name.startswith("col_")}
-    make = {**source, **filled, **launch._rule(columnwise), **launch._tiles(codes, EDGE, EDGE)}
-    programs = launch._programs(codes, EDGE, EDGE)
+    filled = {name: value for name, value in launch.operands(None, col).items() if name.startswith("col_")}
+    make = {**source, **filled, **launch.rule(columnwise), **launch.tiles_of(codes, EDGE, EDGE)}
+    programs = launch.programs_of(codes, EDGE, EDGE)
     if format.tile == VECTOR:
         make["BLOCK_STRIDE"] = scale_inv.stride(1)
         return Plan([Launch(recasts.recast_by_vectors, programs, make)], None, col)
@@ -37,13 +37,13 @@ def recast(rowwise: Operand, columnwise: Float8Format) -> Plan:
     find = {
         **source,
         "col_amax_ptr": amax,
-        **launch._tiles(codes, height, CODE_LINES["COLS"]),
+        **launch.tiles_of(codes, height, CODE_LINES["COLS"]),
         **CODE_LINES,
     }
     options = {"num_warps": 4}
     launches = [
         Launch(
-            recasts.amax_of_code_columns, launch._programs(codes, height, CODE_LINES["COLS"]), find, options
+            recasts.amax_of_code_columns, launch.programs_of(codes, height, CODE_LINES["COLS"]), find, options
         ),
         Launch(recasts.recast_by_lines, programs, {**make, "col_amax_ptr": amax.view(torch.float32)}),
     ]

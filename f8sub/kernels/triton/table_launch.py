@@ -10,8 +10,8 @@ from f8sub.formats import Float8Format
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE
 from f8sub.kernels.many import Matrix
-from f8sub.kernels.triton import launch, tables
-from f8sub.kernels.triton.launch import Launch
+from f8sub.kernels.triton import tables
+from f8sub.kernels.triton.launch import INPUTS, Launch
 
 BLOCK = 4096
 """Elements that a program has in registers: 32 of each of its threads."""
@@ -57,7 +57,7 @@ def scales(
         "SIZE": amax.numel(),
         "TOP": format.max,
         "POWER_OF_2": format.scale_rule.is_power_of_2,
-        "THROUGH": launch._HIGH_PRECISION[through],
+        "THROUGH": INPUTS[through],
         "ROOM": room,
         "HEADROOM": 1.0 if past is None else 2.0**past.margin,
         "BLOCK": SCALES,

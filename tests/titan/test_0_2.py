@@ -147,6 +147,33 @@ def test_losses_are_as_near_to_bf16s_as_torchtitans_own_converters(train, mesh):
 
 
 @long
+@pytest.mark.parametrize(
+    "recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8", "nvfp4", "delayed"]
+)
+def test_other_recipes(train, recipe):
+    bf16 = last(train(2, "bf16 "))
+    ours = last(train(2, f"f8sub --f8sub.recipe_name={recipe}"))
+    assert ours != last(train(2, "f8sub "))
+    assert abs(ours - bf16) < 4e-3
+
+
+@long
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("nvfp4", r"layers\.0\.\S+: tensor parallelism cuts its w, and recipe 'nvfp4'"),
+        ("gridquant", r"layers\.0\.\S+: its w is cut into parts of 384 of 768 rows"),
+        ("delayed", r"layers\.0\.\S+: .* takes Float8ColwiseParallel and Float8RowwiseParallel"),
+    ],
+)
+def test_a_recipe_that_tensor_parallelism_cannot_cut_is_an_error_that_names_the_layer(
+    titan_0_2, assets, recipe, says
+):
+    with pytest.raises(RankFailure, match=says):
+        titan_0_2(2, runs.train, ["f8sub", f"--f8sub.recipe_name={recipe}", TP], assets)
+
+
+@long
 @pytest.mark.parametrize("mesh", ["fsdp2", "tp2"])
 @pytest.mark.parametrize("ac", ["full", "selective"])
 def test_activation_checkpointing_changes_no_bit(train, ac, mesh):

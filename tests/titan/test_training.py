@@ -30,6 +30,7 @@ HSDP = "parallelism.data_parallel_replicate_degree=2 parallelism.data_parallel_s
 PP = 'parallelism.pipeline_parallel_degree=2 parallelism.pipeline_parallel_schedule="1F1B"'
 SPMD = 'parallelism.spmd_backend="spmd_types"'
 CP = f"{SPMD} parallelism.context_parallel_degree=2 parallelism.context_parallel_load_balancer=null"
+NVFP4 = 'f8sub:{"recipe_name":"nvfp4"}'
 COMPILED = 'compile.enable=true compile.backend="aot_eager"'
 
 MESHES = {
@@ -93,7 +94,7 @@ def test_the_command_line_alone_does_what_the_converter_does(train, mesh):
 
 @long
 @pytest.mark.parametrize(
-    "recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8", "delayed"]
+    "recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8", "nvfp4", "delayed"]
 )
 def test_other_recipes(train, recipe):
     bf16 = last(train(2, "bf16"))
@@ -125,6 +126,19 @@ def test_activation_checkpointing_changes_no_bit(train, ac, mesh):
 @pytest.mark.parametrize("config", ["f8sub", "f8sub_selective_ac"])
 def test_compiling_changes_no_bit(train, config):
     assert train(2, f"{config} {COMPILED}") == train(2, "f8sub")
+
+
+@long
+def test_compiling_changes_no_bit_of_nvfp4(train):
+    assert train(2, f"{NVFP4} {COMPILED}") == train(2, NVFP4)
+
+
+@long
+def test_nvfp4_cut_by_tensor_parallelism_is_an_error_that_names_the_layer(titan, assets):
+    with pytest.raises(
+        RankFailure, match=r"layers\.0\.\S+: tensor parallelism cuts its w, and recipe 'nvfp4'"
+    ):
+        titan(2, runs.train, f"{NVFP4} {TP}".split(), assets)
 
 
 @long
@@ -203,6 +217,14 @@ def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scale
         assert {key: n for key, n in extra.items() if n} == {("allreduce", "float32"): 1}
 
 
+@long
+def test_nvfp4s_weights_cross_the_wire_as_half_a_byte(titan, assets):
+    """Scales of 16x16 blocks are made from the amaxes that one all-reduce brings."""
+    bf16, ours = (titan(2, runs.count, [name, "training.steps=3"], assets)[0] for name in ("bf16", NVFP4))
+    elements = LINEAR_ELEMENTS // 2 * 2  # gathered for forward, and for backward
+    assert gathered(ours["bytes"][2]) == gathered(bf16["bytes"][2]) - 2 * elements + elements // 2
+
+
 def gathered(bytes: Counter[tuple[str, str]]) -> int:
     return sum(count for (kind, _), count in bytes.items() if kind == "allgather")
 
@@ -221,7 +243,11 @@ def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
     def run(config: str) -> dict[int, float]:
         return titan(world, runs.train, f"{config} {saving}".split(), tmp_path)[-1]["losses"]
 
-    for config, other in (("f8sub", "bf16"), ("bf16", "f8sub")):
+    for config, other in (
+        ("f8sub", "bf16"),
+        ("bf16", "f8sub"),
+        *([(NVFP4, "bf16")] if mesh == "fsdp2" else []),
+    ):
         whole = train(world, f"{config} {options}")
         first = run(f"{config} training.steps=3 lr_scheduler.total_steps=5")
         assert first == {step: whole[step] for step in (1, 2, 3)}

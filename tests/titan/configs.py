@@ -23,20 +23,26 @@ LAYERS = 2
 """Of the debug model's six."""
 
 
-def on_cpu(config: Trainer.Config) -> Trainer.Config:
-    """What gloo and torch.cpu do not have is replaced by what they have; short, and the same on every run."""
+def for_cpus(config: Trainer.Config) -> Trainer.Config:
+    """What gloo and torch.cpu do not have is replaced by what they have."""
     spec = config.model_spec
-    del spec.model.layers[LAYERS:]
     # FlexAttention has no backward on CPUs.
     for _, _, parent, name in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
     spec.parallelize_fn = with_sums(spec.parallelize_fn)
     config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
+    config.training.disable_cuda_graphs = True
+    config.validator.enable = False
+    return config
+
+
+def on_cpu(config: Trainer.Config) -> Trainer.Config:
+    """For CPUs, short, and the same on every run."""
+    del config.model_spec.model.layers[LAYERS:]
+    for_cpus(config)
     config.parallelism.spmd_backend = "partial_dtensor"
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 128, 5
-    config.training.disable_cuda_graphs = True
     config.activation_checkpoint = None
-    config.validator.enable = False
     config.checkpoint.interval = 3
     config.checkpoint.last_save_model_only = False
     config.debug.seed = 0

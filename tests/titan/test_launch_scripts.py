@@ -1,12 +1,17 @@
-"""Every option of recipes/torchtitan is one that torchtitan's ConfigManager takes, and says what the pages say."""
+"""The launch scripts of recipes/torchtitan: their options say what the pages say, and they train, in small, on CPUs."""
 
+import json
 import os
+import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.titan.runs import alone
 
@@ -85,3 +90,104 @@ def test_launchers():
     assert started[started.index("torchtitan.train") - 1] == "-m"
     submitted = command("llama3_70b.sh", LAUNCHER="echo --nodes 32 recipes/launch/slurm.sh")
     assert submitted[:5] == ["--nodes", "32", "recipes/launch/slurm.sh", "-m", "torchtitan.train"]
+
+
+SMALL_LAUNCHER = """#!/bin/sh
+[ "$1 $2" = "-m torchtitan.train" ] && shift 2 && exec recipes/launch/torchrun.sh -m tests.titan.small "$@"
+"""
+"""The launcher that the scripts take by default, for a model of another size."""
+
+SHORT = (
+    *("--training.steps", "3", "--training.seq_len", "128", "--metrics.log_freq", "1"),
+    *("--lr_scheduler.warmup_steps", "2", "--metrics.enable_tensorboard"),
+)
+COMPILED = ("--compile.backend", "aot_eager")
+TP = ("--parallelism.tensor_parallel_degree", "2")
+ON_TORCH_2_13 = ("--parallelism.spmd_backend", "partial_dtensor")
+# There compiled tensor parallelism is refused.
+EAGER = ("--compile.no-enable", "--compile.no-enable_async_tensor_parallel", *ON_TORCH_2_13)
+
+of_torch_2_14 = pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.14"),
+    reason="torchtitan 0.3 has pipelines and spmd_types from torch 2.14 on: scripts/test_torchtitan.sh has that",
+)
+RUNS = [
+    ("llama3_8b.sh", (*COMPILED, *ON_TORCH_2_13), "fsdp"),
+    ("llama3_70b.sh", (*TP, *EAGER, "--training.local_batch_size", "4"), "tp"),
+    pytest.param("llama3_8b.sh", COMPILED, "fsdp", marks=of_torch_2_14),
+    pytest.param(
+        "llama3_70b.sh", (*TP, *COMPILED, "--training.local_batch_size", "4"), "tp", marks=of_torch_2_14
+    ),
+    pytest.param(
+        "llama3_405b.sh",
+        (
+            *("--parallelism.tensor_parallel_degree", "1", "--parallelism.pipeline_parallel_degree", "2"),
+            *("--compile.no-enable_async_tensor_parallel", "--training.local_batch_size", "4", *COMPILED),
+        ),
+        "pp",
+        marks=of_torch_2_14,
+    ),
+]
+"""What is run of each script on two ranks, where its own degrees are for hundreds; and what torchtitan says of it."""
+
+
+def launched(script: str, assets: Path, folder: Path, *options: str) -> str:
+    """What a script's run wrote that succeeded, on two ranks."""
+    launcher = folder / "launcher.sh"
+    launcher.write_text(SMALL_LAUNCHER)
+    launcher.chmod(0o755)
+    name, *arm = script.split()
+    own = (
+        *("--hf_assets_path", assets / "tokenizer", "--dataloader.dataset", "c4_test"),
+        *("--dataloader.dataset_path", assets / "data", "--dump_folder", folder),
+    )
+    done = subprocess.run(
+        [SCRIPTS / name, *arm, *own, *SHORT, *options],
+        env={
+            **os.environ,
+            "LAUNCHER": str(launcher),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "NPROC_PER_NODE": "2",
+            "RDZV_ENDPOINT": "localhost:0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    said = re.sub(r"\x1b\[[\d;]+m", "", done.stdout + done.stderr)
+    assert done.returncode == 0, said
+    return said
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("titan")
+@pytest.mark.parametrize(("script", "options", "sharded"), RUNS)
+def test_a_script_trains(assets, tmp_path, script, options, sharded):
+    said = launched(script, assets, tmp_path, *options)
+    assert f"Building llama3 {SETTINGS[script]['flavor']}" in said
+    assert re.search(rf"active dimensions: \[.*'{sharded}'", said), said
+    assert f"Applied {'Full' if SETTINGS[script]['full'] else 'Selective'}AC" in said
+    assert re.search(r"f8sub: \d+ of \d+ linear layers in float8", said), said
+    assert ("Compiling each TransformerBlock" in said) == (EAGER[0] not in options)
+    assert re.search(r"step: +3 +loss: +[678]\.", said), said
+    assert "Training completed" in said
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("titan")
+def test_both_arms_of_the_convergence_test_train_and_are_compared(assets, tmp_path):
+    """By the two commands of the page, and the third, which reads what they logged."""
+    batch = ("--training.local_batch_size", "2", "--training.global_batch_size", "8")
+    runs = []
+    for arm in ("bf16", "float8"):
+        folder = tmp_path / arm
+        folder.mkdir()
+        said = launched(f"convergence.sh {arm}", assets, folder, *batch, *COMPILED, *ON_TORCH_2_13)
+        assert "gradient accumulation steps 2" in said
+        assert ("linear layers in float8" in said) == (arm == "float8")
+        runs += ["--recorded", arm, str(folder)]
+    figures = tmp_path / "figures.json"
+    compared = [sys.executable, ROOT / "scripts" / "loss_compare.py", "--folder", tmp_path, *runs]
+    subprocess.run([*compared, "--json", figures], check=True, timeout=280)
+    assert 0 < abs(json.loads(figures.read_text())["gaps"]["float8"]["gap_percent"]) < 0.05

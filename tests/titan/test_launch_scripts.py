@@ -114,7 +114,7 @@ of_torch_2_14 = pytest.mark.skipif(
 RUNS = [
     ("llama3_8b.sh", (*COMPILED, *ON_TORCH_2_13), "fsdp"),
     ("llama3_70b.sh", (*TP, *EAGER, "--training.local_batch_size", "4"), "tp"),
-    pytest.param("llama3_8b.sh", COMPILED, "fsdp", marks=of_torch_2_14),
+    pytest.param("llama3_8b.sh", COMPILED, "dp_shard", marks=of_torch_2_14),
     pytest.param(
         "llama3_70b.sh", (*TP, *COMPILED, "--training.local_batch_size", "4"), "tp", marks=of_torch_2_14
     ),

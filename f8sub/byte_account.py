@@ -74,7 +74,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class ByteAccount:
-    """All linear layers'. ``str()`` is a table of MB, with equal layers in one row.
+    """All linear layers'. ``str()`` is a table of MB, with equal layers in one row: as they are / in high precision.
 
     Attributes:
         layers: in the model's order.
@@ -308,4 +308,8 @@ def _kind_of(fqn: str) -> str:
 
 def _cells(here: Bytes, high_precision: Bytes) -> list[str]:
     pairs = zip(astuple(here), astuple(high_precision), strict=True)
-    return [f"{a / 1e6:,.1f} / {b / 1e6:,.1f}" for a, b in pairs]
+    return [_megabytes(a) if a == b else f"{_megabytes(a)} / {_megabytes(b)}" for a, b in pairs]
+
+
+def _megabytes(count: int) -> str:
+    return "0" if not count else f"{count / 1e6:,.0f}" if count >= 1e8 else f"{count / 1e6:.3g}"

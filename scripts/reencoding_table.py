@@ -1,19 +1,23 @@
-"""What re-encoding costs: a weight's columnwise operand derived from its rowwise codes, beside a cast of its own.
+"""What re-encoding costs: a columnwise operand derived from rowwise codes, beside a cast of its own.
 
-A weight is cast once, by rows, and what dgrad reads is made from those codes. For every recipe that has to re-scale
-them: the share of the codes that come out as if cast directly, the SQNR of the median column (a whole hides its small
-columns) either way, and the share of the elements that only re-encoding flushes to zero. 1024 x 1024 weights.
+A weight is cast once, by rows, and what dgrad reads is made from those codes; with keep_x="recompute" so is what wgrad
+reads of x. For every recipe that has to re-scale them: the share of the codes that come out as if cast directly, the
+SQNR of the median column (a whole hides its small columns) either way, and the share of the elements that only
+re-encoding flushes to zero. 1024 x 1024 matrices.
 
     python scripts/reencoding_table.py --write-readme
 """
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from numerics import Draw, element_outliers, flushed, gaussian, lognormal_columns, percent, sqnr, student_t
 from tables import Table, parser, write_between_markers, write_json
 
 import f8sub
+from f8sub.formats import why_not_derivable
 from f8sub.kernels import reference
 
 SHAPE = (1024, 1024)
@@ -27,12 +31,14 @@ DATA_SETS: dict[str, Draw] = {
 
 
 def rescaled() -> dict[str, tuple[f8sub.Float8Format, f8sub.Float8Format]]:
-    """(rowwise, columnwise) formats of the weight where a byte transpose is not enough, under the recipes' names."""
+    """(rowwise, columnwise) formats of w or x where a byte transpose is not enough, under the recipes' names."""
     names: dict[tuple[f8sub.Float8Format, f8sub.Float8Format], list[str]] = {}
-    for name in f8sub.recipe_names():
-        row, col = f8sub.get_recipe(name).formats("w")
-        if row is not None and col is not None and not row.tile.is_transpose_of(col.tile):
-            names.setdefault((row, col), []).append(name)
+    for name, operand in itertools.product(f8sub.recipe_names(), ("w", "x")):
+        row, col = f8sub.get_recipe(name).formats(operand)
+        if row is None or col is None or why_not_derivable(row, col) is not None:
+            continue
+        if not row.tile.is_transpose_of(col.tile):
+            names.setdefault((row, col), []).append(f"{name} {operand}")
     return {", ".join(same): formats for formats, same in names.items()}
 
 
@@ -67,7 +73,7 @@ def report() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
-    columns = ["", "weight", "as cast directly", "median column dB: direct", "derived", "newly flushed"]
+    columns = ["", "matrix", "as cast directly", "median column dB: direct", "derived", "newly flushed"]
     rows = [
         [
             recipe,
@@ -80,7 +86,7 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
         for recipe, found in results.items()
         for data, figures in found.items()
     ]
-    return Table("A weight's columnwise operand, derived from its rowwise codes", columns, rows)
+    return Table("A columnwise operand, derived from rowwise codes", columns, rows)
 
 
 def main() -> None:

@@ -250,6 +250,25 @@ def test_what_auto_finds_saved(case):
     assert (torch.float8_e4m3fn in kept) != found
 
 
+def test_auto_in_a_llama_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=48,
+        attn_implementation="sdpa",
+    )
+    model = model_of("tensorwise", "auto", transformers.LlamaForCausalLM(config))
+    y = model(torch.randint(48, (2, TOKENS))).logits
+    layers = [saved for node, saved in nodes_of(y) if "Float8Matmul" in node.name()]
+    without_codes = [saved for saved in layers if all(t.dtype not in FLOAT8 for t in saved)]
+    assert len(layers) == 7
+    assert [tuple(w.shape) for w, _ in without_codes] == [(64, 64)]
+
+
 def test_auto_is_float8_under_hooks_which_pack_each_tensor_by_itself():
     model, x = model_of("tensorwise", "auto"), tokens()
     saved = Saved(lambda: model(x), list(model.parameters()))

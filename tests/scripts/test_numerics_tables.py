@@ -76,8 +76,8 @@ def reencoding():
 
 def test_every_recipe_that_rescales_is_measured(reencoding):
     measured = [name for recipes in reencoding for name in recipes.split(", ")]
-    assert {"rowwise", "mxfp8"} <= set(measured)
-    assert not {"tensorwise", "blockwise"} & set(measured)
+    assert {"rowwise w", "rowwise x", "mxfp8 w", "mxfp8 x", "blockwise x"} <= set(measured)
+    assert not {"tensorwise x", "blockwise w", "nvfp4 x"} & set(measured)
     assert all(len(found) == 5 for found in reencoding.values())
 
 
@@ -93,7 +93,7 @@ def test_reencoding_gaussian_weights_costs_nothing(reencoding):
 
 def test_reencoding_a_rowwise_weight_loses_columns_that_are_far_smaller_than_others(reencoding):
     """At sigma 2 the median column still has all its codes; at sigma 4 it is gone."""
-    rowwise = next(found for recipes, found in reencoding.items() if "rowwise" in recipes.split(", "))
+    rowwise = next(found for recipes, found in reencoding.items() if "rowwise w" in recipes.split(", "))
     mild, wild = (rowwise[f"columns lognormal, sigma {sigma}"] for sigma in (2, 4))
     assert mild["median_column_sqnr_derived"] >= mild["median_column_sqnr_direct"] - 0.2
     assert 0.8 <= mild["same"] <= 0.99

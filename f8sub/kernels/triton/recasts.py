@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from f8sub.kernels.triton.tiles import (
+    LARGEST_FINITE,
     amax_bits,
     inverse,
     larger_magnitude,
@@ -17,9 +18,6 @@ from f8sub.kernels.triton.tiles import (
     store_transposed,
     words,
 )
-
-LARGEST_FINITE = tl.constexpr(float.fromhex("0x1.fffffep127"))
-"""Of float32: what a value beyond it is taken for."""
 
 
 @triton.jit
@@ -37,7 +35,7 @@ def load_values(
     COLS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """What the codes of ROWS rows, each STEP-th from ``row`` on, stand for: float32; beyond it still infinite.
+    """What the codes of ROWS rows, each STEP-th from ``row`` on, stand for: float32; infinite beyond LARGEST_FINITE.
 
     Zeros beyond the matrix. ``scale_inv_ptr`` points to the first row's scales of these columns, one a row.
     """

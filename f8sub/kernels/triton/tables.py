@@ -9,6 +9,7 @@ import triton.language as tl
 
 from f8sub.kernels.triton.tiles import (
     EXPONENT_BITS,
+    LARGEST_FINITE,
     first_scale,
     inverse,
     magnitude_bits,
@@ -31,8 +32,6 @@ FIELDS = tl.constexpr(12)
 """Of a matrix: where it is, the number of its dtype, (ROWS, COLS) elements of it with STRIDE from row to row, the tiles
 they are reduced over and how much of the first of these lies before the matrix, and where in the table the first
 tile's entry is, with ENTRY_STRIDE from one row of tiles to the next. TILE_ROWS is 0 of lines: whole rows."""
-
-LARGEST_FLOAT32 = tl.constexpr(float.fromhex("0x1.fffffep127"))
 
 
 @triton.jit
@@ -147,7 +146,7 @@ def scales_of_many(
     inside = i < SIZE
     amax = tl.load(amax_ptr + i, mask=inside, other=0.0).to(THROUGH).to(tl.float32)
     is_finite = magnitude_bits(amax) < EXPONENT_BITS
-    amax = tl.where(is_finite, tl.minimum(amax * ROOM, LARGEST_FLOAT32), 0.0)
+    amax = tl.where(is_finite, tl.minimum(amax * ROOM, LARGEST_FINITE), 0.0)
     scale = scale_from_amax(amax, TOP, POWER_OF_2)
     if past_ptr is not None:
         past = tl.load(past_ptr + i, mask=inside, other=1.0)

@@ -11,6 +11,7 @@ import triton.language as tl
 from f8sub.kernels import delayed, reference
 
 LARGEST = tl.constexpr(reference.LARGEST)
+LARGEST_FINITE = tl.constexpr(float.fromhex("0x1.fffffep127"))
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
 SMALLEST_SCALE = tl.constexpr(delayed.SMALLEST_SCALE)
 E4M3_TOP_BITS = tl.constexpr(0x43E00000)

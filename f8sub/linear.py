@@ -84,7 +84,7 @@ class Float8Linear(torch.nn.Linear):
         if grad:
             y = apply(_Float8Matmul, x, weight, bias, plan, dtype, scaling, self.keep_x)
         else:
-            y = _fprop(x, weight, bias, plan, dtype, scaling, None)[0]
+            y = fprop(x, weight, bias, plan, dtype, scaling, None)[0]
         if contexts.entered:
             remember(self, plan, y)
         return y if places is None else places.whole(y)
@@ -238,7 +238,7 @@ class _Float8Matmul(torch.autograd.Function):
         keep_x: str,
     ) -> torch.Tensor:
         wanted = keep_x if ctx.needs_input_grad[1] else None
-        y, saved, ctx.kept = _fprop(x, w, bias, plan, dtype, scaling, wanted)
+        y, saved, ctx.kept = fprop(x, w, bias, plan, dtype, scaling, wanted)
         ctx.save_for_backward(w, *saved)
         ctx.plan, ctx.dtype, ctx.scaling = plan, dtype, scaling
         ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype) if isinstance(w, MasterWeight) else None
@@ -266,18 +266,18 @@ class _Float8Matmul(torch.autograd.Function):
         after = small_part_of(matrix, None if scaling is not None else dy_row or dy_col)
         dx = dw = dbias = None
         if need_dx:
-            w_col = _weight_columnwise(w, ctx.w_row, plan, dtype, after, scaling)
-            dx = _gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
+            w_col = weight_columnwise(w, ctx.w_row, plan, dtype, after, scaling)
+            dx = gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
             x_col = x_columnwise(saved, ctx.kept, plan, dtype, after, scaling)
-            dw = _gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
+            dw = gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, dbias, None, None, None, None
 
 
-def _fprop(
+def fprop(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
@@ -292,8 +292,8 @@ def _fprop(
     if x.dtype is not dtype:
         matrix = matrix.to(dtype)
     x_row, saved, kept = quantize_x(x, matrix, plan, scaling, keep_x)
-    w_row = _weight_rowwise(w, recipe.fprop.b, dtype, scaling)
-    y = _gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
+    w_row = weight_rowwise(w, recipe.fprop.b, dtype, scaling)
+    y = gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
     if bias is not None and not (isinstance(scaling, Spread) and not scaling.adds_bias):
         y = y + bias.to(dtype)
     if x.dim() != 2 or torch.compiler.is_compiling():
@@ -303,9 +303,10 @@ def _fprop(
     return y, saved, kept
 
 
-def _gemm(
+def gemm(
     backend: str | None, spec: GemmSpec, a: GemmInput, b: GemmInput, out_dtype: torch.dtype
 ) -> torch.Tensor:
+    """``a @ b.t()`` in ``out_dtype``: both in float8, by the backend of that name, or neither."""
     if isinstance(a, Operand) and isinstance(b, Operand) and backend is not None:
         return gemm_nt(backend, a, b, out_dtype, spec.fast_accum)
     if isinstance(a, Operand) or isinstance(b, Operand):
@@ -313,7 +314,7 @@ def _gemm(
     return torch.mm(a, b.t().to(a.dtype)).to(out_dtype)
 
 
-def _weight_rowwise(
+def weight_rowwise(
     w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, scaling: Scaling
 ) -> GemmInput:
     """``w``'s rowwise operand: as gathered, as cast last, or cast now; high precision where ``format`` is None.
@@ -339,7 +340,7 @@ def _weight_rowwise(
     return quantize_rowwise(w.to(dtype), format, None if scaling is None else scaling.state.past(W))
 
 
-def _weight_columnwise(
+def weight_columnwise(
     w: torch.Tensor,
     w_row: Operand | None,
     plan: Plan,
@@ -360,7 +361,7 @@ def _weight_columnwise(
         operand = w_row
     else:
         operand = (
-            present(w.rowwise) if isinstance(w, Float8Tensor) else _weight_rowwise(w, rowwise, dtype, scaling)
+            present(w.rowwise) if isinstance(w, Float8Tensor) else weight_rowwise(w, rowwise, dtype, scaling)
         )
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, after, plan.any_layout)

@@ -46,7 +46,15 @@ FORMATS = {
     "256x256": Float8Format(E4M3, Tile(256, 256)),
     "256x256 e5m2": Float8Format(E5M2, Tile(256, 256)),
 }
+PRODUCERS = ("SwiGLU ", "dSwiGLU ")
 USAGES = {"both": (True, True), "row": (True, False), "column": (False, True)}
+SOURCES = ("x_ptr", "codes_ptr", "dh_ptr", "gate_ptr", "up_ptr")
+ROWS = ("row_ptr", "dgate_row_ptr", "dup_row_ptr", "out_ptr")
+COLUMNS = ("col_ptr", "dgate_col_ptr", "dup_col_ptr", "h_col_ptr")
+OF_DH = ("amax_ptr", "dgate_row_ptr", "dgate_col_ptr", "dgate_row_amax_ptr", "dgate_col_amax_ptr")
+"""What dh is read for."""
+OF_EXP = 6
+"""Instructions of CUDA's exponential that flush subnormals, of which none shows once 1 is added to it."""
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -89,6 +97,8 @@ class Case:
         row, col = USAGES[self.usages]
         if self.name == "amaxes of many":
             return launches_over_tables(x)
+        if self.name.startswith(PRODUCERS):
+            return producer(self.name, x, row, col)
         if self.name == "transpose":
             return [launch.transposition(x)[0]]
         if self.name.endswith(" recast"):
@@ -108,6 +118,20 @@ class Case:
             past = PastScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
             return launch.delayed_quantization(x, past, *formats)[0].launches
         return launch.quantization(x, *formats).launches
+
+
+def producer(name: str, x: torch.Tensor, row: bool, col: bool) -> list[Launch]:
+    """What makes SwiGLU's codes of rows, or in backward those of its gradients and of its columns."""
+    from f8sub.kernels.triton import swiglu_launch
+
+    which, _, format_name = name.partition(" ")
+    format = FORMATS[format_name.removesuffix(" delayed")]
+    past = PastScale(torch.empty(1, 1, device="meta"), 0.0, False) if name.endswith(" delayed") else None
+    if which == "SwiGLU":
+        return swiglu_launch.forward(x, x, format, past).launches
+    usages = format if row else None, format if col else None
+    scale, pasts = torch.empty(1, 1, device="meta"), None if past is None else (past, past)
+    return swiglu_launch.backward((x, x, x), usages, format if col else None, scale, pasts).launches
 
 
 def cases(whole: tuple[int, int]) -> Iterator[Case]:
@@ -132,6 +156,12 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     yield from launches("rowwise recast", "fp8", RAGGED, "column")
     yield from launches("1x128 recast", "fp8", RAGGED, "column")
     yield from launches("amaxes of many", "fp32", whole, "row")
+    for name in ("tensorwise", "tensorwise delayed", "rowwise", "1x128", "128x128", "256x256"):
+        for dtype, shape in (("bf16", whole), ("fp16", whole), ("bf16", RAGGED)):
+            yield from launches(f"SwiGLU {name}", dtype, shape, "row")
+            yield from launches(f"dSwiGLU {name}", dtype, shape, "both")
+        yield from launches(f"dSwiGLU {name}", "bf16", whole, "row")
+        yield from launches(f"dSwiGLU {name}", "bf16", whole, "column")
     yield Case("transpose", "fp8", whole, "column", 0)
     yield Case("transpose", "fp8", RAGGED, "column", 0)
 
@@ -268,9 +298,10 @@ def report(case: Case) -> Report:
         stores - wide_stores,
         count(r"LDSM\b.*\.M?T"),
         count(r"LDS\.[US]8"),
-        len(re.findall(r"\.ftz\.", made.asm["ptx"])),
+        len(re.findall(r"\.ftz\.", made.asm["ptx"])) - OF_EXP * made.asm["ptx"].count("ex2.approx.ftz.f32"),
         len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/[^;\n]*,[^;\n]*\bR1\b", sass, re.MULTILINE)),
-        launch.arguments.get("col_ptr") is not None or launch.kernel.fn.__name__ == "transpose_codes",
+        launch.kernel.fn.__name__ == "transpose_codes"
+        or any(launch.arguments.get(name) is not None for name in COLUMNS),
     )
     return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile))})
 
@@ -280,7 +311,7 @@ def tile_of(launch: Launch) -> int:
     from f8sub.kernels.fused import EDGE
 
     arguments = launch.arguments
-    if launch.kernel.fn.__name__ == "quantize_rows":
+    if launch.kernel.fn.__name__.endswith("_rows"):
         return int(arguments["PART"])
     if launch.kernel.fn.__name__ == "quantize_crossing_vectors":
         return int(arguments["PART"]) * EDGE
@@ -291,11 +322,11 @@ def missed(case: Case, launch: Launch, found: Report, tile: int) -> Iterator[str
     """What a kernel is held to and does not keep."""
     arguments = launch.arguments
     threads = launch.options["num_warps"] * WARP
-    writes = found.transposes + any(
-        arguments.get(name) is not None for name in ("row_ptr", "out_ptr") if "codes_ptr" not in arguments
-    )
-    source = arguments.get("x_ptr", arguments.get("codes_ptr", arguments.get("amax_ptr")))
-    size = 1 if "codes_ptr" in arguments else source.dtype.itemsize
+    codes = "codes_ptr" in arguments
+    writes = found.transposes if codes else sum(arguments.get(name) is not None for name in (*ROWS, *COLUMNS))
+    of_dh = any(arguments.get(name) is not None for name in OF_DH)
+    sources = [arguments[name] for name in SOURCES if name in arguments and (name != "dh_ptr" or of_dh)]
+    size = 1 if codes else sum(source.dtype.itemsize for source in sources or [arguments["amax_ptr"]])
     if "matrices_ptr" in arguments:
         # Lines and blocks of 4 bytes, 2 and 2 an element, each by itself; those that are not aligned by elements.
         size = 2 * (4 + 2 + 2) * arguments["ALIGNED"]

@@ -19,7 +19,7 @@ from f8sub.kernels.delayed import PastScale
 _library = torch.library.Library("f8sub", "DEF")
 
 
-def _operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """``f8sub::NAME``, which changes no argument, for all devices.
 
     Defined in the library itself: what ``torch.library.custom_op`` wraps around a call costs the host three times as
@@ -29,8 +29,8 @@ def _operator(function: Callable[..., Any], name: str, fake: Callable[..., Any])
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"f8sub::{name}", fake, lib=_library)
-    operator: Callable[..., Any] = getattr(torch.ops.f8sub, name).default
-    return operator
+    made: Callable[..., Any] = getattr(torch.ops.f8sub, name).default
+    return made
 
 
 def is_fusible(format: Float8Format) -> bool:
@@ -39,35 +39,35 @@ def is_fusible(format: Float8Format) -> bool:
 
 
 def _quantize_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    return _as_list(fused.quantize(x, *_formats(rowwise, columnwise)))
+    return as_list(fused.quantize(x, *_formats(rowwise, columnwise)))
 
 
 def _quantize_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
-    return _as_list(fused.quantize(x, Float8Format.parse(rowwise), None))
+    return as_list(fused.quantize(x, Float8Format.parse(rowwise), None))
 
 
 def _quantize_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
-    return _as_list(fused.quantize(x, None, Float8Format.parse(columnwise)))
+    return as_list(fused.quantize(x, None, Float8Format.parse(columnwise)))
 
 
 def _quantize_with_amax(
     x: torch.Tensor, amax: torch.Tensor, rowwise: str, columnwise: str
 ) -> list[torch.Tensor]:
-    return _as_list(fused.quantize(x, *_formats(rowwise, columnwise), amax=amax))
+    return as_list(fused.quantize(x, *_formats(rowwise, columnwise), amax=amax))
 
 
 def _fake_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
     row_format, col_format = _formats(rowwise, columnwise)
-    col = _empty_operand(x, col_format, *x.shape[::-1])
-    return [*_empty_operand(x, row_format, *x.shape).tensors, *col.tensors]
+    col = empty_operand(x, col_format, *x.shape[::-1])
+    return [*empty_operand(x, row_format, *x.shape).tensors, *col.tensors]
 
 
 def _fake_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
-    return list(_empty_operand(x, Float8Format.parse(rowwise), *x.shape).tensors)
+    return list(empty_operand(x, Float8Format.parse(rowwise), *x.shape).tensors)
 
 
 def _fake_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
-    return list(_empty_operand(x, Float8Format.parse(columnwise), *x.shape[::-1]).tensors)
+    return list(empty_operand(x, Float8Format.parse(columnwise), *x.shape[::-1]).tensors)
 
 
 def _fake_with_amax(x: torch.Tensor, amax: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
@@ -82,18 +82,18 @@ def _fake_transposed(codes: torch.Tensor) -> torch.Tensor:
     return codes.new_empty(codes.shape[::-1])
 
 
-quantize_both = _operator(_quantize_both, "quantize_both", _fake_both)
-quantize_rowwise = _operator(_quantize_rowwise, "quantize_rowwise", _fake_rowwise)
-quantize_columnwise = _operator(_quantize_columnwise, "quantize_columnwise", _fake_columnwise)
-quantize_with_amax = _operator(_quantize_with_amax, "quantize_with_amax", _fake_with_amax)
-transpose = _operator(_transpose, "transpose", _fake_transposed)
+quantize_both = operator(_quantize_both, "quantize_both", _fake_both)
+quantize_rowwise = operator(_quantize_rowwise, "quantize_rowwise", _fake_rowwise)
+quantize_columnwise = operator(_quantize_columnwise, "quantize_columnwise", _fake_columnwise)
+quantize_with_amax = operator(_quantize_with_amax, "quantize_with_amax", _fake_with_amax)
+transpose = operator(_transpose, "transpose", _fake_transposed)
 
 
 def _formats(rowwise: str, columnwise: str) -> tuple[Float8Format, Float8Format]:
     return Float8Format.parse(rowwise), Float8Format.parse(columnwise)
 
 
-def _as_list(made: tuple[Operand | None, Operand | None]) -> list[torch.Tensor]:
+def as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
     """An operator's results, each memory of its own and laid out as the fake says."""
     found: list[torch.Tensor] = []
     for operand in made:
@@ -179,10 +179,10 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
     ) -> torch.Tensor:
         return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
 
-    operator = _operator(multiply, f"{backend}_gemm_nt", fake)
+    gemm = operator(multiply, f"{backend}_gemm_nt", fake)
 
     def run(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-        product: torch.Tensor = operator(
+        product: torch.Tensor = gemm(
             list(a.tensors), list(b.tensors), a.format.name, b.format.name, out_dtype, fast_accum
         )
         return product
@@ -207,7 +207,7 @@ def _fake_derived(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, cols = Operand(data, scale_inv, Float8Format.parse(rowwise)).shape
-    derived = _empty_operand(data, Float8Format.parse(columnwise), cols, rows)
+    derived = empty_operand(data, Float8Format.parse(columnwise), cols, rows)
     return derived.data, derived.scale_inv
 
 
@@ -219,8 +219,8 @@ def _fake_copy(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor)
 
 
-derive_columnwise = _operator(_derive_columnwise, "derive_columnwise", _fake_derived)
-copy_after = _operator(_copy_after, "copy_after", _fake_copy)
+derive_columnwise = operator(_derive_columnwise, "derive_columnwise", _fake_derived)
+copy_after = operator(_copy_after, "copy_after", _fake_copy)
 
 
 def derive_columnwise_in_backward(
@@ -265,7 +265,8 @@ def small_part_of(dy: torch.Tensor, quantized: Operand | None) -> torch.Tensor:
     return dy[:1, :1] if quantized is None else quantized.scale_inv
 
 
-def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
+def empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
+    """What a fake returns of an operand of (rows, depth) elements."""
     depth = -(-depth // format.depth_multiple) * format.depth_multiple
     data = like.new_empty((rows, depth // format.codes_per_byte), dtype=format.dtype)
     scale_inv = empty_scale_inv(like, format, rows, depth)

@@ -154,7 +154,7 @@ def compare(rows: dict[str, dict]) -> None:
 
 def group(session: Session) -> None:
     allow_recompiles()
-    variants, skipped = chosen(session.only, session.device)
+    variants, skipped = chosen(session.only, session.device, of_layers=True)
     figures = session.figures["linear"] = {"skipped": skipped, "layers": {}}
     for shape in session.sizes(SHAPES, TINY):
         text = "x".join(map(str, shape))

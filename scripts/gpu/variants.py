@@ -18,6 +18,9 @@ from f8sub.linear import local_tensor
 from f8sub.tensor.master_weight import MasterWeight
 
 BF16 = "bf16"
+FUSED_RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
+"""Of which the slice is run with fused feed-forwards, too."""
+
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 HEAD = "lm_head"
 """Neither library converts it."""
@@ -36,16 +39,19 @@ class Variant:
         library: ``"bf16"``, ``"torchao"`` or ``"f8sub"``.
         recipe: of the library; empty for bf16.
         compiled: by ``torch.compile``, else eager.
+        fused: with feed-forwards fused by ``f8sub.fuse_producers``.
     """
 
     library: str
     recipe: str
     compiled: bool
+    fused: bool = False
 
     @property
     def name(self) -> str:
         """Of its row."""
-        return " ".join(filter(None, (self.library, self.recipe, "compiled" if self.compiled else "eager")))
+        how = "fused" if self.fused else "", "compiled" if self.compiled else "eager"
+        return " ".join(filter(None, (self.library, self.recipe, *how)))
 
     @property
     def floor_db(self) -> float:
@@ -73,7 +79,8 @@ class Variant:
         if self.library == "torchao":
             return self._convert_by_torchao(model, sharded)
         if self.library == "f8sub":
-            return f8sub.convert_to_float8(model, recipe=self.recipe, skip=(HEAD,))
+            converted = f8sub.convert_to_float8(model, recipe=self.recipe, skip=(HEAD,))
+            return f8sub.fuse_producers(converted) if self.fused else converted
         return model
 
     def _convert_by_torchao(self, model: nn.Module, sharded: bool) -> nn.Module:
@@ -113,11 +120,16 @@ def all_variants() -> list[Variant]:
     """bf16 first; torchao last, because converting with it changes how Inductor writes minima and maxima."""
     found = [Variant(BF16, "", compiled) for compiled in (True, False)]
     found += [Variant("f8sub", recipe, c) for recipe in f8sub.recipe_names() for c in (True, False)]
+    found += [Variant("f8sub", recipe, c, fused=True) for recipe in FUSED_RECIPES for c in (True, False)]
     return found + [Variant("torchao", recipe, True) for recipe in TORCHAO_RECIPES]
 
 
-def chosen(only: Sequence[str], device: torch.device) -> tuple[list[Variant], dict[str, str]]:
+def chosen(
+    only: Sequence[str], device: torch.device, *, of_layers: bool = False
+) -> tuple[list[Variant], dict[str, str]]:
     """Variants whose names match one of the patterns, all bf16 ones, and of those left out the reasons.
+
+    ``of_layers`` leaves out those that differ in feed-forwards alone.
 
     Raises:
         ValueError: a pattern that matches no name.
@@ -128,6 +140,8 @@ def chosen(only: Sequence[str], device: torch.device) -> tuple[list[Variant], di
             raise ValueError(f"--only {pattern!r} matches none of {names}")
     found, skipped = [], {}
     for variant in all_variants():
+        if of_layers and variant.fused:
+            continue
         asked = not only or any(fnmatch.fnmatch(variant.name, pattern) for pattern in only)
         if variant.library == BF16 or asked:
             reason = variant.why_not(device)

@@ -50,14 +50,24 @@ def take_any_device() -> None:
     fused.device_of = contextlib.nullcontext
 
 
+def exp(x: Any) -> Any:
+    """CUDA's exponential of float32: of what the kernels make with it half precision does not show the last bits."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    values = torch.exp(torch.from_numpy(np.ascontiguousarray(x.handle.data)))
+    return tl.core.tensor(TensorHandle(values.numpy(), x.handle.dtype), x.type)
+
+
 def repair() -> None:
     """Make the interpreter of Triton 3.6 and 3.7 compute as the hardware does.
 
     Its casts to float8 and bfloat16 lose the carry of a rounded mantissa or do not round, and its maximum, which
-    the hardware takes of numbers alone, is NaN where one of two is. 3.6 does not know numpy 2.4, which makes no number
-    of an array of one dimension.
+    the hardware takes of numbers alone, is NaN where one of two is; CUDA's library it has not. 3.6 does not know numpy
+    2.4, which makes no number of an array of one dimension.
     """
     import triton.language as tl
+    from triton.language.extra import libdevice
     from triton.runtime import interpreter
 
     dtypes = {
@@ -85,4 +95,5 @@ def repair() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     interpreter._patch_lang_tensor = prepare_and_index
+    libdevice.exp = exp
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)

@@ -17,6 +17,8 @@ from f8sub.kernels import reference, scaled_mm
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CPU = torch.device("cpu")
+FUSED = "f8sub tensorwise fused eager"
+"""Of the slice alone: a layer by itself is no feed-forward."""
 COMPARED = ["f8sub rowwise eager", "f8sub tensorwise eager", "torchao rowwise_with_gw_hp*"]
 
 
@@ -38,7 +40,7 @@ def session(**changes) -> Session:
 def everything(tmp_path_factory) -> tuple[dict, str]:
     """All groups, tiny: what they write and print."""
     output = tmp_path_factory.mktemp("bench") / "figures.json"
-    finished = run("--rounds", "2", "--only", *COMPARED, "--json", str(output))
+    finished = run("--rounds", "2", "--only", *COMPARED, FUSED, "--json", str(output))
     assert finished.returncode == 0, finished.stderr[-3000:]
     return json.loads(output.read_text()), finished.stdout
 
@@ -101,7 +103,9 @@ def test_linear(everything):
 
 def test_slice(everything):
     (rows,) = everything[0]["figures"]["slice"]["tokens"].values()
-    assert set(rows) == {"bf16 compiled", "bf16 eager", *COMPARED[:2], "torchao rowwise_with_gw_hp compiled"}
+    others = {"bf16 compiled", "bf16 eager", "torchao rowwise_with_gw_hp compiled"}
+    assert set(rows) == {*others, *COMPARED[:2], FUSED}
+    assert rows[FUSED]["check"] == rows["f8sub tensorwise eager"]["check"]
     loss = rows["bf16 compiled"]["check"]["loss"]
     for name, row in rows.items():
         for what in ("blocks", "step"):

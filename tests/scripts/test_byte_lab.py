@@ -17,7 +17,7 @@ CLAIMED_OF_TORCHAO = {
 
 
 def figures_of(tmp_path: Path, *only: str) -> tuple[dict, str, int]:
-    """By (module, library, recipe, gathered)."""
+    """By (module, library, recipe, gathered, fused)."""
     pytest.importorskip("triton")
     output = tmp_path / "bytes.json"
     finished = subprocess.run(
@@ -34,7 +34,7 @@ def figures_of(tmp_path: Path, *only: str) -> tuple[dict, str, int]:
     )
     assert output.exists(), finished.stderr[-3000:]
     rows = json.loads(output.read_text())
-    names = ("module", "library", "recipe", "gathered")
+    names = ("module", "library", "recipe", "gathered", "fused")
     return {tuple(row[name] for name in names): row for row in rows}, finished.stdout, finished.returncode
 
 
@@ -50,12 +50,25 @@ def test_a_linear_layer_moves_the_bytes_of_its_casts(tmp_path):
     assert status == 0, shown
 
 
+def test_a_fused_feed_forward_writes_neither_h_nor_its_gradients_in_bf16(tmp_path):
+    """blockwise: of h and its gradients codes and scales alone; gate, up and x's codes are saved."""
+    case = "FFN, f8sub blockwise, weight gathered in float8"
+    figures, shown, status = figures_of(tmp_path, case)
+    plain, fused = (figures["FFN", "f8sub", "blockwise", True, fused] for fused in (False, True))
+    x, h = 8192 * 4096, 8192 * 14336
+    assert status == 0, shown
+    # Forward writes and reads h no more, backward neither dgate nor dup.
+    assert plain["moved"] - fused["moved"] == pytest.approx(2 * 2 * h + 4 * 2 * h, rel=0.001)
+    assert plain["saved"] - fused["saved"] == pytest.approx(h + 4 * h // 128, rel=0.001)
+    assert fused["saved"] == pytest.approx(2 * 2 * h + x + 4 * x // 128, rel=0.001)
+
+
 @pytest.mark.long
 def test_f8sub_moves_and_saves_no_more_than_it_is_held_to(tmp_path):
     figures, shown, status = figures_of(tmp_path, "f8sub")
     print(shown)
     assert status == 0, shown
-    assert len(figures) == 16
+    assert len(figures) == 20
 
 
 def test_what_misses_is_named():
@@ -82,5 +95,5 @@ def test_the_lab_counts_what_is_known_of_torchao(tmp_path):
     pytest.importorskip("torchao")
     figures, shown, _ = figures_of(tmp_path, "torchao tensorwise")
     for (module, recipe, gathered), moved in CLAIMED_OF_TORCHAO.items():
-        found = figures[module, "torchao", recipe, gathered]["moved"]
+        found = figures[module, "torchao", recipe, gathered, False]["moved"]
         assert found == pytest.approx(moved, rel=0.001), shown

@@ -13,6 +13,7 @@ from f8sub.kernels.triton.tiles import (
     scaled,
     store_halves,
     store_transposed,
+    store_with_one,
     words,
 )
 
@@ -155,7 +156,9 @@ def quantize_squares(
         even, odd = load_finite_halves(x_ptr, row, col, M, N, PART, PART, WHOLE, "evict_first")
         amax = tl.max(larger_magnitude(even, odd))
         scale = scale_from_amax(amax, TOP, POWER_OF_2)
-        store_square(row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, CODES, PART, WHOLE)
+        store_with_one(
+            row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, CODES, PART, PART, False, WHOLE
+        )
     else:
         largest = tl.zeros((PART // 2, PART), tl.float32)
         for part in range(PARTS * PARTS):
@@ -167,35 +170,25 @@ def quantize_squares(
             part = PARTS * PARTS - 1 - done
             part_row, part_col = row + part // PARTS * PART, col + part % PARTS * PART
             even, odd = load_finite_halves(x_ptr, part_row, part_col, M, N, PART, PART, WHOLE, "evict_first")
-            store_square(
-                row_ptr, col_ptr, even, odd, scale, part_row, part_col, M, N, TOP, CODES, PART, WHOLE
+            store_with_one(
+                row_ptr,
+                col_ptr,
+                even,
+                odd,
+                scale,
+                part_row,
+                part_col,
+                M,
+                N,
+                TOP,
+                CODES,
+                PART,
+                PART,
+                False,
+                WHOLE,
             )
     scale_inv = inverse(scale, POWER_OF_2)
     if row_ptr is not None:
         tl.store(row_scale_inv_ptr + row // EDGE * tl.cdiv(N, EDGE) + col // EDGE, scale_inv)
     if col_ptr is not None:
         tl.store(col_scale_inv_ptr + col // EDGE * tl.cdiv(M, EDGE) + row // EDGE, scale_inv)
-
-
-@triton.jit
-def store_square(
-    row_ptr,
-    col_ptr,
-    even,
-    odd,
-    scale,
-    row,
-    col,
-    M,
-    N,
-    TOP: tl.constexpr,
-    CODES: tl.constexpr,
-    PART: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Cast a tile's halves with one scale and store them for each usage whose pointer is not None."""
-    even, odd = scaled(even, scale, TOP, False), scaled(odd, scale, TOP, False)
-    if row_ptr is not None:
-        store_halves(row_ptr, codes(even, CODES), codes(odd, CODES), row, col, M, N, PART, PART, WHOLE)
-    if col_ptr is not None:
-        store_transposed(col_ptr, words(even, odd, CODES), row, col, M, N, PART, PART, WHOLE)

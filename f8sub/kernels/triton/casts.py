@@ -23,6 +23,7 @@ from f8sub.kernels.triton.tiles import (
     scaled,
     store_halves,
     store_transposed,
+    store_with_one,
     words,
 )
 
@@ -67,16 +68,26 @@ def amax_of_lines(
         row = first + step * ROWS
         even, odd = load_finite_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "")
         if row_amax_ptr is not None:
-            i = row + 2 * tl.arange(0, ROWS // 2)
-            even_amax = amax_bits(tl.max(tl.abs(even), 1))
-            odd_amax = amax_bits(tl.max(tl.abs(odd), 1))
-            tl.atomic_max(row_amax_ptr + i, even_amax, mask=i < M, sem="relaxed")
-            tl.atomic_max(row_amax_ptr + i + 1, odd_amax, mask=i + 1 < M, sem="relaxed")
+            keep_amax_of_rows(row_amax_ptr, even, odd, row, M, ROWS)
         if col_amax_ptr is not None:
             largest = tl.maximum(largest, larger_magnitude(even, odd))
     if col_amax_ptr is not None:
-        j = col + tl.arange(0, COLS)
-        tl.atomic_max(col_amax_ptr + j, amax_bits(tl.max(largest, 0)), mask=j < N, sem="relaxed")
+        keep_amax_of_columns(col_amax_ptr, largest, col, N, COLS)
+
+
+@triton.jit
+def keep_amax_of_rows(amax_ptr, even, odd, row, M, ROWS: tl.constexpr):
+    """Maxima with what is there of the rows of a tile's halves."""
+    i = row + 2 * tl.arange(0, ROWS // 2)
+    tl.atomic_max(amax_ptr + i, amax_bits(tl.max(tl.abs(even), 1)), mask=i < M, sem="relaxed")
+    tl.atomic_max(amax_ptr + i + 1, amax_bits(tl.max(tl.abs(odd), 1)), mask=i + 1 < M, sem="relaxed")
+
+
+@triton.jit
+def keep_amax_of_columns(amax_ptr, largest, col, N, COLS: tl.constexpr):
+    """Maxima with what is there of the columns of magnitudes."""
+    j = col + tl.arange(0, COLS)
+    tl.atomic_max(amax_ptr + j, amax_bits(tl.max(largest, 0)), mask=j < N, sem="relaxed")
 
 
 @triton.jit
@@ -117,15 +128,16 @@ def cast_with_one(
             scale = scale_from_past(scale, tl.load(amax_ptr), TOP, POWER_OF_2, HEADROOM, COVERS)
         bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd))
         tl.atomic_max(largest_ptr, tl.max(bits), sem="relaxed")
-    even = scaled(finite_or_nan(even), scale, TOP, past_ptr is not None)
-    odd = scaled(finite_or_nan(odd), scale, TOP, past_ptr is not None)
+    even, odd = finite_or_nan(even), finite_or_nan(odd)
+    SATURATE: tl.constexpr = past_ptr is not None
+    store_with_one(
+        row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, CODES, ROWS, COLS, SATURATE, WHOLE
+    )
     # A scale of the past need not keep to the format's rule.
     scale_inv = inverse(scale, POWER_OF_2 and past_ptr is None)
     if row_ptr is not None:
-        store_halves(row_ptr, codes(even, CODES), codes(odd, CODES), row, col, M, N, ROWS, COLS, WHOLE)
         tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)
     if col_ptr is not None:
-        store_transposed(col_ptr, words(even, odd, CODES), row, col, M, N, ROWS, COLS, WHOLE)
         tl.store(col_scale_inv_ptr, scale_inv, mask=index == 0)
 
 
@@ -160,6 +172,50 @@ def cast_with_lines(
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = place(index, M, N, ROWS, COLS)
     even, odd = load_finite_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "evict_first")
+    store_with_lines(
+        row_amax_ptr,
+        row_ptr,
+        row_scale_inv_ptr,
+        col_amax_ptr,
+        col_ptr,
+        col_scale_inv_ptr,
+        even,
+        odd,
+        row,
+        col,
+        M,
+        N,
+        TOP,
+        CODES,
+        POWER_OF_2,
+        ROWS,
+        COLS,
+        WHOLE,
+    )
+
+
+@triton.jit
+def store_with_lines(
+    row_amax_ptr,
+    row_ptr,
+    row_scale_inv_ptr,
+    col_amax_ptr,
+    col_ptr,
+    col_scale_inv_ptr,
+    even,
+    odd,
+    row,
+    col,
+    M,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes of a tile's halves with scales of rows' and of columns' amaxes, each unless its pointer is None."""
     i, j = row + 2 * tl.arange(0, ROWS // 2), col + tl.arange(0, COLS)
     if row_ptr is not None:
         even_amax = tl.load(row_amax_ptr + i, mask=i < M, other=0.0)

@@ -201,3 +201,29 @@ def store_transposed(
         inside = (col + j < N)[:, None]
         tl.store(pointers, (words & 0xFF).to(tl.uint8), mask=inside & (row + 2 * i < M)[None, :])
         tl.store(pointers + 1, (words >> 8).to(tl.uint8), mask=inside & (row + 2 * i + 1 < M)[None, :])
+
+
+@triton.jit
+def store_with_one(
+    row_ptr,
+    col_ptr,
+    even,
+    odd,
+    scale,
+    row,
+    col,
+    M,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    SATURATE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Cast a tile's halves with one scale and store them for each usage whose pointer is not None."""
+    even, odd = scaled(even, scale, TOP, SATURATE), scaled(odd, scale, TOP, SATURATE)
+    if row_ptr is not None:
+        store_halves(row_ptr, codes(even, CODES), codes(odd, CODES), row, col, M, N, ROWS, COLS, WHOLE)
+    if col_ptr is not None:
+        store_transposed(col_ptr, words(even, odd, CODES), row, col, M, N, ROWS, COLS, WHOLE)

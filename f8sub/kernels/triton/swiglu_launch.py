@@ -1,0 +1,286 @@
+"""Layer 1. Which kernels make SwiGLU's codes, forward and backward, with which arguments, and what they fill."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
+from f8sub.kernels.triton import dswiglu, dswiglu_blocks, swiglu
+from f8sub.kernels.triton.launch import REGISTERS, Launch, empty, operands, programs_of, rule, tiles_of
+
+ELEMENTS, GRADIENTS = 8192, 4096
+"""What one program of the kernels without tiles makes, forward and backward."""
+
+ROW_PART = 2048
+"""What one step of ``quantize_swiglu_rows`` makes of a row."""
+
+FORWARD_ROWS = 32
+"""Height of the tiles of the forward's kernels."""
+
+LINES = {"ROWS": 32, "COLS": 128, "STEPS": 16}
+"""Of ``amax_of_dswiglu_lines``: one program looks through 16 tiles below each other."""
+
+WITH_ONE, WITH_LINES, IN_SQUARES = (64, 128), (64, 64), (64, 128)
+"""Tiles of the backward's kernels."""
+
+
+class Forward(NamedTuple):
+    """How h is made, and what is filled.
+
+    Attributes:
+        launches: in order.
+        row: h's rowwise operand.
+        scale: float32, (1, 1), where h has one scale; else None.
+        largest: float32, (1, 1), h's largest magnitude where its scale is of the past; else None.
+    """
+
+    launches: list[Launch]
+    row: Operand
+    scale: torch.Tensor | None
+    largest: torch.Tensor | None
+
+
+class Gradient(NamedTuple):
+    """What is filled of one gradient.
+
+    Attributes:
+        row: the rowwise operand; None where it is left out.
+        col: the columnwise one; likewise.
+        largest: float32, (1, 1), the largest magnitude where the scale is of the past; else None.
+    """
+
+    row: Operand | None
+    col: Operand | None
+    largest: torch.Tensor | None
+
+    @classmethod
+    def to_fill(
+        cls, like: torch.Tensor, usages: tuple[Float8Format | None, Float8Format | None], *, of_the_past: bool
+    ) -> "Gradient":
+        """To be filled, ``largest`` as the bits of 0."""
+        rowwise, columnwise = usages
+        return cls(
+            None if rowwise is None else empty(like, rowwise, *like.shape),
+            None if columnwise is None else empty(like, columnwise, *like.shape[::-1]),
+            torch.zeros(1, 1, device=like.device) if of_the_past else None,
+        )
+
+
+class Backward(NamedTuple):
+    """How the gradients are made, and what is filled.
+
+    Attributes:
+        launches: in order.
+        dgate: of gate.
+        dup: of up.
+        h_col: h's columnwise operand; None where it is left out.
+    """
+
+    launches: list[Launch]
+    dgate: Gradient
+    dup: Gradient
+    h_col: Operand | None
+
+
+def forward(
+    gate: torch.Tensor, up: torch.Tensor, format: Float8Format, past: PastScale | None = None
+) -> Forward:
+    """How to make ``silu(gate) * up`` and cast its rows.
+
+    Args:
+        gate: (M, N), not empty, contiguous; bfloat16 or float16.
+        up: likewise.
+        format: one that ``fused.why_no_kernel`` has no reason against.
+        past: the scale of h's past amaxes, for a format with one scale; None for that of its own amax.
+    """
+    row = empty(gate, format, *gate.shape)
+    both = {"gate_ptr": gate, "up_ptr": up}
+    made = {**both, "row_ptr": row.data.view(torch.uint8), "row_scale_inv_ptr": row.scale_inv, **rule(format)}
+    if format.tile == TENSORWISE:
+        return _forward_with_one(both, made, row, past)
+    if format.tile == ROWWISE:
+        arguments = {**made, "N": gate.shape[1], "PART": ROW_PART, "WHOLE": gate.shape[1] % ROW_PART == 0}
+        return Forward([Launch(swiglu.quantize_swiglu_rows, gate.shape[0], arguments)], row, None, None)
+    shape = (FORWARD_ROWS, EDGE)
+    if format.tile == VECTOR:
+        arguments = {**made, **tiles_of(gate, *shape)}
+        launch = Launch(swiglu.quantize_swiglu_vectors, programs_of(gate, *shape), arguments)
+        return Forward([launch], row, None, None)
+    edge = format.tile.cols
+    arguments = {**made, **tiles_of(gate, edge, edge), "EDGE": edge, "ROWS": shape[0], "COLS": shape[1]}
+    return Forward(
+        [Launch(swiglu.quantize_swiglu_squares, programs_of(gate, edge, edge), arguments)], row, None, None
+    )
+
+
+def _forward_with_one(
+    both: dict[str, Any], made: dict[str, Any], row: Operand, past: PastScale | None
+) -> Forward:
+    size = row.data.numel()
+    extent = {"SIZE": size, "BLOCK": ELEMENTS, "WHOLE": size % ELEMENTS == 0}
+    amax = row.data.new_zeros(1, dtype=torch.int32)
+    largest = None if past is None else torch.zeros(1, 1, dtype=torch.int32, device=row.data.device)
+    scale = torch.empty_like(row.scale_inv)
+    known = {"past_ptr": None if past is None else past.scale}
+    cast = {
+        **made,
+        **known,
+        **extent,
+        "amax_ptr": amax.view(torch.float32),
+        "largest_ptr": largest,
+        "scale_ptr": scale,
+        "HEADROOM": 1.0 if past is None else 2.0**past.margin,
+    }
+    count = triton.cdiv(size, ELEMENTS)
+    launches = [Launch(swiglu.cast_swiglu_with_one, count, cast)]
+    if past is None or not past.is_known:
+        launches.insert(
+            0, Launch(swiglu.amax_of_swiglu, count, {**both, **known, **extent, "amax_ptr": amax})
+        )
+    return Forward(launches, row, scale, None if largest is None else largest.view(torch.float32))
+
+
+def backward(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    usages: tuple[Float8Format | None, Float8Format | None],
+    h_format: Float8Format | None,
+    h_scale: torch.Tensor | None,
+    pasts: tuple[PastScale, PastScale] | None = None,
+) -> Backward:
+    """How to make the gradients of gate and up, and h once more, and cast them.
+
+    Args:
+        inputs: dh, gate and up, all (M, N), not empty, contiguous, of one dtype, bfloat16 or float16.
+        usages: rowwise and columnwise format of both gradients; None to leave a usage out, not both, and equal
+            where neither is.
+        h_format: of h's columnwise operand, with tiles as ``usages``'; None to leave it out.
+        h_scale: what h's rows were cast with, for a format with one scale.
+        pasts: the scales of the past amaxes of dgate and dup, for a format with one scale; None for those of
+            their own amaxes.
+    """
+    gate = inputs[1]
+    rowwise, columnwise = usages
+    format = rowwise or columnwise
+    if format is None:
+        raise RuntimeError("asked to quantize for no usage")
+    dgate, dup = (Gradient.to_fill(gate, usages, of_the_past=pasts is not None) for _ in range(2))
+    h_col = None if h_format is None else empty(gate, h_format, *gate.shape[::-1])
+    arguments: dict[str, Any] = {
+        **dict(zip(("dh_ptr", "gate_ptr", "up_ptr"), inputs, strict=True)),
+        **_named("dgate", dgate.row, dgate.col),
+        **_named("dup", dup.row, dup.col),
+        **{name: value for name, value in _named("h", None, h_col).items() if "_col_" in name},
+        **rule(format),
+        **{f"H_{name}": value for name, value in rule(h_format or format).items()},
+    }
+    if format.tile == TENSORWISE:
+        launches = _backward_with_one(arguments, (dgate, dup), h_scale, pasts)
+    elif format.tile == ROWWISE:
+        launches = _backward_with_lines(arguments, gate)
+    else:
+        launches = _backward_with_blocks(arguments, gate, format.tile.cols, format.tile == VECTOR)
+    return Backward(launches, dgate, dup, h_col)
+
+
+def _named(name: str, row: Operand | None, col: Operand | None) -> dict[str, Any]:
+    return {f"{name}_{argument}": value for argument, value in operands(row, col).items()}
+
+
+def _backward_with_one(
+    arguments: dict[str, Any],
+    gradients: tuple[Gradient, Gradient],
+    h_scale: torch.Tensor | None,
+    pasts: tuple[PastScale, PastScale] | None,
+) -> list[Launch]:
+    del arguments["H_POWER_OF_2"]
+    gate: torch.Tensor = arguments["gate_ptr"]
+    size = gate.numel()
+    amax = torch.zeros(2, dtype=torch.int32, device=gate.device)
+    dgate_largest, dup_largest = (
+        None if made.largest is None else made.largest.view(torch.int32) for made in gradients
+    )
+    known = {
+        "dgate_past_ptr": None if pasts is None else pasts[0].scale,
+        "dup_past_ptr": None if pasts is None else pasts[1].scale,
+    }
+    find = {
+        **{name: arguments[name] for name in ("dh_ptr", "gate_ptr", "up_ptr")},
+        **known,
+        "SIZE": size,
+        "amax_ptr": amax,
+        "BLOCK": GRADIENTS,
+        "WHOLE": size % GRADIENTS == 0,
+    }
+    # With scales of the past, or with masks, that cap would have registers spill.
+    options, extent = {"num_warps": 8}, tiles_of(gate, *WITH_ONE)
+    if pasts is None and extent["WHOLE"]:
+        options["maxnreg"] = REGISTERS
+    cast = {
+        **arguments,
+        **known,
+        "amax_ptr": amax.view(torch.float32),
+        "dgate_largest_ptr": dgate_largest,
+        "dup_largest_ptr": dup_largest,
+        "scale_ptr": h_scale,
+        "DGATE_HEADROOM": 1.0 if pasts is None else 2.0 ** pasts[0].margin,
+        "DUP_HEADROOM": 1.0 if pasts is None else 2.0 ** pasts[1].margin,
+        **extent,
+    }
+    launches = [Launch(dswiglu.cast_dswiglu_with_one, programs_of(gate, *WITH_ONE), cast, options)]
+    if pasts is None or not all(past.is_known for past in pasts):
+        launches.insert(0, Launch(dswiglu.amax_of_dswiglu, triton.cdiv(size, GRADIENTS), find))
+    return launches
+
+
+def _backward_with_lines(arguments: dict[str, Any], gate: torch.Tensor) -> list[Launch]:
+    rows, cols = gate.shape
+    counts = {
+        f"{name}_{lines}_amax_ptr": count if arguments.get(f"{name}_{lines}_ptr") is not None else 0
+        for name in ("dgate", "dup", "h")
+        for lines, count in (("row", rows), ("col", cols))
+        if (name, lines) != ("h", "row")
+    }
+    # Each part begins at a multiple of 16 bytes.
+    padded = [count + -count % 4 for count in counts.values()]
+    parts = torch.zeros(sum(padded), dtype=torch.int32, device=gate.device).split(padded)
+    found = {name: part if part.numel() else None for name, part in zip(counts, parts, strict=True)}
+    height = LINES["ROWS"] * LINES["STEPS"]
+    find = {
+        **{name: arguments[name] for name in ("dh_ptr", "gate_ptr", "up_ptr")},
+        **found,
+        **tiles_of(gate, height, LINES["COLS"]),
+        **LINES,
+    }
+    read = {name: None if part is None else part.view(torch.float32) for name, part in found.items()}
+    return [
+        Launch(dswiglu.amax_of_dswiglu_lines, programs_of(gate, height, LINES["COLS"]), find),
+        Launch(
+            dswiglu.cast_dswiglu_with_lines,
+            programs_of(gate, *WITH_LINES),
+            {**arguments, **read, **tiles_of(gate, *WITH_LINES)},
+            {"num_warps": 4},
+        ),
+    ]
+
+
+def _backward_with_blocks(
+    arguments: dict[str, Any], gate: torch.Tensor, edge: int, vectors: bool
+) -> list[Launch]:
+    arguments = {**arguments, **tiles_of(gate, edge, edge), "EDGE": edge}
+    count = programs_of(gate, edge, edge)
+    if not vectors:
+        arguments.update(ROWS=IN_SQUARES[0], COLS=IN_SQUARES[1])
+        return [Launch(dswiglu_blocks.quantize_dswiglu_squares, count, arguments)]
+    del arguments["ROWS"], arguments["COLS"]
+    if arguments["WHOLE"] or arguments["h_col_ptr"] is None:
+        return [Launch(dswiglu_blocks.quantize_dswiglu_vectors, count, arguments)]
+    # What masks take of the registers is too much for all three results at once.
+    of_gradients = [name for name in arguments if name.startswith(("dgate_", "dup_"))]
+    of_h = [name for name in arguments if name.startswith("h_")]
+    return [
+        Launch(dswiglu_blocks.quantize_dswiglu_vectors, count, {**arguments, **dict.fromkeys(left_out)})
+        for left_out in (of_h, of_gradients)
+    ]

@@ -1,0 +1,207 @@
+"""SwiGLU's kernels, interpreted on the CPU, equal torch's operators and then the reference, bitwise."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from f8sub import ALL, Float8Format, ScaleRule, Tile
+from f8sub.kernels import delayed, producers, reference
+from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.producers import Wanted
+from tests.cuda.products import assert_same_bits
+from tests.data_sets import DATA_SETS, make
+from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
+from tests.kernels.test_fused import same_bits
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+POWER_OF_2 = ScaleRule.POWER_OF_2
+KINDS = {
+    "tensorwise": (Float8Format(E4M3, Tile(ALL, ALL)), Float8Format(E5M2, Tile(ALL, ALL))),
+    "tensorwise-power_of_2": (Float8Format(E4M3, Tile(ALL, ALL), POWER_OF_2),) * 2,
+    "rowwise": (Float8Format(E4M3, Tile(1, ALL), POWER_OF_2),) * 2,
+    "1x128": (Float8Format(E4M3, Tile(1, 128), POWER_OF_2),) * 2,
+    "1x128-float": (Float8Format(E4M3, Tile(1, 128)), Float8Format(E5M2, Tile(1, 128))),
+    "128x128": (Float8Format(E4M3, Tile(128, 128), POWER_OF_2),) * 2,
+    "256x256": (Float8Format(E4M3, Tile(256, 256)), Float8Format(E5M2, Tile(256, 256))),
+}
+"""Formats of h and of the gradients."""
+
+SHAPES = [(256, 128), (130, 144), (129, 130), (1, 300)]
+"""Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; a single line."""
+
+on_each_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def inputs(
+    data: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dh, gate and up; what a data set has of large values is finite after the products."""
+    made = (make(data, shape, seed, torch.float32).clamp(-1e3, 1e3).to(dtype) for seed in (1, 2, 3))
+    return tuple(made)
+
+
+def unfused(
+    x: torch.Tensor,
+    row: Float8Format | None,
+    col: Float8Format | None,
+    past: PastScale | None,
+) -> tuple:
+    """What the layers would make of h or of a gradient by itself."""
+    if past is None:
+        return *reference.quantize(x, row, col), None
+    return delayed.quantize(x, past, row, col)
+
+
+def check(
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    name: str,
+    usages: tuple[bool, bool, bool] = (True, True, True),
+    pasts: tuple[PastScale, PastScale, PastScale] | None = None,
+) -> None:
+    """Forward and backward next to autograd of torch's operators and the reference's casts."""
+    h_format, format = KINDS[name]
+    dh, gate, up = given
+    h_past, *gradient_pasts = pasts or (None, None, None)
+    leaves = [tensor.clone().requires_grad_() for tensor in (gate, up)]
+    h = torch.nn.functional.silu(leaves[0]) * leaves[1]
+    dgate, dup = torch.autograd.grad(h, leaves, dh)
+    made = producers.quantize_swiglu(gate, up, h_format, h_past)
+    row, col, largest = unfused(h.detach(), h_format, h_format, h_past)
+    same_bits(made.row, row)
+    same_largest(made.largest, largest)
+    row_format, col_format = format if usages[0] else None, format if usages[1] else None
+    wanted = Wanted(
+        (row_format, col_format),
+        (row_format, col_format),
+        h_format if usages[2] else None,
+        None if pasts is None else tuple(gradient_pasts),
+    )
+    assert producers.why_no_kernel(wanted, made.scale) is None
+    found = producers.quantize_swiglu_backward(dh, gate, up, wanted, made.scale)
+    same_bits(found.h_col, col if usages[2] else None)
+    for cast, gradient, past in zip((found.dgate, found.dup), (dgate, dup), gradient_pasts, strict=True):
+        right = unfused(gradient, row_format, col_format, past)
+        same_bits(cast.row, right[0])
+        same_bits(cast.col, right[1])
+        same_largest(cast.largest, right[2])
+
+
+def same_largest(found: torch.Tensor | None, right: torch.Tensor | None) -> None:
+    assert (found is None) == (right is None)
+    if right is not None:
+        torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
+
+
+def shapes(name: str) -> None:
+    for shape in SHAPES:
+        check(inputs("gaussian", shape), name)
+    for usages in ((True, False, False), (False, True, True), (True, True, False)):
+        check(inputs("gaussian", (40, 72)), name, usages)
+
+
+def data_sets(name: str) -> None:
+    for index, data in enumerate(DATA_SETS):
+        check(inputs(data, (40, 72), producers.HALF[index % 2]), name)
+
+
+def not_finite(name: str) -> None:
+    for which, bad in enumerate(("nan", "inf", "-inf")):
+        given = inputs("gaussian", (40, 72))
+        given[which][3, 5] = given[which][17, 40] = float(bad)
+        check(given, name)
+    check(tuple(torch.full((40, 72), float("nan"), dtype=torch.bfloat16) for _ in range(3)), name)
+
+
+def pasts_of(name: str) -> Iterator[tuple[PastScale, PastScale, PastScale]]:
+    for scales in ((0.0, 0.0, 0.0), (3.0, 500.0, 7e3), (2.0**-20, 2.0**20, 0.0), (1e4, 0.0, 1.0)):
+        yield tuple(PastScale(torch.full((1, 1), scale), 1.0, covers=False) for scale in scales)
+
+
+def of_the_past(name: str) -> None:
+    for pasts in pasts_of(name):
+        check(inputs("lognormal", (130, 144)), name, pasts=pasts)
+        given = inputs("gaussian", (40, 72))
+        given[1][3, 5] = float("inf")
+        check(given, name, pasts=pasts)
+
+
+def every_gate() -> None:
+    """All finite bfloat16 as gate, at every place."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    gate = bits.where(bits.isfinite(), 1.5)
+    ones = torch.ones_like(gate)
+    check((ones, gate, ones * 2**-60), "1x128")
+
+
+@needs_triton
+@on_each_kind
+def test_shapes_and_usages(interpreter, name):  # noqa: F811
+    interpreter(shapes, name)
+
+
+@needs_triton
+@on_each_kind
+def test_data_sets(interpreter, name):  # noqa: F811
+    interpreter(data_sets, name)
+
+
+@needs_triton
+@on_each_kind
+def test_elements_that_are_not_finite(interpreter, name):  # noqa: F811
+    interpreter(not_finite, name)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-power_of_2"])
+def test_scales_of_the_past(interpreter, name):  # noqa: F811
+    interpreter(of_the_past, name)
+
+
+@needs_triton
+def test_every_bfloat16_as_gate(interpreter):  # noqa: F811
+    interpreter(every_gate)
+
+
+@on_each_kind
+def test_without_kernels_it_is_torch_and_the_reference(name):
+    """On the CPU nothing is interpreted: the same numbers by torch's operators."""
+    check(inputs("lognormal", (40, 72)), name)
+    check(inputs("gaussian", (129, 130), torch.float32), name)
+
+
+def test_what_no_kernel_makes():
+    h, dy = KINDS["tensorwise"]
+    vectors, _ = KINDS["1x128"]
+    scale = torch.ones(1, 1)
+    for wanted, part in (
+        (Wanted((dy, dy), (dy, None), h), "both gradients alike"),
+        (Wanted((dy, h), (dy, h), h), "both usages alike"),
+        (Wanted((None, None), (None, None), h), "one usage"),
+        (Wanted((dy, dy), (dy, dy), vectors), "tiles of one shape"),
+        (
+            Wanted((Float8Format(E4M3, Tile(1, 64)),) * 2, (Float8Format(E4M3, Tile(1, 64)),) * 2, None),
+            "1x64",
+        ),
+    ):
+        assert part in str(producers.why_no_kernel(wanted, scale))
+    assert producers.why_no_kernel(Wanted((dy, dy), (dy, dy), h), None) is not None
+    assert producers.why_no_kernel(Wanted((dy, dy), (dy, dy), h), scale) is None
+
+
+def test_the_gradients_are_those_of_torch_in_float64():
+    """The formulas, by numbers that no half precision rounds."""
+    dh, gate, up = (tensor.double() for tensor in inputs("gaussian", (16, 24)))
+    leaves = [gate.requires_grad_(), up.requires_grad_()]
+    right = torch.autograd.grad(gate * torch.sigmoid(gate) * up, leaves, dh)
+    for found, expected in zip(producers.swiglu_backward(dh, gate.detach(), up.detach()), right, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_operands_of_two_gradients_are_row_major():
+    dh, gate, up = inputs("gaussian", (16, 32))
+    h, dy = KINDS["rowwise"]
+    found = producers.quantize_swiglu_backward(dh, gate, up, Wanted((dy, dy), (dy, dy), h))
+    for operand in (found.dgate.row, found.dgate.col, found.dup.row, found.dup.col, found.h_col):
+        assert operand.data.is_contiguous()
+    assert_same_bits(found.h_col, reference.quantize(producers.swiglu(gate, up), None, h)[1])

@@ -34,7 +34,8 @@ def check(found: list[dict]) -> None:
     for row in found:
         assert row["missed"] == []
         assert row["spilled"] == row["byte_loads"] == row["flushes"] == row["undefined"] == 0
-        assert row["wide_loads"] > 0
+        # The second launch of amaxes is of matrices whose lines begin anywhere.
+        assert row["wide_loads"] > 0 or (row["kernel"], row["index"]) == ("amaxes_of_many", 1)
         assert (row["transposed"] > 0) == row["transposes"]
         assert row["usages"] != "row" or not row["transposes"]
 
@@ -42,7 +43,8 @@ def check(found: list[dict]) -> None:
 @needs_triton
 def test_the_kernels_of_the_blockwise_recipe_and_the_transposition(tmp_path):
     found = reported(tmp_path, "--only", "1x128 bf16 both", "transpose fp8", "1x128 recast")
-    assert {row["kernel"] for row in found} == {"quantize_vectors", "transpose_codes", "recast_by_vectors"}
+    kernels = {"quantize_crossing_vectors", "transpose_codes", "recast_by_vectors"}
+    assert {row["kernel"] for row in found} == kernels
     check(found)
 
 
@@ -50,7 +52,7 @@ def test_the_kernels_of_the_blockwise_recipe_and_the_transposition(tmp_path):
 @pytest.mark.long
 def test_every_kernel(tmp_path):
     found = reported(tmp_path)
-    assert len({row["kernel"] for row in found}) == 14
+    assert len({row["kernel"] for row in found}) == 15
     check(found)
 
 

@@ -381,3 +381,24 @@ def test_the_account_of_bytes_knows_that_h_is_not_saved(recipe):
     gate_and_up = 2 * 2 * TOKENS * HIDDEN
     account = f8sub.conversion_report(fused, TOKENS, shared_inputs=[("w1", "w3")]).bytes
     assert saved - gate_and_up == account.here.saved
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_primary_weights(recipe):
+    runs = []
+    for fused in (False, True):
+        model = seed_weights(FeedForward()).bfloat16()
+        model = f8sub.convert_to_float8(model, recipe=recipe, primary_weights=True)
+        if fused:
+            f8sub.fuse_producers(model)
+        optimizer = f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        runs.append([])
+        for step in range(3):
+            f8sub.precompute_scales(model)
+            x, dy = inputs(step=step)
+            y = model(x)
+            y.backward(dy)
+            optimizer.step()
+            optimizer.zero_grad()
+            runs[-1].append(y.detach())
+    assert_equal(*runs)

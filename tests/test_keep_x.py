@@ -42,6 +42,7 @@ def is_exact(recipe: str, way: str) -> bool:
 
 
 EXACT = [(recipe, way) for recipe in RECIPES for way in WAYS[1:] if is_exact(recipe, way)]
+RE_ENCODED = [(r, "recompute") for r in RECIPES if is_derivable(r) and not is_exact(r, "recompute")]
 on_each_exact_way = pytest.mark.parametrize(("recipe", "way"), EXACT, ids=["-".join(case) for case in EXACT])
 
 
@@ -135,7 +136,7 @@ def test_the_comparison_sees_another_usage_of_x():
     assert not same(trained(model_of(mine, "auto")), trained(model_of("tensorwise", "high_precision")))
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if is_derivable(r) and not is_exact(r, "recompute")])
+@pytest.mark.parametrize("recipe", [recipe for recipe, _ in RE_ENCODED])
 def test_re_encoded_codes_are_those_that_a_weight_would_have(recipe):
     """dw of codes that were re-scaled by columns, of a float64 oracle that knows nothing of the layer."""
     layer = model_of(recipe, "recompute", nn.Sequential(nn.Linear(WIDTH, 48, bias=False)))
@@ -381,14 +382,15 @@ def test_an_x_that_is_kept_and_changed_is_an_error_as_of_any_linear_layer():
 
 COMPILED = [
     pytest.param(*case, marks=() if case[0] in ("tensorwise", "gridquant") else pytest.mark.long)
-    for case in [*EXACT, *((recipe, "auto") for recipe in RECIPES)]
+    for case in [*EXACT, *((recipe, "auto") for recipe in RECIPES), *RE_ENCODED]
 ]
 
 
 @pytest.mark.parametrize(("recipe", "way"), COMPILED)
 def test_compiled_code_has_the_same_numbers(recipe, way):
     torch._dynamo.reset()
-    eager, compiled = model_of(recipe, "float8"), compile_blocks(model_of(recipe, way))
+    same_as = "recompute" if (recipe, way) in RE_ENCODED else "float8"
+    eager, compiled = model_of(recipe, same_as), compile_blocks(model_of(recipe, way))
     assert same(trained(compiled), trained(eager))
     torch._dynamo.reset()
 

@@ -165,15 +165,11 @@ def is_saved_by_its_maker(x: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or saved_tensors_hook() is not None:
         return False
-    node, index = x.grad_fn, x.output_nr
+    node = x.grad_fn
     while node is not None and _VIEWS.fullmatch(node.name()):
-        node, index = node.next_functions[0]
-    # Asked of the class: of the node itself it would be unpacked.
-    return (
-        node is not None
-        and index == 0
-        and any(hasattr(type(node), name) for name in ("_saved_output", "_saved_result"))
-    )
+        node = node.next_functions[0][0]
+    # Asked of the class: of the node itself it would be unpacked. What it makes besides has no gradient.
+    return any(hasattr(type(node), name) for name in ("_saved_output", "_saved_result"))
 
 
 def is_executed(node: Any) -> bool:

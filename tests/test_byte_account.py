@@ -88,6 +88,20 @@ def test_weights_that_are_not_sharded(recipe):
     assert found.codes == sum(storages(kept).values())
 
 
+def made_in_backward(y: torch.Tensor, kept: dict[int, int]) -> int:
+    """Bytes of what the GEMMs of ``y``'s backward read in float8, but for storages that are ``kept``."""
+    read: list[torch.Tensor] = []
+    gemm_nt = linear.gemm_nt
+
+    def spy(backend: str, a: Any, b: Any, *args: Any) -> torch.Tensor:
+        read.extend((*a.tensors, *b.tensors))
+        return gemm_nt(backend, a, b, *args)
+
+    with mock.patch.object(linear, "gemm_nt", spy):
+        y.backward(gaussian(tuple(y.shape), generator(2)).to(y.dtype))
+    return sum(size for address, size in storages(read).items() if address not in kept)
+
+
 @pytest.mark.parametrize("any_layout", [True, False], ids=["views", "copies"])
 @on_each_case
 def test_operands_that_backward_makes(recipe, way, any_layout):
@@ -96,17 +110,8 @@ def test_operands_that_backward_makes(recipe, way, any_layout):
     layer.plan = dataclasses.replace(layer.plan, any_layout=any_layout and layer.plan.any_layout)
     x = gaussian((TOKENS, 64), generator(1)).requires_grad_()
     y = layer(x)
-    read: list[torch.Tensor] = []
-
-    def spy(backend: str, a: Any, b: Any, *args: Any) -> torch.Tensor:
-        read.extend((*a.tensors, *b.tensors))
-        return gemm_nt(backend, a, b, *args)
-
-    gemm_nt = linear.gemm_nt
     kept = {**storages(y.grad_fn.saved_tensors), **storages(layer.weight.cell.cast[1].tensors)}
-    with mock.patch.object(linear, "gemm_nt", spy):
-        y.backward(gaussian((TOKENS, 96), generator(2)))
-    made = sum(size for address, size in storages(read).items() if address not in kept)
+    made = made_in_backward(y, kept)
     found = account(model).here
     # Scales of a transposition may be shared, and the account has them twice.
     assert 0 <= found.transient - found.wire - made <= 3 * 4

@@ -2,6 +2,7 @@
 # The tests of torchtitan that ./scripts/test.sh cannot run, long ones too, each in an environment of its own:
 #
 #   ./scripts/test_torchtitan.sh 0.2         # torchtitan 0.2, with the torch of constraints.txt; 2 GB
+#   ./scripts/test_torchtitan.sh torch2.11   # torchtitan 0.2 with torch 2.11, where it compiles tensor parallelism; 6 GB
 #   ./scripts/test_torchtitan.sh torch2.14   # torchtitan 0.3 with torch 2.14, for pipelines and spmd_types; 6 GB
 #   ./scripts/test_torchtitan.sh all         # one after the other
 #
@@ -20,20 +21,24 @@ run() {
     "$venv/bin/python" -m pytest "$@"
 }
 
-titan_0_2() { run 0.2 "$(grep '^torch==' constraints.txt) torchtitan==0.2.2" tests/titan/test_0_2.py tests/scripts/test_bench_torchtitan.py "$@"; }
+of_0_2=(tests/titan/test_0_2.py tests/scripts/test_bench_torchtitan.py)
+titan_0_2() { run 0.2 "$(grep '^torch==' constraints.txt) torchtitan==0.2.2" "${of_0_2[@]}" "$@"; }
+torch_2_11() { run torch2.11 "torch==2.11.0 torchtitan==0.2.2" "${of_0_2[@]}" "$@"; }
 torch_2_14() { run torch2.14 "torch==2.14.1 torchtitan==0.3.0" tests/titan "$@"; }
 
 which=${1:-}
 case "$which" in
     0.2) shift && titan_0_2 "$@" ;;
+    torch2.11) shift && torch_2_11 "$@" ;;
     torch2.14) shift && torch_2_14 "$@" ;;
     all)
         shift
         titan_0_2 "$@"
+        torch_2_11 "$@"
         torch_2_14 "$@"
         ;;
     *)
-        echo "test_torchtitan.sh: which, 0.2, torch2.14 or all?" >&2
+        echo "test_torchtitan.sh: which, 0.2, torch2.11, torch2.14 or all?" >&2
         exit 2
         ;;
 esac

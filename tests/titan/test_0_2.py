@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import f8sub
 from f8sub.integrations.torchtitan import scales
 from tests.dist.ranks import RankFailure
-from tests.titan import runs
+from tests.titan import pipelined, runs
 from tests.titan.jobs_0_2 import job_file
 
 pytestmark = pytest.mark.usefixtures("titan_0_2")
@@ -253,6 +254,23 @@ def test_a_weight_that_is_f8subs_no_more_is_an_error_before_the_first_step(titan
 def test_tensor_parallelism_compiled_is_an_error_before_the_first_step(titan_0_2, assets):
     with pytest.raises(RankFailure, match=r"which torch\.compile cannot trace"):
         titan_0_2(4, runs.train, f"f8sub {TP} {COMPILED}".split(), assets)
+
+
+@long
+@pytest.mark.skipif(
+    torch.__version__ >= TorchVersion("2.13"),
+    reason="on torch 2.13 torchtitan 0.2 compiles no tensor parallelism: scripts/test_torchtitan.sh has 2.11",
+)
+@pytest.mark.parametrize("arm", ["bf16", "f8sub"])
+def test_asynchronous_tensor_parallelism_changes_no_bit(titan_0_2, assets, train, arm):
+    """What is gathered is multiplied in bf16, and quantized first in float8: there nothing is fused."""
+    options = f"{TP} --training.dtype=bfloat16"
+    losses, ran = titan_0_2(2, pipelined.train, [arm, *options.split()], assets)[0]
+    assert losses == train(2, f"{arm} {options}")
+    steps, blocks, passes = 5, 2, 2
+    fused = {"fused_all_gather_matmul": 2 * passes, "fused_matmul_reduce_scatter": 2}
+    expected = {name: count * blocks * steps for name, count in fused.items()}
+    assert ran == (expected if arm == "bf16" else {})
 
 
 @long

@@ -146,7 +146,7 @@ def test_more_elements_than_32_bits_count(runs):
     assert last_cols is not None
     assert_same_bits(row._replace(data=row.data[-256:], scale_inv=row.scale_inv[-256:]), last_rows)
     assert_same_bits(col._replace(data=col.data[-256:], scale_inv=col.scale_inv[-256:]), last_cols)
-    assert runs == ["quantize_vectors"]
+    assert runs == ["quantize_crossing_vectors"]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant", "delayed"])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub import Float8ConfigError
+from f8sub import Float8ConfigError, context
 from f8sub.feed_forward import FusedFeedForward, _FeedForward
 from tests.compiling import SavedShapes
 from tests.data_sets import DATA_SETS, generator, make
@@ -21,6 +21,12 @@ from tests.dist.models import seed_weights
 WIDTH, HIDDEN, TOKENS = 64, 96, 48
 RECIPES = [name for name in f8sub.recipe_names() if name != "rowwise_with_gw_hp"]
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@pytest.fixture(autouse=True)
+def no_context_was_entered(monkeypatch):
+    """In this process, where other tests may have: layers then run one by one, and equal themselves."""
+    monkeypatch.setattr(context.contexts, "entered", False)
 
 
 class FeedForward(nn.Module):

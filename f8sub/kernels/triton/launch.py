@@ -31,7 +31,10 @@ LINE_ROWS = 64
 """Height of the tiles of ``cast_with_lines``."""
 
 VECTOR_PART, VECTOR_WARPS = 64, 4
-"""Rows that ``quantize_crossing_vectors`` takes at a time, and its warps: on an H200 no slower than 32, 128 or 8."""
+"""Rows that ``quantize_crossing_vectors`` takes at a time, and its warps.
+
+On an H200 128 rows by 4 warps are 1 to 3 % faster with powers of two and a quarter slower with float32 scales.
+"""
 
 AT_A_TIME = 264
 """Programs of ``quantize_vectors`` that read the next tile while they cast one: two for each SM of an H200."""

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -180,6 +180,24 @@ class Plan:
         )
         used = [name for name in (fprop, dgrad, wgrad) if name is not None]
         any_layout = all(GEMM[name].takes_any_layout(device) for name in used)
-        plan = cls(recipe, fprop, dgrad, wgrad, any_layout, device, backend, next(_numbers))
+        return cls._of(recipe, fprop, dgrad, wgrad, any_layout, device, backend)
+
+    @classmethod
+    @functools.cache
+    def _of(cls, *fields: Any) -> "Plan":
+        """The plan of these fields, its number excepted, which is given here."""
+        plan = cls(*(*fields, next(_numbers)))
         cls.made[plan.number] = plan
         return plan
+
+    def __reduce__(self) -> tuple[Callable[..., "Plan"], tuple[Any, ...]]:
+        """Copies are the plan itself; one that is unpickled, maybe on another device, has a number of this process."""
+        return Plan._of, (
+            self.recipe,
+            self.fprop,
+            self.dgrad,
+            self.wgrad,
+            self.any_layout,
+            self.device,
+            self.backend,
+        )

@@ -174,14 +174,14 @@ class _Record:
 
     def __init__(self, layer: "Float8Linear") -> None:
         self._converted = layer.converted
-        self._nodes: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._nodes: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()
         self._changes = -1
         self._plans: set[Plan] = set()
 
-    def of_graph(self, node: Any) -> None:
+    def of_graph(self, node: Any, plan: Plan) -> None:
         """Remember a forward by its node, for as long as its graph lives."""
         with _lock:
-            self._nodes.add(node)
+            self._nodes[node] = plan
 
     def without_graph(self, plan: Plan) -> None:
         """Remember a forward that made no graph (reentrant checkpointing) until the weights change."""
@@ -193,7 +193,7 @@ class _Record:
     def candidates(self) -> set[Plan]:
         """Plans of the forwards whose graph is being executed; of those that made none where there are none such."""
         with _lock:
-            executed = {node.plan for node in self._nodes if is_executed(node)}
+            executed = {plan for node, plan in self._nodes.items() if is_executed(node)}
             return executed or set(self._plans)
 
 
@@ -208,7 +208,13 @@ def _record_of(layer: "Float8Linear") -> _Record:
 
 
 def remember(layer: "Float8Linear", plan: Plan, y: torch.Tensor) -> None:
-    """Remember the forward that made ``y``, if it may be repeated where its context is not entered again."""
+    """Remember the forward that made ``y``, if it may be repeated where its context is not entered again.
+
+    Args:
+        layer: that ran in it, alone or with others.
+        plan: that it used.
+        y: what the forward's one node returned.
+    """
     if torch.compiler.is_compiling():
         return
     innermost, place = _entry.innermost, _place()
@@ -216,7 +222,7 @@ def remember(layer: "Float8Linear", plan: Plan, y: torch.Tensor) -> None:
         return
     _, grad_enabled, hook = place
     if grad_enabled and hook is not None and y.grad_fn is not None:
-        _record_of(layer).of_graph(y.grad_fn)
+        _record_of(layer).of_graph(y.grad_fn, plan)
     elif not grad_enabled and layer.training:
         _record_of(layer).without_graph(plan)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from f8sub import backends
 from f8sub.backends import Plan
-from f8sub.context import contexts
+from f8sub.context import contexts, plan_in_use, remember
 from f8sub.formats import HIGH_PRECISION, Operand
 from f8sub.kernels import producer_ops, producers
 from f8sub.kernels.delayed import PastScale
@@ -40,8 +40,8 @@ class Roles(NamedTuple):
 class FusedFeedForward(torch.nn.Module):
     """A feed-forward whose forward is one function; made by ``fuse_producers``, by class swap.
 
-    The layers stay what and where they are. Where something is to be seen of each of them (hooks, DTensors,
-    ``f8sub.autocast``) they run one after the other, as before, with the same numbers.
+    The layers stay what and where they are. Where something is to be seen of each of them (hooks, DTensors, another
+    recipe in use by ``f8sub.autocast``) they run one after the other, as before, with the same numbers.
 
     Attributes:
         roles: which of its children are gate, up and down.
@@ -53,7 +53,11 @@ class FusedFeedForward(torch.nn.Module):
         layers = [getattr(self, name) for name in self.roles]
         if _run_apart(layers, x):
             return super().forward(x)  # type: ignore[no-any-return]
-        return feed_forward(x, *layers)
+        y = feed_forward(x, *layers)
+        if contexts.entered:
+            for layer in layers:
+                remember(layer, layer.plan, y)
+        return y
 
     def extra_repr(self) -> str:
         """What the module's own class says, and that it is fused."""
@@ -62,7 +66,7 @@ class FusedFeedForward(torch.nn.Module):
 
 def _run_apart(layers: list[Float8Linear], x: torch.Tensor) -> bool:
     """Whether the layers run by themselves."""
-    if contexts.entered or x.dtype not in HIGH_PRECISION or x.dim() == 0:
+    if x.dtype not in HIGH_PRECISION or x.dim() == 0:
         return True
     for layer in layers:
         if (
@@ -74,7 +78,9 @@ def _run_apart(layers: list[Float8Linear], x: torch.Tensor) -> bool:
             return True
         if isinstance(layer.weight, DTensor):
             return True
-    return isinstance(x, DTensor) or x.size(-1) != layers[0].weight.size(-1)
+    if isinstance(x, DTensor) or x.size(-1) != layers[0].weight.size(-1):
+        return True
+    return contexts.entered and any(plan_in_use(layer) is not layer.plan for layer in layers)
 
 
 class Call(NamedTuple):

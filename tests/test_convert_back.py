@@ -1,7 +1,9 @@
 """convert_from_float8, copies and checkpoints of converted models, and the report."""
 
 import copy
+import dataclasses
 import io
+import pickle
 
 import pytest
 import torch
@@ -79,6 +81,20 @@ def test_a_whole_model_pickles():
     loaded = torch.load(file, weights_only=False)
     assert torch.equal(loaded(x_of()), model(x_of()))
     assert type(loaded.up) is f8sub.Float8Linear
+
+
+def test_a_model_from_another_process_is_numbered_anew():
+    """What its plans' numbers stand for there is none of this process's business."""
+    model, other = (f8sub.convert_to_float8(mlp(), recipe=recipe) for recipe in ("rowwise", "tensorwise"))
+    sent = copy.deepcopy(model)
+    assert sent.up.plan is model.up.plan
+    for number in (10**6, other.up.plan.number):
+        for layer in (sent.up, sent.down):
+            layer.plan = dataclasses.replace(model.up.plan, number=number)
+        arrived = pickle.loads(pickle.dumps(sent))
+        assert arrived.up.plan is arrived.down.plan is model.up.plan
+        with f8sub.autocast("tensorwise"):
+            assert torch.equal(arrived(x_of()), other(x_of()))
 
 
 def test_plain_checkpoints_go_both_ways():

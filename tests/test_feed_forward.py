@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub import Float8ConfigError, context
+from f8sub import Float8ConfigError
 from f8sub.feed_forward import FusedFeedForward, _FeedForward
 from tests.compiling import SavedShapes
 from tests.data_sets import DATA_SETS, generator, make
@@ -21,12 +21,6 @@ from tests.dist.models import seed_weights
 WIDTH, HIDDEN, TOKENS = 64, 96, 48
 RECIPES = [name for name in f8sub.recipe_names() if name != "rowwise_with_gw_hp"]
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture(autouse=True)
-def no_context_was_entered(monkeypatch):
-    """In this process, where other tests may have: layers then run one by one, and equal themselves."""
-    monkeypatch.setattr(context.contexts, "entered", False)
 
 
 class FeedForward(nn.Module):
@@ -209,20 +203,6 @@ def test_where_each_layer_is_to_be_seen_they_run_one_by_one():
     with f8sub.find_nonfinite(fused) as search:
         fused(x.detach() * float("nan")).sum().backward()
     assert "w1" in str(search)
-
-
-def test_in_contexts_of_other_recipes():
-    """They are process-wide once entered: a process of its own is not needed, the flag is put back."""
-    from f8sub.context import contexts
-
-    plain, fused = both("tensorwise")
-    x, dy = inputs()
-    try:
-        with f8sub.autocast(recipe="rowwise"):
-            assert_equal(results(fused, x, dy), results(plain, x, dy))
-            assert not ran_fused(fused, x)
-    finally:
-        contexts.entered = False
 
 
 def test_copies_pickles_and_state_dicts():

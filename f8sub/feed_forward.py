@@ -40,8 +40,9 @@ class Roles(NamedTuple):
 class FusedFeedForward(torch.nn.Module):
     """A feed-forward whose forward is one function; made by ``fuse_producers``, by class swap.
 
-    The layers stay what and where they are. Where something is to be seen of each of them (hooks, DTensors, another
-    recipe in use by ``f8sub.autocast``) they run one after the other, as before, with the same numbers.
+    The layers stay what and where they are. Where something is to be seen of each of them (hooks, a forward that is
+    wrapped, DTensors, another recipe in use by ``f8sub.autocast``) they run one after the other, as before, with the
+    same numbers.
 
     Attributes:
         roles: which of its children are gate, up and down.
@@ -69,6 +70,9 @@ def _run_apart(layers: list[Float8Linear], x: torch.Tensor) -> bool:
     if x.dtype not in HIGH_PRECISION or x.dim() == 0:
         return True
     for layer in layers:
+        # What took a layer's place, or wraps its forward, as torchtitan does where it changes how tensors are cut.
+        if type(layer).forward is not Float8Linear.forward or "forward" in layer.__dict__:
+            return True
         if (
             layer._forward_hooks
             or layer._forward_pre_hooks

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
@@ -191,7 +192,7 @@ def ran_fused(model: nn.Module, x: torch.Tensor) -> bool:
 
 
 def test_where_each_layer_is_to_be_seen_they_run_one_by_one():
-    _, fused = both("tensorwise")
+    plain, fused = both("tensorwise")
     x, _ = inputs()
     assert ran_fused(fused, x)
     seen = []
@@ -200,6 +201,14 @@ def test_where_each_layer_is_to_be_seen_they_run_one_by_one():
     assert seen
     handle.remove()
     assert ran_fused(fused, x)
+    forward = fused.w2.forward
+    fused.w2.forward = lambda x: 2 * forward(x)
+    assert torch.equal(fused(x), 2 * plain(x))
+    del fused.w2.forward
+    assert ran_fused(fused, x)
+    layer, fused.w1 = fused.w1, checkpoint_wrapper(fused.w1)
+    assert not ran_fused(fused, x)
+    fused.w1 = layer
     with f8sub.find_nonfinite(fused) as search:
         fused(x.detach() * float("nan")).sum().backward()
     assert "w1" in str(search)

@@ -129,13 +129,13 @@ def f8sub_hooked() -> Trainer.Config:
     return config
 
 
-def f8sub_full_ac() -> Trainer.Config:
-    config = f8sub()
+def f8sub_full_ac(**options: Any) -> Trainer.Config:
+    config = f8sub(**options)
     config.activation_checkpoint = FullAC.Config()
     return config
 
 
-def f8sub_selective_ac() -> Trainer.Config:
-    config = f8sub()
+def f8sub_selective_ac(**options: Any) -> Trainer.Config:
+    config = f8sub(**options)
     config.activation_checkpoint = SelectiveAC.Config()
     return config

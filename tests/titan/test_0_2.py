@@ -13,6 +13,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import f8sub
+from f8sub.feed_forward import FusedFeedForward
 from f8sub.integrations.torchtitan import scales
 from tests.dist.ranks import RankFailure
 from tests.titan import pipelined, runs
@@ -102,11 +103,70 @@ def test_recipes_by_layer(tmp_path):
 
 
 @alone
+def test_options_of_recipes_what_is_kept_of_x_and_fused_feed_forwards(tmp_path):
+    section = """
+[f8sub]
+recipe_name = "delayed"
+fuse_producers = true
+[f8sub.recipe_options]
+margin = 2.5
+amax_compute_algo = "most_recent"
+override_linear_precision = [false, false, false]
+reduce_amax = false
+[f8sub.keep_x]
+wo = "high_precision"
+"""
+    model = converted_by(parsed(tmp_path, section))
+    found = layers(model)
+    said = {"margin": 2.5, "amax_compute_algo": "most_recent", "reduce_amax": False}
+    assert {layer.plan.recipe for layer in found.values()} == {f8sub.get_recipe("delayed", **said)}
+    assert {fqn.split(".")[-1] for fqn, layer in found.items() if layer.keep_x == "high_precision"} == {"wo"}
+    assert all(isinstance(layer.feed_forward, FusedFeedForward) for layer in model.layers.values())
+
+
+@alone
+def test_options_of_recipes_on_the_command_line(tmp_path):
+    options = "margin 3 reduce_amax False amax_compute_algo most_recent"
+    others = ["--f8sub.recipe_name=delayed", "--f8sub.fuse_producers", "--f8sub.keep_x=recompute"]
+    model = converted_by(parsed(tmp_path, "", *others, "--f8sub.recipe_options", *options.split()))
+    said = {"margin": 3, "reduce_amax": False, "amax_compute_algo": "most_recent"}
+    found = layers(model).values()
+    assert {layer.plan.recipe for layer in found} == {f8sub.get_recipe("delayed", **said)}
+    assert {layer.keep_x for layer in found} == {"recompute"}
+    assert all(isinstance(layer.feed_forward, FusedFeedForward) for layer in model.layers.values())
+
+
+@alone
+def test_options_of_the_recipes_of_layers(tmp_path):
+    section = """
+[f8sub.recipe_name]
+feed_forward = "gridquant"
+"*" = "nvfp4"
+[f8sub.recipe_options]
+gridquant = { block = 64, dy = "float8_e4m3fn" }
+nvfp4 = { hadamard = true }
+"""
+    found = layers(converted_by(parsed(tmp_path, section)))
+    grid = f8sub.get_recipe("gridquant", block=64, dy=torch.float8_e4m3fn)
+    assert found["layers.1.feed_forward.w2"].plan.recipe == grid
+    assert found["layers.1.attention.wo"].plan.recipe == f8sub.get_recipe("nvfp4", hadamard=True)
+
+
+@alone
 @pytest.mark.parametrize(
     ("section", "error", "says"),
     [
         ('recipe_nam = "rowwise"', ValueError, "recipe_nam"),
         ('recipe_name = "tensorwize"', f8sub.Float8ConfigError, "tensorwize.*tensorwise"),
+        ('recipe_name = "delayed"\nrecipe_options = {margn = 2}', f8sub.Float8ConfigError, "margn.*margin"),
+        ('recipe_name = "gridquant"\nrecipe_options = {block = 0}', f8sub.Float8ConfigError, "'block': 0"),
+        ('recipe_options = "margin"', f8sub.Float8ConfigError, "recipe_options='margin' is no mapping"),
+        ('keep_x = "float16"', f8sub.Float8ConfigError, "keep_x='float16'"),
+        (
+            'recipe_name = {w1 = "rowwise", "*" = "tensorwise"}\nfuse_producers = true',
+            f8sub.Float8ConfigError,
+            "give both one recipe",
+        ),
         ('filter_fqns = "output"', f8sub.Float8ConfigError, r"\['output'\]"),
         ('filter_fqns = ["outptu"]', f8sub.Float8ConfigError, "outptu.*output"),
         ('filter_fqns = ["layers"]', f8sub.Float8ConfigError, "nothing to convert"),
@@ -156,6 +216,20 @@ def test_other_recipes(train, recipe):
     ours = last(train(2, f"f8sub --f8sub.recipe_name={recipe}"))
     assert ours != last(train(2, "f8sub "))
     assert abs(ours - bf16) < 4e-3
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("tp2", marks=long)])
+def test_fusing_feed_forwards_changes_no_bit(train, mesh):
+    world, options = MESHES[mesh]
+    assert train(world, f"f8sub {options} --f8sub.fuse_producers") == train(world, f"f8sub {options}")
+
+
+@long
+def test_a_recipes_options_train(train):
+    default = "f8sub --f8sub.recipe_name=delayed"
+    ours = train(2, f"{default} --f8sub.recipe_options margin 3 amax_history_len 2")
+    assert ours != train(2, default)
+    assert abs(last(ours) - last(train(2, "bf16 "))) < 4e-3
 
 
 @long

@@ -1,6 +1,7 @@
 """Layer 7. torchtitan 0.3: the converter, and configs that build what torchtitan builds and then call f8sub."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module, ModuleList
 from torchtitan.tools.logging import logger
 
+from f8sub.feed_forward import FusedFeedForward
 from f8sub.integrations.torchtitan.options import SKIP, Options, convert
 from f8sub.integrations.torchtitan.scales import attach
 from f8sub.linear import Float8Linear
@@ -35,12 +37,14 @@ class Float8Converter(QuantizationConverter):
         """See ``f8sub.integrations.torchtitan.options.Options``; ``model_compile_enabled`` makes no difference."""
 
         recipe_name: str | dict[str, str] = DEFAULT
+        recipe_options: dict[str, Any] = field(default_factory=dict)
         filter_fqns: list[str] = field(default_factory=list)
         skip: list[str] = field(default_factory=lambda: list(SKIP))
         enable_fsdp_float8_all_gather: bool = True
         precompute_float8_dynamic_scale_for_fsdp: bool | None = None
         emulate: bool = False
         keep_x: str | dict[str, str] = AUTO
+        fuse_producers: bool = False
 
     def __init__(self, config: Config) -> None:
         names = [f.name for f in dataclasses.fields(Options)]
@@ -103,7 +107,7 @@ def _then(config: Any, after: Callable[[Any], Any], **members: Any) -> None:
         return after(cls.build(self, **kwargs))
 
     def to_dict(self: Any) -> dict[str, Any]:
-        return {**cls.to_dict(self), **{name: dataclasses.asdict(value) for name, value in members.items()}}
+        return {**cls.to_dict(self), **{name: value.to_dict() for name, value in members.items()}}
 
     names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": f"Float8{cls.__qualname__}"}
     config.__class__ = type(
@@ -121,8 +125,22 @@ def _converted(model: BaseModel, options: Options) -> BaseModel:
             layer.scaling_states.__class__ = ModuleList
             for state in layer.states():
                 state.__class__ = _TitanScalingState
+        elif isinstance(layer, FusedFeedForward):
+            vars(layer)["parallelize"] = functools.partial(_parallelize, layer)
     logger.info(f"f8sub: {conversion_report(model)}")
     return model
+
+
+def _parallelize(module: Any, parallel_dims: Any) -> None:
+    """``module.parallelize`` of a fused feed-forward: without tensor parallelism its layers' forwards stay theirs.
+
+    torchtitan wraps a layer's forward to change how x and y are cut over ranks, under ``spmd_types`` also where they
+    are not; and layers whose forward is wrapped run one after the other.
+    """
+    type(module).parallelize(module, parallel_dims)
+    if not parallel_dims.tp_enabled:
+        for name in module.roles:
+            vars(getattr(module, name)).pop("forward", None)
 
 
 class _TitanScalingState(ScalingState, Module):

@@ -27,6 +27,8 @@ class Section(Options):
     """
 
     recipe_name: str | dict[str, str] = DEFAULT
+    recipe_options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """In TOML lists and tables too."""
     filter_fqns: list[str] = field(default_factory=list)
     skip: list[str] = field(default_factory=lambda: [*SKIP, "output"])
     """0.2 names the output projection so."""

@@ -1,8 +1,8 @@
 """Layer 7. What torchtitan's users ask for, and the one conversion of their model; of any version of torchtitan."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,8 +10,9 @@ from f8sub.convert import convert_to_float8
 from f8sub.errors import Float8ConfigError
 from f8sub.extensions import extensions
 from f8sub.filters import DEFAULT_SKIP, LayerKeepX, LayerRecipes
+from f8sub.fuse import fuse_producers
 from f8sub.integrations.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
-from f8sub.recipe import Recipe
+from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
 from f8sub.saved_input import AUTO
 
@@ -30,6 +31,8 @@ class Options:
 
     Attributes:
         recipe_name: one of ``f8sub.recipe_names()``, or a mapping from glob patterns over layers' names to them.
+        recipe_options: the recipe's own, as ``f8sub.get_recipe`` takes them, dtypes by name too; where ``recipe_name``
+            is a mapping, one from names of recipes to the options of each.
         filter_fqns: a layer whose name contains one of these strings is left alone; ``"auto_filter_small_kn"`` too.
         skip: glob patterns over whole segments of names, see ``f8sub.convert_to_float8``; may match nothing.
         enable_fsdp_float8_all_gather: weights are gathered as float8.
@@ -37,22 +40,25 @@ class Options:
             step; None for wherever the weights are gathered as float8.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
+        fuse_producers: every ``down(silu(gate(x)) * up(x))`` becomes one function, see ``f8sub.fuse_producers``.
 
     Raises:
-        Float8ConfigError: no such recipe or ``keep_x``, a string in place of a list of them, or scales to precompute
-            for weights that are not gathered as float8.
+        Float8ConfigError: no such recipe, option or value of one, or ``keep_x``, a string in place of a list of them,
+            or scales to precompute for weights that are not gathered as float8.
     """
 
     recipe_name: str | Mapping[str, str] = DEFAULT
+    recipe_options: Mapping[str, Any] = field(default_factory=dict)
     filter_fqns: Sequence[str] = ()
     skip: Sequence[str] = SKIP
     enable_fsdp_float8_all_gather: bool = True
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
     emulate: bool = False
     keep_x: str | Mapping[str, str] = AUTO
+    fuse_producers: bool = False
 
     def __post_init__(self) -> None:
-        LayerRecipes(self.recipe_name)
+        LayerRecipes(self.recipe)
         LayerKeepX(self.keep_x)
         for name in ("filter_fqns", "skip"):
             value = getattr(self, name)
@@ -65,10 +71,62 @@ class Options:
             )
 
     @property
+    def recipe(self) -> Recipe | dict[str, Recipe]:
+        """The recipe with its options, or that of each pattern."""
+        name, options = self.recipe_name, self.recipe_options
+        if not isinstance(options, Mapping):
+            raise Float8ConfigError(
+                f'recipe_options={options!r} is no mapping; give one of options, {{"margin": 2}}'
+            )
+        if not isinstance(name, Mapping):
+            return _with_options(name, options)
+        names = sorted({each for each in name.values() if isinstance(each, str)})
+        for each, own in options.items():
+            if each not in names or not isinstance(own, Mapping):
+                raise Float8ConfigError(
+                    f"recipe_options has {each!r}: {own!r}; recipe_name is a mapping to {names}, so give a mapping "
+                    "from these names to the options of each"
+                )
+        return {pattern: _with_options(each, options.get(each, {})) for pattern, each in name.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON can say them, by torchtitan's name for that."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+    @property
     def precompute(self) -> bool:
         """Whether scales are made after each optimizer step."""
         wanted = self.precompute_float8_dynamic_scale_for_fsdp
         return self.enable_fsdp_float8_all_gather if wanted is None else wanted
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say of an option that was given in code, a dtype or a function by its name."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)
+
+
+def _with_options(name: Any, options: Mapping[str, Any]) -> Recipe:
+    """``get_recipe`` of what a command line can say, with errors that say where it was said."""
+    read = {option: _dtype_or_itself(value) for option, value in options.items()}
+    try:
+        return get_recipe(name, **read)
+    except (ValueError, TypeError) as error:
+        if not options:
+            raise
+        raise Float8ConfigError(
+            f"recipe_options={dict(options)!r} of recipe {name!r} cannot be used: {error}"
+        ) from error
+
+
+def _dtype_or_itself(value: Any) -> Any:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    return dtype if isinstance(dtype, torch.dtype) else value
 
 
 def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.nn.Linear]]) -> Model:
@@ -80,7 +138,8 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         linear_classes: torchtitan's own subclasses of nn.Linear, which call nn.Linear's forward or inherit it.
 
     Raises:
-        Float8ConfigError: nothing is left to convert, or a string of ``filter_fqns`` is in no layer's name.
+        Float8ConfigError: nothing is left to convert, or to fuse where that was asked for; or a string of
+            ``filter_fqns`` is in no layer's name.
     """
     extensions.update(linear_classes)
     names = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -90,15 +149,16 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
             f"filter_fqns={idle} is in no linear layer's name; the model has {', '.join(_kinds(names))}"
         )
     adapters = {child for module in names.values() for child in module.modules() if child is not module}
-    recipes = LayerRecipes(options.recipe_name)
+    recipe = options.recipe
+    recipes = LayerRecipes(recipe)
 
     def keep(module: torch.nn.Module, fqn: str) -> bool:
-        recipe = recipes.of(fqn) if AUTO_FILTER in options.filter_fqns else None
-        return module not in adapters and not (recipe is not None and is_too_small(module, recipe))
+        own = recipes.of(fqn) if AUTO_FILTER in options.filter_fqns else None
+        return module not in adapters and not (own is not None and is_too_small(module, own))
 
     convert_to_float8(
         model,
-        options.recipe_name,
+        recipe,
         filter_fn=keep,
         filter_fqns=filters,
         skip=options.skip,
@@ -106,6 +166,8 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         backend="reference" if options.emulate else "auto",
         keep_x=options.keep_x,
     )
+    if options.fuse_producers:
+        fuse_producers(model)
     check_at_first_forward(model)
     setattr(model, PRECOMPUTE, options.precompute)
     if options.precompute:

@@ -1,8 +1,9 @@
 """What the GEMM kernels compile to for Hopper (sm_90a), on any machine: registers, spills, tensor core instructions.
 
 Needs triton, no GPU. Ends with status 1 where a kernel misses what it is held to: no spilled register; float8 tensor
-core instructions, both operands loaded by the tensor memory accelerator; of persistent kernels warps that are given
-different numbers of registers; and no more shared memory than Hopper has.
+core instructions that no other instruction is made to wait for one by one, both operands loaded by the tensor memory
+accelerator; of persistent kernels warps that are given different numbers of registers; and no more shared memory than
+Hopper has.
 
     python scripts/gemm_report.py
 """
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = 232448
 """Bytes that a program may have. Source: CUDA C++ Programming Guide, compute capability 9.0."""
+
+STEPS = 4
+"""Tensor core instructions of 32 elements of K that are waited for at once, after a block of 128."""
 
 MULTIPROCESSORS = 132
 """Of an H200."""
@@ -172,6 +176,12 @@ def compiled(launch: Launch) -> Any:
     )
 
 
+def is_serialized(sass: str) -> bool:
+    """Whether any tensor core instruction but a block's last one is waited for (ptxas's warning C7514)."""
+    products = re.findall(r"\bQGMMA\.[^;]*", sass)
+    return sum("gsb0" in product for product in products) * STEPS > len(products)
+
+
 def report(case: Case) -> Report:
     """Compile a case and look at it."""
     made = compiled(launch_of(case))
@@ -192,6 +202,10 @@ def report(case: Case) -> Report:
         wrong.append(f"{found.undefined} instructions read R1, which ptxas puts for a register it lost")
     if not found.products or re.search(r"\bHGMMA\.|\bHMMA\.", sass):
         wrong.append("multiplies without float8 tensor core instructions alone")
+    if is_serialized(sass):
+        wrong.append(
+            "waits for every tensor core instruction by itself, which ptxas makes of sums read too early"
+        )
     if found.descriptors < 2:
         wrong.append("loads operands without the tensor memory accelerator")
     if found.shared > SHARED_MEMORY:

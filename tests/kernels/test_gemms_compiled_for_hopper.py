@@ -1,5 +1,6 @@
 """What the GEMM kernels compile to for sm_90a, by the script that prints it: no spills, float8 tensor cores, TMA."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,19 @@ def test_the_persistent_ones_of_the_blockwise_recipe(tmp_path):
 @pytest.mark.long
 def test_every_one(tmp_path):
     assert len(check(tmp_path)) >= 40
+
+
+@needs_triton
+def test_products_that_wait_for_every_instruction_are_told(monkeypatch):
+    """Four instructions of a block as ptxas 12.8 writes them, and as it does after its warning C7514."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    report = importlib.import_module("gemm_report")
+    first, later = (
+        "QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR12], RZ, !UPT",
+        "QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR24], R88",
+    )
+    wait = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    assert not report.is_serialized(f"{first} ;\n{later} ;\n{later} ;\n{later}, gsb0 ;\n{wait} ;")
+    assert report.is_serialized(
+        "".join(f"{line}, gsb0 ;\n{wait} ;\n" for line in (first, later, later, later))
+    )

@@ -66,6 +66,7 @@ class DelayedScaling:
 
     Attributes:
         margin: powers of two of headroom: the scale is ``fp8_max / amax / 2**margin``.
+        dy_margin: likewise, the least that dy's scales leave where ``margin`` is smaller. TransformerEngine has none.
         interval: optimizer steps from one scale to the next; the history rolls at every step.
         amax_history_len: rows of the history, staging included.
         amax_compute_algo: ``"max"`` of all rows, ``"most_recent"`` (row 0), or a callable from a history, float32
@@ -80,6 +81,7 @@ class DelayedScaling:
     """
 
     margin: float = 0
+    dy_margin: float = 0
     interval: int = 1
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor] = "max"
@@ -87,8 +89,10 @@ class DelayedScaling:
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
-        if type(self.margin) not in (int, float) or not 0 <= self.margin <= MOST_MARGIN:
-            raise Float8ConfigError(f"margin is 0 to {MOST_MARGIN} powers of two, got {self.margin!r}")
+        for name in ("margin", "dy_margin"):
+            margin = getattr(self, name)
+            if type(margin) not in (int, float) or not 0 <= margin <= MOST_MARGIN:
+                raise Float8ConfigError(f"{name} is 0 to {MOST_MARGIN} powers of two, got {margin!r}")
         for name in ("interval", "amax_history_len"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise Float8ConfigError(
@@ -119,6 +123,10 @@ class DelayedScaling:
             for name, value in values.items()
         }
         return f"DelayedScaling({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
+    def margin_of(self, operand: OperandName) -> float:
+        """Powers of two of headroom of one operand's scales."""
+        return max(self.margin, self.dy_margin) if operand == "dy" else self.margin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

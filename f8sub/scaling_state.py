@@ -83,7 +83,8 @@ class ScalingState(torch.nn.Module):
     def past(self, operand: int) -> PastScale:
         """The scale of one column, as kernels take it."""
         scale = self.scale[operand : operand + 1].view(1, 1)
-        return PastScale(scale, self.scaling.margin, covers=operand == W, is_known=self.is_known)
+        margin = self.scaling.margin_of(OPERANDS[operand])
+        return PastScale(scale, margin, covers=operand == W, is_known=self.is_known)
 
     @property
     def weight(self) -> tuple[PastScale, int]:
@@ -199,7 +200,7 @@ def past_of_weights(states: Sequence[ScalingState], apart: int) -> PastScale:
     scales = torch.stack([state.scale for state in states])[:, W]
     spread = scales.new_zeros((len(states) - 1) * apart + 1)
     spread[::apart] = scales
-    return PastScale(spread, states[0].scaling.margin, covers=True)
+    return PastScale(spread, states[0].scaling.margin_of("w"), covers=True)
 
 
 class Staged(NamedTuple):
@@ -276,10 +277,10 @@ def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor
     seen = staged > 0
     amax = _amax_of(history.flatten(1), scaling).view_as(staged)
     made = torch.zeros_like(scale)
-    for format, columns in _columns_by_format(recipe).items():
+    for (format, margin), columns in _columns_alike(recipe, scaling).items():
         # Not indexed by a list: a copy of that to a GPU is waited for.
         of_format = [torch.stack([each[:, column] for column in columns], 1) for each in (amax, scale)]
-        scales = _scale_of(of_format[0], of_format[1], format, scaling)
+        scales = _scale_of(of_format[0], of_format[1], format, margin, scaling)
         for column, of_column in zip(columns, scales.unbind(1), strict=True):
             made[:, column] = of_column
     due = (age + 1 >= scaling.interval) | (scale == 0)
@@ -306,11 +307,11 @@ def _amax_of(history: torch.Tensor, scaling: DelayedScaling) -> torch.Tensor:
 
 
 def _scale_of(
-    amax: torch.Tensor, scale: torch.Tensor, format: Float8Format, scaling: DelayedScaling
+    amax: torch.Tensor, scale: torch.Tensor, format: Float8Format, margin: float, scaling: DelayedScaling
 ) -> torch.Tensor:
     if scaling.scaling_factor_compute_algo is None:
         usable = amax.isfinite() & (amax > 0)
-        return torch.where(usable, delayed.scale_with_margin(amax, format, scaling.margin), 0.0)
+        return torch.where(usable, delayed.scale_with_margin(amax, format, margin), 0.0)
     flat = amax.flatten(), scale.flatten()
     made = scaling.scaling_factor_compute_algo(*flat, format.max, scaling)
     made = _checked(made, flat[0], "scaling_factor_compute_algo").view_as(amax)
@@ -328,10 +329,10 @@ def _checked(made: Any, like: torch.Tensor, algorithm: str) -> torch.Tensor:
     return made.to(like)
 
 
-def _columns_by_format(recipe: Recipe) -> dict[Float8Format, list[int]]:
+def _columns_alike(recipe: Recipe, scaling: DelayedScaling) -> dict[tuple[Float8Format, float], list[int]]:
     columns = defaultdict(list)
     for column, operand in enumerate(OPERANDS):
         row, col = recipe.formats(operand)
         if format := row or col:
-            columns[format].append(column)
+            columns[format, scaling.margin_of(operand)].append(column)
     return columns

@@ -47,15 +47,23 @@ SIZES = [1.0, 8.0, 0.25, 0.01, 3.0, 0.5, 0.5, 16.0, 2.0]
 
 
 @pytest.mark.parametrize("interval", [1, 3], ids=["every-step", "interval3"])
-@pytest.mark.parametrize("margin", [0, 2], ids=["margin0", "margin2"])
+@pytest.mark.parametrize(
+    ("margin", "dy_margin", "margin_of_dy"),
+    [(0, 0, 0), (0, None, 4), (2, None, 4), (5, None, 5), (0, 1, 1), (2, 0, 2)],
+)
 @pytest.mark.parametrize("algorithm", ["max", "most_recent", "callable"])
 @pytest.mark.parametrize("length", [1, 3, 31])
-def test_histories_and_scales_are_the_simulations(length, algorithm, margin, interval):
+def test_histories_and_scales_are_the_simulations(
+    length, algorithm, margin, dy_margin, margin_of_dy, interval
+):
     """Two microbatches a step; the weight's amax is that of the weight that is cast next."""
     chosen, simulated = ALGORITHMS[algorithm]
-    layer = layer_of(amax_history_len=length, amax_compute_algo=chosen, margin=margin, interval=interval)
+    options = {"amax_history_len": length, "amax_compute_algo": chosen, "interval": interval}
+    layer = layer_of(margin=margin, dy_margin=dy_margin, **options)
+    margins = {"x": margin, "w": margin, "dy": margin_of_dy}
     tensors = {
-        name: Simulation(length, FP8_MAX[FORMAT[name]], simulated, margin, interval) for name in OPERANDS
+        name: Simulation(length, FP8_MAX[FORMAT[name]], simulated, margins[name], interval)
+        for name in OPERANDS
     }
     optimizer, state = optimizer_of(layer), state_of(layer)
     for number, size in enumerate(SIZES):

@@ -35,7 +35,8 @@ class Unhashable:
 
 
 WRONG = {
-    "margin": [-1, 128, float("nan"), "2", True],
+    "margin": [-1, 128, float("nan"), "2", True, None],
+    "dy_margin": [-1, 128, float("nan"), "2", True],
     "interval": [0, 1.5, True],
     "fp8_format": ["E5M2", "e4m3"],
     "amax_history_len": [0, -3, 2.0],
@@ -60,6 +61,7 @@ def test_formats_and_overrides():
     assert hybrid == f8sub.get_recipe("delayed")
     assert {hybrid.dgrad.a.dtype, hybrid.wgrad.a.dtype} == {torch.float8_e5m2}
     assert {e4m3.dgrad.a.dtype, e4m3.wgrad.a.dtype, e4m3.fprop.b.dtype} == {torch.float8_e4m3fn}
+    assert (hybrid.delayed.margin_of("dy"), e4m3.delayed.margin_of("dy")) == (4, 0)
     kept = f8sub.get_recipe("delayed", override_linear_precision=(False, True, False))
     assert kept.fprop.a is not None
     assert kept.dgrad.a is None

@@ -105,6 +105,7 @@ OPTIONS = {
     "blockwise": {"power_of_2_scales": False},
     "delayed": {
         "margin": 1,
+        "dy_margin": 3,
         "interval": 2,
         "fp8_format": "E4M3",
         "amax_history_len": 16,

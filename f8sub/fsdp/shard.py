@@ -81,7 +81,7 @@ class Shard:
     @property
     def margin(self) -> float:
         """Headroom of a first scale; -1, which no delayed scaling has, for current scaling."""
-        return -1.0 if self.state is None else self.state.scaling.margin
+        return -1.0 if self.state is None else self.state.scaling.margin_of("w")
 
     @property
     def stale(self) -> bool:

@@ -44,6 +44,8 @@ CASES = [
     *(("tp2", COMPILED, recipe) for recipe in ("tensorwise", "rowwise")),
     *(("1", how, "tensorwise") for how in ("", COMPILED)),
 ]
+ASYNCHRONOUS = ("bf16", "f8sub --f8sub.recipe_name=tensorwise")
+"""Arms, whose runs without are made for other tests too."""
 pytestmark = pytest.mark.usefixtures("titan_on_gpus")
 
 
@@ -181,12 +183,15 @@ def test_torchtitans_command_line_under_torchrun(titan_on_gpus, assets, tmp_path
     assert "Training completed" in said
 
 
-@pytest.mark.parametrize(("mesh", "arm"), [on("tp2", arm) for arm in ("bf16", "f8sub")])
+@pytest.mark.parametrize(("mesh", "arm"), [on("tp2", arm) for arm in ASYNCHRONOUS])
 def test_asynchronous_tensor_parallelism(titan_on_gpus, train, assets, mesh, arm, record_property):
-    """Inductor fuses what is gathered with the products that take it, and products with what is made of their sums."""
+    """Inductor fuses what is gathered with the products that take it, and products with what is made of their sums.
+
+    That may hang where symmetric memory does not work: it has 90 seconds, not the 240 of other runs.
+    """
     world, options = MESHES[mesh]
-    more = f"{options} {COMPILED} --parallelism.enable_async_tensor_parallel"
-    losses, ran = titan_on_gpus(world, titan.train_asynchronously, [arm, *more.split()], assets)[0]
+    arguments = f"{arm} {options} {COMPILED} --parallelism.enable_async_tensor_parallel".split()
+    losses, ran = titan_on_gpus(world, titan.train_asynchronously, arguments, assets, timeout=90.0)[0]
     record_property("operators on symmetric memory", ran)
     assert abs(last(losses) - last(train(mesh, f"{arm} {COMPILED}"))) < 4e-3
     fused = {name for name in ran if name.startswith("symm_mem::fused")}

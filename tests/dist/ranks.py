@@ -13,6 +13,8 @@ import faulthandler
 import importlib
 import os
 import pickle
+import re
+import select
 import selectors
 import shutil
 import signal
@@ -30,6 +32,10 @@ import torch
 import torch.distributed as dist
 
 HEADER = struct.Struct("!Q")
+REAPED_WITHIN = 10.0
+"""Seconds after which a killed rank is left behind: one that hangs in a driver's call may not end at all."""
+ANSWERED_WITHIN = 60.0
+"""Seconds, beside the ranks' own, after which the nursery is taken for lost."""
 
 
 class RankFailure(AssertionError):
@@ -166,10 +172,8 @@ def _collect(children: list[Child], timeout: float) -> None:
 
 
 def _reply_of(child: Child, folder: Path, timeout: float) -> Reply:
-    lines = (folder / f"output{child.rank}").read_text(errors="replace").splitlines()
-    # Of a traceback of where a rank stood, the frames below the rank's own are pytest's.
-    own = next((i for i, line in enumerate(lines) if "in _run_rank" in line), len(lines))
-    output = "\n".join(lines[:own][-60:])
+    lines = _IDLE.sub("", (folder / f"output{child.rank}").read_text(errors="replace")).splitlines()
+    output = "\n".join(_without_pytests_frames(lines)[-90:])
     if not child.answered and not child.finished:
         return Reply(error=f"no answer within {timeout:.0f} s; killed.\n{output}")
     if not child.answered:
@@ -178,6 +182,30 @@ def _reply_of(child: Child, folder: Path, timeout: float) -> Reply:
     if reply.error is not None and output:
         reply.error += f"--- its output ---\n{output}"
     return reply
+
+
+_IDLE = re.compile(r"Thread \S+ \(most recent call first\):\n  <no Python frame>\n\n?")
+"""A thread of no Python in a traceback of all: dozens of a process that uses a GPU."""
+
+
+def _without_pytests_frames(lines: list[str]) -> list[str]:
+    """Of a traceback of where a rank stood, the frames below the rank's own are pytest's."""
+    kept, below = [], False
+    for line in lines:
+        below = "in _run_rank" in line or (below and line.startswith("  File "))
+        if not below:
+            kept.append(line)
+    return kept
+
+
+def _is_reaped(pid: int, within: float) -> bool:
+    """Whether a child has ended within so many seconds."""
+    deadline = time.monotonic() + within
+    while os.waitpid(pid, os.WNOHANG)[0] != pid:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def _serve(request: Request) -> list[Reply]:
@@ -189,7 +217,7 @@ def _serve(request: Request) -> list[Reply]:
             if not child.finished:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
+            _is_reaped(child.pid, REAPED_WITHIN)
             os.close(child.reader)
         return [_reply_of(child, folder, request.timeout) for child in children]
     finally:
@@ -201,6 +229,7 @@ class Nursery:
 
     def __init__(self, pid: int, requests: int, replies: int) -> None:
         self.pid, self._requests, self._replies = pid, requests, replies
+        self._lost = False
 
     @classmethod
     def start(cls, *modules: str) -> "Nursery":
@@ -234,7 +263,11 @@ class Nursery:
         self, world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, gpus: bool = False
     ) -> list[Any]:
         """``body(rank, world, *args)`` on ``world`` ranks; the results in the order of the ranks."""
-        _write(self._requests, pickle.dumps(Request(world, body, args, timeout, gpus)))
+        if not self._lost:
+            _write(self._requests, pickle.dumps(Request(world, body, args, timeout, gpus)))
+            self._lost = not select.select([self._replies], [], [], timeout + ANSWERED_WITHIN)[0]
+        if self._lost:
+            raise RankFailure(f"{body.__name__}: the process that forks ranks does not answer; it is asked no more")
         replies: list[Reply] = pickle.loads(_read(self._replies))
         errors = [
             f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None
@@ -246,6 +279,11 @@ class Nursery:
         return [reply.result for reply in replies]
 
     def stop(self) -> None:
+        if self._lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            _is_reaped(self.pid, REAPED_WITHIN)
+            return
         # Not by closing the pipe alone: a process forked later has the other end, too.
         _write(self._requests, pickle.dumps(None))
         os.close(self._requests)

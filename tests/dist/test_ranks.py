@@ -1,12 +1,15 @@
 """The harness itself: it must report, never hang."""
 
+import faulthandler
 import os
+import signal
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist import ranks as harness
 from tests.dist.ranks import RankFailure
 
 
@@ -55,6 +58,43 @@ def test_a_rank_that_hangs_is_killed_and_shows_where_it_stood(ranks):
     with pytest.raises(RankFailure, match=r"(?s)rank 1: no answer within 2 s; killed.*in _sleeps"):
         ranks(2, _sleeps, timeout=2.0)
     assert time.monotonic() - start < 10
+
+
+def _says_something_later(rank: int, world: int) -> None:
+    faulthandler.dump_traceback_later(0.5, file=2)
+    time.sleep(1)
+    print("after the first", flush=True)
+    time.sleep(30)
+
+
+def test_what_a_rank_says_after_it_showed_where_it_stood_is_told_too(ranks):
+    with pytest.raises(RankFailure, match=r"(?s)in _says_something_later.*after the first") as raised:
+        ranks(1, _says_something_later, timeout=2.0)
+    assert "in _run_rank" not in str(raised.value)
+
+
+def test_a_child_that_does_not_end_is_left_behind():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(30)
+        os._exit(0)
+    start = time.monotonic()
+    assert not harness._is_reaped(pid, 0.1)
+    assert time.monotonic() - start < 5
+    os.kill(pid, signal.SIGKILL)
+    assert harness._is_reaped(pid, 10)
+
+
+def test_a_nursery_that_does_not_answer_is_a_failure(monkeypatch):
+    monkeypatch.setattr(harness, "ANSWERED_WITHIN", 0.5)
+    nursery = harness.Nursery.start()
+    os.kill(nursery.pid, signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(RankFailure, match="_sum_of_ranks: the process that forks ranks does not answer"):
+            nursery.run(1, _sum_of_ranks, timeout=0.5)
+    nursery.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(nursery.pid, 0)
 
 
 def _big(rank: int, world: int, data: torch.Tensor) -> torch.Tensor:

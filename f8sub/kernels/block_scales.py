@@ -26,9 +26,20 @@ def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: 
     Column-major of 1x128, as ``vectors`` hands it to cuBLASLt; else row-major.
     """
     lines, blocks = format.tile.scale_shape((rows, depth))
-    if format.is_plain and format.tile == Tile(1, BLOCK):
+    if _is_column_major(format):
         return like.new_empty((blocks, lines), dtype=torch.float32).t()
     return like.new_empty((lines, blocks), dtype=format.scale_rule.stored_as)
+
+
+def is_laid_out(operand: Operand) -> bool:
+    """Whether ``operand.scale_inv`` has the very strides of ``empty_scale_inv``'s, of edges of one scale too."""
+    lines, blocks = operand.scale_inv.shape
+    expected = (1, max(lines, 1)) if _is_column_major(operand.format) else (max(blocks, 1), 1)
+    return operand.scale_inv.stride() == expected
+
+
+def _is_column_major(format: Float8Format) -> bool:
+    return format.is_plain and format.tile == Tile(1, BLOCK)
 
 
 def whole_blocks(edge: int, size: int) -> bool:
@@ -65,6 +76,8 @@ def vectors(operand: Operand) -> torch.Tensor:
     Returns:
         float32, (rows filled up to a multiple of 16, blocks), column-major.
     """
+    if _is_column_major(operand.format) and is_laid_out(operand) and not operand.shape[0] % ALIGNMENT:
+        return operand.scale_inv
     scales = spread(operand, 1, BLOCK, transposed=True)
     blocks, rows = scales.shape
     if rows % ALIGNMENT:
@@ -81,13 +94,19 @@ def squares(operand: Operand) -> torch.Tensor:
     Returns:
         float32, (blocks of K filled up to a multiple of 4, blocks of rows), column-major.
     """
+    if operand.format.tile == Tile(BLOCK, BLOCK) and is_laid_out(operand) and _fills_rows(operand.scale_inv):
+        return operand.scale_inv.t()
     scales = spread(operand, BLOCK, BLOCK)
     rows, blocks = scales.shape
-    if blocks % _SQUARES_ALIGNMENT:
+    if not _fills_rows(scales):
         laid_out = scales.new_ones(rows, blocks + -blocks % _SQUARES_ALIGNMENT)
         laid_out[:, :blocks] = scales
         return laid_out.t()
     return (scales if scales.stride() == (blocks, 1) else _copied(scales)).t()
+
+
+def _fills_rows(squares: torch.Tensor) -> bool:
+    return squares.shape[1] % _SQUARES_ALIGNMENT == 0
 
 
 def _copied(scales: torch.Tensor) -> torch.Tensor:

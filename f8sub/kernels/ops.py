@@ -13,7 +13,7 @@ import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels import delayed, fused, reference
-from f8sub.kernels.block_scales import empty_scale_inv
+from f8sub.kernels.block_scales import empty_scale_inv, is_laid_out
 from f8sub.kernels.delayed import PastScale
 
 _library = torch.library.Library("f8sub", "DEF")
@@ -99,8 +99,8 @@ def as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
     for operand in made:
         if operand is None:
             continue
-        laid_out = empty_scale_inv(operand.data, operand.format, *operand.shape)
-        if operand.scale_inv.stride() != laid_out.stride():
+        if not is_laid_out(operand):
+            laid_out = empty_scale_inv(operand.data, operand.format, *operand.shape)
             operand = operand._replace(scale_inv=laid_out.copy_(operand.scale_inv))
         # Of the reference both usages may share a scale, and an operator may not return one tensor twice.
         taken = {tensor.untyped_storage().data_ptr() for tensor in found}
@@ -195,10 +195,10 @@ def _derive_columnwise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     operand = Operand(data, scale_inv, Float8Format.parse(rowwise))
     derived = fused.derive_columnwise(operand, Float8Format.parse(columnwise))
-    laid_out = empty_scale_inv(derived.data, derived.format, *derived.shape)
     # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
     is_given = derived.scale_inv.untyped_storage().data_ptr() == scale_inv.untyped_storage().data_ptr()
-    if is_given or derived.scale_inv.stride() != laid_out.stride():
+    if is_given or not is_laid_out(derived):
+        laid_out = empty_scale_inv(derived.data, derived.format, *derived.shape)
         return derived.data, laid_out.copy_(derived.scale_inv)
     return derived.data, derived.scale_inv
 

@@ -12,7 +12,7 @@ from torchao.prototype.mx_formats.utils import to_blocked
 
 import f8sub
 from f8sub import ALL, Float8Format, ScaleRule, Tile
-from f8sub.formats import E2M1
+from f8sub.formats import E2M1, Operand
 from f8sub.kernels import block_scales, reference, scaled_mm
 from tests.budgets import excess
 from tests.data_sets import generator, row_outliers
@@ -49,6 +49,35 @@ def test_scales_of_blocks(tile, rows, shape):
     spread = by_rows.repeat_interleave(rows, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
     expected = reference.spread(operand.scale_inv, Tile(*tile), matrix.shape).expand(shape)
     assert torch.equal(spread, expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [(272, 656), (13, 40), (1, 1), (1, 130), (256, 512), (512, 1), (0, 5), (5, 0)], ids=str
+)
+@pytest.mark.parametrize("tile", TILES.values(), ids=str)
+def test_scales_are_laid_out_where_their_strides_are_those_that_kernels_fill(tile, shape):
+    format = Float8Format(E4M3, Tile(*tile))
+    data = torch.zeros(shape, dtype=E4M3)
+    filled = block_scales.empty_scale_inv(data, format, *shape)
+    lines, blocks = filled.shape
+    for scale_inv in (
+        filled,
+        torch.empty(lines, blocks),
+        torch.empty(blocks, lines).t(),
+        torch.empty(lines, blocks + 1)[:, :blocks],
+        torch.empty(lines, 2 * blocks)[:, ::2],
+    ):
+        operand = Operand(data, scale_inv, format)
+        assert block_scales.is_laid_out(operand) == (scale_inv.stride() == filled.stride())
+
+
+def test_scales_that_are_laid_out_are_not_copied():
+    matrix = row_outliers((272, 656), generator(4))
+    operand = reference.quantize(matrix, Float8Format(E4M3, Tile(1, 128)), None)[0]
+    scale_inv = block_scales.empty_scale_inv(matrix, operand.format, *operand.shape).copy_(operand.scale_inv)
+    assert block_scales.vectors(operand._replace(scale_inv=scale_inv)) is scale_inv
+    operand = reference.quantize(matrix[:, :512], Float8Format(E4M3, Tile(128, 128)), None)[0]
+    assert block_scales.squares(operand).data_ptr() == operand.scale_inv.data_ptr()
 
 
 MX = Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)

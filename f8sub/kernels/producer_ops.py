@@ -19,7 +19,8 @@ def _quantize_swiglu(
 ) -> list[torch.Tensor]:
     scale = PastScale(past, margin, False, is_known) if past.numel() else None
     made = producers.quantize_swiglu(gate, up, Float8Format.parse(rowwise), scale)
-    return as_list([made.row]) + [tensor for tensor in (made.scale, made.largest) if tensor is not None]
+    one = made.scale.clone() if made.scale is past else made.scale  # an operator returns no argument
+    return as_list([made.row]) + [tensor for tensor in (one, made.largest) if tensor is not None]
 
 
 def _fake_swiglu(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
-from f8sub.kernels import delayed, producers, reference
+from f8sub.kernels import delayed, producer_ops, producers, reference
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.producers import Wanted
 from tests.cuda.products import assert_same_bits
@@ -205,3 +205,22 @@ def test_operands_of_two_gradients_are_row_major():
     for operand in (found.dgate.row, found.dgate.col, found.dup.row, found.dup.col, found.h_col):
         assert operand.data.is_contiguous()
     assert_same_bits(found.h_col, reference.quantize(producers.swiglu(gate, up), None, h)[1])
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["", "known"])
+@on_each_kind
+def test_an_operators_results_are_memory_of_their_own(name, is_known):
+    """Of its arguments it returns none, and of its results none twice: torch deprecates both."""
+    h, gradient = KINDS[name]
+    dh, gate, up = inputs("gaussian", (130, 144))
+    whole = h.tile.is_whole
+    pasts = [PastScale(torch.full((1, 1), 2.0**n), 0.0, False, is_known) for n in range(3)] if whole else []
+    row = producer_ops.quantize_swiglu(gate, up, h, pasts[0] if pasts else None)
+    wanted = Wanted((gradient,) * 2, (gradient,) * 2, h, (pasts[1], pasts[2]) if pasts else None)
+    gradients = producer_ops.quantize_swiglu_backward(dh, gate, up, wanted, row.scale)
+    given = (dh, gate, up, *(past.scale for past in pasts))
+    for made, arguments in ((row, given), (gradients, (*given, *([row.scale] if whole else [])))):
+        tensors = [t for t in torch.utils._pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+        addresses = {t.untyped_storage().data_ptr() for t in tensors}
+        assert len(addresses) == len(tensors)
+        assert not addresses & {t.untyped_storage().data_ptr() for t in arguments}

@@ -176,6 +176,18 @@ def test_a_script_trains(assets, tmp_path, script, options, sharded):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("titan")
+def test_a_script_with_another_recipe_and_its_options(assets, tmp_path):
+    """As the page has it."""
+    page = (SCRIPTS / "README.md").read_text()
+    (given,) = re.findall(r"llama3_8b\.sh (--override\.imports '.*')", page)
+    said = launched("llama3_8b.sh", assets, tmp_path, *COMPILED, *ON_TORCH_2_13, *shlex.split(given))
+    assert re.search(r"f8sub: 30 of 31 linear layers in float8, .*delayed", said), said
+    assert "may not alias" not in said  # torch of an operator that returns an argument
+    assert "Training completed" in said
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("titan")
 def test_both_arms_of_the_convergence_test_train_and_are_compared(assets, tmp_path):
     """By the two commands of the page, and the third, which reads what they logged."""
     batch = ("--training.local_batch_size", "2", "--training.global_batch_size", "8")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests of torchtitan that ./scripts/test.sh cannot run, long ones too, each in an environment of its own:
 #
-#   ./scripts/test_torchtitan.sh 0.2         # torchtitan 0.2, with the torch of constraints.txt; 2 GB
+#   ./scripts/test_torchtitan.sh 0.2         # torchtitan 0.2, with the torch of constraints.txt; 3 GB
 #   ./scripts/test_torchtitan.sh torch2.11   # torchtitan 0.2 with torch 2.11, where it compiles tensor parallelism; 6 GB
 #   ./scripts/test_torchtitan.sh torch2.14   # torchtitan 0.3 with torch 2.14, for pipelines and spmd_types; 6 GB
 #   ./scripts/test_torchtitan.sh all         # one after the other

@@ -326,7 +326,7 @@ def test_without_hooks_in_the_config_scales_begin_at_the_first_step():
 
 
 @alone
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "nvfp4"])
 def test_checkpoints_have_the_stock_models_keys(recipe):
     from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 

@@ -14,7 +14,7 @@ from f8sub.feed_forward import FusedFeedForward
 from f8sub.integrations.torchtitan.options import Options
 from tests.titan import runs
 from tests.titan.runs import alone
-from tests.titan.test_converter import converter, debugmodel, on_meta
+from tests.titan.test_converter import converted, converter, debugmodel, on_meta
 from tests.titan.test_training import COMPILED, MESHES, NVFP4, last, long, mesh, of_torch_2_14
 
 FUSED = 'f8sub:{"fuse_producers":true}'
@@ -67,6 +67,24 @@ def test_all_three_together():
     assert recipe_of(model, "attention.wo") == f8sub.get_recipe("gridquant", block=64)
     assert model.layers["0"].attention.wo.keep_x == "high_precision"
     assert all(isinstance(layer.feed_forward, FusedFeedForward) for layer in model.layers.values())
+
+
+@alone
+def test_a_recipe_of_the_leading_layers_alone():
+    """As torchtitan's configs of nvfp4 leave their last layers, and no pattern matches what has no number."""
+    model = on_meta(debugmodel(converter(recipe_name={"layers.[0-4]": "nvfp4"})))
+    found = {fqn.split(".")[1] for fqn in converted(model)}
+    assert found == {"0", "1", "2", "3", "4"}
+    assert len(converted(model)) == 5 * 5
+
+
+@alone
+@pytest.mark.parametrize("option", ["recipe_name", "keep_x"])
+def test_a_pattern_that_decides_for_no_layer_is_named(option):
+    idle = {"feed_forward.w4": {"recipe_name": "rowwise", "keep_x": "float8"}[option]}
+    rest = {"recipe_name": {"*": "tensorwise"}, "keep_x": {}}[option]
+    with pytest.warns(f8sub.Float8Warning, match=r"feed_forward\.w4.*matches no linear layer"):
+        on_meta(debugmodel(converter(**{option: {**idle, **rest}})))
 
 
 @alone

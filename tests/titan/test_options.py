@@ -215,6 +215,14 @@ def test_fusing_changes_no_bit_of_other_options(train, more):
     assert train(2, f"{fused} {COMPILED}") == train(2, plain)
 
 
+@long
+@pytest.mark.parametrize("ac", ["full", "selective"])
+def test_fusing_changes_no_bit_of_checkpointed_blocks(train, ac):
+    fused = f'f8sub_{ac}_ac:{{"fuse_producers":true}}'
+    assert train(2, fused) == train(2, "f8sub")
+    assert train(2, f"{fused} {COMPILED}") == train(2, "f8sub")
+
+
 def fused_forwards(rank: int, world: int, arguments: list[str], folder: Any) -> int:
     """How many forwards of feed-forwards were one function, in a run of two steps."""
     forward, calls = feed_forward._forward, []

@@ -1,9 +1,9 @@
 """What the Triton kernels compile to for Hopper (sm_90a), on any machine: registers, spills, widths of accesses.
 
 Needs triton, no GPU: its wheel brings ptxas and cuobjdump. Ends with status 1 where a kernel misses what it is held to:
-no spilled register; the matrix read and its codes written by 128-bit accesses (codes of rows by themselves by 64-bit
-ones); 8-bit tiles transposed with ldmatrix and read from shared memory in no single bytes; no subnormal float32
-flushed; no register read that was never written.
+no spilled register; matrices read and codes written by 128-bit accesses (by 64-bit ones codes of rows alone, and of
+paired vectors); 8-bit tiles transposed with ldmatrix and read from shared memory in no single bytes; no subnormal
+float32 flushed; no register read that was never written.
 
     python scripts/kernel_report.py
 """
@@ -196,7 +196,7 @@ class Report:
         registers: a thread's.
         spilled: bytes of local memory a thread.
         shared: bytes of shared memory a program.
-        instructions: of a program's threads, an element of its tile; of a loop, its body once.
+        instructions: of a program's threads, an element of its tile; of a loop, and of what pairs do again, once.
         wide_loads: 128-bit loads from global memory, into shared memory too.
         narrow_loads: the others, of amaxes and scales.
         wide_stores: 128-bit stores, 64-bit ones where a thread has 8 codes.
@@ -284,8 +284,8 @@ def report(case: Case) -> Report:
     loads, stores = count(r"LDG(STS)?\b"), count(r"STG\b")
     tile = tile_of(launch)
     # Of a row a thread has 8 elements at a time: faster than with 16, measured.
-    whole = "128" if tile >= 16 * launch.options["num_warps"] * WARP else "64"
-    wide_loads, wide_stores = count(r"LDG(STS)?\b.*\.128"), count(rf"STG\b.*\.{whole}")
+    by_8 = "paired_vectors" in launch.kernel.fn.__name__ or tile < 16 * launch.options["num_warps"] * WARP
+    wide_loads, wide_stores = count(r"LDG(STS)?\b.*\.128"), count(rf"STG\b.*\.({'64|' * by_8}128)")
     found = Report(
         launch.kernel.fn.__name__,
         registers,
@@ -303,7 +303,7 @@ def report(case: Case) -> Report:
         launch.kernel.fn.__name__ == "transpose_codes"
         or any(launch.arguments.get(name) is not None for name in COLUMNS),
     )
-    return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile))})
+    return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile, 8 if by_8 else 16))})
 
 
 def tile_of(launch: Launch) -> int:
@@ -311,15 +311,13 @@ def tile_of(launch: Launch) -> int:
     from f8sub.kernels.fused import EDGE
 
     arguments = launch.arguments
-    if launch.kernel.fn.__name__.endswith("_rows"):
-        return int(arguments["PART"])
-    if launch.kernel.fn.__name__ == "quantize_crossing_vectors":
-        return int(arguments["PART"]) * EDGE
+    if launch.kernel.fn.__name__.endswith(("_rows", "_crossing_vectors")):
+        return int(arguments["PART"]) * int(arguments.get("EDGE", 1))
     return int(arguments.get("BLOCK", arguments.get("ROWS", EDGE) * arguments.get("COLS", EDGE)))
 
 
-def missed(case: Case, launch: Launch, found: Report, tile: int) -> Iterator[str]:
-    """What a kernel is held to and does not keep."""
+def missed(case: Case, launch: Launch, found: Report, tile: int, stored: int) -> Iterator[str]:
+    """What a kernel is held to and does not keep; ``stored`` bytes are what a wide store writes at least."""
     arguments = launch.arguments
     threads = launch.options["num_warps"] * WARP
     codes = "codes_ptr" in arguments
@@ -334,7 +332,7 @@ def missed(case: Case, launch: Launch, found: Report, tile: int) -> Iterator[str
         yield f"spills {found.spilled} bytes"
     if found.wide_loads * 16 * threads < tile * size:
         yield f"reads {tile * size} bytes of a tile with {found.wide_loads} 128-bit loads"
-    if found.wide_stores * min(16, tile // threads) * threads < tile * writes:
+    if found.wide_stores * stored * threads < tile * writes:
         yield f"writes {tile * writes} bytes of a tile with {found.wide_stores} wide stores"
     if found.transposes and not found.transposed:
         yield "transposes without ldmatrix"

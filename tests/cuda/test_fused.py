@@ -9,6 +9,7 @@ from f8sub.kernels import delayed, fused, reference
 from f8sub.kernels.delayed import PastScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make
+from tests.kernels import test_paired as pairs
 from tests.kernels.interpreted import needs_triton
 from tests.kernels.test_fused import DTYPES, FORMATS, RECAST, every_value, parts, staging
 
@@ -62,6 +63,13 @@ def test_edge_values_and_non_finite_elements(format, dtype):
         x[3, 4], x[7, 9], x[15, 0] = float("nan"), float("inf"), float("-inf")
         check(x, format, format)
         check(torch.full_like(x, float("nan")), format, format)
+
+
+@pytest.mark.parametrize("name", pairs.PAIRED)
+def test_whole_tiles_of_pairs(name, runs):
+    pairs.check_tiles(name, "cuda")
+    assert pairs.PAIRED[name] in runs
+    pairs.check_what_is_not_paired(name, "cuda")
 
 
 @on_each_dtype
@@ -146,7 +154,7 @@ def test_more_elements_than_32_bits_count(runs):
     assert last_cols is not None
     assert_same_bits(row._replace(data=row.data[-256:], scale_inv=row.scale_inv[-256:]), last_rows)
     assert_same_bits(col._replace(data=col.data[-256:], scale_inv=col.scale_inv[-256:]), last_cols)
-    assert runs == ["quantize_crossing_vectors"]
+    assert runs == ["quantize_paired_vectors"]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant", "delayed"])

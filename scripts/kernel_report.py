@@ -313,7 +313,8 @@ def tile_of(launch: Launch) -> int:
     arguments = launch.arguments
     if launch.kernel.fn.__name__.endswith(("_rows", "_crossing_vectors")):
         return int(arguments["PART"]) * int(arguments.get("EDGE", 1))
-    return int(arguments.get("BLOCK", arguments.get("ROWS", EDGE) * arguments.get("COLS", EDGE)))
+    edge = arguments["EDGE"] if "paired_squares" in launch.kernel.fn.__name__ else EDGE
+    return int(arguments.get("BLOCK", arguments.get("ROWS", edge) * arguments.get("COLS", edge)))
 
 
 def missed(case: Case, launch: Launch, found: Report, tile: int, stored: int) -> Iterator[str]:

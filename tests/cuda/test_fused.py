@@ -89,6 +89,12 @@ def test_scales_of_the_past(name, dtype, runs):
     assert set(runs) == {"amax_of_matrix", "cast_with_one"}
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
+def test_scales_of_the_past_of_pairs(name, runs):
+    pairs.check_pasts(name, "cuda")
+    assert "cast_pairs_with_past" in runs
+
+
 def test_no_amax_is_looked_for_where_a_past_is_known(runs):
     x = make("lognormal", (272, 400), 4, torch.bfloat16).cuda()
     past = PastScale(torch.ones(1, 1, device="cuda"), 0.0, covers=False, is_known=True)

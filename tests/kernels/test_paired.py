@@ -3,19 +3,24 @@
 import pytest
 import torch
 
-from f8sub.kernels import fused, reference
+from f8sub.kernels import delayed, fused, reference
+from f8sub.kernels.delayed import PastScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import gaussian, generator
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 from tests.kernels.test_fused import FORMATS
 
 NAN, INF = float("nan"), float("inf")
-PAIRED = {"1x128": "quantize_paired_vectors"}
+PAIRED = {
+    "1x128": "quantize_paired_vectors",
+    "128x128": "quantize_paired_squares",
+    "256x256-e5m2": "quantize_paired_squares",
+}
 """Formats whose columns kernels of pairs make, and by which."""
 
 
 def tiles_of_every_kind() -> torch.Tensor:
-    """Twelve 128x128 tiles, three 256x256 ones of which the first is finite and needs no clamp."""
+    """Twelve 128x128 tiles; three 256x256 ones: finite and without a clamp, not finite, finite with a clamp."""
     x = gaussian((256, 768), generator(1))
     x *= torch.exp2(torch.randint(-12, 12, (256, 1), generator=generator(2)).float())
     x[10], x[:, 200], x[129, 57], x[:, 40:42] = 0.0, 0.0, -0.0, -0.0
@@ -23,11 +28,11 @@ def tiles_of_every_kind() -> torch.Tensor:
     x[:128, 128:256] *= 2.0**100
     x[3, 255] = 1.75 * 2.0**127  # The largest that needs no clamp.
     x[5, 258], x[100, 301], x[101, 301] = INF, NAN, -INF
+    x[:128, 384:512] = NAN
+    x[128:, 256:384:3] = INF
     x[128:, 384:512] = -3.3e38
-    x[9, 400] = torch.finfo(torch.bfloat16).max
-    x[:128, 512:640] = NAN
-    x[128:, 512:640:3] = INF
-    x[200, 700] = 1.765625 * 2.0**127  # The smallest that needs a clamp, 1.75's neighbour in bfloat16.
+    x[9, 600] = torch.finfo(torch.bfloat16).max
+    x[200, 700] = 1.7578125 * 2.0**127  # Its neighbour, beyond it.
     return x.bfloat16()
 
 
@@ -70,3 +75,30 @@ def check_what_is_not_paired(name: str, device: str = "cpu") -> None:
 @pytest.mark.parametrize("name", PAIRED)
 def test_what_is_not_paired(interpreter, name):  # noqa: F811
     interpreter(check_what_is_not_paired, name)
+
+
+def check_pasts(name: str, device: str = "cpu") -> None:
+    """Scales of no past, covering and known, that saturate and do not; of all kinds of tiles and of finite ones."""
+    from f8sub.kernels.triton import launch
+
+    format, x = FORMATS[name], tiles_of_every_kind()
+    for part in (x[:128], x[128:, 384:].contiguous(), x[128:, :128].contiguous()):
+        for scale in (0.0, 1.37, 3.7e3, 2.0**-120):
+            for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
+                past = PastScale(torch.full((1, 1), scale), 1.0, covers, known)
+                on_device = past._replace(scale=past.scale.to(device))
+                for row, col in ((format, format), (None, format), (format, None)):
+                    expected = delayed.quantize(part, past, row, col)
+                    found = fused.quantize_delayed(part.to(device), on_device, row, col)
+                    assert_same_bits(found[0], expected[0])
+                    assert_same_bits(found[1], expected[1])
+                    torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
+                    plan, _ = launch.delayed_quantization(part, past, row, col)
+                    is_paired = plan.launches[-1].kernel.fn.__name__ == "cast_pairs_with_past"
+                    assert is_paired == (col is not None)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
+def test_pasts(interpreter, name):  # noqa: F811
+    interpreter(check_pasts, name)

@@ -42,6 +42,9 @@ PAIRED_PART, PAIRED_REGISTERS = 32, 80
 For columns alone it needs fewer registers, if no number is given.
 """
 
+PAIRED_SQUARE_PART, PAIRED_SQUARE_WARPS = 64, {128: 8, 256: 16}
+"""Edge of what the other kernels of pairs do again at a time; warps for squares of each edge that registers hold."""
+
 AT_A_TIME = 264
 """Programs of ``quantize_vectors`` that read the next tile while they cast one: two for each SM of an H200."""
 
@@ -306,6 +309,10 @@ def _cast_with_one(
         "COVERS": past is not None and past.covers,
         **tiles_of(x, EDGE, EDGE),
     }
+    if past is not None and col is not None and _is_paired(x, EDGE):
+        del arguments["WHOLE"]
+        paired_arguments = {**arguments, "PART": PAIRED_SQUARE_PART}
+        return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), paired_arguments)
     return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
 
 
@@ -364,31 +371,23 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
         "WHOLE": x.shape[0] % edge == 0 and x.shape[1] % edge == 0,
     }
     programs = programs_of(x, edge, edge)
+    if col is not None and _is_paired(x, edge):
+        pairs = {name: value for name, value in arguments.items() if name != "WHOLE"}
+        if format.tile == VECTOR and format.scale_rule.is_power_of_2:
+            pairs["PART"], options = PAIRED_PART, {"num_warps": 8}
+            if row is not None:
+                options["maxnreg"] = PAIRED_REGISTERS
+            return Launch(paired.quantize_paired_vectors, programs, pairs, options)
+        if format.tile != VECTOR and edge in PAIRED_SQUARE_WARPS:
+            pairs["PART"], options = PAIRED_SQUARE_PART, {"num_warps": PAIRED_SQUARE_WARPS[edge]}
+            return Launch(paired.quantize_paired_squares, programs, pairs, options)
     if format.tile != VECTOR:
-        return Launch(
-            blocks.quantize_squares,
-            programs,
-            {**arguments, "PART": EDGE},
-            {"num_warps": 8, "maxnreg": REGISTERS},
-        )
+        arguments["PART"], options = EDGE, {"num_warps": 8, "maxnreg": REGISTERS}
+        return Launch(blocks.quantize_squares, programs, arguments, options)
     if col is None:
         # A program that reads ahead pays where nothing is transposed in shared memory.
         rows_only = {name: value for name, value in arguments.items() if not name.startswith("col_")}
-        return Launch(
-            blocks.quantize_vectors, min(programs, AT_A_TIME), {**rows_only, "STAGES": 3}, {"num_warps": 8}
-        )
-    if format.scale_rule.is_power_of_2 and _is_paired(x, EDGE):
-        del arguments["WHOLE"]
-        registers = {} if row is None else {"maxnreg": PAIRED_REGISTERS}
-        return Launch(
-            paired.quantize_paired_vectors,
-            programs,
-            {**arguments, "PART": PAIRED_PART},
-            {"num_warps": 8, **registers},
-        )
-    return Launch(
-        blocks.quantize_crossing_vectors,
-        programs,
-        {**arguments, "PART": VECTOR_PART},
-        {"num_warps": VECTOR_WARPS},
-    )
+        rows_only["STAGES"] = 3
+        return Launch(blocks.quantize_vectors, min(programs, AT_A_TIME), rows_only)
+    arguments["PART"] = VECTOR_PART
+    return Launch(blocks.quantize_crossing_vectors, programs, arguments, {"num_warps": VECTOR_WARPS})

@@ -7,9 +7,10 @@ over tiles of which an element is not finite or needs the clamp: their amaxes ar
 import triton
 import triton.language as tl
 
-from f8sub.kernels.triton.blocks import quantize_crossing_vectors
+from f8sub.kernels.triton.blocks import quantize_crossing_vectors, quantize_squares
 from f8sub.kernels.triton.pairs import (
     LARGEST_BITS,
+    amax_of_tile,
     codes_of_columns,
     codes_of_rows,
     larger,
@@ -19,10 +20,18 @@ from f8sub.kernels.triton.pairs import (
     load_pairs,
     magnitudes,
     right,
+    rows_of_columns,
     store_columns_of_pairs,
     store_rows_of_pairs,
 )
-from f8sub.kernels.triton.tiles import inverse, place, scale_from_amax
+from f8sub.kernels.triton.tiles import (
+    inverse,
+    load_finite_halves,
+    place,
+    scale_from_amax,
+    scale_from_past,
+    store_with_one,
+)
 
 
 @triton.jit
@@ -105,3 +114,129 @@ def store_inverses(scale_inv_ptr, first, second, POWER_OF_2: tl.constexpr, EDGE:
     """Of scales of EDGE lines, every second one in ``first``."""
     scale_inv = tl.join(inverse(first, POWER_OF_2), inverse(second, POWER_OF_2))
     tl.store(scale_inv_ptr + tl.arange(0, EDGE), tl.reshape(scale_inv, (EDGE,)))
+
+
+@triton.jit
+def store_pairs_with_one(
+    row_ptr,
+    col_ptr,
+    even,
+    odd,
+    scale,
+    row,
+    col,
+    M,
+    N,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Cast a tile with one scale and store it for columns, and for rows unless ``row_ptr`` is None."""
+    words = codes_of_columns(even, odd, scale, scale, TOP)
+    if row_ptr is not None:
+        even_codes, odd_codes = rows_of_columns(words)
+        store_rows_of_pairs(row_ptr, even_codes, odd_codes, row, col, N, ROWS, COLS, False)
+    store_columns_of_pairs(col_ptr, words, row, col, M, ROWS, COLS)
+
+
+@triton.jit
+def quantize_paired_squares(
+    x_ptr,
+    row_ptr,
+    row_scale_inv_ptr,
+    col_ptr,
+    col_scale_inv_ptr,
+    M,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    EDGE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """``blocks.quantize_squares`` of the columnwise usage, and of the rowwise one unless its pointer is None."""
+    row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
+    even, odd = load_pairs(x_ptr, row, col, N, EDGE, EDGE)
+    bits = amax_of_tile(even, odd)
+    if bits > LARGEST_BITS:
+        quantize_squares(
+            x_ptr,
+            row_ptr,
+            row_scale_inv_ptr,
+            col_ptr,
+            col_scale_inv_ptr,
+            M,
+            N,
+            TOP,
+            CODES,
+            POWER_OF_2,
+            EDGE,
+            PART,
+            True,
+        )
+    else:
+        scale = scale_from_amax(left(bits), TOP, POWER_OF_2)
+        store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, EDGE, EDGE)
+        scale_inv = inverse(scale, POWER_OF_2)
+        if row_ptr is not None:
+            tl.store(row_scale_inv_ptr + row // EDGE * tl.cdiv(N, EDGE) + col // EDGE, scale_inv)
+        tl.store(col_scale_inv_ptr + col // EDGE * tl.cdiv(M, EDGE) + row // EDGE, scale_inv)
+
+
+@triton.jit
+def cast_pairs_with_past(
+    x_ptr,
+    amax_ptr,
+    past_ptr,
+    largest_ptr,
+    row_ptr,
+    row_scale_inv_ptr,
+    col_ptr,
+    col_scale_inv_ptr,
+    M,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    HEADROOM: tl.constexpr,
+    COVERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """``casts.cast_with_one`` of a past, for columns, and for rows unless their pointer is None."""
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, col = place(index, M, N, ROWS, COLS)
+    scale = tl.load(past_ptr)
+    if amax_ptr is not None:
+        scale = scale_from_past(scale, tl.load(amax_ptr), TOP, POWER_OF_2, HEADROOM, COVERS)
+    even, odd = load_pairs(x_ptr, row, col, N, ROWS, COLS)
+    bits = amax_of_tile(even, odd)
+    tl.atomic_max(largest_ptr, bits << 16, sem="relaxed")
+    if bits > LARGEST_BITS:
+        for part in range((ROWS // PART) * (COLS // PART)):
+            part_row, part_col = row + part // (COLS // PART) * PART, col + part % (COLS // PART) * PART
+            halves = load_finite_halves(x_ptr, part_row, part_col, M, N, PART, PART, True, "")
+            store_with_one(
+                row_ptr,
+                col_ptr,
+                halves[0],
+                halves[1],
+                scale,
+                part_row,
+                part_col,
+                M,
+                N,
+                TOP,
+                CODES,
+                PART,
+                PART,
+                True,
+                True,
+            )
+    else:
+        store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, ROWS, COLS)
+    scale_inv = inverse(scale, False)
+    if row_ptr is not None:
+        tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)
+    tl.store(col_scale_inv_ptr, scale_inv, mask=index == 0)

@@ -160,6 +160,27 @@ def codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexpr):
 
 
 @triton.jit
+def _plain_rows_of_columns(words):
+    even = (words & 0xFF) | ((words >> 8) & 0xFF00)
+    odd = ((words >> 8) & 0xFF) | ((words >> 16) & 0xFF00)
+    return even.to(tl.uint16), odd.to(tl.uint16)
+
+
+@_unless_interpreted(_plain_rows_of_columns)
+@triton.jit
+def rows_of_columns(words):
+    """``codes_of_rows`` of the even and of the odd row, of ``codes_of_columns`` with the same scale for all."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
+        "=r,=r,r,r",
+        [words],
+        dtype=(tl.uint16, tl.uint16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def load_pairs(x_ptr, row, col, N, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Even and odd rows of the (ROWS, COLS) tile at (row, col), which L2 need not keep.
 

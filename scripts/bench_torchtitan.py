@@ -43,6 +43,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "f8sub tensorwise eager": F8SUB,
     "f8sub rowwise compiled": (*F8SUB, "--f8sub.recipe_name=rowwise", *COMPILED),
     "f8sub gridquant compiled": (*F8SUB, "--f8sub.recipe_name=gridquant", *COMPILED),
+    "f8sub delayed eager": (*F8SUB, "--f8sub.recipe_name=delayed"),
     "bf16 eager": (),
 }
 """What each adds to torchtitan's options, the most wanted first; torchtitan's own converter is torchao's."""

@@ -16,38 +16,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kernel_cases import WHOLE, Case, cases
 from tables import Table, parser, write_json
-
-from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
-from f8sub.kernels.block_scales import empty_scale_inv
-from f8sub.kernels.delayed import PastScale
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launch import Launch
 
 CAPABILITY, WARP = 90, 32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-WHOLE, RAGGED = (8192, 4096), (8208, 4112)
-"""Of whole tiles, and of rows that begin at multiples of 16 bytes only."""
-
-INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FORMATS = {
-    "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
-    "tensorwise e5m2": Float8Format(E5M2, Tile(ALL, ALL)),
-    "rowwise": Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),
-    "1x128": Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2),
-    "1x128 float": Float8Format(E4M3, Tile(1, 128)),
-    "128x128": Float8Format(E4M3, Tile(128, 128), ScaleRule.POWER_OF_2),
-    "256x256": Float8Format(E4M3, Tile(256, 256)),
-    "256x256 e5m2": Float8Format(E5M2, Tile(256, 256)),
-}
-PRODUCERS = ("SwiGLU ", "dSwiGLU ")
-USAGES = {"both": (True, True), "row": (True, False), "column": (False, True)}
 SOURCES = ("x_ptr", "codes_ptr", "dh_ptr", "gate_ptr", "up_ptr")
 ROWS = ("row_ptr", "dgate_row_ptr", "dup_row_ptr", "out_ptr")
 COLUMNS = ("col_ptr", "dgate_col_ptr", "dup_col_ptr", "h_col_ptr")
@@ -64,127 +44,6 @@ TYPES = {
     torch.uint8: "*u8",
     torch.uint16: "*u16",
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel as it is launched over one matrix.
-
-    Attributes:
-        name: what it quantizes.
-        dtype: of the matrix, ``INPUTS``' name of it.
-        shape: of the matrix.
-        usages: ``USAGES``' name of what is made.
-        index: which launch of the plan.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, int]
-    usages: str
-    index: int
-
-    @property
-    def words(self) -> str:
-        """What it is, in words."""
-        return f"{self.name} {self.dtype} {self.usages}{', ragged' if self.shape == RAGGED else ''}"
-
-    def launches(self) -> list[Launch]:
-        """All that the plan launches, over tensors without memory."""
-        from f8sub.kernels.triton import launch, recast_launch
-
-        x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
-        row, col = USAGES[self.usages]
-        if self.name == "amaxes of many":
-            return launches_over_tables(x)
-        if self.name.startswith(PRODUCERS):
-            return producer(self.name, x, row, col)
-        if self.name == "transpose":
-            return [launch.transposition(x)[0]]
-        if self.name.endswith(" recast"):
-            format = FORMATS[self.name.removesuffix(" recast")]
-            scale_inv = empty_scale_inv(x, format, *x.shape)
-            return recast_launch.recast(Operand(x.to(format.dtype), scale_inv, format), format).launches
-        if self.name.endswith(" part"):
-            format = FORMATS[self.name.removesuffix(" part")]
-            scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
-            out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
-            return [launch.part_cast(x, scale, format, (0, 0), torch.bfloat16, out)]
-        format = FORMATS[self.name.removesuffix(" delayed").removesuffix(" known")]
-        formats = format if row else None, format if col else None
-        if self.name.endswith((" delayed", " known")):
-            known = self.name.endswith(" known")
-            scale = torch.empty(1, 1, device="meta")
-            past = PastScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
-            return launch.delayed_quantization(x, past, *formats)[0].launches
-        return launch.quantization(x, *formats).launches
-
-
-def producer(name: str, x: torch.Tensor, row: bool, col: bool) -> list[Launch]:
-    """What makes SwiGLU's codes of rows, or in backward those of its gradients and of its columns."""
-    from f8sub.kernels.triton import swiglu_launch
-
-    which, _, format_name = name.partition(" ")
-    format = FORMATS[format_name.removesuffix(" delayed")]
-    past = PastScale(torch.empty(1, 1, device="meta"), 0.0, False) if name.endswith(" delayed") else None
-    if which == "SwiGLU":
-        return swiglu_launch.forward(x, x, format, past).launches
-    usages = format if row else None, format if col else None
-    scale, pasts = torch.empty(1, 1, device="meta"), None if past is None else (past, past)
-    return swiglu_launch.backward((x, x, x), usages, format if col else None, scale, pasts).launches
-
-
-def cases(whole: tuple[int, int]) -> Iterator[Case]:
-    """Every kernel of every format and usage over bf16; the other inputs and ragged matrices for both usages."""
-    for name in FORMATS:
-        for usages in USAGES:
-            yield from launches(name, "bf16", whole, usages)
-        for dtype in ("fp16", "fp32"):
-            yield from launches(name, dtype, whole, "both")
-        yield from launches(name, "bf16", RAGGED, "both")
-    for usages in USAGES:
-        yield from launches("tensorwise delayed", "bf16", whole, usages)
-        yield from launches("tensorwise known", "bf16", whole, usages)
-    for dtype in ("fp16", "fp32"):
-        yield from launches("tensorwise e5m2 delayed", dtype, whole, "both")
-    yield Case("rowwise", "bf16", RAGGED, "row", 0)
-    for name in ("tensorwise", "rowwise", "128x128"):
-        for dtype in ("bf16", "fp32"):
-            yield Case(f"{name} part", dtype, whole, "row", 0)
-    for name in ("rowwise", "1x128", "1x128 float"):
-        yield from launches(f"{name} recast", "fp8", whole, "column")
-    yield from launches("rowwise recast", "fp8", RAGGED, "column")
-    yield from launches("1x128 recast", "fp8", RAGGED, "column")
-    yield from launches("amaxes of many", "fp32", whole, "row")
-    for name in ("tensorwise", "tensorwise delayed", "rowwise", "1x128", "128x128", "256x256"):
-        for dtype, shape in (("bf16", whole), ("fp16", whole), ("bf16", RAGGED)):
-            yield from launches(f"SwiGLU {name}", dtype, shape, "row")
-            yield from launches(f"dSwiGLU {name}", dtype, shape, "both")
-        yield from launches(f"dSwiGLU {name}", "bf16", whole, "row")
-        yield from launches(f"dSwiGLU {name}", "bf16", whole, "column")
-    yield Case("transpose", "fp8", whole, "column", 0)
-    yield Case("transpose", "fp8", RAGGED, "column", 0)
-
-
-def launches_over_tables(x: torch.Tensor) -> list[Launch]:
-    """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
-    from f8sub.kernels.many import Matrix
-    from f8sub.kernels.triton import table_launch
-
-    whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
-    amax, scale, scale_inv = torch.empty(3, 8192, device="meta")
-    matrices = [Matrix(x, whole.tile, (0, 0), 0, 1), Matrix(x[:, :-1], whole.tile, (0, 0), 4, 1)]
-    pasts = [None, PastScale(amax, 0.0, covers=True)]
-    return [
-        *table_launch.amaxes(matrices, amax),
-        *(table_launch.scales(amax, past, scale, scale_inv, whole, rounded, 1.0) for past in pasts),
-    ]
-
-
-def launches(name: str, dtype: str, shape: tuple[int, int], usages: str) -> Iterator[Case]:
-    first = Case(name, dtype, shape, usages, 0)
-    for index in range(len(first.launches())):
-        yield replace(first, index=index)
 
 
 @dataclass(frozen=True)
@@ -311,7 +170,7 @@ def tile_of(launch: Launch) -> int:
     from f8sub.kernels.fused import EDGE
 
     arguments = launch.arguments
-    if launch.kernel.fn.__name__.endswith(("_rows", "_crossing_vectors")):
+    if launch.kernel.fn.__name__.endswith(("_rows", "_crossing_vectors", "_normed_vectors")):
         return int(arguments["PART"]) * int(arguments.get("EDGE", 1))
     edge = arguments["EDGE"] if "paired_squares" in launch.kernel.fn.__name__ else EDGE
     return int(arguments.get("BLOCK", arguments.get("ROWS", edge) * arguments.get("COLS", edge)))

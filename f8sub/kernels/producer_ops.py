@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels import producers
+from f8sub.kernels import normed, producers
 from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.normed import Amaxes, Measured
+from f8sub.kernels.norms import Norm
 from f8sub.kernels.ops import as_list, empty_operand, operator
 from f8sub.kernels.producers import Activated, Cast, Formats, Gradients, Wanted
 
@@ -117,6 +119,85 @@ def quantize_swiglu_backward(
     )
 
 
+def _measure_normed(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool, whole: bool, lines: bool
+) -> list[torch.Tensor]:
+    found = normed.measure(x, weight, Norm(eps, rounds), Amaxes(whole, lines))
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _fake_measured(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool, whole: bool, lines: bool
+) -> list[torch.Tensor]:
+    shapes = [
+        (x.shape[0], 1),
+        *([(1, 1)] if whole else []),
+        *([(x.shape[0],), (x.shape[1],)] if lines else []),
+    ]
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+def measure_normed(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes) -> Measured:
+    """``normed.measure`` as one node."""
+    rstd, *found = _measured(x, weight, norm.eps, norm.rounds, amaxes.whole, amaxes.lines)
+    whole, lines = (found[0], found[1:]) if amaxes.whole else (None, found)
+    row, col = lines if amaxes.lines else (None, None)
+    return Measured(rstd, whole, row, col)
+
+
+def _quantize_normed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    measured: list[torch.Tensor],
+    eps: float,
+    rounds: bool,
+    formats: str,
+) -> list[torch.Tensor]:
+    usages = usages_of(formats)
+    rstd, *amaxes = measured
+    found = Measured(rstd, *(amax if amax.numel() else None for amax in amaxes))
+    row, col, _ = normed.quantize(x, weight, Norm(eps, rounds), found, usages)
+    return as_list((row, col))
+
+
+def _fake_normed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    measured: list[torch.Tensor],
+    eps: float,
+    rounds: bool,
+    formats: str,
+) -> list[torch.Tensor]:
+    made: list[torch.Tensor] = []
+    for format, shape in zip(usages_of(formats), (x.shape, x.shape[::-1]), strict=True):
+        if format is not None:
+            made += empty_operand(x, format, *shape).tensors
+    return made
+
+
+def quantize_normed(
+    x: torch.Tensor, weight: torch.Tensor, norm: Norm, measured: Measured, usages: Formats
+) -> tuple[Operand | None, Operand | None]:
+    """``normed.quantize`` with scales of its own amaxes as one node."""
+    none = x.new_empty((0, 1), dtype=torch.float32)
+    given = [none if tensor is None else tensor for tensor in measured]
+    names = ";".join("" if format is None else format.name for format in usages)
+    made = _normed(x, weight, given, norm.eps, norm.rounds, names)
+    operands: list[Operand | None] = []
+    for format in usages:
+        operand, made = (None, made) if format is None else _operand(format, made)
+        operands.append(operand)
+    return operands[0], operands[1]
+
+
+def usages_of(formats: str) -> Formats:
+    """What ``quantize_normed``'s operator was asked for, of the names of its formats."""
+    rowwise, columnwise = map(_format, formats.split(";"))
+    return rowwise, columnwise
+
+
+_measured = operator(_measure_normed, "measure_normed", _fake_measured)
+_normed = operator(_quantize_normed, "quantize_normed", _fake_normed)
 _swiglu = operator(_quantize_swiglu, "quantize_swiglu", _fake_swiglu)
 _swiglu_backward = operator(_quantize_swiglu_backward, "quantize_swiglu_backward", _fake_swiglu_backward)
 
@@ -128,9 +209,13 @@ def _formats(wanted: Wanted) -> tuple[Float8Format | None, ...]:
 def wanted_of(formats: str) -> Wanted:
     """What an operator was asked for, of the names of its formats."""
     names = formats.split(";")
-    found = [Float8Format.parse(name) if name else None for name in names]
+    found = [_format(name) for name in names]
     dgate: Formats = (found[0], found[1])
     return Wanted(dgate, (found[2], found[3]), found[4])
+
+
+def _format(name: str) -> Float8Format | None:
+    return Float8Format.parse(name) if name else None
 
 
 def _operand(format: Float8Format, tensors: list[torch.Tensor]) -> tuple[Operand, list[torch.Tensor]]:

@@ -1,0 +1,134 @@
+"""Layer 1. RMSNorm and the cast of its result: measured first, then normalized and cast at once, never in bf16.
+
+The specification is torch's own operators and then ``reference.quantize``. Given one and the same rstd every kernel
+equals it bitwise; their sums of squares are in another order than torch's, so that rstd has other last bits.
+"""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels import fused, host, reference
+from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.norms import Norm, normalize, rstd_of
+from f8sub.kernels.producers import HALF, Formats
+
+
+class Measured(NamedTuple):
+    """What is known of a matrix before its normalized elements are cast, all float32.
+
+    Attributes:
+        rstd: (M, 1).
+        whole_amax: (1, 1), of the finite normalized elements; None where it was not asked for.
+        row_amax: (M,), of those of each row; likewise.
+        col_amax: (N,), of those of each column; likewise.
+    """
+
+    rstd: torch.Tensor
+    whole_amax: torch.Tensor | None = None
+    row_amax: torch.Tensor | None = None
+    col_amax: torch.Tensor | None = None
+
+
+class Amaxes(NamedTuple):
+    """Which amaxes are asked for: that of the whole matrix, those of its rows and columns."""
+
+    whole: bool
+    lines: bool
+
+    @classmethod
+    def of(cls, format: Float8Format) -> "Amaxes":
+        """Those that scales of a format are made of before its codes are."""
+        return cls(format.tile == fused.TENSORWISE, format.tile == fused.ROWWISE)
+
+
+def why_no_kernel(usages: Formats) -> str | None:
+    """Why no kernel normalizes and casts so; None where one does."""
+    formats = [format for format in usages if format is not None]
+    if not formats:
+        return "casts for one usage at least"
+    if len(set(formats)) > 1:
+        return f"casts both usages alike, not to {formats}"
+    return fused.why_no_kernel(formats[0])
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernels read such a matrix and weight."""
+    # ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row.
+    half = x.dtype in HALF and x.dtype is weight.dtype
+    return half and fused.takes(x) and fused.takes(weight) and x.shape[0] > 1
+
+
+def measure(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes) -> Measured:
+    """rstd, and amaxes of what is normalized with it; by a kernel where it takes them.
+
+    Args:
+        x: (M, N), bfloat16 or float16.
+        weight: (N,), of x's dtype.
+        norm: which one.
+        amaxes: those asked for.
+    """
+    if takes(x, weight):
+        with fused.device_of(x):
+            found: Measured
+            launch, found = _launch().measurement(x.contiguous(), weight.contiguous(), norm, amaxes)
+            launch.run()
+        return found
+    rstd = rstd_of(x, norm.eps)
+    if not any(amaxes):
+        return Measured(rstd)
+    h = torch.nan_to_num(normalize(x, weight, norm, rstd), nan=0.0, posinf=0.0, neginf=0.0)
+    whole, row, col = (
+        reference.largest(h, tile) for tile in (fused.TENSORWISE, fused.ROWWISE, fused.ROWWISE.t())
+    )
+    lines = (row.flatten(), col.flatten()) if amaxes.lines else (None, None)
+    return Measured(rstd, whole if amaxes.whole else None, *lines)
+
+
+def quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm: Norm,
+    measured: Measured,
+    usages: Formats,
+    past: PastScale | None = None,
+) -> tuple[Operand | None, Operand | None, torch.Tensor | None]:
+    """``normalize(x, weight, norm, measured.rstd)``, cast, row-major; by a kernel where it takes them.
+
+    Args:
+        x: see ``measure``.
+        weight: likewise.
+        norm: likewise.
+        measured: what is known; amaxes that the scales are of and that are not there are found first.
+        usages: rowwise and columnwise format, ones that ``why_no_kernel`` has no reason against.
+        past: the scale of the result's past amaxes, for a format with one scale; None for scales of its own.
+
+    Returns:
+        The rowwise operand, the columnwise one, and the largest magnitude, float32, (1, 1), where ``past`` is given.
+    """
+    format = usages[0] or usages[1]
+    if format is not None and takes(x, weight):
+        needed = Amaxes.of(format)
+        known = past is not None and past.is_known
+        if (needed.whole and measured.whole_amax is None and not known) or (
+            needed.lines and measured.row_amax is None
+        ):
+            measured = measure(x, weight, norm, needed)._replace(rstd=measured.rstd)
+        with fused.device_of(x):
+            made = _launch().cast(x.contiguous(), weight.contiguous(), norm, measured, usages, past)
+            made.launch.run()
+        return made.row, made.col, made.largest
+    h = normalize(x, weight, norm, measured.rstd)
+    by = host if type(h) is torch.Tensor and h.is_cpu else fused
+    if past is None:
+        return *by.quantize(h, *usages), None
+    row, col, largest = by.quantize_delayed(h, past, *usages)
+    return row, col, largest
+
+
+def _launch() -> ModuleType:
+    from f8sub.kernels.triton import norm_launch
+
+    return norm_launch

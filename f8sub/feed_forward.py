@@ -22,7 +22,7 @@ from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.ops import small_part_of
 from f8sub.kernels.producers import Activated, Gradients, Wanted
 from f8sub.linear import Float8Linear, gemm, weight_columnwise, weight_rowwise
-from f8sub.saved_input import GemmInput, Kept, present, quantize_x, x_columnwise
+from f8sub.saved_input import GemmInput, Kept, as_matrix, present, quantize_x, x_columnwise
 from f8sub.scaling_state import DY, Past, X, quantize_delayed
 from f8sub.shared_input import is_like_no_other
 from f8sub.tensor.master_weight import MasterWeight, last_cast
@@ -139,9 +139,7 @@ def _forward(
     x: torch.Tensor, weights: Weights, biases: Biases, calls: Calls, dtype: torch.dtype, *, keep: bool
 ) -> tuple[torch.Tensor, _Saved]:
     gate_call, up_call, down_call = calls
-    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if x.dtype is not dtype:
-        matrix = matrix.to(dtype)
+    matrix = as_matrix(x, dtype)
     x_row, saved, kept = quantize_x(
         x, matrix, gate_call.plan, gate_call.scaling, gate_call.keep_x if keep else None
     )

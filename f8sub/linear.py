@@ -18,7 +18,7 @@ from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
-from f8sub.saved_input import GemmInput, Kept, Scaling, present, quantize_x, x_columnwise
+from f8sub.saved_input import GemmInput, Kept, Scaling, as_matrix, present, quantize_x, x_columnwise
 from f8sub.scaling_state import DY, Past, ScalingState, ScalingStates, W, quantize_delayed
 from f8sub.spread import Places, Spread
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -288,10 +288,7 @@ def fprop(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Kept]:
     """``y`` of ``x``'s leading dims, and what ``quantize_x`` saves of ``x``."""
     recipe = plan.recipe
-    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if x.dtype is not dtype:
-        matrix = matrix.to(dtype)
-    x_row, saved, kept = quantize_x(x, matrix, plan, scaling, keep_x)
+    x_row, saved, kept = quantize_x(x, as_matrix(x, dtype), plan, scaling, keep_x)
     w_row = weight_rowwise(w, recipe.fprop.b, dtype, scaling)
     y = gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
     if bias is not None and not (isinstance(scaling, Spread) and not scaling.adds_bias):

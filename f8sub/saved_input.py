@@ -28,6 +28,7 @@ from f8sub.recipe import Recipe
 from f8sub.scaling_state import Past, X
 from f8sub.shared_input import quantize_input, quantize_input_delayed
 from f8sub.spread import Spread
+from f8sub.tensor.normed_tensor import NormedTensor, high_precision, plain
 from f8sub.torch_compat import is_saved_by_its_maker
 
 GemmInput = Operand | torch.Tensor
@@ -85,7 +86,7 @@ def quantize_x(
 
     Args:
         x: what the layer was called with.
-        matrix: (M, K), ``x`` flattened and in the GEMM's high-precision dtype.
+        matrix: (M, K), ``x`` flattened and in the GEMM's high-precision dtype; see ``as_matrix``.
         plan: of the call.
         scaling: likewise.
         keep_x: one of ``KEEP_X``; None where there will be no wgrad.
@@ -97,6 +98,9 @@ def quantize_x(
         free = not received and is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
         how = HIGH_PRECISION if free else FLOAT8
     formats = rowwise, columnwise if how == FLOAT8 else None
+    is_saved = how == HIGH_PRECISION or (how is not None and columnwise is None)
+    if isinstance(x, NormedTensor) and (is_saved or rowwise is None or isinstance(scaling, Spread)):
+        x, matrix = high_precision(x), plain(matrix)
     if scaling is None:
         row, col = quantize_input(x, matrix, formats, plan.any_layout)
     elif isinstance(scaling, Spread):
@@ -117,6 +121,14 @@ def quantize_x(
     scale = past.scale(X)
     # A copy: the histories may roll before backward.
     return row or matrix, (x, scale.scale.clone()), Kept(HIGH_PRECISION, scale.is_known)
+
+
+def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` as the (M, K) matrix of ``dtype`` that is quantized; what a fused norm returned as it came."""
+    if isinstance(x, NormedTensor) and x.dtype is dtype:
+        return x
+    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return matrix if x.dtype is dtype else matrix.to(dtype)
 
 
 def x_columnwise(

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from f8sub import backends
 from f8sub.formats import Float8Format, Operand
 from f8sub.scaling_state import Past, ScalingState, X, quantize_delayed
+from f8sub.tensor import normed_tensor
 from f8sub.torch_compat import saved_tensors_hook
 
 Formats = tuple[Float8Format | None, Float8Format | None]
@@ -83,16 +83,16 @@ def quantize_input(
 
     Args:
         x: what the layer was called with; its identity and version are the key.
-        matrix: (M, K), ``x`` flattened and in the dtype to quantize from.
+        matrix: (M, K), ``x`` flattened and in the dtype to quantize from; what a fused norm returned, as it came.
         formats: (rowwise, columnwise); None for a usage nobody reads.
         any_layout: see ``reference.quantize``.
     """
     scope = _scope_of(x)
     if scope is None:
-        return backends.quantize(matrix, *formats, any_layout)
+        return normed_tensor.quantize(matrix, *formats, any_layout)
     key = (x._version, matrix.dtype, formats, any_layout)
     if scope.x is None or scope.x() is not x or scope.key != key:
-        scope.operands = backends.quantize(matrix, *formats, any_layout)
+        scope.operands = normed_tensor.quantize(matrix, *formats, any_layout)
         scope.x, scope.key = weakref.ref(x), key
     return scope.operands
 
@@ -113,13 +113,14 @@ def quantize_input_delayed(
         past: of the layer.
     """
     if torch.compiler.is_compiling() or x.is_inference():
-        return quantize_delayed(past, X, matrix, formats, any_layout)
+        return quantize_delayed(past, X, normed_tensor.plain(matrix), formats, any_layout)
     if formats == (None, None):
         return formats
     scope = _scope_of(x) or _Scope(0)
     key = (x._version, matrix.dtype, formats, any_layout, past.state.recipe, past.frozen, past.state.x_past)
     if scope.x is None or scope.x() is not x or scope.key != key:
-        row, col, scope.amax = backends.quantize_delayed(matrix, past.scale(X), *formats, any_layout)
+        made = normed_tensor.quantize_delayed(matrix, past.scale(X), *formats, any_layout)
+        row, col, scope.amax = made
         scope.operands = row, col
         scope.x, scope.key, scope.number = weakref.ref(x), key, next(_numbers)
     if past.stage and scope.amax is not None:

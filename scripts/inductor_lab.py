@@ -305,6 +305,30 @@ def _of_swiglu(node: Any) -> tuple[int, int]:
     return _of_launches(made.launches)
 
 
+def _of_measurement(node: Any) -> tuple[int, int]:
+    from f8sub.kernels.normed import Amaxes
+    from f8sub.kernels.norms import Norm
+    from f8sub.kernels.triton import norm_launch
+
+    amaxes = Amaxes(*node.constant_args[-2:])
+    launch, _ = norm_launch.measurement(*map(_meta, node.inputs), Norm(0.0, False), amaxes)
+    return _of_launches([launch])
+
+
+def _of_normed(node: Any) -> tuple[int, int]:
+    from f8sub.kernels import normed
+    from f8sub.kernels.norms import Norm
+    from f8sub.kernels.producer_ops import usages_of
+    from f8sub.kernels.triton import norm_launch
+
+    usages = usages_of(node.constant_args[-1])
+    if reason := normed.why_no_kernel(usages):
+        raise RuntimeError(f"no kernel {reason}")
+    x, weight, *parts = map(_meta, node.inputs)
+    measured = normed.Measured(*(part if part.numel() else None for part in parts))
+    return _of_launches([norm_launch.cast(x, weight, Norm(0.0, False), measured, usages).launch])
+
+
 def _of_swiglu_backward(node: Any) -> tuple[int, int]:
     from f8sub.kernels import producers
     from f8sub.kernels.producer_ops import wanted_of
@@ -321,6 +345,8 @@ def _of_swiglu_backward(node: Any) -> tuple[int, int]:
 
 
 OPERATORS: dict[str, Callable[[Any], tuple[int, int]]] = {
+    "measure_normed": _of_measurement,
+    "quantize_normed": _of_normed,
     "quantize_swiglu": _of_swiglu,
     "quantize_swiglu_backward": _of_swiglu_backward,
     "quantize_rowwise": _of_quantization,

@@ -50,15 +50,16 @@ def test_a_linear_layer_moves_the_bytes_of_its_casts(tmp_path):
     assert status == 0, shown
 
 
-def test_a_fused_feed_forward_writes_neither_h_nor_its_gradients_in_bf16(tmp_path):
-    """blockwise: of h and its gradients codes and scales alone; gate, up and x's codes are saved."""
+def test_fused_neither_the_norms_result_nor_h_nor_its_gradients_are_written_in_bf16(tmp_path):
+    """blockwise: of all of them codes and scales alone; gate, up and x's codes are saved."""
     case = "FFN, f8sub blockwise, weight gathered in float8"
     figures, shown, status = figures_of(tmp_path, case)
     plain, fused = (figures["FFN", "f8sub", "blockwise", True, fused] for fused in (False, True))
     x, h = 8192 * 4096, 8192 * 14336
     assert status == 0, shown
-    # Forward writes and reads h no more, backward neither dgate nor dup.
-    assert plain["moved"] - fused["moved"] == pytest.approx(2 * 2 * h + 4 * 2 * h, rel=0.001)
+    # Forward writes and reads h no more, nor the norm's result, of which once more its input is read; backward neither
+    # dgate nor dup.
+    assert plain["moved"] - fused["moved"] == pytest.approx(2 * 2 * h + 4 * 2 * h + 2 * x, rel=0.001)
     assert plain["saved"] - fused["saved"] == pytest.approx(h + 4 * h // 128, rel=0.001)
     assert fused["saved"] == pytest.approx(2 * 2 * h + x + 4 * x // 128, rel=0.001)
 

@@ -12,6 +12,7 @@ import f8sub
 from f8sub import feed_forward
 from f8sub.feed_forward import FusedFeedForward
 from f8sub.integrations.torchtitan.options import Options
+from f8sub.norm import FusedNorm
 from tests.titan import runs
 from tests.titan.runs import alone
 from tests.titan.test_converter import converted, converter, debugmodel, on_meta
@@ -107,25 +108,23 @@ def test_in_code_options_are_any_values_and_configs_are_json_all_the_same():
 
 @alone
 @pytest.mark.parametrize(
-    ("config", "fused"),
+    ("config", "fused", "norms"),
     [
-        ("llama3_debugmodel", 6),
-        ("qwen3_debugmodel", 8),
-        ("qwen3_moe_debug", 0),
-        ("deepseek_v3_debugmodel", 6),
+        ("llama3_debugmodel", 6, 12),
+        ("qwen3_debugmodel", 8, 16),
+        ("qwen3_moe_debug", 0, 8),
+        ("deepseek_v3_debugmodel", 6, 13),
     ],
 )
-def test_whose_feed_forwards_are_fused(config, fused):
-    """Of a mixture the dense layers and the experts that all tokens share; one without either is an error."""
+def test_whose_feed_forwards_and_norms_are_fused(config, fused, norms):
+    """Of a mixture the dense layers, the experts that all tokens share, and norms that float8 layers alone read."""
     from f8sub import titan
 
     made = getattr(titan, f"{config}_f8sub")().model_spec.model
     titan.float8(made, fuse_producers=True)
-    if not fused:
-        with pytest.raises(f8sub.Float8ConfigError, match="fuse_producers looks for"):
-            on_meta(made)
-        return
-    assert sum(isinstance(module, FusedFeedForward) for module in on_meta(made).modules()) == fused
+    modules = list(on_meta(made).modules())
+    assert sum(isinstance(module, FusedFeedForward) for module in modules) == fused
+    assert sum(isinstance(module, FusedNorm) for module in modules) == norms
 
 
 @alone

@@ -1,0 +1,112 @@
+"""Layer 4. RMSNorm whose result is cast by those that read it: it goes to memory in float8 alone.
+
+x --measure--> rstd, amaxes
+x, rstd --normalize and quantize--> what q, k, v or gate and up read      saved for backward: x, rstd, and those codes
+sum of their dx, x, rstd --> dx and the weight's gradient
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from f8sub.kernels import normed, producer_ops
+from f8sub.kernels.normed import Amaxes, Measured
+from f8sub.kernels.norms import Norm, normalize_backward, rstd_of
+from f8sub.kernels.producers import HALF
+from f8sub.tensor.normed_tensor import NormedTensor
+from f8sub.torch_compat import apply
+
+
+class Measuring(NamedTuple):
+    """What a norm does in forward, and for whom.
+
+    Attributes:
+        norm: which RMSNorm it is.
+        amaxes: those that its readers' scales are made of.
+        is_delayed: whether all readers' scales are of the past: then Inductor normalizes in the kernel that casts.
+    """
+
+    norm: Norm
+    amaxes: Amaxes
+    is_delayed: bool
+
+
+class FusedNorm(torch.nn.Module):
+    """An RMSNorm that leaves normalizing to those that read its result; made by ``fuse_producers``, by class swap.
+
+    It runs as before where nothing will be differentiated, where something is to be seen of it (hooks, a forward that
+    is wrapped, DTensors), where its input and weight are not both bfloat16 or both float16, and on a GPU that has no
+    kernels.
+
+    Attributes:
+        measuring: what it does.
+    """
+
+    measuring: Measuring
+    weight: torch.Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: D102
+        if len(args) != 1 or kwargs or _runs_apart(self, args[0]):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        result: torch.Tensor = apply(_Normalize, args[0], self.weight, self.measuring)
+        return result
+
+    def extra_repr(self) -> str:
+        """What the module's own class says, and that it is fused."""
+        return ", ".join(filter(None, (super().extra_repr(), "fused: norm -> float8")))
+
+
+def _runs_apart(module: FusedNorm, x: torch.Tensor) -> bool:
+    weight = module.weight
+    if (
+        not torch.is_grad_enabled()
+        or x.dtype not in HALF
+        or x.dtype is not weight.dtype
+        or x.dim() == 0
+        or x.size(-1) != weight.size(0)
+        or torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
+        or isinstance(x, DTensor | NormedTensor)
+        or isinstance(weight, DTensor)
+        or "forward" in module.__dict__
+    ):
+        return True
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
+        return True
+    seen = x.is_cuda and not torch.compiler.is_compiling()
+    return seen and not normed.takes(x.reshape(-1, x.shape[-1]), weight)
+
+
+class _Normalize(torch.autograd.Function):
+    """A norm that is made when it is read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Measuring) -> NormedTensor:
+        measured = _measured(x, weight, how)
+        ctx.save_for_backward(x, weight, measured.rstd)
+        ctx.norm = how.norm
+        made = NormedTensor(x.detach(), weight.detach(), measured, how.norm)
+        if not torch.compiler.is_compiling():
+            made.made = [x._version]
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        rstd = rstd.view(*x.shape[:-1], 1)
+        return *normalize_backward(dh, x, weight, ctx.norm, rstd, tuple(ctx.needs_input_grad[:2])), None
+
+
+def _measured(x: torch.Tensor, weight: torch.Tensor, how: Measuring) -> Measured:
+    rows = x.reshape(-1, x.shape[-1])
+    if not torch.compiler.is_compiling():
+        by_kernel = normed.takes(rows, weight)
+        return normed.measure(rows, weight, how.norm, how.amaxes if by_kernel else Amaxes(False, False))
+    if how.is_delayed:
+        return Measured(rstd_of(rows, how.norm.eps))
+    return producer_ops.measure_normed(rows, weight, how.norm, how.amaxes)

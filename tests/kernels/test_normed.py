@@ -1,0 +1,216 @@
+"""RMSNorm's kernels, interpreted on the CPU: bitwise torch's operators and the reference for one and the same rstd."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from f8sub.kernels import delayed, fused, normed, reference
+from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.normed import Amaxes
+from f8sub.kernels.norms import Norm, normalize
+from tests.data_sets import DATA_SETS, make
+from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
+from tests.kernels.test_fused import same_bits
+from tests.kernels.test_producers import KINDS
+
+SHAPES = [(256, 256), (130, 144), (129, 130), (33, 300)]
+"""Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; two parts of a row."""
+
+USAGES = [(True, True), (True, False), (False, True)]
+EPS = 1e-5
+UNIT = 2.0**-24
+
+on_each_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def rstd_budget(cols: int) -> float:
+    """Relative: roundings of a square, of a sum a part and of a tree over the parts' width, of mean and eps, halved by
+    the root; of the root and its inverse."""
+    from f8sub.kernels.triton.norm_launch import MEASURED
+
+    adds = math.ceil(cols / MEASURED[1]) + math.log2(MEASURED[1])
+    return (adds + 3) * UNIT / 2 + 2 * UNIT
+
+
+def check_rstd(x: torch.Tensor, rstd: torch.Tensor) -> None:
+    exact = (x.double().pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
+    off = ((rstd.double() - exact) / exact).abs().max().item()
+    assert off <= rstd_budget(x.shape[1])
+
+
+def inputs(data: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, and a weight of both signs."""
+    x = make(data, shape, 1, torch.float32).clamp(-1e3, 1e3).to(dtype)
+    return x, make("gaussian", (1, shape[1]), 2, torch.float32)[0].to(dtype)
+
+
+def check(
+    given: tuple[torch.Tensor, torch.Tensor],
+    name: str,
+    rounds: bool,
+    usages: tuple[bool, bool] = (True, True),
+    past: PastScale | None = None,
+) -> None:
+    """Codes, scales and amaxes next to torch's operators, of the rstd that the kernel found, and the casts."""
+    x, weight = given
+    format = KINDS[name][0]
+    wanted = tuple(format if usage else None for usage in usages)
+    norm = Norm(EPS, rounds)
+    assert normed.takes(x, weight)
+    assert normed.why_no_kernel(wanted) is None
+    measured = normed.measure(x, weight, norm, Amaxes.of(format))
+    h = normalize(x, weight, norm, measured.rstd)
+    found = normed.quantize(x, weight, norm, measured, wanted, past)
+    right = (*reference.quantize(h, *wanted), None) if past is None else delayed.quantize(h, past, *wanted)
+    same_bits(found[0], right[0])
+    same_bits(found[1], right[1])
+    if past is not None:
+        torch.testing.assert_close(found[2], right[2], rtol=0, atol=0, equal_nan=True)
+    if h.isfinite().all() and measured.rstd.all():
+        check_rstd(x, measured.rstd)
+
+
+def shapes(name: str) -> None:
+    for index, shape in enumerate(SHAPES):
+        check(inputs("gaussian", shape, normed.HALF[index % 2]), name, rounds=index % 2 == 0)
+    for usages in USAGES:
+        check(inputs("lognormal", (40, 72), torch.bfloat16), name, True, usages)
+        check(inputs("lognormal", (40, 72), torch.bfloat16), name, False, usages)
+
+
+def data_sets(name: str) -> None:
+    for index, data in enumerate(DATA_SETS):
+        check(inputs(data, (40, 72), normed.HALF[index % 2]), name, rounds=index % 2 == 1)
+
+
+def not_finite(name: str) -> None:
+    for bad in ("nan", "inf", "-inf"):
+        for which in range(2):
+            given = inputs("gaussian", (40, 72), torch.bfloat16)
+            given[which].view(-1, 72)[0, 5] = float(bad)
+            check(given, name, rounds=which == 0)
+    x, weight = inputs("gaussian", (40, 72), torch.bfloat16)
+    check((torch.full_like(x, float("nan")), weight), name, False)
+    check((x * 1e30, weight), name, False)  # squares beyond float32
+
+
+def of_the_past(name: str) -> None:
+    for scale in (0.0, 3.0, 2.0**-20, 1e4):
+        for is_known in {False, scale > 0}:
+            past = PastScale(torch.full((1, 1), scale), 1.0, covers=False, is_known=is_known)
+            check(inputs("lognormal", (130, 144), torch.bfloat16), name, scale == 3.0, past=past)
+            x, weight = inputs("gaussian", (40, 72), torch.bfloat16)
+            x[3, 5] = float("inf")
+            check((x, weight), name, False, past=past)
+
+
+def of_what_was_not_measured(name: str) -> None:
+    """Amaxes are found where nobody asked for them before, and of the same rstd."""
+    x, weight = inputs("gaussian", (40, 72), torch.bfloat16)
+    format, norm = KINDS[name][0], Norm(EPS, False)
+    measured = normed.measure(x, weight, norm, Amaxes(False, False))
+    row, col, _ = normed.quantize(x, weight, norm, measured, (format, format))
+    right = reference.quantize(normalize(x, weight, norm, measured.rstd), format, format)
+    same_bits(row, right[0])
+    same_bits(col, right[1])
+
+
+def modules(recipe: str) -> list[str]:
+    """A block with kernels next to one without, in eager code: no norm is made in high precision.
+
+    Its rstd differs by float32's last bits, so that a bf16 element does where it lies that near to the middle of two,
+    and a code where the element does: a result is allowed what one such code in a thousand makes of it, each off by
+    an eighth.
+    """
+    import f8sub
+    from f8sub.tensor import normed_tensor
+    from tests.test_norm import Block, inputs, results, seed_weights
+
+    plain = f8sub.convert_to_float8(seed_weights(Block()).bfloat16(), recipe=recipe, backend="reference")
+    layers = [module for module in plain.modules() if isinstance(module, f8sub.Float8Linear)]
+    for layer in layers:
+        object.__setattr__(layer.plan, "any_layout", False)
+    both = copy.deepcopy(plain), f8sub.fuse_producers(copy.deepcopy(plain))
+    made = []
+    by_torch, normed_tensor.by_torch = (
+        normed_tensor.by_torch,
+        lambda *args: made.append(args) or by_torch(*args),
+    )
+    runs = []
+    for model in both:
+        runs.append([])
+        for step in range(2 if recipe == "delayed" else 1):
+            runs[-1] += results(model, *inputs(step=step))
+            f8sub.precompute_scales(model)
+    normed_tensor.by_torch = by_torch
+    assert not made
+    assert isinstance(both[1].ffn_norm(inputs()[0].requires_grad_()), normed_tensor.NormedTensor)
+    wrong = []
+    for index, (right, found) in enumerate(zip(*runs, strict=True)):
+        budget = (0.001**0.5 / 8 + torch.finfo(torch.bfloat16).eps) * right.float().norm()
+        if (found.float() - right.float()).norm() > budget:
+            wrong.append(f"{index} of shape {tuple(right.shape)}")
+    return wrong
+
+
+@needs_triton
+@on_each_kind
+def test_shapes_and_usages(interpreter, name):  # noqa: F811
+    interpreter(shapes, name)
+
+
+@needs_triton
+@on_each_kind
+def test_data_sets(interpreter, name):  # noqa: F811
+    interpreter(data_sets, name)
+
+
+@needs_triton
+@on_each_kind
+def test_elements_that_are_not_finite(interpreter, name):  # noqa: F811
+    interpreter(not_finite, name)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-power_of_2"])
+def test_scales_of_the_past(interpreter, name):  # noqa: F811
+    interpreter(of_the_past, name)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_amaxes_that_were_not_asked_for(interpreter, name):  # noqa: F811
+    interpreter(of_what_was_not_measured, name)
+
+
+@needs_triton
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant", "delayed"])
+def test_fused_modules_make_no_norm_in_high_precision(interpreter, recipe):  # noqa: F811
+    assert interpreter(modules, recipe) == []
+
+
+@on_each_kind
+def test_without_kernels_it_is_torch_and_the_reference(name):
+    """On the CPU nothing is interpreted: the same numbers by torch's operators, and the amaxes of what they made."""
+    format = KINDS[name][0]
+    for rounds in (False, True):
+        x, weight = inputs("lognormal", (40, 72), torch.bfloat16)
+        norm = Norm(EPS, rounds)
+        measured = normed.measure(x, weight, norm, Amaxes(True, True))
+        h = normalize(x, weight, norm, measured.rstd)
+        row, col, _ = normed.quantize(x, weight, norm, measured, (format, format))
+        right = reference.quantize(h, format, format)
+        same_bits(row, right[0])
+        same_bits(col, right[1])
+        assert torch.equal(measured.whole_amax, reference.amax(h, fused.TENSORWISE))
+        assert torch.equal(measured.row_amax, h.float().abs().amax(1))
+        assert torch.equal(measured.col_amax, h.float().abs().amax(0))
+
+
+def test_what_no_kernel_makes():
+    tensorwise, rowwise = KINDS["tensorwise"][0], KINDS["rowwise"][0]
+    assert "one usage" in str(normed.why_no_kernel((None, None)))
+    assert "both usages alike" in str(normed.why_no_kernel((tensorwise, rowwise)))
+    assert normed.why_no_kernel((None, rowwise)) is None

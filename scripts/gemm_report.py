@@ -46,8 +46,9 @@ PAIRS = {
     "256x256 x 256x256": (GRID, GRID),
     "256x256 e5m2 x 256x256": (GRID_E5M2, GRID),
     "row x 128x128": (Float8Format(E4M3, Tile(1, ALL)), SQUARE),
+    "128x128 x 1x128": (SQUARE, VECTOR),
 }
-"""fprop and dgrad of ``blockwise``, its wgrad, fprop of ``gridquant``, its dgrad and wgrad, and a mixed one."""
+"""fprop and dgrad of ``blockwise``, its wgrad, fprop of ``gridquant``, its dgrad and wgrad, and mixed ones."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 POINTERS = {**POINTERS, torch.float32: "*fp32", torch.bfloat16: "*bf16"}
@@ -57,10 +58,7 @@ def configs() -> list[Config]:
     """The tiles that ``scripts/tune_gemm.py`` chooses from: of many rows, then of few."""
     from f8sub.kernels.triton.gemm_launch import Config
 
-    persistent = [
-        Config(256, 128, 4, persistent=True, group=group, turns=turns)
-        for group, turns in ((8, "none"), (8, "issued"), (8, "done"), (16, "issued"), (16, "done"))
-    ]
+    persistent = [Config(128, 256, 4, persistent=True, group=group) for group in (16, 8, 32)]
     few = [Config(64, cols, stages, group=1) for cols, stages in ((32, 8), (64, 6), (64, 8), (128, 6))]
     return [
         *persistent,
@@ -125,7 +123,7 @@ def unique(chosen: list[Config]) -> list[Config]:
     """One of those that differ in their group alone: it is a number to compiled code's tile order."""
     seen: dict[Any, Config] = {}
     for config in chosen:
-        seen.setdefault((config.rows, config.cols, config.stages, config.turns, config.parts > 1), config)
+        seen.setdefault((config.rows, config.cols, config.stages, config.parts > 1), config)
     return list(seen.values())
 
 

@@ -86,7 +86,7 @@ def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
 
     rows, depth, cols = shape
     if rows > gemm_table.FEW_ROWS:
-        return Config(256, 128, stages=4, persistent=True)
+        return Config(128, 256, stages=4, persistent=True, group=16)
     wide = next((edge for edge in (128, 64, 32) if cols >= edge * multiprocessors * 3 // 4), 32)
     tiles, blocks = -(-cols // wide), -(-depth // BLOCK)
     parts = max(1, min(multiprocessors // tiles, blocks // 4, 8))

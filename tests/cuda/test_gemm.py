@@ -125,6 +125,51 @@ def test_our_kernels_make_many_tiles_one_after_the_other(pair):
     assert (found - right).abs().max() < 2**-9 * right.abs().max()
 
 
+@pytest.mark.parametrize("depth", [100, 512, 513, 656, 896])
+@pytest.mark.parametrize("pair", OUR_PAIRS.values(), ids=list(OUR_PAIRS))
+def test_our_kernels_take_any_number_of_blocks_of_k(pair, depth):
+    """1, 4, 5, 6 and 7 blocks, of which a pass of the persistent kernel's loop takes one or four."""
+    a, b = operands(pair, (200, 300, depth))
+    if reason := triton_mm.why_not(a.format, b.format, torch.device("cuda")):
+        pytest.skip(f"on this CUDA device triton {reason}")
+    assert worst(a, b, torch.float32, False, triton_mm) <= 1
+
+
+def lines_of_infinite_scales(a):
+    return reference.spread(a.scale_inv, a.format.tile, a.data.shape).expand(a.data.shape).isinf().any(1)
+
+
+@pytest.mark.parametrize("depth", [896, 1040], ids=["7-blocks", "9-blocks"])
+@pytest.mark.parametrize("pair", OUR_PAIRS.values(), ids=list(OUR_PAIRS))
+def test_nan_and_infinity_stay_where_they_belong_in_our_kernels(pair, depth):
+    """In rows and columns of NaN codes, then of infinite scales; not in what the same registers sum next."""
+    device = torch.device("cuda")
+    if reason := triton_mm.why_not(*pair, device):
+        pytest.skip(f"on this CUDA device triton {reason}")
+    rng = torch.Generator(device).manual_seed(1)
+    a, b = (
+        reference.quantize(torch.randn(lines, depth, generator=rng, device=device), format, None)[0]
+        for lines, format in zip((520, 392), pair, strict=True)
+    )
+    scales = a.scale_inv.clone(), b.scale_inv.clone()
+    a.scale_inv[0, -1], b.scale_inv[-1, 0] = torch.inf, torch.inf
+    rows, cols = lines_of_infinite_scales(a), lines_of_infinite_scales(b)
+    assert rows.sum() > 0
+    assert cols.sum() > 0
+    found = triton_mm.gemm_nt(a, b, torch.float32, False)
+    assert torch.equal(~found.isfinite(), rows[:, None] | cols)
+    a.scale_inv.copy_(scales[0])
+    b.scale_inv.copy_(scales[1])
+    # 0x7F is NaN in both dtypes.
+    a.data.view(torch.uint8)[[3, 200], [5, 700]] = 0x7F
+    b.data.view(torch.uint8)[[7, 130], [depth - 10, 300]] = 0x7F
+    rows, cols = (torch.zeros(lines, dtype=torch.bool, device=device) for lines in (520, 392))
+    rows[[3, 200]], cols[[7, 130]] = True, True
+    found = triton_mm.gemm_nt(a, b, torch.float32, False)
+    assert torch.equal(found.isnan(), rows[:, None] | cols)
+    assert torch.equal(found.isfinite(), ~found.isnan())
+
+
 def test_a_wrong_scale_of_one_block_exceeds_the_budget():
     """What makes the budget of a tensor core's sums mean something."""
     a, b = operands((VECTOR, BLOCK), SHAPES["many-blocks"])

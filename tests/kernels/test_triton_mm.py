@@ -17,6 +17,7 @@ from tests.oracle import Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MEASURED = gemm_table.FOLDER
 VECTOR, BLOCK = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
 VECTOR_OF_2 = Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2)
 LARGE, LARGE_E5M2 = Float8Format(E4M3, Tile(256, 256)), Float8Format(E5M2, Tile(256, 256))
@@ -156,7 +157,7 @@ def hopper(monkeypatch, tmp_path):
 
 def measure(folder, *rows: tuple[tuple[int, int, int], dict[str, float]]) -> None:
     """As ``scripts/tune_gemm.py`` writes it, of 1x128 by 128x128."""
-    config = {"rows": 256, "cols": 128, "stages": 4, "persistent": True, "group": 4, "parts": 1, "warps": 4}
+    config = {"rows": 128, "cols": 256, "stages": 4, "persistent": True, "group": 4, "parts": 1, "warps": 4}
     products = [
         {"a": "e4m3[1x128]", "b": "e4m3[128x128]", "shape": shape, "rates": rates, "config": config}
         for shape, rates in rows
@@ -208,6 +209,20 @@ def test_where_cublaslt_always_won_it_is_what_is_shown(hopper):
     assert "8192x8192x8192: scaled_mm (scaled_mm 1272, triton 1200 TFLOP/s)" in reason
 
 
+@needs_triton
+def test_what_an_h200_takes_by_its_measurements(hopper, monkeypatch):
+    monkeypatch.setattr(gemm_table, "FOLDER", MEASURED)
+    blockwise, gridquant = f8sub.get_recipe("blockwise"), f8sub.get_recipe("gridquant")
+    ours = blockwise.fprop, blockwise.dgrad, gridquant.fprop, gridquant.dgrad, gridquant.wgrad
+    assert {backends.select_gemm(spec, CUDA) for spec in ours} == {"measured"}
+    assert backends.select_gemm(blockwise.wgrad, CUDA) == "scaled_mm"
+    for spec in ours:
+        for shape in (SQUARE, WIDE, (16384, 4096, 4096), (14336, 8192, 4096)):
+            assert measured_mm._winner(spec.a, spec.b, CUDA, shape) == "triton"
+            config = triton_mm._config(spec.a, spec.b, CUDA, shape)
+            assert (config.rows, config.cols, config.persistent) == (128, 256, True)
+
+
 @pytest.mark.parametrize(
     ("pair", "reason"),
     [
@@ -243,6 +258,15 @@ def test_default_tiles_keep_all_multiprocessors_busy():
 
 
 @needs_triton
+@pytest.mark.parametrize("sizes", [{"rows": 256, "cols": 128}, {"rows": 128, "cols": 256, "parts": 2}])
+def test_tiles_that_the_persistent_kernel_does_not_make(sizes):
+    from f8sub.kernels.triton.gemm_launch import Config
+
+    with pytest.raises(ValueError, match="persistent kernel makes tiles of 128x256"):
+        Config(**sizes, stages=4, persistent=True)
+
+
+@needs_triton
 @pytest.mark.parametrize("shape", [(256, 128, 128), (48, 512, 272), (1, 1, 1), (200, 656, 136)])
 @on_each_pair
 def test_descriptors_of_the_persistent_kernel(pair, shape):
@@ -250,10 +274,10 @@ def test_descriptors_of_the_persistent_kernel(pair, shape):
     from f8sub.kernels.triton.gemm_launch import Config, multiplication
 
     a, b = operands(pair, shape)
-    (launch,), _ = multiplication(a, b, torch.bfloat16, Config(256, 128, 4, persistent=True), 132)
-    assert launch.programs == -(-shape[0] // 256) * -(-shape[2] // 128)
+    (launch,), _ = multiplication(a, b, torch.bfloat16, Config(128, 256, 4, persistent=True), 132)
+    assert launch.programs == -(-shape[0] // 128) * -(-shape[2] // 256)
     assert launch.arguments["BLOCKS"] == -(-shape[1] // 128)
-    for side, operand, lines in (("A", a, 256), ("B", b, 128)):
+    for side, operand, lines in (("A", a, 128), ("B", b, 256)):
         scale, edge = launch.arguments[f"{side.lower()}_scale"], launch.arguments[f"{side}_EDGE"]
         if edge == 1:
             assert scale.block_shape == [1, lines]

@@ -28,14 +28,16 @@ class Config:
     """How a product is cut into tiles.
 
     Attributes:
-        rows: of a tile, a power of two; ``persistent``: 256.
-        cols: of a tile, likewise; ``persistent``: 128.
+        rows: of a tile, a power of two; ``persistent``: 128.
+        cols: of a tile, likewise; ``persistent``: 256.
         stages: blocks of K that are loaded ahead.
         persistent: ``hopper.multiply_persistently``; else ``gemm.multiply``.
         group: tiles of one column that are made one after the other, so that L2 holds what they share.
         parts: of K that are summed by programs of their own; of ``persistent`` 1.
         warps: of a program of ``gemm.multiply``.
-        turns: of ``persistent``, how two warpgroups take turns, see there.
+
+    Raises:
+        ValueError: of ``persistent``, other tiles or K in parts, which that kernel does not make.
     """
 
     rows: int
@@ -45,10 +47,13 @@ class Config:
     group: int = 8
     parts: int = 1
     warps: int = 4
-    turns: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.persistent and (self.rows, self.cols, self.parts) != (128, 256, 1):
+            raise ValueError(f"the persistent kernel makes tiles of 128x256, found {self}")
 
     def __str__(self) -> str:
-        kind = f"persistent, turns {self.turns}" if self.persistent else f"{self.warps} warps"
+        kind = "persistent" if self.persistent else f"{self.warps} warps"
         parts = f", K in {self.parts}" if self.parts > 1 else ""
         return f"{self.rows}x{self.cols}, {kind}, {self.stages} stages, groups of {self.group}{parts}"
 
@@ -91,7 +96,7 @@ def multiplication(
     }
     tiles: int = triton.cdiv(rows, config.rows) * triton.cdiv(cols, config.cols)
     if config.persistent:
-        arguments |= {"STAGES": config.stages, "TURNS": config.turns, **REGISTERS}
+        arguments |= {"STAGES": config.stages, **REGISTERS}
         return [Launch(hopper.multiply_persistently, min(tiles, programs), arguments, {"num_warps": 4})], out
     options = {"num_warps": config.warps, "num_stages": config.stages}
     launches = [Launch(gemm.multiply, tiles * config.parts, {**arguments, "PARTS": config.parts}, options)]

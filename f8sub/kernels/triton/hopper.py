@@ -1,9 +1,16 @@
 """Layer 1. ``a @ b.t()`` of codes with scales of blocks for Hopper: one warp loads, two warpgroups multiply.
 
-Written in Gluon, where registers are counted: a warpgroup sums half of a tile's rows, in two parts, so that the partial
-sum of 128 elements of K on the tensor core takes 64 registers a thread beside the 128 of the float32 sums. While one
-warpgroup scales and adds, the other multiplies. Both operands and scales of single lines come by the tensor memory
-accelerator, STAGES blocks of K ahead.
+Written in Gluon, where registers are counted: a warpgroup's 64x256 sums are made in four quarters of 64 columns. A
+quarter's partial sum of 128 elements of K takes 32 registers a thread on the tensor core, so that two of them fit
+beside the 128 of the float32 sums: one is multiplied while the other is scaled and added, and the tensor cores have
+work whatever the other warpgroup does. Both operands and scales of single lines come by the tensor memory accelerator,
+STAGES blocks of K ahead.
+
+What ptxas 12.8 makes of it (``scripts/gemm_report.py`` looks) hangs on three things. A sum is handed to a wait for
+products, or it would be made below the next product, whose registers then are others. A product is given the partial
+sum that was added last as an accumulator that it does not read, by a predicate of which the compiler knows nothing: it
+has to take those registers. And no product is in flight where the loop closes, or ptxas waits for every single
+instruction (C7514): a pass of the loop takes PASS blocks of K, so that it seldom does.
 """
 
 from triton.experimental import gluon
@@ -71,56 +78,71 @@ def load_tiles(
 
 
 @gluon.jit
-def scaled(partial, a_scale, b_scale, A_EDGE: gl.constexpr):
-    """A partial sum times the scales of both operands.
-
-    Scales of single rows are not multiplied by the other one first: ptxas then begins the next product before it has
-    added this one, and spills.
-    """
-    if A_EDGE == 1:
-        return (partial * a_scale) * b_scale
+def square_scale(scale, line, k, lines, BLOCKS, stride, EDGE: gl.constexpr, DEPTH: gl.constexpr):
+    """The scale of squares at a line and block; 0 beyond the matrix, and of single lines, which are loaded ahead."""
+    if EDGE == 1:
+        return 0.0
     else:
-        return partial * (a_scale * b_scale)
+        inside = (line < lines) & (k < BLOCKS)
+        return gl.load(scale + line // EDGE * stride + k // DEPTH, mask=inside, other=0.0)
 
 
 @gluon.jit
-def store(out_ptr, total, row, col, M, N, SUMS: gl.constexpr, REGROUP: gl.constexpr):
-    """The sums of (64, 128) that lie within the matrix; to REGROUP, of 16 bits eight neighbours a thread."""
+def row_scales(a_scales, stage, scalar, FIRST: gl.constexpr, EDGE: gl.constexpr, SUMS: gl.constexpr):
+    """The scales of 64 rows."""
+    if EDGE == 1:
+        return a_scales.index(stage).slice(FIRST, 64, 1).permute((1, 0)).load(SUMS)
+    else:
+        return scalar
+
+
+@gluon.jit
+def col_scales(b_scales, stage, scalar, FIRST: gl.constexpr, EDGE: gl.constexpr, SUMS: gl.constexpr):
+    """The scales of 64 columns."""
+    if EDGE == 1:
+        return b_scales.index(stage).slice(FIRST, 64, 1).load(SUMS)
+    else:
+        return scalar
+
+
+@gluon.jit
+def multiply(a, b_block, unread, is_read, FIRST: gl.constexpr):
+    """Begin the product of 64 rows of ``a`` and of ``b``, in the registers of a sum that is not read."""
+    return warpgroup_mma(
+        a, b_block.slice(FIRST, 64, 0).permute((1, 0)), unread, use_acc=is_read, is_async=True
+    )
+
+
+@gluon.jit
+def scaled_sum(total, partial, a_scale, b_scale, A_EDGE: gl.constexpr, B_EDGE: gl.constexpr):
+    """A sum and a partial one times the scales of both operands."""
+    if A_EDGE == 1 and B_EDGE == 1:
+        return total + (partial * a_scale) * b_scale
+    else:
+        return total + partial * (a_scale * b_scale)
+
+
+@gluon.jit
+def add(total, partial, a_scale, b_scale, A_EDGE: gl.constexpr, B_EDGE: gl.constexpr):
+    """``scaled_sum`` above whatever product comes next; one may be in flight meanwhile."""
+    return warpgroup_mma_wait(1, deps=(scaled_sum(total, partial, a_scale, b_scale, A_EDGE, B_EDGE),))
+
+
+@gluon.jit
+def store(out_ptr, total, row, col, M, N):
+    """The sums of (64, 64) that lie within the matrix; eight neighbours a thread."""
     NEIGHBOURS: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[64, 128],
+        shape=[64, 64],
     )
-    IS_SHORT: gl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth == 16
-    LAYOUT: gl.constexpr = NEIGHBOURS if REGROUP and IS_SHORT else SUMS
-    rounded = gl.convert_layout(total.to(out_ptr.dtype.element_ty), LAYOUT)
-    i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    j = col + gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
+    rounded = gl.convert_layout(total.to(out_ptr.dtype.element_ty), NEIGHBOURS)
+    i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, NEIGHBOURS))
+    j = col + gl.arange(0, 64, layout=gl.SliceLayout(0, NEIGHBOURS))
     pointers = out_ptr + i.to(gl.int64)[:, None] * N + j[None, :]
     gl.store(pointers, rounded, mask=(i < M)[:, None] & (j < N)[None, :])
-
-
-@gluon.jit
-def await_turn(turns, lower: gl.constexpr, TURNS: gl.constexpr, SECOND: gl.constexpr):
-    """Until the other warpgroup has passed the turn on; two of them a block of K, so the phase is the part's."""
-    if TURNS != "none":
-        mbarrier.wait(turns.index(SECOND), lower if SECOND else lower ^ 1)
-
-
-@gluon.jit
-def pass_turn_issued(turns, TURNS: gl.constexpr, SECOND: gl.constexpr):
-    """The other's product may queue behind this one."""
-    if TURNS == "issued":
-        mbarrier.arrive(turns.index(1 - SECOND), count=1)
-
-
-@gluon.jit
-def pass_turn_done(turns, TURNS: gl.constexpr, SECOND: gl.constexpr):
-    """The other multiplies while this one adds."""
-    if TURNS == "done":
-        mbarrier.arrive(turns.index(1 - SECOND), count=1)
 
 
 @gluon.jit
@@ -134,7 +156,6 @@ def multiply_tiles(
     b_scales,
     full,
     empty,
-    turns,
     M,
     N,
     BLOCKS,
@@ -148,54 +169,60 @@ def multiply_tiles(
     COLS: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
-    SECOND: gl.constexpr,
+    PASS: gl.constexpr,
+    FIRST: gl.constexpr,
 ):
-    """One warpgroup's half of every tile's rows, the SECOND half or the first, in an upper and a lower part."""
-    FIRST: gl.constexpr = SECOND * (ROWS // 2)
-    PART: gl.constexpr = ROWS // 4
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 32]
-    )
-    # With two squares' scales the registers do not suffice for it: ptxas spills.
-    REGROUP: gl.constexpr = A_EDGE == 1 or B_EDGE == 1
-    zeros = gl.zeros((PART, COLS), gl.float32, LAYOUT)
+    """One warpgroup's 64 rows of every tile, from its FIRST one, in quarters of 64 columns. PASS divides STAGES."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 64, 32])
+    zeros = gl.zeros((64, 64), gl.float32, SUMS)
+    never = BLOCKS < 0
     turn = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * gl.cdiv(N, COLS), gl.num_programs(0)):
         row, col = place(tile, M, N, ROWS, COLS, GROUP)
-        upper = gl.zeros((PART, COLS), gl.float32, LAYOUT)
-        lower = gl.zeros((PART, COLS), gl.float32, LAYOUT)
-        for k in range(BLOCKS):
-            stage = turn % STAGES
-            mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-            a = a_blocks.index(stage)
-            b = b_blocks.index(stage).permute((1, 0))
-            await_turn(turns, 0, TURNS, SECOND)
-            partial = warpgroup_mma(a.slice(FIRST, PART, 0), b, zeros, use_acc=False, is_async=True)
-            pass_turn_issued(turns, TURNS, SECOND)
-            if A_EDGE == 1:
-                upper_scale = a_scales.index(stage).slice(FIRST, PART, 1).permute((1, 0)).load(LAYOUT)
-                lower_scale = a_scales.index(stage).slice(FIRST + PART, PART, 1).permute((1, 0)).load(LAYOUT)
-            else:
-                upper_scale = gl.load(a_scale + (row + FIRST) // A_EDGE * a_stride + k // A_DEPTH)
-                lower_scale = upper_scale
-            if B_EDGE == 1:
-                col_scale = b_scales.index(stage).load(LAYOUT)
-            else:
-                col_scale = gl.load(b_scale + col // B_EDGE * b_stride + k // B_DEPTH)
-            partial = warpgroup_mma_wait(0, deps=(partial,))
-            pass_turn_done(turns, TURNS, SECOND)
-            upper += scaled(partial, upper_scale, col_scale, A_EDGE)
-            await_turn(turns, 1, TURNS, SECOND)
-            partial = warpgroup_mma(a.slice(FIRST + PART, PART, 0), b, zeros, use_acc=False, is_async=True)
-            pass_turn_issued(turns, TURNS, SECOND)
-            partial = warpgroup_mma_wait(0, deps=(partial,))
-            pass_turn_done(turns, TURNS, SECOND)
-            mbarrier.arrive(empty.index(stage), count=1)
-            lower += scaled(partial, lower_scale, col_scale, A_EDGE)
-            turn += 1
-        store(out_ptr, upper, row + FIRST, col, M, N, LAYOUT, REGROUP)
-        store(out_ptr, lower, row + FIRST + PART, col, M, N, LAYOUT, REGROUP)
+        sums_0, sums_1, sums_2, sums_3 = zeros, zeros, zeros, zeros
+        for begin in range(0, BLOCKS, PASS):
+            base = turn % STAGES
+            phase = (turn // STAGES) & 1
+            free, product_3, rows, cols = zeros, zeros, 0.0, 0.0
+            for u in gl.static_range(PASS):
+                stage, k = base + u, begin + u
+                row_scalar = square_scale(a_scale, row + FIRST, k, M, BLOCKS, a_stride, A_EDGE, A_DEPTH)
+                left_scalar = square_scale(b_scale, col, k, N, BLOCKS, b_stride, B_EDGE, B_DEPTH)
+                right_scalar = left_scalar
+                if B_EDGE % COLS != 0:
+                    right_scalar = square_scale(b_scale, col + 128, k, N, BLOCKS, b_stride, B_EDGE, B_DEPTH)
+                mbarrier.wait(full.index(stage), phase)
+                a, b = a_blocks.index(stage).slice(FIRST, 64, 0), b_blocks.index(stage)
+                if u == 0:
+                    product_0 = multiply(a, b, zeros, False, 0)
+                    product_1 = multiply(a, b, zeros, False, 64)
+                else:
+                    product_0 = multiply(a, b, free, never, 0)
+                    free = warpgroup_mma_wait(1, deps=(product_3,))
+                    mbarrier.arrive(empty.index(stage - 1), count=1)
+                    sums_3 = add(sums_3, free, rows, cols, A_EDGE, B_EDGE)
+                    product_1 = multiply(a, b, free, never, 64)
+                rows = row_scales(a_scales, stage, row_scalar, FIRST, A_EDGE, SUMS)
+                cols = col_scales(b_scales, stage, left_scalar, 0, B_EDGE, SUMS)
+                free = warpgroup_mma_wait(1, deps=(product_0,))
+                sums_0 = add(sums_0, free, rows, cols, A_EDGE, B_EDGE)
+                product_2 = multiply(a, b, free, never, 128)
+                cols = col_scales(b_scales, stage, left_scalar, 64, B_EDGE, SUMS)
+                free = warpgroup_mma_wait(1, deps=(product_1,))
+                sums_1 = add(sums_1, free, rows, cols, A_EDGE, B_EDGE)
+                product_3 = multiply(a, b, free, never, 192)
+                cols = col_scales(b_scales, stage, right_scalar, 128, B_EDGE, SUMS)
+                free = warpgroup_mma_wait(1, deps=(product_2,))
+                sums_2 = add(sums_2, free, rows, cols, A_EDGE, B_EDGE)
+                cols = col_scales(b_scales, stage, right_scalar, 192, B_EDGE, SUMS)
+            turn += PASS
+            free = warpgroup_mma_wait(0, deps=(product_3,))
+            mbarrier.arrive(empty.index(base + PASS - 1), count=1)
+            sums_3 = scaled_sum(sums_3, free, rows, cols, A_EDGE, B_EDGE)
+        store(out_ptr, sums_0, row + FIRST, col, M, N)
+        store(out_ptr, sums_1, row + FIRST, col + 64, M, N)
+        store(out_ptr, sums_2, row + FIRST, col + 128, M, N)
+        store(out_ptr, sums_3, row + FIRST, col + 192, M, N)
 
 
 @gluon.jit(do_not_specialize=["M", "BLOCKS", "a_stride", "b_stride"])
@@ -218,23 +245,22 @@ def multiply_persistently(
     COLS: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
     MULTIPLIERS: gl.constexpr,
     LOADER: gl.constexpr,
 ):
-    """Every (ROWS, COLS) tile of the product, as many programs as there are multiprocessors.
+    """Every (ROWS, COLS) tile of the product, (128, 256), as many programs as there are multiprocessors.
 
     ``a`` and ``b`` are descriptors of blocks of (ROWS, 128) and (COLS, 128). Scales of lines (EDGE 1) are descriptors
     of blocks of (1, ROWS) and (1, COLS), stored block by block of K; of squares of EDGE lines pointers to the first of
-    rows of scales, ``stride`` apart, each of DEPTH blocks. TURNS says when a warpgroup's
-    product may begin: at once ("none"), or when the other's last one was "issued" or is "done". MULTIPLIERS and LOADER
-    are registers of a thread.
+    rows of scales, ``stride`` apart, each of DEPTH blocks. MULTIPLIERS and LOADER are registers of a thread. Blocks
+    beyond the last of K, up to a multiple of PASS, are zeros times zero.
     """
+    # Scales of columns take so many registers that ptxas spills in a longer pass.
+    PASS: gl.constexpr = 1 if B_EDGE == 1 else STAGES
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS, 128], a.layout)
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES, COLS, 128], b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     # Of squares there is nothing to load ahead; something has to be passed on.
     a_scales = full
     b_scales = full
@@ -245,30 +271,28 @@ def multiply_persistently(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    for second in gl.static_range(2):
-        mbarrier.init(turns.index(second), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
                 (
-                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turns, M, N, BLOCKS,
-                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, TURNS, 0,
+                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
+                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, PASS, 0,
                 ),
             ),
             (
                 multiply_tiles,
                 (
-                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turns, M, N, BLOCKS,
-                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, TURNS, 1,
+                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
+                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, PASS, 64,
                 ),
             ),
             (
                 load_tiles,
                 (
-                    a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
-                    A_EDGE, B_EDGE, ROWS, COLS, GROUP, STAGES,
+                    a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N,
+                    gl.cdiv(BLOCKS, PASS) * PASS, A_EDGE, B_EDGE, ROWS, COLS, GROUP, STAGES,
                 ),
             ),
         ],

@@ -34,7 +34,7 @@ from split_k import SplitK
 from tables import Table, parser
 
 from f8sub import Operand
-from f8sub.kernels import gemm_table, reference, scaled_mm, triton_mm
+from f8sub.kernels import block_scales, gemm_table, reference, scaled_mm, triton_mm
 from f8sub.kernels.triton.gemm_launch import Config
 
 PAIRS = {
@@ -84,14 +84,15 @@ def candidates(pairs: list[str], few: bool, many: bool) -> list[Candidate]:
 
 
 def made(shape: tuple[int, int, int], pair: str, seed: int, device: str = "cuda") -> tuple[Operand, Operand]:
-    """Operands of gaussian codes, under scales over three octaves."""
+    """Operands of gaussian codes, under scales over three octaves, which are laid out as quantizers do."""
     torch.manual_seed(seed)
     rows, depth, cols = shape
     operands = []
     for format, lines in zip(PAIRS[pair], (rows, cols), strict=True):
         values = torch.randn(lines, depth, device=device) * (40.0 if format.dtype == E4M3 else 2000.0)
-        scales = torch.rand(format.tile.scale_shape((lines, depth)), device=device) * 3
-        operands.append(Operand(values.to(format.dtype), scales.exp2() / 1000, format))
+        scales = block_scales.empty_scale_inv(values, format, lines, depth)
+        scales.copy_((torch.rand(scales.shape, device=device) * 3).exp2() / 1000)
+        operands.append(Operand(values.to(format.dtype), scales, format))
     return operands[0], operands[1]
 
 

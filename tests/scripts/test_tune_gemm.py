@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from f8sub.kernels import gemm_table, reference
+from f8sub.kernels import block_scales, gemm_table, reference
 from tests.kernels.interpreted import needs_triton
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -25,6 +25,8 @@ def tune(monkeypatch):
 def test_its_budget_tells_a_wrong_scale_from_a_rounding(tune):
     for pair in tune.PAIRS:
         a, b = tune.made((72, 400, 56), pair, 1, "cpu")
+        assert block_scales.is_laid_out(a)
+        assert block_scales.is_laid_out(b)
         right = reference.gemm_nt(a, b, torch.float32, False)
         assert tune.excess(right, a, b, slice(None)) < 0.01
         assert tune.excess(right.bfloat16(), a, b, slice(None, None, 3)) < 1

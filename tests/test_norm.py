@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub import Float8ConfigError, context
+from f8sub import Float8ConfigError
 from f8sub.kernels.norms import Norm, by_torch, normalize_backward, rstd_of
 from f8sub.norm import FusedNorm
 from f8sub.tensor.normed_tensor import NormedTensor
@@ -24,12 +24,6 @@ from tests.test_feed_forward import FeedForward, assert_equal, results
 WIDTH, TOKENS, EPS = 64, 48, 1e-5
 RECIPES = ["tensorwise", "rowwise", "blockwise", "gridquant", "delayed"]
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture(autouse=True)
-def no_context_was_entered(monkeypatch):
-    """In this process, where other tests may have: fused feed-forwards then run layer by layer."""
-    monkeypatch.setattr(context.contexts, "entered", False)
 
 
 class LlamaNorm(nn.Module):
@@ -262,11 +256,8 @@ def test_in_contexts_of_other_recipes():
     plain, fused = both("tensorwise")
     x, dy = inputs()
     for options in ({"recipe": "rowwise"}, {"recipe": "mxfp8"}, {"enabled": False}):
-        try:
-            with f8sub.autocast(**options):
-                assert_equal(results(fused, x, dy), results(plain, x, dy))
-        finally:
-            context.contexts.entered = False
+        with f8sub.autocast(**options):
+            assert_equal(results(fused, x, dy), results(plain, x, dy))
 
 
 @pytest.mark.parametrize("keep_x", ["float8", "high_precision", "recompute"])

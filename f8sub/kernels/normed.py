@@ -58,7 +58,8 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernels read such a matrix and weight."""
     # ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row.
     half = x.dtype in HALF and x.dtype is weight.dtype
-    return half and fused.takes(x) and fused.takes(weight) and x.shape[0] > 1
+    # Detached, a parameter is a plain tensor, as kernels take it.
+    return half and fused.takes(x) and fused.takes(weight.detach()) and x.shape[0] > 1
 
 
 def measure(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes) -> Measured:

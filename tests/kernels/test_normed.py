@@ -118,13 +118,15 @@ def of_what_was_not_measured(name: str) -> None:
 
 
 def modules(recipe: str) -> list[str]:
-    """A block with kernels next to one without, in eager code: no norm is made in high precision.
+    """A block with kernels next to one without, in eager code: no norm is made in high precision, and each is measured
+    by one kernel.
 
     Its rstd differs by float32's last bits, so that a bf16 element does where it lies that near to the middle of two,
     and a code where the element does: a result is allowed what one such code in a thousand makes of it, each off by
     an eighth.
     """
     import f8sub
+    from f8sub.kernels.triton import launch
     from f8sub.tensor import normed_tensor
     from tests.test_norm import Block, inputs, results, seed_weights
 
@@ -138,14 +140,18 @@ def modules(recipe: str) -> list[str]:
         normed_tensor.by_torch,
         lambda *args: made.append(args) or by_torch(*args),
     )
-    runs = []
+    kernels = []
+    run = launch.Launch.run
+    launch.Launch.run = lambda self: (kernels.append(self.kernel.__name__), run(self))
+    runs, steps = [], 2 if recipe == "delayed" else 1
     for model in both:
         runs.append([])
-        for step in range(2 if recipe == "delayed" else 1):
+        for step in range(steps):
             runs[-1] += results(model, *inputs(step=step))
             f8sub.precompute_scales(model)
-    normed_tensor.by_torch = by_torch
+    normed_tensor.by_torch, launch.Launch.run = by_torch, run
     assert not made
+    assert kernels.count("measure_normed") == 2 * steps
     assert isinstance(both[1].ffn_norm(inputs()[0].requires_grad_()), normed_tensor.NormedTensor)
     wrong = []
     for index, (right, found) in enumerate(zip(*runs, strict=True)):

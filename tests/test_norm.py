@@ -161,7 +161,9 @@ def test_frozen_weights_and_inputs(kind, frozen):
         assert ours is None or torch.equal(ours, theirs)
 
 
-@on_each_norm
+@pytest.mark.parametrize(
+    "kind", ["torch", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("llama", "meta"))]
+)
 @on_each_recipe
 def test_compiled_it_is_bitwise_eager_in_one_graph(recipe, kind):
     torch._dynamo.reset()
@@ -176,6 +178,7 @@ def test_compiled_it_is_bitwise_eager_in_one_graph(recipe, kind):
             f8sub.precompute_scales(model)
 
 
+@pytest.mark.long
 @on_each_recipe
 def test_modules_compiled_by_themselves_take_what_an_eager_norm_left_to_them(recipe):
     torch._dynamo.reset()

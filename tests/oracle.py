@@ -6,7 +6,7 @@ float32, and every matmul runs in float64. Nothing here rounds except where the 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ class Spec:
 
     The rule says which scales there are: any ``float``; a ``power_of_2``, rounded down; the same with an inverse
     stored as an ``e8m0`` exponent byte (OCP MX v1.0, rounded as in arXiv 2506.08027, so that nothing overflows);
-    or ``two_level``, an e4m3 inverse a tile under one float32 inverse a matrix (NVFP4, arXiv 2509.25149).
+    or ``two_level``, an e4m3 inverse a tile under one float32 inverse a matrix (NVFP4, arXiv 2509.25149). The margin is
+    in powers of two, of headroom above the amax.
     """
 
     format: str
     tile: tuple[int | None, int | None]
     rule: str = "float"
+    margin: int = 0
 
     @property
     def square(self) -> bool:
@@ -85,6 +87,9 @@ RECIPES: dict[str, dict[str, Spec]] = {
     },
 }
 """Formats of each tensor; the columnwise operand is the transposed matrix, quantized along its own rows."""
+
+MARGINS = {("delayed", "dy"): 4}
+"""Of a layer's tensors; ``f8sub.quantize`` casts with their amax as it is."""
 
 VARIANTS = {"blockwise-float": _blockwise("float"), "gridquant-32-e4m3": _grid(32, "e4m3")}
 """The same with options."""
@@ -150,7 +155,7 @@ def nearest_code(value: np.ndarray, format: str) -> np.ndarray:
 def scale_of(amax: np.ndarray, spec: Spec) -> np.ndarray:
     """float32 scales of one level that map each amax onto the largest value of the format; 1 for zero."""
     safe = np.where(amax > 0, amax, MAX[spec.format])
-    scale = np.minimum(MAX[spec.format] / safe, LARGEST_SCALE).astype(np.float32)
+    scale = np.minimum(MAX[spec.format] / (safe * 2.0**spec.margin), LARGEST_SCALE).astype(np.float32)
     scale = np.where(amax > 0, scale, np.float32(1))
     if spec.rule != "float":
         _, exponent = np.frexp(scale.astype(np.float64))
@@ -276,14 +281,14 @@ def spec_of(recipe: str, operand: str) -> Spec:
 
 
 def operands(
-    recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = ()
+    recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = (), margin: int = 0
 ) -> tuple[Quantized | None, Quantized | None]:
     """(rowwise, columnwise) of a 2-D tensor that is already in its compute dtype; None where no GEMM reads it.
 
     ``high_precision`` names GEMMs that the recipe was asked to leave alone besides its own. A weight has no rowwise
     codes to derive columns from where fprop is one of them.
     """
-    spec = spec_of(recipe, operand)
+    spec = replace(spec_of(recipe, operand), margin=margin)
     untouched = HIGH_PRECISION.get(recipe, set()) | set(high_precision)
     matrix = to_numpy(tensor)
     rowwise = quantize(matrix, spec)
@@ -299,8 +304,8 @@ def operands(
 def values(
     recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the readers of the rowwise and of the columnwise usage multiply."""
-    row, col = operands(recipe, operand, tensor, high_precision)
+    """What a layer's readers of the rowwise and of the columnwise usage multiply."""
+    row, col = operands(recipe, operand, tensor, high_precision, MARGINS.get((recipe, operand), 0))
     matrix = to_numpy(tensor)
     return matrix if row is None else row.values, matrix.T.copy() if col is None else col.values
 

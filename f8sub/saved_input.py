@@ -55,8 +55,10 @@ class Kept(NamedTuple):
     is_known: bool = False
 
 
-NOTHING = Kept(FLOAT8)
-"""Of a forward without wgrad."""
+CODES = Kept(FLOAT8)
+"""Of most forwards, and of those without wgrad, which save nothing."""
+
+_RECEIVED = Kept(RECOMPUTE)
 
 
 def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
@@ -108,11 +110,11 @@ def quantize_x(
     else:
         row, col = quantize_input_delayed(x, matrix, formats, plan.any_layout, scaling)
     if how is None:
-        return row or matrix, (), NOTHING
+        return row or matrix, (), CODES
     if columnwise is None:
         return row or matrix, (matrix,), Kept(HIGH_PRECISION)
     if how == FLOAT8:
-        return row or matrix, present(col).tensors, Kept(RECOMPUTE if received else FLOAT8)
+        return row or matrix, present(col).tensors, _RECEIVED if received else CODES
     if how == RECOMPUTE:
         return present(row), present(row).tensors, Kept(RECOMPUTE)
     past = _past(scaling)
@@ -125,10 +127,9 @@ def quantize_x(
 
 def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` as the (M, K) matrix of ``dtype`` that is quantized; what a fused norm returned as it came."""
-    if isinstance(x, NormedTensor) and x.dtype is dtype:
+    if x.dtype is dtype and (x.dim() == 2 or isinstance(x, NormedTensor)):
         return x
-    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return matrix if x.dtype is dtype else matrix.to(dtype)
+    return (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).to(dtype)
 
 
 def x_columnwise(

@@ -163,9 +163,8 @@ def is_saved_by_its_maker(x: torch.Tensor) -> bool:
     As those of ``scaled_dot_product_attention``, relu, sigmoid and softmax do. Told from the graph, so never while
     ``torch.compile`` traces; nor where hooks pack what is saved (checkpointing, offloading), each tensor by itself.
     """
-    if torch.compiler.is_compiling() or saved_tensors_hook() is not None:
+    if torch.compiler.is_compiling() or (node := x.grad_fn) is None or saved_tensors_hook() is not None:
         return False
-    node = x.grad_fn
     while node is not None and _VIEWS.fullmatch(node.name()):
         node = node.next_functions[0][0]
     # Asked of the class: of the node itself it would be unpacked. What it makes besides has no gradient.

@@ -67,19 +67,20 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     Returns:
         (M, N), ``out_dtype``.
     """
-    a_scale_inv, b_scale_inv = a.scale_inv, b.scale_inv
-    if not a.format.is_plain:
+    left, a_scale_inv, format, _ = a
+    right, b_scale_inv, b_format, _ = b
+    if not format.is_plain:
         return _gemm_nt_in_small_blocks(a, b, out_dtype)
-    if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1 or _is_slow_with_one_scale(a.data, b.data):
-        if _in_blocks(a.format, b.format):
+    if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1 or _is_slow_with_one_scale(left, right):
+        if _in_blocks(format, b_format):
             return _gemm_nt_in_blocks(a, b, out_dtype)
-        a_scale_inv = a_scale_inv.expand(a.data.shape[0], 1).contiguous()
-        b_scale_inv = b_scale_inv.expand(b.data.shape[0], 1).contiguous().t()
-    if a.data.is_cuda:
-        return _gemm_nt_cuda(a.data, b.data, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
+        a_scale_inv = a_scale_inv.expand(left.shape[0], 1).contiguous()
+        b_scale_inv = b_scale_inv.expand(right.shape[0], 1).contiguous().t()
+    if left.is_cuda:
+        return _gemm_nt_cuda(left, right, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
     # t(), not mT: compiled code saves the float8 codes behind the one and casts x anew in backward behind the other.
     return torch._scaled_mm(
-        a.data, b.data.t(), a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
+        left, right.t(), a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
     )
 
 
@@ -217,7 +218,7 @@ def _cuda_version() -> tuple[int, ...]:
 
 def _is_slow_with_one_scale(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether these codes are to be multiplied with their scales repeated for the rows."""
-    return a.is_cpu and a.dtype == b.dtype and _onednn_loops()
+    return a.dtype is b.dtype and a.is_cpu and _onednn_loops()
 
 
 @constant_result

@@ -141,8 +141,10 @@ def quantize(
     any_layout: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
     """``backends.quantize`` of a matrix, or of a NormedTensor's rows."""
+    if not isinstance(matrix, NormedTensor):
+        return backends.quantize(matrix, rowwise, columnwise, any_layout)
     usages = rowwise, columnwise
-    if isinstance(matrix, NormedTensor) and normed.why_no_kernel(usages) is None:
+    if normed.why_no_kernel(usages) is None:
         rows = matrix.source.reshape(-1, matrix.shape[-1])
         norm, measured = Norm(matrix.eps, matrix.rounds), _measured(matrix)
         if torch.compiler.is_compiling():

@@ -1,5 +1,7 @@
 """float8 against bf16 all-gathers between hosts: bytes that the kernel counted, all-reduces, time on limited links."""
 
+import statistics
+
 import bench_all_gather
 import hosts_table
 import pytest
@@ -16,7 +18,7 @@ LINEAR_LAYERS = 14
 @needs_hosts
 def test_float8_halves_the_all_gather_on_a_limited_link(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    figures = hosts_table.run(2, "200mbit", rounds=2)
+    figures = hosts_table.run(2, "100mbit", rounds=2)
     arms = figures["arms"]
     assert figures["hosts"] == 2
     for name, bytes_an_element in {BF16: 2, SEPARATE: 1, COMBINED: 1}.items():
@@ -29,9 +31,9 @@ def test_float8_halves_the_all_gather_on_a_limited_link(monkeypatch):
         )
     assert [arms[name]["amax_all_reduces"] for name in ARMS] == [0, LINEAR_LAYERS, 1]
     assert figures["idle_sent_a_second"] < 0.01 * arms[COMBINED]["gathers"]["sent"]
-    # What else the machine does makes gathers slower, never faster than the link.
-    fastest = {name: min(arm["gathers"]["seconds"]) for name, arm in arms.items()}
-    assert fastest[COMBINED] <= LARGEST_ALL_GATHER_TIME * fastest[BF16], fastest
+    # Turn by turn, as the table has it. What hooks and barriers take, 0.02 s, is small beside what the link takes.
+    shares = hosts_table.ratios(figures, COMBINED, "gathers")
+    assert statistics.median(shares) <= LARGEST_ALL_GATHER_TIME, (shares, arms)
 
 
 @needs_hosts

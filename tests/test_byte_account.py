@@ -14,8 +14,8 @@ from f8sub import linear
 from f8sub.byte_account import Bytes
 from tests.conversions import mlp
 from tests.data_sets import gaussian, generator
-from tests.dist.models import Stack, seed_weights
-from tests.test_keep_x import WIDTH, Blocks, is_derivable, layers_of, model_of, nodes_of
+from tests.dist.models import Stack, float8_layers, seed_weights
+from tests.kept_x import WIDTH, Blocks, is_derivable, model_of, nodes_of
 
 RECIPES = f8sub.recipe_names()
 WAYS = ("auto", "float8", "high_precision", "recompute")
@@ -84,7 +84,7 @@ def test_weights_that_are_not_sharded(recipe):
         model(gaussian((TOKENS, 64), generator(1)))
     found = account(model).here
     assert found.master == sum(storages(model.parameters()).values()) == 4 * (64 * 96 + 96 * 48)
-    kept = [tensor for layer in layers_of(model) for tensor in layer.weight.cell.cast[1].tensors]
+    kept = [tensor for layer in float8_layers(model) for tensor in layer.weight.cell.cast[1].tensors]
     assert found.codes == sum(storages(kept).values())
 
 

@@ -11,7 +11,9 @@ from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels import test_paired as pairs
 from tests.kernels.interpreted import needs_triton
-from tests.kernels.test_fused import DTYPES, FORMATS, RECAST, every_value, parts, staging
+from tests.kernels.quantized import DTYPES, FORMATS
+from tests.kernels.test_derived_columns import RECAST, every_value
+from tests.kernels.test_fused import parts, staging
 
 SHAPES = [(48, 160), (256, 512), (272, 400), (130, 144), (129, 130), (1, 300), (300, 1), (2048, 1536)]
 pytestmark = needs_triton

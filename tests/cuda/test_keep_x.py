@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import seed_weights
-from tests.test_keep_x import EXACT, model_of
+from tests.kept_x import EXACT, model_of
 
 WIDTH, HEADS, TOKENS = 256, 4, 128
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)

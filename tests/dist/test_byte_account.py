@@ -14,7 +14,7 @@ from tests.dist.test_tensor_parallel import MLP, mesh_of
 from tests.dist.wire import Wire
 from tests.dist.wires import ONE_RECIPE_A_WIRE
 from tests.test_byte_account import made_in_backward, storages
-from tests.test_keep_x import nodes_of
+from tests.kept_x import nodes_of
 
 WIDTHS = {2: (64, 96, 48), 3: (64, 80, 16)}
 TOKENS = 16

@@ -15,7 +15,7 @@ from tests.dist.models import BF16
 from tests.dist.test_sequence_parallel import PLANS, mlp
 from tests.dist.test_tensor_parallel import mesh_of
 from tests.dist.wire import Wire
-from tests.test_keep_x import Block, Blocks, model_of, same, tokens, trained
+from tests.kept_x import Block, Blocks, model_of, same, tokens, trained
 
 CASES = [("tensorwise", "recompute"), ("gridquant", "recompute")]
 CASES += [(r, "high_precision") for r in ("tensorwise", "delayed", "rowwise", "blockwise", "gridquant", "mxfp8")]

@@ -10,43 +10,19 @@ from f8sub.kernels.delayed import PastScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-POWER_OF_2 = ScaleRule.POWER_OF_2
-FORMATS = {
-    "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
-    "tensorwise-e5m2": Float8Format(E5M2, Tile(ALL, ALL), POWER_OF_2),
-    "rowwise": Float8Format(E4M3, Tile(1, ALL), POWER_OF_2),
-    "rowwise-e5m2": Float8Format(E5M2, Tile(1, ALL)),
-    "1x128": Float8Format(E4M3, Tile(1, 128), POWER_OF_2),
-    "1x128-float": Float8Format(E4M3, Tile(1, 128)),
-    "128x128": Float8Format(E4M3, Tile(128, 128), POWER_OF_2),
-    "256x256-e5m2": Float8Format(E5M2, Tile(256, 256)),
-}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-SMALL = (40, 72)
-LARGE = [(256, 128), (130, 144), (129, 130), (1, 300), (300, 1)]
-"""Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; single lines."""
-
-on_each_format = pytest.mark.parametrize("name", FORMATS)
-on_each_dtype = pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param(dtype, id=name, marks=() if name == "bf16" else pytest.mark.long)
-        for name, dtype in DTYPES.items()
-    ],
+from tests.kernels.quantized import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    POWER_OF_2,
+    SMALL,
+    on_each_dtype,
+    on_each_format,
+    same_bits,
 )
 
-
-def same_bits(ours: Operand | None, right: Operand | None) -> None:
-    """Of any layout, the same; row-major where the reference is. Scales of 1x128 may be column-major."""
-    if ours is None or right is None:
-        assert ours is right
-        return
-    assert ours.data.is_contiguous() or not right.data.is_contiguous()
-    by_column = ours.format.tile == Tile(1, 128)
-    assert ours.scale_inv.is_contiguous() or (by_column and ours.scale_inv.t().is_contiguous())
-    assert_same_bits(*(operand._replace(data=operand.data.contiguous()) for operand in (ours, right)))
+LARGE = [(256, 128), (130, 144), (129, 130), (1, 300), (300, 1)]
+"""Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; single lines."""
 
 
 def check(
@@ -249,23 +225,6 @@ def test_parts_with_known_scales(interpreter, name, dtype):  # noqa: F811
     interpreter(parts, name, dtype)
 
 
-def derivations(name: str) -> None:
-    format = FORMATS[name]
-    for shape in [(128, 256), (130, 72), (2, 300), (33, 70), (544, 300)]:
-        rowwise = reference.quantize(make("gaussian", shape, 6), format, None)[0]
-        assert rowwise is not None
-        for any_layout in (False, True):
-            found = fused.derive_columnwise(rowwise, format, any_layout)
-            expected = reference.derive_columnwise(rowwise, format, any_layout)
-            same_bits(found, expected)
-
-
-@needs_triton
-@on_each_format
-def test_the_columnwise_usage_of_codes(interpreter, name):  # noqa: F811
-    interpreter(derivations, name)
-
-
 def scales_of_vectors() -> None:
     for operand in fused.quantize(gaussian((48, 400), generator(8)), FORMATS["1x128"], FORMATS["1x128"]):
         assert operand.scale_inv.stride() == (1, operand.data.shape[0])
@@ -276,64 +235,6 @@ def scales_of_vectors() -> None:
 @needs_triton
 def test_scales_of_vectors_are_laid_out_as_the_gemm_reads_them(interpreter):  # noqa: F811
     interpreter(scales_of_vectors)
-
-
-RECAST = [name for name, format in FORMATS.items() if format.tile in (fused.ROWWISE, fused.VECTOR)]
-
-
-def every_value(format: Float8Format, device: str = "cpu") -> None:
-    """Every code under scales from float32's smallest to NaN: subnormal values, 0, and those beyond float32's range."""
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(140, 2)
-    codes[:, :256] = codes[:, torch.randperm(256, generator=generator(5))]
-    codes[:, 300] = 0
-    codes[:, 301] = 0x7F
-    scale_inv = torch.rand(format.tile.scale_shape(codes.shape), generator=generator(6)) + 1.0
-    exponents = torch.linspace(-149, 126, len(scale_inv)).round()[:, None]
-    scale_inv = torch.ldexp(scale_inv.double(), exponents).float()
-    whole, upper, last = slice(0, 140), slice(0, 70), slice(137, 140)
-    for rows, poisoned in ((whole, True), (whole, False), (upper, False), (last, False)):
-        some = scale_inv[rows].clone()
-        if poisoned:
-            some[3] = float("nan")
-        rowwise = Operand(codes[rows].contiguous().view(format.dtype), some, format)
-        right = reference.derive_columnwise(rowwise, format)
-        on_device = rowwise._replace(data=rowwise.data.to(device), scale_inv=some.to(device))
-        found = fused.derive_columnwise(on_device, format)
-        assert_same_bits(found._replace(data=found.data.cpu(), scale_inv=found.scale_inv.cpu()), right)
-
-
-@needs_triton
-@pytest.mark.parametrize("name", RECAST)
-def test_every_code_under_many_scales(interpreter, name):  # noqa: F811
-    interpreter(every_value, FORMATS[name])
-
-
-def launches_of_derivations(name: str) -> list[str]:
-    """Kernels that are launched to derive a weight's columnwise usage; nothing is dequantized in memory."""
-    from unittest import mock
-
-    from f8sub.kernels.triton import launch
-
-    rowwise = reference.quantize(make("gaussian", SMALL, 6), FORMATS[name], None)[0]
-    assert rowwise is not None
-    found: list[str] = []
-    run = launch.Launch.run
-
-    def counted(self: launch.Launch) -> None:
-        found.append(self.kernel.fn.__name__)
-        run(self)
-
-    with mock.patch.object(launch.Launch, "run", counted), mock.patch.object(reference, "dequantize", None):
-        fused.derive_columnwise(rowwise, FORMATS[name])
-    return found
-
-
-@needs_triton
-@pytest.mark.parametrize("name", RECAST)
-def test_rows_and_vectors_are_recast_without_a_matrix_of_values(interpreter, name):  # noqa: F811
-    lines = ["amax_of_code_columns", "recast_by_lines"]
-    expected = lines if FORMATS[name].tile == fused.ROWWISE else ["recast_by_vectors"]
-    assert interpreter(launches_of_derivations, name) == expected
 
 
 def other_layouts() -> None:

@@ -12,7 +12,7 @@ from f8sub.kernels.normed import Amaxes
 from f8sub.kernels.norms import Norm, normalize
 from tests.data_sets import DATA_SETS, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-from tests.kernels.test_fused import same_bits
+from tests.kernels.quantized import same_bits
 from tests.kernels.test_producers import KINDS
 
 SHAPES = [(256, 256), (130, 144), (129, 130), (33, 300)]

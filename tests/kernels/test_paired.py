@@ -8,7 +8,7 @@ from f8sub.kernels.delayed import PastScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import gaussian, generator
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-from tests.kernels.test_fused import FORMATS
+from tests.kernels.quantized import FORMATS
 
 NAN, INF = float("nan"), float("inf")
 PAIRED = {

@@ -12,7 +12,7 @@ from f8sub.kernels.producers import Wanted
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-from tests.kernels.test_fused import same_bits
+from tests.kernels.quantized import same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POWER_OF_2 = ScaleRule.POWER_OF_2

@@ -1,0 +1,44 @@
+"""Formats that Triton's quantizers cast to, and whether what they made is the reference's to the bit."""
+
+import pytest
+import torch
+
+from f8sub import ALL, Float8Format, ScaleRule, Tile
+from f8sub.formats import Operand
+from tests.cuda.products import assert_same_bits
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+POWER_OF_2 = ScaleRule.POWER_OF_2
+FORMATS = {
+    "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
+    "tensorwise-e5m2": Float8Format(E5M2, Tile(ALL, ALL), POWER_OF_2),
+    "rowwise": Float8Format(E4M3, Tile(1, ALL), POWER_OF_2),
+    "rowwise-e5m2": Float8Format(E5M2, Tile(1, ALL)),
+    "1x128": Float8Format(E4M3, Tile(1, 128), POWER_OF_2),
+    "1x128-float": Float8Format(E4M3, Tile(1, 128)),
+    "128x128": Float8Format(E4M3, Tile(128, 128), POWER_OF_2),
+    "256x256-e5m2": Float8Format(E5M2, Tile(256, 256)),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+SMALL = (40, 72)
+
+
+on_each_format = pytest.mark.parametrize("name", FORMATS)
+on_each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, id=name, marks=() if name == "bf16" else pytest.mark.long)
+        for name, dtype in DTYPES.items()
+    ],
+)
+
+
+def same_bits(ours: Operand | None, right: Operand | None) -> None:
+    """Of any layout, the same; row-major where the reference is. Scales of 1x128 may be column-major."""
+    if ours is None or right is None:
+        assert ours is right
+        return
+    assert ours.data.is_contiguous() or not right.data.is_contiguous()
+    by_column = ours.format.tile == Tile(1, 128)
+    assert ours.scale_inv.is_contiguous() or (by_column and ours.scale_inv.t().is_contiguous())
+    assert_same_bits(*(operand._replace(data=operand.data.contiguous()) for operand in (ours, right)))

@@ -1,0 +1,87 @@
+"""Triton's kernels that make the columnwise usage of codes, interpreted on the CPU, equal the reference bitwise."""
+
+import pytest
+import torch
+
+from f8sub import Float8Format
+from f8sub.formats import Operand
+from f8sub.kernels import fused, reference
+from tests.cuda.products import assert_same_bits
+from tests.data_sets import generator, make
+from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
+from tests.kernels.quantized import FORMATS, SMALL, on_each_format, same_bits
+
+
+def derivations(name: str) -> None:
+    format = FORMATS[name]
+    for shape in [(128, 256), (130, 72), (2, 300), (33, 70), (544, 300)]:
+        rowwise = reference.quantize(make("gaussian", shape, 6), format, None)[0]
+        assert rowwise is not None
+        for any_layout in (False, True):
+            found = fused.derive_columnwise(rowwise, format, any_layout)
+            expected = reference.derive_columnwise(rowwise, format, any_layout)
+            same_bits(found, expected)
+
+
+@needs_triton
+@on_each_format
+def test_the_columnwise_usage_of_codes(interpreter, name):  # noqa: F811
+    interpreter(derivations, name)
+
+
+RECAST = [name for name, format in FORMATS.items() if format.tile in (fused.ROWWISE, fused.VECTOR)]
+
+
+def every_value(format: Float8Format, device: str = "cpu") -> None:
+    """Every code under scales from float32's smallest to NaN: subnormal values, 0, and those beyond float32's range."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(140, 2)
+    codes[:, :256] = codes[:, torch.randperm(256, generator=generator(5))]
+    codes[:, 300] = 0
+    codes[:, 301] = 0x7F
+    scale_inv = torch.rand(format.tile.scale_shape(codes.shape), generator=generator(6)) + 1.0
+    exponents = torch.linspace(-149, 126, len(scale_inv)).round()[:, None]
+    scale_inv = torch.ldexp(scale_inv.double(), exponents).float()
+    whole, upper, last = slice(0, 140), slice(0, 70), slice(137, 140)
+    for rows, poisoned in ((whole, True), (whole, False), (upper, False), (last, False)):
+        some = scale_inv[rows].clone()
+        if poisoned:
+            some[3] = float("nan")
+        rowwise = Operand(codes[rows].contiguous().view(format.dtype), some, format)
+        right = reference.derive_columnwise(rowwise, format)
+        on_device = rowwise._replace(data=rowwise.data.to(device), scale_inv=some.to(device))
+        found = fused.derive_columnwise(on_device, format)
+        assert_same_bits(found._replace(data=found.data.cpu(), scale_inv=found.scale_inv.cpu()), right)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", RECAST)
+def test_every_code_under_many_scales(interpreter, name):  # noqa: F811
+    interpreter(every_value, FORMATS[name])
+
+
+def launches_of_derivations(name: str) -> list[str]:
+    """Kernels that are launched to derive a weight's columnwise usage; nothing is dequantized in memory."""
+    from unittest import mock
+
+    from f8sub.kernels.triton import launch
+
+    rowwise = reference.quantize(make("gaussian", SMALL, 6), FORMATS[name], None)[0]
+    assert rowwise is not None
+    found: list[str] = []
+    run = launch.Launch.run
+
+    def counted(self: launch.Launch) -> None:
+        found.append(self.kernel.fn.__name__)
+        run(self)
+
+    with mock.patch.object(launch.Launch, "run", counted), mock.patch.object(reference, "dequantize", None):
+        fused.derive_columnwise(rowwise, FORMATS[name])
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("name", RECAST)
+def test_rows_and_vectors_are_recast_without_a_matrix_of_values(interpreter, name):  # noqa: F811
+    lines = ["amax_of_code_columns", "recast_by_lines"]
+    expected = lines if FORMATS[name].tile == fused.ROWWISE else ["recast_by_vectors"]
+    assert interpreter(launches_of_derivations, name) == expected

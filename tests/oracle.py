@@ -6,7 +6,7 @@ float32, and every matmul runs in float64. Nothing here rounds except where the 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class Spec:
     format: str
     tile: tuple[int | None, int | None]
     rule: str = "float"
-    margin: int = 0
+    margin: float = 0
 
     @property
     def square(self) -> bool:
@@ -83,13 +83,10 @@ RECIPES: dict[str, dict[str, Spec]] = {
     "delayed": {  # of a first step: scaled by the current amax
         "x": Spec("e4m3", (ALL, ALL)),
         "w": Spec("e4m3", (ALL, ALL)),
-        "dy": Spec("e5m2", (ALL, ALL)),
+        "dy": Spec("e5m2", (ALL, ALL), margin=4),
     },
 }
 """Formats of each tensor; the columnwise operand is the transposed matrix, quantized along its own rows."""
-
-MARGINS = {("delayed", "dy"): 4}
-"""Of a layer's tensors; ``f8sub.quantize`` casts with their amax as it is."""
 
 VARIANTS = {"blockwise-float": _blockwise("float"), "gridquant-32-e4m3": _grid(32, "e4m3")}
 """The same with options."""
@@ -281,14 +278,14 @@ def spec_of(recipe: str, operand: str) -> Spec:
 
 
 def operands(
-    recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = (), margin: int = 0
+    recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = ()
 ) -> tuple[Quantized | None, Quantized | None]:
     """(rowwise, columnwise) of a 2-D tensor that is already in its compute dtype; None where no GEMM reads it.
 
     ``high_precision`` names GEMMs that the recipe was asked to leave alone besides its own. A weight has no rowwise
     codes to derive columns from where fprop is one of them.
     """
-    spec = replace(spec_of(recipe, operand), margin=margin)
+    spec = spec_of(recipe, operand)
     untouched = HIGH_PRECISION.get(recipe, set()) | set(high_precision)
     matrix = to_numpy(tensor)
     rowwise = quantize(matrix, spec)
@@ -305,7 +302,7 @@ def values(
     recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
     """What a layer's readers of the rowwise and of the columnwise usage multiply."""
-    row, col = operands(recipe, operand, tensor, high_precision, MARGINS.get((recipe, operand), 0))
+    row, col = operands(recipe, operand, tensor, high_precision)
     matrix = to_numpy(tensor)
     return matrix if row is None else row.values, matrix.T.copy() if col is None else col.values
 

@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub import backends
+from f8sub import backends, linear
 from f8sub.kernels import delayed, host, reference
-from f8sub.scaling_state import OPERANDS, X
+from f8sub.scaling_state import OPERANDS
 from f8sub.tensor.master_weight import rowwise_of
+from tests import oracle
 from tests.data_sets import gaussian, generator
 from tests.delayed_layers import (
     FORMAT,
@@ -32,7 +32,7 @@ from tests.delayed_layers import (
     state_of,
     step,
 )
-from tests.delayed_simulation import FP8_MAX, Simulation, scale_of
+from tests.delayed_simulation import FP8_MAX, Simulation
 from tests.dist.models import Stack, seed_weights
 
 ALGORITHMS = {
@@ -98,17 +98,34 @@ def test_a_first_step_is_scaled_by_its_own_amaxes():
         assert found.count_nonzero() > 0
 
 
-def test_the_margin_holds_for_a_first_step_too():
-    x, _ = data(1)
-    with torch.no_grad():
-        wide, narrow = layer_of(margin=5)(x), layer_of()(x)
-    assert not torch.equal(wide, narrow)
-    scale = scale_of(x.abs().max().item(), 448.0, 5)
-    layer = layer_of(margin=5)
-    row, _, _ = backends.quantize_delayed(
-        x.detach(), state_of(layer).past(X), layer.plan.recipe.fprop.a, None
-    )
-    assert row.scale_inv.item() == np.float32(1) / scale
+@pytest.mark.parametrize(
+    ("margin", "dy_margin", "margin_of_dy"), [(0, None, 4), (0, 0, 0), (5, None, 5), (0.3, 4.3, 4.3)]
+)
+def test_a_first_step_multiplies_what_quantize_shows_margins_included(
+    margin, dy_margin, margin_of_dy, monkeypatch
+):
+    """Both usages of x, w and dy: the layer's, and the public function's, are the oracle's to the bit."""
+    layer, (x, dy), multiplied = layer_of(margin=margin, dy_margin=dy_margin), data(1), []
+
+    def seen(backend, a, b, *how):
+        multiplied.append((a, b))
+        return backends.gemm_nt(backend, a, b, *how)
+
+    monkeypatch.setattr(linear, "gemm_nt", seen)
+    run(layer, x, dy)
+    (x_row, w_row), (dy_row, w_col), (dy_col, x_col) = multiplied
+    cases = {
+        "x": (x.detach(), margin, (x_row, x_col)),
+        "w": (layer.weight.plain, margin, (w_row, w_col)),
+        "dy": (dy, margin_of_dy, (dy_row, dy_col)),
+    }
+    for name, (matrix, headroom, used) in cases.items():
+        spec = oracle.Spec(FORMAT[name], (oracle.ALL, oracle.ALL), margin=headroom)
+        shown = f8sub.quantize(matrix, layer.plan.recipe, name)
+        pairs = ((shown.rowwise, used[0], matrix), (shown.columnwise, used[1], matrix.t()))
+        for public, of_layer, as_stored in pairs:
+            right = oracle.quantize(oracle.to_numpy(as_stored), spec)
+            assert (right.differences(public), right.differences(of_layer)) == ([], []), name
 
 
 def test_a_step_uses_the_scales_of_the_steps_before_and_saturates():

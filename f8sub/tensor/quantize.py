@@ -4,11 +4,12 @@ import torch
 
 from f8sub import backends
 from f8sub.errors import Float8ConfigError, Float8ShapeError
-from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
+from f8sub.formats import HIGH_PRECISION, Float8Format
 from f8sub.kernels import fused
+from f8sub.kernels.delayed import PastScale
 from f8sub.recipe import OperandName, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.master_weight import MasterWeight
+from f8sub.tensor.master_weight import MasterWeight, quantize_rowwise
 
 
 def quantize(
@@ -18,7 +19,9 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Float8Tensor:
-    """Quantize a matrix with scales of its own current amax.
+    """Quantize a matrix with scales of its own current amax; of delayed scaling, as a layer does in its first step.
+
+    There is no past then: the scale is of the current amax, with the recipe's headroom, ``DelayedScaling.margin_of``.
 
     Args:
         x: (rows, cols), float32, bfloat16 or float16; parameters and master weights too. Not differentiated.
@@ -43,12 +46,17 @@ def quantize(
         )
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"quantize takes a matrix of {', '.join(map(str, HIGH_PRECISION))}, got {x.dtype}")
+    past: PastScale | None = None
     if isinstance(format_or_recipe, Float8Format):
         formats: tuple[Float8Format | None, Float8Format | None] = (format_or_recipe, format_or_recipe)
         derive = False
     else:
-        formats = get_recipe(format_or_recipe).formats(operand)
+        recipe = get_recipe(format_or_recipe)
+        formats = recipe.formats(operand)
         derive = operand == "w"
+        if recipe.delayed is not None:
+            margin = recipe.delayed.margin_of(operand)
+            past = PastScale(torch.zeros(1, 1, device=x.device), margin, covers=derive)
     row, col = formats[0] if rowwise else None, formats[1] if columnwise else None
     if row is None and col is None:
         raise Float8ConfigError(
@@ -62,15 +70,8 @@ def quantize(
     with torch.no_grad():
         plain = x.plain if isinstance(x, MasterWeight) else x.detach()
         if derive and col is not None and formats[0] is not None:
-            return _quantize_weight(plain, formats[0], col, keep_rowwise=rowwise)
-        return Float8Tensor(*backends.quantize(plain, row, col), x.dtype)
-
-
-def _quantize_weight(
-    plain: torch.Tensor, row: Float8Format, col: Float8Format, keep_rowwise: bool
-) -> Float8Tensor:
-    operand: Operand | None = backends.quantize(plain, row, None)[0]
-    if operand is None:
-        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
-    derived = fused.derive_columnwise(operand, col)
-    return Float8Tensor(operand if keep_rowwise else None, derived, plain.dtype)
+            cast = quantize_rowwise(plain, formats[0], past)
+            return Float8Tensor(cast if rowwise else None, fused.derive_columnwise(cast, col), x.dtype)
+        if past is None:
+            return Float8Tensor(*backends.quantize(plain, row, col), x.dtype)
+        return Float8Tensor(*backends.quantize_delayed(plain, past, row, col)[:2], x.dtype)

@@ -103,11 +103,10 @@ class Tile:
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Number of tiles along each dimension of a matrix of ``shape``."""
-        rows, cols = (
-            1 if edge == ALL else -(-size // edge)
-            for size, edge in zip(shape, (self.rows, self.cols), strict=True)
+        rows, cols = shape
+        return 1 if self.rows == ALL else -(-rows // self.rows), 1 if self.cols == ALL else -(
+            -cols // self.cols
         )
-        return rows, cols
 
     def check_cut(self, dim: int, whole: int, part: int, matrix: str) -> None:
         """That parts of a matrix, cut along one dimension, consist of whole tiles each, or lie within one.

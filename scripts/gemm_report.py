@@ -25,7 +25,7 @@ from f8sub import ALL, Float8Format, Operand, Tile
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.gemm_launch import Config
-    from f8sub.kernels.triton.launch import Launch
+    from f8sub.kernels.triton.launcher import Launch
 
 SHARED_MEMORY = 232448
 """Bytes that a program may have. Source: CUDA C++ Programming Guide, compute capability 9.0."""

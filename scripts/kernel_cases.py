@@ -13,7 +13,7 @@ from f8sub.kernels.block_scales import empty_scale_inv
 from f8sub.kernels.delayed import PastScale
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launch import Launch
+    from f8sub.kernels.triton.launcher import Launch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WHOLE, RAGGED = (8192, 4096), (8208, 4112)

@@ -25,7 +25,7 @@ from kernel_cases import WHOLE, Case, cases
 from tables import Table, parser, write_json
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launch import Launch
+    from f8sub.kernels.triton.launcher import Launch
 
 CAPABILITY, WARP = 90, 32
 SOURCES = ("x_ptr", "codes_ptr", "dh_ptr", "gate_ptr", "up_ptr")

@@ -14,7 +14,7 @@ from f8sub.kernels.delayed import PastScale
 from f8sub.scaling_state import past_of_weights
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launch import Launch
+    from f8sub.kernels.triton.launcher import Launch
 
 _SLOT = 4
 """A weight's part of the table begins at a multiple of 16 bytes: cuBLASLt reads no scale that lies elsewhere."""

@@ -1,6 +1,6 @@
 """Layer 5. Where one rank's shard lies in a weight, and the bytes it sends of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -120,17 +120,20 @@ class WireFormat:
     Attributes:
         format: of the codes: w's rowwise format.
         layout: of the shards.
+
+    Attributes that follow:
+        carries_scales: whether the scales follow the codes.
     """
 
     format: Float8Format
     layout: ShardLayout
+    carries_scales: bool = field(init=False, compare=False, repr=False)
 
-    @property
-    def carries_scales(self) -> bool:
-        """Whether the scales follow the codes."""
+    def __post_init__(self) -> None:
         tile = self.format.tile
         whole_tiles = all(dim == 0 or part % tile.cols == 0 for dim, part in self.layout.cuts)
-        return _lies_in_rows(tile) and self.layout.dim == 0 and whole_tiles
+        carries_scales = _lies_in_rows(tile) and self.layout.dim == 0 and whole_tiles
+        object.__setattr__(self, "carries_scales", carries_scales)
 
     @property
     def table_tile(self) -> Tile:

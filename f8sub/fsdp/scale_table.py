@@ -254,9 +254,11 @@ class ScaleTable:
             self.settle()
         if dtype is not None:
             self._round_to(dtype, [shard])
-        if self._world == 1 and self._stale(shard):
+        stale = self._stale(shard)
+        if stale and self._world == 1:
             self.reduce()
-        if not self._stale(shard):
+            stale = self._stale(shard)
+        if not stale:
             return shard.cast(source, self.generation), None
         ticket = self._place_of(shard.index, shard.gathers, dist.get_process_group_ranks(self._mesh_group))
         tell(ticket)

@@ -10,6 +10,8 @@ from f8sub.formats import ALL, Float8Format, Operand, Tile
 BLOCK = 128
 """Elements of K under one float32 scale. Source: cuBLASLt's VEC128_32F and BLK128x128_32F, CUDA 12.9, SM 9.0."""
 
+_VECTOR, _SQUARE = Tile(1, BLOCK), Tile(BLOCK, BLOCK)
+
 ALIGNMENT = 16
 """cuBLASLt takes matrices whose dimensions are multiples of 16, or of 16 bytes. Source: ScaledBlas.cpp."""
 
@@ -39,7 +41,7 @@ def is_laid_out(operand: Operand) -> bool:
 
 
 def _is_column_major(format: Float8Format) -> bool:
-    return format.is_plain and format.tile == Tile(1, BLOCK)
+    return format.is_plain and format.tile == _VECTOR
 
 
 def whole_blocks(edge: int, size: int) -> bool:
@@ -94,7 +96,7 @@ def squares(operand: Operand) -> torch.Tensor:
     Returns:
         float32, (blocks of K filled up to a multiple of 4, blocks of rows), column-major.
     """
-    if operand.format.tile == Tile(BLOCK, BLOCK) and is_laid_out(operand) and _fills_rows(operand.scale_inv):
+    if operand.format.tile == _SQUARE and is_laid_out(operand) and _fills_rows(operand.scale_inv):
         return operand.scale_inv.t()
     scales = spread(operand, BLOCK, BLOCK)
     rows, blocks = scales.shape

@@ -14,7 +14,7 @@ from f8sub.kernels import fused
 from f8sub.kernels.delayed import PastScale
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launch import Launch
+    from f8sub.kernels.triton.launcher import Launch
 
 
 class Matrix(NamedTuple):

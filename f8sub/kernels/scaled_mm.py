@@ -158,7 +158,8 @@ def _is_small_block(format: Float8Format) -> bool:
 
 
 def _aligned(codes: torch.Tensor) -> torch.Tensor:
-    missing_rows, missing_cols = (-size % ALIGNMENT for size in codes.shape)
+    rows, cols = codes.shape
+    missing_rows, missing_cols = -rows % ALIGNMENT, -cols % ALIGNMENT
     if not missing_rows and not missing_cols:
         return codes
     padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -14,7 +13,8 @@ from f8sub.formats import ALL, Operand
 from f8sub.kernels import block_scales
 from f8sub.kernels.block_scales import ALIGNMENT, BLOCK
 from f8sub.kernels.triton import gemm, hopper
-from f8sub.kernels.triton.launch import Launch
+from f8sub.kernels.triton.launch import cdiv
+from f8sub.kernels.triton.launcher import Launch
 
 SUM_BLOCK = 1024
 """What one program of ``add_parts`` sums."""
@@ -87,14 +87,14 @@ def multiplication(
         "out_ptr": made,
         "M": rows,
         "N": cols,
-        "BLOCKS": triton.cdiv(a.data.shape[1], BLOCK),
+        "BLOCKS": cdiv(a.data.shape[1], BLOCK),
         **a_scaling,
         **b_scaling,
         "ROWS": config.rows,
         "COLS": config.cols,
         "GROUP": config.group,
     }
-    tiles: int = triton.cdiv(rows, config.rows) * triton.cdiv(cols, config.cols)
+    tiles = cdiv(rows, config.rows) * cdiv(cols, config.cols)
     if config.persistent:
         arguments |= {"STAGES": config.stages, **REGISTERS}
         return [Launch(hopper.multiply_persistently, min(tiles, programs), arguments, {"num_warps": 4})], out
@@ -103,7 +103,7 @@ def multiplication(
     if config.parts > 1:
         sizes = {"SIZE": out.numel(), "PARTS": config.parts, "BLOCK": SUM_BLOCK}
         sums = {"parts_ptr": made, "out_ptr": out, **sizes}
-        launches.append(Launch(gemm.add_parts, triton.cdiv(out.numel(), SUM_BLOCK), sums, {"num_warps": 4}))
+        launches.append(Launch(gemm.add_parts, cdiv(out.numel(), SUM_BLOCK), sums, {"num_warps": 4}))
     return launches, out
 
 

@@ -1,12 +1,8 @@
-"""Layer 1. Which kernels run over a matrix, with which arguments, and the operands they fill.
-
-What is launched is data, so that the same launches can be run, interpreted, and compiled where there is no GPU.
-"""
+"""Layer 1. Which kernels run over a matrix, with which arguments, and the operands they fill."""
 
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from f8sub.formats import ALL, Float8Format, Operand
@@ -14,6 +10,7 @@ from f8sub.kernels.block_scales import empty_scale_inv
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.triton import blocks, casts, paired
+from f8sub.kernels.triton.launcher import Launch
 
 REGISTERS = 128
 """Of a thread, the most with which an SM holds two programs of 8 warps."""
@@ -53,26 +50,6 @@ PART_ROWS = 64
 
 INPUTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-
-
-class Launch(NamedTuple):
-    """One kernel over one matrix.
-
-    Attributes:
-        kernel: the kernel.
-        programs: how many.
-        arguments: by name; tensors, numbers, and None for an operand that is left out.
-        options: what Triton is to compile it with.
-    """
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    options: dict[str, int] = {"num_warps": 8}
-
-    def run(self) -> None:
-        """Launch it on the current device, which is to be that of the tensors."""
-        self.kernel[(self.programs,)](**self.arguments, **self.options)
 
 
 class Plan(NamedTuple):
@@ -229,10 +206,14 @@ def empty(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Op
     return Operand(data, empty_scale_inv(like, format, rows, depth), format)
 
 
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division. Not ``triton.cdiv``, whose wrapper keeps the host longer than an allocation does."""
+    return -(-a // b)
+
+
 def programs_of(x: torch.Tensor, rows: int, cols: int) -> int:
     """How many tiles of (rows, cols) there are."""
-    tiles: int = triton.cdiv(x.shape[0], rows) * triton.cdiv(x.shape[1], cols)
-    return tiles
+    return cdiv(x.shape[0], rows) * cdiv(x.shape[1], cols)
 
 
 def tiles_of(x: torch.Tensor, rows: int, cols: int) -> dict[str, Any]:
@@ -286,7 +267,7 @@ def _amax_of_matrix(x: torch.Tensor, amax: torch.Tensor, past: torch.Tensor | No
         "BLOCK": ELEMENTS,
         "WHOLE": x.numel() % ELEMENTS == 0,
     }
-    return Launch(casts.amax_of_matrix, triton.cdiv(x.numel(), ELEMENTS), arguments)
+    return Launch(casts.amax_of_matrix, cdiv(x.numel(), ELEMENTS), arguments)
 
 
 def _cast_with_one(

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.delayed import PastScale
@@ -16,13 +15,14 @@ from f8sub.kernels.triton.launch import (
     REGISTERS,
     VECTOR_PART,
     VECTOR_WARPS,
-    Launch,
+    cdiv,
     empty,
     operands,
     programs_of,
     rule,
     tiles_of,
 )
+from f8sub.kernels.triton.launcher import Launch
 
 MEASURED = (16, 256)
 """What one program of ``measure_normed`` reads at a time: its rows, and columns of them."""
@@ -73,7 +73,7 @@ def measurement(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxe
         "EPS": norm.eps,
         "COUNT": float(cols),
     }
-    return Launch(rms_norm.measure_normed, triton.cdiv(rows, MEASURED[0]), arguments), found
+    return Launch(rms_norm.measure_normed, cdiv(rows, MEASURED[0]), arguments), found
 
 
 def cast(

@@ -5,7 +5,8 @@ import torch
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.fused import EDGE, VECTOR
 from f8sub.kernels.triton import launch, recasts
-from f8sub.kernels.triton.launch import Launch, Plan
+from f8sub.kernels.triton.launch import Plan
+from f8sub.kernels.triton.launcher import Launch
 
 CODE_LINES = {"ROWS": 16, "COLS": 256, "STEPS": 32, "STAGES": 4}
 """Of ``amax_of_code_columns``: codes are half as large as bf16, so that as many bytes are on their way."""

@@ -3,13 +3,13 @@
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.triton import dswiglu, dswiglu_blocks, swiglu
-from f8sub.kernels.triton.launch import REGISTERS, Launch, empty, operands, programs_of, rule, tiles_of
+from f8sub.kernels.triton.launch import REGISTERS, cdiv, empty, operands, programs_of, rule, tiles_of
+from f8sub.kernels.triton.launcher import Launch
 
 ELEMENTS, GRADIENTS = 8192, 4096
 """What one program of the kernels without tiles makes, forward and backward."""
@@ -134,7 +134,7 @@ def _forward_with_one(
         "scale_ptr": scale,
         "HEADROOM": 1.0 if past is None else 2.0**past.margin,
     }
-    count = triton.cdiv(size, ELEMENTS)
+    count = cdiv(size, ELEMENTS)
     launches = [Launch(swiglu.cast_swiglu_with_one, count, cast)]
     if past is None or not past.is_known:
         launches.insert(
@@ -231,7 +231,7 @@ def _backward_with_one(
     }
     launches = [Launch(dswiglu.cast_dswiglu_with_one, programs_of(gate, *WITH_ONE), cast, options)]
     if pasts is None or not all(past.is_known for past in pasts):
-        launches.insert(0, Launch(dswiglu.amax_of_dswiglu, triton.cdiv(size, GRADIENTS), find))
+        launches.insert(0, Launch(dswiglu.amax_of_dswiglu, cdiv(size, GRADIENTS), find))
     return launches
 
 

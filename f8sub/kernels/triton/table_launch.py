@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 
 from f8sub.formats import Float8Format
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE
 from f8sub.kernels.many import Matrix
 from f8sub.kernels.triton import tables
-from f8sub.kernels.triton.launch import INPUTS, Launch
+from f8sub.kernels.triton.launch import INPUTS, cdiv
+from f8sub.kernels.triton.launcher import Launch
 
 BLOCK = 4096
 """Elements that a program has in registers: 32 of each of its threads."""
@@ -62,7 +62,7 @@ def scales(
         "HEADROOM": 1.0 if past is None else 2.0**past.margin,
         "BLOCK": SCALES,
     }
-    return Launch(tables.scales_of_many, triton.cdiv(amax.numel(), SCALES), arguments, {"num_warps": 4})
+    return Launch(tables.scales_of_many, cdiv(amax.numel(), SCALES), arguments, {"num_warps": 4})
 
 
 def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> Launch:
@@ -95,10 +95,10 @@ def _fields(matrix: Matrix) -> tuple[list[int], int]:
         if tile.is_whole and data.is_contiguous():
             rows, cols = 1, data.numel()
         entry_stride = 0 if tile.is_whole else entry_stride
-        return [*where, rows, cols, stride, 0, 0, 0, 0, entry, entry_stride], rows * triton.cdiv(cols, SPAN)
+        return [*where, rows, cols, stride, 0, 0, 0, 0, entry, entry_stride], rows * cdiv(cols, SPAN)
     before = [start % edge for start, edge in zip(offset, (tile.rows, tile.cols), strict=True)]
-    parts = triton.cdiv(before[0] + rows, EDGE)
-    parts *= triton.cdiv(before[1] + cols, tile.cols) * (tile.cols // EDGE)
+    parts = cdiv(before[0] + rows, EDGE)
+    parts *= cdiv(before[1] + cols, tile.cols) * (tile.cols // EDGE)
     fields = [*where, rows, cols, stride, tile.rows, tile.cols, *before, entry, entry_stride]
     return fields, parts
 

@@ -1,0 +1,62 @@
+"""Layer 1. A kernel over a matrix as data, and its launch.
+
+Triton binds, types and hashes every argument at every launch, which keeps the host three times as long as all the rest
+of it. So what it compiled for arguments of some kind is kept here and launched by itself.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.compiler import CompiledKernel
+
+ALIGNMENT = 16
+"""Bytes. Triton compiles anew for pointers that are no multiple of it. Source: its ``native_specialize_impl``."""
+
+MOST = 4096
+"""Of what is kept; then all of it is forgotten, and Triton's own cache asked again."""
+
+_compiled: dict[Any, CompiledKernel] = {}
+
+
+class Launch(NamedTuple):
+    """One kernel over one matrix.
+
+    What is launched is data, so that the same launches can be run, interpreted, and compiled where there is no GPU.
+
+    Attributes:
+        kernel: the kernel.
+        programs: how many.
+        arguments: by name; tensors, descriptors, numbers, and None for an operand that is left out. All that the kernel
+            has, each of one type always.
+        options: what Triton is to compile it with.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    options: dict[str, int] = {"num_warps": 8}
+
+    def run(self) -> None:
+        """Launch it on the current device, which is to be that of the tensors."""
+        values = [self.arguments[name] for name in self.kernel.arg_names]
+        # All that Triton may compile another kernel for; numbers by value, of which it asks less. The function stands
+        # for the kernel, whose hash is that of its source.
+        key = self.kernel.fn, *self.options.values(), *map(_kind, values)
+        known = _compiled.get(key)
+        if known is not None:
+            known[self.programs, 1, 1](*values)
+            return
+        compiled = self.kernel[(self.programs,)](*values, **self.options)
+        # The interpreter compiles nothing.
+        if isinstance(compiled, CompiledKernel):
+            if len(_compiled) >= MOST:
+                _compiled.clear()
+            _compiled[key] = compiled
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % ALIGNMENT == 0, value.get_device()
+    if value is not None and not isinstance(value, (int, float)) and hasattr(value, "block_shape"):
+        return type(value), value.base.dtype, value.base.get_device(), *value.block_shape
+    return value

@@ -1,0 +1,168 @@
+"""Launches of what was compiled before: CUDA is handed what Triton's own launch hands it."""
+
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.interpreted import needs_triton
+
+pytestmark = needs_triton
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+Seen = list[tuple[str, tuple[Any, ...]]]
+CASES = (
+    "tensorwise bf16 both",
+    "tensorwise known bf16 both",
+    "rowwise bf16 both, ragged",
+    "1x128 bf16 both",
+    "128x128 bf16 row",
+    "rowwise part bf16 row",
+    "RMSNorm 1x128 bf16 both",
+    "dSwiGLU tensorwise bf16 row",
+    "amaxes of many fp32 row",
+    "transpose fp8 column",
+)
+
+
+@pytest.fixture(scope="module")
+def process():
+    """One of its own: Triton has one driver a process."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+_seen: Seen = []
+
+
+def _start() -> None:
+    sys.path.append(str(SCRIPTS))
+    import no_gpu
+
+    no_gpu.install(lambda kernel, arguments: _seen.append((kernel, arguments)))
+
+
+def _taken() -> Seen:
+    found = _seen.copy()
+    _seen.clear()
+    return found
+
+
+def compiled_by_triton() -> list[int]:
+    """Counts the launches that come to Triton's own ``run``; from now on."""
+    from triton.runtime.jit import JITFunction
+
+    count, run = [0], JITFunction.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return run(self, *args, **kwargs)
+
+    JITFunction.run = counted
+    return count
+
+
+def same(found: Any, expected: Any) -> bool:
+    """One tensor, equal numbers; what profilers are told is made anew for each launch."""
+    if isinstance(expected, torch.Tensor):
+        return found is expected
+    if type(expected).__name__ == "LazyDict":
+        return found.data == expected.data
+    return bool(found == expected)
+
+
+def launched_twice(words: str) -> None:
+    import kernel_cases
+
+    case = next(case for case in kernel_cases.cases(kernel_cases.WHOLE) if case.words == words)
+    by_triton = compiled_by_triton()
+    for launch in case.launches():
+        for _ in range(2):
+            launch.run()
+        assert by_triton == [1]
+        by_triton[0] = 0
+        (kernel, arguments), (again, others) = _taken()
+        assert kernel == again
+        assert len(arguments) == len(others)
+        assert all(map(same, others, arguments))
+        assert len(arguments) > len(launch.arguments)
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_the_second_launch_is_the_first_without_triton(process, words):
+    process(launched_twice, words)
+
+
+def other_arguments() -> None:
+    from f8sub.formats import ALL, Float8Format, Tile
+    from f8sub.kernels.triton import launch
+
+    format = Float8Format(torch.float8_e4m3fn, Tile(128, 128))
+    aligned, odd = (torch.zeros(256 * 256 + 1, dtype=torch.float16)[i:] for i in (0, 1))
+    matrices = [
+        aligned[: 256 * 256].view(256, 256),
+        odd[: 256 * 256].view(256, 256),
+        aligned[: 250 * 256].view(250, 256),
+        aligned[: 256 * 256].view(256, 256).bfloat16(),
+    ]
+    kernels = []
+    for x in matrices:
+        for _ in range(2):
+            (each,) = launch.quantization(x, format, None).launches
+            each.run()
+        (first, _), (second, _) = _taken()
+        assert first == second
+        kernels.append(first)
+    assert len(set(kernels)) == len(matrices)
+    # One that differs in numbers alone is compiled once by Triton, and launched with its own numbers.
+    taller = torch.zeros(512, 256, dtype=torch.float16)
+    (each,) = launch.quantization(taller, format, None).launches
+    for _ in range(2):
+        each.run()
+    assert [kernel for kernel, _ in _seen] == [kernels[0]] * 2
+    for _, arguments in _taken():
+        assert arguments[0] == each.programs
+        assert 512 in [argument for argument in arguments if type(argument) is int]
+    whole = Float8Format(torch.float8_e5m2, Tile(ALL, ALL))
+    for each in launch.quantization(taller, whole, whole).launches:
+        each.run()
+    assert not {kernel for kernel, _ in _taken()} & set(kernels)
+
+
+def test_other_dtypes_alignments_shapes_and_formats_are_other_kernels(process):
+    process(other_arguments)
+
+
+def bounded() -> None:
+    from f8sub.formats import Float8Format, Tile
+    from f8sub.kernels.triton import launch, launcher
+
+    launcher._compiled.clear()
+    launcher.MOST = 3
+    format = Float8Format(torch.float8_e4m3fn, Tile(128, 128))
+    for rows in (128, 256, 384, 512, 128):
+        (each,) = launch.quantization(torch.zeros(rows, 128), format, None).launches
+        each.run()
+        assert len(launcher._compiled) <= launcher.MOST
+    assert [arguments[0] for _, arguments in _taken()] == [1, 2, 3, 4, 1]
+
+
+def test_what_is_kept_does_not_grow_without_end(process):
+    process(bounded)
+
+
+def test_the_script_times_every_operator():
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPTS / "bench_launches.py"), "--rounds", "2", "--calls", "3"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(SCRIPTS.parent), "PATH": "/usr/bin:/bin"},
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    for name in ("tensorwise", "rowwise", "blockwise", "gridquant"):
+        assert f"{name}: quantize x, both usages" in finished.stdout
+    assert "multiply, blockwise" in finished.stdout

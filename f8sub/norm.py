@@ -14,7 +14,7 @@ from f8sub.kernels import normed, producer_ops
 from f8sub.kernels.normed import Amaxes, Measured
 from f8sub.kernels.norms import Norm, normalize_backward, rstd_of
 from f8sub.kernels.producers import HALF
-from f8sub.tensor.normed_tensor import NormedTensor
+from f8sub.tensor.normed_tensor import Made, NormedTensor
 from f8sub.torch_compat import apply
 
 
@@ -90,10 +90,10 @@ class _Normalize(torch.autograd.Function):
         measured = _measured(x, weight, how)
         ctx.save_for_backward(x, weight, measured.rstd)
         ctx.norm = how.norm
-        made = NormedTensor(x.detach(), weight.detach(), measured, how.norm)
+        result = NormedTensor(x.detach(), weight.detach(), measured, how.norm)
         if not torch.compiler.is_compiling():
-            made.made = [x._version]
-        return made
+            result.made = Made(x._version)
+        return result
 
     @staticmethod
     def backward(ctx: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

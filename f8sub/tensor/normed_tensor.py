@@ -5,6 +5,7 @@ else is done to it is done to the normalized matrix in high precision, which is 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,19 @@ _SAME_ROWS = (aten.detach.default, aten.alias.default, aten.view.default, aten._
 _PARTS = ("source", "weight", *Measured._fields)
 
 
+@dataclass(slots=True)
+class Made:
+    """What the aliases of one norm's result share in eager code.
+
+    Attributes:
+        version: of the source, which it is a value of.
+        matrix: in high precision, of the source's shape, once somebody read that; else None.
+    """
+
+    version: int
+    matrix: torch.Tensor | None = None
+
+
 class NormedTensor(torch.Tensor):
     """A normalized matrix, (..., N), not yet made.
 
@@ -34,8 +48,7 @@ class NormedTensor(torch.Tensor):
         rstd: float32, (rows, 1); the amaxes are those of ``Measured``.
         eps: the norm's.
         rounds: likewise.
-        made: in eager code, the version of the source that it is a value of and, once it was made, the matrix in high
-            precision; shared by its aliases. None while ``torch.compile`` traces, which merges what is made twice.
+        made: None while ``torch.compile`` traces, which merges what is made twice.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -48,7 +61,7 @@ class NormedTensor(torch.Tensor):
     col_amax: torch.Tensor | None
     eps: float
     rounds: bool
-    made: "list[Any] | None" = None
+    made: Made | None = None
 
     @staticmethod
     def __new__(
@@ -118,13 +131,10 @@ def high_precision(x: NormedTensor) -> torch.Tensor:
     if made is None:
         rstd = x.rstd.view(*x.source.shape[:-1], 1)
         return normalize(x.source, x.weight, Norm(x.eps, x.rounds), rstd).view(x.shape)
-    version, *values = made
-    if not values:
-        _check_source(x, version)
-        values = [by_torch(x.source, x.weight, Norm(x.eps, x.rounds))]
-        made += values
-    value: torch.Tensor = values[0].view(x.shape)
-    return value
+    if made.matrix is None:
+        _check_source(x, made)
+        made.matrix = by_torch(x.source, x.weight, Norm(x.eps, x.rounds))
+    return made.matrix.view(x.shape)
 
 
 def plain(matrix: torch.Tensor) -> torch.Tensor:
@@ -182,7 +192,7 @@ def _takes(x: NormedTensor, rows: torch.Tensor, any_layout: bool) -> bool:
     if any_layout or not normed.takes(rows, x.weight):
         return False
     if x.made is not None:
-        _check_source(x, x.made[0])
+        _check_source(x, x.made)
     return True
 
 
@@ -201,8 +211,8 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _check_source(x: NormedTensor, version: int) -> None:
-    if x.source._version != version:
+def _check_source(x: NormedTensor, made: Made) -> None:
+    if x.source._version != made.version:
         raise RuntimeError(
             "the input of a fused norm was written to before its result was read; write to a clone of it, or leave the "
             "norm out of f8sub.fuse_producers"

@@ -24,16 +24,16 @@ on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPE
 @pytest.fixture
 def runs(monkeypatch) -> list[str]:
     """Names of the kernels that were launched."""
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import launcher
 
     found: list[str] = []
-    run = launch.Launch.run
+    run = launcher.Launch.run
 
-    def counted(self: launch.Launch) -> None:
+    def counted(self: launcher.Launch) -> None:
         found.append(self.kernel.fn.__name__)
         run(self)
 
-    monkeypatch.setattr(launch.Launch, "run", counted)
+    monkeypatch.setattr(launcher.Launch, "run", counted)
     return found
 
 

@@ -66,17 +66,17 @@ def steps(recipe: str, columns: bool, late: bool, device: str) -> list[tuple[str
 
 def differences(recipe: str, columns: bool, late: bool, device: str) -> tuple[list[str], list[str], int]:
     """Tensors that differ from what torch's operators make, kernels launched, and how often launches were planned."""
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import launcher
 
     launched: list[str] = []
-    run = launch.Launch.run
+    run = launcher.Launch.run
 
-    def counted(self: launch.Launch) -> None:
+    def counted(self: launcher.Launch) -> None:
         launched.append(self.kernel.fn.__name__)
         run(self)
 
     planned = mock.Mock(wraps=many.amaxes)
-    with mock.patch.object(launch.Launch, "run", counted), mock.patch.object(many, "amaxes", planned):
+    with mock.patch.object(launcher.Launch, "run", counted), mock.patch.object(many, "amaxes", planned):
         found = steps(recipe, columns, late, device)
     with mock.patch.object(fused, "takes", lambda x: False):
         expected = steps(recipe, columns, late, device)

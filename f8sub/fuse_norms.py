@@ -132,10 +132,9 @@ def _takes_codes(layer: Float8Linear, width: int) -> bool:
 
 
 def _measuring(norm: Norm, layers: list[Float8Linear]) -> Measuring:
-    recipes = [layer.plan.recipe for layer in layers]
-    needed = [Amaxes.of(format) for recipe in recipes if (format := recipe.formats("x")[0]) is not None]
-    amaxes = Amaxes(any(each.whole for each in needed), any(each.lines for each in needed))
-    return Measuring(norm, amaxes, all(recipe.delayed is not None for recipe in recipes))
+    formats = [layer.plan.recipe.formats("x")[0] for layer in layers if layer.plan.recipe.delayed is None]
+    needed = [Amaxes.of(format) for format in formats if format is not None]
+    return Measuring(norm, Amaxes(any(each.whole for each in needed), any(each.lines for each in needed)))
 
 
 def _eps(graph: fx.Graph) -> float | None:

@@ -23,13 +23,11 @@ class Measuring(NamedTuple):
 
     Attributes:
         norm: which RMSNorm it is.
-        amaxes: those that its readers' scales are made of.
-        is_delayed: whether all readers' scales are of the past: then Inductor normalizes in the kernel that casts.
+        amaxes: those that its readers' scales are made of in every step; delayed scaling's are of the past.
     """
 
     norm: Norm
     amaxes: Amaxes
-    is_delayed: bool
 
 
 class FusedNorm(torch.nn.Module):
@@ -107,6 +105,7 @@ def _measured(x: torch.Tensor, weight: torch.Tensor, how: Measuring) -> Measured
     if not torch.compiler.is_compiling():
         by_kernel = normed.takes(rows, weight)
         return normed.measure(rows, weight, how.norm, how.amaxes if by_kernel else Amaxes(False, False))
-    if how.is_delayed:
+    if not any(how.amaxes):
+        # By Inductor, in the kernel that makes x.
         return Measured(rstd_of(rows, how.norm.eps))
     return producer_ops.measure_normed(rows, weight, how.norm, how.amaxes)

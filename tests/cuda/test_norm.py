@@ -17,7 +17,7 @@ from tests.cuda.test_fused import runs  # noqa: F401
 from tests.kernels.interpreted import needs_triton
 from tests.kernels.test_normed import EPS, KINDS, USAGES, check_rstd, inputs
 from tests.test_feed_forward import results
-from tests.test_norm import NORMS, RECIPES, WIDTH, Block
+from tests.test_norm import NORMS, RECIPES, WIDTH, Block, roll_histories
 
 SHAPES = [
     (48, 160),
@@ -125,7 +125,7 @@ def test_fused_modules(recipe, kind, runs, monkeypatch):  # noqa: F811
         assert not made
         assert_near(found, results(both[1], x, dy))
         for model in both:
-            f8sub.precompute_scales(model)
+            roll_histories(model)
 
 
 ALLOWED = 0.001**0.5 / 8 + torch.finfo(torch.bfloat16).eps

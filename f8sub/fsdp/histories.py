@@ -14,7 +14,7 @@ from f8sub.host_copy import HostCopy
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.scaling_state import OPERANDS, ScalingState, Staged, W, roll
 from f8sub.tensor.master_weight import MasterWeight
-from f8sub.torch_compat import broadcast_no_more, takes_uneven_inputs
+from f8sub.torch_compat import broadcast_no_more, is_capturing, takes_uneven_inputs
 
 
 class Histories:
@@ -132,9 +132,18 @@ class LocalHistories:
             layers: each with a state of its own.
             sharded: layers whose weight this rank does not see whole; those stay without a scale of its past.
             since: the optimizer step that was the last when the histories rolled before.
+
+        Raises:
+            Float8ConfigError: a CUDA graph is captured: replays would not know which weights an optimizer stepped.
         """
         if not layers:
             return
+        if is_capturing(layers[0][1].scale):
+            raise Float8ConfigError(
+                f"{layers[0][0].fqn}: an optimizer steps its weight while a CUDA graph is captured, and the amax "
+                "histories of delayed scaling roll outside of graphs; capture forward and backward alone, or take a "
+                "recipe with current scaling"
+            )
         if self._copy is not None:
             self._read()
         of_layer, states = [layer for layer, _ in layers], [state for _, state in layers]

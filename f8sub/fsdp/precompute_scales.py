@@ -10,10 +10,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from f8sub.errors import Float8ConfigError
 from f8sub.fsdp.conversion import ShardedConversion
+from f8sub.fsdp.scale_table import ScaleTable
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.tensor.master_weight import MasterWeight
-from f8sub.torch_compat import untraced
+from f8sub.torch_compat import is_capturing, untraced
 
 
 def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, late: bool = False) -> None:
@@ -34,7 +35,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, lat
             step for the device. Every rank gives the same value; not for delayed scaling and nvfp4.
 
     Raises:
-        Float8ConfigError: ``late`` for weights that cannot have it.
+        Float8ConfigError: ``late`` for weights that cannot have it; or a CUDA graph of sharded weights is captured.
         Float8NumericsError: NaN or infinity was found in a weight by the previous call; names the layers. With
             delayed scaling in an x or a dy too, at the latest one call later.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
@@ -42,11 +43,21 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, lat
     for layers in _conversions([model] if isinstance(model, torch.nn.Module) else model):
         conversion = ShardedConversion.of(layers)
         conversion.refresh(asked=True)
+        for table in conversion.tables.values():
+            _check_not_captured(table)
         if ConvertedLayers.histories_made:
             conversion.roll()
             conversion.raise_local()
         for table in conversion.tables.values():
             table.request(late)
+
+
+def _check_not_captured(table: ScaleTable) -> None:
+    if is_capturing(table.shards[0].amax):
+        raise Float8ConfigError(
+            f"{table.shards[0].fqn}: precompute_scales(model) is called while a CUDA graph of its sharded weight is "
+            "captured; capture forward and backward alone, and call it after each optimizer step, before the replay"
+        )
 
 
 def register_precompute_hook(

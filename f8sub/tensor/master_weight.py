@@ -47,10 +47,11 @@ class Cell:
         cast: the codes cast last and what they were cast from, see ``rowwise_of``.
         layers: the layers converted together with the weight's own; None for a weight of no layer.
         fqn: name of its own layer, or of one of them.
+        replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
         taken: whether an optimizer holds the weight as the master of a primary weight.
     """
 
-    __slots__ = ("_copied", "cast", "epoch", "fqn", "layers", "storage", "taken")
+    __slots__ = ("_copied", "cast", "epoch", "fqn", "layers", "replayed", "storage", "taken")
 
     def __init__(self, storage: StorageWeakRef | None) -> None:
         self.epoch = 0
@@ -58,7 +59,7 @@ class Cell:
         self.cast: tuple[tuple[tuple[int, int], Float8Format, torch.dtype, int], Operand] | None = None
         self.layers: Any = None
         self.fqn = ""
-        self.taken = False
+        self.replayed = self.taken = False
         self._copied: tuple[Cell, int, int, torch.Size] | None = None
 
     def belongs_to(self, layers: Any, fqn: str) -> None:
@@ -147,8 +148,10 @@ class MasterWeight(torch.Tensor):
         return storage is not None and bool(self.untyped_storage()._cdata == storage.cdata)
 
     def mark_stale(self) -> None:
-        """Say that the weight changed where no operator of its own showed it (compiled optimizers)."""
+        """Say that the weight changes now; of itself, where no operator of its own shows it (compiled optimizers)."""
         self.cell.epoch += 1
+        if is_capturing(self):
+            self.cell.replayed = True
 
     @property
     def _inner(self) -> torch.Tensor:
@@ -207,11 +210,11 @@ class MasterWeight(torch.Tensor):
         for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, MasterWeight):
-                value.cell.epoch += 1
+                value.mark_stale()
             elif isinstance(value, (list, tuple)):
                 for tensor in pytree.tree_leaves(value):
                     if isinstance(tensor, MasterWeight):
-                        tensor.cell.epoch += 1
+                        tensor.mark_stale()
         first = args[0] if args else None
         if len(types) == 1 and isinstance(first, MasterWeight):
             plainly = first._traced is None
@@ -319,8 +322,9 @@ def rowwise_of(
     if torch.compiler.is_compiling():
         return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, past)
     cell, key = weight.cell, (weight.state, format, dtype, generation)
-    # A CUDA graph that recorded no cast would read these codes after every later step.
-    owned = weight.owns_storage and not is_capturing(weight)
+    # A CUDA graph that recorded no cast would read these codes after every later step; and so would eager code
+    # beside a graph that recorded the step.
+    owned = weight.owns_storage and not (cell.replayed or is_capturing(weight))
     if owned and cell.cast is not None and cell.cast[0] == key:
         return cell.cast[1]
     if torch.is_inference_mode_enabled():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import f8sub
+from f8sub.fsdp import precompute_scales as precompute
 from f8sub.fsdp import scale_table
 from f8sub.fsdp import shard as shards
 from f8sub.fsdp.conversion import ShardedConversion
@@ -103,7 +104,7 @@ class Recorder:
             cast_into(*args)
 
         with pytest.MonkeyPatch.context() as monkeypatch:
-            for module in (scale_table, shards):
+            for module in (scale_table, shards, precompute):
                 monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
             monkeypatch.setattr(shards.Shard, "_cast_into", recorded)
             yield
@@ -148,6 +149,8 @@ def captured(rank: int, world: int, recipe: str) -> tuple[str, int, bool, bool]:
     optimizer.step()
     f8sub.precompute_scales(model)
     of_layers = [ShardedConversion.of(layer.converted).shard_of(layer)[0] for layer in model.layers]
+    with graph.capture(), pytest.raises(f8sub.Float8ConfigError, match="call it after each optimizer step"):
+        f8sub.precompute_scales(model)
     graph.replay()
     replayed = [of_layer._wire.clone() for of_layer in of_layers]
     now = gathered_inputs(model)

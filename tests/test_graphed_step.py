@@ -1,0 +1,105 @@
+"""A whole training step as one CUDA graph, of weights that are not sharded: it trains as launched steps do."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import f8sub
+from f8sub.fsdp import histories
+from f8sub.tensor import master_weight
+from tests.data_sets import gaussian, generator
+from tests.dist.models import Transformer, transformer
+from tests.op_recorder import OpRecorder
+
+RECIPES = ("rowwise", "blockwise", "gridquant", "mxfp8", "nvfp4")
+"""Without delayed scaling; tensorwise reads amaxes on the host, on CPUs."""
+
+STEPS = 4
+
+
+class Training:
+    """A model in bfloat16, AdamW, and memory that each step's batch is copied to."""
+
+    def __init__(self, recipe: str) -> None:
+        self.model = transformer(recipe, spread=2.0).bfloat16()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True, capturable=True)
+        self.x, self.target = torch.zeros(8, 4, 32, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.int64)
+
+    def feed(self, step: int) -> None:
+        rng = generator(step)
+        self.x.copy_(gaussian(tuple(self.x.shape), rng))
+        self.target.copy_(torch.randint(11, (32,), generator=rng))
+
+    def step(self) -> torch.Tensor:
+        loss = F.cross_entropy(self.model(self.x).flatten(0, 1).float(), self.target)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        f8sub.precompute_scales(self.model)
+        return loss.detach()
+
+    def launched(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            self.feed(step)
+            losses.append(self.step().item())
+        return losses
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[OpRecorder]:
+    with pytest.MonkeyPatch.context() as monkeypatch, OpRecorder() as graph:
+        monkeypatch.setattr(master_weight, "is_capturing", lambda tensor: True)
+        yield graph
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+def test_replays_have_the_losses_of_launched_steps(recipe):
+    expected = Training(recipe).launched(range(2 + STEPS))
+    training = Training(recipe)
+    losses = training.launched(range(1))
+    training.feed(1)
+    with capture() as graph:
+        loss = training.step()
+    losses.append(loss.item())  # what the recorder records runs, too
+    for step in range(2, 2 + STEPS):
+        training.feed(step)
+        graph.replay()
+        losses.append(loss.item())
+    assert losses == expected
+
+
+def test_eager_code_beside_replays_sees_the_weights_as_they_are():
+    training = Training("rowwise")
+    training.launched(range(2))
+    with capture() as graph:
+        training.step()
+    found, expected = [], []
+    for _ in range(3):
+        with torch.no_grad():
+            found.append(training.model(training.x))
+            plain = Transformer().bfloat16()
+            plain.load_state_dict(training.model.state_dict())
+            expected.append(f8sub.convert_to_float8(plain, recipe="rowwise")(training.x))
+        graph.replay()
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(found[0], found[1])
+
+
+def test_histories_do_not_roll_in_a_graph(monkeypatch):
+    training = Training("delayed")
+    training.launched(range(2))
+    training.model(training.x).sum().backward()
+    monkeypatch.setattr(histories, "is_capturing", lambda tensor: True)
+    with pytest.raises(f8sub.Float8ConfigError, match="capture forward and backward alone"):
+        training.optimizer.step()
+
+
+def test_without_a_graph_codes_are_kept():
+    training = Training("rowwise")
+    training.launched(range(2))
+    training.model(training.x)
+    assert training.model.blocks[0].q.weight.cell.cast is not None

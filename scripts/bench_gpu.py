@@ -4,7 +4,8 @@ quantize: every Triton quantizer, in GB/s and per cent of a copy's, beside the r
 gemm: every float8 GEMM of every backend, in TFLOP/s, beside bf16's.
 linear: one layer, forward and backward, at a Llama's shapes: bf16, torchao, f8sub, eager and compiled; time of the GPU
     and of the host, kernels, memory, errors.
-slice: four blocks of a Llama 3 8B under FSDP2, and the whole step with head, loss and AdamW: tokens/s, memory.
+slice: four blocks of a Llama 3 8B under FSDP2, and the whole step with head, loss and AdamW: tokens/s, memory. Without
+    FSDP2 that step as one CUDA graph, too: of few variants, or of those that --only names ("* graphed").
 
 Results are checked before they are timed. Inputs are random, sets of them take turns, and so do variants; times are
 medians with the distance of their quartiles. Without a CUDA device everything runs on the CPU, tiny, to show that it

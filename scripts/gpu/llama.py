@@ -1,7 +1,8 @@
-"""Four blocks of a Llama 3 8B under FSDP2, with embeddings, head and loss, as one variant runs them."""
+"""Four blocks of a Llama 3 8B with embeddings, head and loss, as one variant runs them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from f8sub.linear import local_tensor
 from gpu.variants import Variant
 
 BLOCKS = 4
@@ -80,6 +82,9 @@ class Batch:
 class Trainer:
     """A variant's model and optimizer: float32 weights, gathered for bfloat16 as torchtitan does, AdamW fused.
 
+    Of a graphed variant bfloat16 weights that are not sharded: under FSDP2 ``precompute_scales`` has work to do after
+    each step, findings that the host reads for one, and is called between replays, not recorded.
+
     Attributes:
         variant: how its linear layers run.
         probes: the blocks' first and last weights by name, whose gradients are compared.
@@ -96,18 +101,23 @@ class Trainer:
         torch.manual_seed(0)
         with device:
             self.model = Slice(config)
-        self.model = variant.convert(self.model, sharded=True)
-        first, last = self.model.blocks[0], self.model.blocks[-1]
-        self.probes = {"first": first.self_attn.q_proj, "last": last.mlp.down_proj}
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for index, block in enumerate(self.model.blocks):
-            self.model.blocks[index] = variant.compile(block, device)
-        for part in (self.model.embedding, *self.model.blocks, self.model.lm_head, self.model):
-            fully_shard(part, mp_policy=policy)
-        self.loss_of = variant.compile(cross_entropy, device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         ids = torch.arange(tokens, device=device)[None]
         self.positions = self.model.rotary(torch.zeros((), dtype=torch.bfloat16, device=device), ids)
+        if variant.graphed:
+            self.model.bfloat16()
+        self.model = variant.convert(self.model, sharded=not variant.graphed)
+        first, last = self.model.blocks[0], self.model.blocks[-1]
+        self.probes = {"first": first.self_attn.q_proj, "last": last.mlp.down_proj}
+        for index, block in enumerate(self.model.blocks):
+            self.model.blocks[index] = variant.compile(block, device)
+        if not variant.graphed:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for part in (self.model.embedding, *self.model.blocks, self.model.lm_head, self.model):
+                fully_shard(part, mp_policy=policy)
+        self.loss_of = variant.compile(cross_entropy, device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, fused=True, capturable=variant.graphed
+        )
         variant.precompute(self.model)
 
     def pass_through_blocks(self, batch: Batch) -> None:
@@ -121,12 +131,26 @@ class Trainer:
         loss.backward()
         return loss.detach()
 
-    def step(self, batch: Batch) -> None:
-        """All of a training step."""
-        self.loss_and_gradients(batch)
+    def step(self, batch: Batch) -> torch.Tensor:
+        """All of a training step; the loss, without a graph."""
+        loss = self.loss_and_gradients(batch)
         self.optimizer.step()
         self.clear()
         self.variant.precompute(self.model)
+        return loss
+
+    def saved(self) -> Callable[[], None]:
+        """What takes weights and the optimizer's state back to what they are now, in place."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [*self.model.parameters(), *states]
+        values = [tensor.detach().clone() for tensor in tensors]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+
+        return restore
 
     def clear(self) -> None:
         """No gradients."""
@@ -140,7 +164,7 @@ class Trainer:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Of the probes, this rank's part, which is all of it, on the CPU."""
-        return {name: layer.weight.grad.to_local().cpu() for name, layer in self.probes.items()}
+        return {name: local_tensor(layer.weight.grad).cpu() for name, layer in self.probes.items()}
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

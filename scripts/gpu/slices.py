@@ -4,6 +4,9 @@ Blocks: forward and backward of the blocks, weights changed and scales precomput
 training step, with embeddings, head, loss, AdamW and precompute_scales. Each variant is built when the one before is
 gone, and takes turns with bf16 compiled, which stays: its own figure is of that, and what it drifts by is told. Before
 anything is timed the first loss and two weights' gradients are compared with bf16's.
+
+Graphed: the whole step as one CUDA graph, beside the same step as Python launches it. The model is not sharded there
+and its weights are bfloat16, see ``Trainer``. What is replayed is compared with what is launched before it is timed.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ import torch
 import torch.distributed as dist
 from tables import Table
 
+from gpu import graphs
 from gpu.llama import Batch, Trainer
 from gpu.session import Session, shown
-from gpu.timing import SETS, by_launches, host_ms, in_turns, kernels, sqnr, summary, wait
+from gpu.timing import SETS, Run, by_launches, host_ms, in_turns, kernels, sqnr, summary, wait
 from gpu.variants import Variant, allow_recompiles, chosen
 
 TOKENS = ["8192"]
@@ -29,7 +33,10 @@ LARGEST_LOSS_ERROR = 0.05
 FLOOR_DB = 8.0
 """Of a gradient that went through four blocks in e5m2: 12 dB and more; noise alone has 0."""
 
-BLOCKS, STEP = "blocks", "step"
+BLOCKS, STEP, GRAPHED = "blocks", graphs.LAUNCHED, graphs.GRAPHED
+
+Runs = dict[str, tuple[Run, Callable[[], None]]]
+"""What is timed by one batch, and what is done before each and is not timed."""
 
 
 def first_step(trainer: Trainer, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -55,18 +62,15 @@ def check(trainer: Trainer, batch: Batch, right: tuple[float, dict[str, torch.Te
     return found
 
 
-def timers_of(trainer: Trainer, batches: list[Batch]) -> dict[str, Callable[[], float]]:
-    device = trainer.device
-    return {
-        BLOCKS: by_launches(trainer.pass_through_blocks, batches, device, trainer.between),
-        STEP: by_launches(trainer.step, batches, device, trainer.clear),
-    }
+def launched_runs(trainer: Trainer) -> Runs:
+    blocks: Runs = {} if trainer.variant.graphed else {BLOCKS: (trainer.pass_through_blocks, trainer.between)}
+    return {**blocks, STEP: (trainer.step, trainer.clear)}
 
 
-def warm_up(trainer: Trainer, batches: list[Batch], others: int) -> dict[str, int]:
+def warm_up(trainer: Trainer, runs: Runs, batches: list[Batch], others: int) -> dict[str, int]:
     """Two of everything, and the most bytes allocated in the second, ``others`` that were there before aside."""
     peaks = {}
-    for name, run in ((BLOCKS, trainer.pass_through_blocks), (STEP, trainer.step)):
+    for name, (run, _) in runs.items():
         for batch in batches[:2]:
             trainer.between()
             if trainer.device.type == "cuda":
@@ -80,20 +84,26 @@ def warm_up(trainer: Trainer, batches: list[Batch], others: int) -> dict[str, in
     return peaks
 
 
-def inspect(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Kernels and milliseconds of the host, of a pass through the blocks."""
-    trainer.between()
-    found: dict[str, Any] = {"kernels": kernels(trainer.pass_through_blocks, batch, trainer.device)}
-    trainer.between()
-    found["host_ms"] = host_ms(trainer.pass_through_blocks, batch, trainer.device)
+def inspect(trainer: Trainer, runs: Runs, batch: Batch) -> dict[str, Any]:
+    """Kernels of the first of the runs, and the host's milliseconds of each."""
+    run, between = next(iter(runs.values()))
+    between()
+    found: dict[str, Any] = {"kernels": kernels(run, batch, trainer.device), "host_ms": {}}
+    for name, (run, between) in runs.items():
+        between()
+        found["host_ms"][name] = host_ms(run, batch, trainer.device)
     trainer.clear()
     return found
 
 
-def measured(trainer: Trainer, batches: list[Batch], others: int) -> dict[str, Any]:
-    """What is looked at once."""
-    peaks = warm_up(trainer, batches, others)
-    return {"peak_bytes": peaks, **inspect(trainer, batches[0])}
+def measured(trainer: Trainer, batches: list[Batch], others: int) -> tuple[Runs, dict[str, Any]]:
+    """What is to be timed, and what is looked at once."""
+    runs = launched_runs(trainer)
+    row: dict[str, Any] = {"peak_bytes": warm_up(trainer, runs, batches, others)}
+    if trainer.variant.graphed:
+        graphed, row["graph"] = graphs.recorded(trainer, batches)
+        runs[GRAPHED] = graphed, trainer.clear
+    return runs, {**row, **inspect(trainer, runs, batches[0])}
 
 
 def allocated(device: torch.device) -> int:
@@ -125,19 +135,23 @@ class Group:
         others = allocated(self.device)
         self.baseline = Trainer(variants[0], self.size, tokens, self.device)
         self.right = first_step(self.baseline, self.batches[0])
-        row = {"check": {"loss": self.right[0]}, **measured(self.baseline, self.batches, others)}
-        self.rows = {variants[0].name: row}
-        self.turns: dict[str, list[float]] = {BLOCKS: [], STEP: []}
+        self.runs, row = measured(self.baseline, self.batches, others)
+        self.rows = {variants[0].name: {"check": {"loss": self.right[0]}, **row}}
+        self.turns: dict[str, list[float]] = {what: [] for what in self.runs}
 
     def measure(self, variant: Variant) -> None:
         """One variant, in turns with the baseline."""
         others = allocated(self.device)
         trainer = Trainer(variant, self.size, self.tokens, self.device)
         row: dict[str, Any] = {"check": check(trainer, self.batches[0], self.right)}
-        row.update(measured(trainer, self.batches, others))
-        for what in (BLOCKS, STEP):
-            pair = {"own": trainer, "bf16": self.baseline}
-            timers = {key: timers_of(each, self.batches)[what] for key, each in pair.items()}
+        runs, found = measured(trainer, self.batches, others)
+        row.update(found)
+        for what in runs:
+            pair = {"own": runs[what], "bf16": self.runs[what]}
+            timers = {
+                key: by_launches(run, self.batches, self.device, between)
+                for key, (run, between) in pair.items()
+            }
             times = in_turns(timers, self.session.rounds)
             trainer.clear()
             self.baseline.clear()
@@ -156,23 +170,37 @@ class Group:
 def group(session: Session) -> None:
     allow_recompiles()
     variants, skipped = chosen(session.only, session.device)
-    figures = session.figures["slice"] = {"skipped": skipped, "tokens": {}}
+    of_kind = {
+        "tokens": [variant for variant in variants if not variant.graphed],
+        "graphed": [variant for variant in variants if variant.graphed],
+    }
+    figures = session.figures["slice"] = {"skipped": skipped, "tokens": {}, "graphed": {}}
     with one_rank(session.device):
         for (tokens,) in session.sizes(TOKENS, TINY):
-            torch._dynamo.reset()
-            found = None
-            with session.attempt(f"slice {tokens} {variants[0].name}"):
-                found = Group(session, tokens, variants)
-                figures["tokens"][str(tokens)] = found.rows
-            for variant in variants[1:] if found is not None else ():
-                with session.attempt(f"slice {tokens} {variant.name}"):
-                    found.measure(variant)
+            for kind, chosen_ones in of_kind.items():
+                if chosen_ones:
+                    measure_all(session, tokens, chosen_ones, figures[kind])
     for tokens, rows in figures["tokens"].items():
         title = f"of four blocks of a Llama 3 8B, {tokens} tokens, {session.where}"
         session.tables.append(table(f"forward and backward {title}", rows, BLOCKS))
         session.tables.append(table(f"whole step {title}", rows, STEP))
+    for tokens, rows in figures["graphed"].items():
+        title = f"whole step of them without FSDP2, bf16 weights: launched, and as one CUDA graph, {tokens} tokens"
+        session.tables.append(graphs.table(f"{title}, {session.where}", rows))
     if skipped:
         session.tables.append(Table("slice, not run", ("", "reason"), list(skipped.items())))
+
+
+def measure_all(session: Session, tokens: int, variants: list[Variant], rows: dict[str, dict]) -> None:
+    """The variants at one size, the first as what others are compared with; their rows as they come."""
+    torch._dynamo.reset()
+    found = None
+    with session.attempt(f"slice {tokens} {variants[0].name}"):
+        found = Group(session, tokens, variants)
+        rows[str(tokens)] = found.rows
+    for variant in variants[1:] if found is not None else ():
+        with session.attempt(f"slice {tokens} {variant.name}"):
+            found.measure(variant)
 
 
 @contextlib.contextmanager
@@ -199,7 +227,7 @@ def table(title: str, rows: dict[str, dict], what: str) -> Table:
         line += [shown(time.get("tokens_per_s"), ".0f"), shown(time.get("over_bf16"), ".2f", "x")]
         line.append(shown(peak and peak / 1e9, ".1f"))
         if what == BLOCKS:
-            line.append(shown(row["host_ms"], ".1f"))
+            line.append(shown(row["host_ms"][BLOCKS], ".1f"))
             line.append(shown(row["kernels"] and sum(kernel["launches"] for kernel in row["kernels"]), "d"))
         else:
             line.append(shown(row["check"]["loss"], ".3f"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import importlib
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ from f8sub.tensor.master_weight import MasterWeight
 BF16 = "bf16"
 FUSED_RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
 """Of which the slice is run with fused feed-forwards, too."""
+
+GRAPHED_RECIPES = ("tensorwise", "blockwise")
+"""Whose compiled steps are run as CUDA graphs where no variants are asked for by name."""
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 HEAD = "lm_head"
@@ -40,18 +44,27 @@ class Variant:
         recipe: of the library; empty for bf16.
         compiled: by ``torch.compile``, else eager.
         fused: with feed-forwards fused by ``f8sub.fuse_producers``.
+        graphed: a whole step as one CUDA graph, of a model that is not sharded.
     """
 
     library: str
     recipe: str
     compiled: bool
     fused: bool = False
+    graphed: bool = False
 
     @property
     def name(self) -> str:
         """Of its row."""
         how = "fused" if self.fused else "", "compiled" if self.compiled else "eager"
-        return " ".join(filter(None, (self.library, self.recipe, *how)))
+        return " ".join(filter(None, (self.library, self.recipe, *how, "graphed" if self.graphed else "")))
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is run where none is asked for by name."""
+        return not self.graphed or (
+            self.library == "f8sub" and self.compiled and self.recipe in GRAPHED_RECIPES
+        )
 
     @property
     def floor_db(self) -> float:
@@ -62,6 +75,10 @@ class Variant:
 
     def why_not(self, device: torch.device) -> str | None:
         """Why it cannot be measured on ``device``; None where it can."""
+        if self.graphed and device.type != "cuda":
+            return "a CUDA graph needs a CUDA device"
+        if self.graphed and self.library == "f8sub" and f8sub.get_recipe(self.recipe).delayed is not None:
+            return "its histories roll between steps, and the host reads what they met: no graph records that"
         if self.library == "torchao":
             try:
                 importlib.import_module("torchao.float8")
@@ -117,19 +134,23 @@ class Variant:
 
 
 def all_variants() -> list[Variant]:
-    """bf16 first; torchao last, because converting with it changes how Inductor writes minima and maxima."""
+    """bf16 first; torchao last, because converting with it changes how Inductor writes minima and maxima.
+
+    Graphed ones after all others, in the same order.
+    """
     found = [Variant(BF16, "", compiled) for compiled in (True, False)]
     found += [Variant("f8sub", recipe, c) for recipe in f8sub.recipe_names() for c in (True, False)]
     found += [Variant("f8sub", recipe, c, fused=True) for recipe in FUSED_RECIPES for c in (True, False)]
-    return found + [Variant("torchao", recipe, True) for recipe in TORCHAO_RECIPES]
+    found += [Variant("torchao", recipe, True) for recipe in TORCHAO_RECIPES]
+    return found + [dataclasses.replace(variant, graphed=True) for variant in found if not variant.fused]
 
 
 def chosen(
     only: Sequence[str], device: torch.device, *, of_layers: bool = False
 ) -> tuple[list[Variant], dict[str, str]]:
-    """Variants whose names match one of the patterns, all bf16 ones, and of those left out the reasons.
+    """Variants whose names match one of the patterns, bf16 ones to compare with, and of those left out the reasons.
 
-    ``of_layers`` leaves out those that differ in feed-forwards alone.
+    ``of_layers`` leaves out those that differ in feed-forwards alone, or are of whole steps.
 
     Raises:
         ValueError: a pattern that matches no name.
@@ -139,11 +160,13 @@ def chosen(
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"--only {pattern!r} matches none of {names}")
     found, skipped = [], {}
-    for variant in all_variants():
-        if of_layers and variant.fused:
-            continue
-        asked = not only or any(fnmatch.fnmatch(variant.name, pattern) for pattern in only)
-        if variant.library == BF16 or asked:
+    candidates = [v for v in all_variants() if not (of_layers and (v.fused or v.graphed))]
+    asked = [
+        v for v in candidates if (any(fnmatch.fnmatch(v.name, p) for p in only) if only else v.is_default)
+    ]
+    compared = {v.graphed for v in asked} or {False}
+    for variant in candidates:
+        if variant in asked or (variant.library == BF16 and variant.graphed in compared):
             reason = variant.why_not(device)
             if reason is None:
                 found.append(variant)

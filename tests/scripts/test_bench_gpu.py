@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu import gemms, linears, quantizers, slices, timing, variants
+from gpu import gemms, graphs, linears, llama, quantizers, slices, timing, variants
 from gpu.session import Session
 
 from f8sub import backends
 from f8sub.kernels import reference, scaled_mm
+from f8sub.tensor import master_weight
+from tests.op_recorder import OpRecorder
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CPU = torch.device("cpu")
 FUSED = "f8sub tensorwise fused eager"
 """Of the slice alone: a layer by itself is no feed-forward."""
+GRAPHED = "f8sub blockwise compiled graphed"
 COMPARED = ["f8sub rowwise eager", "f8sub tensorwise eager", "torchao rowwise_with_gw_hp*"]
 
 
@@ -40,7 +43,7 @@ def session(**changes) -> Session:
 def everything(tmp_path_factory) -> tuple[dict, str]:
     """All groups, tiny: what they write and print."""
     output = tmp_path_factory.mktemp("bench") / "figures.json"
-    finished = run("--rounds", "2", "--only", *COMPARED, FUSED, "--json", str(output))
+    finished = run("--rounds", "2", "--only", *COMPARED, FUSED, GRAPHED, "--json", str(output))
     assert finished.returncode == 0, finished.stderr[-3000:]
     return json.loads(output.read_text()), finished.stdout
 
@@ -113,6 +116,116 @@ def test_slice(everything):
         assert row["check"]["loss"] == pytest.approx(loss, rel=0.05)
         assert (row["check"]["loss"] != loss) == ("bf16" not in name)
     assert rows["bf16 compiled"]["step"]["over_bf16"] == 1
+
+
+def test_graphed_steps_are_not_for_a_cpu(everything):
+    found, printed = everything
+    slice = found["figures"]["slice"]
+    names = {
+        "bf16 compiled graphed",
+        "bf16 eager graphed",
+        "torchao rowwise_with_gw_hp compiled graphed",
+        GRAPHED,
+    }
+    assert slice["graphed"] == {}
+    assert slice["skipped"] == dict.fromkeys(names, "a CUDA graph needs a CUDA device")
+    assert GRAPHED in printed
+
+
+def test_which_graphed_steps_are_run(monkeypatch):
+    made = types.SimpleNamespace(fprop="scaled_mm", dgrad="scaled_mm", wgrad="scaled_mm")
+    monkeypatch.setattr(variants, "Plan", types.SimpleNamespace(make=lambda recipe, device: made))
+
+    def graphed(*only: str) -> tuple[list[str], dict[str, str]]:
+        found, skipped = variants.chosen(only, torch.device("cuda", 0))
+        return [variant.name for variant in found if variant.graphed], skipped
+
+    bf16 = ["bf16 compiled graphed", "bf16 eager graphed"]
+    assert graphed()[0] == [*bf16, GRAPHED, "f8sub tensorwise compiled graphed"]
+    assert graphed("f8sub rowwise eager", FUSED)[0] == []
+    assert graphed("f8sub mxfp8 eager*")[0] == [*bf16, "f8sub mxfp8 eager graphed"]
+    names, skipped = graphed("f8sub delayed * graphed")
+    assert names == bf16
+    assert all("histories roll" in skipped[f"f8sub delayed {how} graphed"] for how in ("eager", "compiled"))
+    only_graphed, _ = variants.chosen(["* graphed"], torch.device("cuda", 0))
+    assert all(variant.graphed for variant in only_graphed)
+
+
+def recorded_on_the_cpu(monkeypatch, variant: variants.Variant, left_out: str = "") -> dict:
+    """A graphed variant's slice, and the operators of one name left out of the graph; its figures."""
+
+    def record(run):
+        run()
+        with monkeypatch.context() as patched, OpRecorder() as graph:
+            patched.setattr(master_weight, "is_capturing", lambda tensor: True)
+            loss = run()
+        return (graph.without(left_out) if left_out else graph).replay, loss, 4096
+
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(slices, "chosen", lambda only, device: ([BF16_GRAPHED, variant], {}))
+    made = session()
+    slices.group(made)
+    return {
+        "rows": made.figures["slice"]["graphed"].get("32", {}),
+        "failed": made.failed,
+        "tables": made.tables,
+    }
+
+
+BF16_GRAPHED = variants.Variant("bf16", "", False, graphed=True)
+
+
+def test_a_graphed_slice(monkeypatch):
+    variant = variants.Variant("f8sub", "blockwise", False, graphed=True)
+    found = recorded_on_the_cpu(monkeypatch, variant)
+    assert found["failed"] == {}
+    assert set(found["rows"]) == {BF16_GRAPHED.name, variant.name}
+    for row in found["rows"].values():
+        assert row["graph"]["losses"] == row["graph"]["launched_losses"]
+        assert len(set(row["graph"]["losses"])) == graphs.STEPS
+        assert row["graph"]["bytes"] == 4096
+        assert set(row["host_ms"]) == {"step", "graphed"}
+        for how in ("step", "graphed"):
+            assert row[how]["tokens_per_s"] == pytest.approx(32e3 / row[how]["median_ms"])
+    (table,) = found["tables"]
+    assert "without FSDP2" in table.title
+    assert [len(line) for line in table.rows] == [len(table.columns)] * 2
+
+
+def test_a_graph_that_does_not_train_is_not_timed(monkeypatch):
+    variant = variants.Variant("f8sub", "rowwise", False, graphed=True)
+    found = recorded_on_the_cpu(monkeypatch, variant, left_out="aten::_fused_adamw_")
+    assert found["rows"] == {}
+    (error,) = found["failed"].values()
+    assert "losses of replayed steps" in error
+
+
+def test_a_graph_reads_the_batch_it_is_given(monkeypatch):
+    batches = [llama.Batch.random("tiny", 32, CPU) for _ in range(2)]
+    trainer = types.SimpleNamespace(step=lambda batch: batch.tokens.sum() + batch.targets.sum())
+
+    def record(run):
+        loss = run()
+        return lambda: loss.copy_(run()), loss, 0
+
+    monkeypatch.setattr(graphs, "record", record)
+    graphed = graphs.GraphedStep(trainer, batches[0])
+    for batch in (batches[1], batches[0]):
+        assert int(graphed(batch)) == int(trainer.step(batch))
+
+
+def test_how_far_losses_of_replays_may_be_off():
+    launched = [6.0, 5.5, 5.0]
+    assert graphs.compare(launched, launched, launched)["error"] == 0
+    slightly = [6.0, 5.5, 5.01]
+    assert graphs.compare(slightly, launched, [6.0, 5.5, 5.001])["error"] == pytest.approx(0.01)
+    for graphed, again in (
+        (slightly, launched),
+        ([6.0, 5.5, 5.1], [6.0, 5.5, 5.001]),
+        ([6.0, 5.5, float("nan")], slightly),
+    ):
+        with pytest.raises(RuntimeError, match="losses of replayed steps"):
+            graphs.compare(graphed, launched, again)
 
 
 def test_a_pattern_that_matches_nothing():

@@ -72,12 +72,8 @@ class ScaleTable:
         self._unsettled = False
         self._changes_covered = -1
         self._requests = 0
-        self._requested = False
-        self._gathered = False
-        self._late = False
-        self._guarded = False
-        self._captured = False
-        self._warned = False
+        self._requested = self._gathered = self._late = False
+        self._guarded = self._captured = self._warned = False
         self._changed_alone: set[int] = set()
         self._findings: Findings | None = None
         self._earlier_findings: Findings | None = None
@@ -257,8 +253,7 @@ class ScaleTable:
         stale = self._stale(shard)
         if stale and self._world == 1:
             self.reduce()
-            stale = self._stale(shard)
-        if not stale:
+        if not (stale and self._stale(shard)):
             return shard.cast(source, self.generation), None
         ticket = self._place_of(shard.index, shard.gathers, dist.get_process_group_ranks(self._mesh_group))
         tell(ticket)

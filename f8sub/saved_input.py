@@ -100,9 +100,10 @@ def quantize_x(
         free = not received and is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
         how = HIGH_PRECISION if free else FLOAT8
     formats = rowwise, columnwise if how == FLOAT8 else None
-    is_saved = how == HIGH_PRECISION or (how is not None and columnwise is None)
-    if isinstance(x, NormedTensor) and (is_saved or rowwise is None or isinstance(scaling, Spread)):
-        x, matrix = high_precision(x), plain(matrix)
+    if isinstance(x, NormedTensor):
+        is_saved = how == HIGH_PRECISION or (how is not None and columnwise is None)
+        if is_saved or rowwise is None or isinstance(scaling, Spread):
+            x, matrix = high_precision(x), plain(matrix)
     if scaling is None:
         row, col = quantize_input(x, matrix, formats, plan.any_layout)
     elif isinstance(scaling, Spread):

@@ -116,11 +116,11 @@ def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
         _launch().staging(amax, staged, met).run()
 
 
-def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
+def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
     """``reference.derive_columnwise``; goes there for operands that no kernel takes."""
     codes = rowwise.data
-    if any_layout or not takes(codes) or why_no_kernel(columnwise):
-        return reference.derive_columnwise(rowwise, columnwise, any_layout)
+    if not takes(codes) or why_no_kernel(columnwise):
+        return reference.derive_columnwise(rowwise, columnwise)
     if not rowwise.format.tile.is_transpose_of(columnwise.tile):
         return _recast(rowwise, columnwise)
     return reference.transposed(rowwise, columnwise, any_layout=True)._replace(data=transpose(codes))

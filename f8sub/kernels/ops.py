@@ -242,7 +242,9 @@ def derive_columnwise_in_backward(
         any_layout: see ``reference.quantize``; compiled code is always row-major.
     """
     if not torch.compiler.is_compiling():
-        return fused.derive_columnwise(rowwise, columnwise, any_layout)
+        if any_layout:
+            return reference.derive_columnwise(rowwise, columnwise, any_layout)
+        return fused.derive_columnwise(rowwise, columnwise)
     both_seen = is_fusible(rowwise.format) and is_fusible(columnwise)
     if any_layout and both_seen and not rowwise.format.tile.is_transpose_of(columnwise.tile):
         scale_inv = copy_after(rowwise.scale_inv, after)

@@ -1,7 +1,7 @@
 """Layer 1. A kernel over a matrix as data, and its launch.
 
-Triton binds, types and hashes every argument at every launch, which keeps the host three times as long as all the rest
-of it. So what it compiled for arguments of some kind is kept here and launched by itself.
+Triton binds, types and hashes every argument at every launch, which is most of what a launch costs the host
+(scripts/bench_launches.py). So what it compiled for arguments of some kind is kept here and launched by itself.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Launch(NamedTuple):
         values = [self.arguments[name] for name in self.kernel.arg_names]
         # All that Triton may compile another kernel for; numbers by value, of which it asks less. The function stands
         # for the kernel, whose hash is that of its source.
-        key = self.kernel.fn, *self.options.values(), *map(_kind, values)
+        key = self.kernel.fn, *self.options.items(), *map(_kind, values)
         known = _compiled.get(key)
         if known is not None:
             known[self.programs, 1, 1](*values)
@@ -57,6 +57,7 @@ class Launch(NamedTuple):
 def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT == 0, value.get_device()
+    # A descriptor; of its two classes Triton before 3.6 has one.
     if value is not None and not isinstance(value, (int, float)) and hasattr(value, "block_shape"):
         return type(value), value.base.dtype, value.base.get_device(), *value.block_shape
     return value

@@ -304,7 +304,7 @@ def gemm(
     backend: str | None, spec: GemmSpec, a: GemmInput, b: GemmInput, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """``a @ b.t()`` in ``out_dtype``: both in float8, by the backend of that name, or neither."""
-    if backend is not None and isinstance(a, Operand) and isinstance(b, Operand):
+    if isinstance(a, Operand) and isinstance(b, Operand) and backend is not None:
         return gemm_nt(backend, a, b, out_dtype, spec.fast_accum)
     if isinstance(a, Operand) or isinstance(b, Operand):
         raise RuntimeError(f"one operand of {spec} is in float8 and the other is not")

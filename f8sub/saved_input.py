@@ -130,7 +130,8 @@ def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` as the (M, K) matrix of ``dtype`` that is quantized; what a fused norm returned as it came."""
     if x.dtype is dtype and (x.dim() == 2 or isinstance(x, NormedTensor)):
         return x
-    return (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).to(dtype)
+    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return matrix if x.dtype is dtype else matrix.to(dtype)
 
 
 def x_columnwise(

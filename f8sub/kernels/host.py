@@ -17,9 +17,6 @@ _MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32, device="cpu")
 
 _ONE = torch.ones((1, 1), dtype=torch.float32, device="cpu")
 
-_FLOAT = ScaleRule.FLOAT
-"""Python 3.11 takes a tenth of a scale's time to look a member up by its enum."""
-
 
 def quantize(
     x: torch.Tensor,
@@ -98,6 +95,6 @@ def scale_from_amax(amax: float, format: Float8Format) -> float:
     if amax == 0.0:
         return 1.0
     scale: float = ctypes.c_float(min(format.max / amax, reference.LARGEST_SCALE)).value
-    if format.scale_rule is not _FLOAT and format.scale_rule.is_power_of_2:
+    if format.scale_rule is not ScaleRule.FLOAT and format.scale_rule.is_power_of_2:
         scale = math.ldexp(0.5, math.frexp(scale)[1])
     return scale

@@ -255,10 +255,13 @@ class _Float8Matmul(torch.autograd.Function):
         need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
         w, *saved = ctx.saved_tensors
         matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-        formats = recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
+        formats = rowwise, columnwise = (
+            recipe.dgrad.a if need_dx else None,
+            recipe.wgrad.a if need_dw else None,
+        )
         scaling = ctx.scaling
         if scaling is None:
-            dy_row, dy_col = backends.quantize(matrix, *formats, plan.any_layout)
+            dy_row, dy_col = backends.quantize(matrix, rowwise, columnwise, plan.any_layout)
         elif isinstance(scaling, Spread):
             dy_row, dy_col = scaling.quantize(DY, matrix, formats, plan.any_layout)
         else:

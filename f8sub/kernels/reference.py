@@ -321,12 +321,12 @@ def _values(operand: Operand) -> torch.Tensor:
 
 def transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Operand:
     """The same codes stored transposed, or seen so where ``any_layout``; read as ``format`` says."""
-    scale_inv = operand.scale_inv
+    codes, scale_inv, _, global_scale_inv = operand
     if scale_inv.numel() != 1:
         # flatten and view: contiguous() leaves a (1, n) scale's odd strides in place, which _scaled_mm refuses.
         scale_inv = scale_inv.t().flatten().view(scale_inv.shape[::-1])
-    if format.dtype == E2M1:
-        data = e2m1.pack(e2m1.unpack(operand.data).t())
+    if format.dtype is E2M1:
+        data = e2m1.pack(e2m1.unpack(codes).t())
     else:
-        data = operand.data.t() if any_layout else torch.t_copy(operand.data)
-    return Operand(data, scale_inv, format, operand.global_scale_inv)
+        data = codes.t() if any_layout else torch.t_copy(codes)
+    return Operand(data, scale_inv, format, global_scale_inv)

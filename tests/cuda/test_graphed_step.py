@@ -16,7 +16,7 @@ STEPS = 5
 
 
 class Batch:
-    """Memory that each step's batch is copied to."""
+    """Memory that each step's batch is copied to, on whatever stream, after all that was launched before."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.x = torch.zeros(BATCH, 4, WIDTH, dtype=dtype, device="cuda")
@@ -24,6 +24,7 @@ class Batch:
 
     def feed(self, step: int) -> None:
         rng = generator(step)
+        torch.cuda.synchronize()
         self.x.copy_(gaussian(tuple(self.x.shape), rng))
         self.target.copy_(torch.randint(CLASSES, (BATCH * 4,), generator=rng))
         torch.cuda.synchronize()
@@ -39,6 +40,7 @@ def whole_steps(recipe: str, compiled: bool, graphed: bool) -> list[float]:
     model, batch = transformer(recipe, spread=2.0).cuda().bfloat16(), Batch(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True, capturable=True)
     if compiled:
+        torch._dynamo.reset()
         for block in model.blocks:
             block.compile(fullgraph=True)
 

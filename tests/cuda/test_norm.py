@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import f8sub
 from f8sub.kernels import fused, normed
@@ -86,10 +87,11 @@ def test_with_torchs_rstd_its_gradients_are_torchs(rounds):
     """Bitwise, as torch's operators make them; and how far the kernel's rstd and bf16 elements are from torch's."""
     for shape in ((64, 160), (3, 50, 4096)):
         x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.randn(shape[-1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        dh = torch.randn_like(x)
         norm = Norm(EPS, rounds)
-        y = by_torch(x, weight, norm)
+        module = NORMS["llama" if rounds else "torch"](shape[-1], eps=EPS).cuda().bfloat16()
+        weight = nn.init.normal_(module.weight)
+        dh = torch.randn_like(x)
+        y = module(x)
         right = torch.autograd.grad(y, (x, weight), dh)
         given, leaf = x.detach(), weight.detach()
         if rounds:

@@ -103,7 +103,7 @@ def _gemm_nt_cuda(
         if out_dtype != torch.bfloat16 and _why_no_vector_scales(a.device) is not None:
             made = torch.bfloat16
     y = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=made, use_fast_accum=fast_accum)
-    return y[:rows, :cols].to(out_dtype)
+    return _cut(y, rows, cols).to(out_dtype)
 
 
 def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.
     else:
         # The first version tells 1x128 by the shapes of the scales, and takes e5m2, which the second refuses.
         y = torch._scaled_mm(left, right, a_scales, block_scales.vectors(b).t(), out_dtype=out_dtype)
-    return y[: a.data.shape[0], : b.data.shape[0]]
+    return _cut(y, a.data.shape[0], b.data.shape[0])
 
 
 def _gemm_nt_in_small_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _gemm_nt_in_small_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> 
         swizzles,
         output_dtype=out_dtype,
     )
-    return y[: a.data.shape[0], : b.data.shape[0]]
+    return _cut(y, a.data.shape[0], b.data.shape[0])
 
 
 def _in_blocks(a: Float8Format, b: Float8Format) -> bool:
@@ -164,6 +164,11 @@ def _aligned(codes: torch.Tensor) -> torch.Tensor:
         return codes
     padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows))
     return padded.view(codes.dtype)
+
+
+def _cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """``y`` without what was filled up; itself where nothing was."""
+    return y if y.shape == (rows, cols) else y[:rows, :cols]
 
 
 def _padded_rows(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:

@@ -33,8 +33,9 @@ ROWS = ("row_ptr", "dgate_row_ptr", "dup_row_ptr", "out_ptr")
 COLUMNS = ("col_ptr", "dgate_col_ptr", "dup_col_ptr", "h_col_ptr")
 OF_DH = ("amax_ptr", "dgate_row_ptr", "dgate_col_ptr", "dgate_row_amax_ptr", "dgate_col_amax_ptr")
 """What dh is read for."""
-OF_EXP = 6
-"""Instructions of CUDA's exponential that flush subnormals, of which none shows once 1 is added to it."""
+MAY_FLUSH = {"ex2.approx.ftz.f32": 6, "rcp.approx.ftz.f32": 1}
+"""Instructions that may flush subnormals, counted by one of them: of CUDA's exponential, of which none shows once 1 is
+added to it, and the reciprocal of what is neither subnormal nor has a subnormal one."""
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -157,7 +158,8 @@ def report(case: Case) -> Report:
         stores - wide_stores,
         count(r"LDSM\b.*\.M?T"),
         count(r"LDS\.[US]8"),
-        len(re.findall(r"\.ftz\.", made.asm["ptx"])) - OF_EXP * made.asm["ptx"].count("ex2.approx.ftz.f32"),
+        len(re.findall(r"\.ftz\.", made.asm["ptx"]))
+        - sum(made.asm["ptx"].count(o) * n for o, n in MAY_FLUSH.items()),
         len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/[^;\n]*,[^;\n]*\bR1\b", sass, re.MULTILINE)),
         launch.kernel.fn.__name__ == "transpose_codes"
         or any(launch.arguments.get(name) is not None for name in COLUMNS),

@@ -59,11 +59,24 @@ def exp(x: Any) -> Any:
     return tl.core.tensor(TensorHandle(values.numpy(), x.handle.dtype), x.type)
 
 
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """``a * b + c`` of float32, rounded once: a float64 sum that is not exact is made odd before it is rounded."""
+    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = np.asarray(product + addend)
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    bits = total.view(np.int64)
+    inexact = np.isfinite(total) & (lost != 0) & (bits & 1 == 0)
+    odd = np.where(inexact, bits + np.where((lost > 0) == (total > 0), 1, -1), bits)
+    return odd.view(np.float64).astype(np.float32)
+
+
 def repair() -> None:
     """Make the interpreter of Triton 3.6 and 3.7 compute as the hardware does.
 
     Its casts to float8 and bfloat16 lose the carry of a rounded mantissa or do not round, and its maximum, which
-    the hardware takes of numbers alone, is NaN where one of two is; CUDA's library it has not. 3.6 does not know numpy
+    the hardware takes of numbers alone, is NaN where one of two is; so is its minimum; a fused multiplication and
+    addition it rounds twice; CUDA's library it has not. 3.6 does not know numpy
     2.4, which makes no number of an array of one dimension.
     """
     import triton.language as tl
@@ -96,4 +109,8 @@ def repair() -> None:
 
     interpreter._patch_lang_tensor = prepare_and_index
     libdevice.exp = exp
+    interpreter.InterpreterBuilder.create_fma = lambda self, x, y, z: interpreter.TensorHandle(
+        fma(x.data, y.data, z.data), z.dtype.scalar
+    )
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)

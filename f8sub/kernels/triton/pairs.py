@@ -3,7 +3,7 @@
 A tile of pairs takes half the registers of one of float32, and an instruction compares both of a pair. Elements are not
 made finite: what a kernel of pairs has found an amax beyond LARGEST_BITS of, it does again as tiles.py has it.
 
-PTX cannot be interpreted: beside each function of PTX is its plain form, which ``_unless_interpreted`` chooses.
+PTX cannot be interpreted: beside each function of PTX is its plain form, which ``unless_interpreted`` chooses.
 """
 
 import struct
@@ -23,7 +23,7 @@ CAST_TO_E4M3 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32")
 CAST_TO_E5M2 = tl.constexpr("cvt.rn.satfinite.e5m2x2.f32")
 
 
-def _unless_interpreted(plain: Any) -> Callable[[Any], Any]:
+def unless_interpreted(plain: Any) -> Callable[[Any], Any]:
     """Of a function of PTX: itself, or ``plain`` where Triton interprets its kernels."""
     return lambda function: plain if triton.knobs.runtime.interpret else function
 
@@ -51,7 +51,7 @@ def _plain_larger(a, b):
     return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
 
 
-@_unless_interpreted(_plain_larger)
+@unless_interpreted(_plain_larger)
 @triton.jit
 def larger(a, b):
     """Of pairs of magnitudes: the larger left and the larger right one."""
@@ -65,7 +65,7 @@ def _plain_largest(pairs, AXIS: tl.constexpr):
     return tl.max(pairs & 0xFFFF, AXIS) | (tl.max(pairs >> 16, AXIS) << 16)
 
 
-@_unless_interpreted(_plain_largest)
+@unless_interpreted(_plain_largest)
 @triton.jit
 def largest(pairs, AXIS: tl.constexpr):
     """``larger`` of all along an axis."""
@@ -77,7 +77,7 @@ def _plain_larger_of_each(a, b):
     return tl.maximum(a & 0xFFFF, a >> 16) | (tl.maximum(b & 0xFFFF, b >> 16) << 16)
 
 
-@_unless_interpreted(_plain_larger_of_each)
+@unless_interpreted(_plain_larger_of_each)
 @triton.jit
 def larger_of_each(a, b):
     """Of pairs of magnitudes, as a pair: the larger one of ``a``'s and the larger one of ``b``'s."""
@@ -111,7 +111,7 @@ def _plain_codes_of_rows(pair, scale, TOP: tl.constexpr):
     return _two_codes(left(pair) * scale, right(pair) * scale, TOP).to(tl.uint16)
 
 
-@_unless_interpreted(_plain_codes_of_rows)
+@unless_interpreted(_plain_codes_of_rows)
 @triton.jit
 def codes_of_rows(pair, scale, TOP: tl.constexpr):
     """``reference.cast`` of each pair, scaled, as a 16-bit word."""
@@ -138,7 +138,7 @@ def _plain_codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexp
     return low | (_two_codes(right(even) * right_scale, right(odd) * right_scale, TOP) << 16)
 
 
-@_unless_interpreted(_plain_codes_of_columns)
+@unless_interpreted(_plain_codes_of_columns)
 @triton.jit
 def codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexpr):
     """``reference.cast`` of pairs of two rows, scaled, as 32-bit words: left column's codes, right column's."""
@@ -166,7 +166,7 @@ def _plain_rows_of_columns(words):
     return even.to(tl.uint16), odd.to(tl.uint16)
 
 
-@_unless_interpreted(_plain_rows_of_columns)
+@unless_interpreted(_plain_rows_of_columns)
 @triton.jit
 def rows_of_columns(words):
     """``codes_of_rows`` of the even and of the odd row, of ``codes_of_columns`` with the same scale for all."""

@@ -273,7 +273,9 @@ def _backward_with_blocks(
     count = programs_of(gate, edge, edge)
     if not vectors:
         arguments.update(ROWS=IN_SQUARES[0], COLS=IN_SQUARES[1])
-        return [Launch(dswiglu_blocks.quantize_dswiglu_squares, count, arguments)]
+        # Left to itself ptxas spills a register or two.
+        options = {"num_warps": 8, "maxnreg": REGISTERS}
+        return [Launch(dswiglu_blocks.quantize_dswiglu_squares, count, arguments, options)]
     del arguments["ROWS"], arguments["COLS"]
     if arguments["WHOLE"] or arguments["h_col_ptr"] is None:
         return [Launch(dswiglu_blocks.quantize_dswiglu_vectors, count, arguments)]

@@ -74,10 +74,10 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 def repair() -> None:
     """Make the interpreter of Triton 3.6 and 3.7 compute as the hardware does.
 
-    Its casts to float8 and bfloat16 lose the carry of a rounded mantissa or do not round, and its maximum, which
-    the hardware takes of numbers alone, is NaN where one of two is; so is its minimum; a fused multiplication and
-    addition it rounds twice; CUDA's library it has not. 3.6 does not know numpy
-    2.4, which makes no number of an array of one dimension.
+    Its casts to float8 and bfloat16 lose the carry of a rounded mantissa or do not round; its maximum and minimum,
+    which the hardware takes of numbers alone, are NaN where one of two is; a fused multiplication and addition is
+    rounded twice; CUDA's library it has not. 3.6 does not know numpy 2.4, which makes no number of an array of one
+    dimension.
     """
     import triton.language as tl
     from triton.language.extra import libdevice

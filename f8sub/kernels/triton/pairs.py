@@ -2,30 +2,21 @@
 
 A tile of pairs takes half the registers of one of float32, and an instruction compares both of a pair. Elements are not
 made finite: what a kernel of pairs has found an amax beyond LARGEST_BITS of, it does again as tiles.py has it.
-
-PTX cannot be interpreted: beside each function of PTX is its plain form, which ``unless_interpreted`` chooses.
 """
 
 import struct
-from collections.abc import Callable
-from typing import Any
 
 import triton
 import triton.language as tl
 
 from f8sub.kernels import reference
-from f8sub.kernels.triton.tiles import NAN, codes
+from f8sub.kernels.triton.tiles import NAN, codes, unless_interpreted
 
 LARGEST_BITS = tl.constexpr(int.from_bytes(struct.pack(">f", reference.LARGEST)[:2]))
 """``reference.LARGEST`` as a bfloat16: beyond it is what needs a clamp before it is scaled, infinity and NaN."""
 
 CAST_TO_E4M3 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32")
 CAST_TO_E5M2 = tl.constexpr("cvt.rn.satfinite.e5m2x2.f32")
-
-
-def unless_interpreted(plain: Any) -> Callable[[Any], Any]:
-    """Of a function of PTX: itself, or ``plain`` where Triton interprets its kernels."""
-    return lambda function: plain if triton.knobs.runtime.interpret else function
 
 
 @triton.jit

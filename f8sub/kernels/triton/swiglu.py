@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from f8sub.kernels.triton.pairs import unless_interpreted
 from f8sub.kernels.triton.tiles import (
     EXPONENT_BITS,
     LARGEST_FINITE,
@@ -25,6 +24,7 @@ from f8sub.kernels.triton.tiles import (
     scale_from_amax,
     scale_from_past,
     scaled,
+    unless_interpreted,
 )
 
 

@@ -5,6 +5,9 @@ neighbours, so they are cast and travel as one 16-bit word: Triton transposes 16
 byte by byte.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -22,6 +25,11 @@ ONE_BITS = tl.constexpr(0x3F800000)
 LARGEST_SCALE_OVER_ONE_BITS = tl.constexpr(126 << 23)
 TWO_ONES_BITS = tl.constexpr(2 * 0x3F800000)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+def unless_interpreted(plain: Any) -> Callable[[Any], Any]:
+    """Of a function of PTX, which cannot be interpreted: itself, or ``plain`` where Triton interprets its kernels."""
+    return lambda function: plain if triton.knobs.runtime.interpret else function
 
 
 @triton.jit

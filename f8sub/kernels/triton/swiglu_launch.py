@@ -26,6 +26,9 @@ LINES = {"ROWS": 32, "COLS": 128, "STEPS": 16}
 WITH_ONE, WITH_LINES, IN_SQUARES = (64, 128), (64, 64), (64, 128)
 """Tiles of the backward's kernels."""
 
+RESULTS = ("dgate_", "dup_", "h_")
+"""What the names of the backward's results begin with."""
+
 
 class Forward(NamedTuple):
     """How h is made, and what is filled.
@@ -277,12 +280,13 @@ def _backward_with_blocks(
         options = {"num_warps": 8, "maxnreg": REGISTERS}
         return [Launch(dswiglu_blocks.quantize_dswiglu_squares, count, arguments, options)]
     del arguments["ROWS"], arguments["COLS"]
-    if arguments["WHOLE"] or arguments["h_col_ptr"] is None:
+    if arguments["WHOLE"]:
         return [Launch(dswiglu_blocks.quantize_dswiglu_vectors, count, arguments)]
-    # What masks take of the registers is too much for all three results at once.
-    of_gradients = [name for name in arguments if name.startswith(("dgate_", "dup_"))]
-    of_h = [name for name in arguments if name.startswith("h_")]
-    return [
-        Launch(dswiglu_blocks.quantize_dswiglu_vectors, count, {**arguments, **dict.fromkeys(left_out)})
-        for left_out in (of_h, of_gradients)
-    ]
+    # What masks take of the registers is too much for two results at once.
+    launches = []
+    for kept in RESULTS:
+        others = tuple(result for result in RESULTS if result != kept)
+        one = {name: None if name.startswith(others) else value for name, value in arguments.items()}
+        if any(value is not None for name, value in one.items() if name.startswith(kept)):
+            launches.append(Launch(dswiglu_blocks.quantize_dswiglu_vectors, count, one))
+    return launches

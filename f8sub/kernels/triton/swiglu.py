@@ -5,8 +5,8 @@ torch's. What is made twice, for an amax and to be cast, is made of gate and up 
 
 Both quotients, gate and 1 over ``1 + exp(-gate)``, are made of one reciprocal and without a branch. ptxas makes the
 same multiplications of an IEEE division, but for each quotient anew, behind a look at its operands and a branch to
-numbers out of range: a third of the kernels' instructions. Here no number is out of range, of all gates of half
-precision.
+numbers out of range: a quarter to a third of the kernels' instructions. Here no number is out of range, of all gates
+of half precision.
 """
 
 import triton

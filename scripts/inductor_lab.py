@@ -317,15 +317,16 @@ def _of_measurement(node: Any) -> tuple[int, int]:
 
 def _of_normed(node: Any) -> tuple[int, int]:
     from f8sub.kernels import normed
+    from f8sub.kernels.normed import Amaxes
     from f8sub.kernels.norms import Norm
-    from f8sub.kernels.producer_ops import usages_of
+    from f8sub.kernels.producer_ops import measured_of, usages_of
     from f8sub.kernels.triton import norm_launch
 
     usages = usages_of(node.constant_args[-1])
     if reason := normed.why_no_kernel(usages):
         raise RuntimeError(f"no kernel {reason}")
     x, weight, *parts = map(_meta, node.inputs)
-    measured = normed.Measured(*(part if part.numel() else None for part in parts))
+    measured = measured_of(parts, Amaxes(*node.constant_args[-3:-1]))
     return _of_launches([norm_launch.cast(x, weight, Norm(0.0, False), measured, usages).launch])
 
 

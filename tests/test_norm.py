@@ -184,6 +184,30 @@ def test_compiled_it_is_bitwise_eager_in_one_graph(recipe, kind):
     assert recipe != "delayed" or all(s.is_known for layer in float8_layers(eager) for s in layer.states())
 
 
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "delayed"])
+def test_compiled_siblings_share_one_cast(recipe):
+    """q, k and v one, gate and up another; with delayed scaling each layer has a scale of its own."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def count(graph, _):
+        casts.append(sum("quantize_normed" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    casts: list[int] = []
+    backend = aot_autograd(
+        fw_compiler=count,
+        bw_compiler=count,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table,
+    )
+    torch._dynamo.reset()
+    _, fused = both(recipe)
+    results(fused, *inputs(), run=torch.compile(fused, backend=backend, fullgraph=True))
+    assert casts == [2, 0]
+
+
 @pytest.mark.long
 @on_each_recipe
 def test_modules_compiled_by_themselves_take_what_an_eager_norm_left_to_them(recipe):

@@ -139,7 +139,12 @@ def _fake_measured(
 
 def measure_normed(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes) -> Measured:
     """``normed.measure`` as one node."""
-    rstd, *found = _measured(x, weight, norm.eps, norm.rounds, amaxes.whole, amaxes.lines)
+    return measured_of(_measured(x, weight, norm.eps, norm.rounds, amaxes.whole, amaxes.lines), amaxes)
+
+
+def measured_of(tensors: list[torch.Tensor], amaxes: Amaxes) -> Measured:
+    """What was measured, of the tensors that there are."""
+    rstd, *found = tensors
     whole, lines = (found[0], found[1:]) if amaxes.whole else (None, found)
     row, col = lines if amaxes.lines else (None, None)
     return Measured(rstd, whole, row, col)
@@ -151,11 +156,11 @@ def _quantize_normed(
     measured: list[torch.Tensor],
     eps: float,
     rounds: bool,
+    amaxes: list[bool],
     formats: str,
 ) -> list[torch.Tensor]:
     usages = usages_of(formats)
-    rstd, *amaxes = measured
-    found = Measured(rstd, *(amax if amax.numel() else None for amax in amaxes))
+    found = measured_of(measured, Amaxes(*amaxes))
     row, col, _ = normed.quantize(x, weight, Norm(eps, rounds), found, usages)
     return as_list((row, col))
 
@@ -166,6 +171,7 @@ def _fake_normed(
     measured: list[torch.Tensor],
     eps: float,
     rounds: bool,
+    amaxes: list[bool],
     formats: str,
 ) -> list[torch.Tensor]:
     made: list[torch.Tensor] = []
@@ -178,11 +184,14 @@ def _fake_normed(
 def quantize_normed(
     x: torch.Tensor, weight: torch.Tensor, norm: Norm, measured: Measured, usages: Formats
 ) -> tuple[Operand | None, Operand | None]:
-    """``normed.quantize`` with scales of its own amaxes as one node."""
-    none = x.new_empty((0, 1), dtype=torch.float32)
-    given = [none if tensor is None else tensor for tensor in measured]
+    """``normed.quantize`` with scales of its own amaxes as one node.
+
+    It is given nothing that was made for it alone: calls of layers that share an x are one in a compiled graph.
+    """
+    given = [tensor for tensor in measured if tensor is not None]
     names = ";".join("" if format is None else format.name for format in usages)
-    made = _normed(x, weight, given, norm.eps, norm.rounds, names)
+    amaxes = [measured.whole_amax is not None, measured.row_amax is not None]
+    made = _normed(x, weight, given, norm.eps, norm.rounds, amaxes, names)
     operands: list[Operand | None] = []
     for format in usages:
         operand, made = (None, made) if format is None else _operand(format, made)

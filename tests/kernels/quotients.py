@@ -1,10 +1,11 @@
-"""A kernel of SwiGLU's two quotients alone. Imported where Triton interprets its kernels."""
+"""Kernels of quotients alone. Imported where Triton interprets its kernels."""
 
 import torch
 import triton
 import triton.language as tl
 
 from f8sub.kernels.triton.swiglu import silu_and_sigmoid
+from f8sub.kernels.triton.tiles import inverse, scale_from_amax
 
 
 @triton.jit
@@ -16,8 +17,36 @@ def store_quotients(gate_ptr, silu_ptr, sigmoid_ptr, SIZE: tl.constexpr):
     tl.store(sigmoid_ptr + at, sigmoid)
 
 
+@triton.jit
+def store_scales(amax_ptr, scale_ptr, TOP: tl.constexpr, SIZE: tl.constexpr):
+    """``scale_from_amax`` of float32 elements, and not of powers of two."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(scale_ptr + at, scale_from_amax(tl.load(amax_ptr + at), TOP, False))
+
+
+@triton.jit
+def store_inverses(scale_ptr, inverse_ptr, SIZE: tl.constexpr):
+    """``inverse`` of float32 elements, and not of powers of two."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(inverse_ptr + at, inverse(tl.load(scale_ptr + at), False))
+
+
 def quotients(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """silu and sigmoid of float32 elements, as many as a power of two."""
     silu, sigmoid = torch.empty_like(gate), torch.empty_like(gate)
     store_quotients[(1,)](gate, silu, sigmoid, gate.numel())
     return silu, sigmoid
+
+
+def scales(amax: torch.Tensor, top: float, at_once: int = 1 << 20) -> torch.Tensor:
+    """Of amaxes for a format whose largest code is ``top``, a multiple of ``at_once`` unless less."""
+    made, size = torch.empty_like(amax), min(at_once, amax.numel())
+    store_scales[(amax.numel() // size,)](amax, made, top, size)
+    return made
+
+
+def inverses(scale: torch.Tensor, at_once: int = 1 << 20) -> torch.Tensor:
+    """Of scales, a multiple of ``at_once`` unless less."""
+    made, size = torch.empty_like(scale), min(at_once, scale.numel())
+    store_inverses[(scale.numel() // size,)](scale, made, size)
+    return made

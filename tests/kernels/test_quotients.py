@@ -1,4 +1,7 @@
-"""SwiGLU's two quotients, of one reciprocal and without a branch: IEEE's, for every gate of half precision there is."""
+"""Quotients without a branch are IEEE's: of every gate of half precision, of amaxes and scales of all mantissas."""
+
+import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,9 +13,25 @@ HALF = (torch.bfloat16, torch.float16)
 NEAREST_ALONE = 2.0 - 2.0**-23
 """A divisor whose reciprocal lies so near to the middle of two numbers that it is made of the nearest one alone."""
 
+EXPONENTS = (-127, -126, -119, -118, -117, -1, 0, 126, 127)
+"""Of amaxes: of subnormal ones, of those around the least that makes no scale above 2^126, of the largest."""
+
+SCALES = (-126, -125, -1, 0, 1, 125, 126)
+"""Exponents of scales."""
+
 
 def all_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+
+
+def binade(exponent: int) -> torch.Tensor:
+    """All float32 numbers with that exponent; -127 has the subnormal ones and 0."""
+    return (torch.arange(1 << 23, dtype=torch.int32) + ((exponent + 127) << 23)).view(torch.float32)
+
+
+def right_scales(amax: torch.Tensor, top: float) -> torch.Tensor:
+    """A float64 quotient, rounded once; 1 of 0."""
+    return torch.where(amax > 0, (top / amax.double()).clamp(max=2.0**126).float(), 1.0)
 
 
 def same(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -21,11 +40,10 @@ def same(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (found.view(bits) == right.view(bits)) | (found.isnan() & right.isnan())
 
 
-def check(off: int) -> None:
-    """With reciprocals that are so many last bits off the nearest, as a GPU's may be by one."""
+@contextlib.contextmanager
+def reciprocals(off: int) -> Iterator[None]:
+    """So many last bits off the nearest ones, as a GPU's may be by one."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    from tests.kernels.quotients import quotients
 
     def divided(self, a, b):
         nearest = a.data / b.data
@@ -36,6 +54,15 @@ def check(off: int) -> None:
 
     before, InterpreterBuilder.create_precise_divf = InterpreterBuilder.create_precise_divf, divided
     try:
+        yield
+    finally:
+        InterpreterBuilder.create_precise_divf = before
+
+
+def check_gates(off: int) -> None:
+    from tests.kernels.quotients import quotients
+
+    with reciprocals(off):
         for dtype in HALF:
             gate = all_of(dtype)
             silu, sigmoid = quotients(gate)
@@ -45,11 +72,46 @@ def check(off: int) -> None:
             assert bool(alike[divisor != NEAREST_ALONE].all())
             assert off or bool(alike.all())
             assert bool((divisor == NEAREST_ALONE).any())
-    finally:
-        InterpreterBuilder.create_precise_divf = before
+
+
+def check_scales(off: int, exponent: int, top: float) -> None:
+    from tests.kernels.quotients import scales
+
+    amax = binade(exponent)
+    with reciprocals(off):
+        assert bool(same(scales(amax, top), right_scales(amax, top)).all())
+
+
+def check_inverses(off: int, exponent: int) -> None:
+    from tests.kernels.quotients import inverses
+
+    scale = binade(exponent)[: 1 if exponent == 126 else None]
+    with reciprocals(off):
+        wrong = ~same(inverses(scale), scale.double().reciprocal().float())
+    # Of all ones the nearest reciprocal alone will do, which GPUs have: tests/cuda/test_quotients.py.
+    assert wrong.sum() == 0 or (off and wrong.sum() == 1 and bool(wrong[-1]))
 
 
 @needs_triton
 @pytest.mark.parametrize("off", [-1, 0, 1])
 def test_every_gate_has_the_quotients_of_ieee(interpreter, off):  # noqa: F811
-    interpreter(check, off)
+    interpreter(check_gates, off)
+
+
+@needs_triton
+@pytest.mark.parametrize("top", [448.0, 57344.0])
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize(
+    "exponent", [pytest.param(e, marks=() if e in (-118, 0) else pytest.mark.long) for e in EXPONENTS]
+)
+def test_every_mantissa_has_the_scale_of_ieee(interpreter, exponent, off, top):  # noqa: F811
+    interpreter(check_scales, off, exponent, top)
+
+
+@needs_triton
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize(
+    "exponent", [pytest.param(e, marks=() if e in (-126, 126) else pytest.mark.long) for e in SCALES]
+)
+def test_every_mantissa_has_the_inverse_of_ieee(interpreter, exponent, off):  # noqa: F811
+    interpreter(check_inverses, off, exponent)

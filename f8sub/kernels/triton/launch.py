@@ -354,7 +354,7 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
     programs = programs_of(x, edge, edge)
     if col is not None and _is_paired(x, edge):
         pairs = {name: value for name, value in arguments.items() if name != "WHOLE"}
-        if format.tile == VECTOR and format.scale_rule.is_power_of_2:
+        if format.tile == VECTOR:
             pairs["PART"], options = PAIRED_PART, {"num_warps": 8}
             if row is not None:
                 options["maxnreg"] = PAIRED_REGISTERS

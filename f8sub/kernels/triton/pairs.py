@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from f8sub.kernels import reference
-from f8sub.kernels.triton.tiles import NAN, codes, unless_interpreted
+from f8sub.kernels.triton.ptx import unless_interpreted
+from f8sub.kernels.triton.tiles import NAN, codes
 
 LARGEST_BITS = tl.constexpr(int.from_bytes(struct.pack(">f", reference.LARGEST)[:2]))
 """``reference.LARGEST`` as a bfloat16: beyond it is what needs a clamp before it is scaled, infinity and NaN."""

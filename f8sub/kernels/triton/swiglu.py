@@ -3,9 +3,8 @@
 Rounded where torch's eager operators round, with CUDA's own exponential and IEEE quotients, so that the elements are
 torch's. What is made twice, for an amax and to be cast, is made of gate and up both times.
 
-Both quotients, gate and 1 over ``1 + exp(-gate)``, are made of one reciprocal and without a branch. ptxas makes the
-same multiplications of an IEEE division, but for each quotient anew, behind a look at its operands and a branch to
-numbers out of range: a quarter to a third of the kernels' instructions. Here no number is out of range, of all gates
+Both quotients, gate and 1 over ``1 + exp(-gate)``, are made of one reciprocal and without a branch, as division.py has
+it: the IEEE divisions were a quarter to a third of the kernels' instructions. No number is out of range, of all gates
 of half precision.
 """
 
@@ -13,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from f8sub.kernels.triton.division import approximate_reciprocal, minus, quotient, refined
 from f8sub.kernels.triton.tiles import (
     EXPONENT_BITS,
     LARGEST_FINITE,
@@ -24,7 +24,6 @@ from f8sub.kernels.triton.tiles import (
     scale_from_amax,
     scale_from_past,
     scaled,
-    unless_interpreted,
 )
 
 
@@ -35,44 +34,14 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _plain_reciprocal(x):
-    return tl.div_rn(1.0, x)
-
-
-@unless_interpreted(_plain_reciprocal)
-@triton.jit
-def reciprocal(x):
-    """Of float32 from 2**-126 to 2**126, and infinity: off by a last bit at most. Source: PTX ISA, rcp.approx.f32."""
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def minus(x):
-    """-0 of 0, of which Triton's own minus makes 0 - 0."""
-    return x * -1.0
-
-
-@triton.jit
-def quotient(dividend, divisor, over_divisor):
-    """Rounded as IEEE has it. Source: what ptxas 12.8 makes of div.rn.f32 for operands in range.
-
-    The remainder is negated, and so is what it is multiplied by: a dividend of -0 keeps its sign.
-    """
-    near = dividend * over_divisor
-    return tl.fma(tl.fma(divisor, near, minus(dividend)), minus(over_divisor), near)
-
-
-@triton.jit
 def silu_and_sigmoid(gate):
     """float32, of float32 elements that a bfloat16 or float16 holds, as torch divides; infinity is 2^128 - 2^104."""
     # A quarter of 1 + exp(-gate), so that no reciprocal is subnormal.
     divisor = tl.fma(libdevice.exp(minus(gate)), 0.25, 0.25)
-    over_divisor = reciprocal(divisor)
+    over_divisor = approximate_reciprocal(divisor)
     # Where the exponential overflows quotients are 0, as the reciprocal is, not NaN.
     divisor = tl.minimum(divisor, LARGEST_FINITE)
-    over_divisor = tl.fma(over_divisor, tl.fma(minus(divisor), over_divisor, 1.0), over_divisor)
+    over_divisor = refined(over_divisor, divisor)
     silu = quotient(tl.minimum(gate, LARGEST_FINITE) * 0.25, divisor, over_divisor)
     return silu, quotient(0.25, divisor, over_divisor)
 

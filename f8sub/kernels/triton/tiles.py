@@ -5,13 +5,11 @@ neighbours, so they are cast and travel as one 16-bit word: Triton transposes 16
 byte by byte.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from f8sub.kernels import delayed, reference
+from f8sub.kernels.triton.division import divided
 
 LARGEST = tl.constexpr(reference.LARGEST)
 LARGEST_FINITE = tl.constexpr(float.fromhex("0x1.fffffep127"))
@@ -25,11 +23,6 @@ ONE_BITS = tl.constexpr(0x3F800000)
 LARGEST_SCALE_OVER_ONE_BITS = tl.constexpr(126 << 23)
 TWO_ONES_BITS = tl.constexpr(2 * 0x3F800000)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
-
-
-def unless_interpreted(plain: Any) -> Callable[[Any], Any]:
-    """Of a function of PTX, which cannot be interpreted: itself, or ``plain`` where Triton interprets its kernels."""
-    return lambda function: plain if triton.knobs.runtime.interpret else function
 
 
 @triton.jit
@@ -69,7 +62,9 @@ def scale_from_amax(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr):
         over_one = tl.minimum(-(amax.to(tl.int32, bitcast=True) - TOP_BITS), LARGEST_SCALE_OVER_ONE_BITS)
         scale = ((over_one + ONE_BITS) & EXPONENT_BITS).to(tl.float32, bitcast=True)
     else:
-        scale = tl.minimum(tl.div_rn(TOP, amax), LARGEST_SCALE)
+        # No larger than LARGEST_SCALE where amax is no smaller, and of sixteenths no reciprocal is subnormal.
+        bounded = tl.maximum(amax, TOP / LARGEST_SCALE)
+        scale = divided(TOP * 0.0625, bounded * 0.0625)
     return tl.where(amax > 0.0, scale, 1.0)
 
 
@@ -101,10 +96,10 @@ def scale_from_past(
 
 @triton.jit
 def inverse(scale, POWER_OF_2: tl.constexpr):
-    """``1 / scale``, rounded to nearest."""
+    """``1 / scale``, rounded to nearest, of scales from SMALLEST_SCALE to LARGEST_SCALE."""
     if POWER_OF_2:
         return (-(scale.to(tl.int32, bitcast=True) - TWO_ONES_BITS)).to(tl.float32, bitcast=True)
-    return tl.div_rn(1.0, scale)
+    return divided(1.0, scale)
 
 
 @triton.jit

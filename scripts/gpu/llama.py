@@ -121,9 +121,9 @@ class Trainer:
         variant.precompute(self.model)
 
     def pass_through_blocks(self, batch: Batch) -> None:
-        """Forward and backward of the blocks alone."""
-        batch.hidden.grad = None
+        """Forward and backward of the blocks alone. Nothing of it stays that the next variant's peak would count."""
         self.model(batch.hidden, self.positions, False).backward(batch.cotangent)
+        batch.hidden.grad = None
 
     def loss_and_gradients(self, batch: Batch) -> torch.Tensor:
         """Forward and backward of all; the loss, without a graph."""

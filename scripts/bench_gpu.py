@@ -14,11 +14,15 @@ is 1.
 
     python scripts/bench_gpu.py --group quantize gemm --json bench_gpu.json
     python scripts/bench_gpu.py --group linear --shapes 8192x4096x14336 --only "f8sub rowwise*" "torchao*"
+    torchrun --nproc-per-node 2 scripts/bench_gpu.py --group slice --only "f8sub tensorwise compiled"
+
+Under torchrun the slice is sharded over all ranks, of which the first one's figures are shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -55,6 +59,8 @@ def parsed() -> argparse.Namespace:
     arguments = made.parse_args()
     if arguments.rounds < 2:
         made.error("--rounds is at least 2: quartiles are of more than one")
+    if slices.world_size() > 1 and arguments.group != ["slice"]:
+        made.error("under torchrun there is --group slice alone: the others are of one GPU")
     if arguments.shapes and len(arguments.group) > 1:
         made.error("--shapes are those of one --group")
     try:
@@ -66,17 +72,20 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    found: dict[str, Any] = {"before": machine(device)}
+    has_gpu, is_first = torch.cuda.is_available(), int(os.environ.get("RANK", 0)) == 0
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
+    found: dict[str, Any] = {"ranks": slices.world_size(), "before": machine(device)}
 
     def save() -> None:
-        if arguments.json:
+        if arguments.json and is_first:
             figures = {"figures": session.figures, "failed": session.failed}
             write_json(arguments.json, {**found, "after": machine(device), **figures})
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(
+        *columns, console=console, disable=not (console.is_terminal and is_first), transient=True
+    ) as progress:
         task = progress.add_task("", total=None)
         session = Session(
             device=device,
@@ -89,7 +98,7 @@ def main() -> None:
         )
         for name in arguments.group:
             GROUPS[name](session)
-    for table in session.tables:
+    for table in session.tables if is_first else ():
         table.show()
     for what, error in session.failed.items():
         print(f"FAILED {what}: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Four blocks of a Llama 3 8B under FSDP2 on one device: tokens/s and peak memory, every variant.
+"""Four blocks of a Llama 3 8B under FSDP2: tokens/s and peak memory, every variant; of one device, or one of several.
 
 Blocks: forward and backward of the blocks, weights changed and scales precomputed before each, untimed. Step: all of a
 training step, with embeddings, head, loss, AdamW and precompute_scales. Each variant is built when the one before is
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import statistics
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -175,13 +177,14 @@ def group(session: Session) -> None:
         "graphed": [variant for variant in variants if variant.graphed],
     }
     figures = session.figures["slice"] = {"skipped": skipped, "tokens": {}, "graphed": {}}
-    with one_rank(session.device):
+    with process_group(session.device):
         for (tokens,) in session.sizes(TOKENS, TINY):
             for kind, chosen_ones in of_kind.items():
                 if chosen_ones:
                     measure_all(session, tokens, chosen_ones, figures[kind])
     for tokens, rows in figures["tokens"].items():
-        title = f"of four blocks of a Llama 3 8B, {tokens} tokens, {session.where}"
+        sharded = f", one of {world_size()} ranks" if world_size() > 1 else ""
+        title = f"of four blocks of a Llama 3 8B, {tokens} tokens, {session.where}{sharded}"
         session.tables.append(table(f"forward and backward {title}", rows, BLOCKS))
         session.tables.append(table(f"whole step {title}", rows, STEP))
     for tokens, rows in figures["graphed"].items():
@@ -203,13 +206,24 @@ def measure_all(session: Session, tokens: int, variants: list[Variant], rows: di
             found.measure(variant)
 
 
+def world_size() -> int:
+    """Ranks that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 @contextlib.contextmanager
-def one_rank(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone; NCCL's on a GPU."""
+def process_group(device: torch.device) -> Iterator[None]:
+    """Of all ranks that torchrun started, else of this process alone; NCCL's on GPUs.
+
+    What raises on one rank ends the others once they have waited for it for two minutes.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if world_size() > 1:
+        dist.init_process_group(backend, timeout=timedelta(minutes=2))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

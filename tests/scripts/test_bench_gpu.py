@@ -25,9 +25,9 @@ GRAPHED = "f8sub blockwise compiled graphed"
 COMPARED = ["f8sub rowwise eager", "f8sub tensorwise eager", "torchao rowwise_with_gw_hp*"]
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
+def run(*options: str, by: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPTS / "bench_gpu.py"), *options],
+        [sys.executable, *by, str(SCRIPTS / "bench_gpu.py"), *options],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "CUDA_VISIBLE_DEVICES": ""},
@@ -116,6 +116,30 @@ def test_slice(everything):
         assert row["check"]["loss"] == pytest.approx(loss, rel=0.05)
         assert (row["check"]["loss"] != loss) == ("bf16" not in name)
     assert rows["bf16 compiled"]["step"]["over_bf16"] == 1
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def test_a_slice_of_two_ranks(everything, tmp_path):
+    """Told once, and the same losses: every rank has the same tokens."""
+    output = tmp_path / "figures.json"
+    finished = run(
+        *("--group", "slice", "--rounds", "2", "--only", COMPARED[1], "--json", str(output)), by=TORCHRUN
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.stdout.count("CPU, one of 2 ranks") == 2
+    found = json.loads(output.read_text())
+    (rows,), (alone,) = (figures["figures"]["slice"]["tokens"].values() for figures in (found, everything[0]))
+    assert (found["ranks"], everything[0]["ranks"], found["failed"]) == (2, 1, {})
+    for name, row in rows.items():
+        assert row["check"]["loss"] == pytest.approx(alone[name]["check"]["loss"], rel=1e-4)
+
+
+def test_the_other_groups_are_of_one_rank():
+    finished = run("--group", "quantize", "slice", by=TORCHRUN)
+    assert finished.returncode != 0
+    assert "--group slice alone" in finished.stderr
 
 
 def test_graphed_steps_are_not_for_a_cpu(everything):

@@ -51,7 +51,7 @@ def quantize_paired_vectors(
 ):
     """``blocks.quantize_crossing_vectors``."""
     row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
-    even, odd = load_pairs(x_ptr, row, col, N, EDGE, EDGE)
+    even, odd = load_pairs(x_ptr, row, col, N, EDGE, EDGE, "evict_first")
     amax = largest(larger(magnitudes(even), magnitudes(odd)), 0)
     left_scale = scale_from_amax(left(amax), TOP, POWER_OF_2)
     right_scale = scale_from_amax(right(amax), TOP, POWER_OF_2)
@@ -152,12 +152,21 @@ def quantize_paired_squares(
     CODES: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     EDGE: tl.constexpr,
+    COLS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """``blocks.quantize_squares`` of the columnwise usage, and of the rowwise one unless its pointer is None."""
+    """``blocks.quantize_squares`` of the columnwise usage, and of the rowwise one unless its pointer is None.
+
+    The last COLS columns of a tile stay in registers, those before them are read once more to be cast: of a program
+    that holds a large tile whole an SM has one, and nothing to do while that one loads.
+    """
     row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
-    even, odd = load_pairs(x_ptr, row, col, N, EDGE, EDGE)
-    bits = amax_of_tile(even, odd)
+    bits = 0
+    for start in range(0, EDGE - COLS, COLS):
+        even, odd = load_pairs(x_ptr, row, col + start, N, EDGE, COLS, "evict_last")
+        bits = tl.maximum(bits, amax_of_tile(even, odd))
+    even, odd = load_pairs(x_ptr, row, col + EDGE - COLS, N, EDGE, COLS, "evict_first")
+    bits = tl.maximum(bits, amax_of_tile(even, odd))
     if bits > LARGEST_BITS:
         quantize_squares(
             x_ptr,
@@ -176,7 +185,11 @@ def quantize_paired_squares(
         )
     else:
         scale = scale_from_amax(left(bits), TOP, POWER_OF_2)
-        store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, EDGE, EDGE)
+        last = col + EDGE - COLS
+        store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, row, last, M, N, TOP, EDGE, COLS)
+        for start in range(0, EDGE - COLS, COLS):
+            even, odd = load_pairs(x_ptr, row, col + start, N, EDGE, COLS, "evict_first")
+            store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, row, col + start, M, N, TOP, EDGE, COLS)
         scale_inv = inverse(scale, POWER_OF_2)
         if row_ptr is not None:
             tl.store(row_scale_inv_ptr + row // EDGE * tl.cdiv(N, EDGE) + col // EDGE, scale_inv)
@@ -210,7 +223,7 @@ def cast_pairs_with_past(
     scale = tl.load(past_ptr)
     if amax_ptr is not None:
         scale = scale_from_past(scale, tl.load(amax_ptr), TOP, POWER_OF_2, HEADROOM, COVERS)
-    even, odd = load_pairs(x_ptr, row, col, N, ROWS, COLS)
+    even, odd = load_pairs(x_ptr, row, col, N, ROWS, COLS, "evict_first")
     bits = amax_of_tile(even, odd)
     tl.atomic_max(largest_ptr, bits << 16, sem="relaxed")
     if bits > LARGEST_BITS:

@@ -173,16 +173,16 @@ def rows_of_columns(words):
 
 
 @triton.jit
-def load_pairs(x_ptr, row, col, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Even and odd rows of the (ROWS, COLS) tile at (row, col), which L2 need not keep.
+def load_pairs(x_ptr, row, col, N, ROWS: tl.constexpr, COLS: tl.constexpr, KEEP: tl.constexpr):
+    """Even and odd rows of the (ROWS, COLS) tile at (row, col); KEEP is how caches are to treat what was read.
 
     The matrix is bfloat16, begins at a whole word, and the tile lies within it.
     """
     i, j = 2 * tl.arange(0, ROWS // 2), tl.arange(0, COLS // 2)
     start = x_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * (N // 2) + col // 2
     pointers = start + i[:, None] * (N // 2) + j[None, :]
-    even = tl.load(pointers, eviction_policy="evict_first")
-    return even, tl.load(pointers + N // 2, eviction_policy="evict_first")
+    even = tl.load(pointers, eviction_policy=KEEP)
+    return even, tl.load(pointers + N // 2, eviction_policy=KEEP)
 
 
 @triton.jit

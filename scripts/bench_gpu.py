@@ -16,7 +16,7 @@ is 1.
     python scripts/bench_gpu.py --group linear --shapes 8192x4096x14336 --only "f8sub rowwise*" "torchao*"
     torchrun --nproc-per-node 2 scripts/bench_gpu.py --group slice --only "f8sub tensorwise compiled"
 
-Under torchrun the slice is sharded over all ranks, of which the first one's figures are shown.
+Under torchrun the slice is sharded over all ranks, of which the first one's figures are shown; no steps are captured.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
     arguments = parsed()
     has_gpu, is_first = torch.cuda.is_available(), int(os.environ.get("RANK", 0)) == 0
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
-    found: dict[str, Any] = {"ranks": slices.world_size(), "before": machine(device)}
+    found: dict[str, Any] = {"before": machine(device)}
 
     def save() -> None:
         if arguments.json and is_first:
@@ -94,6 +94,7 @@ def main() -> None:
             shapes=arguments.shapes,
             only=arguments.only,
             save=save,
+            ranks=slices.world_size(),
             begin=lambda what: progress.update(task, description=what),
         )
         for name in arguments.group:

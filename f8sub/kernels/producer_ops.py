@@ -1,6 +1,7 @@
 """Layer 1. Operators that ``torch.compile`` sees for what makes a tensor and casts it: schemas, fakes, implementation.
 
-A tensor argument that is not there is one of no elements, a format that is not there an empty name.
+A tensor argument that is not there is one of no elements, a format that is not there an empty name; what was measured
+is a list of what there is, and booleans say of which.
 """
 
 from collections.abc import Sequence

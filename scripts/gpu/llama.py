@@ -121,7 +121,7 @@ class Trainer:
         variant.precompute(self.model)
 
     def pass_through_blocks(self, batch: Batch) -> None:
-        """Forward and backward of the blocks alone. Nothing of it stays that the next variant's peak would count."""
+        """Forward and backward of the blocks alone. No gradient of the batch stays, which other peaks would count."""
         self.model(batch.hidden, self.positions, False).backward(batch.cotangent)
         batch.hidden.grad = None
 
@@ -163,7 +163,7 @@ class Trainer:
         self.variant.precompute(self.model)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Of the probes, this rank's part, which is all of it, on the CPU."""
+        """Of the probes, this rank's part, on the CPU."""
         return {name: local_tensor(layer.weight.grad).cpu() for name, layer in self.probes.items()}
 
 

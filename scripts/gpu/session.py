@@ -28,6 +28,7 @@ class Session:
         only: glob patterns of the names of variants; empty for all.
         begin: told what is measured next.
         save: called whenever there is more to keep, so that a run that is cut off leaves what it had.
+        ranks: that measure together.
         figures: what was found, by group.
         failed: what raised instead of being measured.
         tables: shown at the end.
@@ -40,6 +41,7 @@ class Session:
     only: Sequence[str]
     begin: Callable[[str], None]
     save: Callable[[], None]
+    ranks: int = 1
     figures: dict[str, Figures] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     tables: list[Table] = field(default_factory=list)
@@ -56,7 +58,10 @@ class Session:
 
     @contextlib.contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Go on after an error with what comes next; the run ends with an error then."""
+        """Go on after an error with what comes next; the run ends with an error then.
+
+        Not of several ranks: those without the error would wait for this one in other collectives.
+        """
         self.begin(what)
         start = time.perf_counter()
         try:
@@ -66,6 +71,8 @@ class Session:
             self.failed[what] = f"{type(error).__name__}: {error}"
         print(f"{what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
         self.save()
+        if self.ranks > 1 and what in self.failed:
+            raise RuntimeError(f"{what}: {self.failed[what]}")
 
 
 def shown(value: float | None, format: str = ".3f", unit: str = "") -> str:

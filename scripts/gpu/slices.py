@@ -176,14 +176,17 @@ def group(session: Session) -> None:
         "tokens": [variant for variant in variants if not variant.graphed],
         "graphed": [variant for variant in variants if variant.graphed],
     }
+    if session.ranks > 1:
+        skipped.update((variant.name, "a captured step is of one rank") for variant in of_kind.pop("graphed"))
     figures = session.figures["slice"] = {"skipped": skipped, "tokens": {}, "graphed": {}}
     with process_group(session.device):
+        figures["ranks"] = dist.get_world_size()
         for (tokens,) in session.sizes(TOKENS, TINY):
             for kind, chosen_ones in of_kind.items():
                 if chosen_ones:
                     measure_all(session, tokens, chosen_ones, figures[kind])
     for tokens, rows in figures["tokens"].items():
-        sharded = f", one of {world_size()} ranks" if world_size() > 1 else ""
+        sharded = f", one of {session.ranks} ranks" if session.ranks > 1 else ""
         title = f"of four blocks of a Llama 3 8B, {tokens} tokens, {session.where}{sharded}"
         session.tables.append(table(f"forward and backward {title}", rows, BLOCKS))
         session.tables.append(table(f"whole step {title}", rows, STEP))
@@ -215,7 +218,7 @@ def world_size() -> int:
 def process_group(device: torch.device) -> Iterator[None]:
     """Of all ranks that torchrun started, else of this process alone; NCCL's on GPUs.
 
-    What raises on one rank ends the others once they have waited for it for two minutes.
+    What raises on one rank ends it, and torchrun the others; they wait in a collective for two minutes at most.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

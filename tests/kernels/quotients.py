@@ -1,4 +1,4 @@
-"""Kernels of quotients alone. Imported where Triton interprets its kernels."""
+"""Kernels of quotients alone. Imported where Triton is to compile or to interpret them, which it decides once."""
 
 import torch
 import triton

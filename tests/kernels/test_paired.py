@@ -13,6 +13,7 @@ from tests.kernels.quantized import FORMATS
 NAN, INF = float("nan"), float("inf")
 PAIRED = {
     "1x128": "quantize_paired_vectors",
+    "1x128-float": "quantize_paired_vectors",
     "128x128": "quantize_paired_squares",
     "256x256-e5m2": "quantize_paired_squares",
 }

@@ -13,8 +13,8 @@ HALF = (torch.bfloat16, torch.float16)
 NEAREST_ALONE = 2.0 - 2.0**-23
 """A divisor whose reciprocal lies so near to the middle of two numbers that it is made of the nearest one alone."""
 
-EXPONENTS = (-127, -126, -119, -118, -117, -1, 0, 126, 127)
-"""Of amaxes: of subnormal ones, of those around the least that makes no scale above 2^126, of the largest."""
+EXPONENTS = (-127, -126, -119, -118, -117, -112, -111, -110, 0, 126, 127)
+"""Of amaxes: of subnormal ones, of those around each format's least that makes no scale above 2^126, of the largest."""
 
 SCALES = (-126, -125, -1, 0, 1, 125, 126)
 """Exponents of scales."""
@@ -89,7 +89,8 @@ def check_inverses(off: int, exponent: int) -> None:
     with reciprocals(off):
         wrong = ~same(inverses(scale), scale.double().reciprocal().float())
     # Of all ones the nearest reciprocal alone will do, which GPUs have: tests/cuda/test_quotients.py.
-    assert wrong.sum() == 0 or (off and wrong.sum() == 1 and bool(wrong[-1]))
+    assert not wrong[scale.view(torch.int32) & 0x7FFFFF != 0x7FFFFF].any()
+    assert off or not wrong.any()
 
 
 @needs_triton
@@ -102,7 +103,7 @@ def test_every_gate_has_the_quotients_of_ieee(interpreter, off):  # noqa: F811
 @pytest.mark.parametrize("top", [448.0, 57344.0])
 @pytest.mark.parametrize("off", [-1, 0, 1])
 @pytest.mark.parametrize(
-    "exponent", [pytest.param(e, marks=() if e in (-118, 0) else pytest.mark.long) for e in EXPONENTS]
+    "exponent", [pytest.param(e, marks=() if e in (-118, -111) else pytest.mark.long) for e in EXPONENTS]
 )
 def test_every_mantissa_has_the_scale_of_ieee(interpreter, exponent, off, top):  # noqa: F811
     interpreter(check_scales, off, exponent, top)

@@ -1,8 +1,8 @@
 """Layer 1. Quotients of float32, rounded to nearest as IEEE has it, without a branch.
 
 ptxas makes the same multiplications of an IEEE division, but behind a look at its operands and a branch to numbers out
-of range, and for each quotient of one divisor anew. Here the callers see to it that nothing is out of range: neither
-operand, nor the quotient, nor the divisor's reciprocal is subnormal or overflows.
+of range, and for each quotient of one divisor anew. Here nothing is to be out of range: neither a divisor, nor its
+reciprocal, nor a quotient of ``divided`` is subnormal or overflows.
 """
 
 import triton

@@ -30,7 +30,7 @@ LINE_ROWS = 64
 VECTOR_PART, VECTOR_WARPS = 64, 4
 """Rows that ``quantize_crossing_vectors`` takes at a time, and its warps.
 
-On an H200 128 rows by 4 warps are a quarter slower with float32 scales.
+On an H200 128 rows by 4 warps were a quarter slower, of whole tiles with float32 scales, which are made of pairs now.
 """
 
 PAIRED_PART, PAIRED_REGISTERS = 32, 80
@@ -42,10 +42,10 @@ For columns alone it needs fewer registers, if no number is given.
 PAIRED_SQUARE_PART = 64
 """Edge of what the other kernels of pairs do again at a time."""
 
-PAIRED_SQUARE_COLS = {128: 128, 256: 128}
-"""Columns of squares of each edge that 8 warps hold in registers, with which an SM has two programs at least.
+PAIRED_SQUARES, PAIRED_SQUARE_COLS = (128, 256), 128
+"""Edges of squares of pairs, and how many of their columns 8 warps hold in registers, so that an SM has two programs.
 
-On an H200 a tenth faster for squares of 256 than all of them in 16 warps.
+On an H200 a tenth to a seventh faster for squares of 256 than all columns in 16 warps.
 """
 
 AT_A_TIME = 264
@@ -365,8 +365,8 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
             if row is not None:
                 options["maxnreg"] = PAIRED_REGISTERS
             return Launch(paired.quantize_paired_vectors, programs, pairs, options)
-        if format.tile != VECTOR and edge in PAIRED_SQUARE_COLS:
-            pairs["COLS"], pairs["PART"] = PAIRED_SQUARE_COLS[edge], PAIRED_SQUARE_PART
+        if edge in PAIRED_SQUARES:
+            pairs["COLS"], pairs["PART"] = PAIRED_SQUARE_COLS, PAIRED_SQUARE_PART
             return Launch(paired.quantize_paired_squares, programs, pairs)
     if format.tile != VECTOR:
         arguments["PART"], options = EDGE, {"num_warps": 8, "maxnreg": REGISTERS}

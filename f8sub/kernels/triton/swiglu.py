@@ -4,8 +4,8 @@ Rounded where torch's eager operators round, with CUDA's own exponential and IEE
 torch's. What is made twice, for an amax and to be cast, is made of gate and up both times.
 
 Both quotients, gate and 1 over ``1 + exp(-gate)``, are made of one reciprocal and without a branch, as division.py has
-it: the IEEE divisions were a quarter to a third of the kernels' instructions. No number is out of range, of all gates
-of half precision.
+it: the IEEE divisions were a quarter to a third of the kernels' instructions. Some dividends and quotients are
+subnormal; those of all gates of half precision were tried (tests/kernels/test_quotients.py).
 """
 
 import triton

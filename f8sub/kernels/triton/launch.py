@@ -33,14 +33,11 @@ VECTOR_PART, VECTOR_WARPS = 64, 4
 On an H200 128 rows by 4 warps were a quarter slower, of whole tiles with float32 scales, which are made of pairs now.
 """
 
-PAIRED_PART, PAIRED_REGISTERS = 32, 80
-"""Rows that ``quantize_paired_vectors`` does again at a time; a thread's registers for 3 programs an SM.
+PAIRED_REGISTERS = 80
+"""Of a thread of ``quantize_paired_vectors``, for 3 programs an SM.
 
 For columns alone it needs fewer registers, if no number is given.
 """
-
-PAIRED_SQUARE_PART = 64
-"""Edge of what the other kernels of pairs do again at a time."""
 
 PAIRED_SQUARES, PAIRED_SQUARE_COLS = (128, 256), 128
 """Edges of squares of pairs, and how many of their columns 8 warps hold in registers, so that an SM has two programs.
@@ -298,8 +295,7 @@ def _cast_with_one(
     }
     if past is not None and col is not None and _is_paired(x, EDGE):
         del arguments["WHOLE"]
-        paired_arguments = {**arguments, "PART": PAIRED_SQUARE_PART}
-        return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), paired_arguments)
+        return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), arguments)
     return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
 
 
@@ -361,12 +357,12 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
     if col is not None and _is_paired(x, edge):
         pairs = {name: value for name, value in arguments.items() if name != "WHOLE"}
         if format.tile == VECTOR:
-            pairs["PART"], options = PAIRED_PART, {"num_warps": 8}
-            if row is not None:
+            options = {"num_warps": 8}
+            if row is not None and format.scale_rule.is_power_of_2:
                 options["maxnreg"] = PAIRED_REGISTERS
             return Launch(paired.quantize_paired_vectors, programs, pairs, options)
         if edge in PAIRED_SQUARES:
-            pairs["COLS"], pairs["PART"] = PAIRED_SQUARE_COLS, PAIRED_SQUARE_PART
+            pairs["COLS"] = PAIRED_SQUARE_COLS
             return Launch(paired.quantize_paired_squares, programs, pairs)
     if format.tile != VECTOR:
         arguments["PART"], options = EDGE, {"num_warps": 8, "maxnreg": REGISTERS}

@@ -6,6 +6,9 @@ paired vectors); 8-bit tiles transposed with ldmatrix and read from shared memor
 float32 flushed; no register read that was never written.
 
     python scripts/kernel_report.py
+    python scripts/kernel_report.py --capability 89
+
+Of other GPUs it tells whether all kernels that they run compile and fit into shared memory; they are held to no more.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from kernel_cases import WHOLE, Case, cases
@@ -28,6 +33,9 @@ if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
 
 CAPABILITY, WARP = 90, 32
+SHARED = {89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that a program may have, by compute capability: of Ada, Hopper and both Blackwells. Source:
+CUDA C++ programming guide, technical specifications per compute capability."""
 SOURCES = ("x_ptr", "codes_ptr", "dh_ptr", "gate_ptr", "up_ptr")
 ROWS = ("row_ptr", "dgate_row_ptr", "dup_row_ptr", "out_ptr")
 COLUMNS = ("col_ptr", "dgate_col_ptr", "dup_col_ptr", "h_col_ptr")
@@ -86,8 +94,8 @@ class Report:
     missed: tuple[str, ...] = ()
 
 
-def compiled(launch: Launch) -> Any:
-    """The kernel compiled for Hopper with the launch's arguments, specialized as Triton does when it launches."""
+def compiled(launch: Launch, capability: int = CAPABILITY) -> Any:
+    """The kernel compiled with the launch's arguments, specialized as Triton does when it launches."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -110,7 +118,7 @@ def compiled(launch: Launch) -> Any:
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", CAPABILITY, WARP)
+    target = GPUTarget("cuda", capability, WARP)
     return triton.compile(source, target=target, options=launch.options)
 
 
@@ -165,6 +173,26 @@ def report(case: Case) -> Report:
         or any(launch.arguments.get(name) is not None for name in COLUMNS),
     )
     return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile, 8 if by_8 else 16))})
+
+
+def fits(case: Case, capability: int) -> str | None:
+    """Why a case's kernel does not run on GPUs of a compute capability; None where it does."""
+    from f8sub.kernels import fused
+
+    pairs = divmod(capability, 10) >= fused.OLDEST_WITH_PAIRS
+    with mock.patch.object(fused, "compares_pairs", return_value=pairs):
+        launches = case.launches()
+    if case.index >= len(launches):
+        return None
+    launch = launches[case.index]
+    try:
+        shared = compiled(launch, capability).metadata.shared
+    except Exception as error:
+        reasons = [line for line in str(error).splitlines() if "error" in line.lower()]
+        return f"{launch.kernel.fn.__name__}: {(reasons or [str(error)])[-1]}"
+    if shared > SHARED[capability]:
+        return f"{launch.kernel.fn.__name__}: {shared} bytes of shared memory"
+    return None
 
 
 def tile_of(launch: Launch) -> int:
@@ -244,9 +272,16 @@ def main() -> None:
         "--shape", nargs=2, type=int, default=WHOLE, help="of a matrix, if not ragged"
     )
     arguments_parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at a time")
+    arguments_parser.add_argument("--capability", type=int, default=CAPABILITY, choices=SHARED)
     arguments = arguments_parser.parse_args()
     starts, shape = tuple(arguments.only), tuple(arguments.shape)
     chosen = [case for case in cases(shape) if case.words.startswith(starts)]
+    if arguments.capability != CAPABILITY:
+        with ProcessPoolExecutor(arguments.jobs) as pool:
+            reasons = list(pool.map(fits, chosen, repeat(arguments.capability)))
+        wrong = [f"{case.words}: {why}" for case, why in zip(chosen, reasons, strict=True) if why]
+        print("\n".join(wrong) if wrong else f"{len(chosen)} kernels, all run on sm_{arguments.capability}")
+        sys.exit(bool(wrong))
     with ProcessPoolExecutor(arguments.jobs) as pool:
         found = dict(zip(chosen, pool.map(report, chosen), strict=True))
     table(found).show()

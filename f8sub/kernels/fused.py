@@ -20,6 +20,8 @@ TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
 
 OLDEST = (8, 9)
 """The first compute capability whose instructions cast to e4m3, Ada's. Source: PTX ISA, cvt."""
+OLDEST_WITH_PAIRS = (9, 0)
+"""The first one that compares both halves of a word at once, Hopper's. Source: PTX ISA, max.u16x2."""
 
 
 def why_no_kernel(format: Float8Format) -> str | None:
@@ -51,6 +53,12 @@ def why_no_triton(device: torch.device) -> str | None:
     return (
         f"needs SM {OLDEST[0]}.{OLDEST[1]} or newer to cast to float8, found {capability[0]}.{capability[1]}"
     )
+
+
+@functools.cache
+def compares_pairs(device: torch.device) -> bool:
+    """Whether a GPU runs the kernels of pairs; said of what is no GPU, where launches are only looked at."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_WITH_PAIRS
 
 
 def quantize(

@@ -57,6 +57,19 @@ def test_every_kernel(tmp_path):
 
 
 @needs_triton
+@pytest.mark.long
+@pytest.mark.parametrize("capability", ["89", "100", "120"])
+def test_every_kernel_runs_on_ada_and_blackwell(capability):
+    """It compiles, and its shared memory is no more than they have."""
+    command = [sys.executable, str(SCRIPTS / "kernel_report.py"), "--capability", capability]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+    environment.pop("TRITON_INTERPRET", None)
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    assert finished.stdout.endswith(f" kernels, all run on sm_{capability}\n")
+
+
+@needs_triton
 def test_a_miss_is_an_error(tmp_path):
     """A matrix whose rows begin at odd places cannot be read by 128 bits, and the report says so."""
     with pytest.raises(AssertionError, match="128-bit loads"):

@@ -78,6 +78,27 @@ def test_what_is_not_paired(interpreter, name):  # noqa: F811
     interpreter(check_what_is_not_paired, name)
 
 
+@needs_triton
+@pytest.mark.parametrize("name", PAIRED)
+def test_gpus_that_compare_no_pairs_run_none(monkeypatch, name):
+    """Ada, whose ptxas refuses max.u16x2."""
+    from f8sub.kernels.triton import launch
+
+    format, x = FORMATS[name], torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    for pairs in (True, False):
+        monkeypatch.setattr(fused, "compares_pairs", lambda device, pairs=pairs: pairs)
+        (launched,) = launch.quantization(x, format, format).launches
+        assert (launched.kernel.fn.__name__ == PAIRED[name]) == pairs
+
+
+@pytest.mark.parametrize(("capability", "found"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
+def test_which_gpus_compare_pairs(monkeypatch, capability, found):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    fused.compares_pairs.cache_clear()
+    assert fused.compares_pairs(torch.device("cuda", 0)) == found
+    fused.compares_pairs.cache_clear()
+
+
 def check_pasts(name: str, device: str = "cpu") -> None:
     """Scales of no past, covering and known, that saturate and do not; of all kinds of tiles and of finite ones."""
     from f8sub.kernels.triton import launch

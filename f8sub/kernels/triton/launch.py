@@ -6,6 +6,7 @@ import torch
 import triton.language as tl
 
 from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.kernels import fused
 from f8sub.kernels.block_scales import empty_scale_inv
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
@@ -193,7 +194,8 @@ def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8For
 def _is_paired(x: torch.Tensor, edge: int) -> bool:
     """Whether kernels of pairs take a matrix: bfloat16 that begins at a whole word, of whole (edge, edge) tiles."""
     is_whole = x.shape[0] % edge == 0 and x.shape[1] % edge == 0
-    return x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0 and is_whole
+    in_words = x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0
+    return is_whole and in_words and fused.compares_pairs(x.device)
 
 
 def _one(rowwise: Float8Format | None, columnwise: Float8Format | None) -> Float8Format:

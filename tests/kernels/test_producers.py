@@ -1,5 +1,6 @@
 """SwiGLU's kernels, interpreted on the CPU, equal torch's operators and then the reference, bitwise."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 from tests.kernels.quantized import same_bits
+from tests.kernels.test_paired import tiles_of_every_kind
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POWER_OF_2 = ScaleRule.POWER_OF_2
@@ -126,6 +128,20 @@ def of_the_past(name: str) -> None:
         check(given, name, pasts=pasts)
 
 
+def whole_tiles(name: str) -> None:
+    """Of every kind, one of dh, gate and up after the other, each beside finite ones and beside its own kind."""
+    kinds = tiles_of_every_kind()
+    finite = [make("gaussian", tuple(kinds.shape), seed, torch.bfloat16) for seed in (1, 2)]
+    for given in itertools.product((kinds, finite[0]), (kinds, finite[1]), (kinds, finite[0])):
+        if any(tensor is kinds for tensor in given):
+            check(given, name)
+    for usages in ((True, False, False), (False, True, True), (True, True, False)):
+        check((finite[0], finite[1], kinds), name, usages)
+    if name.startswith("tensorwise"):
+        for pasts in pasts_of(name):
+            check((finite[0], finite[1], kinds), name, pasts=pasts)
+
+
 def every_gate() -> None:
     """All finite bfloat16 as gate, at every place."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
@@ -150,6 +166,12 @@ def test_data_sets(interpreter, name):  # noqa: F811
 @on_each_kind
 def test_elements_that_are_not_finite(interpreter, name):  # noqa: F811
     interpreter(not_finite, name)
+
+
+@needs_triton
+@on_each_kind
+def test_whole_tiles(interpreter, name):  # noqa: F811
+    interpreter(whole_tiles, name)
 
 
 @needs_triton

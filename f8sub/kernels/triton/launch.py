@@ -191,7 +191,7 @@ def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8For
     return rowwise == columnwise and x.shape[0] > 1
 
 
-def _is_paired(x: torch.Tensor, edge: int) -> bool:
+def is_paired(x: torch.Tensor, edge: int) -> bool:
     """Whether kernels of pairs take a matrix: bfloat16 that begins at a whole word, of whole (edge, edge) tiles."""
     is_whole = x.shape[0] % edge == 0 and x.shape[1] % edge == 0
     in_words = x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0
@@ -295,7 +295,7 @@ def _cast_with_one(
         "COVERS": past is not None and past.covers,
         **tiles_of(x, EDGE, EDGE),
     }
-    if past is not None and col is not None and _is_paired(x, EDGE):
+    if past is not None and col is not None and is_paired(x, EDGE):
         del arguments["WHOLE"]
         return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), arguments)
     return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
@@ -356,7 +356,7 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
         "WHOLE": x.shape[0] % edge == 0 and x.shape[1] % edge == 0,
     }
     programs = programs_of(x, edge, edge)
-    if col is not None and _is_paired(x, edge):
+    if col is not None and is_paired(x, edge):
         pairs = {name: value for name, value in arguments.items() if name != "WHOLE"}
         if format.tile == VECTOR:
             options = {"num_warps": 8}

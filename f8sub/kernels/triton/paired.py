@@ -19,7 +19,6 @@ from f8sub.kernels.triton.pairs import (
     load_pairs,
     low,
     order,
-    order_again,
     order_of_tile,
     rows_of_columns,
     store_columns_of_pairs,
@@ -78,13 +77,14 @@ def store_vectors(
     POWER_OF_2: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Cast an (EDGE, EDGE) tile with a scale a row, unless ``row_ptr`` is None, and a scale a column, and store it."""
+    """Cast an (EDGE, EDGE) tile with a scale a row, and with a scale a column, each unless its pointer is None."""
     even_order, odd_order = order(even), order(odd)
-    halves = last(later(even_order, odd_order), 0)
-    left_scale = scale_from_amax(amax_at(low(halves)), TOP, POWER_OF_2)
-    right_scale = scale_from_amax(amax_at(high(halves)), TOP, POWER_OF_2)
-    scales = col_scale_inv_ptr + (row // EDGE).to(tl.int64) * N + col
-    store_inverses(scales, left_scale, right_scale, POWER_OF_2, EDGE)
+    if col_ptr is not None:
+        halves = last(later(even_order, odd_order), 0)
+        left_scale = scale_from_amax(amax_at(low(halves)), TOP, POWER_OF_2)
+        right_scale = scale_from_amax(amax_at(high(halves)), TOP, POWER_OF_2)
+        scales = col_scale_inv_ptr + (row // EDGE).to(tl.int64) * N + col
+        store_inverses(scales, left_scale, right_scale, POWER_OF_2, EDGE)
     if row_ptr is not None:
         halves = last(later_of_each(even_order, odd_order), 1)
         even_scale = scale_from_amax(amax_at(low(halves)), TOP, POWER_OF_2)
@@ -96,8 +96,9 @@ def store_vectors(
         even_codes = codes_of_rows(even, even_scale[:, None], TOP)
         odd_codes = codes_of_rows(odd, odd_scale[:, None], TOP)
         store_rows_of_pairs(row_ptr, even_codes, odd_codes, row, col, N, EDGE, EDGE, True)
-    words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], TOP)
-    store_columns_of_pairs(col_ptr, words, row, col, M, EDGE, EDGE)
+    if col_ptr is not None:
+        words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], TOP)
+        store_columns_of_pairs(col_ptr, words, row, col, M, EDGE, EDGE)
 
 
 @triton.jit
@@ -122,12 +123,13 @@ def store_pairs_with_one(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Cast a tile with one scale and store it for columns, and for rows unless ``row_ptr`` is None."""
+    """Cast a tile with one scale and store it, for columns and for rows unless the pointer is None."""
     words = codes_of_columns(bounded(even), bounded(odd), scale, scale, TOP)
     if row_ptr is not None:
         even_codes, odd_codes = rows_of_columns(words)
         store_rows_of_pairs(row_ptr, even_codes, odd_codes, row, col, N, ROWS, COLS, False)
-    store_columns_of_pairs(col_ptr, words, row, col, M, ROWS, COLS)
+    if col_ptr is not None:
+        store_columns_of_pairs(col_ptr, words, row, col, M, ROWS, COLS)
 
 
 @triton.jit

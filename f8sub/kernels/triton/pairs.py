@@ -42,6 +42,37 @@ def _plain_rounded_pair(first, second):
     return _bits(first) | (_bits(second) << 16)
 
 
+@unless_interpreted(_plain_rounded_pair)
+@triton.jit
+def rounded_pair(first, second):
+    """Of float32 elements: a left one and a right one."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _plain_product(a, b):
+    return _plain_rounded_pair(left(a) * left(b), right(a) * right(b))
+
+
+@unless_interpreted(_plain_product)
+@triton.jit
+def product(a, b):
+    """Rounded once, as two bfloat16 multiplied in float32 and rounded are: that product is exact where it is normal.
+
+    The addend is -0, which leaves the sign of 0 alone.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
 @triton.jit
 def _plain_bounded(pair):
     first = tl.clamp(finite_or_nan(left(pair)), -LARGEST, LARGEST, propagate_nan=NAN)
@@ -67,12 +98,6 @@ def bounded(pair):
 def order(pair):
     """Signed halves in the order of the magnitudes of finite elements; all others come before these."""
     return (pair & 0x7FFF7FFF) + 0x00800080
-
-
-@triton.jit
-def order_again(pair):
-    """``order``, written so that compilers do not keep one for the other."""
-    return (pair | -2147450880) - 0x7F807F80
 
 
 @triton.jit
@@ -197,7 +222,7 @@ def _plain_codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexp
 @unless_interpreted(_plain_codes_of_columns)
 @triton.jit
 def codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexpr):
-    """``reference.cast`` of ``bounded`` pairs of two rows, scaled, as 32-bit words: left column's codes, right one's."""
+    """``reference.cast`` of ``bounded`` pairs of two rows, scaled, as 32-bit words: the left column's codes, the right."""
     CAST: tl.constexpr = CAST_TO_E4M3 if TOP == 448.0 else CAST_TO_E5M2
     return tl.inline_asm_elementwise(
         "{ .reg .f32 a, b, c, d; .reg .b16 u, v;"

@@ -7,8 +7,17 @@ import torch
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
-from f8sub.kernels.triton import dswiglu, dswiglu_blocks, swiglu
-from f8sub.kernels.triton.launch import REGISTERS, cdiv, empty, operands, programs_of, rule, tiles_of
+from f8sub.kernels.triton import dswiglu, dswiglu_blocks, dswiglu_paired, swiglu
+from f8sub.kernels.triton.launch import (
+    REGISTERS,
+    cdiv,
+    empty,
+    is_paired,
+    operands,
+    programs_of,
+    rule,
+    tiles_of,
+)
 from f8sub.kernels.triton.launcher import Launch
 
 ELEMENTS, GRADIENTS = 8192, 4096
@@ -25,6 +34,9 @@ LINES = {"ROWS": 32, "COLS": 128, "STEPS": 16}
 
 WITH_ONE, WITH_LINES, IN_SQUARES = (64, 128), (64, 64), (64, 128)
 """Tiles of the backward's kernels."""
+
+PAIRED_AT_A_TIME, PAIRED_STAGES = 132, 2
+"""Programs of ``quantize_paired_dswiglu_vectors``, one for each SM of an H200, and tiles that one has at a time."""
 
 RESULTS = ("dgate_", "dup_", "h_")
 """What the names of the backward's results begin with."""
@@ -232,10 +244,18 @@ def _backward_with_one(
         "DUP_HEADROOM": 1.0 if pasts is None else 2.0 ** pasts[1].margin,
         **extent,
     }
-    launches = [Launch(dswiglu.cast_dswiglu_with_one, programs_of(gate, *WITH_ONE), cast, options)]
+    find_kernel, cast_kernel = dswiglu.amax_of_dswiglu, dswiglu.cast_dswiglu_with_one
+    if all(is_paired(given, EDGE) for given in (gate, arguments["dh_ptr"], arguments["up_ptr"])):
+        find_kernel, cast_kernel = (
+            dswiglu_paired.amax_of_paired_dswiglu,
+            dswiglu_paired.cast_paired_dswiglu_with_one,
+        )
+        del find["SIZE"], find["WHOLE"], cast["WHOLE"]
+        options = {"num_warps": 8}
+    launches = [Launch(cast_kernel, programs_of(gate, *WITH_ONE), cast, options)]
     if pasts is None or not all(past.is_known for past in pasts):
         # 8 warps are a twelfth slower on an H200.
-        launches.insert(0, Launch(dswiglu.amax_of_dswiglu, cdiv(size, GRADIENTS), find, {"num_warps": 4}))
+        launches.insert(0, Launch(find_kernel, cdiv(size, GRADIENTS), find, {"num_warps": 4}))
     return launches
 
 
@@ -281,6 +301,11 @@ def _backward_with_blocks(
         options = {"num_warps": 8, "maxnreg": REGISTERS}
         return [Launch(dswiglu_blocks.quantize_dswiglu_squares, count, arguments, options)]
     del arguments["ROWS"], arguments["COLS"]
+    if all(is_paired(arguments[name], edge) for name in ("dh_ptr", "gate_ptr", "up_ptr")):
+        del arguments["WHOLE"]
+        arguments["STAGES"] = PAIRED_STAGES
+        programs = min(count, PAIRED_AT_A_TIME)
+        return [Launch(dswiglu_paired.quantize_paired_dswiglu_vectors, programs, arguments)]
     if arguments["WHOLE"]:
         return [Launch(dswiglu_blocks.quantize_dswiglu_vectors, count, arguments)]
     # What masks take of the registers is too much for two results at once.

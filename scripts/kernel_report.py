@@ -181,10 +181,7 @@ def fits(case: Case, capability: int) -> str | None:
 
     pairs = divmod(capability, 10) >= fused.OLDEST_WITH_PAIRS
     with mock.patch.object(fused, "compares_pairs", return_value=pairs):
-        launches = case.launches()
-    if case.index >= len(launches):
-        return None
-    launch = launches[case.index]
+        launch = case.launches()[case.index]
     try:
         shared = compiled(launch, capability).metadata.shared
     except Exception as error:

@@ -328,6 +328,16 @@ def test_what_raises_is_told_and_the_next_goes_on(capsys):
     assert "another: " in capsys.readouterr().err
 
 
+def test_what_raises_on_one_of_several_ranks_ends_it():
+    """It does not go on to collectives in which the others are not."""
+    saved = []
+    several = session(ranks=2, save=lambda: saved.append(True))
+    with pytest.raises(RuntimeError, match="ValueError: wrong"), several.attempt("this"):
+        raise ValueError("wrong")
+    assert several.failed == {"this": "ValueError: wrong"}
+    assert saved
+
+
 def test_kernels_are_told_by_the_trace_of_the_profiler():
     events = [
         {"cat": "kernel", "name": "gemm", "dur": 5.0},

@@ -6,12 +6,10 @@ Where torch multiplies in bfloat16 both elements of a pair are multiplied at onc
 import triton
 import triton.language as tl
 
-from f8sub.kernels.triton.dswiglu import gradient_scale
-from f8sub.kernels.triton.paired import store_pairs_with_one, store_vectors
+from f8sub.kernels.triton.paired import store_vectors
 from f8sub.kernels.triton.pairs import (
     amax_at,
     high,
-    largest_bits,
     last,
     left,
     load_pairs,
@@ -22,7 +20,7 @@ from f8sub.kernels.triton.pairs import (
     rounded_pair,
 )
 from f8sub.kernels.triton.swiglu import silu_and_sigmoid
-from f8sub.kernels.triton.tiles import inverse, place
+from f8sub.kernels.triton.tiles import place
 
 
 @triton.jit
@@ -151,69 +149,3 @@ def keep_amax_of_pairs(amax_ptr, pairs):
     halves = last(order(pairs), 0)
     amax = amax_at(tl.maximum(low(halves), high(halves)))
     tl.atomic_max(amax_ptr, amax.to(tl.int32, bitcast=True), sem="relaxed")
-
-
-@triton.jit
-def cast_paired_dswiglu_with_one(
-    dh_ptr,
-    gate_ptr,
-    up_ptr,
-    amax_ptr,
-    dgate_past_ptr,
-    dup_past_ptr,
-    dgate_largest_ptr,
-    dup_largest_ptr,
-    scale_ptr,
-    dgate_row_ptr,
-    dgate_row_scale_inv_ptr,
-    dgate_col_ptr,
-    dgate_col_scale_inv_ptr,
-    dup_row_ptr,
-    dup_row_scale_inv_ptr,
-    dup_col_ptr,
-    dup_col_scale_inv_ptr,
-    h_col_ptr,
-    h_col_scale_inv_ptr,
-    M,
-    N,
-    H_TOP: tl.constexpr,
-    H_CODES: tl.constexpr,
-    TOP: tl.constexpr,
-    CODES: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    DGATE_HEADROOM: tl.constexpr,
-    DUP_HEADROOM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """``dswiglu.cast_dswiglu_with_one``."""
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, col = place(index, M, N, ROWS, COLS)
-    OF_THE_PAST: tl.constexpr = dgate_past_ptr is not None
-    dgate_scale = gradient_scale(amax_ptr, dgate_past_ptr, TOP, POWER_OF_2, DGATE_HEADROOM)
-    dup_scale = gradient_scale(amax_ptr + 1, dup_past_ptr, TOP, POWER_OF_2, DUP_HEADROOM)
-    h_even, h_odd, dgate_even, dgate_odd, dup_even, dup_odd = load_made_pairs(
-        dh_ptr, gate_ptr, up_ptr, row, col, N, ROWS, COLS
-    )
-    if h_col_ptr is not None:
-        scale = tl.load(scale_ptr)
-        store_pairs_with_one(None, h_col_ptr, h_even, h_odd, scale, row, col, M, N, H_TOP, ROWS, COLS)
-        tl.store(h_col_scale_inv_ptr, inverse(scale, False), mask=index == 0)
-    for part in tl.static_range(2):
-        if part == 0:
-            even, odd, scale = dgate_even, dgate_odd, dgate_scale
-            row_ptr, row_scale_inv_ptr = dgate_row_ptr, dgate_row_scale_inv_ptr
-            col_ptr, col_scale_inv_ptr = dgate_col_ptr, dgate_col_scale_inv_ptr
-        else:
-            even, odd, scale = dup_even, dup_odd, dup_scale
-            row_ptr, row_scale_inv_ptr = dup_row_ptr, dup_row_scale_inv_ptr
-            col_ptr, col_scale_inv_ptr = dup_col_ptr, dup_col_scale_inv_ptr
-        if OF_THE_PAST:
-            largest_ptr = dup_largest_ptr if part else dgate_largest_ptr
-            tl.atomic_max(largest_ptr, largest_bits(even, odd) << 16, sem="relaxed")
-        store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, ROWS, COLS)
-        scale_inv = inverse(scale, POWER_OF_2 and not OF_THE_PAST)
-        if row_ptr is not None:
-            tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)
-        if col_ptr is not None:
-            tl.store(col_scale_inv_ptr, scale_inv, mask=index == 0)

@@ -164,25 +164,6 @@ def part_cast(
     return Launch(casts.cast_part, programs_of(x, PART_ROWS, EDGE), arguments)
 
 
-def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
-    """How to transpose float8 codes.
-
-    Args:
-        codes: (M, N), contiguous, both even and not 0.
-
-    Returns:
-        The launch and what it fills: (N, M) of the same dtype.
-    """
-    rows, cols = codes.shape
-    out = codes.new_empty((cols, rows))
-    arguments = {
-        "codes_ptr": codes.view(torch.uint16),
-        "out_ptr": out.view(torch.uint16),
-        **tiles_of(codes, EDGE, EDGE),
-    }
-    return Launch(casts.transpose_codes, programs_of(codes, EDGE, EDGE), arguments), out
-
-
 def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8Format) -> bool:
     """Whether one kernel makes both usages.
 
@@ -360,7 +341,7 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
         pairs = {name: value for name, value in arguments.items() if name != "WHOLE"}
         if format.tile == VECTOR:
             options = {"num_warps": 8}
-            if row is not None and format.scale_rule.is_power_of_2:
+            if row is not None:
                 options["maxnreg"] = PAIRED_REGISTERS
             return Launch(paired.quantize_paired_vectors, programs, pairs, options)
         if edge in PAIRED_SQUARES:

@@ -79,26 +79,24 @@ def store_vectors(
 ):
     """Cast an (EDGE, EDGE) tile with a scale a row, and with a scale a column, each unless its pointer is None."""
     even_order, odd_order = order(even), order(odd)
-    if col_ptr is not None:
-        halves = last(later(even_order, odd_order), 0)
-        left_scale = scale_from_amax(amax_at(low(halves)), TOP, POWER_OF_2)
-        right_scale = scale_from_amax(amax_at(high(halves)), TOP, POWER_OF_2)
-        scales = col_scale_inv_ptr + (row // EDGE).to(tl.int64) * N + col
-        store_inverses(scales, left_scale, right_scale, POWER_OF_2, EDGE)
-    if row_ptr is not None:
-        halves = last(later_of_each(even_order, odd_order), 1)
-        even_scale = scale_from_amax(amax_at(low(halves)), TOP, POWER_OF_2)
-        odd_scale = scale_from_amax(amax_at(high(halves)), TOP, POWER_OF_2)
-        scales = row_scale_inv_ptr + (col // EDGE).to(tl.int64) * M + row
-        store_inverses(scales, even_scale, odd_scale, POWER_OF_2, EDGE)
+    of_columns = last(later(even_order, odd_order), 0)
+    of_rows = last(later_of_each(even_order, odd_order), 1) if row_ptr is not None else 0
     even, odd = bounded(even), bounded(odd)
     if row_ptr is not None:
+        even_scale = scale_from_amax(amax_at(low(of_rows)), TOP, POWER_OF_2)
+        odd_scale = scale_from_amax(amax_at(high(of_rows)), TOP, POWER_OF_2)
         even_codes = codes_of_rows(even, even_scale[:, None], TOP)
         odd_codes = codes_of_rows(odd, odd_scale[:, None], TOP)
         store_rows_of_pairs(row_ptr, even_codes, odd_codes, row, col, N, EDGE, EDGE, True)
+        scales = row_scale_inv_ptr + (col // EDGE).to(tl.int64) * M + row
+        store_inverses(scales, even_scale, odd_scale, POWER_OF_2, EDGE)
     if col_ptr is not None:
+        left_scale = scale_from_amax(amax_at(low(of_columns)), TOP, POWER_OF_2)
+        right_scale = scale_from_amax(amax_at(high(of_columns)), TOP, POWER_OF_2)
         words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], TOP)
         store_columns_of_pairs(col_ptr, words, row, col, M, EDGE, EDGE)
+        scales = col_scale_inv_ptr + (row // EDGE).to(tl.int64) * N + col
+        store_inverses(scales, left_scale, right_scale, POWER_OF_2, EDGE)
 
 
 @triton.jit

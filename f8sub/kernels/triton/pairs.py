@@ -222,7 +222,7 @@ def _plain_codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexp
 @unless_interpreted(_plain_codes_of_columns)
 @triton.jit
 def codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexpr):
-    """``reference.cast`` of ``bounded`` pairs of two rows, scaled, as 32-bit words: the left column's codes, the right."""
+    """``reference.cast`` of ``bounded`` pairs of two rows, scaled, as 32-bit words: left codes, right ones."""
     CAST: tl.constexpr = CAST_TO_E4M3 if TOP == 448.0 else CAST_TO_E5M2
     return tl.inline_asm_elementwise(
         "{ .reg .f32 a, b, c, d; .reg .b16 u, v;"

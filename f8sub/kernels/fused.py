@@ -24,8 +24,8 @@ OLDEST = (8, 9)
 OLDEST_WITH_PAIRS = (9, 0)
 """The first one that compares both halves of a word at once, Hopper's. Source: PTX ISA, max.u16x2."""
 
-SHARED_TO_PREFETCH = 112 * 1024
-"""Bytes of shared memory that a program needs to hold two tiles of three matrices, and one that it transposes."""
+SHARED_TO_PREFETCH = 208 * 1024
+"""Bytes of shared memory of a program that has two tiles of three matrices on their way and half of one transposed."""
 
 
 def why_no_kernel(format: Float8Format) -> str | None:
@@ -67,7 +67,7 @@ def compares_pairs(device: torch.device) -> bool:
 
 @functools.cache
 def prefetches_tiles(device: torch.device) -> bool:
-    """Whether a program has room for the next tile of three matrices while it works on one; said as above."""
+    """Whether a program has room for the next tiles of three matrices while it works on one; said as above."""
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)

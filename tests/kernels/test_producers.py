@@ -207,7 +207,7 @@ def test_what_is_paired(monkeypatch, name):
 
 
 @needs_triton
-@pytest.mark.parametrize(("prefetches", "stages"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize(("prefetches", "stages"), [(True, 3), (False, 1)])
 def test_tiles_are_prefetched_where_there_is_room(monkeypatch, prefetches, stages):
     from f8sub.kernels.triton import swiglu_launch
 

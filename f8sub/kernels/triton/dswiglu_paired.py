@@ -74,8 +74,8 @@ def quantize_paired_dswiglu_vectors(
 ):
     """``dswiglu_blocks.quantize_dswiglu_vectors``.
 
-    A program takes every so many-th (EDGE, EDGE) tile; with two STAGES the next one is on its way to shared memory
-    meanwhile.
+    A program takes every so many-th (EDGE, EDGE) tile; with more than one of STAGES the next ones are on their way to
+    shared memory meanwhile.
     """
     tiles = (M // EDGE) * (N // EDGE)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):

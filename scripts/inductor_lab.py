@@ -274,16 +274,16 @@ def _of_derivation(node: Any) -> tuple[int, int]:
     from f8sub.kernels.triton import recast_launch
 
     rowwise, columnwise = _formats(node)
+    operand = Operand(*map(_meta, node.inputs[:2]), rowwise)
     if rowwise.tile.is_transpose_of(columnwise.tile):
-        return _of_transposition(node)
-    data, scale_inv = map(_meta, node.inputs[:2])
-    return _of_launches(recast_launch.recast(Operand(data, scale_inv, rowwise), columnwise).launches)
+        return _of_launches([recast_launch.derivation(operand, columnwise)[0]])
+    return _of_launches(recast_launch.recast(operand, columnwise).launches)
 
 
 def _of_transposition(node: Any) -> tuple[int, int]:
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import recast_launch
 
-    return _of_launches([launch.transposition(_meta(node.inputs[0]))[0]])
+    return _of_launches([recast_launch.transposition(_meta(node.inputs[0]))[0]])
 
 
 def _past(scale: Any, count: int) -> list[Any]:

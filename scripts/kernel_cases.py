@@ -68,7 +68,11 @@ class Case:
         if self.name.startswith(PRODUCERS):
             return producer(self.name, x, row, col)
         if self.name == "transpose":
-            return [launch.transposition(x)[0]]
+            return [recast_launch.transposition(x)[0]]
+        if self.name.endswith(" transpose"):
+            format = FORMATS[self.name.removesuffix(" transpose")]
+            scale_inv = empty_scale_inv(x, format, *x.shape)
+            return [recast_launch.derivation(Operand(x.to(format.dtype), scale_inv, format), format)[0]]
         if self.name.endswith(" recast"):
             format = FORMATS[self.name.removesuffix(" recast")]
             scale_inv = empty_scale_inv(x, format, *x.shape)
@@ -150,8 +154,9 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
             yield from launches(f"RMSNorm {name}", "bf16", whole, usages)
         for dtype, shape in (("fp16", whole), ("bf16", RAGGED)):
             yield from launches(f"RMSNorm {name}", dtype, shape, "both")
-    yield Case("transpose", "fp8", whole, "column", 0)
-    yield Case("transpose", "fp8", RAGGED, "column", 0)
+    for name in ("transpose", "tensorwise transpose", "128x128 transpose"):
+        yield Case(name, "fp8", whole, "column", 0)
+        yield Case(name, "fp8", RAGGED, "column", 0)
 
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:

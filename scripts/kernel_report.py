@@ -152,8 +152,11 @@ def report(case: Case) -> Report:
     loads, stores = count(r"LDG(STS)?\b"), count(r"STG\b")
     tile = tile_of(launch)
     # Of a row a thread has 8 elements at a time: faster than with 16, measured.
-    by_8 = "paired_vectors" in launch.kernel.fn.__name__ or tile < 16 * launch.options["num_warps"] * WARP
-    wide_loads, wide_stores = count(r"LDG(STS)?\b.*\.128"), count(rf"STG\b.*\.({'64|' * by_8}128)")
+    of_rows = re.search("paired_.*vectors", launch.kernel.fn.__name__) is not None
+    by_8 = of_rows or tile < 16 * launch.options["num_warps"] * WARP
+    wide_loads = count(r"LDG(STS)?\b.*\.128")
+    by_bytes = {16: count(r"STG\b.*\.128"), 8: count(r"STG\b.*\.64") if by_8 else 0}
+    wide_stores = sum(by_bytes.values())
     found = Report(
         launch.kernel.fn.__name__,
         registers,
@@ -172,15 +175,20 @@ def report(case: Case) -> Report:
         launch.kernel.fn.__name__ == "transpose_codes"
         or any(launch.arguments.get(name) is not None for name in COLUMNS),
     )
-    return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile, 8 if by_8 else 16))})
+    stored = sum(width * number for width, number in by_bytes.items())
+    return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile, stored))})
 
 
 def fits(case: Case, capability: int) -> str | None:
     """Why a case's kernel does not run on GPUs of a compute capability; None where it does."""
     from f8sub.kernels import fused
 
-    pairs = divmod(capability, 10) >= fused.OLDEST_WITH_PAIRS
-    with mock.patch.object(fused, "compares_pairs", return_value=pairs):
+    has_pairs = divmod(capability, 10) >= fused.OLDEST_WITH_PAIRS
+    has_room = SHARED[capability] >= fused.SHARED_TO_PREFETCH
+    with (
+        mock.patch.object(fused, "compares_pairs", return_value=has_pairs),
+        mock.patch.object(fused, "prefetches_tiles", return_value=has_room),
+    ):
         launch = case.launches()[case.index]
     try:
         shared = compiled(launch, capability).metadata.shared
@@ -204,7 +212,7 @@ def tile_of(launch: Launch) -> int:
 
 
 def missed(case: Case, launch: Launch, found: Report, tile: int, stored: int) -> Iterator[str]:
-    """What a kernel is held to and does not keep; ``stored`` bytes are what a wide store writes at least."""
+    """What a kernel is held to and does not keep; ``stored`` bytes are what a thread's wide ones are."""
     arguments = launch.arguments
     threads = launch.options["num_warps"] * WARP
     codes = "codes_ptr" in arguments
@@ -219,8 +227,8 @@ def missed(case: Case, launch: Launch, found: Report, tile: int, stored: int) ->
         yield f"spills {found.spilled} bytes"
     if found.wide_loads * 16 * threads < tile * size:
         yield f"reads {tile * size} bytes of a tile with {found.wide_loads} 128-bit loads"
-    if found.wide_stores * stored * threads < tile * writes:
-        yield f"writes {tile * writes} bytes of a tile with {found.wide_stores} wide stores"
+    if stored * threads < tile * writes:
+        yield f"writes {tile * writes} bytes of a tile, {stored * threads} of them with wide stores"
     if found.transposes and not found.transposed:
         yield "transposes without ldmatrix"
     if found.byte_loads:

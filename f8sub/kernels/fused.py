@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -22,6 +23,9 @@ OLDEST = (8, 9)
 """The first compute capability whose instructions cast to e4m3, Ada's. Source: PTX ISA, cvt."""
 OLDEST_WITH_PAIRS = (9, 0)
 """The first one that compares both halves of a word at once, Hopper's. Source: PTX ISA, max.u16x2."""
+
+SHARED_TO_PREFETCH = 208 * 1024
+"""Bytes of shared memory of a program that has two tiles of three matrices on their way and half of one transposed."""
 
 
 def why_no_kernel(format: Float8Format) -> str | None:
@@ -59,6 +63,16 @@ def why_no_triton(device: torch.device) -> str | None:
 def compares_pairs(device: torch.device) -> bool:
     """Whether a GPU runs the kernels of pairs; said of what is no GPU, where launches are only looked at."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_WITH_PAIRS
+
+
+@functools.cache
+def prefetches_tiles(device: torch.device) -> bool:
+    """Whether a program has room for the next tiles of three matrices while it works on one; said as above."""
+    if device.type != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)
+    room: int = properties.shared_memory_per_block_optin
+    return room >= SHARED_TO_PREFETCH
 
 
 def quantize(
@@ -131,18 +145,28 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
         return reference.derive_columnwise(rowwise, columnwise)
     if not rowwise.format.tile.is_transpose_of(columnwise.tile):
         return _recast(rowwise, columnwise)
-    return reference.transposed(rowwise, columnwise, any_layout=True)._replace(data=transpose(codes))
+    if not _is_transposed_by_words(codes):
+        return reference.transposed(rowwise, columnwise, any_layout=False)
+    with device_of(codes):
+        launch, derived = _recasting().derivation(rowwise, columnwise)
+        launch.run()
+    made: Operand = derived
+    return made
 
 
 def transpose(codes: torch.Tensor) -> torch.Tensor:
     """``torch.t_copy`` of float8 codes; goes there for what no kernel takes."""
-    if not takes(codes) or not codes.is_contiguous() or codes.shape[0] % 2 or codes.shape[1] % 2:
+    if not takes(codes) or not _is_transposed_by_words(codes):
         return torch.t_copy(codes)
     with device_of(codes):
-        launch, transposed = _launch().transposition(codes)
+        launch, transposed = _recasting().transposition(codes)
         launch.run()
     made: torch.Tensor = transposed
     return made
+
+
+def _is_transposed_by_words(codes: torch.Tensor) -> bool:
+    return codes.is_contiguous() and codes.shape[0] % 2 == codes.shape[1] % 2 == 0
 
 
 def cast_into(

@@ -86,3 +86,9 @@ def test_rows_and_vectors_are_recast_without_a_matrix_of_values(interpreter, nam
     lines = ["amax_of_code_columns", "recast_by_lines"]
     expected = lines if FORMATS[name].tile == fused.ROWWISE else ["recast_by_vectors"]
     assert interpreter(launches_of_derivations, name) == expected
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["tensorwise", "128x128", "256x256-e5m2"])
+def test_scales_are_transposed_with_the_codes(interpreter, name):  # noqa: F811
+    assert interpreter(launches_of_derivations, name) == ["transpose_codes"]

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
-from f8sub.kernels import delayed, producer_ops, producers, reference
+from f8sub.kernels import delayed, fused, producer_ops, producers, reference
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.producers import Wanted
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 from tests.kernels.quantized import same_bits
+from tests.kernels.test_paired import tiles_of_every_kind
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POWER_OF_2 = ScaleRule.POWER_OF_2
@@ -126,6 +127,29 @@ def of_the_past(name: str) -> None:
         check(given, name, pasts=pasts)
 
 
+def whole_tiles(name: str) -> None:
+    """Of every kind as one of dh, gate and up and as all of them, by kernels of pairs."""
+    kinds = tiles_of_every_kind()
+    finite = [make("gaussian", tuple(kinds.shape), seed, torch.bfloat16) for seed in (1, 2, 3)]
+    for index in range(3):
+        check(tuple(kinds if index == at else tensor for at, tensor in enumerate(finite)), name)
+    check((kinds, kinds, kinds), name)
+    for usages in ((True, False, False), (False, True, True), (True, True, False)):
+        check((finite[0], finite[1], kinds), name, usages)
+    if name.startswith("tensorwise"):
+        for pasts in pasts_of(name):
+            check((finite[0], finite[1], kinds), name, pasts=pasts)
+
+
+def paired(x: torch.Tensor, name: str) -> list[bool]:
+    """Of the backward's launches, whether they are of pairs."""
+    from f8sub.kernels.triton import swiglu_launch
+
+    h_format, format = KINDS[name]
+    launches = swiglu_launch.backward((x, x, x), (format, format), h_format, x.new_ones(1, 1)).launches
+    return ["paired" in launched.kernel.fn.__name__ for launched in launches]
+
+
 def every_gate() -> None:
     """All finite bfloat16 as gate, at every place."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
@@ -150,6 +174,47 @@ def test_data_sets(interpreter, name):  # noqa: F811
 @on_each_kind
 def test_elements_that_are_not_finite(interpreter, name):  # noqa: F811
     interpreter(not_finite, name)
+
+
+PAIRED = {
+    "tensorwise": [True, False],
+    "tensorwise-power_of_2": [True, False],
+    "1x128": [True],
+    "1x128-float": [True],
+}
+"""Formats of whose launches some are of pairs."""
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "1x128" else pytest.mark.long) for name in PAIRED]
+)
+def test_whole_tiles(interpreter, name):  # noqa: F811
+    interpreter(whole_tiles, name)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", PAIRED)
+def test_what_is_paired(monkeypatch, name):
+    """Whole tiles of bfloat16 that begin at a word, on GPUs that compare pairs."""
+    x = torch.zeros(256, 128, dtype=torch.bfloat16)
+    assert paired(x, name) == PAIRED[name]
+    within = x.new_zeros(x.numel() + 1)[1:].view(x.shape)
+    for other in (x.half(), x[:250], x[:, :72].contiguous(), within):
+        assert not any(paired(other, name))
+    monkeypatch.setattr(fused, "compares_pairs", lambda device: False)
+    assert not any(paired(x, name))
+
+
+@needs_triton
+@pytest.mark.parametrize(("prefetches", "stages"), [(True, 3), (False, 1)])
+def test_tiles_are_prefetched_where_there_is_room(monkeypatch, prefetches, stages):
+    from f8sub.kernels.triton import swiglu_launch
+
+    x, (h_format, format) = torch.zeros(256, 128, dtype=torch.bfloat16), KINDS["1x128"]
+    monkeypatch.setattr(fused, "prefetches_tiles", lambda device: prefetches)
+    (launched,) = swiglu_launch.backward((x, x, x), (format, format), h_format, None).launches
+    assert launched.arguments["STAGES"] == stages
 
 
 @needs_triton

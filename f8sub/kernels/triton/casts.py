@@ -324,10 +324,22 @@ def cast_part(
 
 
 @triton.jit
-def transpose_codes(codes_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr):
+def transpose_codes(
+    codes_ptr,
+    scale_inv_ptr,
+    out_ptr,
+    out_scale_inv_ptr,
+    M,
+    N,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """(M, N) bytes to (N, M), both even, so that both pointers are to words of 16 bits.
 
-    Two rows by two columns are two words; what is transposed are words.
+    Two rows by two columns are two words; what is transposed are words. Scales, unless their pointers are None, are of
+    squares whose edge, TILE, is a multiple of ROWS and of COLS, or where it is None of the whole matrix.
     """
     row, col = place(tl.program_id(0), M, N, ROWS, COLS)
     i, j = tl.arange(0, ROWS // 2), tl.arange(0, COLS // 2)
@@ -347,3 +359,10 @@ def transpose_codes(codes_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLS: tl.const
         inside = (col // 2 + j < N // 2)[:, None] & (row // 2 + i < M // 2)[None, :]
         tl.store(target, first, mask=inside)
         tl.store(target + M // 2, second, mask=inside)
+    if scale_inv_ptr is not None:
+        if TILE is None:
+            tl.store(out_scale_inv_ptr, tl.load(scale_inv_ptr), mask=tl.program_id(0) == 0)
+        else:
+            # Programs of one square store the same.
+            scale_inv = tl.load(scale_inv_ptr + row // TILE * tl.cdiv(N, TILE) + col // TILE)
+            tl.store(out_scale_inv_ptr + col // TILE * tl.cdiv(M, TILE) + row // TILE, scale_inv)

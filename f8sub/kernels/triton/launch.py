@@ -34,14 +34,11 @@ VECTOR_PART, VECTOR_WARPS = 64, 4
 On an H200 128 rows by 4 warps were a quarter slower, of whole tiles with float32 scales, which are made of pairs now.
 """
 
-PAIRED_PART, PAIRED_REGISTERS = 32, 80
-"""Rows that ``quantize_paired_vectors`` does again at a time; a thread's registers for 3 programs an SM.
+PAIRED_REGISTERS = 80
+"""Of a thread of ``quantize_paired_vectors``, for 3 programs an SM.
 
 For columns alone it needs fewer registers, if no number is given.
 """
-
-PAIRED_SQUARE_PART = 64
-"""Edge of what the other kernels of pairs do again at a time."""
 
 PAIRED_SQUARES, PAIRED_SQUARE_COLS = (128, 256), 128
 """Edges of squares of pairs, and how many of their columns 8 warps hold in registers, so that an SM has two programs.
@@ -167,25 +164,6 @@ def part_cast(
     return Launch(casts.cast_part, programs_of(x, PART_ROWS, EDGE), arguments)
 
 
-def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
-    """How to transpose float8 codes.
-
-    Args:
-        codes: (M, N), contiguous, both even and not 0.
-
-    Returns:
-        The launch and what it fills: (N, M) of the same dtype.
-    """
-    rows, cols = codes.shape
-    out = codes.new_empty((cols, rows))
-    arguments = {
-        "codes_ptr": codes.view(torch.uint16),
-        "out_ptr": out.view(torch.uint16),
-        **tiles_of(codes, EDGE, EDGE),
-    }
-    return Launch(casts.transpose_codes, programs_of(codes, EDGE, EDGE), arguments), out
-
-
 def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8Format) -> bool:
     """Whether one kernel makes both usages.
 
@@ -194,7 +172,7 @@ def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8For
     return rowwise == columnwise and x.shape[0] > 1
 
 
-def _is_paired(x: torch.Tensor, edge: int) -> bool:
+def is_paired(x: torch.Tensor, edge: int) -> bool:
     """Whether kernels of pairs take a matrix: bfloat16 that begins at a whole word, of whole (edge, edge) tiles."""
     is_whole = x.shape[0] % edge == 0 and x.shape[1] % edge == 0
     in_words = x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0
@@ -298,10 +276,9 @@ def _cast_with_one(
         "COVERS": past is not None and past.covers,
         **tiles_of(x, EDGE, EDGE),
     }
-    if past is not None and col is not None and _is_paired(x, EDGE):
+    if past is not None and col is not None and is_paired(x, EDGE):
         del arguments["WHOLE"]
-        paired_arguments = {**arguments, "PART": PAIRED_SQUARE_PART}
-        return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), paired_arguments)
+        return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), arguments)
     return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
 
 
@@ -360,15 +337,15 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
         "WHOLE": x.shape[0] % edge == 0 and x.shape[1] % edge == 0,
     }
     programs = programs_of(x, edge, edge)
-    if col is not None and _is_paired(x, edge):
+    if col is not None and is_paired(x, edge):
         pairs = {name: value for name, value in arguments.items() if name != "WHOLE"}
         if format.tile == VECTOR:
-            pairs["PART"], options = PAIRED_PART, {"num_warps": 8}
+            options = {"num_warps": 8}
             if row is not None:
                 options["maxnreg"] = PAIRED_REGISTERS
             return Launch(paired.quantize_paired_vectors, programs, pairs, options)
         if edge in PAIRED_SQUARES:
-            pairs["COLS"], pairs["PART"] = PAIRED_SQUARE_COLS, PAIRED_SQUARE_PART
+            pairs["COLS"] = PAIRED_SQUARE_COLS
             return Launch(paired.quantize_paired_squares, programs, pairs)
     if format.tile != VECTOR:
         arguments["PART"], options = EDGE, {"num_warps": 8, "maxnreg": REGISTERS}

@@ -24,8 +24,11 @@ from f8sub.kernels.triton.launch import (
 )
 from f8sub.kernels.triton.launcher import Launch
 
-MEASURED = (16, 256)
-"""What one program of ``measure_normed`` reads at a time: its rows, and columns of them."""
+MEASURED, MEASURED_WARPS = (2, 1024), 4
+"""What one program of ``measure_normed`` reads at a time, its rows and columns of them, and its warps."""
+
+MEASURED_WITH_LINES, WARPS_WITH_LINES = (16, 256), 8
+"""The same where columns have amaxes, of which programs of fewer rows would have more to take together."""
 
 IN_ONE, IN_SQUARES = (64, 128), (64, 128)
 """Tiles of ``cast_normed_with_one``, and parts of ``quantize_normed_squares``."""
@@ -63,17 +66,19 @@ def measurement(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxe
         x.new_empty(rows, dtype=torch.float32) if amaxes.lines else None,
         x.new_zeros(cols, dtype=torch.float32) if amaxes.lines else None,
     )
+    tile, warps = (MEASURED_WITH_LINES, WARPS_WITH_LINES) if amaxes.lines else (MEASURED, MEASURED_WARPS)
     arguments = {
         **_given(x, weight, norm, found),
         # Its maxima are atomic ones of bits.
         "amax_ptr": None if found.whole_amax is None else found.whole_amax.view(torch.int32),
         "row_amax_ptr": found.row_amax,
         "col_amax_ptr": None if found.col_amax is None else found.col_amax.view(torch.int32),
-        **tiles_of(x, *MEASURED),
+        **tiles_of(x, *tile),
         "EPS": norm.eps,
         "COUNT": float(cols),
     }
-    return Launch(rms_norm.measure_normed, cdiv(rows, MEASURED[0]), arguments), found
+    launch = Launch(rms_norm.measure_normed, cdiv(rows, tile[0]), arguments, {"num_warps": warps})
+    return launch, found
 
 
 def cast(

@@ -1,7 +1,7 @@
 """Layer 1. Tiles of bfloat16 as pairs: int32 words of two neighbours in a row, the left one in the low half.
 
-A tile of pairs takes half the registers of one of float32, and an instruction compares both of a pair. Elements are not
-made finite: what a kernel of pairs has found an amax beyond LARGEST_BITS of, it does again as tiles.py has it.
+A tile of pairs takes half the registers of one of float32, and an instruction compares both of a pair. Amaxes are those
+of finite elements; ``bounded`` does for a pair what ``finite_or_nan`` and the clamp of ``scaled`` do for an element.
 """
 
 import struct
@@ -11,10 +11,10 @@ import triton.language as tl
 
 from f8sub.kernels import reference
 from f8sub.kernels.triton.ptx import unless_interpreted
-from f8sub.kernels.triton.tiles import NAN, codes
+from f8sub.kernels.triton.tiles import LARGEST, NAN, codes, finite_or_nan
 
 LARGEST_BITS = tl.constexpr(int.from_bytes(struct.pack(">f", reference.LARGEST)[:2]))
-"""``reference.LARGEST`` as a bfloat16: beyond it is what needs a clamp before it is scaled, infinity and NaN."""
+"""``reference.LARGEST`` as a bfloat16."""
 
 CAST_TO_E4M3 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32")
 CAST_TO_E5M2 = tl.constexpr("cvt.rn.satfinite.e5m2x2.f32")
@@ -33,48 +33,38 @@ def right(pair):
 
 
 @triton.jit
-def magnitudes(pair):
-    """As a pair; their bits order as they do."""
-    return pair & 0x7FFF7FFF
+def _bits(x):
+    return x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
-def _plain_larger(a, b):
-    return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
+def _plain_rounded_pair(first, second):
+    return _bits(first) | (_bits(second) << 16)
 
 
-@unless_interpreted(_plain_larger)
+@unless_interpreted(_plain_rounded_pair)
 @triton.jit
-def larger(a, b):
-    """Of pairs of magnitudes: the larger left and the larger right one."""
+def rounded_pair(first, second):
+    """Of float32 elements: a left one and a right one."""
     return tl.inline_asm_elementwise(
-        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def _plain_largest(pairs, AXIS: tl.constexpr):
-    return tl.max(pairs & 0xFFFF, AXIS) | (tl.max(pairs >> 16, AXIS) << 16)
+def _plain_product(a, b):
+    return _plain_rounded_pair(left(a) * left(b), right(a) * right(b))
 
 
-@unless_interpreted(_plain_largest)
+@unless_interpreted(_plain_product)
 @triton.jit
-def largest(pairs, AXIS: tl.constexpr):
-    """``larger`` of all along an axis."""
-    return tl.reduce(pairs, AXIS, larger)
+def product(a, b):
+    """Rounded once, as two bfloat16 multiplied in float32 and rounded are: that product is exact where it is normal.
 
-
-@triton.jit
-def _plain_larger_of_each(a, b):
-    return tl.maximum(a & 0xFFFF, a >> 16) | (tl.maximum(b & 0xFFFF, b >> 16) << 16)
-
-
-@unless_interpreted(_plain_larger_of_each)
-@triton.jit
-def larger_of_each(a, b):
-    """Of pairs of magnitudes, as a pair: the larger one of ``a``'s and the larger one of ``b``'s."""
+    The addend is -0, which leaves the sign of 0 alone.
+    """
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 l, r; prmt.b32 l, $1, $2, 0x5410; prmt.b32 r, $1, $2, 0x7632; max.u16x2 $0, l, r; }",
+        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
         "=r,r,r",
         [a, b],
         dtype=tl.int32,
@@ -84,11 +74,110 @@ def larger_of_each(a, b):
 
 
 @triton.jit
-def amax_of_tile(even, odd):
-    """Bits of a bfloat16, of a tile's even and odd rows."""
-    both = larger(magnitudes(even), magnitudes(odd))
-    pair = largest(tl.reshape(both, (both.shape[0] * both.shape[1],)), 0)
-    return tl.maximum(pair & 0xFFFF, pair >> 16)
+def _plain_bounded(pair):
+    first = tl.clamp(finite_or_nan(left(pair)), -LARGEST, LARGEST, propagate_nan=NAN)
+    second = tl.clamp(finite_or_nan(right(pair)), -LARGEST, LARGEST, propagate_nan=NAN)
+    return _plain_rounded_pair(first, second)
+
+
+BOUNDS = tl.constexpr(
+    "{ .reg .b32 x, zero, most, least; mov.b32 zero, 0;"
+    f"mov.b32 most, {LARGEST_BITS.value * 0x10001}; mov.b32 least, {LARGEST_BITS.value * 0x10001 | 0x80008000};"
+    "fma.rn.bf16x2 x, $1, zero, $1; min.NaN.bf16x2 x, x, most; max.NaN.bf16x2 $0, x, least; }"
+)
+
+
+@unless_interpreted(_plain_bounded)
+@triton.jit
+def bounded(pair):
+    """NaN for infinity, and no magnitude above LARGEST."""
+    return tl.inline_asm_elementwise(BOUNDS, "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def order(pair):
+    """Signed halves in the order of the magnitudes of finite elements; all others come before these."""
+    return (pair & 0x7FFF7FFF) + 0x00800080
+
+
+@triton.jit
+def low(halves):
+    """The signed low half."""
+    return (halves << 16) >> 16
+
+
+@triton.jit
+def high(halves):
+    """The signed high half."""
+    return halves >> 16
+
+
+@triton.jit
+def _plain_later(a, b):
+    return (tl.maximum(low(a), low(b)) & 0xFFFF) | (tl.maximum(high(a), high(b)) << 16)
+
+
+@unless_interpreted(_plain_later)
+@triton.jit
+def later(a, b):
+    """Of two ``order``s, or of what this makes of them, the later half of each side."""
+    return tl.inline_asm_elementwise(
+        "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _plain_last(orders, AXIS: tl.constexpr):
+    return (tl.max(low(orders), AXIS) & 0xFFFF) | (tl.max(high(orders), AXIS) << 16)
+
+
+@unless_interpreted(_plain_last)
+@triton.jit
+def last(orders, AXIS: tl.constexpr):
+    """``later`` of all along an axis."""
+    return tl.reduce(orders, AXIS, later)
+
+
+@triton.jit
+def _plain_later_of_each(a, b):
+    return (tl.maximum(low(a), high(a)) & 0xFFFF) | (tl.maximum(low(b), high(b)) << 16)
+
+
+@unless_interpreted(_plain_later_of_each)
+@triton.jit
+def later_of_each(a, b):
+    """Of two ``order``s: the later half of ``a`` to the left, that of ``b`` to the right."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 l, r; prmt.b32 l, $1, $2, 0x5410; prmt.b32 r, $1, $2, 0x7632; max.s16x2 $0, l, r; }",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def amax_at(half):
+    """The amax that stands at a half of an ``order``, float32; 0 where no element is finite."""
+    return (tl.maximum(half - 0x80, 0) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def order_of_tile(even, odd):
+    """The last half in the ``order`` of a tile's even and odd rows."""
+    both = later(order(even), order(odd))
+    halves = last(tl.reshape(both, (both.shape[0] * both.shape[1],)), 0)
+    return tl.maximum(low(halves), high(halves))
+
+
+@triton.jit
+def largest_bits(even, odd):
+    """Bits of the largest magnitude of a tile's even and odd rows as a bfloat16; those of NaN come last."""
+    # Of magnitudes alone no half is negative.
+    both = later(even & 0x7FFF7FFF, odd & 0x7FFF7FFF)
+    halves = last(tl.reshape(both, (both.shape[0] * both.shape[1],)), 0)
+    return tl.maximum(low(halves), high(halves))
 
 
 @triton.jit
@@ -106,7 +195,7 @@ def _plain_codes_of_rows(pair, scale, TOP: tl.constexpr):
 @unless_interpreted(_plain_codes_of_rows)
 @triton.jit
 def codes_of_rows(pair, scale, TOP: tl.constexpr):
-    """``reference.cast`` of each pair, scaled, as a 16-bit word."""
+    """``reference.cast`` of each ``bounded`` pair, scaled, as a 16-bit word."""
     CAST: tl.constexpr = CAST_TO_E4M3 if TOP == 448.0 else CAST_TO_E5M2
     return tl.inline_asm_elementwise(
         "{ .reg .f32 a, b, c, d; .reg .b16 u, v;"
@@ -133,7 +222,7 @@ def _plain_codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexp
 @unless_interpreted(_plain_codes_of_columns)
 @triton.jit
 def codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexpr):
-    """``reference.cast`` of pairs of two rows, scaled, as 32-bit words: left column's codes, right column's."""
+    """``reference.cast`` of ``bounded`` pairs of two rows, scaled, as 32-bit words: left codes, right ones."""
     CAST: tl.constexpr = CAST_TO_E4M3 if TOP == 448.0 else CAST_TO_E5M2
     return tl.inline_asm_elementwise(
         "{ .reg .f32 a, b, c, d; .reg .b16 u, v;"

@@ -1,10 +1,10 @@
-"""Layer 1. The launches that make the columnwise usage of rowwise codes under other scales."""
+"""Layer 1. The launches that make the columnwise usage of rowwise codes, under their scales or others."""
 
 import torch
 
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels.fused import EDGE, VECTOR
-from f8sub.kernels.triton import launch, recasts
+from f8sub.kernels.triton import casts, launch, recasts
 from f8sub.kernels.triton.launch import Plan
 from f8sub.kernels.triton.launcher import Launch
 
@@ -49,3 +49,49 @@ def recast(rowwise: Operand, columnwise: Float8Format) -> Plan:
         Launch(recasts.recast_by_lines, programs, {**make, "col_amax_ptr": amax.view(torch.float32)}),
     ]
     return Plan(launches, None, col)
+
+
+def transposition(codes: torch.Tensor) -> tuple[Launch, torch.Tensor]:
+    """How to transpose float8 codes.
+
+    Args:
+        codes: (M, N), contiguous, both even and not 0.
+
+    Returns:
+        The launch and what it fills: (N, M) of the same dtype.
+    """
+    out = codes.new_empty(codes.shape[::-1])
+    return _transposition(codes, None, out, None, ALL), out
+
+
+def derivation(rowwise: Operand, columnwise: Float8Format) -> tuple[Launch, Operand]:
+    """How to transpose codes and the scales of their squares, or of the whole matrix: ``reference.transposed``.
+
+    Args:
+        rowwise: codes as ``transposition`` has them.
+        columnwise: one whose tiles are the transposed ones of ``rowwise``; see ``fused.why_no_kernel``.
+
+    Returns:
+        The launch and what it fills.
+    """
+    col = launch.empty(rowwise.data, columnwise, *rowwise.data.shape[::-1])
+    scale_inv = rowwise.scale_inv.contiguous()
+    return _transposition(rowwise.data, scale_inv, col.data, col.scale_inv, columnwise.tile.cols), col
+
+
+def _transposition(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor | None,
+    out: torch.Tensor,
+    out_scale_inv: torch.Tensor | None,
+    edge: int,
+) -> Launch:
+    arguments = {
+        "codes_ptr": codes.view(torch.uint16),
+        "scale_inv_ptr": scale_inv,
+        "out_ptr": out.view(torch.uint16),
+        "out_scale_inv_ptr": out_scale_inv,
+        "TILE": None if edge == ALL else edge,
+        **launch.tiles_of(codes, EDGE, EDGE),
+    }
+    return Launch(casts.transpose_codes, launch.programs_of(codes, EDGE, EDGE), arguments)

@@ -1,6 +1,7 @@
 """Figures of one GPU, in groups; each group is compared with what it could be at best, in the same run.
 
-quantize: every Triton quantizer, in GB/s and per cent of a copy's, beside the reference compiled by Inductor.
+quantize: every Triton quantizer, in GB/s and per cent of a copy's, beside the reference compiled by Inductor; and what
+    makes codes of what it computes, SwiGLU forward and backward and RMSNorm.
 gemm: every float8 GEMM of every backend, in TFLOP/s, beside bf16's.
 linear: one layer, forward and backward, at a Llama's shapes: bf16, torchao, f8sub, eager and compiled; time of the GPU
     and of the host, kernels, memory, errors.

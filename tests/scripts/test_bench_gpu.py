@@ -65,6 +65,9 @@ def test_quantize(everything):
             "256x256 column",
             "columns of rowwise codes",
             "amaxes and scales of shards 128x128",
+            "SwiGLU tensorwise",
+            "dSwiGLU 1x128",
+            "RMSNorm rowwise",
         } <= set(rows)
         assert rows["copy"]["of_copy"] == 1.0
         assert all(row["median_ms"] > 0 and row["gb_per_s"] > 0 for row in rows.values())

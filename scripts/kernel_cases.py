@@ -136,6 +136,8 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     for dtype in ("fp16", "fp32"):
         yield from launches("tensorwise e5m2 delayed", dtype, whole, "both")
     yield Case("rowwise", "bf16", RAGGED, "row", 0)
+    for usages in USAGES:
+        yield from launches("dSwiGLU 1x128 float", "bf16", whole, usages)
     for name in ("tensorwise", "rowwise", "128x128"):
         for dtype in ("bf16", "fp32"):
             yield Case(f"{name} part", dtype, whole, "row", 0)

@@ -64,7 +64,7 @@ class Report:
         registers: a thread's.
         spilled: bytes of local memory a thread.
         shared: bytes of shared memory a program.
-        instructions: of a program's threads, an element of its tile; of a loop, and of what pairs do again, once.
+        instructions: of a program's threads, an element of its tile; of a loop, once.
         wide_loads: 128-bit loads from global memory, into shared memory too.
         narrow_loads: the others, of amaxes and scales.
         wide_stores: 128-bit stores, 64-bit ones where a thread has 8 codes.
@@ -152,8 +152,8 @@ def report(case: Case) -> Report:
     loads, stores = count(r"LDG(STS)?\b"), count(r"STG\b")
     tile = tile_of(launch)
     # Of a row a thread has 8 elements at a time: faster than with 16, measured.
-    of_rows = re.search("paired_.*vectors", launch.kernel.fn.__name__) is not None
-    by_8 = of_rows or tile < 16 * launch.options["num_warps"] * WARP
+    of_vectors = re.search("paired_.*vectors", launch.kernel.fn.__name__) is not None
+    by_8 = of_vectors or tile < 16 * launch.options["num_warps"] * WARP
     wide_loads = count(r"LDG(STS)?\b.*\.128")
     by_bytes = {16: count(r"STG\b.*\.128"), 8: count(r"STG\b.*\.64") if by_8 else 0}
     wide_stores = sum(by_bytes.values())
@@ -212,7 +212,7 @@ def tile_of(launch: Launch) -> int:
 
 
 def missed(case: Case, launch: Launch, found: Report, tile: int, stored: int) -> Iterator[str]:
-    """What a kernel is held to and does not keep; ``stored`` bytes are what a thread's wide ones are."""
+    """What a kernel is held to and does not keep; ``stored`` bytes are what a thread writes with wide stores."""
     arguments = launch.arguments
     threads = launch.options["num_warps"] * WARP
     codes = "codes_ptr" in arguments

@@ -22,10 +22,13 @@ TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
 OLDEST = (8, 9)
 """The first compute capability whose instructions cast to e4m3, Ada's. Source: PTX ISA, cvt."""
 OLDEST_WITH_PAIRS = (9, 0)
-"""The first one that compares both halves of a word at once, Hopper's. Source: PTX ISA, max.u16x2."""
+"""The first one that compares both halves of a word at once, Hopper's. Source: PTX ISA, max.s16x2."""
 
 SHARED_TO_PREFETCH = 208 * 1024
-"""Bytes of shared memory of a program that has two tiles of three matrices on their way and half of one transposed."""
+"""Bytes of shared memory of a program that has two tiles of three matrices on their way and half of one transposed.
+
+Of ``quantize_paired_dswiglu_vectors`` with PAIRED_STAGES (scripts/kernel_report.py).
+"""
 
 
 def why_no_kernel(format: Float8Format) -> str | None:
@@ -67,7 +70,10 @@ def compares_pairs(device: torch.device) -> bool:
 
 @functools.cache
 def prefetches_tiles(device: torch.device) -> bool:
-    """Whether a program has room for the next tiles of three matrices while it works on one; said as above."""
+    """Whether a program has room for the next tiles of three matrices while it works on one.
+
+    True of what is no GPU, where launches are only looked at.
+    """
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)
@@ -166,7 +172,8 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:
-    return codes.is_contiguous() and codes.shape[0] % 2 == codes.shape[1] % 2 == 0
+    begins_at_a_word = codes.data_ptr() % 2 == 0
+    return codes.is_contiguous() and codes.shape[0] % 2 == codes.shape[1] % 2 == 0 and begins_at_a_word
 
 
 def cast_into(

@@ -1,7 +1,7 @@
 """What makes float8 codes of what it computes, SwiGLU forward and backward and RMSNorm, as ``quantizers`` times it.
 
 Both usages of all results but h in forward, whose columnwise codes the backward makes. Where scales are of a whole
-tensor or of whole lines an amax is found first: inputs are read twice.
+tensor an amax is found first and inputs are read twice; of whole lines SwiGLU's backward does that, too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from f8sub.kernels.producers import Wanted
 from tests.cuda.products import assert_same_bits
 from tests.cuda.test_fused import runs  # noqa: F401
 from tests.kernels.interpreted import needs_triton
-from tests.kernels.test_producers import KINDS, inputs
+from tests.kernels.test_paired import tiles_of_every_kind
+from tests.kernels.test_producers import KINDS, PAIRED, inputs
 from tests.test_feed_forward import FeedForward, results
 
 SHAPES = [(48, 160), (256, 512), (272, 400), (130, 144), (129, 130), (1, 300), (300, 1), (2048, 1536)]
@@ -55,6 +56,16 @@ def test_every_shape_is_bitwise_torchs(name, dtype, runs):  # noqa: F811
         check(inputs("gaussian", shape, dtype), name)
         check(inputs("lognormal", shape, dtype), name)
     assert {kernel for kernel in runs if "swiglu" in kernel}
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_whole_tiles_of_every_kind(name):
+    """NaN, infinity and what needs a clamp, as one of dh, gate and up and as all of them, by kernels of pairs."""
+    kinds = tiles_of_every_kind()
+    finite = inputs("gaussian", tuple(kinds.shape))
+    for index in range(3):
+        check(tuple(kinds if index == at else tensor for at, tensor in enumerate(finite)), name)
+    check((kinds, kinds, kinds), name)
 
 
 def test_every_gate_is_bitwise_torchs():

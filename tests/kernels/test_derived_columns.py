@@ -61,7 +61,7 @@ def test_every_code_under_many_scales(interpreter, name):  # noqa: F811
 
 
 def launches_of_derivations(name: str) -> list[str]:
-    """Kernels that are launched to derive a weight's columnwise usage; nothing is dequantized in memory."""
+    """Kernels that are launched to derive a weight's columnwise usage; torch's operators do nothing."""
     from unittest import mock
 
     from f8sub.kernels.triton import launch
@@ -75,7 +75,8 @@ def launches_of_derivations(name: str) -> list[str]:
         found.append(self.kernel.fn.__name__)
         run(self)
 
-    with mock.patch.object(launch.Launch, "run", counted), mock.patch.object(reference, "dequantize", None):
+    without = mock.patch.multiple(reference, dequantize=None, transposed=None)
+    with mock.patch.object(launch.Launch, "run", counted), without:
         fused.derive_columnwise(rowwise, FORMATS[name])
     return found
 
@@ -92,3 +93,20 @@ def test_rows_and_vectors_are_recast_without_a_matrix_of_values(interpreter, nam
 @pytest.mark.parametrize("name", ["tensorwise", "128x128", "256x256-e5m2"])
 def test_scales_are_transposed_with_the_codes(interpreter, name):  # noqa: F811
     assert interpreter(launches_of_derivations, name) == ["transpose_codes"]
+
+
+def codes_that_begin_within_a_word() -> None:
+    format = FORMATS["128x128"]
+    rowwise = reference.quantize(make("gaussian", (128, 256), 6), format, None)[0]
+    assert rowwise is not None
+    memory = torch.empty(rowwise.data.numel() + 1, dtype=torch.uint8)[1:].view(format.dtype)
+    codes = memory.view(rowwise.data.shape).copy_(rowwise.data)
+    right = reference.derive_columnwise(rowwise, format)
+    assert_same_bits(fused.derive_columnwise(rowwise._replace(data=codes), format), right)
+    assert_same_bits(right._replace(data=fused.transpose(codes)), right)
+
+
+@needs_triton
+def test_codes_that_begin_within_a_word(interpreter):  # noqa: F811
+    """Words cannot be read there: by torch's operators."""
+    interpreter(codes_that_begin_within_a_word)

@@ -16,8 +16,9 @@ from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 from tests.kernels.quantized import same_bits
 from tests.kernels.test_producers import KINDS
 
-SHAPES = [(256, 256), (130, 144), (129, 130), (33, 300)]
-"""Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; two parts of a row."""
+SHAPES = [(256, 256), (130, 144), (129, 130), (33, 300), (4, 2048), (3, 1100)]
+"""Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; parts of a row, whole
+and cut, of those measured with amaxes of columns and of the others."""
 
 USAGES = [(True, True), (True, False), (False, True)]
 EPS = 1e-5

@@ -81,7 +81,7 @@ def test_what_is_not_paired(interpreter, name):  # noqa: F811
 @needs_triton
 @pytest.mark.parametrize("name", PAIRED)
 def test_gpus_that_compare_no_pairs_run_none(monkeypatch, name):
-    """Ada, whose ptxas refuses max.u16x2."""
+    """Ada, whose ptxas refuses max.s16x2."""
     from f8sub.kernels.triton import launch
 
     format, x = FORMATS[name], torch.empty(256, 256, dtype=torch.bfloat16, device="meta")

@@ -1,6 +1,8 @@
 """SwiGLU's kernels, interpreted on the CPU, equal torch's operators and then the reference, bitwise."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -141,12 +143,21 @@ def whole_tiles(name: str) -> None:
             check((finite[0], finite[1], kinds), name, pasts=pasts)
 
 
-def paired(x: torch.Tensor, name: str) -> list[bool]:
+def whole_tiles_by_others(name: str) -> None:
+    """By the kernels of float16, and of GPUs that compare no pairs."""
+    check(inputs("gaussian", (256, 128), torch.float16), name)
+    with mock.patch.object(fused, "compares_pairs", return_value=False):
+        check(inputs("gaussian", (256, 128)), name)
+        check(inputs("lognormal", (128, 256)), name)
+
+
+def paired(given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], name: str) -> list[bool]:
     """Of the backward's launches, whether they are of pairs."""
     from f8sub.kernels.triton import swiglu_launch
 
     h_format, format = KINDS[name]
-    launches = swiglu_launch.backward((x, x, x), (format, format), h_format, x.new_ones(1, 1)).launches
+    scale = torch.ones(1, 1)
+    launches = swiglu_launch.backward(given, (format, format), h_format, scale).launches
     return ["paired" in launched.kernel.fn.__name__ for launched in launches]
 
 
@@ -195,26 +206,44 @@ def test_whole_tiles(interpreter, name):  # noqa: F811
 
 @needs_triton
 @pytest.mark.parametrize("name", PAIRED)
-def test_what_is_paired(monkeypatch, name):
-    """Whole tiles of bfloat16 that begin at a word, on GPUs that compare pairs."""
-    x = torch.zeros(256, 128, dtype=torch.bfloat16)
-    assert paired(x, name) == PAIRED[name]
-    within = x.new_zeros(x.numel() + 1)[1:].view(x.shape)
-    for other in (x.half(), x[:250], x[:, :72].contiguous(), within):
-        assert not any(paired(other, name))
-    monkeypatch.setattr(fused, "compares_pairs", lambda device: False)
-    assert not any(paired(x, name))
+def test_whole_tiles_by_other_kernels(interpreter, name):  # noqa: F811
+    interpreter(whole_tiles_by_others, name)
 
 
 @needs_triton
-@pytest.mark.parametrize(("prefetches", "stages"), [(True, 3), (False, 1)])
-def test_tiles_are_prefetched_where_there_is_room(monkeypatch, prefetches, stages):
+@pytest.mark.parametrize("name", PAIRED)
+def test_what_is_paired(monkeypatch, name):
+    """Whole tiles of bfloat16 that begin at a word, on GPUs that compare pairs."""
+    x = torch.zeros(256, 128, dtype=torch.bfloat16)
+    assert paired((x, x, x), name) == PAIRED[name]
+    for other in (x.half(), x[:250], x[:, :72].contiguous()):
+        assert not any(paired((other, other, other), name))
+    within = x.new_zeros(x.numel() + 1)[1:].view(x.shape)
+    for given in ((within, x, x), (x, within, x), (x, x, within)):
+        assert not any(paired(given, name))
+    monkeypatch.setattr(fused, "compares_pairs", lambda device: False)
+    assert not any(paired((x, x, x), name))
+
+
+@needs_triton
+@pytest.mark.parametrize(("prefetches", "stages", "programs"), [(True, 3, 132), (False, 1, 256)])
+def test_tiles_are_prefetched_where_there_is_room(monkeypatch, prefetches, stages, programs):
     from f8sub.kernels.triton import swiglu_launch
 
-    x, (h_format, format) = torch.zeros(256, 128, dtype=torch.bfloat16), KINDS["1x128"]
+    x, (h_format, format) = torch.zeros(2048, 2048, dtype=torch.bfloat16, device="meta"), KINDS["1x128"]
     monkeypatch.setattr(fused, "prefetches_tiles", lambda device: prefetches)
     (launched,) = swiglu_launch.backward((x, x, x), (format, format), h_format, None).launches
-    assert launched.arguments["STAGES"] == stages
+    assert (launched.arguments["STAGES"], launched.programs) == (stages, programs)
+
+
+@pytest.mark.parametrize(("room", "found"), [(232448, True), (101376, False)])
+def test_which_gpus_prefetch_tiles(monkeypatch, room, found):
+    """Hopper has room, Ada and Blackwell's consumer GPUs have none."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=room)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    fused.prefetches_tiles.cache_clear()
+    assert fused.prefetches_tiles(torch.device("cuda", 0)) == found
+    fused.prefetches_tiles.cache_clear()
 
 
 @needs_triton

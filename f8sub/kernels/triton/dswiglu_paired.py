@@ -64,17 +64,15 @@ def quantize_paired_dswiglu_vectors(
     M,
     N,
     H_TOP: tl.constexpr,
-    H_CODES: tl.constexpr,
     H_POWER_OF_2: tl.constexpr,
     TOP: tl.constexpr,
-    CODES: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """``dswiglu_blocks.quantize_dswiglu_vectors``.
 
-    A program takes every so many-th (EDGE, EDGE) tile; with more than one of STAGES the next ones are on their way to
+    A program takes every so many-th (EDGE, EDGE) tile; where STAGES is more than 1 the next ones are on their way to
     shared memory meanwhile.
     """
     tiles = (M // EDGE) * (N // EDGE)

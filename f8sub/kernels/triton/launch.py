@@ -179,6 +179,12 @@ def is_paired(x: torch.Tensor, edge: int) -> bool:
     return is_whole and in_words and fused.compares_pairs(x.device)
 
 
+def of_pairs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of a kernel of pairs: all of its tiles are whole, and TOP says what it casts to."""
+    left_out = ("SIZE", "WHOLE", "CODES", "H_CODES")
+    return {name: value for name, value in arguments.items() if name not in left_out}
+
+
 def _one(rowwise: Float8Format | None, columnwise: Float8Format | None) -> Float8Format:
     format = rowwise or columnwise
     if format is None:
@@ -277,8 +283,7 @@ def _cast_with_one(
         **tiles_of(x, EDGE, EDGE),
     }
     if past is not None and col is not None and is_paired(x, EDGE):
-        del arguments["WHOLE"]
-        return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), arguments)
+        return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), of_pairs(arguments))
     return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
 
 
@@ -338,7 +343,7 @@ def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Ope
     }
     programs = programs_of(x, edge, edge)
     if col is not None and is_paired(x, edge):
-        pairs = {name: value for name, value in arguments.items() if name != "WHOLE"}
+        pairs = of_pairs(arguments)
         if format.tile == VECTOR:
             options = {"num_warps": 8}
             if row is not None:

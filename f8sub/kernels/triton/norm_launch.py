@@ -25,10 +25,13 @@ from f8sub.kernels.triton.launch import (
 from f8sub.kernels.triton.launcher import Launch
 
 MEASURED, MEASURED_WARPS = (2, 1024), 4
-"""What one program of ``measure_normed`` reads at a time, its rows and columns of them, and its warps."""
+"""What one program of ``measure_normed`` reads at a time, its rows and columns of them, and its warps.
+
+On an H200, 8192x4096 with the amax of all, a quarter faster than the other tile.
+"""
 
 MEASURED_WITH_LINES, WARPS_WITH_LINES = (16, 256), 8
-"""The same where columns have amaxes, of which programs of fewer rows would have more to take together."""
+"""The same where columns have amaxes: programs of fewer rows would make more atomic maxima of them."""
 
 IN_ONE, IN_SQUARES = (64, 128), (64, 128)
 """Tiles of ``cast_normed_with_one``, and parts of ``quantize_normed_squares``."""

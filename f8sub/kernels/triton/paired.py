@@ -37,7 +37,6 @@ def quantize_paired_vectors(
     M,
     N,
     TOP: tl.constexpr,
-    CODES: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     EDGE: tl.constexpr,
 ):
@@ -121,13 +120,12 @@ def store_pairs_with_one(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Cast a tile with one scale and store it, for columns and for rows unless the pointer is None."""
+    """Cast a tile with one scale and store it for columns, and for rows unless ``row_ptr`` is None."""
     words = codes_of_columns(bounded(even), bounded(odd), scale, scale, TOP)
     if row_ptr is not None:
         even_codes, odd_codes = rows_of_columns(words)
         store_rows_of_pairs(row_ptr, even_codes, odd_codes, row, col, N, ROWS, COLS, False)
-    if col_ptr is not None:
-        store_columns_of_pairs(col_ptr, words, row, col, M, ROWS, COLS)
+    store_columns_of_pairs(col_ptr, words, row, col, M, ROWS, COLS)
 
 
 @triton.jit
@@ -140,7 +138,6 @@ def quantize_paired_squares(
     M,
     N,
     TOP: tl.constexpr,
-    CODES: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     EDGE: tl.constexpr,
     COLS: tl.constexpr,
@@ -182,7 +179,6 @@ def cast_pairs_with_past(
     M,
     N,
     TOP: tl.constexpr,
-    CODES: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     HEADROOM: tl.constexpr,
     COVERS: tl.constexpr,

@@ -59,9 +59,10 @@ def _plain_product(a, b):
 @unless_interpreted(_plain_product)
 @triton.jit
 def product(a, b):
-    """Rounded once, as two bfloat16 multiplied in float32 and rounded are: that product is exact where it is normal.
+    """Rounded once, as two bfloat16 multiplied in float32 and rounded are.
 
-    The addend is -0, which leaves the sign of 0 alone.
+    A product of two significands of 8 bits has 16, of which a subnormal float32 in between makes no other bfloat16. The
+    addend is -0, which leaves the sign of 0 alone.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",

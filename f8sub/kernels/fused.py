@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib.util
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -23,12 +22,6 @@ OLDEST = (8, 9)
 """The first compute capability whose instructions cast to e4m3, Ada's. Source: PTX ISA, cvt."""
 OLDEST_WITH_PAIRS = (9, 0)
 """The first one that compares both halves of a word at once, Hopper's. Source: PTX ISA, max.s16x2."""
-
-SHARED_TO_PREFETCH = 208 * 1024
-"""Bytes of shared memory of a program that has two tiles of three matrices on their way and half of one transposed.
-
-Of ``quantize_paired_dswiglu_vectors`` with PAIRED_STAGES (scripts/kernel_report.py).
-"""
 
 
 def why_no_kernel(format: Float8Format) -> str | None:
@@ -66,19 +59,6 @@ def why_no_triton(device: torch.device) -> str | None:
 def compares_pairs(device: torch.device) -> bool:
     """Whether a GPU runs the kernels of pairs; said of what is no GPU, where launches are only looked at."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_WITH_PAIRS
-
-
-@functools.cache
-def prefetches_tiles(device: torch.device) -> bool:
-    """Whether a program has room for the next tiles of three matrices while it works on one.
-
-    True of what is no GPU, where launches are only looked at.
-    """
-    if device.type != "cuda":
-        return True
-    properties: Any = torch.cuda.get_device_properties(device)
-    room: int = properties.shared_memory_per_block_optin
-    return room >= SHARED_TO_PREFETCH
 
 
 def quantize(

@@ -231,19 +231,22 @@ def test_tiles_are_prefetched_where_there_is_room(monkeypatch, prefetches, stage
     from f8sub.kernels.triton import swiglu_launch
 
     x, (h_format, format) = torch.zeros(2048, 2048, dtype=torch.bfloat16, device="meta"), KINDS["1x128"]
-    monkeypatch.setattr(fused, "prefetches_tiles", lambda device: prefetches)
+    monkeypatch.setattr(swiglu_launch, "prefetches_tiles", lambda device: prefetches)
     (launched,) = swiglu_launch.backward((x, x, x), (format, format), h_format, None).launches
     assert (launched.arguments["STAGES"], launched.programs) == (stages, programs)
 
 
+@needs_triton
 @pytest.mark.parametrize(("room", "found"), [(232448, True), (101376, False)])
 def test_which_gpus_prefetch_tiles(monkeypatch, room, found):
     """Hopper has room, Ada and Blackwell's consumer GPUs have none."""
+    from f8sub.kernels.triton import swiglu_launch
+
     properties = SimpleNamespace(shared_memory_per_block_optin=room)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    fused.prefetches_tiles.cache_clear()
-    assert fused.prefetches_tiles(torch.device("cuda", 0)) == found
-    fused.prefetches_tiles.cache_clear()
+    swiglu_launch.prefetches_tiles.cache_clear()
+    assert swiglu_launch.prefetches_tiles(torch.device("cuda", 0)) == found
+    swiglu_launch.prefetches_tiles.cache_clear()
 
 
 @needs_triton

@@ -36,11 +36,11 @@ def swiglu_and_gradients(dh, gate, up):
 
 
 @triton.jit
-def load_made_pairs(dh_ptr, gate_ptr, up_ptr, row, col, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """h, dgate and dup of a tile: even and odd rows of each."""
-    dh_even, dh_odd = load_pairs(dh_ptr, row, col, N, ROWS, COLS, "evict_first")
-    gate_even, gate_odd = load_pairs(gate_ptr, row, col, N, ROWS, COLS, "evict_first")
-    up_even, up_odd = load_pairs(up_ptr, row, col, N, ROWS, COLS, "evict_first")
+def load_made_pairs(dh_ptr, gate_ptr, up_ptr, row, col, N, EDGE: tl.constexpr):
+    """h, dgate and dup of an (EDGE, EDGE) tile: even and odd rows of each."""
+    dh_even, dh_odd = load_pairs(dh_ptr, row, col, N, EDGE, EDGE, "evict_first")
+    gate_even, gate_odd = load_pairs(gate_ptr, row, col, N, EDGE, EDGE, "evict_first")
+    up_even, up_odd = load_pairs(up_ptr, row, col, N, EDGE, EDGE, "evict_first")
     h_even, dgate_even, dup_even = swiglu_and_gradients(dh_even, gate_even, up_even)
     h_odd, dgate_odd, dup_odd = swiglu_and_gradients(dh_odd, gate_odd, up_odd)
     return h_even, h_odd, dgate_even, dgate_odd, dup_even, dup_odd
@@ -79,7 +79,7 @@ def quantize_paired_dswiglu_vectors(
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col = place(index, M, N, EDGE, EDGE)
         h_even, h_odd, dgate_even, dgate_odd, dup_even, dup_odd = load_made_pairs(
-            dh_ptr, gate_ptr, up_ptr, row, col, N, EDGE, EDGE
+            dh_ptr, gate_ptr, up_ptr, row, col, N, EDGE
         )
         if h_col_ptr is not None:
             store_vectors(

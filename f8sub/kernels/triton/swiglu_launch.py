@@ -1,11 +1,11 @@
 """Layer 1. Which kernels make SwiGLU's codes, forward and backward, with which arguments, and what they fill."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels import fused
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.triton import dswiglu, dswiglu_blocks, dswiglu_paired, swiglu
@@ -45,6 +45,9 @@ PAIRED_AT_A_TIME, PAIRED_STAGES = 132, 3
 
 On an H200 0.67 of a copy's speed at 8192x14336, with two tiles 0.57, with one 0.44, as without pairs.
 """
+
+SHARED_TO_PREFETCH = 208 * 1024
+"""Bytes of shared memory that it takes with so many tiles (scripts/kernel_report.py)."""
 
 RESULTS = ("dgate_", "dup_", "h_")
 """What the names of the backward's results begin with."""
@@ -263,6 +266,16 @@ def _backward_with_one(
     return launches
 
 
+@functools.cache
+def prefetches_tiles(device: torch.device) -> bool:
+    """Whether a program has room for PAIRED_STAGES tiles; said of what is no GPU, where launches are only looked at."""
+    if device.type != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)
+    room: int = properties.shared_memory_per_block_optin
+    return room >= SHARED_TO_PREFETCH
+
+
 def _are_paired(arguments: dict[str, Any]) -> bool:
     """Whether kernels of pairs take what the backward reads."""
     return all(is_paired(arguments[name], EDGE) for name in ("dh_ptr", "gate_ptr", "up_ptr"))
@@ -312,7 +325,7 @@ def _backward_with_blocks(
     del arguments["ROWS"], arguments["COLS"]
     if _are_paired(arguments):
         stages, programs = 1, count
-        if fused.prefetches_tiles(gate.device):
+        if prefetches_tiles(gate.device):
             stages, programs = PAIRED_STAGES, min(count, PAIRED_AT_A_TIME)
         arguments = {**of_pairs(arguments), "STAGES": stages}
         return [Launch(dswiglu_paired.quantize_paired_dswiglu_vectors, programs, arguments)]

@@ -206,7 +206,7 @@ def tile_of(launch: Launch) -> int:
     from f8sub.kernels.fused import EDGE
 
     arguments = launch.arguments
-    if launch.kernel.fn.__name__.endswith(("_rows", "_crossing_vectors", "_normed_vectors")):
+    if "PART" in arguments and launch.kernel.fn.__name__.endswith(("_rows", "_vectors")):
         return int(arguments["PART"]) * int(arguments.get("EDGE", 1))
     edge = arguments["EDGE"] if "paired_squares" in launch.kernel.fn.__name__ else EDGE
     return int(arguments.get("BLOCK", arguments.get("ROWS", edge) * arguments.get("COLS", edge)))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from f8sub.kernels.norms import Norm, normalize
 from tests.data_sets import DATA_SETS, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 from tests.kernels.quantized import same_bits
+from tests.kernels.test_paired import tiles_of_every_kind
 from tests.kernels.test_producers import KINDS
 
 SHAPES = [(256, 256), (130, 144), (129, 130), (33, 300), (4, 2048), (3, 1100)]
@@ -109,6 +111,22 @@ def of_the_past(name: str) -> None:
             check((x, weight), name, False, past=past)
 
 
+def whole_tiles(name: str) -> None:
+    """Of every kind, by kernels of pairs; of finite elements by the others, too."""
+    kinds = tiles_of_every_kind()
+    weight = make("gaussian", (1, kinds.shape[1]), 2, torch.float32)[0].bfloat16()
+    bad = weight.clone()
+    bad[7], bad[130], bad[300] = float("nan"), float("inf"), -0.0
+    for rounds in (True, False):
+        check((kinds, weight), name, rounds)
+        # Rows whose squares are finite, so that their rstd is no 0.
+        check(((kinds.float() * 2.0**-80).bfloat16(), bad), name, rounds)
+        with mock.patch.object(fused, "compares_pairs", return_value=False):
+            check(inputs("gaussian", (256, 256), torch.bfloat16), name, rounds)
+    for usages in USAGES[1:]:
+        check((kinds, weight), name, True, usages)
+
+
 def of_what_was_not_measured(name: str) -> None:
     """Amaxes are found where nobody asked for them before, and of the same rstd."""
     x, weight = inputs("gaussian", (40, 72), torch.bfloat16)
@@ -175,6 +193,12 @@ def test_shapes_and_usages(interpreter, name):  # noqa: F811
 @on_each_kind
 def test_data_sets(interpreter, name):  # noqa: F811
     interpreter(data_sets, name)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["1x128", pytest.param("1x128-float", marks=pytest.mark.long)])
+def test_whole_tiles(interpreter, name):  # noqa: F811
+    interpreter(whole_tiles, name)
 
 
 @needs_triton

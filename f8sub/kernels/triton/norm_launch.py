@@ -9,7 +9,7 @@ from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.normed import Amaxes, Measured
 from f8sub.kernels.norms import Norm
-from f8sub.kernels.triton import rms_norm
+from f8sub.kernels.triton import rms_norm, rms_norm_paired
 from f8sub.kernels.triton.launch import (
     LINE_ROWS,
     REGISTERS,
@@ -17,6 +17,8 @@ from f8sub.kernels.triton.launch import (
     VECTOR_WARPS,
     cdiv,
     empty,
+    is_paired,
+    of_pairs,
     operands,
     programs_of,
     rule,
@@ -35,6 +37,8 @@ MEASURED_WITH_LINES, WARPS_WITH_LINES = (16, 256), 8
 
 IN_ONE, IN_SQUARES = (64, 128), (64, 128)
 """Tiles of ``cast_normed_with_one``, and parts of ``quantize_normed_squares``."""
+
+PAIRED = {"num_warps": 8}
 
 
 class Cast(NamedTuple):
@@ -151,6 +155,10 @@ def _with_blocks(x: torch.Tensor, arguments: dict[str, Any], edge: int, vectors:
     programs = programs_of(x, edge, edge)
     if vectors:
         del arguments["ROWS"], arguments["COLS"]
+        if is_paired(x, edge) and arguments["weight_ptr"].data_ptr() % 4 == 0:
+            return Launch(
+                rms_norm_paired.quantize_paired_normed_vectors, programs, of_pairs(arguments), PAIRED
+            )
         arguments["PART"] = VECTOR_PART
         options = {"num_warps": VECTOR_WARPS}
         return Launch(rms_norm.quantize_normed_vectors, programs, arguments, options)

@@ -66,6 +66,9 @@ class Shard:
         self._scaled_state: tuple[int, int] | None = None
         self._wire: torch.Tensor | None = None
         self._wire_key: tuple[tuple[int, int], int, torch.dtype] | None = None
+        self._in_a_graph = False
+        self._gathered_state: tuple[int, int] | None = None
+        self._gathers_before = self._gathers_expected = 0
         self._kept: tuple[torch.Size, list[torch.Tensor]] | None = None
 
     @property
@@ -210,6 +213,8 @@ class Shard:
     ) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
+        They are let go with the last gather, see ``_is_last_gather``; one more casts once more.
+
         While a CUDA graph is captured they are cast in any case, from memory that stays where it is into memory that
         does: each replay casts the weight as it is then.
 
@@ -226,17 +231,41 @@ class Shard:
         key = (self.master.state, 0 if self.wire.carries_scales else generation, self.dtype)
         if self.dropped and self._wire is not None:
             return self._wire
-        if self._wire is None:
+        capturing = is_capturing(source)
+        self._in_a_graph |= capturing
+        is_known = (
+            key == self._wire_key and beyond_range is None and self.master.owns_storage and not capturing
+        )
+        made = self._wire
+        if made is None or not is_known:
             with torch.inference_mode(mode=False):
-                self._wire = torch.zeros(self.wire.padded_shape, dtype=torch.uint8, device=source.device)
-        capturing = is_capturing(self._wire)
-        if key == self._wire_key and beyond_range is None and self.master.owns_storage and not capturing:
-            return self._wire
-        if source.plain.numel():
-            with torch.inference_mode(mode=False):
-                self._cast_into(self._wire, source.plain, beyond_range)
+                made = self._empty_wire(source.plain) if made is None else made
+                if source.plain.numel():
+                    self._cast_into(made, source.plain, beyond_range)
         self._wire_key = None if capturing or beyond_range is not None else key
-        return self._wire
+        # A primary weight is its codes, and a graph writes to where they were when it was captured.
+        stays = self._in_a_graph or isinstance(source, PrimaryWeight) or not self._is_last_gather()
+        self._wire = made if stays else None
+        if not stays and made.is_cuda:
+            # FSDP2 may read them on another stream than the one they were allocated on.
+            made.record_stream(torch.cuda.current_stream(made.device))
+        return made
+
+    def _is_last_gather(self) -> bool:
+        """Whether the weight was gathered as often as it was between its last two changes.
+
+        In training that is in a step's last backward, where memory is short and the codes are of no more use.
+        """
+        if self._gathered_state != self.master.state:
+            self._gathered_state = self.master.state
+            before = self.gathers - 1
+            self._gathers_expected, self._gathers_before = before - self._gathers_before, before
+        return self.gathers - self._gathers_before == self._gathers_expected
+
+    def _empty_wire(self, shard: torch.Tensor) -> torch.Tensor:
+        """Codes to cast ``shard`` into; zero where it is shorter."""
+        make = torch.empty if shard.shape == self.wire.padded_shape else torch.zeros
+        return make(self.wire.padded_shape, dtype=torch.uint8, device=shard.device)
 
     def _cast_into(self, wire: torch.Tensor, shard: torch.Tensor, beyond_range: float | None) -> None:
         format = self.format

@@ -14,6 +14,7 @@ from f8sub.fsdp import precompute_scales as precompute
 from f8sub.fsdp import scale_table
 from f8sub.fsdp import shard as shards
 from f8sub.fsdp.conversion import ShardedConversion
+from f8sub.linear import Float8Linear
 from f8sub.tensor import master_weight
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, loss_of, seed_weights, shard, transformer
@@ -89,6 +90,58 @@ def test_once_a_step_for_all_microbatches_with_prefetching(ranks, recipe):
         assert min(anew.values()) >= 2 * STEPS * MICROBATCHES
 
 
+def holds_codes(model: nn.Module) -> set[bool]:
+    """Of the model's shards, whether codes of theirs are kept."""
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    return {ShardedConversion.of(layer.converted).shard_of(layer)[0]._wire is not None for layer in layers}
+
+
+def held(rank: int, world: int, recipe: str, looks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> tuple:
+    """Losses, casts a step, and whether codes are kept after forward and after backward; ``looks`` are how often each
+    step's weights are looked at before they are trained with."""
+    casts = count_casts(monkeypatch)
+    model = shard(transformer(recipe, spread=2.0))
+    optimizer, losses, counts, found = torch.optim.AdamW(model.parameters(), lr=3e-3), [], [], []
+    f8sub.precompute_scales(model)
+    for step, count in enumerate(looks):
+        before = casts.copy()
+        with torch.no_grad():
+            losses += [loss_of(model, step, rank).item() for _ in range(count)]
+        loss = loss_of(model, step, rank)
+        after_forward = holds_codes(model)
+        loss.backward()
+        found.append((after_forward, holds_codes(model)))
+        losses.append(loss.item())
+        counts.append({number - before[name] for name, number in casts.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+    return losses, counts, found
+
+
+def held_and_forgotten(rank: int, world: int, recipe: str, looks: tuple[int, ...]) -> tuple:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found = held(rank, world, recipe, looks, monkeypatch)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        forget_casts(monkeypatch)
+        return *found, held(rank, world, recipe, looks, monkeypatch)[0]
+
+
+KEPT, LET_GO = {True}, {False}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+def test_codes_are_let_go_with_the_last_gather_of_a_step(ranks, recipe):
+    """Known from the step before; the weights of the last step but one are looked at by an evaluation."""
+    looks = (0, 0, 0, 1, 0, 0)
+    for losses, casts, found, expected in ranks(2, held_and_forgotten, recipe, looks, timeout=90.0):
+        assert losses == expected
+        usual, once_more = {1}, {2}
+        # The evaluation's gather is the second: the one before the last, of which nobody knew.
+        assert casts == [usual, usual, usual, once_more, usual, usual]
+        assert found == [(KEPT, KEPT), *[(KEPT, LET_GO)] * 2, (LET_GO, KEPT), (KEPT, KEPT), (KEPT, LET_GO)]
+
+
 class Recorder:
     """A CUDA graph of the casts alone, on a CPU: what is captured runs too, and runs again at a replay."""
 
@@ -152,9 +205,14 @@ def captured(rank: int, world: int, recipe: str) -> tuple[str, int, bool, bool]:
     with graph.capture(), pytest.raises(f8sub.Float8ConfigError, match="call it after each optimizer step"):
         f8sub.precompute_scales(model)
     graph.replay()
-    replayed = [of_layer._wire.clone() for of_layer in of_layers]
+    written = [of_layer._wire for of_layer in of_layers]
+    replayed = [codes.clone() for codes in written]
     now = gathered_inputs(model)
     fresh = all(torch.equal(a, b) for a, b in zip(replayed, now, strict=True))
+    optimizer.param_groups[0]["lr"] = 0.0
+    for _ in range(3):
+        update()
+    assert all(of_layer._wire is kept for of_layer, kept in zip(of_layers, written, strict=True))
     return str(early.value), recorded, fresh, any(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 

@@ -311,8 +311,8 @@ def _of_measurement(node: Any) -> tuple[int, int]:
     from f8sub.kernels.triton import norm_launch
 
     amaxes = Amaxes(*node.constant_args[-2:])
-    launch, _ = norm_launch.measurement(*map(_meta, node.inputs), Norm(0.0, False), amaxes)
-    return _of_launches([launch])
+    launches, _ = norm_launch.measurement(*map(_meta, node.inputs), Norm(0.0, False), amaxes)
+    return _of_launches(launches)
 
 
 def _of_normed(node: Any) -> tuple[int, int]:

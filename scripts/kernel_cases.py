@@ -118,8 +118,8 @@ def normalization(
 
     weight, norm = x[0], Norm(1e-5, rounds=None in usages)
     amaxes = Amaxes.of(usages[0] or usages[1])
-    measure, measured = norm_launch.measurement(x, weight, norm, amaxes)
-    return [measure, norm_launch.cast(x, weight, norm, measured, usages, past).launch]
+    launches, measured = norm_launch.measurement(x, weight, norm, amaxes)
+    return [*launches, norm_launch.cast(x, weight, norm, measured, usages, past).launch]
 
 
 def cases(whole: tuple[int, int]) -> Iterator[Case]:

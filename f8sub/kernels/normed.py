@@ -74,8 +74,9 @@ def measure(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes) -
     if takes(x, weight):
         with fused.device_of(x):
             found: Measured
-            launch, found = _launch().measurement(x.contiguous(), weight.contiguous(), norm, amaxes)
-            launch.run()
+            launches, found = _launch().measurement(x.contiguous(), weight.contiguous(), norm, amaxes)
+            for launch in launches:
+                launch.run()
         return found
     rstd = rstd_of(x, norm.eps)
     if not any(amaxes):

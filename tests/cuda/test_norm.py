@@ -44,7 +44,7 @@ def check(
     assert normed.takes(x, weight)
     measured = normed.measure(x, weight, norm, Amaxes.of(format))
     if measured.rstd.isfinite().all() and measured.rstd.all():
-        check_rstd(x, measured.rstd, format)
+        check_rstd(x, measured.rstd)
     h = normalize(x, weight, norm, measured.rstd)
     found = normed.quantize(x, weight, norm, measured, wanted, past)
     right = fused.quantize(h, *wanted) if past is None else fused.quantize_delayed(h, past, *wanted)

@@ -151,6 +151,16 @@ def whole_tiles_by_others(name: str) -> None:
         check(inputs("lognormal", (128, 256)), name)
 
 
+def rows_in_parts(name: str) -> None:
+    """As rows that are longer than a program holds: of whole parts, and not."""
+    from f8sub.kernels.triton import swiglu_launch
+
+    with mock.patch.object(swiglu_launch, "SHORT_ROW", 0), mock.patch.object(swiglu_launch, "ROW_PART", 128):
+        for shape in ((40, 256), (33, 300)):
+            check(inputs("lognormal", shape), name)
+        check((inputs("gaussian", (40, 72))[0], *[torch.full((40, 72), float("nan")).bfloat16()] * 2), name)
+
+
 def paired(given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], name: str) -> list[bool]:
     """Of the backward's launches, whether they are of pairs."""
     from f8sub.kernels.triton import swiglu_launch
@@ -190,6 +200,7 @@ def test_elements_that_are_not_finite(interpreter, name):  # noqa: F811
 PAIRED = {
     "tensorwise": [True, False],
     "tensorwise-power_of_2": [True, False],
+    "rowwise": [True, False],
     "1x128": [True],
     "1x128-float": [True],
 }
@@ -208,6 +219,11 @@ def test_whole_tiles(interpreter, name):  # noqa: F811
 @pytest.mark.parametrize("name", PAIRED)
 def test_whole_tiles_by_other_kernels(interpreter, name):  # noqa: F811
     interpreter(whole_tiles_by_others, name)
+
+
+@needs_triton
+def test_rows_in_parts(interpreter):  # noqa: F811
+    interpreter(rows_in_parts, "rowwise")
 
 
 @needs_triton

@@ -8,9 +8,12 @@ import triton.language as tl
 
 from f8sub.kernels.triton.paired import store_vectors
 from f8sub.kernels.triton.pairs import (
+    ORDER_OF_ZEROS,
     amax_at,
     high,
     last,
+    later,
+    later_of_each,
     left,
     load_pairs,
     low,
@@ -36,11 +39,13 @@ def swiglu_and_gradients(dh, gate, up):
 
 
 @triton.jit
-def load_made_pairs(dh_ptr, gate_ptr, up_ptr, row, col, N, EDGE: tl.constexpr):
-    """h, dgate and dup of an (EDGE, EDGE) tile: even and odd rows of each."""
-    dh_even, dh_odd = load_pairs(dh_ptr, row, col, N, EDGE, EDGE, "evict_first")
-    gate_even, gate_odd = load_pairs(gate_ptr, row, col, N, EDGE, EDGE, "evict_first")
-    up_even, up_odd = load_pairs(up_ptr, row, col, N, EDGE, EDGE, "evict_first")
+def load_made_pairs(
+    dh_ptr, gate_ptr, up_ptr, row, col, N, ROWS: tl.constexpr, COLS: tl.constexpr, KEEP: tl.constexpr
+):
+    """h, dgate and dup of a (ROWS, COLS) tile: even and odd rows of each."""
+    dh_even, dh_odd = load_pairs(dh_ptr, row, col, N, ROWS, COLS, KEEP)
+    gate_even, gate_odd = load_pairs(gate_ptr, row, col, N, ROWS, COLS, KEEP)
+    up_even, up_odd = load_pairs(up_ptr, row, col, N, ROWS, COLS, KEEP)
     h_even, dgate_even, dup_even = swiglu_and_gradients(dh_even, gate_even, up_even)
     h_odd, dgate_odd, dup_odd = swiglu_and_gradients(dh_odd, gate_odd, up_odd)
     return h_even, h_odd, dgate_even, dgate_odd, dup_even, dup_odd
@@ -79,7 +84,7 @@ def quantize_paired_dswiglu_vectors(
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row, col = place(index, M, N, EDGE, EDGE)
         h_even, h_odd, dgate_even, dgate_odd, dup_even, dup_odd = load_made_pairs(
-            dh_ptr, gate_ptr, up_ptr, row, col, N, EDGE
+            dh_ptr, gate_ptr, up_ptr, row, col, N, EDGE, EDGE, "evict_first"
         )
         if h_col_ptr is not None:
             store_vectors(
@@ -142,8 +147,71 @@ def amax_of_paired_dswiglu(
 
 
 @triton.jit
+def amax_of_paired_dswiglu_lines(
+    dh_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_row_amax_ptr,
+    dgate_col_amax_ptr,
+    dup_row_amax_ptr,
+    dup_col_amax_ptr,
+    h_col_amax_ptr,
+    M,
+    N,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """``dswiglu.amax_of_dswiglu_lines``, of whole tiles of (ROWS, COLS)."""
+    first, col = place(tl.program_id(0), M, N, ROWS * STEPS, COLS)
+    h_last = tl.full((ROWS // 2, COLS // 2), ORDER_OF_ZEROS, tl.int32)
+    dgate_last, dup_last = h_last, h_last
+    for step in range(tl.minimum(STEPS, (M - first) // ROWS)):
+        row = first + step * ROWS
+        h_even, h_odd, dgate_even, dgate_odd, dup_even, dup_odd = load_made_pairs(
+            dh_ptr, gate_ptr, up_ptr, row, col, N, ROWS, COLS, ""
+        )
+        h_last = later(h_last, later(order(h_even), order(h_odd)))
+        dgate_even, dgate_odd = order(dgate_even), order(dgate_odd)
+        dup_even, dup_odd = order(dup_even), order(dup_odd)
+        if dgate_row_amax_ptr is not None:
+            keep_amax_of_rows(dgate_row_amax_ptr, dgate_even, dgate_odd, row)
+            keep_amax_of_rows(dup_row_amax_ptr, dup_even, dup_odd, row)
+        dgate_last = later(dgate_last, later(dgate_even, dgate_odd))
+        dup_last = later(dup_last, later(dup_even, dup_odd))
+    if dgate_col_amax_ptr is not None:
+        keep_amax_of_columns(dgate_col_amax_ptr, dgate_last, col)
+        keep_amax_of_columns(dup_col_amax_ptr, dup_last, col)
+    if h_col_amax_ptr is not None:
+        keep_amax_of_columns(h_col_amax_ptr, h_last, col)
+
+
+@triton.jit
+def keep_amax_of_rows(amax_ptr, even, odd, row):
+    """Maxima with what is there of the rows of a tile, of the ``order`` of its even and odd ones."""
+    halves = last(later_of_each(even, odd), 1)
+    i = row + 2 * tl.arange(0, even.shape[0])
+    keep_amax_at(amax_ptr + i, low(halves))
+    keep_amax_at(amax_ptr + i + 1, high(halves))
+
+
+@triton.jit
+def keep_amax_of_columns(amax_ptr, orders, col):
+    """Maxima with what is there of the columns of ``order``s."""
+    halves = last(orders, 0)
+    j = col + 2 * tl.arange(0, orders.shape[1])
+    keep_amax_at(amax_ptr + j, low(halves))
+    keep_amax_at(amax_ptr + j + 1, high(halves))
+
+
+@triton.jit
 def keep_amax_of_pairs(amax_ptr, pairs):
     """Maximum with what is there of finite elements."""
     halves = last(order(pairs), 0)
-    amax = amax_at(tl.maximum(low(halves), high(halves)))
-    tl.atomic_max(amax_ptr, amax.to(tl.int32, bitcast=True), sem="relaxed")
+    keep_amax_at(amax_ptr, tl.maximum(low(halves), high(halves)))
+
+
+@triton.jit
+def keep_amax_at(amax_ptr, half):
+    """Maximum with what is there of the amaxes that stand at halves of an ``order``."""
+    tl.atomic_max(amax_ptr, amax_at(half).to(tl.int32, bitcast=True), sem="relaxed")

@@ -12,6 +12,7 @@ from f8sub.kernels.norms import Norm
 from f8sub.kernels.triton import rms_norm, rms_norm_paired
 from f8sub.kernels.triton.launch import (
     LINE_ROWS,
+    LINES,
     REGISTERS,
     VECTOR_PART,
     VECTOR_WARPS,
@@ -27,13 +28,7 @@ from f8sub.kernels.triton.launch import (
 from f8sub.kernels.triton.launcher import Launch
 
 MEASURED, MEASURED_WARPS = (2, 1024), 4
-"""What one program of ``measure_normed`` reads at a time, its rows and columns of them, and its warps.
-
-On an H200, 8192x4096 with the amax of all, a quarter faster than the other tile.
-"""
-
-MEASURED_WITH_LINES, WARPS_WITH_LINES = (16, 256), 8
-"""The same where columns have amaxes: programs of fewer rows would make more atomic maxima of them."""
+"""What one program of ``measure_normed`` reads at a time, its rows and columns of them, and its warps."""
 
 IN_ONE, IN_SQUARES = (64, 128), (64, 128)
 """Tiles of ``cast_normed_with_one``, and parts of ``quantize_normed_squares``."""
@@ -57,8 +52,10 @@ class Cast(NamedTuple):
     largest: torch.Tensor | None
 
 
-def measurement(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes) -> tuple[Launch, Measured]:
-    """How to find rstd and amaxes.
+def measurement(
+    x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes
+) -> tuple[list[Launch], Measured]:
+    """How to find rstd and amaxes, and what is filled.
 
     Args:
         x: (M, N), more than one row, contiguous; bfloat16 or float16.
@@ -67,25 +64,26 @@ def measurement(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxe
         amaxes: those asked for.
     """
     rows, cols = x.shape
+    # Amaxes are atomic maxima of bits.
+    whole, row, col = (
+        torch.zeros(shape, dtype=torch.int32, device=x.device) if asked else None
+        for shape, asked in (((1, 1), amaxes.whole), (rows, amaxes.lines), (cols, amaxes.lines))
+    )
     found = Measured(
         x.new_empty((rows, 1), dtype=torch.float32),
-        x.new_zeros((1, 1), dtype=torch.float32) if amaxes.whole else None,
-        x.new_empty(rows, dtype=torch.float32) if amaxes.lines else None,
-        x.new_zeros(cols, dtype=torch.float32) if amaxes.lines else None,
+        *(None if bits is None else bits.view(torch.float32) for bits in (whole, row, col)),
     )
-    tile, warps = (MEASURED_WITH_LINES, WARPS_WITH_LINES) if amaxes.lines else (MEASURED, MEASURED_WARPS)
-    arguments = {
-        **_given(x, weight, norm, found),
-        # Its maxima are atomic ones of bits.
-        "amax_ptr": None if found.whole_amax is None else found.whole_amax.view(torch.int32),
-        "row_amax_ptr": found.row_amax,
-        "col_amax_ptr": None if found.col_amax is None else found.col_amax.view(torch.int32),
-        **tiles_of(x, *tile),
-        "EPS": norm.eps,
-        "COUNT": float(cols),
-    }
-    launch = Launch(rms_norm.measure_normed, cdiv(rows, tile[0]), arguments, {"num_warps": warps})
-    return launch, found
+    given = _given(x, weight, norm, found)
+    arguments = {**given, "amax_ptr": whole, **tiles_of(x, *MEASURED), "EPS": norm.eps, "COUNT": float(cols)}
+    options = {"num_warps": MEASURED_WARPS}
+    launches = [Launch(rms_norm.measure_normed, cdiv(rows, MEASURED[0]), arguments, options)]
+    if amaxes.lines:
+        height = LINES["ROWS"] * LINES["STEPS"]
+        arguments = {**given, "row_amax_ptr": row, "col_amax_ptr": col}
+        arguments |= {**tiles_of(x, height, LINES["COLS"]), **LINES}
+        programs = programs_of(x, height, LINES["COLS"])
+        launches.append(Launch(rms_norm.amax_of_normed_lines, programs, arguments, {"num_warps": 4}))
+    return launches, found
 
 
 def cast(

@@ -101,6 +101,10 @@ def order(pair):
     return (pair & 0x7FFF7FFF) + 0x00800080
 
 
+ORDER_OF_ZEROS = tl.constexpr(0x00800080)
+"""``order`` of a pair of zeros, the least of finite elements."""
+
+
 @triton.jit
 def low(halves):
     """The signed low half."""

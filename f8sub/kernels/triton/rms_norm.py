@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from f8sub.kernels.triton.blocks import store_rows
-from f8sub.kernels.triton.casts import keep_amax_of_columns, store_with_lines
+from f8sub.kernels.triton.casts import keep_amax_of_columns, keep_amax_of_rows, store_with_lines
 from f8sub.kernels.triton.swiglu import rounded
 from f8sub.kernels.triton.tiles import (
     amax_bits,
@@ -57,8 +57,6 @@ def measure_normed(
     weight_ptr,
     rstd_ptr,
     amax_ptr,
-    row_amax_ptr,
-    col_amax_ptr,
     M,
     N,
     EPS: tl.constexpr,
@@ -68,10 +66,7 @@ def measure_normed(
     COLS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Find rstd of ROWS rows and, of what is normalized, the maxima of finite elements: of all, each row, each column.
-
-    Each unless its pointer is None; those of all and of columns with what is there.
-    """
+    """Find rstd of ROWS rows, and, unless None, the maximum with what is there of finite normalized elements."""
     row = tl.program_id(0) * ROWS
     i, j = row + tl.arange(0, ROWS), tl.arange(0, COLS)
     start = i.to(tl.int64)[:, None] * N
@@ -84,7 +79,7 @@ def measure_normed(
         squares += x * x
     rstd = rstd_of(tl.sum(squares, 1), COUNT, EPS)
     tl.store(rstd_ptr + i, rstd, mask=i < M)
-    if (amax_ptr is not None) or ((row_amax_ptr is not None) or (col_amax_ptr is not None)):
+    if amax_ptr is not None:
         largest = tl.zeros((ROWS, COLS), tl.float32)
         for done in range(parts):
             at = (parts - 1 - done) * COLS + j
@@ -92,15 +87,8 @@ def measure_normed(
             x = load_elements(x_ptr, start + at[None, :], inside, WHOLE, "evict_first")
             weight = load_elements(weight_ptr, at, at < N, WHOLE, "evict_last")
             h = normalized(x, rstd[:, None], weight[None, :], x_ptr.dtype.element_ty, ROUNDS)
-            h = tl.abs(finite_or_nan(h))
-            if col_amax_ptr is not None:
-                keep_amax_of_columns(col_amax_ptr, h, (parts - 1 - done) * COLS, N, COLS)
-            largest = tl.maximum(largest, h)
-        if row_amax_ptr is not None:
-            found = tl.max(largest, 1)
-            tl.store(row_amax_ptr + i, tl.where(found > 0.0, found, 0.0), mask=i < M)
-        if amax_ptr is not None:
-            tl.atomic_max(amax_ptr, amax_bits(tl.max(largest)), sem="relaxed")
+            largest = tl.maximum(largest, tl.abs(finite_or_nan(h)))
+        tl.atomic_max(amax_ptr, amax_bits(tl.max(largest)), sem="relaxed")
 
 
 @triton.jit
@@ -128,6 +116,36 @@ def load_normed_halves(
     return normalized(even, even_rstd, weight, DTYPE, ROUNDS), normalized(
         odd, odd_rstd, weight, DTYPE, ROUNDS
     )
+
+
+@triton.jit
+def amax_of_normed_lines(
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    row_amax_ptr,
+    col_amax_ptr,
+    M,
+    N,
+    ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """``casts.amax_of_lines`` of what is normalized, of rows and of columns both."""
+    first, col = place(tl.program_id(0), M, N, ROWS * STEPS, COLS)
+    largest = tl.zeros((ROWS // 2, COLS), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = first + step * ROWS
+        even, odd = load_normed_halves(
+            x_ptr, weight_ptr, rstd_ptr, row, col, M, N, ROUNDS, ROWS, COLS, WHOLE, ""
+        )
+        even, odd = finite_or_nan(even), finite_or_nan(odd)
+        keep_amax_of_rows(row_amax_ptr, even, odd, row, M, ROWS)
+        largest = tl.maximum(largest, larger_magnitude(even, odd))
+    keep_amax_of_columns(col_amax_ptr, largest, col, N, COLS)
 
 
 @triton.jit

@@ -170,6 +170,28 @@ def quantize_swiglu_rows(
 
 
 @triton.jit
+def quantize_short_swiglu_rows(
+    gate_ptr,
+    up_ptr,
+    row_ptr,
+    row_scale_inv_ptr,
+    N,
+    TOP: tl.constexpr,
+    CODES: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    PART: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """One scale a row of at most PART elements: a row a program, which makes it once and holds it in registers."""
+    start, j = tl.program_id(0).to(tl.int64) * N, tl.arange(0, PART)
+    gate, up = load_pair(gate_ptr + start, up_ptr + start, j, j < N, WHOLE, "evict_first")
+    h = finite_or_nan(swiglu(gate, up, gate_ptr.dtype.element_ty))
+    scale = scale_from_amax(tl.max(tl.abs(h)), TOP, POWER_OF_2)
+    store_codes(row_ptr + start, codes(scaled(h, scale, TOP, False), CODES), j, j < N, WHOLE)
+    tl.store(row_scale_inv_ptr + tl.program_id(0), inverse(scale, POWER_OF_2))
+
+
+@triton.jit
 def load_tile(gate_ptr, up_ptr, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr):
     """``finite_or_nan`` elements of the (ROWS, COLS) tile at (row, col), offsets of them all, which are inside."""
     i, j = tl.arange(0, ROWS), tl.arange(0, COLS)

@@ -1,6 +1,6 @@
 """Layer 4. RMSNorm whose result is cast by those that read it: it goes to memory in float8 alone.
 
-x --measure--> rstd, amaxes
+x --measure--> rstd, and an amax where there is one scale
 x, rstd --normalize and quantize--> what q, k, v or gate and up read      saved for backward: x, rstd, and those codes
 sum of their dx, x, rstd --> dx and the weight's gradient
 """
@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from f8sub.kernels import normed, producer_ops
-from f8sub.kernels.normed import Amaxes, Measured
+from f8sub.kernels.normed import Measured
 from f8sub.kernels.norms import Norm, normalize_backward, rstd_of
 from f8sub.kernels.producers import HALF
 from f8sub.tensor.normed_tensor import Made, NormedTensor
@@ -23,11 +23,11 @@ class Measuring(NamedTuple):
 
     Attributes:
         norm: which RMSNorm it is.
-        amaxes: those that its readers' scales are made of in every step; delayed scaling's are of the past.
+        amax: whether its readers' scale is made of its amax in every step; delayed scaling's is of the past.
     """
 
     norm: Norm
-    amaxes: Amaxes
+    amax: bool
 
 
 class FusedNorm(torch.nn.Module):
@@ -104,8 +104,8 @@ def _measured(x: torch.Tensor, weight: torch.Tensor, how: Measuring) -> Measured
     rows = x.reshape(-1, x.shape[-1])
     if not torch.compiler.is_compiling():
         by_kernel = normed.takes(rows, weight)
-        return normed.measure(rows, weight, how.norm, how.amaxes if by_kernel else Amaxes(False, False))
-    if not any(how.amaxes):
+        return normed.measure(rows, weight, how.norm, how.amax and by_kernel)
+    if not how.amax:
         # By Inductor, in the kernel that makes x.
         return Measured(rstd_of(rows, how.norm.eps))
-    return producer_ops.measure_normed(rows, weight, how.norm, how.amaxes)
+    return producer_ops.measure_normed(rows, weight, how.norm)

@@ -306,28 +306,25 @@ def _of_swiglu(node: Any) -> tuple[int, int]:
 
 
 def _of_measurement(node: Any) -> tuple[int, int]:
-    from f8sub.kernels.normed import Amaxes
     from f8sub.kernels.norms import Norm
     from f8sub.kernels.triton import norm_launch
 
-    amaxes = Amaxes(*node.constant_args[-2:])
-    launches, _ = norm_launch.measurement(*map(_meta, node.inputs), Norm(0.0, False), amaxes)
-    return _of_launches(launches)
+    launch, _ = norm_launch.measurement(*map(_meta, node.inputs), Norm(0.0, False), amax=True)
+    return _of_launches([launch])
 
 
 def _of_normed(node: Any) -> tuple[int, int]:
     from f8sub.kernels import normed
-    from f8sub.kernels.normed import Amaxes
+    from f8sub.kernels.normed import Measured
     from f8sub.kernels.norms import Norm
-    from f8sub.kernels.producer_ops import measured_of, usages_of
+    from f8sub.kernels.producer_ops import usages_of
     from f8sub.kernels.triton import norm_launch
 
     usages = usages_of(node.constant_args[-1])
     if reason := normed.why_no_kernel(usages):
         raise RuntimeError(f"no kernel {reason}")
     x, weight, *parts = map(_meta, node.inputs)
-    measured = measured_of(parts, Amaxes(*node.constant_args[-3:-1]))
-    return _of_launches([norm_launch.cast(x, weight, Norm(0.0, False), measured, usages).launch])
+    return _of_launches(norm_launch.cast(x, weight, Norm(0.0, False), Measured(*parts), usages).launches)
 
 
 def _of_swiglu_backward(node: Any) -> tuple[int, int]:

@@ -22,26 +22,18 @@ class Measured(NamedTuple):
     Attributes:
         rstd: (M, 1).
         whole_amax: (1, 1), of the finite normalized elements; None where it was not asked for.
-        row_amax: (M,), of those of each row; likewise.
-        col_amax: (N,), of those of each column; likewise.
     """
 
     rstd: torch.Tensor
     whole_amax: torch.Tensor | None = None
-    row_amax: torch.Tensor | None = None
-    col_amax: torch.Tensor | None = None
 
 
-class Amaxes(NamedTuple):
-    """Which amaxes are asked for: that of the whole matrix, those of its rows and columns."""
+def needs_amax(format: Float8Format) -> bool:
+    """Whether codes of a format are made with the amax of the whole matrix, which is found when rstd is.
 
-    whole: bool
-    lines: bool
-
-    @classmethod
-    def of(cls, format: Float8Format) -> "Amaxes":
-        """Those that scales of a format are made of before its codes are."""
-        return cls(format.tile == fused.TENSORWISE, format.tile == fused.ROWWISE)
+    Amaxes of rows and columns are of tiles, whose rows' rstd is there already: they are found when it is cast.
+    """
+    return format.tile == fused.TENSORWISE
 
 
 def why_no_kernel(usages: Formats) -> str | None:
@@ -62,31 +54,26 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return half and fused.takes(x) and fused.takes(weight.detach()) and x.shape[0] > 1
 
 
-def measure(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes) -> Measured:
-    """rstd, and amaxes of what is normalized with it; by a kernel where it takes them.
+def measure(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amax: bool) -> Measured:
+    """rstd, and the amax of what is normalized with it; by a kernel where it takes them.
 
     Args:
         x: (M, N), bfloat16 or float16.
         weight: (N,), of x's dtype.
         norm: which one.
-        amaxes: those asked for.
+        amax: whether it is asked for.
     """
     if takes(x, weight):
         with fused.device_of(x):
             found: Measured
-            launches, found = _launch().measurement(x.contiguous(), weight.contiguous(), norm, amaxes)
-            for launch in launches:
-                launch.run()
+            launch, found = _launch().measurement(x.contiguous(), weight.contiguous(), norm, amax)
+            launch.run()
         return found
     rstd = rstd_of(x, norm.eps)
-    if not any(amaxes):
+    if not amax:
         return Measured(rstd)
     h = torch.nan_to_num(normalize(x, weight, norm, rstd), nan=0.0, posinf=0.0, neginf=0.0)
-    whole, row, col = (
-        reference.largest(h, tile) for tile in (fused.TENSORWISE, fused.ROWWISE, fused.ROWWISE.t())
-    )
-    lines = (row.flatten(), col.flatten()) if amaxes.lines else (None, None)
-    return Measured(rstd, whole if amaxes.whole else None, *lines)
+    return Measured(rstd, reference.largest(h, fused.TENSORWISE))
 
 
 def quantize(
@@ -103,7 +90,7 @@ def quantize(
         x: see ``measure``.
         weight: likewise.
         norm: likewise.
-        measured: what is known; amaxes that the scales are of and that are not there are found first.
+        measured: what is known; an amax that the scale is of and that is not there is found first.
         usages: rowwise and columnwise format, ones that ``why_no_kernel`` has no reason against.
         past: the scale of the result's past amaxes, for a format with one scale; None for scales of its own.
 
@@ -112,15 +99,13 @@ def quantize(
     """
     format = usages[0] or usages[1]
     if format is not None and takes(x, weight):
-        needed = Amaxes.of(format)
         known = past is not None and past.is_known
-        if (needed.whole and measured.whole_amax is None and not known) or (
-            needed.lines and measured.row_amax is None
-        ):
-            measured = measure(x, weight, norm, needed)._replace(rstd=measured.rstd)
+        if needs_amax(format) and measured.whole_amax is None and not known:
+            measured = measure(x, weight, norm, amax=True)._replace(rstd=measured.rstd)
         with fused.device_of(x):
             made = _launch().cast(x.contiguous(), weight.contiguous(), norm, measured, usages, past)
-            made.launch.run()
+            for launch in made.launches:
+                launch.run()
         return made.row, made.col, made.largest
     h = normalize(x, weight, norm, measured.rstd)
     by = host if type(h) is torch.Tensor and h.is_cpu else fused

@@ -1,7 +1,7 @@
 """Layer 1. Operators that ``torch.compile`` sees for what makes a tensor and casts it: schemas, fakes, implementation.
 
 A tensor argument that is not there is one of no elements, a format that is not there an empty name; what was measured
-is a list of what there is, and booleans say of which.
+is a list of what there is.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import normed, producers
 from f8sub.kernels.delayed import PastScale
-from f8sub.kernels.normed import Amaxes, Measured
+from f8sub.kernels.normed import Measured
 from f8sub.kernels.norms import Norm
 from f8sub.kernels.ops import as_list, empty_operand, operator
 from f8sub.kernels.producers import Activated, Cast, Formats, Gradients, Wanted
@@ -120,35 +120,18 @@ def quantize_swiglu_backward(
     )
 
 
-def _measure_normed(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool, whole: bool, lines: bool
-) -> list[torch.Tensor]:
-    found = normed.measure(x, weight, Norm(eps, rounds), Amaxes(whole, lines))
+def _measure_normed(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool) -> list[torch.Tensor]:
+    found = normed.measure(x, weight, Norm(eps, rounds), amax=True)
     return [tensor for tensor in found if tensor is not None]
 
 
-def _fake_measured(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool, whole: bool, lines: bool
-) -> list[torch.Tensor]:
-    shapes = [
-        (x.shape[0], 1),
-        *([(1, 1)] if whole else []),
-        *([(x.shape[0],), (x.shape[1],)] if lines else []),
-    ]
-    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+def _fake_measured(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool) -> list[torch.Tensor]:
+    return [x.new_empty((rows, 1), dtype=torch.float32) for rows in (x.shape[0], 1)]
 
 
-def measure_normed(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes) -> Measured:
-    """``normed.measure`` as one node."""
-    return measured_of(_measured(x, weight, norm.eps, norm.rounds, amaxes.whole, amaxes.lines), amaxes)
-
-
-def measured_of(tensors: list[torch.Tensor], amaxes: Amaxes) -> Measured:
-    """What was measured, of the tensors that there are."""
-    rstd, *found = tensors
-    whole, lines = (found[0], found[1:]) if amaxes.whole else (None, found)
-    row, col = lines if amaxes.lines else (None, None)
-    return Measured(rstd, whole, row, col)
+def measure_normed(x: torch.Tensor, weight: torch.Tensor, norm: Norm) -> Measured:
+    """``normed.measure`` with the amax as one node."""
+    return Measured(*_measured(x, weight, norm.eps, norm.rounds))
 
 
 def _quantize_normed(
@@ -157,12 +140,10 @@ def _quantize_normed(
     measured: list[torch.Tensor],
     eps: float,
     rounds: bool,
-    amaxes: list[bool],
     formats: str,
 ) -> list[torch.Tensor]:
     usages = usages_of(formats)
-    found = measured_of(measured, Amaxes(*amaxes))
-    row, col, _ = normed.quantize(x, weight, Norm(eps, rounds), found, usages)
+    row, col, _ = normed.quantize(x, weight, Norm(eps, rounds), Measured(*measured), usages)
     return as_list((row, col))
 
 
@@ -172,7 +153,6 @@ def _fake_normed(
     measured: list[torch.Tensor],
     eps: float,
     rounds: bool,
-    amaxes: list[bool],
     formats: str,
 ) -> list[torch.Tensor]:
     made: list[torch.Tensor] = []
@@ -191,8 +171,7 @@ def quantize_normed(
     """
     given = [tensor for tensor in measured if tensor is not None]
     names = ";".join("" if format is None else format.name for format in usages)
-    amaxes = [measured.whole_amax is not None, measured.row_amax is not None]
-    made = _normed(x, weight, given, norm.eps, norm.rounds, amaxes, names)
+    made = _normed(x, weight, given, norm.eps, norm.rounds, names)
     operands: list[Operand | None] = []
     for format in usages:
         operand, made = (None, made) if format is None else _operand(format, made)

@@ -45,7 +45,8 @@ class NormedTensor(torch.Tensor):
     Attributes:
         source: the norm's input, of which it is a value: whoever writes to that before this is read is told so.
         weight: (N,), of its dtype.
-        rstd: float32, (rows, 1); the amaxes are those of ``Measured``.
+        rstd: float32, (rows, 1).
+        whole_amax: that of ``Measured``.
         eps: the norm's.
         rounds: likewise.
         made: None while ``torch.compile`` traces, which merges what is made twice.
@@ -57,8 +58,6 @@ class NormedTensor(torch.Tensor):
     weight: torch.Tensor
     rstd: torch.Tensor
     whole_amax: torch.Tensor | None
-    row_amax: torch.Tensor | None
-    col_amax: torch.Tensor | None
     eps: float
     rounds: bool
     made: Made | None = None
@@ -184,7 +183,7 @@ def quantize_delayed(
 
 
 def _measured(x: NormedTensor) -> Measured:
-    return Measured(x.rstd, x.whole_amax, x.row_amax, x.col_amax)
+    return Measured(x.rstd, x.whole_amax)
 
 
 def _takes(x: NormedTensor, rows: torch.Tensor, any_layout: bool) -> bool:

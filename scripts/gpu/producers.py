@@ -1,7 +1,7 @@
 """What makes float8 codes of what it computes, SwiGLU forward and backward and RMSNorm, as ``quantizers`` times it.
 
 Both usages of all results but h in forward, whose columnwise codes the backward makes. Where scales are of a whole
-tensor an amax is found first and inputs are read twice; of whole lines SwiGLU's backward does that, too.
+tensor an amax is found first and inputs are read twice; of whole lines SwiGLU's backward and norms do that, too.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import torch.nn.functional as F
 
 from f8sub import Float8Format, Operand
 from f8sub.kernels import normed, producers, reference
-from f8sub.kernels.normed import Amaxes
 from f8sub.kernels.norms import Norm, normalize
 from f8sub.kernels.producers import Wanted
 
 FORMATS = ("tensorwise", "rowwise", "1x128", "128x128", "256x256")
 BYTES = {"SwiGLU": 5.0, "dSwiGLU": 11.0, "RMSNorm": 6.0}
 """An element, of inputs in bf16 that are read once; a norm's x is read to be measured and to be cast."""
-READ_AGAIN = {("SwiGLU", "tensorwise"): 4.0, ("dSwiGLU", "tensorwise"): 6.0, ("dSwiGLU", "rowwise"): 6.0}
+READ_AGAIN = {
+    ("SwiGLU", "tensorwise"): 4.0,
+    ("dSwiGLU", "tensorwise"): 6.0,
+    ("dSwiGLU", "rowwise"): 6.0,
+    ("RMSNorm", "rowwise"): 2.0,
+}
 NORM = Norm(1e-5, rounds=True)
 
 
@@ -92,7 +96,7 @@ def swiglu_backward(format: Float8Format) -> tuple[Run, Run]:
 def norm(format: Float8Format) -> tuple[Run, Run]:
     def measured(x: torch.Tensor) -> tuple[torch.Tensor, normed.Measured]:
         weight = x[0]
-        return weight, normed.measure(x, weight, NORM, Amaxes.of(format))
+        return weight, normed.measure(x, weight, NORM, normed.needs_amax(format))
 
     def ours(given: Given) -> Operands:
         weight, found = measured(given.dh)

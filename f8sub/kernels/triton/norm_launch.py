@@ -7,7 +7,7 @@ import torch
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
-from f8sub.kernels.normed import Amaxes, Measured
+from f8sub.kernels.normed import Measured
 from f8sub.kernels.norms import Norm
 from f8sub.kernels.triton import rms_norm, rms_norm_paired
 from f8sub.kernels.triton.launch import (
@@ -40,50 +40,42 @@ class Cast(NamedTuple):
     """How normalized elements are cast, and what is filled.
 
     Attributes:
-        launch: the one kernel.
+        launches: in order.
         row: the rowwise operand; None where it is left out.
         col: the columnwise one; likewise.
         largest: float32, (1, 1), the largest magnitude where the scale is of the past; else None.
     """
 
-    launch: Launch
+    launches: list[Launch]
     row: Operand | None
     col: Operand | None
     largest: torch.Tensor | None
 
 
-def measurement(
-    x: torch.Tensor, weight: torch.Tensor, norm: Norm, amaxes: Amaxes
-) -> tuple[list[Launch], Measured]:
-    """How to find rstd and amaxes, and what is filled.
+def measurement(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amax: bool) -> tuple[Launch, Measured]:
+    """How to find rstd and the amax, and what is filled.
 
     Args:
         x: (M, N), more than one row, contiguous; bfloat16 or float16.
         weight: (N,), of x's dtype, contiguous.
         norm: which one.
-        amaxes: those asked for.
+        amax: whether it is asked for.
     """
     rows, cols = x.shape
-    # Amaxes are atomic maxima of bits.
-    whole, row, col = (
-        torch.zeros(shape, dtype=torch.int32, device=x.device) if asked else None
-        for shape, asked in (((1, 1), amaxes.whole), (rows, amaxes.lines), (cols, amaxes.lines))
-    )
     found = Measured(
         x.new_empty((rows, 1), dtype=torch.float32),
-        *(None if bits is None else bits.view(torch.float32) for bits in (whole, row, col)),
+        x.new_zeros((1, 1), dtype=torch.float32) if amax else None,
     )
-    given = _given(x, weight, norm, found)
-    arguments = {**given, "amax_ptr": whole, **tiles_of(x, *MEASURED), "EPS": norm.eps, "COUNT": float(cols)}
+    arguments = {
+        **_given(x, weight, norm, found),
+        # An atomic maximum of bits.
+        "amax_ptr": None if found.whole_amax is None else found.whole_amax.view(torch.int32),
+        **tiles_of(x, *MEASURED),
+        "EPS": norm.eps,
+        "COUNT": float(cols),
+    }
     options = {"num_warps": MEASURED_WARPS}
-    launches = [Launch(rms_norm.measure_normed, cdiv(rows, MEASURED[0]), arguments, options)]
-    if amaxes.lines:
-        height = LINES["ROWS"] * LINES["STEPS"]
-        arguments = {**given, "row_amax_ptr": row, "col_amax_ptr": col}
-        arguments |= {**tiles_of(x, height, LINES["COLS"]), **LINES}
-        programs = programs_of(x, height, LINES["COLS"])
-        launches.append(Launch(rms_norm.amax_of_normed_lines, programs, arguments, {"num_warps": 4}))
-    return launches, found
+    return Launch(rms_norm.measure_normed, cdiv(rows, MEASURED[0]), arguments, options), found
 
 
 def cast(
@@ -100,7 +92,7 @@ def cast(
         x: see ``measurement``.
         weight: likewise.
         norm: likewise.
-        measured: with the amaxes that the scales are of.
+        measured: with the amax that the scale is of, for a format with one scale.
         usages: rowwise and columnwise format, ones that ``fused.why_no_kernel`` has no reason against; None to leave
             a usage out, not both, and equal where neither is.
         past: the scale of the result's past amaxes, for a format with one scale; None for scales of its own amaxes.
@@ -111,19 +103,17 @@ def cast(
         raise RuntimeError("asked to quantize for no usage")
     row = None if rowwise is None else empty(x, rowwise, *x.shape)
     col = None if columnwise is None else empty(x, columnwise, *x.shape[::-1])
-    arguments = {**_given(x, weight, norm, measured), **operands(row, col), **rule(format)}
-    largest = None
+    given = _given(x, weight, norm, measured)
+    make = {**operands(row, col), **rule(format)}
+    if format.tile == ROWWISE:
+        return Cast(_with_lines(x, given, make), row, col, None)
+    arguments, largest = {**given, **make}, None
     if format.tile == TENSORWISE:
         largest = None if past is None else x.new_zeros((1, 1), dtype=torch.float32)
         launch = _with_one(x, arguments, measured.whole_amax, past, largest)
-    elif format.tile == ROWWISE:
-        arguments.update(row_amax_ptr=measured.row_amax, col_amax_ptr=measured.col_amax)
-        arguments |= tiles_of(x, LINE_ROWS, EDGE)
-        programs = programs_of(x, LINE_ROWS, EDGE)
-        launch = Launch(rms_norm.cast_normed_with_lines, programs, arguments, {"num_warps": 4})
     else:
         launch = _with_blocks(x, arguments, format.tile.cols, format.tile == VECTOR)
-    return Cast(launch, row, col, largest)
+    return Cast([launch], row, col, largest)
 
 
 def _given(x: torch.Tensor, weight: torch.Tensor, norm: Norm, measured: Measured) -> dict[str, Any]:
@@ -146,6 +136,24 @@ def _with_one(
         **tiles_of(x, *IN_ONE),
     }
     return Launch(rms_norm.cast_normed_with_one, programs_of(x, *IN_ONE), arguments)
+
+
+def _with_lines(x: torch.Tensor, given: dict[str, Any], make: dict[str, Any]) -> list[Launch]:
+    found = {
+        f"{lines}_amax_ptr": None
+        if make[f"{lines}_ptr"] is None
+        else torch.zeros(count, dtype=torch.int32, device=x.device)
+        for lines, count in zip(("row", "col"), x.shape, strict=True)
+    }
+    height, width = LINES["ROWS"] * LINES["STEPS"], LINES["COLS"]
+    find = {**given, **found, **tiles_of(x, height, width), **LINES}
+    read = {name: None if bits is None else bits.view(torch.float32) for name, bits in found.items()}
+    make = {**given, **make, **read, **tiles_of(x, LINE_ROWS, EDGE)}
+    options = {"num_warps": 4}
+    return [
+        Launch(rms_norm.amax_of_normed_lines, programs_of(x, height, width), find, options),
+        Launch(rms_norm.cast_normed_with_lines, programs_of(x, LINE_ROWS, EDGE), make, options),
+    ]
 
 
 def _with_blocks(x: torch.Tensor, arguments: dict[str, Any], edge: int, vectors: bool) -> Launch:

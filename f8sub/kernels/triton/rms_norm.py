@@ -134,7 +134,7 @@ def amax_of_normed_lines(
     STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """``casts.amax_of_lines`` of what is normalized, of rows and of columns both."""
+    """``casts.amax_of_lines`` of what is normalized."""
     first, col = place(tl.program_id(0), M, N, ROWS * STEPS, COLS)
     largest = tl.zeros((ROWS // 2, COLS), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
@@ -143,9 +143,12 @@ def amax_of_normed_lines(
             x_ptr, weight_ptr, rstd_ptr, row, col, M, N, ROUNDS, ROWS, COLS, WHOLE, ""
         )
         even, odd = finite_or_nan(even), finite_or_nan(odd)
-        keep_amax_of_rows(row_amax_ptr, even, odd, row, M, ROWS)
-        largest = tl.maximum(largest, larger_magnitude(even, odd))
-    keep_amax_of_columns(col_amax_ptr, largest, col, N, COLS)
+        if row_amax_ptr is not None:
+            keep_amax_of_rows(row_amax_ptr, even, odd, row, M, ROWS)
+        if col_amax_ptr is not None:
+            largest = tl.maximum(largest, larger_magnitude(even, odd))
+    if col_amax_ptr is not None:
+        keep_amax_of_columns(col_amax_ptr, largest, col, N, COLS)
 
 
 @triton.jit

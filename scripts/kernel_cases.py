@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-WHOLE, RAGGED = (8192, 4096), (8208, 4112)
-"""Of whole tiles, and of rows that begin at multiples of 16 bytes only."""
+WHOLE, RAGGED, LONG = (8192, 4096), (8208, 4112), (8192, 28672)
+"""Of whole tiles, of rows that begin at multiples of 16 bytes only, and of rows that no program holds."""
 
 INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = {
@@ -55,7 +55,8 @@ class Case:
     @property
     def words(self) -> str:
         """What it is, in words."""
-        return f"{self.name} {self.dtype} {self.usages}{', ragged' if self.shape == RAGGED else ''}"
+        kind = {RAGGED: ", ragged", LONG: ", long rows"}.get(self.shape, "")
+        return f"{self.name} {self.dtype} {self.usages}{kind}"
 
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
@@ -155,6 +156,7 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
             yield from launches(f"RMSNorm {name}", "bf16", whole, usages)
         for dtype, shape in (("fp16", whole), ("bf16", RAGGED)):
             yield from launches(f"RMSNorm {name}", dtype, shape, "both")
+    yield from launches("SwiGLU rowwise", "bf16", LONG, "row")
     for name in ("transpose", "tensorwise transpose", "128x128 transpose"):
         yield Case(name, "fp8", whole, "column", 0)
         yield Case(name, "fp8", RAGGED, "column", 0)

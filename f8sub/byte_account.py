@@ -37,8 +37,8 @@ class Bytes:
 
     Attributes:
         master: the high-precision weight; of a sharded one this rank's shard, padding included.
-        codes: what is kept of a weight's codes: of a sharded one this rank's, from a step's first gather to its last;
-            of another between steps, too. Scale tables aside.
+        codes: what is kept of a weight's codes while a step runs: of a sharded one this rank's, until backward has
+            gathered them last where it gathers them. Scale tables aside.
         wire: what an all-gather of the weight fills on a rank. A step has one, two where it is resharded after forward.
         saved: of x, from forward to backward; nothing where a sibling saves the same x, or what made it does.
         transient: what backward has at once, and frees: the gathered weight, and the operands that it makes. Of several

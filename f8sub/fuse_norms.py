@@ -7,8 +7,9 @@ from torch import fx
 from torch.distributed.fsdp import FSDPModule
 
 from f8sub.feed_forward import FusedFeedForward, Roles
-from f8sub.kernels.normed import needs_amax, why_no_kernel
+from f8sub.kernels.normed import why_no_kernel
 from f8sub.kernels.norms import Norm
+from f8sub.kernels.producers import has_one_scale
 from f8sub.linear import Float8Linear
 from f8sub.norm import FusedNorm, Measuring
 from f8sub.traced import Tracer, calls_of, is_call, is_node, result_of
@@ -133,7 +134,7 @@ def _takes_codes(layer: Float8Linear, width: int) -> bool:
 
 def _measuring(norm: Norm, layers: list[Float8Linear]) -> Measuring:
     formats = [layer.plan.recipe.formats("x")[0] for layer in layers if layer.plan.recipe.delayed is None]
-    return Measuring(norm, any(needs_amax(format) for format in formats if format is not None))
+    return Measuring(norm, any(has_one_scale(format) for format in formats if format is not None))
 
 
 def _eps(graph: fx.Graph) -> float | None:

@@ -23,11 +23,11 @@ class Measuring(NamedTuple):
 
     Attributes:
         norm: which RMSNorm it is.
-        amax: whether its readers' scale is made of its amax in every step; delayed scaling's is of the past.
+        needs_amax: whether its readers' scale is made of its amax in every step; delayed scaling's is of the past.
     """
 
     norm: Norm
-    amax: bool
+    needs_amax: bool
 
 
 class FusedNorm(torch.nn.Module):
@@ -104,8 +104,8 @@ def _measured(x: torch.Tensor, weight: torch.Tensor, how: Measuring) -> Measured
     rows = x.reshape(-1, x.shape[-1])
     if not torch.compiler.is_compiling():
         by_kernel = normed.takes(rows, weight)
-        return normed.measure(rows, weight, how.norm, how.amax and by_kernel)
-    if not how.amax:
+        return normed.measure(rows, weight, how.norm, how.needs_amax and by_kernel)
+    if not how.needs_amax:
         # By Inductor, in the kernel that makes x.
         return Measured(rstd_of(rows, how.norm.eps))
     return producer_ops.measure_normed(rows, weight, how.norm)

@@ -309,7 +309,7 @@ def _of_measurement(node: Any) -> tuple[int, int]:
     from f8sub.kernels.norms import Norm
     from f8sub.kernels.triton import norm_launch
 
-    launch, _ = norm_launch.measurement(*map(_meta, node.inputs), Norm(0.0, False), amax=True)
+    launch, _ = norm_launch.measurement(*map(_meta, node.inputs), Norm(0.0, False), needs_amax=True)
     return _of_launches([launch])
 
 

@@ -113,12 +113,12 @@ def normalization(
     x: torch.Tensor, usages: tuple[Float8Format | None, Float8Format | None], past: PastScale | None
 ) -> list[Launch]:
     """What measures, and what normalizes and casts; rounded twice for one usage."""
-    from f8sub.kernels.normed import needs_amax
     from f8sub.kernels.norms import Norm
+    from f8sub.kernels.producers import has_one_scale
     from f8sub.kernels.triton import norm_launch
 
     weight, norm = x[0], Norm(1e-5, rounds=None in usages)
-    measure, measured = norm_launch.measurement(x, weight, norm, needs_amax(usages[0] or usages[1]))
+    measure, measured = norm_launch.measurement(x, weight, norm, has_one_scale(usages[0] or usages[1]))
     return [measure, *norm_launch.cast(x, weight, norm, measured, usages, past).launches]
 
 

@@ -1,8 +1,8 @@
 """Bytes that a parameter takes on its way through training, for each of the places that its master may be.
 
-Measured after two AdamW steps, unsharded and on two gloo ranks with FSDP2: every storage that is alive and was not
-before the model was made, by what holds it. No gradients: they are freed by then. Per parameter of the model, all
-ranks together.
+Measured after two AdamW steps and a forward, whose codes a backward would let go, unsharded and on two gloo ranks with
+FSDP2: every storage that is alive and was not before the model was made, by what holds it. No gradients: they are freed
+by then. Per parameter of the model, all ranks together.
 
     python scripts/memory_per_parameter.py --json memory.json
 """

@@ -12,7 +12,7 @@ from f8sub.kernels.many import Matrix
 from f8sub.scaling_state import ScalingState
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight, master_of
-from f8sub.torch_compat import is_capturing
+from f8sub.torch_compat import graph_task, is_capturing
 
 
 class Shard:
@@ -67,8 +67,8 @@ class Shard:
         self._wire: torch.Tensor | None = None
         self._wire_key: tuple[tuple[int, int], int, torch.dtype] | None = None
         self._in_a_graph = False
-        self._gathered_state: tuple[int, int] | None = None
-        self._gathers_before = self._gathers_expected = 0
+        self._counted_state: tuple[int, int] | None = None
+        self._counted_gather = self._in_backward = self._expected_in_backward = 0
         self._kept: tuple[torch.Size, list[torch.Tensor]] | None = None
 
     @property
@@ -252,15 +252,20 @@ class Shard:
         return made
 
     def _is_last_gather(self) -> bool:
-        """Whether the weight was gathered as often as it was between its last two changes.
+        """Whether backward has gathered the weight as often as it did of the weight that it gathered before.
 
         In training that is in a step's last backward, where memory is short and the codes are of no more use.
+        Evaluations count for nothing.
         """
-        if self._gathered_state != self.master.state:
-            self._gathered_state = self.master.state
-            before = self.gathers - 1
-            self._gathers_expected, self._gathers_before = before - self._gathers_before, before
-        return self.gathers - self._gathers_before == self._gathers_expected
+        if self._counted_state != self.master.state:
+            self._counted_state = self.master.state
+            self._expected_in_backward = self._in_backward or self._expected_in_backward
+            self._in_backward = 0
+        if graph_task() == -1:
+            return False
+        self._in_backward += self._counted_gather != self.gathers
+        self._counted_gather = self.gathers
+        return self._in_backward == self._expected_in_backward
 
     def _empty_wire(self, shard: torch.Tensor) -> torch.Tensor:
         """Codes to cast ``shard`` into; zero where it is shorter."""

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import Operand
 from f8sub.kernels import fused, host, reference
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.norms import Norm, normalize, rstd_of
-from f8sub.kernels.producers import HALF, Formats
+from f8sub.kernels.producers import HALF, Formats, has_one_scale
 
 
 class Measured(NamedTuple):
@@ -21,19 +21,12 @@ class Measured(NamedTuple):
 
     Attributes:
         rstd: (M, 1).
-        whole_amax: (1, 1), of the finite normalized elements; None where it was not asked for.
+        whole_amax: (1, 1), of the finite normalized elements, where there is one scale and it was asked for; else None.
+            Amaxes of rows and columns are of tiles, whose rows' rstd is there by then: found when these are cast.
     """
 
     rstd: torch.Tensor
     whole_amax: torch.Tensor | None = None
-
-
-def needs_amax(format: Float8Format) -> bool:
-    """Whether codes of a format are made with the amax of the whole matrix, which is found when rstd is.
-
-    Amaxes of rows and columns are of tiles, whose rows' rstd is there already: they are found when it is cast.
-    """
-    return format.tile == fused.TENSORWISE
 
 
 def why_no_kernel(usages: Formats) -> str | None:
@@ -54,23 +47,23 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return half and fused.takes(x) and fused.takes(weight.detach()) and x.shape[0] > 1
 
 
-def measure(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amax: bool) -> Measured:
+def measure(x: torch.Tensor, weight: torch.Tensor, norm: Norm, needs_amax: bool) -> Measured:
     """rstd, and the amax of what is normalized with it; by a kernel where it takes them.
 
     Args:
         x: (M, N), bfloat16 or float16.
         weight: (N,), of x's dtype.
         norm: which one.
-        amax: whether it is asked for.
+        needs_amax: whether it is asked for.
     """
     if takes(x, weight):
         with fused.device_of(x):
             found: Measured
-            launch, found = _launch().measurement(x.contiguous(), weight.contiguous(), norm, amax)
+            launch, found = _launch().measurement(x.contiguous(), weight.contiguous(), norm, needs_amax)
             launch.run()
         return found
     rstd = rstd_of(x, norm.eps)
-    if not amax:
+    if not needs_amax:
         return Measured(rstd)
     h = torch.nan_to_num(normalize(x, weight, norm, rstd), nan=0.0, posinf=0.0, neginf=0.0)
     return Measured(rstd, reference.largest(h, fused.TENSORWISE))
@@ -100,8 +93,8 @@ def quantize(
     format = usages[0] or usages[1]
     if format is not None and takes(x, weight):
         known = past is not None and past.is_known
-        if needs_amax(format) and measured.whole_amax is None and not known:
-            measured = measure(x, weight, norm, amax=True)._replace(rstd=measured.rstd)
+        if has_one_scale(format) and measured.whole_amax is None and not known:
+            measured = measure(x, weight, norm, needs_amax=True)._replace(rstd=measured.rstd)
         with fused.device_of(x):
             made = _launch().cast(x.contiguous(), weight.contiguous(), norm, measured, usages, past)
             for launch in made.launches:

@@ -121,7 +121,7 @@ def quantize_swiglu_backward(
 
 
 def _measure_normed(x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool) -> list[torch.Tensor]:
-    found = normed.measure(x, weight, Norm(eps, rounds), amax=True)
+    found = normed.measure(x, weight, Norm(eps, rounds), needs_amax=True)
     return [tensor for tensor in found if tensor is not None]
 
 

@@ -96,7 +96,7 @@ def swiglu_backward(format: Float8Format) -> tuple[Run, Run]:
 def norm(format: Float8Format) -> tuple[Run, Run]:
     def measured(x: torch.Tensor) -> tuple[torch.Tensor, normed.Measured]:
         weight = x[0]
-        return weight, normed.measure(x, weight, NORM, normed.needs_amax(format))
+        return weight, normed.measure(x, weight, NORM, producers.has_one_scale(format))
 
     def ours(given: Given) -> Operands:
         weight, found = measured(given.dh)

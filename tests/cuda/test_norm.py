@@ -11,6 +11,7 @@ import f8sub
 from f8sub.kernels import fused, normed
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.norms import Norm, by_torch, normalize, normalize_backward
+from f8sub.kernels.producers import has_one_scale
 from f8sub.tensor import normed_tensor
 from tests.cuda.products import assert_same_bits
 from tests.cuda.test_fused import runs  # noqa: F401
@@ -41,7 +42,7 @@ def check(
     format, norm = KINDS[name][0], Norm(EPS, rounds)
     wanted = tuple(format if usage else None for usage in usages)
     assert normed.takes(x, weight)
-    measured = normed.measure(x, weight, norm, normed.needs_amax(format))
+    measured = normed.measure(x, weight, norm, has_one_scale(format))
     if measured.rstd.isfinite().all() and measured.rstd.all():
         check_rstd(x, measured.rstd)
     h = normalize(x, weight, norm, measured.rstd)
@@ -100,7 +101,7 @@ def test_with_torchs_rstd_its_gradients_are_torchs(rounds):
         for ours, theirs in zip(normalize_backward(dh, given, leaf, norm, rstd), right, strict=True):
             assert torch.equal(ours, theirs)
         rows = given.reshape(-1, shape[-1])
-        found = normed.measure(rows, leaf, norm, amax=False).rstd.view_as(rstd)
+        found = normed.measure(rows, leaf, norm, needs_amax=False).rstd.view_as(rstd)
         off = ((found - rstd) / rstd).abs().max().item() * 2**24
         others = (normalize(given, leaf, norm, found) != y).float().mean().item()
         print(

@@ -96,22 +96,26 @@ def holds_codes(model: nn.Module) -> set[bool]:
     return {ShardedConversion.of(layer.converted).shard_of(layer)[0]._wire is not None for layer in layers}
 
 
-def held(rank: int, world: int, recipe: str, looks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> tuple:
-    """Losses, casts a step, and whether codes are kept after forward and after backward; ``looks`` are how often each
-    step's weights are looked at before they are trained with."""
+def held(
+    rank: int, world: int, recipe: str, steps: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> tuple:
+    """Losses, casts a step, and whether codes are kept after each backward; a step is how often its weights are looked
+    at before they are trained with, and its microbatches."""
     casts = count_casts(monkeypatch)
     model = shard(transformer(recipe, spread=2.0))
     optimizer, losses, counts, found = torch.optim.AdamW(model.parameters(), lr=3e-3), [], [], []
     f8sub.precompute_scales(model)
-    for step, count in enumerate(looks):
+    for step, (looks, microbatches) in enumerate(steps):
         before = casts.copy()
         with torch.no_grad():
-            losses += [loss_of(model, step, rank).item() for _ in range(count)]
-        loss = loss_of(model, step, rank)
-        after_forward = holds_codes(model)
-        loss.backward()
-        found.append((after_forward, holds_codes(model)))
-        losses.append(loss.item())
+            losses += [loss_of(model, step, rank).item() for _ in range(looks)]
+        found.append([])
+        for _ in range(microbatches):
+            loss = loss_of(model, step, rank)
+            assert holds_codes(model) == {True}
+            loss.backward()
+            found[-1] += holds_codes(model)
+            losses.append(loss.item())
         counts.append({number - before[name] for name, number in casts.items()})
         optimizer.step()
         optimizer.zero_grad()
@@ -119,27 +123,32 @@ def held(rank: int, world: int, recipe: str, looks: tuple[int, ...], monkeypatch
     return losses, counts, found
 
 
-def held_and_forgotten(rank: int, world: int, recipe: str, looks: tuple[int, ...]) -> tuple:
+def held_and_forgotten(rank: int, world: int, recipe: str, steps: tuple[tuple[int, int], ...]) -> tuple:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        found = held(rank, world, recipe, looks, monkeypatch)
+        found = held(rank, world, recipe, steps, monkeypatch)
     with pytest.MonkeyPatch.context() as monkeypatch:
         forget_casts(monkeypatch)
-        return *found, held(rank, world, recipe, looks, monkeypatch)[0]
-
-
-KEPT, LET_GO = {True}, {False}
+        return *found, held(rank, world, recipe, steps, monkeypatch)[0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 def test_codes_are_let_go_with_the_last_gather_of_a_step(ranks, recipe):
-    """Known from the step before; the weights of the last step but one are looked at by an evaluation."""
-    looks = (0, 0, 0, 1, 0, 0)
-    for losses, casts, found, expected in ranks(2, held_and_forgotten, recipe, looks, timeout=90.0):
+    """As many as the step before had in backward, whatever evaluations come between; a step that has more casts once
+    more, and one that has fewer keeps them."""
+    steps = ((0, 1), (0, 1), (5, 1), (0, 3), (1, 3), (0, 2), (0, 2))
+    for losses, casts, found, expected in ranks(2, held_and_forgotten, recipe, steps, timeout=90.0):
         assert losses == expected
-        usual, once_more = {1}, {2}
-        # The evaluation's gather is the second: the one before the last, of which nobody knew.
-        assert casts == [usual, usual, usual, once_more, usual, usual]
-        assert found == [(KEPT, KEPT), *[(KEPT, LET_GO)] * 2, (LET_GO, KEPT), (KEPT, KEPT), (KEPT, LET_GO)]
+        assert casts == [{1}, {1}, {1}, {2}, {1}, {1}, {1}]
+        kept, let_go = True, False
+        assert found == [
+            [kept],
+            [let_go],
+            [let_go],
+            [let_go, kept, kept],
+            [kept, kept, let_go],
+            [kept, kept],
+            [kept, let_go],
+        ]
 
 
 class Recorder:

@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
+from f8sub.fsdp.conversion import ShardedConversion
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
 from tests.data_sets import gaussian, generator
@@ -285,6 +286,30 @@ def test_weights_that_are_dropped_in_use_are_as_before_without_new_scales(ranks,
     for losses, all_reduces in ranks(3, dropped_in_use, recipe):
         assert len(set(losses)) == 1
         assert all_reduces == 0
+
+
+def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[bool], list[float]]:
+    """Whether a trained model's shards have their codes still after backward gathered them last, and losses before and
+    after its masters are dropped."""
+    model = shard(made(recipe, primary=True))
+    trained(model, optimizer_of(model, masters=True), rank, range(3))
+    shards = [ShardedConversion.of(la.converted).shard_of(la)[0] for la in float8_layers(model)]
+    held = [of_layer._wire is not None for of_layer in shards]
+    f8sub.precompute_scales(model)
+    losses = [loss_of(model, 0, rank).item()]
+    model.requires_grad_(False)
+    f8sub.drop_high_precision(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return held, [*losses, loss_of(model, 0, rank).item()]
+
+
+@on_each_recipe
+def test_a_primary_weight_keeps_its_codes_from_step_to_step(ranks, recipe):
+    for held, losses in ranks(2, dropped_after_training, recipe):
+        assert all(held)
+        assert len(set(losses)) == 1
 
 
 def run_in_mode(rank: int, world: int, mode: str) -> list[list[float]]:

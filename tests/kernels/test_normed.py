@@ -10,6 +10,7 @@ import torch
 from f8sub.kernels import delayed, fused, normed, reference
 from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.norms import Norm, normalize
+from f8sub.kernels.producers import has_one_scale
 from tests.data_sets import DATA_SETS, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 from tests.kernels.quantized import same_bits
@@ -18,7 +19,7 @@ from tests.kernels.test_producers import KINDS
 
 SHAPES = [(256, 256), (130, 144), (129, 130), (33, 300), (4, 2048), (3, 1100)]
 """Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; parts of a row, whole
-and cut, of those measured with amaxes of columns and of the others."""
+and cut."""
 
 USAGES = [(True, True), (True, False), (False, True)]
 EPS = 1e-5
@@ -63,7 +64,7 @@ def check(
     norm = Norm(EPS, rounds)
     assert normed.takes(x, weight)
     assert normed.why_no_kernel(wanted) is None
-    measured = normed.measure(x, weight, norm, normed.needs_amax(format))
+    measured = normed.measure(x, weight, norm, has_one_scale(format))
     h = normalize(x, weight, norm, measured.rstd)
     found = normed.quantize(x, weight, norm, measured, wanted, past)
     right = (*reference.quantize(h, *wanted), None) if past is None else delayed.quantize(h, past, *wanted)
@@ -125,11 +126,32 @@ def whole_tiles(name: str) -> None:
         check((kinds, weight), name, True, usages)
 
 
+def many_lines(name: str) -> None:
+    """More rows than a program goes down for amaxes, of whole tiles and cut."""
+    check(inputs("gaussian", (512, 256), torch.bfloat16), name, True)
+    check(inputs("lognormal", (1100, 300), torch.float16), name, False)
+
+
+def is_paired(x: torch.Tensor, weight: torch.Tensor, name: str) -> bool:
+    """Whether what casts is a kernel of pairs."""
+    from f8sub.kernels.triton import norm_launch
+
+    format, norm = KINDS[name][0], Norm(EPS, False)
+    _, measured = norm_launch.measurement(x, weight, norm, has_one_scale(format))
+    launches = norm_launch.cast(x, weight, norm, measured, (format, format)).launches
+    return any("paired" in launched.kernel.fn.__name__ for launched in launches)
+
+
+def within_a_word(x: torch.Tensor) -> torch.Tensor:
+    """Zeros like ``x`` that begin two bytes behind a word's begin."""
+    return x.new_zeros(x.numel() + 1)[1:].view(x.shape)
+
+
 def of_what_was_not_measured(name: str) -> None:
     """An amax is found where nobody asked for it before, and of the same rstd."""
     x, weight = inputs("gaussian", (40, 72), torch.bfloat16)
     format, norm = KINDS[name][0], Norm(EPS, False)
-    measured = normed.measure(x, weight, norm, amax=False)
+    measured = normed.measure(x, weight, norm, needs_amax=False)
     row, col, _ = normed.quantize(x, weight, norm, measured, (format, format))
     right = reference.quantize(normalize(x, weight, norm, measured.rstd), format, format)
     same_bits(row, right[0])
@@ -188,9 +210,27 @@ def test_shapes_and_usages(interpreter, name):  # noqa: F811
 
 
 @needs_triton
+def test_more_rows_than_a_program_goes_down(interpreter):  # noqa: F811
+    interpreter(many_lines, "rowwise")
+
+
+@needs_triton
 @on_each_kind
 def test_data_sets(interpreter, name):  # noqa: F811
     interpreter(data_sets, name)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_paired(monkeypatch, name):
+    """Vectors in whole tiles of bfloat16, x and weight of which begin at a word, on GPUs that compare pairs."""
+    x, weight = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.bfloat16)
+    assert is_paired(x, weight, name) == name.startswith("1x128")
+    for other in (x.half(), x[:250], x[:, :72].contiguous(), within_a_word(x)):
+        assert not is_paired(other, weight[: other.shape[1]].to(other.dtype), name)
+    assert not is_paired(x, within_a_word(weight), name)
+    monkeypatch.setattr(fused, "compares_pairs", lambda device: False)
+    assert not is_paired(x, weight, name)
 
 
 @needs_triton
@@ -230,7 +270,7 @@ def test_without_kernels_it_is_torch_and_the_reference(name):
     for rounds in (False, True):
         x, weight = inputs("lognormal", (40, 72), torch.bfloat16)
         norm = Norm(EPS, rounds)
-        measured = normed.measure(x, weight, norm, amax=True)
+        measured = normed.measure(x, weight, norm, needs_amax=True)
         h = normalize(x, weight, norm, measured.rstd)
         row, col, _ = normed.quantize(x, weight, norm, measured, (format, format))
         right = reference.quantize(h, format, format)

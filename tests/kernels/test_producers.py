@@ -161,6 +161,12 @@ def rows_in_parts(name: str) -> None:
         check((inputs("gaussian", (40, 72))[0], *[torch.full((40, 72), float("nan")).bfloat16()] * 2), name)
 
 
+def lines(name: str) -> None:
+    """Rows that fill a program; more rows than a program goes down for amaxes, by pairs."""
+    for shape in ((3, 1024), (2, 2048), (640, 128)):
+        check(inputs("gaussian", shape), name)
+
+
 def paired(given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], name: str) -> list[bool]:
     """Of the backward's launches, whether they are of pairs."""
     from f8sub.kernels.triton import swiglu_launch
@@ -219,6 +225,11 @@ def test_whole_tiles(interpreter, name):  # noqa: F811
 @pytest.mark.parametrize("name", PAIRED)
 def test_whole_tiles_by_other_kernels(interpreter, name):  # noqa: F811
     interpreter(whole_tiles_by_others, name)
+
+
+@needs_triton
+def test_lines_that_fill_programs(interpreter):  # noqa: F811
+    interpreter(lines, "rowwise")
 
 
 @needs_triton

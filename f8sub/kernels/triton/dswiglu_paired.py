@@ -175,19 +175,19 @@ def amax_of_paired_dswiglu_lines(
         dgate_even, dgate_odd = order(dgate_even), order(dgate_odd)
         dup_even, dup_odd = order(dup_even), order(dup_odd)
         if dgate_row_amax_ptr is not None:
-            keep_amax_of_rows(dgate_row_amax_ptr, dgate_even, dgate_odd, row)
-            keep_amax_of_rows(dup_row_amax_ptr, dup_even, dup_odd, row)
+            keep_amax_of_row_orders(dgate_row_amax_ptr, dgate_even, dgate_odd, row)
+            keep_amax_of_row_orders(dup_row_amax_ptr, dup_even, dup_odd, row)
         dgate_last = later(dgate_last, later(dgate_even, dgate_odd))
         dup_last = later(dup_last, later(dup_even, dup_odd))
     if dgate_col_amax_ptr is not None:
-        keep_amax_of_columns(dgate_col_amax_ptr, dgate_last, col)
-        keep_amax_of_columns(dup_col_amax_ptr, dup_last, col)
+        keep_amax_of_column_orders(dgate_col_amax_ptr, dgate_last, col)
+        keep_amax_of_column_orders(dup_col_amax_ptr, dup_last, col)
     if h_col_amax_ptr is not None:
-        keep_amax_of_columns(h_col_amax_ptr, h_last, col)
+        keep_amax_of_column_orders(h_col_amax_ptr, h_last, col)
 
 
 @triton.jit
-def keep_amax_of_rows(amax_ptr, even, odd, row):
+def keep_amax_of_row_orders(amax_ptr, even, odd, row):
     """Maxima with what is there of the rows of a tile, of the ``order`` of its even and odd ones."""
     halves = last(later_of_each(even, odd), 1)
     i = row + 2 * tl.arange(0, even.shape[0])
@@ -196,7 +196,7 @@ def keep_amax_of_rows(amax_ptr, even, odd, row):
 
 
 @triton.jit
-def keep_amax_of_columns(amax_ptr, orders, col):
+def keep_amax_of_column_orders(amax_ptr, orders, col):
     """Maxima with what is there of the columns of ``order``s."""
     halves = last(orders, 0)
     j = col + 2 * tl.arange(0, orders.shape[1])

@@ -287,24 +287,26 @@ def _cast_with_one(
     return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
 
 
+def zeroed(counts: dict[str, int], device: torch.device) -> dict[str, torch.Tensor | None]:
+    """Zeros for so many maxima of amaxes' bits, int32, each name's from a multiple of 16 bytes on; None for none."""
+    padded = [count + -count % 4 for count in counts.values()]
+    parts = torch.zeros(sum(padded), dtype=torch.int32, device=device).split(padded)
+    return {name: part if part.numel() else None for name, part in zip(counts, parts, strict=True)}
+
+
+def as_amaxes(found: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """What ``zeroed`` made, once it was filled, float32."""
+    return {name: None if bits is None else bits.view(torch.float32) for name, bits in found.items()}
+
+
 def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None) -> list[Launch]:
-    rows = 0 if row is None else x.shape[0]
-    # The second part begins at a multiple of 16 bytes.
-    start = rows + -rows % 4
-    amax = torch.zeros(start + x.shape[1], dtype=torch.int32, device=x.device)
-    row_amax, col_amax = amax[:rows] if rows else None, amax[start:]
+    counts = {"row_amax_ptr": 0 if row is None else x.shape[0], "col_amax_ptr": x.shape[1]}
+    found = zeroed(counts, x.device)
     height = LINES["ROWS"] * LINES["STEPS"]
-    find = {
-        "x_ptr": x,
-        "row_amax_ptr": row_amax,
-        "col_amax_ptr": col_amax,
-        **tiles_of(x, height, LINES["COLS"]),
-        **LINES,
-    }
+    find = {"x_ptr": x, **found, **tiles_of(x, height, LINES["COLS"]), **LINES}
     make = {
         "x_ptr": x,
-        "row_amax_ptr": None if row_amax is None else row_amax.view(torch.float32),
-        "col_amax_ptr": col_amax.view(torch.float32),
+        **as_amaxes(found),
         **operands(row, col),
         **rule(format),
         **tiles_of(x, LINE_ROWS, EDGE),

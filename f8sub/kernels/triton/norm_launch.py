@@ -16,6 +16,7 @@ from f8sub.kernels.triton.launch import (
     REGISTERS,
     VECTOR_PART,
     VECTOR_WARPS,
+    as_amaxes,
     cdiv,
     empty,
     is_paired,
@@ -24,6 +25,7 @@ from f8sub.kernels.triton.launch import (
     programs_of,
     rule,
     tiles_of,
+    zeroed,
 )
 from f8sub.kernels.triton.launcher import Launch
 
@@ -32,8 +34,6 @@ MEASURED, MEASURED_WARPS = (2, 1024), 4
 
 IN_ONE, IN_SQUARES = (64, 128), (64, 128)
 """Tiles of ``cast_normed_with_one``, and parts of ``quantize_normed_squares``."""
-
-PAIRED = {"num_warps": 8}
 
 
 class Cast(NamedTuple):
@@ -52,19 +52,21 @@ class Cast(NamedTuple):
     largest: torch.Tensor | None
 
 
-def measurement(x: torch.Tensor, weight: torch.Tensor, norm: Norm, amax: bool) -> tuple[Launch, Measured]:
+def measurement(
+    x: torch.Tensor, weight: torch.Tensor, norm: Norm, needs_amax: bool
+) -> tuple[Launch, Measured]:
     """How to find rstd and the amax, and what is filled.
 
     Args:
         x: (M, N), more than one row, contiguous; bfloat16 or float16.
         weight: (N,), of x's dtype, contiguous.
         norm: which one.
-        amax: whether it is asked for.
+        needs_amax: whether it is asked for.
     """
     rows, cols = x.shape
     found = Measured(
         x.new_empty((rows, 1), dtype=torch.float32),
-        x.new_zeros((1, 1), dtype=torch.float32) if amax else None,
+        x.new_zeros((1, 1), dtype=torch.float32) if needs_amax else None,
     )
     arguments = {
         **_given(x, weight, norm, found),
@@ -139,16 +141,14 @@ def _with_one(
 
 
 def _with_lines(x: torch.Tensor, given: dict[str, Any], make: dict[str, Any]) -> list[Launch]:
-    found = {
-        f"{lines}_amax_ptr": None
-        if make[f"{lines}_ptr"] is None
-        else torch.zeros(count, dtype=torch.int32, device=x.device)
+    counts = {
+        f"{lines}_amax_ptr": 0 if make[f"{lines}_ptr"] is None else count
         for lines, count in zip(("row", "col"), x.shape, strict=True)
     }
+    found = zeroed(counts, x.device)
     height, width = LINES["ROWS"] * LINES["STEPS"], LINES["COLS"]
     find = {**given, **found, **tiles_of(x, height, width), **LINES}
-    read = {name: None if bits is None else bits.view(torch.float32) for name, bits in found.items()}
-    make = {**given, **make, **read, **tiles_of(x, LINE_ROWS, EDGE)}
+    make = {**given, **make, **as_amaxes(found), **tiles_of(x, LINE_ROWS, EDGE)}
     options = {"num_warps": 4}
     return [
         Launch(rms_norm.amax_of_normed_lines, programs_of(x, height, width), find, options),
@@ -162,9 +162,7 @@ def _with_blocks(x: torch.Tensor, arguments: dict[str, Any], edge: int, vectors:
     if vectors:
         del arguments["ROWS"], arguments["COLS"]
         if is_paired(x, edge) and arguments["weight_ptr"].data_ptr() % 4 == 0:
-            return Launch(
-                rms_norm_paired.quantize_paired_normed_vectors, programs, of_pairs(arguments), PAIRED
-            )
+            return Launch(rms_norm_paired.quantize_paired_normed_vectors, programs, of_pairs(arguments))
         arguments["PART"] = VECTOR_PART
         options = {"num_warps": VECTOR_WARPS}
         return Launch(rms_norm.quantize_normed_vectors, programs, arguments, options)

@@ -11,6 +11,7 @@ from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.triton import dswiglu, dswiglu_blocks, dswiglu_paired, swiglu
 from f8sub.kernels.triton.launch import (
     REGISTERS,
+    as_amaxes,
     cdiv,
     empty,
     is_paired,
@@ -19,6 +20,7 @@ from f8sub.kernels.triton.launch import (
     programs_of,
     rule,
     tiles_of,
+    zeroed,
 )
 from f8sub.kernels.triton.launcher import Launch
 
@@ -307,10 +309,7 @@ def _backward_with_lines(arguments: dict[str, Any], gate: torch.Tensor) -> list[
         for lines, count in (("row", rows), ("col", cols))
         if (name, lines) != ("h", "row")
     }
-    # Each part begins at a multiple of 16 bytes.
-    padded = [count + -count % 4 for count in counts.values()]
-    parts = torch.zeros(sum(padded), dtype=torch.int32, device=gate.device).split(padded)
-    found = {name: part if part.numel() else None for name, part in zip(counts, parts, strict=True)}
+    found = zeroed(counts, gate.device)
     are_paired = _are_paired(arguments)
     lines = PAIRED_LINES if are_paired else LINES
     height, width = lines["ROWS"] * lines["STEPS"], lines["COLS"]
@@ -323,13 +322,12 @@ def _backward_with_lines(arguments: dict[str, Any], gate: torch.Tensor) -> list[
     kernel = dswiglu.amax_of_dswiglu_lines
     if are_paired:
         kernel, find = dswiglu_paired.amax_of_paired_dswiglu_lines, of_pairs(find)
-    read = {name: None if part is None else part.view(torch.float32) for name, part in found.items()}
     return [
         Launch(kernel, programs_of(gate, height, width), find, {"num_warps": 4}),
         Launch(
             dswiglu.cast_dswiglu_with_lines,
             programs_of(gate, *WITH_LINES),
-            {**arguments, **read, **tiles_of(gate, *WITH_LINES)},
+            {**arguments, **as_amaxes(found), **tiles_of(gate, *WITH_LINES)},
             {"num_warps": 4},
         ),
     ]

@@ -94,7 +94,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
             "tests/dist/test_wire.py::test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting",
             "tests/dist/test_wire.py::test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting",
             "tests/dist/test_wire.py::test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting",
-            "tests/faults/test_alone.py::test_at_step_50",
+            "tests/faults/test_alone.py::test_in_the_middle_of_a_run",
         ],
     ),
     "all ranks forget it; weights loaded, swapped, written to": (

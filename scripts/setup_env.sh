@@ -30,12 +30,18 @@ installed=$( (echo "$made"; cat "$constraints" pyproject.toml scripts/setup_env.
 pip() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 if [ "$(cat "$venv/made" 2>/dev/null)" != "$made" ] || ! "$python" -c '' 2>/dev/null; then
+    if [ -L "$venv" ] || { [ -e "$venv/pyvenv.cfg" ] && [ ! -e "$venv/made" ]; }; then
+        echo "setup_env.sh: $venv is a link or an environment that this script did not make; it is not overwritten." \
+            "Remove it, or name another place: VENV=... $0" >&2
+        exit 1
+    fi
     base=$(find_python)
     echo "Making $venv with $("$base" -V) and PyTorch; this is done once."
     if ! "$base" -m venv --clear "$venv"; then
         echo "setup_env.sh: '$base -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2
         exit 1
     fi
+    echo unfinished >"$venv/made"
     # torch alone and first, so that nothing later brings another one. Without a GPU the small CPU build will do.
     cpu_index=https://download.pytorch.org/whl/cpu
     if has_gpu || ! pip --no-deps --retries 1 --index-url $cpu_index "$torch" 2>/dev/null; then

@@ -1,26 +1,58 @@
 #!/usr/bin/env bash
-# Lint, types and tests. Arguments go to pytest; --all adds the tests marked long.
+# The tests, without lint and types (./scripts/lint.sh).
+#
+#   ./scripts/test.sh                  # everything but the long tests
+#   ./scripts/test.sh --all            # everything
+#   ./scripts/test.sh --quick          # does f8sub work on this machine? 1 minute
+#   ./scripts/test.sh tests/dist -k x  # one pytest process with these arguments
+#
+# Without arguments for pytest, two pytest processes run side by side: "ranks" runs the tests that fork ranks or start
+# training jobs, "one" all others.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-./scripts/setup_env.sh train,torchao,torchtitan,trainers,dev
 
-selection=(-m "not long")
-arguments=()
+selection=(-m "not long") quick='' arguments=()
 for argument in "$@"; do
-    if [ "$argument" = --all ]; then
-        selection=()
-    else
-        arguments+=("$argument")
-    fi
+    case $argument in
+    --all) selection=() ;;
+    --quick) quick=yes ;;
+    *::*) selection=() arguments+=("$argument") ;;  # a test that is named runs, long or not
+    *) arguments+=("$argument") ;;
+    esac
 done
-bin=.venv/bin
-$bin/ruff check
-$bin/ruff format --check
-$bin/mypy
-# The recipes import each other as a script's neighbours do, and libraries without types.
-(cd recipes && "../$bin/mypy" --config-file ../pyproject.toml --cache-dir ../.mypy_cache --implicit-reexport --allow-untyped-calls \
-    --ignore-missing-imports ./*.py)
-# What accelerate and Lightning import takes minutes to read.
-(cd recipes/trainers && "../../$bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache/trainers \
-    --allow-untyped-calls --allow-subclassing-any --ignore-missing-imports --follow-imports skip ./*.py)
-exec $bin/python -m pytest "${selection[@]}" "${arguments[@]}"
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+python=.venv/bin/python
+if [ -n "$quick" ]; then
+    ./scripts/setup_env.sh dev
+    exec $python -m pytest -q tests/test_this_machine.py "${arguments[@]}"
+fi
+./scripts/setup_env.sh train,torchao,torchtitan,trainers,dev
+if [ ${#arguments[@]} -gt 0 ]; then
+    exec $python -m pytest -q "${selection[@]}" "${arguments[@]}"
+fi
+
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+run_lane() {  # name, arguments of pytest
+    local name=$1
+    shift
+    # read and printf print whole lines, so that the two lanes do not cut each other's.
+    F8SUB_TEST_LANE=$name $python -m pytest -q "${selection[@]}" "$@" 2>&1 | tee "$logs/$name" |
+        while IFS= read -r line; do printf '%s\n' "$line"; done
+}
+with_ranks=(tests/dist tests/faults tests/recipes tests/titan)
+run_lane ranks "${with_ranks[@]}" &
+ranks=$!
+status=0
+run_lane one tests "${with_ranks[@]/#/--ignore=}" || status=$?
+wait $ranks || status=$?
+
+count() {  # the sum of what both lanes' last lines say, as in "5 passed, 1 failed in 3.2s"
+    tail -qn 1 "$logs"/* | grep -oE "[0-9]+ $1" | awk '{ sum += $1 } END { print sum + 0 }'
+}
+echo
+grep -hE '^(FAILED|ERROR) ' "$logs"/* || true
+tail -qn 1 "$logs"/*
+echo "$(count passed) passed, $(($(count failed) + $(count error))) failed, $(count skipped) skipped"
+exit $status

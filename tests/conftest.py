@@ -1,13 +1,16 @@
-"""One thread a process, and the nursery that gloo ranks are forked from."""
+"""One thread a process, the nursery that gloo ranks are forked from, and what a run prints."""
 
+import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.dist.ranks import Nursery
+from tests.reporting import GPU_TESTS, Reporting, gpu_tests_left_out
 
 torch.set_num_threads(1)
 # To ask whether there are GPUs must not start CUDA: the ranks that do start it are forked from here.
@@ -16,8 +19,24 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _nursery = pytest.StashKey[Nursery]()
 
 
+@pytest.hookimpl(trylast=True)  # after pytest made the reporter
+def pytest_configure(config: pytest.Config) -> None:
+    if config.get_verbosity() < 0 and not config.option.collectonly:
+        config.pluginmanager.register(Reporting(config))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests that need a GPU, where there is none; those named on the command line are collected and skipped."""
+    if collection_path != GPU_TESTS or torch.cuda.device_count():
+        return None
+    if any(Path(argument).resolve() in GPU_TESTS.parents for argument in config.args):
+        print(gpu_tests_left_out())
+    return True
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Forks the nursery while every test module is imported and no test has run yet."""
+    gc.freeze()  # collections, of which tests and f8sub ask for some, need not look at what lives on anyway
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         session.config.stash[_nursery] = Nursery.start()
 

@@ -96,7 +96,7 @@ class Variant:
         if self.library == "torchao":
             return self._convert_by_torchao(model, sharded)
         if self.library == "f8sub":
-            converted = f8sub.convert_to_float8(model, recipe=self.recipe, skip=(HEAD,))
+            converted = f8sub.convert_to_float8(model, recipe=self.recipe)
             return f8sub.fuse_producers(converted) if self.fused else converted
         return model
 

@@ -12,6 +12,7 @@ from f8sub.formats import Float8Format
 from f8sub.fsdp.layout import ShardLayout, WireFormat, bytes_on_the_wire
 from f8sub.kernels.producers import has_one_scale
 from f8sub.linear import Float8Linear, local_tensor
+from f8sub.patterns import kind_of
 from f8sub.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
 from f8sub.scaling_state import OPERANDS
 from f8sub.tensor.primary_weight import PrimaryWeight, master_of
@@ -115,7 +116,7 @@ class ByteAccount:
         rows = [header]
         alike: dict[LayerBytes, int] = {}
         for layer in self.layers:
-            kind = replace(layer, fqn=_kind_of(layer.fqn))
+            kind = replace(layer, fqn=kind_of(layer.fqn))
             alike[kind] = alike.get(kind, 0) + 1
         for layer, count in alike.items():
             cells = _cells(sum([layer.here] * count, Bytes()), sum([layer.high_precision] * count, Bytes()))
@@ -140,7 +141,7 @@ def byte_account(
     shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
     saved_inputs: Iterable[str] = SAVED_INPUTS,
 ) -> ByteAccount:
-    """What the linear layers of ``model`` take; of a sharded model on this rank.
+    """What the linear layers of ``model`` take, and nothing else, such as experts; of a sharded model on this rank.
 
     A model that is not sharded has no wire yet: told are that of ``fully_shard`` on all of it, padding of uneven shards
     aside, and what backward would have at once under it. ``keep_x="auto"`` is counted as eager code has it without
@@ -312,10 +313,6 @@ def _once(counted: Bytes, key: object, seen: set[object], own: int = 0) -> Bytes
         return replace(counted, saved=own)
     seen.add(key)
     return counted
-
-
-def _kind_of(fqn: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
 
 
 def _cells(here: Bytes, high_precision: Bytes) -> list[str]:

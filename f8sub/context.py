@@ -9,6 +9,7 @@ that is being executed, and uses its plan.
 
 import threading
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,7 +177,8 @@ class _Record:
         self._converted = layer.converted
         self._nodes: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()
         self._changes = -1
-        self._plans: set[Plan] = set()
+        self._pending: Counter[Plan] = Counter()
+        self._repeated: set[Plan] = set()
 
     def of_graph(self, node: Any, plan: Plan) -> None:
         """Remember a forward by its node, for as long as its graph lives."""
@@ -184,17 +186,32 @@ class _Record:
             self._nodes[node] = plan
 
     def without_graph(self, plan: Plan) -> None:
-        """Remember a forward that made no graph (reentrant checkpointing) until the weights change."""
+        """Remember a forward without a graph (reentrant checkpointing) until it is repeated or the weights change."""
         with _lock:
             if self._changes != self._converted.changes:
-                self._changes, self._plans = self._converted.changes, set()
-            self._plans.add(plan)
+                self._changes = self._converted.changes
+                self._pending.clear()
+            if not self._pending:
+                self._repeated.clear()
+            self._pending[plan] += 1
 
-    def candidates(self) -> set[Plan]:
-        """Plans of the forwards whose graph is being executed; of those that made none where there are none such."""
+    def repeat(self) -> set[Plan]:
+        """Plans that a forward may have that begins now, to repeat another one.
+
+        Those of the forwards whose graph is being executed. Where there are none such, those of the forwards that made
+        no graph: of the ones still to be repeated, or of those that were, if a backward pass is run twice.
+        """
         with _lock:
             executed = {plan for node, plan in self._nodes.items() if is_executed(node)}
-            return executed or set(self._plans)
+            if executed:
+                return executed
+            pending = set(self._pending)
+            if len(pending) == 1:
+                (plan,) = pending
+                self._repeated.add(plan)
+                self._pending[plan] -= 1
+                self._pending += Counter()  # without zeros
+            return pending or set(self._repeated)
 
 
 _records: weakref.WeakKeyDictionary["Float8Linear", _Record] = weakref.WeakKeyDictionary()
@@ -228,7 +245,7 @@ def remember(layer: "Float8Linear", plan: Plan, y: torch.Tensor) -> None:
 
 
 def _plan_of_repeated(layer: "Float8Linear") -> Plan:
-    plans = _record_of(layer).candidates()
+    plans = _record_of(layer).repeat()
     if len(plans) > 1:
         names = ", ".join(sorted(plan.recipe.name for plan in plans))
         raise Float8ConfigError(

@@ -1,27 +1,27 @@
 """Layer 6. nn.Linear to Float8Linear and back: in place, by class swap, before ``fully_shard``."""
 
 import functools
+import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Never, TypeVar
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from f8sub.backends import Plan
+from f8sub.conversion_checks import (
+    check_keep_x,
+    refuse_delayed,
+    refuse_high_precision,
+    refuse_other_recipe,
+    refuse_sharded,
+    refuse_tied_apart,
+)
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.extensions import float8_class, plain_class
-from f8sub.filters import (
-    DEFAULT_SKIP,
-    FilterFn,
-    LayerChoices,
-    LayerKeepX,
-    LayerRecipes,
-    RecipeOrName,
-    why_not,
-)
+from f8sub.filters import FilterFn, LayerKeepX, LayerRecipes, RecipeOrName, Selection
+from f8sub.foreign_calls import refuse_foreign_recipe, refuse_unknown
 from f8sub.fsdp.precompute_scales import (
     check_ranks_hook,
     replicate_hook,
@@ -31,10 +31,9 @@ from f8sub.fsdp.wire_weight import wire_weight_for
 from f8sub.fuse import unfuse
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
-from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
-from f8sub.report import SKIP_REASON, conversion_report
-from f8sub.saved_input import AUTO, RECOMPUTE, reencodes, why_not_kept
+from f8sub.report import SKIP_REASON, conversion_report, why_nothing
+from f8sub.saved_input import AUTO
 from f8sub.shared_input import close_scope, open_scope
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
@@ -48,7 +47,9 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     recipe: RecipeOrName | Mapping[str, RecipeOrName] = DEFAULT,
     *,
     filter_fn: FilterFn | None = None,
-    skip: str | Sequence[str] = DEFAULT_SKIP,
+    skip: str | Sequence[str] = (),
+    skip_defaults: bool = True,
+    min_dim: int | None = None,
     strict: bool = True,
     float8_all_gather: bool = True,
     backend: str = "auto",
@@ -58,65 +59,88 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     filter_fqns: str | Sequence[str] = (),
     recipe_name: str | None = None,
     enable_fsdp_float8_all_gather: bool | None = None,
+    **unknown: Never,
 ) -> Model:
     """Turn the linear layers of a model into ``Float8Linear``, in place; call it before ``fully_shard``.
 
-    A layer keeps its identity, its hooks, its training mode, its parameters and their ties. ``conversion_report``
-    says what was converted and, for every layer that was not, why.
+    A layer keeps its identity, its class, its hooks, its training mode, its parameters and their ties.
+    ``conversion_report`` says what was converted and, for every layer that was not, why.
 
     Args:
         model: any module, on any device, meta included.
         recipe: one of ``recipe_names()``, or a ``Recipe``; or a mapping from glob patterns, as ``skip`` holds them,
             to either: the first that matches a layer's name decides, and a layer that none matches stays as it is.
             A pattern that decides for no layer is a ``Float8Warning``, and in the report.
-        filter_fn: ``(module, fqn) -> bool``, True to convert. ``module_filter_fn`` is the same.
-        skip: glob patterns over whole segments of a layer's name; a match skips the layer. One that matches
-            nothing is no error.
+        filter_fn: ``(module, fqn) -> bool``, True to convert. ``module_filter_fn`` is torchao's name for it.
+        skip: glob patterns over whole segments of a layer's name; a match skips the layer, in addition to
+            ``skip_defaults``. One that matches nothing is a ``Float8Warning``.
+        skip_defaults: leave output heads, routers of experts, LoRA adapters and layers that are too small to gain
+            as they are, see ``f8sub.defaults``; False converts these as well.
+        min_dim: leave layers as they are whose smaller dimension is below this. None for the default rule: 512, and
+            no limit for a model that has more than a quarter of its FLOPs in smaller layers.
         strict: raise when no layer was converted; False warns instead.
         float8_all_gather: FSDP2 gathers the weights as float8; False gathers them in high precision, as it is
             done in any case for a recipe with a GEMM that reads the weight in high precision.
-            ``enable_fsdp_float8_all_gather`` is the same.
         backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
         primary_weights: the weights themselves become float8, 1 byte an element, and their high-precision values the
             masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
         keep_x: what is saved of x for wgrad, one of ``KEEP_X``, see ``f8sub.saved_input``; or a mapping from glob
             patterns to them, "auto" where none matches.
-        module_filter_fn: torchao's name for ``filter_fn``.
-        filter_fqns: torchtitan's convention: a layer whose name contains one of these strings is skipped.
+        module_filter_fn: see ``filter_fn``.
+        filter_fqns: torchtitan's convention: a layer whose name contains one of these strings is skipped, too.
         recipe_name: torchtitan's name for ``recipe``.
         enable_fsdp_float8_all_gather: torchao's and torchtitan's name for ``float8_all_gather``.
+        unknown: an error that shows the option of f8sub.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        Float8ConfigError: unknown recipe or backend, a model that is already sharded or converted with another
-            recipe, tied layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot take,
-            or, when ``strict``, nothing to convert.
+        Float8ConfigError: unknown option, recipe or backend, a model that is already sharded or converted with
+            another recipe, tied layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot
+            take, or, when ``strict``, nothing to convert.
     """
-    _refuse_two(recipe, recipe_name)
-    recipes, kept = LayerRecipes(recipe_name or recipe), LayerKeepX(keep_x)
-    skip = [skip] if isinstance(skip, str) else skip
-    filter_fqns = [filter_fqns] if isinstance(filter_fqns, str) else filter_fqns
+    refuse_unknown(unknown, inspect.signature(convert_to_float8).parameters)
+    selection = Selection(
+        recipes=LayerRecipes(_recipe_of(recipe, recipe_name)),
+        skip=[skip] if isinstance(skip, str) else skip,
+        filter_fqns=[filter_fqns] if isinstance(filter_fqns, str) else filter_fqns,
+        filter_fn=_all_of(filter_fn, module_filter_fn),
+        defaults=skip_defaults,
+        min_dim=min_dim,
+    )
+    kept = LayerKeepX(keep_x)
     if enable_fsdp_float8_all_gather is not None:
         float8_all_gather = enable_fsdp_float8_all_gather
-    _refuse_sharded(model)
-    _refuse_other_recipe(model, recipes)
-    keep = _all_of(filter_fn, module_filter_fn, _none_of_fqns(filter_fqns))
-    names = _select(model, keep, skip, recipes)
-    idle = _idle_patterns(model, names, recipes) + _idle_patterns(model, names, kept)
+    return _convert_selected(model, selection, kept, backend, strict, float8_all_gather, primary_weights)
+
+
+def _convert_selected(
+    model: Model,
+    selection: Selection,
+    kept: LayerKeepX,
+    backend: str,
+    strict: bool,
+    float8_all_gather: bool,
+    primary_weights: bool,
+) -> Model:
+    refuse_sharded(model)
+    refuse_other_recipe(model, selection.recipes)
+    names = _select(model, selection)
+    idle = _idle_patterns(model, names, selection, kept)
     if not names:
         _nothing_converted(model, strict)
         return model
-    plans = _plans(names, recipes, backend)
-    _refuse_tied_apart(model, names, plans)
-    _check_keep_x(plans, names, kept)
+    plans = _plans(names, selection.recipes, backend)
+    refuse_tied_apart(model, names, plans)
+    check_keep_x(plans, names, kept)
     # A GEMM that reads the weight in high precision needs it gathered so.
     gathered = {m: float8_all_gather and None not in plan.recipe.formats("w") for m, plan in plans.items()}
     if primary_weights:
-        _refuse_delayed(plans, names)
-        _refuse_high_precision(plans, names, gathered)
+        refuse_delayed(plans, names)
+        refuse_high_precision(plans, names, gathered)
     layers = ConvertedLayers(primary_weights, idle)
+    layers.warn_of_reference(plans.values())
     for module, plan in plans.items():
         _convert(module, names[module], plan, layers, gathered[module], kept.of(names[module]))
     _wrap_weights(list(names), layers)
@@ -131,7 +155,7 @@ def convert_from_float8(model: Model) -> Model:
     Raises:
         Float8ConfigError: the model is sharded; load its state dict into a plain model instead.
     """
-    _refuse_sharded(model)
+    refuse_sharded(model)
     for module in model.modules():
         unfuse(module)
         for hooks, hook in (
@@ -151,14 +175,12 @@ def convert_from_float8(model: Model) -> Model:
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
             module._modules.pop("scaling_states", None)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
+    ConvertedLayers.forget(model)
     return model
 
 
-def _select(
-    model: torch.nn.Module, keep: FilterFn | None, skip: Sequence[str], recipes: LayerRecipes
-) -> dict[torch.nn.Linear, str]:
+def _select(model: torch.nn.Module, selection: Selection) -> dict[torch.nn.Linear, str]:
     """The layers to convert, by name; every other linear layer gets its reason."""
-    reasons: dict[torch.nn.Linear, str | None] = {}
     names: dict[torch.nn.Linear, str] = {}
     owners: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
     for fqn, module in model.named_modules():
@@ -166,7 +188,7 @@ def _select(
             owners[id(parameter)].append((module, fqn))
         if isinstance(module, torch.nn.Linear):
             names[module] = fqn
-            reasons[module] = why_not(module, fqn, filter_fn=keep, skip=skip, recipes=recipes)
+    reasons = selection.reasons(model)
     # A weight is gathered as float8 for all of its owners or for none.
     converted = {module for module, reason in reasons.items() if reason is None}
     for module in list(converted):
@@ -180,24 +202,26 @@ def _select(
 
 
 def _idle_patterns(
-    model: torch.nn.Module, names: dict[torch.nn.Linear, str], choices: LayerChoices[Any]
+    model: torch.nn.Module, names: dict[torch.nn.Linear, str], selection: Selection, kept: LayerKeepX
 ) -> tuple[str, ...]:
-    """Patterns that decide for no layer, after a warning about them."""
+    """Patterns that do nothing, after a warning about those of each option."""
     converted, others = [], {}
     for fqn, module in model.named_modules():
         if module in names or isinstance(module, Float8Linear):
             converted.append(fqn)
         elif isinstance(module, torch.nn.Linear):
             others[fqn] = getattr(module, SKIP_REASON)
-    idle = choices.idle_patterns(converted, others)
-    if idle:
-        warnings.warn(
-            f"patterns of {choices.option} that decide for no layer: {', '.join(idle)}; the first that matches a "
-            "layer's name decides, so put the finer ones first",
-            Float8Warning,
-            stacklevel=3,
-        )
-    return idle
+    found = selection.idle([fqn for fqn, _ in model.named_modules()])
+    if found:
+        _warn("; ".join(found))
+    for choices in (selection.recipes, kept):
+        if idle := choices.idle_patterns(converted, others):
+            found += idle
+            _warn(
+                f"patterns of {choices.option} that decide for no layer: {', '.join(idle)}; the first that matches a "
+                "layer's name decides, so put the finer ones first"
+            )
+    return found
 
 
 def _plans(
@@ -269,119 +293,28 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
 
 def _watch(model: torch.nn.Module, layers: ConvertedLayers, *, with_histories: bool) -> None:
     """Learn at forwards who shards or replicates the layers, and of every optimizer's steps."""
+    ConvertedLayers.see(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
     if with_histories:
         model.register_forward_pre_hook(functools.partial(replicate_hook, layers))
     watch_optimizer_steps()
 
 
-def _refuse_two(recipe: Any, recipe_name: str | None) -> None:
-    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
-        raise Float8ConfigError(
-            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
-        )
-
-
-def _refuse_sharded(model: torch.nn.Module) -> None:
-    for fqn, module in model.named_modules():
-        if isinstance(module, FSDPModule) or any(
-            isinstance(p, DTensor) for p in module.parameters(recurse=False)
-        ):
-            raise Float8ConfigError(
-                f"{fqn or 'the model'} is already sharded ({type(module).__name__}): call convert_to_float8 before "
-                "fully_shard and parallelize_module, on the whole model; to go back to plain layers, load the "
-                "state dict into an unconverted model"
-            )
-
-
-def _refuse_other_recipe(model: torch.nn.Module, recipes: LayerRecipes) -> None:
-    for fqn, module in model.named_modules():
-        recipe = recipes.of(fqn) if isinstance(module, Float8Linear) else None
-        if isinstance(module, Float8Linear) and recipe is not None and module.plan.recipe != recipe:
-            raise Float8ConfigError(
-                f"{module.fqn} is already converted with recipe {module.plan.recipe.name!r}, asked for "
-                f"{recipe.name!r}: call convert_from_float8(model) first"
-            )
-
-
-def _refuse_tied_apart(
-    model: torch.nn.Module, names: dict[torch.nn.Linear, str], plans: dict[torch.nn.Linear, Plan]
-) -> None:
-    """A weight is cast and gathered once, so all of its layers read the same codes."""
-    readers: dict[int, tuple[str, Recipe]] = {}
-    for fqn, module in model.named_modules():
-        if isinstance(module, Float8Linear):
-            recipe = module.plan.recipe
-        elif module in names:
-            recipe = plans[module].recipe
-        else:
-            continue
-        other_fqn, other = readers.setdefault(id(module.weight), (fqn, recipe))
-        if (recipe.formats("w"), recipe.delayed) != (other.formats("w"), other.delayed):
-            raise Float8ConfigError(
-                f"{fqn} and {other_fqn} share one weight, which is cast and gathered once, but their recipes "
-                f"{recipe.name!r} and {other.name!r} read it differently: give both the same recipe"
-            )
-
-
-def _refuse_high_precision(
-    plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Linear, str], float8: dict[torch.nn.Linear, bool]
-) -> None:
-    """Primary weights are codes and nothing else, so none of their layers may read them in high precision."""
-    for module, plan in plans.items():
-        if not float8[module]:
-            raise Float8ConfigError(
-                f"primary_weights=True keeps nothing but float8 codes of a weight, and {names[module]} with recipe "
-                f"{plan.recipe.name!r} reads it in high precision, or float8_all_gather=False gathers it so; choose "
-                "one of the two"
-            )
-
-
-def _refuse_delayed(plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Linear, str]) -> None:
-    """A primary weight is cast when its optimizer steps, by what it is then."""
-    for module, plan in plans.items():
-        if plan.recipe.delayed is not None:
-            raise Float8ConfigError(
-                f"primary_weights=True scales weights by their current amax, and {names[module]} with recipe "
-                f"{plan.recipe.name!r} scales them by their past; choose one of the two, {DEFAULT!r} for instance"
-            )
-
-
-def _check_keep_x(
-    plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Linear, str], kept: LayerKeepX
-) -> None:
-    """Refuse what a recipe cannot keep x as; warn where its codes are re-encoded."""
-    rounded = []
-    for module, plan in plans.items():
-        fqn, recipe = names[module], plan.recipe
-        keep_x = kept.of(fqn)
-        if reason := why_not_kept(recipe, keep_x):
-            raise Float8ConfigError(
-                f"{fqn} with recipe {recipe.name!r} cannot take keep_x={keep_x!r}: {reason}. Give it 'auto'"
-            )
-        if keep_x == RECOMPUTE and reencodes(recipe):
-            rounded.append(f"{fqn} ({recipe.name})")
-    if rounded:
-        warnings.warn(
-            f"keep_x='recompute' re-scales the codes of x by columns in {len(rounded)} layers, {rounded[0]} first: "
-            "what falls below a column's smallest code is rounded again or lost; keep_x='high_precision' or 'auto' "
-            "keeps the numbers",
-            Float8Warning,
-            stacklevel=3,
-        )
-
-
 def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
     report = conversion_report(model)
     if any(layer.converted for layer in report.layers):
-        message = f"convert_to_float8 was called again and found nothing more to convert: {report}"
-    elif strict:
-        raise Float8ConfigError(
-            f"convert_to_float8 found nothing to convert: {report}. Loosen skip or filter_fn, or pass strict=False"
-        )
-    else:
-        message = f"convert_to_float8 found nothing to convert: {report}"
-    warnings.warn(message, Float8Warning, stacklevel=3)
+        _warn(f"convert_to_float8 was called again and found nothing more to convert: {report.summary}")
+        return
+    message = f"convert_to_float8 found nothing to convert: {why_nothing(report)}"
+    if strict:
+        raise Float8ConfigError(message)
+    ConvertedLayers.see(model)
+    _warn(message)
+
+
+def _warn(message: str) -> None:
+    """Warn where ``convert_to_float8`` was called."""
+    warnings.warn(message, Float8Warning, stacklevel=5)
 
 
 def _all_of(*filters: FilterFn | None) -> FilterFn | None:
@@ -389,5 +322,12 @@ def _all_of(*filters: FilterFn | None) -> FilterFn | None:
     return (lambda module, fqn: all(f(module, fqn) for f in given)) if given else None
 
 
-def _none_of_fqns(fqns: Sequence[str]) -> Callable[[torch.nn.Module, str], bool] | None:
-    return (lambda module, fqn: not any(part in fqn for part in fqns)) if fqns else None
+def _recipe_of(recipe: Any, recipe_name: str | None) -> Any:
+    """What was given under either name."""
+    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
+        raise Float8ConfigError(
+            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
+        )
+    given = recipe_name or recipe
+    refuse_foreign_recipe(given)
+    return given

@@ -19,3 +19,11 @@ class Float8NumericsError(RuntimeError):
 
 class Float8Warning(UserWarning):
     """Works, but not as the caller probably meant."""
+
+
+def jit_error(fqn: str, how: str) -> Float8ConfigError:
+    """The error of a layer that torch.jit is asked to take; ``how`` is "traced" or "scripted"."""
+    return Float8ConfigError(
+        f"{fqn}: a float8 layer cannot be {how} by torch.jit, which would record the scales of one input as constants; "
+        "export the model with torch.export.export(model.eval(), ...), or call f8sub.convert_from_float8(model) first"
+    )

@@ -26,7 +26,7 @@ from f8sub.saved_input import GemmInput, Kept, as_matrix, present, quantize_x, x
 from f8sub.scaling_state import DY, Past, X, quantize_delayed
 from f8sub.shared_input import is_like_no_other
 from f8sub.tensor.master_weight import MasterWeight, last_cast
-from f8sub.torch_compat import apply
+from f8sub.torch_compat import apply, autocast_dtype
 
 
 class Roles(NamedTuple):
@@ -105,7 +105,7 @@ def feed_forward(x: torch.Tensor, gate: Float8Linear, up: Float8Linear, down: Fl
         down: likewise.
     """
     device = "cpu" if x.is_cpu else x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = autocast_dtype(device) or x.dtype
     calls = []
     for layer in (gate, up, down):
         if layer.plan.device.type != device:

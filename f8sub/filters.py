@@ -1,28 +1,24 @@
 """Layer 6. Which layers are converted, and with which recipe: one reason for every layer that is not."""
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from f8sub.defaults import default_reasons, too_small
 from f8sub.errors import Float8ConfigError
 from f8sub.extensions import extensions
-from f8sub.formats import HIGH_PRECISION
+from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear import Float8Linear
+from f8sub.patterns import matches, with_nearest
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.saved_input import AUTO, KEEP_X
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
 RecipeOrName = Recipe | str
-
-MULTIPLE = 16
-"""Both dimensions of a float8 GEMM operand. Source: cuBLASLt, ATen/native/cuda/ScaledBlas.cpp."""
-
-DEFAULT_SKIP = ("lm_head",)
-"""The output projection stays in high precision: its gradient and logits decide the loss most directly."""
-
 
 Choice = TypeVar("Choice")
 
@@ -80,7 +76,7 @@ class LayerChoices(Generic[Choice]):
             return f"matches only layers that an earlier pattern matches too ({self.pattern_of(taken)!r} {taken})"
         if left := next((fqn for fqn in others if matches(pattern, fqn)), None):
             return f"matches no layer that is converted ({left}: {others[left]})"
-        return "matches no linear layer"
+        return with_nearest("matches no linear layer", pattern, [*converted, *others])
 
 
 class LayerRecipes(LayerChoices[Recipe]):
@@ -121,51 +117,91 @@ def _read_keep_x(chosen: Any) -> str:
     return str(chosen)
 
 
-def why_not(
-    module: torch.nn.Linear,
-    fqn: str,
-    *,
-    filter_fn: FilterFn | None,
-    skip: Sequence[str],
-    recipes: LayerRecipes,
-) -> str | None:
-    """Why a linear layer stays as it is; None when it is converted.
+@dataclass(frozen=True)
+class Selection:
+    """What a caller of ``convert_to_float8`` says about which layers are converted.
 
-    Args:
-        module: an ``nn.Linear``, or of a subclass of it.
-        fqn: its name in the model.
+    Attributes:
+        recipes: which recipe each layer would get.
+        skip: glob patterns; one that matches a run of whole segments of a layer's name skips it.
+        filter_fqns: strings; one that is a part of a layer's name skips it.
         filter_fn: the caller's predicate, True to convert.
-        skip: glob patterns; one that matches a run of whole segments of ``fqn`` skips the layer.
-        recipes: which recipe the layer would get.
+        defaults: whether the layers of ``f8sub.defaults`` stay as they are.
+        min_dim: see ``f8sub.defaults.too_small``; None without ``defaults`` for no such limit.
+
+    Raises:
+        Float8ConfigError: a pattern that is no string, or a limit that is no number of features.
     """
-    if isinstance(module, Float8Linear):
-        return "already converted"
-    if type(module) is not torch.nn.Linear and type(module) not in extensions:
-        return f"a subclass of nn.Linear ({type(module).__name__}) whose forward is its own"
-    if pattern := next((p for p in skip if matches(p, fqn)), None):
-        return f"skip={pattern!r}"
-    if filter_fn is not None and not filter_fn(module, fqn):
-        return "filter_fn said no"
-    if recipes.of(fqn) is None:
-        return "no pattern of recipe matches it"
-    sizes = module.in_features, module.out_features
-    if any(size % MULTIPLE or not size for size in sizes):
-        return f"in_features={sizes[0]}, out_features={sizes[1]}: both have to be multiples of {MULTIPLE}"
-    if module.weight.dtype not in HIGH_PRECISION:
-        return f"its weight is {module.weight.dtype}"
+
+    recipes: LayerRecipes
+    skip: Sequence[str] = ()
+    filter_fqns: Sequence[str] = ()
+    filter_fn: FilterFn | None = None
+    defaults: bool = True
+    min_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for option, given in (("skip", self.skip), ("filter_fqns", self.filter_fqns)):
+            if wrong := [pattern for pattern in given if not isinstance(pattern, str)]:
+                raise Float8ConfigError(f"{option} takes patterns of layers' names, got {wrong[0]!r}")
+        if self.min_dim is not None and (type(self.min_dim) is not int or self.min_dim < 0):
+            raise Float8ConfigError(f"min_dim is a number of features or None, got {self.min_dim!r}")
+
+    def reasons(self, model: torch.nn.Module) -> dict[torch.nn.Linear, str | None]:
+        """Why each linear layer stays as it is, None where it is converted; ties aside."""
+        linears = {
+            fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+        }
+        by_default = default_reasons(model, linears) if self.defaults else {}
+        found = {module: self._why_not(module, fqn, by_default.get(fqn)) for fqn, module in linears.items()}
+        if self.defaults or self.min_dim is not None:
+            found |= too_small([module for module, reason in found.items() if reason is None], self.min_dim)
+        return found
+
+    def idle(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The patterns that match none of a model's modules, each with the nearest of their ``names``."""
+        found = [("skip", p) for p in self.skip if not any(matches(p, fqn) for fqn in names)]
+        found += [("filter_fqns", p) for p in self.filter_fqns if not any(p in fqn for fqn in names)]
+        return tuple(with_nearest(f"{option}={p!r} matches nothing", p, names) for option, p in found)
+
+    def _why_not(self, module: torch.nn.Linear, fqn: str, by_default: str | None) -> str | None:
+        if isinstance(module, Float8Linear):
+            return "already converted"
+        if reason := why_not_class(module):
+            return reason
+        if pattern := next((p for p in self.skip if matches(p, fqn)), None):
+            return f"skip={pattern!r}"
+        if part := next((p for p in self.filter_fqns if p in fqn), None):
+            return f"filter_fqns={part!r}"
+        if by_default is not None:
+            return by_default
+        if self.filter_fn is not None and not self.filter_fn(module, fqn):
+            return "filter_fn said no"
+        if self.recipes.of(fqn) is None:
+            return "no pattern of recipe matches it"
+        sizes = module.in_features, module.out_features
+        if any(size % MULTIPLE or not size for size in sizes):
+            return f"in_features={sizes[0]}, out_features={sizes[1]}: both have to be multiples of {MULTIPLE}"
+        if module.weight.dtype not in HIGH_PRECISION:
+            return f"its weight is {module.weight.dtype}"
+        return None
+
+
+def why_not_class(module: torch.nn.Linear) -> str | None:
+    """Why a linear layer's class cannot become a float8 one; None where it can.
+
+    What decides is whose forward runs: a subclass that inherits nn.Linear's is converted with all that it adds.
+    """
+    name = type(module).__name__
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return (
+            "nn.MultiheadAttention reads this weight itself and never calls the layer; for float8 write attention "
+            "with nn.Linear layers and F.scaled_dot_product_attention"
+        )
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "its weight is parametrized"
+    if "forward" in vars(module):
+        return f"something replaced the forward of this {name}; convert first, then wrap its forward"
+    if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:
+        return f"its class {name} overrides nn.Linear's forward"
     return None
-
-
-def matches(pattern: str, fqn: str) -> bool:
-    """Whether a glob pattern matches ``fqn`` as a run of whole segments.
-
-    ``"lm_head"`` matches ``model.lm_head`` and ``lm_head.proj``, never ``lm_head2``; ``"layers.0"`` matches
-    ``model.layers.0.mlp.up`` and not ``model.layers.01``.
-    """
-    segments, parts = fqn.split("."), pattern.split(".")
-    return any(
-        all(fnmatch.fnmatchcase(s, p) for s, p in zip(segments[i : i + len(parts)], parts, strict=True))
-        for i in range(len(segments) - len(parts) + 1)
-    )

@@ -20,10 +20,11 @@ ALL = -1
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized: dtypes whose products with a scale float32 holds."""
 
+MULTIPLE = 16
+"""Both dimensions of a float8 GEMM operand. Source: cuBLASLt, ATen/native/cuda/ScaledBlas.cpp."""
+
 E2M1 = torch.float4_e2m1fn_x2
 """Four bits an element, two to a byte, the first in the low half: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; no NaN."""
-
-_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, E2M1: 6.0}
 
 _NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", E2M1: "e2m1"}
 
@@ -45,7 +46,9 @@ class ScaleRule(Enum):
     @property
     def stored_as(self) -> torch.dtype:
         """The dtype of ``Operand.scale_inv``."""
-        return _STORED_AS.get(self, torch.float32)
+        if self is ScaleRule.E8M0:
+            return torch.float8_e8m0fnu
+        return torch.float8_e4m3fn if self is ScaleRule.TWO_LEVEL else torch.float32
 
     @property
     def has_global(self) -> bool:
@@ -56,9 +59,6 @@ class ScaleRule(Enum):
     def is_power_of_2(self) -> bool:
         """Whether a product with a scale only moves the exponent."""
         return self in (ScaleRule.POWER_OF_2, ScaleRule.E8M0)
-
-
-_STORED_AS = {ScaleRule.E8M0: torch.float8_e8m0fnu, ScaleRule.TWO_LEVEL: torch.float8_e4m3fn}
 
 
 class Rounding(Enum):
@@ -146,7 +146,6 @@ class Float8Format:
 
     Attributes that follow:
         name: all of it in one word that ``parse`` reads, ``e4m3[1x128,power_of_2]``.
-        max: largest finite value of ``dtype``: 448 for e4m3, 57344 for e5m2, 6 for e2m1.
         is_plain: whether torch computes with it: codes of a byte, float32 scales of one level, no transform.
 
     Raises:
@@ -159,12 +158,11 @@ class Float8Format:
     rounding: Rounding = Rounding.NEAREST
     hadamard: int | None = None
     name: str = field(init=False, compare=False, repr=False)
-    max: float = field(init=False, compare=False, repr=False)
     is_plain: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.dtype not in _MAX:
-            raise Float8ConfigError(f"a float8 format has a dtype of {list(_MAX)}, got {self.dtype}")
+        if self.dtype not in _NAMES:
+            raise Float8ConfigError(f"a float8 format has a dtype of {list(_NAMES)}, got {self.dtype}")
         for value, kind in ((self.tile, Tile), (self.scale_rule, ScaleRule), (self.rounding, Rounding)):
             if not isinstance(value, kind):
                 raise Float8ConfigError(f"a float8 format takes a {kind.__name__}, got {value!r}")
@@ -176,7 +174,6 @@ class Float8Format:
         rule += "" if self.rounding is Rounding.NEAREST else f",{self.rounding.value}"
         rule += "" if self.hadamard is None else f",hadamard{self.hadamard}"
         object.__setattr__(self, "name", f"{_NAMES[self.dtype]}[{self.tile}{rule}]")
-        object.__setattr__(self, "max", _MAX[self.dtype])
         plain = self.dtype != E2M1 and self.scale_rule.stored_as == torch.float32 and self.hadamard is None
         object.__setattr__(self, "is_plain", plain)
 
@@ -202,6 +199,20 @@ class Float8Format:
         )
 
     @property
+    def max(self) -> float:
+        """Largest finite value of ``dtype``: 448 for e4m3, 57344 for e5m2, 6 for e2m1.
+
+        A number that is written in code, not stored: see the note on numbers in ``kernels/reference.py``.
+        """
+        return 6.0 if self.dtype == E2M1 else torch.finfo(self.dtype).max
+
+    def is_transpose_of(self, other: "Float8Format") -> bool:
+        """Whether a matrix has the same codes and scales in this format as its transposed matrix has in the other."""
+        alike = self.dtype == other.dtype and self.scale_rule is other.scale_rule
+        alike = alike and self.rounding is other.rounding and self.hadamard == other.hadamard
+        return alike and self.tile.is_transpose_of(other.tile)
+
+    @property
     def has_nan(self) -> bool:
         """Whether a code can stand for NaN; e2m1's cannot."""
         return self.dtype != E2M1
@@ -222,8 +233,25 @@ class Float8Format:
         return max(self.codes_per_byte, self.hadamard or 1)
 
     def __str__(self) -> str:
-        return self.name
+        """As the documentation names it: ``1x128 e4m3 (power-of-two scales)``."""
+        rest = [
+            _IN_WORDS.get(self.scale_rule, ""),
+            "" if self.rounding is Rounding.NEAREST else self.rounding.value,
+        ]
+        rest.append("" if self.hadamard is None else f"Hadamard {self.hadamard}")
+        more = ", ".join(filter(None, rest))
+        return f"{_TILE_NAMES.get(self.tile, self.tile)} {_NAMES[self.dtype]}" + (
+            f" ({more})" if more else ""
+        )
 
+
+_TILE_NAMES = {Tile(ALL, ALL): "tensorwise", Tile(1, ALL): "rowwise"}
+
+_IN_WORDS = {
+    ScaleRule.POWER_OF_2: "power-of-two scales",
+    ScaleRule.E8M0: "e8m0 scales",
+    ScaleRule.TWO_LEVEL: "two-level scales",
+}
 
 _NAME = re.compile(
     rf"(?P<dtype>{'|'.join(_NAMES.values())})"
@@ -241,8 +269,8 @@ class Operand(NamedTuple):
         data: codes, (rows, K), contracted along K; (rows, K / 2) where two share a byte. Row-major, as Hopper's
             tensor cores take it; a transposed view only where it was asked for because the GEMM that reads it
             takes any layout.
-        scale_inv: ``format.scale_rule.stored_as``, ``format.tile.scale_shape`` of (rows, K), always 2-D;
-            multiplies codes to get back the high-precision values.
+        scale_inv: ``format.scale_rule.stored_as``, ``format.tile.scale_shape`` of (rows, K), always 2-D (but for the
+            note in ``kernels/ops.py``); multiplies codes to get back the high-precision values.
         format: how ``data`` and ``scale_inv`` are to be read.
         global_scale_inv: float32, (1, 1), multiplies too, where the format's scales have two levels; else None.
     """

@@ -134,7 +134,7 @@ def _takes_codes(layer: Float8Linear, width: int) -> bool:
 
 def _measuring(norm: Norm, layers: list[Float8Linear]) -> Measuring:
     formats = [layer.plan.recipe.formats("x")[0] for layer in layers if layer.plan.recipe.delayed is None]
-    return Measuring(norm, any(has_one_scale(format) for format in formats if format is not None))
+    return Measuring.of(norm, any(has_one_scale(format) for format in formats if format is not None))
 
 
 def _eps(graph: fx.Graph) -> float | None:

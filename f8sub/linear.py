@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor
 from f8sub import backends
 from f8sub.backends import Plan, gemm_nt
 from f8sub.context import contexts, plan_in_use, remember
-from f8sub.errors import Float8ConfigError, Float8ShapeError
+from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
-from f8sub.saved_input import GemmInput, Kept, Scaling, as_matrix, present, quantize_x, x_columnwise
+from f8sub.saved_input import AUTO, GemmInput, Kept, Scaling, as_matrix, present, quantize_x, x_columnwise
 from f8sub.scaling_state import DY, Past, ScalingState, ScalingStates, W, quantize_delayed
 from f8sub.spread import Places, Spread
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
 from f8sub.tensor.primary_weight import PrimaryWeight, primary_rowwise
-from f8sub.torch_compat import apply, untraced
+from f8sub.torch_compat import apply, autocast_dtype, untraced
 
 
 class Float8Linear(torch.nn.Linear):
@@ -64,16 +64,15 @@ class Float8Linear(torch.nn.Linear):
                 "calls the layer"
             )
         device = "cpu" if x.is_cpu else x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = autocast_dtype(device) or x.dtype
         if self.plan.device.type != device:
             self.follow(x.device)
         plan = plan_in_use(self) if contexts.entered else self.plan
-        grad, past = torch.is_grad_enabled(), None
+        grad, past, places = torch.is_grad_enabled(), None, None
         if plan.recipe.delayed is not None:
             past = self.past(plan.recipe)
         bias: torch.Tensor | None = self.bias
         scaling: Scaling = past
-        places = None
         if isinstance(weight, DTensor):
             if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
                 return _eagerly(self, x)
@@ -93,8 +92,7 @@ class Float8Linear(torch.nn.Linear):
         """Select backends anew where the layer came to a device of another type since it was converted.
 
         Raises:
-            Float8ConfigError: the backend that was asked for by name does not run there; or ``torch.compile`` traces
-                the layer's first call there, and neither ``model.to`` nor ``fully_shard`` moved it.
+            Float8ConfigError: the backend asked for does not run there; or ``torch.compile`` traces a first call there.
         """
         if self.plan.device.type == device.type:
             return
@@ -104,6 +102,7 @@ class Float8Linear(torch.nn.Linear):
                 "with model.to(device), or call it once before it is compiled"
             )
         self.plan = Plan.make(self.plan.recipe, device, self.plan.backend)
+        self.converted.warn_of_reference([self.plan])
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Float8Linear":
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -129,9 +128,11 @@ class Float8Linear(torch.nn.Linear):
 
     def past(self, recipe: Recipe) -> Past:
         """The state of a recipe with delayed scaling, as a forward that begins now reads and stages it."""
+        state = self.scaling_state(recipe)
+        if not torch.compiler.is_compiling():
+            state.notice_writes()
         frozen = self.training and not self.weight.requires_grad
-        stage = torch.is_grad_enabled() and self.training
-        return Past(self.scaling_state(recipe), stage=stage, frozen=frozen)
+        return Past(state, stage=torch.is_grad_enabled() and self.training, frozen=frozen)
 
     def states(self) -> list[ScalingState]:
         """The states of all recipes with delayed scaling that the layer was run under."""
@@ -146,9 +147,8 @@ class Float8Linear(torch.nn.Linear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        local = local_tensor(self.weight)
-        if not keep_vars and isinstance(local, PrimaryWeight):
-            destination[f"{prefix}weight"] = like_sharded(local.exported, self.weight)
+        if not keep_vars:
+            destination[f"{prefix}weight"] = exported(self.weight)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -184,24 +184,38 @@ class Float8Linear(torch.nn.Linear):
         if isinstance(weight, DTensor):
             weight._local_tensor = master
         else:
+            master.cell.shared = True  # by the state dict
             self.weight = torch.nn.Parameter(master, requires_grad)
 
-    def extra_repr(self) -> str:
-        """Features, recipe, the backend of each GEMM, what quantizes in eager code, and what is kept of x."""
-        gemms = ", ".join(f"{gemm}={getattr(self.plan, gemm) or 'high precision'}" for gemm in _GEMMS)
-        how = (
-            f"recipe={self.plan.recipe.name}, {gemms}, quantize={self.plan.quantizers}, keep_x={self.keep_x}"
+    @property
+    def how(self) -> str:
+        """Recipe and backend, and what deviates from the defaults."""
+        deviations = {
+            "gathered in high precision": not self.float8_all_gather,
+            f"keep_x={self.keep_x}": self.keep_x != AUTO,
+            "primary weight": isinstance(local_tensor(self.weight), PrimaryWeight),
+        }
+        return ", ".join(
+            [self.plan.recipe.name, self.plan.described, *(w for w, is_so in deviations.items() if is_so)]
         )
-        return f"{super().extra_repr()}, {how}"
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What torch calls in place of ``forward`` while ``torch.jit.trace`` records."""
+        raise jit_error(self.fqn, "traced")
+
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.script`` asks each module for."""
+        raise jit_error(self.fqn, "scripted")
+
+    def extra_repr(self) -> str:
+        """Features, and ``how``."""
+        return f"{super().extra_repr()}, {self.how}"
 
 
 @untraced
 def _eagerly(layer: Float8Linear, x: torch.Tensor) -> torch.Tensor:
     """Outside of compiled graphs: dynamo of 2.13 cannot look into the float8 in a DTensor, nor return its gradient."""
     return Float8Linear.forward(layer, x)
-
-
-_GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 def local_tensor(weight: torch.Tensor) -> torch.Tensor:
@@ -213,14 +227,25 @@ def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
     if not isinstance(weight, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+    mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def exported(weight: torch.Tensor) -> torch.Tensor:
+    """A weight, or an optimizer's master of one, as a state dict holds it: in the same memory, without a graph.
+
+    The local tensor of a DTensor keeps its class: DTensor's in-place operators on lists count no version of it.
+    """
+    local = local_tensor(weight)
+    if isinstance(local, PrimaryWeight):
+        return like_sharded(local.exported, weight)
+    if not isinstance(local, MasterWeight):
+        return weight.detach()
+    if local is weight:
+        return local.exported
+    found = weight.detach()
+    local_tensor(found).copies_plainly = True  # type: ignore[attr-defined]
+    return found
 
 
 class _Float8Matmul(torch.autograd.Function):
@@ -241,7 +266,10 @@ class _Float8Matmul(torch.autograd.Function):
         y, saved, ctx.kept = fprop(x, w, bias, plan, dtype, scaling, wanted)
         ctx.save_for_backward(w, *saved)
         ctx.plan, ctx.dtype, ctx.scaling = plan, dtype, scaling
-        ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype) if isinstance(w, MasterWeight) else None
+        ctx.w_row = None
+        # A distributed weight is cast for every call; what it keeps is from before it was distributed.
+        if isinstance(w, MasterWeight) and not isinstance(scaling, Spread):
+            ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 

@@ -15,19 +15,31 @@ from f8sub.kernels.normed import Measured
 from f8sub.kernels.norms import Norm, normalize_backward, rstd_of
 from f8sub.kernels.producers import HALF
 from f8sub.tensor.normed_tensor import Made, NormedTensor
-from f8sub.torch_compat import apply
+from f8sub.torch_compat import apply, autocast_dtype
 
 
 class Measuring(NamedTuple):
     """What a norm does in forward, and for whom.
 
     Attributes:
-        norm: which RMSNorm it is.
+        eps: the norm's, as text: see the note on numbers in ``kernels/reference.py``.
+        rounds: see ``Norm``.
         needs_amax: whether its readers' scale is made of its amax in every step; delayed scaling's is of the past.
     """
 
-    norm: Norm
+    eps: str
+    rounds: bool
     needs_amax: bool
+
+    @classmethod
+    def of(cls, norm: Norm, needs_amax: bool) -> "Measuring":
+        """What this norm does."""
+        return cls(repr(norm.eps), norm.rounds, needs_amax)
+
+    @property
+    def norm(self) -> Norm:
+        """Which RMSNorm it is."""
+        return Norm(float(self.eps), self.rounds)
 
 
 class FusedNorm(torch.nn.Module):
@@ -63,7 +75,7 @@ def _runs_apart(module: FusedNorm, x: torch.Tensor) -> bool:
         or x.dtype is not weight.dtype
         or x.dim() == 0
         or x.size(-1) != weight.size(0)
-        or torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
+        or autocast_dtype("cpu" if x.is_cpu else x.device.type) is not None
         or isinstance(x, DTensor | NormedTensor)
         or isinstance(weight, DTensor)
         or "forward" in module.__dict__

@@ -9,7 +9,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.layers import ConvertedLayers
-from f8sub.linear import like_sharded, local_tensor
+from f8sub.linear import exported, like_sharded, local_tensor
 from f8sub.primary_weights import is_primary, reread_shards, take_master
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import master_of
@@ -27,18 +27,24 @@ class MasterWeights(torch.optim.Optimizer):
     stay on the model's parameters, where ``clip_grad_norm_`` and ``GradScaler`` look for them. Options such as lr are
     read from this optimizer's ``param_groups``, which LR schedulers write to.
 
+    A weight that is frozen has no master. It gets one in the first step after it was unfrozen.
+
     A master is a weight's value, to the bit, with more digits: where the weight no longer is its master rounded,
     because a state dict was loaded or somebody wrote to it, the master takes the weight's value before the next step.
 
     Attributes:
         optimizer: the wrapped optimizer; its parameters are the masters.
+        takes_masters: tells the hook of all optimizers that a primary weight without a master gets one in the step.
     """
+
+    takes_masters = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         super().__init__(groups, dict(optimizer.defaults))
         self._masters: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self._frozen: dict[torch.Tensor, None] = {}
         for group in optimizer.param_groups:
             group["params"][:] = self._take(group["params"])  # in place: LBFGS remembers the list
 
@@ -72,8 +78,10 @@ class MasterWeights(torch.optim.Optimizer):
         all-reduce before.
 
         Raises:
-            Float8ConfigError: a weight was replaced by a tensor that this optimizer's master is not the master of.
+            Float8ConfigError: a weight was replaced by a tensor that this optimizer's master is not the master of; or
+                a primary weight was unfrozen, and something holds on to it as it is.
         """
+        self._take_unfrozen()
         self._pass_options(self.param_groups, self.optimizer.param_groups)
         self._follow_weights()
         self._pass_gradients()
@@ -96,15 +104,18 @@ class MasterWeights(torch.optim.Optimizer):
         state = {index: dict(entries) for index, entries in packed["state"].items()}
         for index, (weight, master) in enumerate(self._pairs()):
             if master is not weight:
-                state.setdefault(index, {})[MASTER] = master.detach()
+                state.setdefault(index, {})[MASTER] = exported(master)
         return {**packed, "state": dict(sorted(state.items()))}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned; of an optimizer without masters, the masters stay the model's values."""
         # Numbers, or names where torch.distributed.checkpoint made the dict.
-        names = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        names = list(itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         state = {}
+        has_master = [MASTER in state_dict["state"].get(name, ()) for name in names]
+        saved = itertools.compress((weight for weight, _ in self._pairs()), has_master)
+        self._replace([weight for weight in saved if weight in self._frozen])
         for name, (weight, master) in zip(names, self._pairs(), strict=True):
             entries = dict(state_dict["state"].get(name, {}))
             saved = entries.pop(MASTER, None)
@@ -118,23 +129,37 @@ class MasterWeights(torch.optim.Optimizer):
         for layers in conversions_of(self._masters):
             layers.changes += 1
 
-    def _take(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        taken = [self._take_one(weight) for weight in weights]
+    def _take_unfrozen(self) -> None:
+        """Make the masters of weights that have begun to learn."""
+        self._replace([weight for weight in self._frozen if weight.requires_grad])
+
+    def _replace(self, weights: list[torch.Tensor]) -> None:
+        """Have the wrapped optimizer step masters of these weights, where it stepped the weights themselves."""
+        for weight in weights:
+            (master,) = self._take([weight], frozen=True)
+            for group in self.optimizer.param_groups:
+                group["params"][:] = [master if stepped is weight else stepped for stepped in group["params"]]
+
+    def _take(self, weights: list[torch.Tensor], *, frozen: bool = False) -> list[torch.Tensor]:
+        """What the wrapped optimizer steps instead of ``weights``; itself for a frozen one, unless those are taken."""
+        taken = [self._take_one(weight, frozen) for weight in weights]
         for layers in conversions_of(taken):
             reread_shards(layers)
             layers.changes += 1  # the masters' storages are new
         return taken
 
-    def _take_one(self, weight: torch.Tensor) -> torch.Tensor:
-        if not weight.requires_grad:
+    def _take_one(self, weight: torch.Tensor, frozen: bool) -> torch.Tensor:
+        if not (is_primary(weight) or _has_fewer_bits(weight)):
+            return weight
+        if not (weight.requires_grad or frozen):
+            self._frozen[weight] = None
             return weight
         if is_primary(weight):
             master = take_master(weight)
-        elif weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize:
-            master = torch.nn.Parameter(like_sharded(_plain(weight).to(torch.float32, copy=True), weight))
         else:
-            return weight
+            master = torch.nn.Parameter(like_sharded(_plain(weight).to(torch.float32, copy=True), weight))
         self._masters[weight] = master
+        self._frozen.pop(weight, None)
         if weight in self.optimizer.state:
             state = self.optimizer.state.pop(weight)
             self.optimizer.state[master] = {
@@ -195,6 +220,10 @@ def _no_longer_primary(weight: str) -> Float8ConfigError:
         f"{weight} no longer is the float8 weight whose master MasterWeights steps: it was replaced by assignment, "
         "model.to(dtype) or to_empty, or its master was dropped; do that first, then construct MasterWeights"
     )
+
+
+def _has_fewer_bits(weight: torch.Tensor) -> bool:
+    return weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize
 
 
 def _plain(weight: torch.Tensor) -> torch.Tensor:

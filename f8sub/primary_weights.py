@@ -7,8 +7,9 @@ from f8sub.errors import Float8ConfigError
 from f8sub.fsdp.wire_primary_weight import primary_weight_for
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear, like_sharded, local_tensor
+from f8sub.tensor.cell import Cell
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.master_weight import Cell, MasterWeight, rowwise_of
+from f8sub.tensor.master_weight import MasterWeight, rowwise_of
 from f8sub.tensor.primary_weight import Primary, PrimaryWeight, master_of
 from f8sub.tensor.swap import take_place
 

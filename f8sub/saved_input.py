@@ -170,7 +170,7 @@ def x_columnwise(
     if torch.compiler.is_compiling():
         # Else it is the same cast as forward's, whose codes a partitioner saves.
         scale = copy_after(scale, after)
-    then = PastScale(scale, past.state.scaling.margin_of("x"), covers=False, is_known=kept.is_known)
+    then = PastScale(scale, past.state.margin_of(X), covers=False, is_known=kept.is_known)
     return present(backends.quantize_delayed(matrix, then, None, format, plan.any_layout, across)[1])
 
 

@@ -59,14 +59,17 @@ class ScalingState(torch.nn.Module):
             raise RuntimeError(f"recipe {recipe.name!r} has no delayed scaling to keep a state for")
         self.recipe = recipe
         self.scaling: DelayedScaling = recipe.delayed
+        self._margins = tuple(repr(float(self.scaling.margin_of(name))) for name in OPERANDS)
         self.generation = next(_generations)
         self.x_past = 0
         self.is_known = False
+        self._scale_version = 0
         with torch.inference_mode(mode=False):
             for name in ("scale", "age"):
-                self.register_buffer(name, torch.zeros(3, device=device))
+                self.register_buffer(name, torch.zeros(3, dtype=torch.float32, device=device))
             for name in OPERANDS:
-                history = torch.zeros(self.scaling.amax_history_len, device=device)
+                length = self.scaling.amax_history_len
+                history = torch.zeros(length, dtype=torch.float32, device=device)
                 self.register_buffer(f"history_{name}", history)
                 self.register_buffer(f"non_finite_{name}", history.new_zeros(()), persistent=False)
 
@@ -83,8 +86,18 @@ class ScalingState(torch.nn.Module):
     def past(self, operand: int) -> PastScale:
         """The scale of one column, as kernels take it."""
         scale = self.scale[operand : operand + 1].view(1, 1)
-        margin = self.scaling.margin_of(OPERANDS[operand])
-        return PastScale(scale, margin, covers=operand == W, is_known=self.is_known)
+        return PastScale(scale, self.margin_of(operand), covers=operand == W, is_known=self.is_known)
+
+    def margin_of(self, operand: int) -> float:
+        """``DelayedScaling.margin_of`` of one column; kept as text, see the note on numbers in ``reference``."""
+        return float(self._margins[operand])
+
+    def notice_writes(self) -> bool:
+        """Whether something else wrote to the buffers, as ``dcp.load`` does to those of a state dict; told once."""
+        written = self.scale._version != self._scale_version
+        if written:
+            self._take_loaded()
+        return written
 
     @property
     def weight(self) -> tuple[PastScale, int]:
@@ -106,8 +119,13 @@ class ScalingState(torch.nn.Module):
         with torch.no_grad():
             for buffer in self.buffers():
                 buffer.zero_()
-        self.generation, self.x_past = next(_generations), 0
+        self.mark_rolled()
+        self.x_past = 0
         self._forget_known()
+
+    def mark_rolled(self) -> None:
+        """Enter that the scales may be others from now on, by this module's own doing."""
+        self.generation, self._scale_version = next(_generations), self.scale._version
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "ScalingState":
         """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
@@ -116,16 +134,28 @@ class ScalingState(torch.nn.Module):
             if device != buffer.device:
                 moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                 self._buffers[name] = moved
-                self.generation = next(_generations)
+                self.mark_rolled()
                 self._forget_known()
         return self
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """As of any module. Who has the buffers may write to them, which compiled code does not notice.
+
+        So that looks at the scales again, until they are known to be made.
+        """
+        super()._save_to_state_dict(*args)
+        self._forget_known()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix) for key in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *args)
-            if not self.scale.is_meta:
-                self.x_past = hash((*self.history_x.tolist(), self.scale[X].item(), self.age[X].item()))
-        self.generation = next(_generations)
+            self._take_loaded()
+
+    def _take_loaded(self) -> None:
+        """Begin with the values that are in the buffers now."""
+        if not self.scale.is_meta:
+            self.x_past = hash((*self.history_x.tolist(), self.scale[X].item(), self.age[X].item()))
+        self.mark_rolled()
         self._forget_known()
 
     def _forget_known(self) -> None:
@@ -232,6 +262,7 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
     """
     alike = defaultdict(list)
     for index, state in enumerate(states):
+        state.notice_writes()
         alike[state.recipe].append(index)
     roll_number = next(_generations)
     for state in states:
@@ -260,11 +291,11 @@ def _look_for_scales(states: Sequence[ScalingState]) -> None:
         return
     asked = {_scales_made.get(state) for state in states}
     copy = asked.pop() if len(asked) == 1 else None
-    if copy is None or (copy.there and not copy.read()):
+    if copy is None or (copy.there and not copy.item()):
         copy = HostCopy(torch.stack([state.scale for state in states]).all())
     for state in states:
         _scales_made[state] = copy
-        state.is_known = copy.there and bool(copy.read())
+        state.is_known = copy.there and copy.item()
 
 
 def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:
@@ -293,7 +324,7 @@ def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor
     torch._foreach_copy_([state.age for state in states], list(age.unbind()))
     torch._foreach_zero_([flag for state in states for flag in state.flags])
     for state in states:
-        state.generation = next(_generations)
+        state.mark_rolled()
 
 
 def _amax_of(history: torch.Tensor, scaling: DelayedScaling) -> torch.Tensor:
@@ -316,7 +347,7 @@ def _scale_of(
     made = scaling.scaling_factor_compute_algo(*flat, format.max, scaling)
     made = _checked(made, flat[0], "scaling_factor_compute_algo").view_as(amax)
     usable = made.isfinite() & (made > 0)
-    return torch.where(usable, made.clamp(delayed.SMALLEST_SCALE, reference.LARGEST_SCALE), 0.0)
+    return torch.where(usable, made.clamp(reference.smallest_scale(), reference.largest_scale()), 0.0)
 
 
 def _checked(made: Any, like: torch.Tensor, algorithm: str) -> torch.Tensor:

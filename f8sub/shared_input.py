@@ -1,10 +1,13 @@
 """Layer 4. An x that sibling layers share (q, k, v; gate, up) is quantized once in a forward, and saved once.
 
 The module that owns the siblings opens a scope when its forward begins and closes it when it ends; within it, the
-last x quantized is remembered by identity, version and formats. Nothing outlives the forward that made it. Off in
-inference_mode, where tensors have no version, and under torch.compile, where common subexpressions are merged
-anyway. Off too in a function that is checkpointed within the scope: it is repeated in backward, where there is no
-scope, and selective checkpointing counts its operators.
+last x quantized is remembered by identity, version, place in memory and formats. Nothing outlives the forward that
+made it. Off in inference_mode, where tensors have no version, and under torch.compile, where common subexpressions are
+merged anyway. Off too in a function that is checkpointed within the scope: it is repeated in backward, where there is
+no scope, and selective checkpointing counts its operators.
+
+A write to x between two siblings counts a version, and ``x.data = t`` changes x's place. Neither is so of a write by
+``x.data.mul_()``, through ``x.numpy()`` or another library's view: the next sibling reads the codes from before it.
 """
 
 import itertools
@@ -13,6 +16,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from f8sub.formats import Float8Format, Operand
 from f8sub.scaling_state import Past, ScalingState, X, quantize_delayed
@@ -25,16 +29,32 @@ Formats = tuple[Float8Format | None, Float8Format | None]
 class _Scope:
     """One forward of a module with sibling layers: the last x quantized in it."""
 
-    __slots__ = ("amax", "hook", "key", "number", "operands", "owner", "x")
+    __slots__ = ("amax", "hook", "key", "number", "operands", "owner", "storage", "x")
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
         self.hook = saved_tensors_hook()
         self.x: weakref.ref[torch.Tensor] | None = None
+        self.storage: StorageWeakRef | None = None
         self.key: Any = None
         self.operands: tuple[Operand | None, Operand | None] = (None, None)
         self.amax: torch.Tensor | None = None
         self.number = 0
+
+    def knows(self, x: torch.Tensor, key: Any) -> bool:
+        """Whether what is remembered is of this x, as it is now."""
+        return self.x is not None and self.x() is x and self.key == (*_place(x), key)
+
+    def remember(self, x: torch.Tensor, key: Any) -> None:
+        """Say that what is remembered is of this x."""
+        # A weak reference keeps the storage's address, so that none that x gets later has it.
+        self.storage = StorageWeakRef(x.untyped_storage())
+        self.x, self.key = weakref.ref(x), (*_place(x), key)
+
+
+def _place(x: torch.Tensor) -> tuple[int, int, int, tuple[int, ...]]:
+    """Version of a tensor, and where it lies."""
+    return x._version, x.untyped_storage()._cdata, int(x.storage_offset()), x.stride()
 
 
 class _Scopes(threading.local):
@@ -82,7 +102,7 @@ def quantize_input(
     """Both operands of ``matrix``, or those of an earlier sibling that was given the same ``x``.
 
     Args:
-        x: what the layer was called with; its identity and version are the key.
+        x: what the layer was called with; the key, with its version and place.
         matrix: (M, K), ``x`` flattened and in the dtype to quantize from; what a fused norm returned, as it came.
         formats: (rowwise, columnwise); None for a usage nobody reads.
         any_layout: see ``reference.quantize``.
@@ -90,10 +110,10 @@ def quantize_input(
     scope = _scope_of(x)
     if scope is None:
         return normed_tensor.quantize(matrix, *formats, any_layout)
-    key = (x._version, matrix.dtype, formats, any_layout)
-    if scope.x is None or scope.x() is not x or scope.key != key:
+    key = (matrix.dtype, formats, any_layout)
+    if not scope.knows(x, key):
         scope.operands = normed_tensor.quantize(matrix, *formats, any_layout)
-        scope.x, scope.key = weakref.ref(x), key
+        scope.remember(x, key)
     return scope.operands
 
 
@@ -117,12 +137,13 @@ def quantize_input_delayed(
     if formats == (None, None):
         return formats
     scope = _scope_of(x) or _Scope(0)
-    key = (x._version, matrix.dtype, formats, any_layout, past.state.recipe, past.frozen, past.state.x_past)
-    if scope.x is None or scope.x() is not x or scope.key != key:
+    key = (matrix.dtype, formats, any_layout, past.state.recipe, past.frozen, past.state.x_past)
+    if not scope.knows(x, key):
         made = normed_tensor.quantize_delayed(matrix, past.scale(X), *formats, any_layout)
         row, col, scope.amax = made
         scope.operands = row, col
-        scope.x, scope.key, scope.number = weakref.ref(x), key, next(_numbers)
+        scope.remember(x, key)
+        scope.number = next(_numbers)
     if past.stage and scope.amax is not None:
         past.state.stage(X, scope.amax)
         past.state.x_past = hash((past.state.x_past, scope.number))

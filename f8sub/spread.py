@@ -150,7 +150,7 @@ class Places(NamedTuple):
 
     def whole(self, y: torch.Tensor) -> DTensor:
         """The layer's output, of this rank's."""
-        stride = torch.empty(self.shape, device="meta").stride()
+        stride = torch.empty(self.shape, dtype=y.dtype, device="meta").stride()
         return DTensor.from_local(
             y, self.mesh, (self.y,), run_check=False, shape=torch.Size(self.shape), stride=stride
         )

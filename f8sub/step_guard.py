@@ -145,7 +145,7 @@ class StepGuard:
         """float32, (): 1 where a gradient of any rank is not finite, else 0; every rank joins at every step."""
         gradients = [local_tensor(p.grad) for p in given if p.grad is not None]
         gradients = [g._values() if g.is_sparse else g for g in gradients]
-        found = torch.zeros((), device=self.skipped.device)
+        found = torch.zeros((), dtype=torch.float32, device=self.skipped.device)
         for device in dict.fromkeys(gradient.device for gradient in gradients):
             if filled := [g for g in gradients if g.device == device and g.numel()]:
                 finite = torch.stack([norm.isfinite() for norm in torch._foreach_norm(filled, torch.inf)])

@@ -25,7 +25,7 @@ from f8sub.recipe import Recipe
 from f8sub.scaling_state import Past, X, quantize_delayed
 from f8sub.spread import Cut
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, untraced
+from f8sub.torch_compat import apply, autocast_dtype, untraced
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -216,7 +216,7 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
         return _placed(x, Replicate())
     format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
     device = "cpu" if x.is_cpu else x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = autocast_dtype(device) or x.dtype
     past = None if plan.recipe.delayed is None else layer.past(plan.recipe)
     gathered: DTensor = apply(_Gather, x, format, dtype, past)
     return gathered
@@ -257,7 +257,7 @@ def _gathered_rows(operand: Operand, x: DTensor) -> Operand:
     matrix = torch.cat(parts, 1)
     rows = matrix.view(*x._local_tensor.shape[:-1], matrix.shape[1])
     shape = torch.Size((*x.shape[:-1], rows.shape[-1]))
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=rows.dtype, device="meta").stride()
     sent = DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
     received = sent.redistribute(placements=(Replicate(),)).to_local().reshape(-1, shape[-1])
     codes = received[:, : data.shape[1]].contiguous().view(data.dtype)

@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from f8sub.errors import Float8ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -19,6 +23,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def default_store() -> Any:
     """The key-value store that the default process group was made with."""
     return distributed_c10d._get_default_store()
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether the group was destroyed neither by itself nor with the default one."""
+    return group in distributed_c10d._world.pg_map
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -40,10 +49,30 @@ def cpu_has_amx_fp16() -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` without its look for functorch's dead wrappers, where no transform is active."""
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+    """``function.apply(*args)`` without its look for functorch's dead wrappers: no transform is active.
+
+    Raises:
+        Float8ConfigError: one is; they take functions with a ``setup_context`` alone.
+    """
+    if torch.compiler.is_compiling():
         return function.apply(*args)
+    if torch._C._are_functorch_transforms_active():
+        raise Float8ConfigError(
+            "a float8 layer was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev, ...), and only "
+            "plain autograd differentiates it: call loss.backward() or torch.autograd.grad, for gradients of each "
+            "sample in a loop over samples, or transform the model before convert_to_float8"
+        )
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of ``torch.autocast`` on a type of device; None where it is off, as always on meta.
+
+    Torch raises when it is asked about meta.
+    """
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -104,9 +133,20 @@ def _param_groups() -> list[Any]:
     return groups
 
 
+def no_dispatch_modes() -> AbstractContextManager[Any]:
+    """Outside of all dispatch modes, FakeTensorMode among them: tensors made here are real and may be kept."""
+    return _disable_current_modes()
+
+
 def is_capturing(tensor: torch.Tensor) -> bool:
     """Whether what is done to ``tensor`` now is recorded in a CUDA graph, and done when that is replayed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def tensors_in_storage(tensor: torch.Tensor) -> int:
+    """How many tensors, itself among them, and NumPy arrays lie in a tensor's storage."""
+    storage = tensor.untyped_storage()  # the Python object counts, too
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def preset_signature(hook: Callable[..., Any]) -> None:

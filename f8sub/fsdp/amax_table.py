@@ -55,9 +55,9 @@ class AmaxTable:
         slots = [size + -size % _SLOT for size in sizes]
         with torch.inference_mode(mode=False):
             parts = [sum(slots) + 1, staged]
-            self.whole = torch.zeros(sum(parts), device=device)
+            self.whole = torch.zeros(sum(parts), dtype=torch.float32, device=device)
             self.amax, self.staged = self.whole.split(parts)
-            self._scale = torch.ones(sum(slots), device=device)
+            self._scale = torch.ones(sum(slots), dtype=torch.float32, device=device)
             self._scale_inv, self._next_scale_inv = torch.ones_like(self._scale), torch.ones_like(self._scale)
             self._largest = torch.full_like(self._scale, torch.inf)
             start = 0

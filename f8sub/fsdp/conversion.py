@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-import os
+import warnings
 import weakref
 from collections import Counter
 
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8RankMismatchError
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8RankMismatchError, Float8Warning
 from f8sub.fsdp.agreement import all_arrive
 from f8sub.fsdp.findings import non_finite
+from f8sub.fsdp.held_weights import HeldWeights
 from f8sub.fsdp.histories import LocalHistories, Replicas
 from f8sub.fsdp.layout import ShardLayout, sharded_dims
 from f8sub.fsdp.scale_table import ScaleTable
@@ -48,7 +49,9 @@ class ShardedConversion:
         self._seen: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
         self._named: weakref.WeakValueDictionary[str, Float8Linear] = weakref.WeakValueDictionary()
         self._local = LocalHistories()
+        self._held = HeldWeights()
         self._steps_rolled = 0
+        self._asked_at: dict[ScaleTable, int] = {}
 
     @classmethod
     def of(cls, layers: ConvertedLayers) -> "ShardedConversion":
@@ -108,16 +111,14 @@ class ShardedConversion:
         self.refresh()
         for table in self.tables.values():
             table.roll()
-        self._local.roll(
-            [
-                (layer, state)
-                for layer in self._layers
-                for state in layer.states()
-                if layer not in self._shards or state.recipe != layer.plan.recipe
-            ],
-            sharded=self._seen,
-            since=since,
-        )
+        held = [
+            (layer, state)
+            for layer in self._layers
+            for state in layer.states()
+            if layer not in self._shards or state.recipe != layer.plan.recipe
+        ]
+        self._local.roll(held, sharded=self._seen, since=since)
+        self._held.skip(layer for layer, _ in held)
 
     def replicate(self) -> bool:
         """Have the ranks of DDP share what their amax histories see, if DDP runs the layers now.
@@ -130,9 +131,28 @@ class ShardedConversion:
         return bool(self._seen) or self._local.replicas is not None
 
     def settle(self) -> None:
-        """Finish what is under way, before anybody reads or writes the histories."""
-        for table in self.tables.values():
+        """Roll what is due and finish what is under way, before a state dict of the histories is taken or loaded."""
+        for (*_, ranks), table in self.tables.items():
+            if table.roll_due and self._all_settle(table, ranks):
+                table.reduce(tell=False)
             table.settle_histories()
+
+    def _all_settle(self, table: ScaleTable, ranks: tuple[int, ...]) -> bool:
+        """Whether all ranks came to ``settle`` since the last optimizer step; asked once, not for every layer."""
+        step = self._layers.steps
+        if len(ranks) == 1 or self._asked_at.get(table) == step:
+            return len(ranks) == 1
+        self._asked_at[table] = step
+        if all_arrive(f"f8sub/{table.group_of(ranks).life}/settle/{step}", len(ranks)):
+            return True
+        warnings.warn(
+            f"{table.shards[0].fqn}: a state dict was taken or loaded on some ranks only, after an optimizer step and "
+            "before precompute_scales(model); it lacks what the amax histories saw in that step. Call "
+            "precompute_scales(model) first, or take it on every rank",
+            Float8Warning,
+            stacklevel=2,
+        )
+        return False
 
     def raise_local(self) -> None:
         """Tell of NaN and infinity that this rank met in layers that are not sharded.
@@ -142,6 +162,15 @@ class ShardedConversion:
         """
         for message in non_finite(self._local.non_finite(), self._layers):
             raise Float8NumericsError(message)
+
+    def check_held(self) -> None:
+        """Tell what the call before found in the weights that no table covers, and look at them again.
+
+        Raises:
+            Float8NumericsError: NaN or infinity; names the layers.
+        """
+        if len(self._shards) < len(self._layers):
+            self._held.check([layer for layer in self._layers if layer not in self._shards])
 
     def _enter(self, new: list[tuple[Float8Linear, DTensor]], asked: bool) -> None:
         _refuse_partly_resharded([layer for layer, _ in new])
@@ -158,8 +187,10 @@ class ShardedConversion:
             if world > 1:
                 if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
                     continue
-                own_layers = [layer for layer, _ in members]
-                table.life = _check_ranks(own_layers, table.group_of(layout.ranks), layout.device)
+                group = table.group_of(layout.ranks).of_next_call()
+                _check_ranks([layer for layer, _ in members], group, layout.device)
+                if len(layout.sharers) > 1:
+                    table.group_of(layout.sharers)  # now, when all of them are here
             _entered[ranks] += 1
             self._seen.update(layer for layer, _ in members)
             self._named.update((layer.fqn, layer) for layer, _ in members)
@@ -217,24 +248,20 @@ _entered: Counter[str] = Counter()
 """How many conversions were entered for each set of ranks: the next one is the same one on every rank."""
 
 
-def _check_ranks(layers: list[Float8Linear], group: dist.ProcessGroup, device: str) -> str:
+def _check_ranks(layers: list[Float8Linear], group: dist.ProcessGroup, device: str) -> None:
     """Compare what was converted, and how, across the ranks that are about to exchange codes or gradients.
-
-    Returns:
-        A name that these ranks share, and no ranks before them: a store may outlive processes that were restarted.
 
     Raises:
         Float8RankMismatchError: on every rank alike, with the ranks and the first layer that differ.
     """
     mine = [_description(layer) for layer in layers]
-    digest, nonce = hashlib.sha256(json.dumps(mine).encode()).digest(), os.urandom(8)
-    sent = torch.tensor(list(digest + nonce), dtype=torch.uint8, device=device)
+    digest = hashlib.sha256(json.dumps(mine).encode()).digest()
+    sent = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     world = dist.get_world_size(group)
     received = [torch.empty_like(sent) for _ in range(world)]
     dist.all_gather(received, sent, group=group)
-    said = [bytes(theirs.tolist()) for theirs in received]
-    if all(theirs.startswith(digest) for theirs in said):
-        return hashlib.sha256(b"".join(said)).hexdigest()
+    if all(bytes(theirs.tolist()) == digest for theirs in received):
+        return
     everyone: list[list[dict[str, str]]] = [[] for _ in range(world)]
     dist.all_gather_object(everyone, mine, group=group)
     ranks = dist.get_process_group_ranks(group)

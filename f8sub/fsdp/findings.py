@@ -15,7 +15,8 @@ from f8sub.scaling_state import OPERANDS, W
 
 def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int]) -> torch.Tensor:
     """A tensor of the values on ``device``, which the host does not wait for."""
-    there = torch.tensor(values)
+    dtype = torch.bool if all(isinstance(value, bool) for value in values) else torch.int64
+    there = torch.tensor(values, dtype=dtype, device="cpu")
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
 
 
@@ -57,16 +58,21 @@ class Findings:
         bad = [s.fqn for s in self._shards if weights[s.amax.storage_offset() :][: s.amax.numel()].any()]
         messages = []
         if bad:
-            messages.append(
-                f"NaN or infinity in the master weight of {', '.join(bad)} (on this or another rank) when scales "
-                "were last computed; its float8 codes have been NaN since. Restore the weights from a checkpoint, "
-                "and look at the gradients of the optimizer step before: gradient norm, learning rate, loss scale"
-            )
+            messages.append(bad_weights(bad, "on this or another rank"))
         if met.any():
             operands = operands_met(self._layers, met.view(-1, len(OPERANDS)))
             messages += non_finite(operands, self._layers[0].converted)
         if messages:
             raise Float8NumericsError(". ".join(messages))
+
+
+def bad_weights(fqns: Sequence[str], where: str) -> str:
+    """The error that NaN or infinity in the weights of these layers is."""
+    return (
+        f"NaN or infinity in the master weight of {', '.join(fqns)} ({where}) when scales were last computed; its "
+        "float8 codes have been NaN since. Restore the weights from a checkpoint, and look at the gradients of the "
+        "optimizer step before: gradient norm, learning rate, loss scale"
+    )
 
 
 def operands_met(layers: Sequence[Float8Linear], met: torch.Tensor) -> list[str]:

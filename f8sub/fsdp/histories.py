@@ -9,12 +9,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError
 from f8sub.fsdp.findings import operands_met, sent_to
+from f8sub.fsdp.groups import own_group
 from f8sub.fsdp.shard import Shard
 from f8sub.host_copy import HostCopy
+from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.scaling_state import OPERANDS, ScalingState, Staged, W, roll
 from f8sub.tensor.master_weight import MasterWeight
-from f8sub.torch_compat import broadcast_no_more, is_capturing, takes_uneven_inputs
+from f8sub.torch_compat import broadcast_no_more, is_capturing, no_dispatch_modes, takes_uneven_inputs
 
 
 class Histories:
@@ -28,16 +30,26 @@ class Histories:
         self.layers = sorted(shards, key=lambda layer: layer.fqn)
         self.states = [layer.scaling_state(layer.plan.recipe) for layer in self.layers]
         shared = [state.scaling.reduce_amax for state in self.states]
-        self._shared = None if all(shared) else torch.tensor(shared, device=device)[:, None]
+        self._shared = None if all(shared) else torch.tensor(shared, dtype=torch.bool, device=device)[:, None]
         self._shards = [shards[layer] for layer in self.layers]
         positions = [shard.amax.storage_offset() for shard in self._shards]
-        self._weights = torch.tensor(positions, device=device)
-        self._own = self._stepped = torch.empty(0)
+        self._weights = torch.tensor(positions, dtype=torch.int64, device=device)
+        self._own = self._stepped = torch.empty(0, dtype=torch.float32, device=device)
 
     @staticmethod
     def size(layers: int) -> int:
         """Number of entries in the table."""
         return 2 * layers * len(OPERANDS)
+
+    def loaded_in_place(self, layers: ConvertedLayers) -> bool:
+        """Whether something else wrote to the buffers after the last optimizer step, as ``dcp.load`` does.
+
+        What is in them then covers that step.
+        """
+        written = [state.notice_writes() for state in self.states]
+        if any(written):
+            layers.loaded_at = layers.steps
+        return any(written)
 
     def take(self, region: torch.Tensor, since: int) -> None:
         """Write what was staged since optimizer step ``since`` into the table's ``region``, (size,)."""
@@ -75,9 +87,9 @@ class Replicas:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        ranks = dist.get_process_group_ranks(ddp.process_group)
-        # Of its own: collectives of others cannot cross it.
-        self._group = dist.new_group(ranks, use_local_synchronization=True)
+        ranks = tuple(sorted(dist.get_process_group_ranks(ddp.process_group)))
+        # Collectives of others cannot cross it.
+        self._group = own_group(ranks, next(ddp.module.parameters()).device.type) if len(ranks) > 1 else None
         self._ddp = weakref.ref(ddp)
         states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
         broadcast_no_more(ddp, [f"{name}.{buffer}" for name, state in states for buffer in state._buffers])
@@ -100,7 +112,8 @@ class Replicas:
         own = [row for row, (layer, state) in enumerate(layers) if state.recipe == layer.plan.recipe]
         rows = slice(None) if len(own) == len(layers) else own
         together = torch.stack([part[rows] for part in staged])
-        dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
+        if self._group is not None:
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group.of_next_call())
         amax, non_finite = together.unbind()
         shared = [layers[row][1].scaling.reduce_amax for row in own]
         if not all(shared):
@@ -172,7 +185,8 @@ class LocalHistories:
     def _read(self) -> None:
         if self._copy is not None:
             layers, copy = self._copy
-            self._met += operands_met(layers, copy.read())
+            with no_dispatch_modes():
+                self._met += operands_met(layers, copy.read())
             self._copy = None
 
 
@@ -185,7 +199,7 @@ def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Largest magnitude of each weight, (len(weights),), float32; 0 of an empty one, infinity or NaN as they are."""
     plain = [weight.plain if isinstance(weight, MasterWeight) else weight.detach() for weight in weights]
     filled = [row for row, weight in enumerate(plain) if weight.numel()]
-    amaxes = torch.zeros(len(plain), device=plain[0].device)
+    amaxes = torch.zeros(len(plain), dtype=torch.float32, device=plain[0].device)
     if filled:
         norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)
         amaxes.index_copy_(0, sent_to(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))

@@ -21,8 +21,8 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, lat
     """Compute the scales of all float8-gathered weights from the weights as they are now.
 
     Call it once after ``fully_shard`` and after every ``optimizer.step()``. One all-reduce for each process group
-    that shards weights; nothing to do, and no harm, for a model that is not sharded. Without it training is right
-    too, with the same all-reduce on the way of the next all-gather.
+    that shards weights. Without it training is right too, with the same all-reduce on the way of the next all-gather.
+    Weights that are not sharded are looked at for NaN and infinity alone.
 
     Does not wait: the all-reduce ends before the next all-gather, so that it overlaps with whatever comes between.
 
@@ -35,12 +35,14 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, lat
             step for the device. Every rank gives the same value; not for delayed scaling and nvfp4.
 
     Raises:
-        Float8ConfigError: ``late`` for weights that cannot have it; or a CUDA graph of sharded weights is captured.
-        Float8NumericsError: NaN or infinity was found in a weight by the previous call; names the layers. With
-            delayed scaling in an x or a dy too, at the latest one call later.
+        Float8ConfigError: a model that ``convert_to_float8`` never saw, or something that is no model; ``late`` for
+            weights that cannot have it; or a CUDA graph of sharded weights is captured.
+        Float8NumericsError: NaN or infinity was found in a weight by the previous call; names the layers. On every
+            rank alike, except for weights that are sharded and gathered in high precision: there on the ranks that
+            hold it. With delayed scaling in an x or a dy too, at the latest one call later.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """
-    for layers in _conversions([model] if isinstance(model, torch.nn.Module) else model):
+    for layers in _conversions(_parts_of(model)):
         conversion = ShardedConversion.of(layers)
         conversion.refresh(asked=True)
         for table in conversion.tables.values():
@@ -50,6 +52,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, lat
             conversion.raise_local()
         for table in conversion.tables.values():
             table.request(late)
+        conversion.check_held()
 
 
 def _check_not_captured(table: ScaleTable) -> None:
@@ -75,11 +78,15 @@ def register_precompute_hook(
 
     Returns:
         A handle whose ``remove()`` takes the hook out again.
+
+    Raises:
+        Float8ConfigError: a model that ``convert_to_float8`` never saw, or something that is no model.
     """
+    parts = _parts_of(model)
+    _conversions(parts)
     runs_hooks: Any = optimizer
     while not hasattr(runs_hooks, "_optimizer_step_post_hooks"):
         runs_hooks = runs_hooks.optimizer  # accelerate's wrapper has no hooks of its own
-    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
     handle: torch.utils.hooks.RemovableHandle = runs_hooks.register_step_post_hook(
         _PrecomputeHook(parts, late)
     )
@@ -181,7 +188,7 @@ def _mark_stale(optimizer: torch.optim.Optimizer, *, changed: bool = True) -> No
             if (
                 layers is not None
                 and layers.primary_weights
-                and not local.cell.taken
+                and not (local.cell.taken or hasattr(optimizer, "takes_masters"))
                 and parameter.requires_grad
             ):
                 raise Float8ConfigError(
@@ -208,6 +215,9 @@ def _roll(optimizer: torch.optim.Optimizer) -> None:
     conversions = dict.fromkeys(weight.cell.layers for weight in weights)
     conversions.pop(None, None)
     for layers in conversions:
+        for layer in layers:
+            for state in layer.states():
+                state.notice_writes()  # what was loaded in place before this step does not cover it
         layers.steps += 1
     for weight in weights:
         if (layers := weight.cell.layers) is not None:
@@ -216,19 +226,51 @@ def _roll(optimizer: torch.optim.Optimizer) -> None:
         ShardedConversion.of(layers).roll()
 
 
-_walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[ConvertedLayers]]] = (
-    weakref.WeakKeyDictionary()
-)
+_Conversions = list[weakref.ref[ConvertedLayers]]
+
+_walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, _Conversions]] = weakref.WeakKeyDictionary()
+"""What ``_conversions`` found. A conversion may hold layers, which lead to the module: it is not held here."""
 
 
-def _conversions(parts: Iterable[torch.nn.Module]) -> list[ConvertedLayers]:
-    """The conversions that the modules' layers belong to; a module is walked anew only after another conversion."""
+def _parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The model, or its parts.
+
+    Raises:
+        Float8ConfigError: something that is no model and no list of models.
+    """
+    parts = [model] if isinstance(model, torch.nn.Module) or not isinstance(model, Iterable) else list(model)
+    for index, part in enumerate(parts):
+        if not isinstance(part, torch.nn.Module):
+            raise Float8ConfigError(
+                f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts of it, got a "
+                f"{type(part).__name__}{_place(index, parts)}"
+            )
+    return parts
+
+
+def _place(index: int, parts: list[torch.nn.Module]) -> str:
+    return "" if len(parts) == 1 else f" at index {index} of {len(parts)}"
+
+
+def _conversions(parts: list[torch.nn.Module]) -> list[ConvertedLayers]:
+    """The conversions that the modules' layers belong to; a module is walked anew only after another conversion.
+
+    Raises:
+        Float8ConfigError: a module that was never converted.
+    """
     found: list[ConvertedLayers] = []
-    for part in parts:
-        made, conversions = _walked.get(part, (-1, []))
+    for index, part in enumerate(parts):
+        made, known = _walked.get(part, (-1, []))
+        conversions = [conversion for reference in known if (conversion := reference()) is not None]
         if made != ConvertedLayers.made:
             layers = [module.converted for module in part.modules() if isinstance(module, Float8Linear)]
             conversions = list(dict.fromkeys(layers))
-            _walked[part] = ConvertedLayers.made, conversions
+            if not conversions and not ConvertedLayers.saw(part):
+                raise Float8ConfigError(
+                    f"precompute_scales was given a {type(part).__name__}{_place(index, parts)} that was never "
+                    "converted, so it has no float8 weights; call f8sub.convert_to_float8(model) first, before "
+                    "fully_shard"
+                )
+            _walked[part] = ConvertedLayers.made, [weakref.ref(conversion) for conversion in conversions]
         found += [conversion for conversion in conversions if conversion not in found]
     return found

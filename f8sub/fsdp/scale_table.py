@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError, Float8RankMismatchError, Float8Warning
-from f8sub.fsdp.agreement import all_arrive, all_same, all_told, tell
+from f8sub.fsdp.agreement import all_arrive, all_told, first_common, tell
 from f8sub.fsdp.amax_table import AmaxTable
 from f8sub.fsdp.findings import Findings
+from f8sub.fsdp.groups import OwnGroup, own_group
 from f8sub.fsdp.histories import Histories
 from f8sub.fsdp.layout import ShardLayout
 from f8sub.fsdp.shard import Shard
@@ -50,13 +51,12 @@ class ScaleTable:
 
     Attributes:
         generation: number of reductions whose scales are in place.
-        life: what the ranks call themselves where they agree over the store; another name after a restart.
         gathers: whether FSDP2 gathers any of the weights as float8; else the table serves the histories alone.
     """
 
     def __init__(self, layers: ConvertedLayers, layout: ShardLayout) -> None:
         self.layers = layers
-        self.generation, self.life = 0, ""
+        self.generation = 0
         self.gathers = False
         self.shards: list[Shard] = []
         self._mesh_group = layout.group
@@ -64,7 +64,8 @@ class ScaleTable:
         self._sharers = layout.sharers
         self._world = len(layout.sharers)
         self._ranks = layout.ranks
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._device = layout.device
+        self._groups: dict[tuple[int, ...], OwnGroup] = {}
         self._histories: Histories | None = None
         self._steps_rolled = 0
         self._rolling = False
@@ -75,8 +76,7 @@ class ScaleTable:
         self._requested = self._gathered = self._late = False
         self._guarded = self._captured = self._warned = False
         self._changed_alone: set[int] = set()
-        self._findings: Findings | None = None
-        self._earlier_findings: Findings | None = None
+        self._findings: list[Findings] = []
         self._entries = AmaxTable([], 0, "cpu")
 
     def set_shards(self, shards: Mapping[Float8Linear, Shard]) -> None:
@@ -111,8 +111,10 @@ class ScaleTable:
 
         Never in a backward pass: what that recomputes has the forward's scales, though an optimizer steps in it.
         """
+        if self._histories is None or graph_task() != -1:
+            return False
         rolled = max(self._steps_rolled, self.layers.loaded_at)
-        return self._histories is not None and self.layers.steps > rolled and graph_task() == -1
+        return self.layers.steps > rolled and not self._histories.loaded_in_place(self.layers)
 
     def request(self, late: bool) -> None:
         """Reduce now, on every rank that calls this, unless one of them does not.
@@ -124,9 +126,7 @@ class ScaleTable:
             Float8ConfigError: some of the weights have no scales that can be late.
         """
         if not self.gathers:
-            findings, self._earlier_findings = self._earlier_findings, None
-            if findings is not None:
-                findings.tell()
+            self._tell(-1)
             return
         if late != self._late and self._world > 1:
             self._switch(late)
@@ -166,22 +166,23 @@ class ScaleTable:
     def roll(self) -> None:
         """Roll the histories now where no all-gather will ask for scales."""
         if not self.gathers and self.roll_due:
-            self._earlier_findings, self._findings = self._findings, None
-            self.reduce()
+            self.reduce(tell=False)
             self.settle()
 
-    def reduce(self) -> None:
+    def reduce(self, *, tell: bool = True) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
+
+        Args:
+            tell: False to leave what was found before to the next reduction.
 
         Raises:
             Float8NumericsError: the reduction before this one found NaN or infinity in a weight, an x or a dy.
         """
         self.settle()
-        findings, self._findings = self._findings, None
-        if findings is not None:
-            findings.tell()
+        if tell:
+            self._tell(None)
         self._rolling = self.roll_due
-        table, group = self._entries.amax, self.own_group if self._world > 1 else None
+        table, group = self._entries.amax, self.group_of(self._sharers) if self._world > 1 else None
         with torch.inference_mode(mode=False), torch.no_grad():
             self._entries.take_amaxes()
             if self._changed_alone:
@@ -192,7 +193,8 @@ class ScaleTable:
                 table = self._entries.whole
                 group = self.group_of(self._ranks) if len(self._ranks) > 1 else None
             if group is not None:
-                self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=group, async_op=True)
+                of_call = group.of_next_call()
+                self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=of_call, async_op=True)
         self._changes_covered = self.layers.changes
         self._steps_rolled = self.layers.steps if self._rolling else self._steps_rolled
         self._requested = self._guarded = False
@@ -214,9 +216,15 @@ class ScaleTable:
             if self._rolling and self._histories is not None:
                 met, layers = self._histories.roll(entries.staged, entries.amax), self._histories.layers
             entries.write_scales()
-            self._findings = Findings(entries.amax, self.shards, met, layers)
+            self._findings = [*self._findings[-1:], Findings(entries.amax, self.shards, met, layers)]
         self.generation += 1
         self._requests = 0
+
+    def _tell(self, end: int | None) -> None:
+        """Tell what reductions found, those before ``end``: of a later one it may still be on its way to the host."""
+        findings, self._findings = self._findings[:end], self._findings[len(self._findings[:end]) :]
+        for found in findings:
+            found.tell()
 
     def settle_histories(self) -> None:
         """``settle`` where that rolls histories; late scales stay, though this rank alone may have come here."""
@@ -325,19 +333,14 @@ class ScaleTable:
     ) -> None:
         shard.wire.gather(shard.cast(source, self.generation), gathered)
 
-    @property
-    def own_group(self) -> dist.ProcessGroup:
-        """A process group of the ranks that shard the weights, that nothing else uses."""
-        return self.group_of(self._sharers)
-
     def _place_of(self, *what: object) -> str:
         """A name for what is under way, the same on all ranks and on none before them."""
-        return "/".join(map(str, ("f8sub", self.life, self.own_group.group_name, *what)))
+        return "/".join(map(str, ("f8sub", self.group_of(self._sharers).life, *what)))
 
-    def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def group_of(self, ranks: tuple[int, ...]) -> OwnGroup:
         """A process group of these ranks that nothing else uses; all of them call this together at first."""
         if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._groups[ranks] = own_group(ranks, self._device)
         return self._groups[ranks]
 
     def _check_param_dtype(self, shard: Shard, dtype: torch.dtype) -> None:
@@ -349,8 +352,7 @@ class ScaleTable:
         if self._gathered:
             return
         self._gathered = True
-        point = self._place_of("param_dtype") if self._world > 1 else ""
-        if point and not all_same(point, str(dtype), self._world):
+        if self._world > 1 and first_common(self._place_of("param_dtype"), [str(dtype)], self._world) is None:
             raise Float8RankMismatchError(
                 f"{shard.fqn}: the ranks that shard it would gather it with different param_dtypes, this one with "
                 f"{dtype}; give fully_shard the same MixedPrecisionPolicy on every rank"

@@ -10,6 +10,7 @@ from f8sub.fsdp.layout import ShardLayout, WireFormat
 from f8sub.kernels import fused, reference
 from f8sub.kernels.many import Matrix
 from f8sub.scaling_state import ScalingState
+from f8sub.tensor.cell import State
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight, master_of
 from f8sub.torch_compat import graph_task, is_capturing
@@ -60,14 +61,15 @@ class Shard:
         self.index = 0
         self.gathers = 0
         self.dtype = master.dtype
-        self.amax = self.scale = self.scale_inv = self.next_scale_inv = self.part_scale_inv = torch.empty(0)
+        empty = torch.empty(0, dtype=torch.float32, device=layout.device)
+        self.amax = self.scale = self.scale_inv = self.next_scale_inv = self.part_scale_inv = empty
         self.awaits_codes = False
         self.global_scale_inv: torch.Tensor | None = None
-        self._scaled_state: tuple[int, int] | None = None
+        self._scaled_state: State | None = None
         self._wire: torch.Tensor | None = None
-        self._wire_key: tuple[tuple[int, int], int, torch.dtype] | None = None
+        self._wire_key: tuple[State, int, torch.dtype] | None = None
         self._in_a_graph = False
-        self._counted_state: tuple[int, int] | None = None
+        self._counted_state: State | None = None
         self._counted_gather = self._in_backward = self._expected_in_backward = 0
         self._kept: tuple[torch.Size, list[torch.Tensor]] | None = None
 
@@ -97,7 +99,8 @@ class Shard:
         """Turn to the local tensor that the layer's parameter holds now.
 
         FSDP2 pads a short shard anew at its first forward and after ``load_state_dict``, on that rank alone: a
-        copy of what the scales were computed from is not a change.
+        copy of what the scales were computed from is not a change. The codes that are kept may be older than those
+        scales, so they are cast anew in any case: ``MasterWeight.state`` is another one in another storage.
         """
         local = getattr(layer._parameters["weight"], "_local_tensor", None)  # None while it is unsharded
         if local is self.master:
@@ -108,8 +111,6 @@ class Shard:
         was_fresh = not self.stale and local.cell.copies(self.master.cell, local.shape)
         self.master = local
         self._scaled_state = local.state if was_fresh else None
-        if not was_fresh:
-            self._wire_key = None  # another cell may have counted as many writes
 
     @property
     def in_table(self) -> Matrix:
@@ -167,9 +168,12 @@ class Shard:
         self.scale_inv, self.next_scale_inv = (t.view(self.table_shape) for t in (scale_inv, next_scale_inv))
         rule, device = self.format.scale_rule, amax.device
         if rule.stored_as != torch.float32:
-            self.scale_inv = torch.ones(self.table_shape, device=device).to(rule.stored_as)
+            ones = torch.ones(self.table_shape, dtype=torch.float32, device=device)
+            self.scale_inv = ones.to(rule.stored_as)
             self.next_scale_inv = self.scale_inv.clone()
-        self.global_scale_inv = torch.ones(1, 1, device=device) if rule.has_global else None
+        self.global_scale_inv = (
+            torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None
+        )
         self.part_scale_inv = self.scale_inv
         if self.has_part:
             self.part_scale_inv = self._scales_of_part.clone(memory_format=torch.contiguous_format)

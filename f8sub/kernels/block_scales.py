@@ -33,6 +33,22 @@ def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: 
     return like.new_empty((lines, blocks), dtype=format.scale_rule.stored_as)
 
 
+def flat(operand: Operand) -> torch.Tensor:
+    """``operand.scale_inv`` in one dimension, as it lies in memory; of an operand that ``is_laid_out``."""
+    scale_inv = operand.scale_inv
+    return (scale_inv.t() if _is_column_major(operand.format) else scale_inv).view(-1)
+
+
+def unflat(operand: Operand) -> Operand:
+    """``operand`` with the matrix of scales that ``flat`` was given; one that has it comes back as it is."""
+    if operand.scale_inv.dim() == 2:
+        return operand
+    lines, blocks = operand.format.tile.scale_shape(operand.shape)
+    if _is_column_major(operand.format):
+        return operand._replace(scale_inv=operand.scale_inv.view(blocks, lines).t())
+    return operand._replace(scale_inv=operand.scale_inv.view(lines, blocks))
+
+
 def is_laid_out(operand: Operand) -> bool:
     """Whether ``operand.scale_inv`` has the very strides of ``empty_scale_inv``'s, of edges of one scale too."""
     lines, blocks = operand.scale_inv.shape

@@ -11,9 +11,6 @@ from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import reference
 from f8sub.kernels.reference import Across, Scales
 
-SMALLEST_SCALE = 2.0**-126
-"""The inverse of ``reference.LARGEST_SCALE``, a normal float32."""
-
 
 class PastScale(NamedTuple):
     """What a tensor's past amaxes say about its scale.
@@ -33,7 +30,9 @@ class PastScale(NamedTuple):
 
 def scale_with_margin(amax: torch.Tensor, format: Float8Format, margin: float) -> torch.Tensor:
     """``reference.scale_from_amax`` of an amax ``2**margin`` times as large, which float64 holds; never 0."""
-    return reference.scale_from_amax(amax.double() * 2.0**margin, format).clamp(min=SMALLEST_SCALE)
+    return reference.scale_from_amax(amax.double() * 2.0**margin, format).clamp(
+        min=reference.smallest_scale()
+    )
 
 
 def scale_now(past: PastScale, amax: torch.Tensor, format: Float8Format) -> torch.Tensor:

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from f8sub.formats import E2M1, Rounding
+from f8sub.torch_compat import no_dispatch_modes
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the codes 0 to 7 stand for; bit 3 is the sign. Source: OCP Microscaling Formats (MX) v1.0, 5.3.3."""
@@ -23,7 +24,9 @@ def cast(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 def values(codes: torch.Tensor) -> torch.Tensor:
     """float32 values of uint8 codes 0 to 15."""
-    return _table(codes.device)[codes.int()]
+    # An e2m1 is a float16 with fewer digits, of another exponent: 2 ** -14 times the value.
+    halves = ((codes & 7).to(torch.int16) << 9) | ((codes & 8).to(torch.int16) << 12)
+    return halves.view(torch.float16).float() * 2.0**14
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -50,26 +53,42 @@ def rotate(x: torch.Tensor, size: int, *, inverse: bool = False) -> torch.Tensor
     Returns:
         float32, (rows, K).
     """
-    matrix = _hadamard(size, x.device)
     parts = x.float().unflatten(1, (-1, size))
+    matrix = _hadamard(size, parts)
     rotated: torch.Tensor = parts @ (matrix.t() if inverse else matrix)
     return rotated.flatten(1)
 
 
-@functools.cache
-def _table(device: torch.device) -> torch.Tensor:
-    """float32 values of the codes 0 to 15; kept, because a copy from the host waits for the stream."""
-    with torch.inference_mode(mode=False):
-        return torch.tensor([*VALUES, *(-value for value in VALUES)], device=device)
+def _hadamard(size: int, like: torch.Tensor) -> torch.Tensor:
+    """A Hadamard matrix with random signs, the same in every process: both operands of a GEMM need one matrix.
+
+    Args:
+        size: of the matrix.
+        like: the tensor that it multiplies. One of a subclass, such as a FakeTensor, takes no plain matrix.
+
+    Returns:
+        float32, (size, size), on the device of ``like``.
+    """
+    if type(like) is torch.Tensor:
+        return _hadamard_on(like.device, size)
+    return like.new_tensor(_hadamard_rows(size))
 
 
 @functools.cache
-def _hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """A Hadamard matrix with random signs, the same in every process: both operands of a GEMM need one matrix."""
-    with torch.inference_mode(mode=False):
-        matrix = torch.ones(1, 1)
+def _hadamard_on(device: torch.device, size: int) -> torch.Tensor:
+    """Kept, because a copy from the host waits for the stream. Made outside of all modes, which it outlives."""
+    with torch.inference_mode(mode=False), no_dispatch_modes():
+        return torch.tensor(_hadamard_rows(size), dtype=torch.float32, device=device)
+
+
+@functools.cache
+def _hadamard_rows(size: int) -> list[list[float]]:
+    with no_dispatch_modes():
+        matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         while matrix.shape[0] < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-        signs = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(size)) * 2 - 1
-        transform: torch.Tensor = signs * matrix / size**0.5
-        return transform.to(device)
+        generator = torch.Generator("cpu").manual_seed(size)
+        drawn = torch.randint(0, 2, (size, 1), generator=generator, dtype=torch.int64, device="cpu")
+        transform: torch.Tensor = (drawn * 2 - 1) * matrix / size**0.5
+        rows: list[list[float]] = transform.tolist()
+        return rows

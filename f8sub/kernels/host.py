@@ -11,11 +11,11 @@ import torch
 
 from f8sub.formats import Float8Format, Operand, ScaleRule
 from f8sub.kernels import delayed, reference
+from f8sub.torch_compat import no_dispatch_modes
 
-_MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32, device="cpu")
-"""``-0 + scale * x`` is the float32 product of a bfloat16 ``x``, signed zeros too, in one operator."""
-
-_ONE = torch.ones((1, 1), dtype=torch.float32, device="cpu")
+with torch.inference_mode(mode=False), no_dispatch_modes():  # whatever f8sub is imported in
+    _MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32, device="cpu")
+    _ONE = torch.ones((1, 1), dtype=torch.float32, device="cpu")
 
 
 def quantize(
@@ -28,7 +28,7 @@ def quantize(
 
     Numerics:
         No clamp: with current scaling a finite product is at most ``format.max * (1 + 2**-23)``, which rounds to
-        ``format.max``. Tensors with NaN, infinity or values that need the clamp go to the reference.
+        ``format.max``. Tensors with NaN or infinity go to the reference.
     """
     format = columnwise if rowwise is None else rowwise
     if (
@@ -41,9 +41,10 @@ def quantize(
         return reference.quantize(x, rowwise, columnwise, any_layout)
     lowest, highest = torch.aminmax(x)
     amax: float = max(highest.item(), -lowest.item())
-    if not amax <= reference.LARGEST:
+    if not amax < math.inf:
         return reference.quantize(x, rowwise, columnwise, any_layout)
     scale = scale_from_amax(amax, format)
+    # -0 + scale * x is the float32 product of a bfloat16 x, signed zeros too, in one operator.
     data = torch.add(_MINUS_ZERO, x, alpha=scale).to(format.dtype)
     scale_inv = _matrix_of(1.0 / scale)
     row = None if rowwise is None else Operand(data, scale_inv, format)
@@ -65,11 +66,11 @@ def quantize_delayed(
         return delayed.quantize(x, past, rowwise, columnwise, any_layout)
     lowest, highest = torch.aminmax(x)
     amax: float = max(highest.item(), -lowest.item())
-    if not amax <= reference.LARGEST:
+    if not amax < math.inf:
         return delayed.quantize(x, past, rowwise, columnwise, any_layout)
     scale: float = past.scale.item()
     if scale == 0.0:
-        scale = max(scale_from_amax(amax * 2.0**past.margin, format), delayed.SMALLEST_SCALE)
+        scale = max(scale_from_amax(amax * 2.0**past.margin, format), reference.smallest_scale())
     if past.covers and amax != 0.0:
         scale = min(scale, scale_from_amax(amax, format))
     scaled = torch.add(_MINUS_ZERO, x, alpha=scale)
@@ -94,7 +95,7 @@ def scale_from_amax(amax: float, format: Float8Format) -> float:
     """``reference.scale_from_amax`` of one finite number; a Python float that float32 holds exactly."""
     if amax == 0.0:
         return 1.0
-    scale: float = ctypes.c_float(min(format.max / amax, reference.LARGEST_SCALE)).value
+    scale: float = ctypes.c_float(min(format.max / amax, reference.largest_scale())).value
     if format.scale_rule is not ScaleRule.FLOAT and format.scale_rule.is_power_of_2:
         scale = math.ldexp(0.5, math.frexp(scale)[1])
     return scale

@@ -4,6 +4,10 @@ Formats go by name. Left to the compiler, which fuses it, is what is made of pla
 over whole rows, as long as nothing is copied transposed: Inductor's stores of that take several times as long as ours.
 The rest it would unroll (partial sums), cannot lower (e8m0, e2m1) or lowers wrongly (an index that is divided by a
 tile's edge fails an assertion in the C++ backend of 2.11 to 2.13).
+
+[Note] Scales of blocks are flat between two of these nodes: ``Operand.scale_inv`` has one dimension there. A matrix of
+scales has a dimension that counts blocks, ceil(M / 128), and torch compiles once more when the size of a dimension
+changes from 1 to another. The flat size, K * ceil(M / 128), changes so only where all of K is in one block.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +17,7 @@ import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels import delayed, fused, reference
-from f8sub.kernels.block_scales import empty_scale_inv, is_laid_out
+from f8sub.kernels.block_scales import empty_scale_inv, flat, is_laid_out, unflat
 from f8sub.kernels.delayed import PastScale
 
 _library = torch.library.Library("f8sub", "DEF")
@@ -35,7 +39,12 @@ def operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) 
 
 def is_fusible(format: Float8Format) -> bool:
     """Whether the compiler may see how a matrix of this format is quantized and read."""
-    return format.is_plain and format.tile.rows in (1, ALL) and format.tile.cols in (1, ALL)
+    return format.is_plain and not has_blocks(format)
+
+
+def has_blocks(format: Float8Format) -> bool:
+    """Whether one scale serves more than one element of a line, and not all of it."""
+    return format.tile.rows not in (1, ALL) or format.tile.cols not in (1, ALL)
 
 
 def _quantize_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
@@ -94,7 +103,7 @@ def _formats(rowwise: str, columnwise: str) -> tuple[Float8Format, Float8Format]
 
 
 def as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
-    """An operator's results, each memory of its own and laid out as the fake says."""
+    """An operator's results, each memory of its own and laid out as the fake says; scales of blocks flat."""
     found: list[torch.Tensor] = []
     for operand in made:
         if operand is None:
@@ -102,6 +111,8 @@ def as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
         if not is_laid_out(operand):
             laid_out = empty_scale_inv(operand.data, operand.format, *operand.shape)
             operand = operand._replace(scale_inv=laid_out.copy_(operand.scale_inv))
+        if has_blocks(operand.format):
+            operand = operand._replace(scale_inv=flat(operand))
         # Of the reference both usages may share a scale, and an operator may not return one tensor twice.
         taken = {tensor.untyped_storage().data_ptr() for tensor in found}
         found += (t.clone() if t.untyped_storage().data_ptr() in taken else t for t in operand.tensors)
@@ -164,8 +175,8 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
         out_dtype: torch.dtype,
         fast_accum: bool,
     ) -> torch.Tensor:
-        left = Operand.of(Float8Format.parse(a_format), *a)
-        right = Operand.of(Float8Format.parse(b_format), *b)
+        left = unflat(Operand.of(Float8Format.parse(a_format), *a))
+        right = unflat(Operand.of(Float8Format.parse(b_format), *b))
         # Filled up to whole blocks, a product is a view of a larger one; the fake's strides are the promise.
         return gemm_nt(left, right, out_dtype, fast_accum).contiguous()
 
@@ -193,14 +204,14 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
 def _derive_columnwise(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    operand = Operand(data, scale_inv, Float8Format.parse(rowwise))
+    operand = unflat(Operand(data, scale_inv, Float8Format.parse(rowwise)))
     derived = fused.derive_columnwise(operand, Float8Format.parse(columnwise))
     # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
     is_given = derived.scale_inv.untyped_storage().data_ptr() == scale_inv.untyped_storage().data_ptr()
-    if is_given or not is_laid_out(derived):
-        laid_out = empty_scale_inv(derived.data, derived.format, *derived.shape)
-        return derived.data, laid_out.copy_(derived.scale_inv)
-    return derived.data, derived.scale_inv
+    if is_given:
+        derived = derived._replace(scale_inv=derived.scale_inv.clone())
+    made = as_list([derived._replace(global_scale_inv=None)])
+    return made[0], made[1]
 
 
 def _fake_derived(
@@ -268,9 +279,13 @@ def small_part_of(dy: torch.Tensor, quantized: Operand | None) -> torch.Tensor:
 
 
 def empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
-    """What a fake returns of an operand of (rows, depth) elements."""
+    """What a fake returns of an operand of (rows, depth) elements; scales of blocks flat."""
     depth = -(-depth // format.depth_multiple) * format.depth_multiple
     data = like.new_empty((rows, depth // format.codes_per_byte), dtype=format.dtype)
-    scale_inv = empty_scale_inv(like, format, rows, depth)
+    if has_blocks(format):
+        lines, blocks = format.tile.scale_shape((rows, depth))
+        scale_inv = like.new_empty(lines * blocks, dtype=format.scale_rule.stored_as)
+    else:
+        scale_inv = empty_scale_inv(like, format, rows, depth)
     level = like.new_empty((1, 1), dtype=torch.float32) if format.scale_rule.has_global else None
     return Operand(data, scale_inv, format, level)

@@ -1,10 +1,14 @@
 """Layer 1. The specification: plain PyTorch, any tile, any device, eager or compiled.
 
 Every other kernel equals this one bitwise (casts, scales) or within the accumulation budget (GEMMs).
+
+[Note] Numbers in compiled code. ``torch.compile(dynamic=True)`` turns each Python float that traced code reads from an
+attribute or a global into an input of the graph. Dynamo (2.11 to 2.14) cannot pass such an input to two
+``autograd.Function``s, which two float8 layers are. So traced code writes its floats as literals, in functions, or asks
+``torch.finfo``; and reads floats that users choose (a margin, an eps) from strings, which dynamo takes for constants.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,16 +17,22 @@ from f8sub.formats import ALL, E2M1, Float8Format, Operand, Rounding, Tile
 from f8sub.kernels import e2m1
 from f8sub.kernels.accumulate import matmul_nt
 
-LARGEST = 1.75 * 2.0**127
-"""Clamp on high-precision values: the largest float32 that no float8 rounding carries beyond float32's range."""
-
-LARGEST_SCALE = 2.0**126
-"""Cap on scales: the largest power of two whose inverse is a normal float32."""
-
-SMALLEST_BLOCK_SCALE_INV = 2.0**-9
-"""Of scales of two levels: the smallest e4m3 there is, so that none is 0 and has no inverse."""
-
 _EXPONENT_BITS = 0x7F800000
+
+
+def largest_scale() -> float:
+    """Cap on scales: the largest power of two whose inverse is a normal float32."""
+    return 2.0**126
+
+
+def smallest_scale() -> float:
+    """The inverse of ``largest_scale``."""
+    return 2.0**-126
+
+
+def smallest_block_scale_inv() -> float:
+    """Of scales of two levels: the smallest e4m3 there is, so that none is 0 and has no inverse."""
+    return 2.0**-9
 
 
 Across = Callable[[torch.Tensor, Tile], torch.Tensor]
@@ -122,9 +132,9 @@ def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
     exact = amax.double()
     largest = exact.max() if exact.numel() else exact.new_zeros(())
     top = torch.finfo(torch.float8_e4m3fn).max
-    smallest = 1.0 / (LARGEST_SCALE * SMALLEST_BLOCK_SCALE_INV)
+    smallest = 1.0 / (largest_scale() * smallest_block_scale_inv())
     global_inv = torch.where(largest == 0, 1.0, (largest / (format.max * top)).clamp(min=smallest)).float()
-    block_inv = (exact / (format.max * global_inv.double())).clamp(SMALLEST_BLOCK_SCALE_INV, top)
+    block_inv = (exact / (format.max * global_inv.double())).clamp(smallest_block_scale_inv(), top)
     stored = torch.where(amax == 0, 1.0, block_inv).float().to(torch.float8_e4m3fn)
     scale = (stored.double() * global_inv).reciprocal().float()
     return Scales(scale, stored, global_inv.view(1, 1))
@@ -155,7 +165,7 @@ def scale_from_amax(amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
         is not.
     """
     scale = torch.div(torch.full_like(amax, format.max, dtype=torch.float64), amax)
-    scale = scale.clamp(max=LARGEST_SCALE).float()
+    scale = scale.clamp(max=largest_scale()).float()
     if format.scale_rule.is_power_of_2:
         scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return torch.where(amax == 0, 1.0, scale)
@@ -199,9 +209,10 @@ def cast(
         Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity
         into 448, e5m2 overflows to infinity). ``x - x`` is 0 for a finite element and NaN for any other, which
         keeps NaN and infinity visible, in place, as NaN codes; subtracted, so that -0 stays -0. e2m1 has no NaN:
-        there the tile's scale is.
+        there the tile's scale is. Beyond 1.9 * 2**127 the nearest code can stand for 2**128, which float32 has not:
+        ``dequantize`` makes float32's largest number of it.
     """
-    scaled = x.float().clamp(-LARGEST, LARGEST) * scale
+    scaled = x.float() * scale
     if dtype == E2M1:
         return e2m1.cast(scaled, rounding)
     top = torch.finfo(dtype).max
@@ -233,15 +244,16 @@ def quantize(
     Returns:
         (rowwise, columnwise). Where both formats scale the same elements together, one cast serves both.
     """
-    row = None if rowwise is None else _quantize_as_stored(x, rowwise, across)
+    row = None if rowwise is None else _quantize_as_stored(x, rowwise, rowwise.tile, across)
     if columnwise is None:
         return row, None
     if columnwise.depth_multiple > 1:
         # Bytes and transforms run along the other dimension than x's own.
-        return row, _quantize_as_stored(x.t().contiguous(), columnwise)
-    seen_in_x = replace(columnwise, tile=columnwise.tile.t())
-    same = row if row is not None and rowwise == seen_in_x else _quantize_as_stored(x, seen_in_x, across)
-    return row, transposed(same, columnwise, any_layout)
+        return row, _quantize_as_stored(x.t().contiguous(), columnwise, columnwise.tile)
+    if row is None or not columnwise.is_transpose_of(row.format):
+        seen = _quantize_as_stored(x, columnwise, columnwise.tile.t(), across)
+        return row, transposed(seen, columnwise, any_layout)
+    return row, transposed(row, columnwise, any_layout)
 
 
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
@@ -261,7 +273,7 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bo
 
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """``codes * scale_inv`` in float32, rounded once to ``dtype``; ``operand.shape``."""
+    """``codes * scale_inv`` in float32, rounded once to ``dtype``, finite for all codes but NaN; ``operand.shape``."""
     values = _values(operand)
     if operand.format.hadamard is not None:
         values = e2m1.rotate(values, operand.format.hadamard, inverse=True)
@@ -283,8 +295,8 @@ def takes_any_layout(device: torch.device) -> bool:
     return True
 
 
-def is_traceable(a: Float8Format, b: Float8Format) -> bool:
-    """Whether ``torch.compile`` may look into a GEMM of these formats: it would unroll the partial sums."""
+def is_traceable(a: Operand, b: Operand) -> bool:
+    """Whether ``torch.compile`` may look into this GEMM: it would unroll the partial sums."""
     del a, b
     return False
 
@@ -295,18 +307,24 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     return None
 
 
-def _quantize_as_stored(x: torch.Tensor, format: Float8Format, across: Across | None = None) -> Operand:
+def _quantize_as_stored(
+    x: torch.Tensor, format: Float8Format, tile: Tile, across: Across | None = None
+) -> Operand:
+    """Codes and scales laid out as ``x`` is.
+
+    ``tile`` is ``format.tile`` as it lies in ``x``: the transposed one, of a format that reads ``x`` by columns.
+    """
     if missing := -x.shape[1] % format.depth_multiple:
         x = torch.nn.functional.pad(x, (0, missing))
     if format.hadamard is not None:
         x = e2m1.rotate(x, format.hadamard)
     if format.dtype == E2M1:
         # It has no NaN: a non-finite element shows in its tile's scale.
-        scales = scales_or_nan(shard_amax(x, format.tile, (0, 0)), format)
+        scales = scales_or_nan(shard_amax(x, tile, (0, 0)), format)
     else:
-        amaxes = amax(x, format.tile)
-        scales = scales_from_amax(amaxes if across is None else across(amaxes, format.tile), format)
-    data = codes_as_stored(x, spread(scales.scale, format.tile, x.shape), format)
+        amaxes = amax(x, tile)
+        scales = scales_from_amax(amaxes if across is None else across(amaxes, tile), format)
+    data = codes_as_stored(x, spread(scales.scale, tile, x.shape), format)
     return Operand(data, scales.scale_inv, format, scales.global_scale_inv)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels import block_scales
 from f8sub.kernels.block_scales import ALIGNMENT, BLOCK, whole_blocks
-from f8sub.torch_compat import constant_result, cpu_has_amx, cpu_has_amx_fp16
+from f8sub.torch_compat import constant_result, cpu_has_amx, cpu_has_amx_fp16, no_dispatch_modes
 
 TENSORWISE = Tile(ALL, ALL)
 ROWWISE = Tile(1, ALL)
@@ -44,13 +44,27 @@ def takes_any_layout(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def is_traceable(a: Float8Format, b: Float8Format) -> bool:
-    """Whether ``torch.compile`` may look into a GEMM of these formats.
+def is_traceable(a: Operand, b: Operand) -> bool:
+    """Whether ``torch.compile`` may look into this GEMM.
 
     Not with scales of blocks: dynamo of 2.11 does not know ``_scaled_mm_v2``, and Inductor of 2.13 calls the first
-    version of it with scales that are laid out for the second.
+    version of it with scales that are laid out for the second. Nor where it depends on a dynamic shape whether a
+    dimension is filled up: torch would compile once more for those that are and those that are not.
     """
-    return not _in_blocks(a, b)
+    if _in_blocks(a.format, b.format):
+        return False
+    return not _fills_up(a.data) or all(map(_is_settled, (*a.data.shape, b.data.shape[0])))
+
+
+def _fills_up(codes: torch.Tensor) -> bool:
+    """Whether dimensions are filled up to multiples of ``ALIGNMENT``."""
+    return codes.is_cuda
+
+
+def _is_settled(size: int) -> bool:
+    """Whether dynamo knows without a guard that a size is a multiple of ``ALIGNMENT``, or that it is none."""
+    known = torch.fx.experimental.symbolic_shapes.statically_known_true
+    return known(size % ALIGNMENT == 0) or known(size % ALIGNMENT != 0)
 
 
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
@@ -76,7 +90,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
             return _gemm_nt_in_blocks(a, b, out_dtype)
         a_scale_inv = a_scale_inv.expand(left.shape[0], 1).contiguous()
         b_scale_inv = b_scale_inv.expand(right.shape[0], 1).contiguous().t()
-    if left.is_cuda:
+    if _fills_up(left):
         return _gemm_nt_cuda(left, right, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
     # t(), not mT: compiled code saves the float8 codes behind the one and casts x anew in backward behind the other.
     return torch._scaled_mm(
@@ -240,9 +254,11 @@ def _onednn_loops() -> bool:
 @functools.cache
 def _why_not_rows_on_the_cpu() -> str | None:
     """Tried rather than looked up: which scales the CPU takes differs between builds of one torch version."""
-    codes, scale_inv = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
     try:
-        torch._scaled_mm(codes, codes.t(), scale_inv, scale_inv.t(), out_dtype=torch.float32)
+        with no_dispatch_modes():
+            codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
+            scale_inv = torch.ones(16, 1, dtype=torch.float32, device="cpu")
+            torch._scaled_mm(codes, codes.t(), scale_inv, scale_inv.t(), out_dtype=torch.float32)
     except (RuntimeError, NotImplementedError) as error:
         return f"torch {torch.__version__} has no rowwise _scaled_mm for the CPU ({error})"
     return None

@@ -39,7 +39,7 @@ def takes_any_layout(device: torch.device) -> bool:
     return False
 
 
-def is_traceable(a: Float8Format, b: Float8Format) -> bool:
+def is_traceable(a: Operand, b: Operand) -> bool:
     """Whether ``torch.compile`` may look into a GEMM: not into descriptors that are made on the host."""
     del a, b
     return False

@@ -64,7 +64,7 @@ def recipe(  # noqa: PLR0913  (TransformerEngine's parameters)
     Raises:
         Float8ConfigError: a value that cannot be used.
     """
-    if fp8_format not in _DY:
+    if not isinstance(fp8_format, str) or fp8_format not in _DY:
         raise Float8ConfigError(
             f"fp8_format is one of {list(_DY)}, got {fp8_format!r}; e5m2 keeps two bits of an activation's mantissa"
         )

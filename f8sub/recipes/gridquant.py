@@ -8,7 +8,8 @@ because a block spans 256 tokens (see ``tensorwise``).
 
 import torch
 
-from f8sub.formats import Float8Format, Tile
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import MULTIPLE, Float8Format, Tile
 from f8sub.recipe import GemmSpec, Recipe
 
 
@@ -16,9 +17,20 @@ def recipe(*, block: int = 256, dy: torch.dtype = torch.float8_e5m2) -> Recipe:
     """Make the recipe.
 
     Args:
-        block: edge of the blocks.
+        block: edge of the blocks, a multiple of 16, as dimensions of float8 GEMMs are. GPUs multiply blocks whose edge
+            is a multiple of 128; others run on the reference backend.
         dy: ``torch.float8_e5m2`` or ``torch.float8_e4m3fn``, which has a bit more precision and less range.
+
+    Raises:
+        Float8ConfigError: another value.
     """
+    if type(block) is not int or block < 1 or block % MULTIPLE:
+        raise Float8ConfigError(
+            f"block={block!r} is no positive multiple of {MULTIPLE}: the dimensions of float8 GEMMs are multiples of "
+            f"{MULTIPLE}, so other blocks fit none of them; GPUs multiply blocks of multiples of 128"
+        )
+    if dy not in (torch.float8_e5m2, torch.float8_e4m3fn):
+        raise Float8ConfigError(f"dy={dy!r} is neither torch.float8_e5m2 nor torch.float8_e4m3fn")
     tile = Tile(block, block)
     e4m3, grad = Float8Format(torch.float8_e4m3fn, tile), Float8Format(dy, tile)
     return Recipe(

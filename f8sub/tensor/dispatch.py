@@ -1,18 +1,31 @@
-"""Layer 3. Every aten operator a Float8Tensor answers, one handler a meaning."""
+"""Layer 3. What each aten operator does with a Float8Tensor, one handler a meaning.
 
+Views of rows and columns keep their codes, and products of two Float8Tensors are float8 GEMMs. Any other operator reads
+the high-precision values that the codes stand for, with a warning once. So a module that reads a weight itself computes
+the same whether FSDP2 gathers that weight in float8 or not, within what the codes cost.
+"""
+
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from f8sub.backends import gemm_nt, select_gemm
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Operand
 from f8sub.recipe import GemmSpec
-from f8sub.tensor.float8_tensor import OPS, Float8Tensor, Handler
+from f8sub.tensor import parts
+from f8sub.tensor.float8_tensor import ANY_OTHER, OPS, Float8Tensor, Handler
+from f8sub.tensor.master_weight import describe
 
 aten = torch.ops.aten
+
+_told: set[str] = set()
+"""Operators that were warned about."""
 
 
 def implements(*ops: Any) -> Callable[[Handler], Handler]:
@@ -28,6 +41,38 @@ def implements(*ops: Any) -> Callable[[Handler], Handler]:
     return register
 
 
+@implements(ANY_OTHER)
+def _in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any other operator: of the values that the codes stand for.
+
+    Raises:
+        NotImplementedError: it would write to codes.
+    """
+    for position, name in describe(func).written:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if written := [t for t in pytree.tree_leaves(value) if isinstance(t, Float8Tensor)]:
+            raise NotImplementedError(
+                f"{func} would write to {written[0]!r}, whose codes do not change; write to what .dequantize() "
+                "returns, or to the sharded weight that it was gathered from"
+            )
+    composed = func.decompose(*args, **kwargs)
+    if composed is not NotImplemented:
+        return composed
+    read = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Float8Tensor))
+    if str(func) not in _told:
+        _told.add(str(func))
+        warnings.warn(
+            f"{func} reads {read!r} in high precision: it is dequantized each time, {read.numel() * read.itemsize:,} "
+            "bytes. That is right, and slower than a float8 layer. Where it is a weight that FSDP2 gathers, a module "
+            "reads it outside of its layer: leave that layer out with skip=, or convert with float8_all_gather=False, "
+            "if its time counts. Said once for each operator",
+            Float8Warning,
+            stacklevel=_frames_of_f8sub() + 1,
+        )
+    args, kwargs = pytree.tree_map_only(Float8Tensor, lambda t: t.dequantize(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
 @implements(aten.detach.default, aten.alias.default, aten.clone.default)
 def _same_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = args[0].map_buffers(lambda buffer: func(buffer, *args[1:], **kwargs))
@@ -36,12 +81,10 @@ def _same_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @implements(aten._to_copy.default)
 def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Move to another device; another dtype is another value, so it is refused."""
+    """Move to another device; of another dtype are high-precision values alone."""
     tensor: Float8Tensor = args[0]
     if kwargs.get("dtype") not in (None, tensor.dtype):
-        raise NotImplementedError(
-            f"{tensor!r} to {kwargs['dtype']}: call .dequantize() and convert the high-precision result"
-        )
+        return _in_high_precision(func, args, kwargs)
     moved = {name: value for name, value in kwargs.items() if name != "dtype"}
     return tensor.map_buffers(lambda buffer: func(buffer, **moved))
 
@@ -50,32 +93,23 @@ def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _view_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same rows under other leading dims. FSDP2 asks for an unsharded parameter's own, with its strides."""
     tensor, shape, *strided = args
-    viewed = torch.empty(shape if strided else tensor.shape, device="meta")
+    viewed = torch.empty(shape if strided else tensor.shape, dtype=tensor.dtype, device="meta")
     viewed = viewed if strided else viewed.view(shape)
     apart = strided and (
         tuple(strided[0]) != viewed.stride() or any(strided[1:]) or kwargs.get("storage_offset")
     )
     if viewed.shape[-1:] != tensor.shape[-1:] or viewed.numel() != tensor.numel() or apart:
-        raise NotImplementedError(
-            f"{func} of {tensor!r} to {tuple(shape)}: codes and scales cannot be viewed in another shape; "
-            "call .dequantize() first"
-        )
+        return _in_high_precision(func, args, kwargs)
     out = tensor.map_buffers(aten.alias.default, leading=viewed.shape[:-1])
     return return_and_correct_aliasing(func, args, kwargs, out)
-
-
-def _check_matrix(func: Any, tensor: Float8Tensor) -> None:
-    if tensor.dim() != 2:
-        raise NotImplementedError(
-            f"{func} of {tensor!r}, which is no matrix: view it as one, (rows, {tensor.shape[-1]}), first"
-        )
 
 
 @implements(aten.t.default)
 def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Transposing moves no bytes: rowwise and columnwise trade places."""
     tensor: Float8Tensor = args[0]
-    _check_matrix(func, tensor)
+    if tensor.dim() != 2:
+        return _in_high_precision(func, args, kwargs)
     out = Float8Tensor(tensor.columnwise, tensor.rowwise, tensor.dtype)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
@@ -83,7 +117,8 @@ def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 @implements(aten.transpose.int)
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, first, second = args
-    _check_matrix(func, tensor)
+    if tensor.dim() != 2:
+        return _in_high_precision(func, args, kwargs)
     if first % 2 == second % 2:
         return aten.alias.default(tensor)
     return aten.t.default(tensor)
@@ -93,7 +128,76 @@ def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``tensor.T`` calls."""
     tensor, dims = args
-    return _transpose(func, (tensor, 0, 1 if dims[0] % 2 else 0), kwargs)
+    if tensor.dim() != 2:
+        return _in_high_precision(func, args, kwargs)
+    return _transpose(aten.transpose.int, (tensor, 0, 1 if dims[0] % 2 else 0), kwargs)
+
+
+@implements(aten.slice.Tensor)
+def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``tensor[3:7]``, ``narrow``."""
+    tensor, dim, *asked = (*args, 0)[:2] + args[2:]
+    lines = parts.lines_of(tensor, dim)
+    if lines is None or kwargs:
+        return _in_high_precision(func, args, kwargs)
+    start, stop, step = slice(*asked).indices(tensor.shape[dim])
+    if step == 1:
+        out = parts.cut(tensor, lines, start, max(start, stop))
+        return return_and_correct_aliasing(func, args, kwargs, out)
+    indices = torch.arange(start, stop, step, dtype=torch.int64, device=tensor.device)
+    return parts.pick(tensor, lines, indices)
+
+
+@implements(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``split``, ``chunk``."""
+    tensor, sizes, dim = (*args, 0)[:3]
+    dim = kwargs.get("dim", dim)
+    lines, whole = parts.lines_of(tensor, dim), tensor.shape[dim]
+    if lines is None:
+        return _in_high_precision(func, args, kwargs)
+    if isinstance(sizes, int):
+        sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)] or [0]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [parts.cut(tensor, lines, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@implements(aten.index.Tensor, aten.index_select.default)
+def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``tensor[rows]`` and ``tensor[mask]`` of rows, ``index_select``."""
+    if func is aten.index.Tensor:
+        tensor, indices = args
+        index, dim = indices[0], 0
+        is_of_rows = len(indices) == 1 and index.dim() == 1
+    else:
+        tensor, dim, index = args
+        is_of_rows = True
+    lines = parts.lines_of(tensor, dim)
+    if lines is None or not is_of_rows:
+        return _in_high_precision(func, args, kwargs)
+    if index.dtype in (torch.bool, torch.uint8):
+        index = index.nonzero().flatten()
+    size = tensor.shape[dim]
+    return parts.pick(tensor, lines, torch.where(index < 0, index + size, index).long())
+
+
+@implements(aten.cat.default)
+def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``cat`` of Float8Tensors alone; of others too, all are read in high precision."""
+    tensors, dim = (*args, kwargs.get("dim", 0))[:2]
+    lines = parts.lines_of(tensors[0], dim) if isinstance(tensors[0], Float8Tensor) else None
+    if lines is None or not all(isinstance(tensor, Float8Tensor) for tensor in tensors):
+        return _in_high_precision(func, args, kwargs)
+    return parts.join(tensors, lines)
+
+
+@implements(aten.copy_.default)
+def _copy_from(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``copy_`` of a Float8Tensor into another tensor."""
+    target, source, *others = args
+    if isinstance(target, Float8Tensor):
+        return _in_high_precision(func, args, kwargs)
+    return func(target, source.dequantize(), *others, **kwargs)
 
 
 @implements(aten.zeros_like.default, aten.empty_like.default)
@@ -105,40 +209,48 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @implements(aten.mm.default, aten.matmul.default)
-def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``a @ b``: a's rows with b's columns."""
     a, b = args
+    if not _are_matrices(a, b):
+        return _in_high_precision(func, args, kwargs)
     return _multiply(func, _usage(func, a, "rowwise"), _usage(func, b, "columnwise"), a.dtype)
 
 
 @implements(aten.addmm.default)
-def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``bias + a @ b``; the sum in high precision."""
-    if kwargs:
-        raise NotImplementedError(
-            f"{func} of Float8Tensors with {sorted(kwargs)}: only bias + a @ b is defined"
-        )
     bias, a, b = args
+    if kwargs or not _are_matrices(a, b):
+        return _in_high_precision(func, args, kwargs)
     return torch.add(bias, _mm(func, (a, b), {}))
 
 
 @implements(aten.linear.default)
-def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x @ w.t() + bias``: rows of both. Seen whole only where autograd is off; it is addmm or mm otherwise."""
     x, w, bias = (*args, None)[:3]
+    if not (isinstance(x, Float8Tensor) and isinstance(w, Float8Tensor)):
+        return _in_high_precision(func, args, kwargs)
     rows = aten.view.default(x, (-1, x.shape[-1]))
     y = _multiply(func, _usage(func, rows, "rowwise"), _usage(func, w, "rowwise"), x.dtype)
     y = y.view(*x.shape[:-1], w.shape[0])
     return y if bias is None else y + bias
 
 
-def _usage(func: Any, tensor: torch.Tensor, usage: str) -> Operand:
-    if not isinstance(tensor, Float8Tensor):
-        raise NotImplementedError(
-            f"{func} of a Float8Tensor and a {tensor.dtype} tensor: quantize the second one too, or call "
-            ".dequantize() on the first"
-        )
-    _check_matrix(func, tensor)
+def _frames_of_f8sub() -> int:
+    """How many frames of this package are on top of the stack, that of the caller the first."""
+    count = 0
+    while sys._getframe(count + 1).f_globals.get("__name__", "").startswith("f8sub."):
+        count += 1
+    return count
+
+
+def _are_matrices(*tensors: torch.Tensor) -> bool:
+    return all(isinstance(tensor, Float8Tensor) and tensor.dim() == 2 for tensor in tensors)
+
+
+def _usage(func: Any, tensor: Float8Tensor, usage: str) -> Operand:
     operand: Operand | None = getattr(tensor, usage)
     if operand is None:
         raise Float8ConfigError(

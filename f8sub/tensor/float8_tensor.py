@@ -8,17 +8,23 @@ import torch
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, why_not_derivable
 from f8sub.kernels import fused, reference
+from f8sub.tensor.master_weight import describe
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 OPS: dict[Any, Handler] = {}
-"""Every operator a Float8Tensor answers; filled by ``dispatch.py``."""
+"""The operators that keep codes or read them; filled by ``dispatch.py``."""
+
+ANY_OTHER = "any other operator"
+"""The entry of ``OPS`` for those that are not there."""
 
 _BUFFERS = tuple(
     f"{usage}_{part}"
     for usage in ("rowwise", "columnwise")
     for part in ("data", "scale_inv", "global_scale_inv")
 )
+
+_FORMATS = ("rowwise_format", "columnwise_format")
 
 
 class Float8Tensor(torch.Tensor):
@@ -176,22 +182,33 @@ class Float8Tensor(torch.Tensor):
         )
         return Float8Tensor(row, col, dtype, outer_size[:-1])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickles: formats by name, so that ``torch.load(weights_only=True)`` needs no class but this one."""
+        state = dict(vars(self))
+        for name in _FORMATS:
+            state[name] = None if state[name] is None else state[name].name
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            is_named = name in _FORMATS and value is not None
+            setattr(self, name, Float8Format.parse(value) if is_named else value)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        usages = [f"rowwise={self.rowwise_format}"] if self.rowwise_data is not None else []
-        usages += [f"columnwise={self.columnwise_format}"] if self.columnwise_data is not None else []
+        usages = [f"rowwise={self.rowwise_format.name}"] if self.rowwise_format is not None else []
+        usages += [f"columnwise={self.columnwise_format.name}"] if self.columnwise_format is not None else []
         return f"Float8Tensor({tuple(self.shape)}, {', '.join(usages)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look ``func`` up in the table; an operator that is not in it raises and names itself."""
-        handler = OPS.get(func)
-        if handler is None:
-            raise NotImplementedError(
-                f"{func} is not defined for Float8Tensor; call .dequantize() on the tensor first, or keep the "
-                "operation in high precision"
-            )
+        """Look ``func`` up in the table."""
+        handler = OPS.get(func) or OPS[ANY_OTHER]
+        if torch.is_inference_mode_enabled() and describe(func).is_view:
+            # There too a view of a tensor that was made outside is no inference tensor.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return handler(func, args, kwargs or {})
         return handler(func, args, kwargs or {})
 
 
@@ -213,3 +230,7 @@ def _derive(source: Operand, wanted: str, have: str) -> Operand:
             f"{source.format.depth_multiple} elements, and they would have {depth}"
         )
     return fused.derive_columnwise(source, source.format)
+
+
+# It makes tensors of what a file holds and runs nothing.
+torch.serialization.add_safe_globals([Float8Tensor])

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from f8sub import backends
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.delayed import PastScale
-from f8sub.torch_compat import is_capturing
+from f8sub.tensor.cell import Cell, State
+from f8sub.torch_compat import is_capturing, tensors_in_storage
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -37,44 +38,6 @@ _COLLECTIVES = {getattr(c10d, name).default for name in ("scatter_", "broadcast_
 """In-place collectives of ``distribute_tensor``: the result holds the tensors they wrote to."""
 
 
-class Cell:
-    """What all views of one storage share.
-
-    Attributes:
-        epoch: number of operators that wrote to the storage.
-        storage: that storage, referred to weakly, so that its address cannot become another one's;
-            ``p.data = t`` replaces a weight's storage without any operator running.
-        cast: the codes cast last and what they were cast from, see ``rowwise_of``.
-        layers: the layers converted together with the weight's own; None for a weight of no layer.
-        fqn: name of its own layer, or of one of them.
-        replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
-        taken: whether an optimizer holds the weight as the master of a primary weight.
-    """
-
-    __slots__ = ("_copied", "cast", "epoch", "fqn", "layers", "replayed", "storage", "taken")
-
-    def __init__(self, storage: StorageWeakRef | None) -> None:
-        self.epoch = 0
-        self.storage = storage
-        self.cast: tuple[tuple[tuple[int, int], Float8Format, torch.dtype, int], Operand] | None = None
-        self.layers: Any = None
-        self.fqn = ""
-        self.replayed = self.taken = False
-        self._copied: tuple[Cell, int, int, torch.Size] | None = None
-
-    def belongs_to(self, layers: Any, fqn: str) -> None:
-        """Enter the layer that the weight is of."""
-        self.layers, self.fqn = layers, fqn
-
-    def mark_copy_of(self, source: "Cell", shape: torch.Size) -> None:
-        """Remember that a view of ``shape`` was just filled from one of ``source``'s."""
-        self._copied = (source, source.epoch, self.epoch, shape)
-
-    def copies(self, source: "Cell", shape: torch.Size) -> bool:
-        """Whether a view of ``shape`` was copied from ``source`` and neither storage changed since."""
-        return self._copied == (source, source.epoch, self.epoch, shape)
-
-
 Self = TypeVar("Self", bound="MasterWeight")
 
 
@@ -88,12 +51,15 @@ class MasterWeight(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    OWN_ATTRIBUTES: ClassVar = frozenset({"cell", "_traced", "_alias"})
+    OWN_ATTRIBUTES: ClassVar = frozenset({"cell", "_traced", "_alias", "copies_plainly"})
     """What an instance holds besides the attributes that users set on their parameters."""
+
+    copies_plainly: bool = False
+    """Whether copies are plain tensors: of views that a sharded model's state dict holds, and of views of those."""
 
     cell: Cell
     _traced: torch.Tensor | None
-    _alias: tuple[tuple[int, int, torch.Size], torch.Tensor] | None
+    _alias: tuple[tuple[Any, ...], torch.Tensor] | None
 
     @staticmethod
     def __new__(cls: type[Self], data: torch.Tensor, cell: Cell | None = None) -> Self:
@@ -137,15 +103,36 @@ class MasterWeight(torch.Tensor):
         return self.plain.tolist()
 
     @property
-    def state(self) -> tuple[int, int]:
-        """Another value after every change: eager operators mark the cell, compiled code bumps the version only."""
-        return self.cell.epoch, 0 if self.is_inference() else self._version
+    def exported(self) -> torch.Tensor:
+        """``plain``, for others to keep. For as long as they do no codes are, because who writes to it is not seen."""
+        self.cell.shared = True
+        return self.plain
+
+    @property
+    def state(self) -> State:
+        """Another value in every other storage, and after every change.
+
+        Eager operators mark the cell, compiled code bumps the version only.
+        """
+        cell = self.cell
+        return cell.number, cell.epoch, 0 if self.is_inference() else self._version
 
     @property
     def owns_storage(self) -> bool:
-        """False after ``p.data = t``: plain aliases of ``t`` may write to it unseen, so nothing is cached."""
+        """False where plain tensors may write to the storage unseen, so that nothing is cached.
+
+        After ``p.data = t``, and while a state dict's tensors or any view of them are there. When they are gone the
+        weight counts as changed, once.
+        """
         storage = self.cell.storage
-        return storage is not None and bool(self.untyped_storage()._cdata == storage.cdata)
+        if storage is None or self.untyped_storage()._cdata != storage.cdata:
+            return False
+        if self.cell.shared:
+            if tensors_in_storage(self) > 1 + (self._alias is not None):
+                return False
+            self.cell.shared = False
+            self.mark_stale()
+        return True
 
     def mark_stale(self) -> None:
         """Say that the weight changes now; of itself, where no operator of its own shows it (compiled optimizers)."""
@@ -162,7 +149,7 @@ class MasterWeight(torch.Tensor):
         """
         if self._traced is not None:
             return self._traced
-        made_from = (self.untyped_storage()._cdata, int(self.storage_offset()), self.shape)
+        made_from = (self.untyped_storage()._cdata, int(self.storage_offset()), self.shape, self.stride())
         if self._alias is None or self._alias[0] != made_from:
             self._alias = made_from, torch._C._from_dlpack(torch._C._to_dlpack(self.plain))
         return self._alias[1]
@@ -186,16 +173,16 @@ class MasterWeight(torch.Tensor):
             return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
         return plain.__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MasterWeight":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        copy: Any = type(self)(self.plain.clone())
+            return memo[id(self)]
+        copy: Any = self.plain.clone() if self.copies_plainly else type(self)(self.plain.clone())
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         memo[id(self)] = copy
-        return copy  # type: ignore[no-any-return]
+        return copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.plain!r})"
@@ -232,12 +219,16 @@ class MasterWeight(torch.Tensor):
 def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """A view shares the storage, and so the cell: what is written through it is seen."""
     source: MasterWeight = args[0]
-    if isinstance(out, (list, tuple)):
-        return [type(source)(view, source.cell) for view in out]
-    return type(source)(out, source.cell)
+    views = [type(source)(view, source.cell) for view in (out if isinstance(out, (list, tuple)) else [out])]
+    if source.copies_plainly:
+        for view in views:
+            view.copies_plainly = True
+    return views if isinstance(out, (list, tuple)) else views[0]
 
 
 def _wrap_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    if args[0].copies_plainly:
+        return out
     copy = type(args[0])(out)
     copy.cell.belongs_to(args[0].cell.layers, args[0].cell.fqn)
     return copy
@@ -321,10 +312,13 @@ def rowwise_of(
     """
     if torch.compiler.is_compiling():
         return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, past)
-    cell, key = weight.cell, (weight.state, format, dtype, generation)
+    cell = weight.cell
     # A CUDA graph that recorded no cast would read these codes after every later step; and so would eager code
     # beside a graph that recorded the step.
     owned = weight.owns_storage and not (cell.replayed or is_capturing(weight))
+    # Views share the cell: a transposed weight, or some of its rows, has other codes.
+    place = weight.shape, weight.stride(), weight.storage_offset()
+    key = weight.state, place, format, dtype, generation
     if owned and cell.cast is not None and cell.cast[0] == key:
         return cell.cast[1]
     if torch.is_inference_mode_enabled():
@@ -333,7 +327,8 @@ def rowwise_of(
             operand = quantize_rowwise(_rounded(weight, through, dtype), format, past)
     else:
         operand = quantize_rowwise(_rounded(weight, through, dtype), format, past)
-    cell.cast = (key, operand) if owned else None
+    # Under FakeTensorMode the codes of a real weight are fake, and must not outlive the mode.
+    cell.cast = (key, operand) if owned and type(operand.data) is torch.Tensor else None
     return operand
 
 
@@ -341,7 +336,7 @@ def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dt
     """What ``rowwise_of`` returned last and keeps, if it was asked for that; None in compiled code."""
     if torch.compiler.is_compiling() or weight.cell.cast is None:
         return None
-    (_, kept_format, kept_dtype, _), operand = weight.cell.cast
+    (*_, kept_format, kept_dtype, _), operand = weight.cell.cast
     return operand if kept_format is format and kept_dtype is dtype else None
 
 

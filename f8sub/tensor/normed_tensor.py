@@ -111,7 +111,9 @@ class NormedTensor(torch.Tensor):
         """The operator of what is normalized; detached and seen with other leading dims it stays as it is."""
         kwargs = kwargs or {}
         if func in _SAME_ROWS:
-            shape = torch.empty(args[0].shape, device="meta").view(args[1]).shape if len(args) > 1 else None
+            shape = None
+            if len(args) > 1:
+                shape = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta").view(args[1]).shape
             if shape is None or shape[-1:] == args[0].shape[-1:]:
                 return return_and_correct_aliasing(func, args, kwargs, _alias(args[0], shape))
         if func._schema.is_mutable:

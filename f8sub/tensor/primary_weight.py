@@ -6,8 +6,9 @@ A model's parameter cannot be the codes' bytes alone: FSDP2, DTensor and ``nn.Mo
 its values. So it is a handle: a shape and a dtype, no storage of its own, and one record that all its views share.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,7 +24,7 @@ class Primary:
     """What all views of one primary weight share.
 
     Attributes:
-        layers: those converted together with its own.
+        layers: those converted together with its own, while one of them is alive; see ``Cell``.
         fqn: name of its layer.
         shape: of the weight, or of this rank's shard of it.
         dtype: what the weight is to the model and to autograd; values are rounded to it before they are cast.
@@ -36,13 +37,17 @@ class Primary:
     def __init__(
         self, layers: Any, fqn: str, shape: torch.Size, dtype: torch.dtype, *, sharded: bool
     ) -> None:
-        self.layers, self.fqn = layers, fqn
+        self._layers, self.fqn = None if layers is None else weakref.ref(layers), fqn
         self.shape = shape
         self.dtype = dtype
         self.sharded = sharded
         self.master: MasterWeight | None = None
         self.dropping = False
         self.codes: Any = None
+
+    @property
+    def layers(self) -> Any:  # noqa: D102
+        return None if self._layers is None else self._layers()
 
     def drop(self, codes: Any) -> None:
         """Let go of the master; ``codes`` hold the weight from now on."""
@@ -150,11 +155,13 @@ class PrimaryWeight(torch.Tensor):
     def exported(self) -> torch.Tensor:
         """What a state dict holds: the master itself, so that loading in place reaches it, or values of its own."""
         primary = self.primary
-        return (
-            _master_view(self)
-            if primary.master is not None and primary.master.dtype == self.dtype
-            else self.plain
-        )
+        if primary.master is None or primary.master.dtype != self.dtype:
+            return self.plain
+        view = _master_view(self)
+        if not primary.sharded:
+            return view.exported
+        view.copies_plainly = True
+        return view
 
     @property
     def _traced(self) -> torch.Tensor:
@@ -261,7 +268,7 @@ def master_of(local: torch.Tensor) -> MasterWeight | None:
     return local if isinstance(local, MasterWeight) else None
 
 
-def _master_view(weight: PrimaryWeight) -> torch.Tensor:
+def _master_view(weight: PrimaryWeight) -> MasterWeight:
     """What a write to ``weight`` is to write to."""
     primary = weight.primary
     if (master := primary.master) is None:
@@ -269,9 +276,10 @@ def _master_view(weight: PrimaryWeight) -> torch.Tensor:
             f"{primary.fqn}: its high-precision values were dropped, so its float8 codes cannot be changed; load "
             "state dicts and initialize before drop_high_precision(model)"
         )
-    return master.detach().as_strided(
+    view: Any = master.detach().as_strided(
         weight.shape, weight.stride(), master.storage_offset() + weight.storage_offset()
     )
+    return cast(MasterWeight, view)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -56,7 +56,7 @@ def quantize(
         derive = operand == "w"
         if recipe.delayed is not None:
             margin = recipe.delayed.margin_of(operand)
-            past = PastScale(torch.zeros(1, 1, device=x.device), margin, covers=derive)
+            past = PastScale(torch.zeros(1, 1, dtype=torch.float32, device=x.device), margin, covers=derive)
     row, col = formats[0] if rowwise else None, formats[1] if columnwise else None
     if row is None and col is None:
         raise Float8ConfigError(

@@ -16,7 +16,7 @@ from torchtitan.protocols.module import Module, ModuleList
 from torchtitan.tools.logging import logger
 
 from f8sub.feed_forward import FusedFeedForward
-from f8sub.integrations.torchtitan.options import SKIP, Options, convert
+from f8sub.integrations.torchtitan.options import Options, convert
 from f8sub.integrations.torchtitan.scales import attach
 from f8sub.linear import Float8Linear
 from f8sub.recipes import DEFAULT
@@ -39,7 +39,8 @@ class Float8Converter(QuantizationConverter):
         recipe_name: str | dict[str, str] = DEFAULT
         recipe_options: dict[str, Any] = field(default_factory=dict)
         filter_fqns: list[str] = field(default_factory=list)
-        skip: list[str] = field(default_factory=lambda: list(SKIP))
+        skip: list[str] = field(default_factory=list)
+        skip_defaults: bool = True
         enable_fsdp_float8_all_gather: bool = True
         precompute_float8_dynamic_scale_for_fsdp: bool | None = None
         emulate: bool = False
@@ -127,7 +128,7 @@ def _converted(model: BaseModel, options: Options) -> BaseModel:
                 state.__class__ = _TitanScalingState
         elif isinstance(layer, FusedFeedForward):
             vars(layer)["parallelize"] = functools.partial(_parallelize, layer)
-    logger.info(f"f8sub: {conversion_report(model)}")
+    logger.info(f"f8sub: {conversion_report(model).summary}")
     return model
 
 

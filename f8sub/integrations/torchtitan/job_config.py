@@ -8,7 +8,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 from f8sub.errors import Float8ConfigError
-from f8sub.integrations.torchtitan.options import SKIP, Options, convert
+from f8sub.integrations.torchtitan.options import Options, convert
 from f8sub.recipes import DEFAULT
 from f8sub.report import conversion_report
 from f8sub.saved_input import AUTO
@@ -30,8 +30,7 @@ class Section(Options):
     recipe_options: dict[str, bool | int | float | str] = field(default_factory=dict)
     """In TOML lists and tables too."""
     filter_fqns: list[str] = field(default_factory=list)
-    skip: list[str] = field(default_factory=lambda: [*SKIP, "output"])
-    """0.2 names the output projection so."""
+    skip: list[str] = field(default_factory=list)
     keep_x: str | dict[str, str] = AUTO
 
 
@@ -65,7 +64,7 @@ class Float8ModelConverter:
             Float8ConfigError: as of ``f8sub.integrations.torchtitan.options.convert``.
         """
         convert(model, self.options, ())
-        logger.info(f"f8sub: {conversion_report(model)}")
+        logger.info(f"f8sub: {conversion_report(model).summary}")
 
     def post_optimizer_hook(self, model: torch.nn.Module | list[torch.nn.Module]) -> None:
         """Nothing: a hook of torchtitan's container of optimizers makes the scales, of all parts of the model."""

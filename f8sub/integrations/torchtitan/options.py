@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 import torch
 
 from f8sub.convert import convert_to_float8
+from f8sub.defaults import MIN_DIM
 from f8sub.errors import Float8ConfigError
 from f8sub.extensions import extensions
-from f8sub.filters import DEFAULT_SKIP, LayerKeepX, LayerRecipes
+from f8sub.filters import LayerKeepX, LayerRecipes
 from f8sub.fuse import fuse_producers
 from f8sub.integrations.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
+from f8sub.patterns import kind_of
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
 from f8sub.saved_input import AUTO
@@ -19,10 +21,7 @@ from f8sub.saved_input import AUTO
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 AUTO_FILTER = "auto_filter_small_kn"
-"""In ``filter_fqns``, torchtitan's word for: leave layers alone that are too small to gain. See ``is_too_small``."""
-
-SKIP = (*DEFAULT_SKIP, "router")
-"""Besides the output projection, what chooses a mixture's experts stays in high precision."""
+"""In ``filter_fqns``, torchtitan's word for: leave layers alone that are too small to gain, all of them if need be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,8 @@ class Options:
         recipe_options: the recipe's own, as ``f8sub.get_recipe`` takes them, dtypes by name too; where ``recipe_name``
             is a mapping, one from names of recipes to the options of each.
         filter_fqns: a layer whose name contains one of these strings is left alone; ``"auto_filter_small_kn"`` too.
-        skip: glob patterns over whole segments of names, see ``f8sub.convert_to_float8``; may match nothing.
+        skip: glob patterns over whole segments of names, see ``f8sub.convert_to_float8``.
+        skip_defaults: leave output heads, routers, LoRA adapters and small layers alone, see ``f8sub.defaults``.
         enable_fsdp_float8_all_gather: weights are gathered as float8.
         precompute_float8_dynamic_scale_for_fsdp: one all-reduce makes the scales of all weights after each optimizer
             step; None for wherever the weights are gathered as float8.
@@ -50,7 +50,8 @@ class Options:
     recipe_name: str | Mapping[str, str] = DEFAULT
     recipe_options: Mapping[str, Any] = field(default_factory=dict)
     filter_fqns: Sequence[str] = ()
-    skip: Sequence[str] = SKIP
+    skip: Sequence[str] = ()
+    skip_defaults: bool = True
     enable_fsdp_float8_all_gather: bool = True
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
     emulate: bool = False
@@ -146,22 +147,16 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
     filters = [text for text in options.filter_fqns if text != AUTO_FILTER]
     if idle := [text for text in filters if not any(text in fqn for fqn in names)]:
         raise Float8ConfigError(
-            f"filter_fqns={idle} is in no linear layer's name; the model has {', '.join(_kinds(names))}"
+            f"filter_fqns={idle} is in no linear layer's name; the model has "
+            f"{', '.join(dict.fromkeys(map(kind_of, names)))}"
         )
-    adapters = {child for module in names.values() for child in module.modules() if child is not module}
-    recipe = options.recipe
-    recipes = LayerRecipes(recipe)
-
-    def keep(module: torch.nn.Module, fqn: str) -> bool:
-        own = recipes.of(fqn) if AUTO_FILTER in options.filter_fqns else None
-        return module not in adapters and not (own is not None and is_too_small(module, own))
-
     convert_to_float8(
         model,
-        recipe,
-        filter_fn=keep,
+        options.recipe,
         filter_fqns=filters,
         skip=options.skip,
+        skip_defaults=options.skip_defaults,
+        min_dim=MIN_DIM if AUTO_FILTER in options.filter_fqns else None,
         float8_all_gather=options.enable_fsdp_float8_all_gather,
         backend="reference" if options.emulate else "auto",
         keep_x=options.keep_x,
@@ -173,21 +168,3 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
     if options.precompute:
         attach_at_first_step()
     return model
-
-
-def is_too_small(layer: torch.nn.Module, recipe: Recipe) -> bool:
-    """Whether a layer is slower in float8 than in bf16 on an H100, as torchao measured it.
-
-    Source: torchao/float8/float8_linear_utils.py, for one scale a tensor and for scales of rows. Recipes with finer
-    tiles cost at least what rows do and are taken for those.
-    """
-    n, k = int(layer.out_features), int(layer.in_features)  # type: ignore[arg-type]
-    if all(format.tile.is_whole for format in recipe.formats("w") if format is not None):
-        return k <= 4096 and n <= 1024
-    return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
-
-
-def _kinds(names: Iterable[str]) -> list[str]:
-    """Layers' names, those that differ in numbers alone once."""
-    kinds = (".".join("*" if part.isdigit() else part for part in fqn.split(".")) for fqn in names)
-    return list(dict.fromkeys(kinds))

@@ -8,9 +8,9 @@ import triton.language as tl
 
 from f8sub.kernels.triton.pairs import (
     amax_at,
-    bounded,
     codes_of_columns,
     codes_of_rows,
+    finite_or_nan_pair,
     high,
     largest_bits,
     last,
@@ -80,7 +80,7 @@ def store_vectors(
     even_order, odd_order = order(even), order(odd)
     of_columns = last(later(even_order, odd_order), 0)
     of_rows = last(later_of_each(even_order, odd_order), 1) if row_ptr is not None else 0
-    even, odd = bounded(even), bounded(odd)
+    even, odd = finite_or_nan_pair(even), finite_or_nan_pair(odd)
     if row_ptr is not None:
         even_scale = scale_from_amax(amax_at(low(of_rows)), TOP, POWER_OF_2)
         odd_scale = scale_from_amax(amax_at(high(of_rows)), TOP, POWER_OF_2)
@@ -121,7 +121,7 @@ def store_pairs_with_one(
     COLS: tl.constexpr,
 ):
     """Cast a tile with one scale and store it for columns, and for rows unless ``row_ptr`` is None."""
-    words = codes_of_columns(bounded(even), bounded(odd), scale, scale, TOP)
+    words = codes_of_columns(finite_or_nan_pair(even), finite_or_nan_pair(odd), scale, scale, TOP)
     if row_ptr is not None:
         even_codes, odd_codes = rows_of_columns(words)
         store_rows_of_pairs(row_ptr, even_codes, odd_codes, row, col, N, ROWS, COLS, False)

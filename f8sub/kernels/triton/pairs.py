@@ -1,20 +1,14 @@
 """Layer 1. Tiles of bfloat16 as pairs: int32 words of two neighbours in a row, the left one in the low half.
 
 A tile of pairs takes half the registers of one of float32, and an instruction compares both of a pair. Amaxes are those
-of finite elements; ``bounded`` does for a pair what ``finite_or_nan`` and the clamp of ``scaled`` do for an element.
+of finite elements; ``finite_or_nan_pair`` does for a pair what ``finite_or_nan`` does for an element.
 """
-
-import struct
 
 import triton
 import triton.language as tl
 
-from f8sub.kernels import reference
 from f8sub.kernels.triton.ptx import unless_interpreted
-from f8sub.kernels.triton.tiles import LARGEST, NAN, codes, finite_or_nan
-
-LARGEST_BITS = tl.constexpr(int.from_bytes(struct.pack(">f", reference.LARGEST)[:2]))
-"""``reference.LARGEST`` as a bfloat16."""
+from f8sub.kernels.triton.tiles import NAN, codes, finite_or_nan
 
 CAST_TO_E4M3 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32")
 CAST_TO_E5M2 = tl.constexpr("cvt.rn.satfinite.e5m2x2.f32")
@@ -75,24 +69,22 @@ def product(a, b):
 
 
 @triton.jit
-def _plain_bounded(pair):
-    first = tl.clamp(finite_or_nan(left(pair)), -LARGEST, LARGEST, propagate_nan=NAN)
-    second = tl.clamp(finite_or_nan(right(pair)), -LARGEST, LARGEST, propagate_nan=NAN)
-    return _plain_rounded_pair(first, second)
+def _plain_finite_or_nan_pair(pair):
+    return _plain_rounded_pair(finite_or_nan(left(pair)), finite_or_nan(right(pair)))
 
 
-BOUNDS = tl.constexpr(
-    "{ .reg .b32 x, zero, most, least; mov.b32 zero, 0;"
-    f"mov.b32 most, {LARGEST_BITS.value * 0x10001}; mov.b32 least, {LARGEST_BITS.value * 0x10001 | 0x80008000};"
-    "fma.rn.bf16x2 x, $1, zero, $1; min.NaN.bf16x2 x, x, most; max.NaN.bf16x2 $0, x, least; }"
-)
-
-
-@unless_interpreted(_plain_bounded)
+@unless_interpreted(_plain_finite_or_nan_pair)
 @triton.jit
-def bounded(pair):
-    """NaN for infinity, and no magnitude above LARGEST."""
-    return tl.inline_asm_elementwise(BOUNDS, "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1)
+def finite_or_nan_pair(pair):
+    """NaN for infinity, everything else unchanged, -0 too."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
+        "=r,r",
+        [pair],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -200,7 +192,7 @@ def _plain_codes_of_rows(pair, scale, TOP: tl.constexpr):
 @unless_interpreted(_plain_codes_of_rows)
 @triton.jit
 def codes_of_rows(pair, scale, TOP: tl.constexpr):
-    """``reference.cast`` of each ``bounded`` pair, scaled, as a 16-bit word."""
+    """``reference.cast`` of each ``finite_or_nan_pair``, scaled, as a 16-bit word."""
     CAST: tl.constexpr = CAST_TO_E4M3 if TOP == 448.0 else CAST_TO_E5M2
     return tl.inline_asm_elementwise(
         "{ .reg .f32 a, b, c, d; .reg .b16 u, v;"
@@ -227,7 +219,7 @@ def _plain_codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexp
 @unless_interpreted(_plain_codes_of_columns)
 @triton.jit
 def codes_of_columns(even, odd, left_scale, right_scale, TOP: tl.constexpr):
-    """``reference.cast`` of ``bounded`` pairs of two rows, scaled, as 32-bit words: left codes, right ones."""
+    """``reference.cast`` of two rows of ``finite_or_nan_pair``s, scaled, as 32-bit words: left codes, right ones."""
     CAST: tl.constexpr = CAST_TO_E4M3 if TOP == 448.0 else CAST_TO_E5M2
     return tl.inline_asm_elementwise(
         "{ .reg .f32 a, b, c, d; .reg .b16 u, v;"

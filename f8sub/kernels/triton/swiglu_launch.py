@@ -102,7 +102,7 @@ class Gradient(NamedTuple):
         return cls(
             None if rowwise is None else empty(like, rowwise, *like.shape),
             None if columnwise is None else empty(like, columnwise, *like.shape[::-1]),
-            torch.zeros(1, 1, device=like.device) if of_the_past else None,
+            torch.zeros(1, 1, dtype=torch.float32, device=like.device) if of_the_past else None,
         )
 
 

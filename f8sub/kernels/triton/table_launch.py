@@ -73,9 +73,10 @@ def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> Launc
         rows.append([fields[0], sum(counts), *fields[1:]])
         counts.append(programs)
     device = matrices[0].data.device
-    of_program = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(counts))
+    indices = torch.arange(len(rows), dtype=torch.int32, device="cpu")
+    of_program = indices.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
     arguments: dict[str, Any] = {
-        "matrices_ptr": _sent(torch.tensor(rows), device),
+        "matrices_ptr": _sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
         "matrix_of_program_ptr": _sent(of_program, device),
         "amax_ptr": table.view(torch.int32),
         "BLOCK": BLOCK,

@@ -16,8 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from settings import Settings
 
+import f8sub
+
 _FINAL_STEPS = 10
 """A run's final loss is the mean over so many last steps."""
+
+ON_A_CPU = (
+    "A CPU has no float8 units, so it emulates float8 and is slower with it than with bf16.\n"
+    "Losses and bytes are those of a GPU run; for speed, run this on two GPUs with float8 units."
+)
 
 
 def compare(settings: Settings, train: Callable[[Settings, str], bool]) -> None:
@@ -44,16 +51,27 @@ def compare(settings: Settings, train: Callable[[Settings, str], bool]) -> None:
     if dist.get_rank() == 0:
         float8_run, bf16_run = records.values()
         summary = summarize(float8_run, bf16_run)
+        summary["run"] = {
+            "recipe": settings.float8.recipe,
+            "steps": len(_train(float8_run)),
+            "ranks": dist.get_world_size(),
+            "device": "cuda" if "nccl" in dist.get_backend() else "cpu",
+            "seed": settings.training.seed,
+            "torch": torch.__version__,
+            "f8sub": f8sub.__version__,
+        }
         (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         plot = folder / "loss.png"
         draw(float8_run, bf16_run, settings.float8.recipe, plot)
-        show(float8_run, bf16_run, settings.float8.recipe, summary)
+        show(float8_run, bf16_run, summary)
         Console(soft_wrap=True).print(
-            f"Loss curves: {plot}\nSummary:     {folder / 'summary.json'}", highlight=False
+            f"Loss curves: {plot}\nSummary:     {folder / 'summary.json'}\n"
+            "Next:        the three calls that your own training script needs are at the top of README.md",
+            highlight=False,
         )
 
 
-def summarize(float8: list[dict[str, Any]], bf16: list[dict[str, Any]]) -> dict[str, float]:
+def summarize(float8: list[dict[str, Any]], bf16: list[dict[str, Any]]) -> dict[str, Any]:
     """Give the figures of a comparison.
 
     Args:
@@ -88,6 +106,7 @@ def draw(float8: list[dict[str, Any]], bf16: list[dict[str, Any]], recipe: str, 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
+    figure.suptitle(f"Training loss in float8 ({recipe}) and in bf16, same data and seed")
     FigureCanvasAgg(figure)
     losses, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for records, name, color in ((bf16, "bf16", "tab:gray"), (float8, f"float8 {recipe}", "tab:blue")):
@@ -113,18 +132,17 @@ def draw(float8: list[dict[str, Any]], bf16: list[dict[str, Any]], recipe: str, 
     figure.savefig(path, dpi=120)
 
 
-def show(
-    float8: list[dict[str, Any]], bf16: list[dict[str, Any]], recipe: str, summary: dict[str, float]
-) -> None:
+def show(float8: list[dict[str, Any]], bf16: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     """Print a table of both runs.
 
     Args:
         float8: metrics.jsonl of the float8 run.
         bf16: metrics.jsonl of the bf16 run.
-        recipe: Name of the float8 recipe.
-        summary: What ``summarize`` gave.
+        summary: The figures of summary.json.
     """
-    table = Table("", f"float8 {recipe}", "bf16", title=f"{len(_train(float8))} steps")
+    run = summary["run"]
+    caption = ON_A_CPU if run["device"] == "cpu" else None
+    table = Table("", f"float8 {run['recipe']}", "bf16", title=f"{run['steps']} steps", caption=caption)
     for column in table.columns[1:]:
         column.justify = "right"
     table.add_row("first loss", f"{_train(float8)[0]['loss']:.4f}", f"{_train(bf16)[0]['loss']:.4f}")

@@ -82,7 +82,7 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
             float8_all_gather=settings.float8.all_gather,
             backend=settings.float8.backend,
         )
-        report = f"float8: {f8sub.conversion_report(model)}"
+        report = f"float8: {f8sub.conversion_report(model).summary}"
 
     layers = model.model.layers
     for index, block in enumerate(layers):

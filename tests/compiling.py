@@ -1,8 +1,9 @@
 """A compiled training run next to an eager one, and what torch.compile did meanwhile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,9 +11,12 @@ from torch._dynamo.utils import counters
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
+from tests.dist.models import precompute, seed_weights
 
 WIDTH, HIDDEN = 32, 48
+
+SHAPES = [(2, 5), (3, 7), (5, 33), (2, 70), (4, 9)]
+"""Batch and sequence: tokens of one and of several tiles, in no order, not one a multiple of 16."""
 
 
 class Mlp(nn.Module):
@@ -50,6 +54,24 @@ def mlps(recipe: str | None, blocks: int = 1) -> nn.Module:
     return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
 
 
+class Gain(nn.Module):
+    """In a norm's place: its eps is a float of the model's own, for which dynamo calls the backend once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def gained(recipe: str) -> nn.Module:
+    """``mlps`` without norms."""
+    model = Mlps()
+    model.blocks[0].norm = Gain()
+    return f8sub.convert_to_float8(seed_weights(model), recipe=recipe)
+
+
 @dataclass
 class Run:
     """Losses, outputs and final parameters of a few steps, and the graphs compiled by the end of each."""
@@ -71,12 +93,25 @@ def train(
     steps: int = 3,
     rank: int = 0,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    shapes: Sequence[tuple[int, int]] = ((2, 12),),
+    marked: bool = False,
 ) -> Run:
-    """AdamW on random targets; one optimizer step every step, so that weights and scales change."""
+    """AdamW on random targets; one optimizer step every step, so that weights and scales change.
+
+    Args:
+        model: of width ``WIDTH``.
+        steps: how many.
+        rank: other ranks have other data.
+        autocast: the context of each forward.
+        shapes: batch and sequence of the steps, in turn.
+        marked: whether both are marked as dynamic.
+    """
     optimizer, run = torch.optim.AdamW(model.parameters(), lr=3e-3), Run()
     for step in range(steps):
-        f8sub.precompute_scales(model)
-        x = gaussian((2, 12, WIDTH), generator(100 * step + rank))
+        precompute(model)
+        x = gaussian((*shapes[step % len(shapes)], WIDTH), generator(100 * step + rank))
+        if marked:
+            torch._dynamo.mark_dynamic(x, (0, 1))
         with autocast():
             y = model(x)
         y.backward(gaussian(tuple(y.shape), generator(7)).to(y.dtype))
@@ -89,10 +124,35 @@ def train(
     return run
 
 
-def compile_blocks(model: nn.Module, backend: str = "aot_eager") -> nn.Module:
+Backend = str | Callable[..., Any]
+
+
+def compile_blocks(
+    model: nn.Module, backend: Backend = "aot_eager", dynamic: bool | None = None
+) -> nn.Module:
     for block in model.blocks:
-        block.compile(backend=backend, fullgraph=True)
+        block.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return model
+
+
+class Compiler:
+    """A backend that looks at what it compiles.
+
+    Attributes:
+        graphs: number of compilations.
+        floats: Python floats that became inputs of a graph, by where dynamo found them.
+    """
+
+    def __init__(self, backend: str = "aot_eager") -> None:
+        self.graphs = 0
+        self.floats: list[str] = []
+        self._compile = torch._dynamo.lookup_backend(backend)
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        self.graphs += 1
+        # Dynamo hands a float over as a tensor whose value the graph reads.
+        self.floats += [node.args[0].name for node in module.graph.nodes if node.target == "item"]
+        return self._compile(module, inputs)
 
 
 def differences(found: Run, expected: Run) -> list[str]:

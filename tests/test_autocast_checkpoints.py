@@ -116,6 +116,25 @@ def test_reentrant_checkpoints_of_several_contexts_cannot_be_told_apart_before_t
     assert same(results(model, checkpointed(True, f8sub.autocast(OTHER))), results(twin))
 
 
+def test_reentrant_checkpoints_whose_backward_is_over_make_no_later_one_ambiguous():
+    """Of other contexts, of several forwards under way, and of a backward pass that runs twice."""
+    model = block()
+    for recipe in (OTHER, OWN, OTHER):
+        run = checkpointed(True, f8sub.autocast(recipe))
+        assert same(results(model, run), results(block(recipe)))
+        model.zero_grad()
+        y, z, x = run(model, x_of(M, K)), run(model, x_of(M, K, seed=5)), x_of(M, K)
+        z.backward(dy_of(z))
+        y.backward(dy_of(y))
+        model.zero_grad()
+        y = run(model, x)
+        for _ in range(2):
+            y.backward(dy_of(y), retain_graph=True)
+        alone, twice = results(block(recipe)), [p.grad for p in model.parameters()]
+        assert same([y, x.grad / 2, *(grad / 2 for grad in twice)], alone)
+        model.zero_grad()
+
+
 def test_evaluation_between_does_not_make_reentrant_checkpoints_ambiguous():
     model, x = block(), x_of(M, K)
     run = checkpointed(True, f8sub.autocast(OTHER))

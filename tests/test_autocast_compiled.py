@@ -101,6 +101,7 @@ class Inside(nn.Module):
         return y + 64 * self.layers(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("second", ["rowwise_with_gw_hp", MINE], ids=["by-name", "by-value"])
 def test_inside_a_full_graph(second):
     eager, compiled = Inside(second), Inside(second)

@@ -1,5 +1,7 @@
 """convert_to_float8 and back: what is converted, what is not and why, and what survives."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ def test_it_returns_the_model_with_its_layers_swapped_in_place(recipe):
     assert type(up) is f8sub.Float8Linear
     assert isinstance(up, nn.Linear)
     assert converted(model) == ["up", "down"]
-    assert reasons(model) == {"lm_head": "skip='lm_head'"}
+    assert reasons(model) == {"lm_head": "output head (default)"}
     assert type(model.lm_head) is nn.Linear
 
 
@@ -174,6 +176,23 @@ BAD = {
     "recipe_name": ({"recipe_name": "int8"}, "unknown recipe 'int8'"),
     "backend": ({"backend": "cutlass"}, "unknown backend 'cutlass'"),
     "two-recipes": ({"recipe": "rowwise", "recipe_name": "blockwise"}, "give one of them"),
+    "torchao-filter": (
+        {"recipe": lambda module, fqn: True},
+        r"second argument .* is the recipe, got a function; .*f8sub\.convert_to_float8\(model, .*filter_fn=",
+    ),
+    "torchao-config": (
+        {"recipe": SimpleNamespace()},
+        r"got a SimpleNamespace of types: f8sub's call is f8sub\.convert_to_float8\(model, recipe=",
+    ),
+    "torchao-keyword": ({"config": SimpleNamespace()}, r"no option 'config'.*use recipe; .*model, recipe="),
+    "other-keyword": (
+        {"fp8_recipe": "delayed"},
+        r"no option 'fp8_recipe', got fp8_recipe='delayed': use recipe",
+    ),
+    "emulate": ({"emulate": True}, r"use backend=\"reference\""),
+    "typo": ({"keep_xs": "auto"}, "use keep_x"),
+    "skip": ({"skip": [1]}, "skip takes patterns of layers' names, got 1"),
+    "min_dim": ({"min_dim": 0.5}, "min_dim is a number of features or None, got 0.5"),
     "no-pattern": ({"recipe": {0: "rowwise"}}, "glob patterns over their names, got 0"),
 }
 
@@ -206,8 +225,10 @@ def test_nothing_to_convert_is_an_error():
 
 
 def test_a_model_without_linear_layers_is_an_error():
-    with pytest.raises(f8sub.Float8ConfigError, match="0 of 0 linear layers"):
-        f8sub.convert_to_float8(nn.Sequential(nn.ReLU()))
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"no nn.Linear layer; nor does f8sub convert its Conv2d\."
+    ):
+        f8sub.convert_to_float8(nn.Sequential(nn.Conv2d(3, 16, 3)))
 
 
 def test_nothing_to_convert_may_be_a_warning():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.conversions import K, Mlp, N, converted, mlp, x_of
+from tests.conversions import K, Mlp, converted, mlp, x_of
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Transformer
 
@@ -108,34 +108,3 @@ def test_plain_checkpoints_go_both_ways():
     back = f8sub.convert_to_float8(Mlp())
     back.load_state_dict(mlp().state_dict())
     assert torch.equal(back(x_of()), model(x_of()))
-
-
-def test_report():
-    model = f8sub.convert_to_float8(mlp(), recipe="tensorwise")
-    report = f8sub.conversion_report(model)
-    rows = {layer.fqn: layer for layer in report.layers}
-    assert (rows["up"].in_features, rows["up"].out_features, rows["up"].converted) == (K, N, True)
-    share = 2 * K * N / (2 * K * N + K * 16)
-    assert report.flops_share == pytest.approx(share)
-    text = str(report)
-    assert "\n" not in text
-    assert text.startswith(f"2 of 3 linear layers in float8, {share:.1%} of their FLOPs")
-    assert "tensorwise: fprop=scaled_mm, dgrad=scaled_mm, wgrad=scaled_mm" in text
-    assert "not converted: lm_head (skip='lm_head')" in text
-
-
-def test_report_of_a_model_that_was_not_converted():
-    report = f8sub.conversion_report(mlp())
-    assert report.flops_share == 0
-    assert "up (convert_to_float8 has not seen it)" in str(report)
-    assert f8sub.conversion_report(nn.ReLU()).flops_share == 0
-
-
-def test_report_of_a_recipe_that_keeps_a_gemm_in_high_precision():
-    tensor = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(f8sub.ALL, f8sub.ALL))
-    gemm, none = f8sub.GemmSpec(a=tensor, b=tensor), f8sub.GemmSpec(a=None, b=None)
-    recipe = f8sub.Recipe(name="fprop only", fprop=gemm, dgrad=none, wgrad=none)
-    model = f8sub.convert_to_float8(mlp(), recipe)
-    assert "fprop=scaled_mm, dgrad=high precision, wgrad=high precision" in str(
-        f8sub.conversion_report(model)
-    )

@@ -295,6 +295,60 @@ def test_scales_that_may_be_others_are_not_known(forget):
     assert not state_of(layer).is_known
 
 
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) + self.k(x)
+
+
+def siblings() -> nn.Module:
+    return f8sub.convert_to_float8(seed_weights(Siblings()), recipe="delayed")
+
+
+LOADS = {"eager": (False, False), "eager, kept": (False, True), "compiled": (True, False)}
+"""Whether the model is compiled, and whether the state dict was taken long before it is written to."""
+
+
+@pytest.mark.parametrize("load", LOADS, ids=list(LOADS))
+@pytest.mark.parametrize("history", [0.0, 30.0], ids=["zero", "another"])
+def test_histories_that_are_loaded_in_place(history, load):
+    """As ``dcp.load`` does: what a module would be told of is written to the tensors of a state dict.
+
+    Compiled code looks at the scales until they are known again, which it was compiled for in its first step.
+    """
+    compiled, kept = LOADS[load]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, twin = siblings(), siblings()
+    if history:
+        optimizer = optimizer_of(twin)
+        run(twin, *data(1, history))
+        run(twin.k, *data(2, 3 * history))
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = copy.deepcopy(twin.state_dict())
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
+    optimizer, state_dict = optimizer_of(model), model.state_dict()
+    for number in range(3):
+        step(model, optimizer, number)
+    assert state_of(model.q).is_known
+    with torch.no_grad():
+        for name, value in (state_dict if kept else model.state_dict()).items():
+            value.copy_(saved[name])
+    twin.load_state_dict(saved)
+    for each in (model, twin):
+        for number in (7, 8):
+            step(each, optimizer_of(each), number)
+        assert state_of(each.k).is_known
+    assert_same(snapshot(model), snapshot(twin))
+    assert torch.equal(model.q.weight, twin.q.weight)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * compiled
+
+
 def test_an_operand_that_was_not_seen_has_no_known_scale():
     layer = layer_of()
     optimizer = optimizer_of(layer)

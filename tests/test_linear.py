@@ -217,9 +217,15 @@ def test_one_layer_used_twice(recipe):
 
 
 def test_repr_shows_recipe_and_backends():
-    text = repr(made("tensorwise"))
-    assert "in_features=32, out_features=48, bias=True" in text
-    assert "recipe=tensorwise, fprop=scaled_mm, dgrad=scaled_mm, wgrad=scaled_mm" in text
+    features = "in_features=32, out_features=48, bias=True"
+    assert repr(made("tensorwise")) == f"Float8Linear({features}, tensorwise, scaled_mm)"
+    layer = made(f8sub.get_recipe("tensorwise").with_high_precision(dgrad=True, wgrad=True))
+    layer.plan = dataclasses.replace(layer.plan, wgrad="reference")
+    layer.keep_x = "recompute"
+    assert layer.how == (
+        "tensorwise, dgrad and wgrad in high precision, scaled_mm, dgrad in high precision, wgrad by reference, "
+        "gathered in high precision, keep_x=recompute"
+    )
 
 
 def test_torch_func_and_hooks_see_a_module_like_any_other():

@@ -103,6 +103,24 @@ def test_create_graph_is_an_error_that_says_so():
         torch.autograd.grad(y, x, dy_of(y), create_graph=True)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
+def test_transforms_of_torch_func_are_an_error_that_says_so(transform):
+    layer = made()
+    with pytest.raises(f8sub.Float8ConfigError, match=r"torch\.func.*torch\.autograd\.grad"):
+        transform(lambda x: layer(x).sum())(x_of(M, K))
+
+
+@pytest.mark.parametrize(
+    "compiled", [lambda model: torch.jit.trace(model, x_of(M, K)), torch.jit.script], ids=["trace", "script"]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torch_jit_is_an_error_that_names_the_layer(compiled):
+    """A trace holds the scales of its example as constants: another input would saturate, silently."""
+    model = f8sub.convert_to_float8(nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(K, N))}))["mlp"]
+    with torch.no_grad(), pytest.raises(f8sub.Float8ConfigError, match=r"mlp\.0: .*torch\.export"):
+        compiled(model)
+
+
 def test_backward_twice_is_autograds_own_error():
     layer, x = made(), x_of(M, K)
     y = layer(x)

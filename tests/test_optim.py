@@ -1,6 +1,7 @@
 """MasterWeights: float32 masters of bf16 and float8 weights, over any optimizer, for all that reads optimizers."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -260,6 +261,64 @@ def test_parameters_added_later_have_masters_too(kind):
     train(model, optimizer, range(1))
     assert all(m.dtype == torch.float32 for m in before)
     assert not any(torch.equal(a, b) for a, b in zip(masters_of(optimizer), before, strict=True))
+
+
+def frozen_until_now(kind: str, *, frozen_first: bool) -> tuple[nn.Module, f8sub.optim.MasterWeights]:
+    """A model whose first layer was frozen for two steps: before its masters were made, or after."""
+    model = made(kind)
+    model[0].requires_grad_(not frozen_first)
+    optimizer = adamw(model)
+    model[0].requires_grad_(False)
+    train(model, optimizer, range(2))
+    return model, optimizer
+
+
+@on_each_kind
+def test_a_weight_gets_its_master_when_it_is_unfrozen(kind):
+    """As one that had its master all along, and in a group that is added too."""
+    found = []
+    for frozen_first in (True, False):
+        model, optimizer = frozen_until_now(kind, frozen_first=frozen_first)
+        model[0].requires_grad_(True)
+        found.append((train(model, optimizer, range(2, 5)), masters_of(optimizer), list(model.parameters())))
+    for late, early in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(late, early, strict=True))
+    assert all(master.dtype == torch.float32 for master in found[0][1])
+    model = made(kind)
+    model[2].requires_grad_(False)
+    optimizer = f8sub.optim.MasterWeights(torch.optim.AdamW(model[0].parameters(), lr=1e-2))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    model[2].requires_grad_(True)
+    train(model, optimizer, range(1))
+    assert [m.dtype for m in masters_of(optimizer)] == [torch.float32] * 4
+
+
+@on_each_kind
+def test_a_saved_master_is_loaded_though_its_weight_is_frozen(kind):
+    model, optimizer = frozen_until_now(kind, frozen_first=True)
+    model[0].requires_grad_(True)
+    train(model, optimizer, range(2, 4))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = train(model, optimizer, range(4, 6))
+    resumed, other = frozen_until_now(kind, frozen_first=True)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    resumed[0].requires_grad_(True)
+    assert all(torch.equal(a, b) for a, b in zip(train(resumed, other, range(4, 6)), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(masters_of(other), masters_of(optimizer), strict=True))
+
+
+def test_a_primary_weight_that_something_holds_on_to_says_so_when_it_is_unfrozen():
+    """It would become another tensor. Once it can, the step works."""
+    model, optimizer = frozen_until_now("float8 of bf16", frozen_first=True)
+    model[0].requires_grad_(True)
+    backward(model, 0)
+    held = weakref.ref(model[0].weight)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"^0: its weight cannot become float8"):
+        optimizer.step()
+    del held
+    optimizer.step()
+    assert [master.dtype for master in masters_of(optimizer)] == [torch.float32] * 6
 
 
 @on_each_kind

@@ -139,10 +139,28 @@ def test_an_unknown_option_lists_the_valid_ones(name):
         f8sub.get_recipe(name, granularity=1)
 
 
-@pytest.mark.parametrize("wrong", [{"block": 0}, {"dy": torch.bfloat16}], ids=str)
-def test_a_wrong_value_of_an_option_is_refused(wrong):
-    with pytest.raises(f8sub.Float8ConfigError, match=r"edge|dtype"):
-        f8sub.get_recipe("gridquant", **wrong)
+WRONG = {
+    "block-100": (
+        "gridquant",
+        {"block": 100},
+        "block=100 is no positive multiple of 16: .*GPUs multiply blocks of",
+    ),
+    "block-0": ("gridquant", {"block": 0}, "block=0 is no positive multiple of 16"),
+    "block-float": ("gridquant", {"block": 128.0}, "block=128.0 is no positive multiple of 16"),
+    "dy": ("gridquant", {"dy": E2M1}, "dy=.* is neither torch.float8_e5m2 nor torch.float8_e4m3fn"),
+    "fp8_format": ("delayed", {"fp8_format": ["HYBRID"]}, "fp8_format is one of"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=list(WRONG))
+def test_a_wrong_value_of_an_option_is_refused(case):
+    name, wrong, message = WRONG[case]
+    with pytest.raises(f8sub.Float8ConfigError, match=message):
+        f8sub.get_recipe(name, **wrong)
+
+
+def test_a_block_that_a_gpu_cannot_multiply_is_one_of_the_references():
+    assert f8sub.get_recipe("gridquant", block=48).fprop.a.tile == Tile(48, 48)
 
 
 @pytest.mark.parametrize(

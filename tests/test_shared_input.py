@@ -163,6 +163,9 @@ IN_PLACE = {
     "foreach": lambda x: torch._foreach_mul_([x], 100.0),
     "out=": lambda x: torch.mul(x_of(9), 2.0, out=x),
     "detach": lambda x: x.detach().mul_(100.0),
+    "data =": lambda x: setattr(x, "data", 100.0 * x),
+    "data = twice": lambda x: (setattr(x, "data", 2.0 * x), setattr(x, "data", 50.0 * x)),
+    "data = a view": lambda x: setattr(x, "data", torch.stack([x, 100.0 * x])[1]),
 }
 
 

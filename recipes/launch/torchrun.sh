@@ -27,7 +27,7 @@
 # In [1], Llama 3 70B on 128 H100 became 1.40 times as fast as bf16 with float8 GEMMs and a bf16 all-gather
 # (--float8.all_gather false here), 1.42 with a float8 all-gather and an all-reduce for each weight, and 1.50 with one
 # all-reduce for all of them, which is precompute_scales: pretrain.py calls it. There torch.compile is on
-# (--compile.enabled true), and layers too small to gain stay in bf16 (--float8.skip).
+# (--compile.enabled true), and layers too small to gain stay in bf16 (by default).
 #
 # [1] Enabling Float8 All-Gather in FSDP2, https://dev-discuss.pytorch.org/t/enabling-float8-all-gather-in-fsdp2/2359
 # [2] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html

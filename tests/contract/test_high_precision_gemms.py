@@ -63,8 +63,16 @@ def losses(rank: int, world: int, recipe: str, gemms: tuple[str, ...]) -> list[t
     return results
 
 
-@on_each_combination
-@on_each_recipe
+QUICK = [("tensorwise", ("fprop",)), ("mxfp8", ("dgrad",)), ("rowwise", ("wgrad",))]
+OTHERS = [("tensorwise", gemms) for gemms in COMBINATIONS] + [
+    (r, c) for r in RECIPES for c in COMBINATIONS[:3]
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gemms"),
+    [*QUICK, *(pytest.param(*o, marks=pytest.mark.long) for o in dict.fromkeys(OTHERS) if o not in QUICK)],
+)
 def test_under_fsdp_a_weight_read_in_high_precision_is_gathered_so(ranks, recipe, gemms):
     """wgrad does not read the weight: with it alone in high precision the all-gather stays float8."""
     for (on, gathers), (off, never) in ranks(2, losses, recipe, gemms):

@@ -1,9 +1,8 @@
 """The shape of the house: who imports whom, where recipes are named, and how long things are."""
 
 import ast
+import functools
 from pathlib import Path
-
-import pytest
 
 import f8sub
 
@@ -33,10 +32,15 @@ LAYERS = {
     "fsdp": 5,
     "tensor_parallel": 5,
     "byte_account": 6,
+    "conversion_checks": 6,
     "convert": 6,
+    "defaults": 6,
     "filters": 6,
+    "foreign_calls": 6,
     "fuse": 6,
     "fuse_norms": 6,
+    "other_weights": 6,
+    "patterns": 6,
     "report": 6,
     "traced": 6,
     "autocast": 6,
@@ -52,9 +56,10 @@ LAYERS = {
     "__init__": 8,
 }
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 80
-on_each_module = pytest.mark.parametrize(
-    "module", MODULES, ids=[str(path.relative_to(PACKAGE)) for path in MODULES]
-)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
 
 
 def part_of(path: Path) -> str:
@@ -62,6 +67,7 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -101,11 +107,14 @@ def test_every_part_has_a_layer():
     assert {part_of(path) for path in MODULES} <= set(LAYERS)
 
 
-@on_each_module
-def test_a_module_imports_its_own_layer_or_lower(module):
-    own = LAYERS[part_of(module)]
-    above = {part for part in parts_imported(module) if LAYERS[part] > own}
-    assert not above, f"{part_of(module)} is of layer {own} and imports {sorted(above)}"
+def test_a_module_imports_its_own_layer_or_lower():
+    wrong = [
+        f"{name_of(path)}, layer {LAYERS[part_of(path)]}, imports {part}, layer {LAYERS[part]}"
+        for path in MODULES
+        for part in sorted(parts_imported(path))
+        if LAYERS[part] > LAYERS[part_of(path)]
+    ]
+    assert not wrong
 
 
 def test_imports_are_found():
@@ -126,49 +135,94 @@ def test_the_docstring_says_the_layer():
     assert not wrong
 
 
-@on_each_module
-def test_no_recipe_is_named_outside_the_recipes(module):
-    if part_of(module) == "recipes":
-        return
-    # In tensor/ the word rowwise is a usage, and no recipe.
-    words = set(f8sub.recipe_names()) - ({"rowwise"} if part_of(module) == "tensor" else set())
-    named = [
-        f"line {node.lineno}: {node.value!r}"
-        for node in ast.walk(parsed(module))
-        if isinstance(node, ast.Constant) and node.value in words
-    ]
+WORDS_FOR_OTHER_THINGS = {"tensor": {"rowwise"}, "formats": {"rowwise", "tensorwise"}}
+"""Names of recipes that are a usage, or tiles of a row and of a whole matrix."""
+
+
+def test_no_recipe_is_named_outside_the_recipes():
+    named = []
+    for path in MODULES:
+        if part_of(path) == "recipes":
+            continue
+        words = set(f8sub.recipe_names()) - WORDS_FOR_OTHER_THINGS.get(part_of(path), set())
+        named += [
+            f"{name_of(path)}:{node.lineno}: {node.value!r}"
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Constant) and node.value in words
+        ]
     assert not named
 
 
-@on_each_module
-def test_no_assert(module):
-    found = [node.lineno for node in ast.walk(parsed(module)) if isinstance(node, ast.Assert)]
-    assert not found, f"an assert vanishes under -O; raise a typed error: lines {found}"
-
-
-@on_each_module
-def test_a_file_is_short(module):
-    assert len(module.read_text().splitlines()) <= MOST_LINES_OF_A_FILE
-
-
-@on_each_module
-def test_functions_are_short(module):
-    long = {
-        node.name: node.end_lineno - node.lineno + 1
-        for node in ast.walk(parsed(module))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION
-    }
-    assert not long
-
-
-@on_each_module
-def test_torchs_version_is_looked_at_in_one_place(module):
-    if module.name == "torch_compat.py":
-        return
-    lines = [
-        node.lineno
-        for node in ast.walk(parsed(module))
-        if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node)
+def test_no_assert():
+    """An assert vanishes under -O: the library raises typed errors."""
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Assert)
     ]
-    assert not lines
+    assert not found
+
+
+def test_files_and_functions_are_short():
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE}
+    functions = {
+        f"{name_of(path)}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert not {name: lines for name, lines in functions.items() if lines > MOST_LINES_OF_A_FUNCTION}
+
+
+def test_torchs_version_is_looked_at_in_one_place():
+    looked_at = {
+        name_of(path)
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node)
+    }
+    assert looked_at <= {"torch_compat.py"}
+
+
+FACTORIES = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
+CLASSES = {"Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor"}
+
+
+def torchs_calls(path: Path, names: set[str]) -> list[ast.Call]:
+    """Calls of ``torch.NAME``."""
+    calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    functions = {f"torch.{name}" for name in names}
+    return [call for call in calls if ast.unparse(call.func) in functions]
+
+
+def test_every_factory_names_its_dtype_and_its_device():
+    """Else the tensor is of whatever dtype and device the user made the default where it happens to be made first."""
+    calls = {path: torchs_calls(path, FACTORIES) for path in MODULES}
+    unnamed = [
+        f"{name_of(path)}:{call.lineno}: {ast.unparse(call)}"
+        for path, found in calls.items()
+        for call in found
+        if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
+    ]
+    unnamed += [f"{name_of(path)}:{call.lineno}" for path in MODULES for call in torchs_calls(path, CLASSES)]
+    assert not unnamed
+    assert sum(map(len, calls.values())) > 20

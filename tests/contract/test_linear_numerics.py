@@ -161,7 +161,6 @@ def test_codes_and_scales_are_the_oracles(recipe, data, operand, dtype):
 def test_any_float32_bits(recipe, operand, bits):
     """NaN, infinity, subnormals and any mixture of magnitudes."""
     matrix = torch.frombuffer(bytearray(bits), dtype=torch.float32).view(4, 16)
-    matrix = matrix.where(~matrix.isfinite() | (matrix.abs() <= 1.75 * 2.0**127), torch.ones(()))
     assert_bitwise(f8sub.quantize(matrix, RECIPES[recipe], operand=operand), recipe, operand, matrix)
 
 
@@ -169,9 +168,7 @@ def test_any_float32_bits(recipe, operand, bits):
 @on_each_operand
 @on_each_recipe
 def test_edge_values_are_the_oracles(recipe, operand, dtype):
-    for name, matrix in edge_values(DTYPES[dtype]).items():
-        if name.startswith("largest") and DTYPES[dtype] is not torch.float16:
-            continue  # clamped below the end of float32's range: the next test
+    for matrix in edge_values(DTYPES[dtype]).values():
         assert_bitwise(f8sub.quantize(matrix, RECIPES[recipe], operand=operand), recipe, operand, matrix)
 
 
@@ -189,13 +186,15 @@ def both_ways(quantized: f8sub.Float8Tensor, matrix: torch.Tensor) -> list[tuple
 @on_each_operand
 @on_each_recipe
 def test_the_largest_number_stands_for_a_finite_one_nearby(recipe, operand, dtype):
-    """Clamped to 1.75 * 2**127, so that no code times its scale_inv leaves float32's range, then rounded."""
+    """Where the nearest code stands for more than float32 holds, for the largest float32."""
     matrix = edge_values(DTYPES[dtype])["largest_among_gaussian"].float()
     for back, exact in both_ways(f8sub.quantize(matrix, RECIPES[recipe], operand=operand), matrix):
         assert back.isfinite().all()
         largest = exact.abs().max()
         ratio = back[exact.abs() == largest].abs().double() / largest.double()
-        assert ratio.min() >= 1.75 / 2 * (1 - 2**-3)
+        # Half a step of the coarsest format, e2m1, whose scales are rounded, too; e5m2's is half of that.
+        coarse = oracle.spec_of(recipe, operand).format == "e2m1"
+        assert ratio.min() >= 1 - (0.25 if coarse else 0.125)
         assert ratio.max() <= 1 + 2**-3
 
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import f8sub
 from tests.cuda.products import bits
 from tests.data_sets import gaussian, generator
-from tests.dist.models import BF16, float8_layers, shard, transformer
+from tests.dist.models import BF16, float8_layers, precompute, shard, transformer
 from tests.dist.test_losses import SPREAD, optimizer_of
 from tests.dist.wire import Wire
 
@@ -29,7 +29,7 @@ def train(
         batches.append((x.pin_memory().cuda(non_blocking=True), target.pin_memory().cuda(non_blocking=True)))
     found = []
     for x, target in batches:
-        f8sub.precompute_scales(model)
+        precompute(model)
         loss = F.cross_entropy(model(x).flatten(0, 1).float(), target)
         loss.backward()
         optimizer.step()

@@ -171,7 +171,8 @@ def test_a_layer_shows_and_runs_them(recipe, runs):
         torch.nn.Sequential(torch.nn.Linear(256, 384, bias=False, device="cuda", dtype=torch.bfloat16)),
         recipe=recipe,
     )[0]
-    assert "quantize=triton" in repr(layer)
+    assert layer.plan.quantizers == "triton"
+    assert "reference" not in repr(layer)
     x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y = layer(x)
     y.backward(torch.randn_like(y))

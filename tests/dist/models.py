@@ -104,3 +104,9 @@ def take_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def precompute(model: nn.Module) -> None:
+    """``precompute_scales`` of a model that may be the plain one beside a converted one."""
+    if float8_layers(model):
+        f8sub.precompute_scales(model)

@@ -10,6 +10,7 @@ alarm of its own.
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -34,6 +35,8 @@ import torch.distributed as dist
 HEADER = struct.Struct("!Q")
 REAPED_WITHIN = 10.0
 """Seconds after which a killed rank is left behind: one that hangs in a driver's call may not end at all."""
+DEADLINE = 300.0
+"""Seconds that ranks have: so many that only ranks that wait for ever miss it, however busy the machine is."""
 ANSWERED_WITHIN = 60.0
 """Seconds, beside the ranks' own, after which the nursery is taken for lost."""
 
@@ -111,7 +114,7 @@ def _run_rank(rank: int, request: Request, folder: Path, writer: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        _strict_warnings()
+        _strict_warnings(request.gpus)
         if request.gpus:
             torch.cuda.set_device(rank)
         else:
@@ -133,11 +136,13 @@ def _run_rank(rank: int, request: Request, folder: Path, writer: int) -> None:
         dist.barrier()  # leaving while another rank still reads would look like a crash to it
 
 
-def _strict_warnings() -> None:
+def _strict_warnings(gpus: bool) -> None:
     """Ranks fail on an unexpected Float8Warning, as the pytest process does."""
     import f8sub
 
     warnings.simplefilter("error", f8sub.Float8Warning)
+    if gpus:  # every recipe is run on every GPU, those of other GPUs by the reference
+        warnings.filterwarnings("ignore", ".*no native float8 GEMM")
 
 
 def _fork_ranks(request: Request, folder: Path) -> list[Child]:
@@ -242,9 +247,11 @@ class Nursery:
                 os.close(request_writer)
                 os.close(reply_reader)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-                # Of torch._dynamo, a second, which each rank's fully_shard would spend.
-                for module in ("torch._dynamo", *modules):
+                # A second that each rank's fully_shard would spend, and another of each that compiles.
+                for module in ("torch._dynamo", "torch._inductor.compile_fx", *modules):
                     importlib.import_module(module)
+                # What is imported lives as long as the ranks do: their collections, a second each, need not look.
+                gc.freeze()
                 while True:
                     try:
                         request = pickle.loads(_read(request_reader))
@@ -260,7 +267,7 @@ class Nursery:
         return cls(pid, request_writer, reply_reader)
 
     def run(
-        self, world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, gpus: bool = False
+        self, world: int, body: Callable[..., Any], *args: Any, timeout: float = DEADLINE, gpus: bool = False
     ) -> list[Any]:
         """``body(rank, world, *args)`` on ``world`` ranks; the results in the order of the ranks."""
         if not self._lost:

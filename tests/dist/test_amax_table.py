@@ -107,16 +107,16 @@ def interpreted_differences(
     [
         ("tensorwise", 2, False, False),
         ("delayed", 1, False, False),
-        ("rowwise", 3, False, True),
+        pytest.param("rowwise", 3, False, True, marks=pytest.mark.long),
         ("blockwise", 3, False, False),
-        ("blockwise", 2, True, True),
-        ("gridquant", 2, False, False),
+        pytest.param("blockwise", 2, True, True, marks=pytest.mark.long),
+        pytest.param("gridquant", 2, False, False, marks=pytest.mark.long),
         ("mxfp8", 2, False, False),
     ],
 )
 def test_tables_are_those_of_torchs_operators(ranks, recipe, world, columns, late):
     for wrong, launched, planned in ranks(
-        world, interpreted_differences, recipe, columns, late, timeout=120.0
+        world, interpreted_differences, recipe, columns, late
     ):
         assert wrong == []
         assert launched.count("amaxes_of_many") in (4, 8)

@@ -12,13 +12,13 @@ from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, float8_layers, seed_weights, shard
 from tests.dist.test_tensor_parallel import MLP, mesh_of
 from tests.dist.wire import Wire
-from tests.dist.wires import ONE_RECIPE_A_WIRE
+from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
 from tests.test_byte_account import made_in_backward, storages
 from tests.kept_x import nodes_of
 
 WIDTHS = {2: (64, 96, 48), 3: (64, 80, 16)}
 TOKENS = 16
-on_each_wire = pytest.mark.parametrize("recipe", ONE_RECIPE_A_WIRE)
+on_each_wire = on_each(ONE_RECIPE_A_WIRE)
 
 
 def stack(world: int, recipe: str | None, **options) -> nn.Module:

@@ -18,6 +18,7 @@ from f8sub.linear import Float8Linear
 from f8sub.tensor import master_weight
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, loss_of, seed_weights, shard, transformer
+from tests.dist.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4")
 STEPS, MICROBATCHES = 2, 3
@@ -81,9 +82,9 @@ def with_and_without(rank: int, world: int, recipe: str) -> tuple:
     return tuple(found)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+@on_each(RECIPES)
 def test_once_a_step_for_all_microbatches_with_prefetching(ranks, recipe):
-    for (losses, casts), (expected, anew) in ranks(2, with_and_without, recipe, timeout=90.0):
+    for (losses, casts), (expected, anew) in ranks(2, with_and_without, recipe):
         assert losses == expected
         assert set(casts.values()) == {STEPS}
         assert len(casts) == 14
@@ -131,12 +132,12 @@ def held_and_forgotten(rank: int, world: int, recipe: str, steps: tuple[tuple[in
         return *found, held(rank, world, recipe, steps, monkeypatch)[0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+@on_each(RECIPES)
 def test_codes_are_let_go_with_the_last_gather_of_a_step(ranks, recipe):
     """As many as the step before had in backward, whatever evaluations come between; a step that has more casts once
     more, and one that has fewer keeps them."""
     steps = ((0, 1), (0, 1), (5, 1), (0, 3), (1, 3), (0, 2), (0, 2))
-    for losses, casts, found, expected in ranks(2, held_and_forgotten, recipe, steps, timeout=90.0):
+    for losses, casts, found, expected in ranks(2, held_and_forgotten, recipe, steps):
         assert losses == expected
         assert casts == [{1}, {1}, {1}, {2}, {1}, {1}, {1}]
         kept, let_go = True, False
@@ -225,7 +226,7 @@ def captured(rank: int, world: int, recipe: str) -> tuple[str, int, bool, bool]:
     return str(early.value), recorded, fresh, any(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+@on_each(RECIPES)
 def test_a_graph_casts_at_every_gather_and_replays_cast_the_weight_as_it_is(ranks, recipe):
     for early, recorded, fresh, unchanged in ranks(2, captured, recipe):
         assert "layers.0" in early
@@ -235,7 +236,7 @@ def test_a_graph_casts_at_every_gather_and_replays_cast_the_weight_as_it_is(rank
         assert not unchanged
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+@on_each(RECIPES)
 def test_codes_of_an_unsharded_weight_are_not_kept_in_a_graph(recipe, monkeypatch):
     layer = f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe=recipe).layers[0]
     x = gaussian((8, 32), generator(1))

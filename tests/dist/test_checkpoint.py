@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Transformer, seed_weights, shard, transformer
-from tests.dist.wires import ONE_RECIPE_A_WIRE
+from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = ONE_RECIPE_A_WIRE
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_recipe = on_each(RECIPES)
 
 WITHOUT_F8SUB = """
 import sys
@@ -81,7 +81,7 @@ def save_every_format(rank: int, world: int, recipe: str, folder: str) -> None:
 
 def read_without_f8sub(folder: Path) -> None:
     finished = subprocess.run(
-        [sys.executable, "-c", WITHOUT_F8SUB, str(folder)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT_F8SUB, str(folder)], capture_output=True, text=True, timeout=600
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "tensors without f8sub" in finished.stdout
@@ -126,9 +126,10 @@ def to_plain_and_back(rank: int, world: int, recipe: str, folder: str) -> dict[s
     if f8sub.get_recipe(recipe).delayed is None:  # its histories do not go through a plain model
         assert torch.equal(model(x), back(x))
         assert torch.equal(model(x), broadcast(x))
+    states = {"plain": full_state(plain), "back": full_state(back), "broadcast": full_state(broadcast)}
     return {
-        name: [key for key in plain.state_dict() if not torch.equal(full_state(other)[key], weights[key])]
-        for name, other in (("plain", plain), ("back", back), ("broadcast", broadcast))
+        name: [key for key in states["plain"] if not torch.equal(state[key], weights[key])]
+        for name, state in states.items()
     }
 
 

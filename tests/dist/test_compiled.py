@@ -7,13 +7,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
-from tests.compiling import SavedShapes, compile_blocks, differences, mlps, train
+from tests.compiling import SHAPES, Compiler, SavedShapes, compile_blocks, differences, gained, mlps, train
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, seed_weights, shard
-from tests.dist.wires import ONE_RECIPE_A_WIRE
+from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = ONE_RECIPE_A_WIRE
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_recipe = on_each(RECIPES)
 POLICIES = {"fp32": None, "bf16": BF16}
 K, N, M = 64, 208, 24
 """No two tensors saved by one layer have K * N elements, the weight and its copies aside."""
@@ -45,22 +45,37 @@ CASES = {
 }
 
 
-LONG = {"fsdp-fp32", "fsdp-high-precision-gather"}
+QUICK = {("rowwise", "fsdp-bf16")}
+OTHERS = [(recipe, "fsdp-bf16") for recipe in RECIPES if (recipe, "fsdp-bf16") not in QUICK]
+OTHERS += [("rowwise", "ddp"), ("tensorwise", "fsdp-fp32"), ("rowwise", "fsdp-high-precision-gather")]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.long] if case in LONG else []) for case in CASES],
-    ids=list(CASES),
+    ("recipe", "case"), [*sorted(QUICK), *(pytest.param(*other, marks=pytest.mark.long) for other in OTHERS)]
 )
-@on_each_recipe
 def test_compiled_blocks_are_bitwise_eager_and_never_recompile(ranks, recipe, case):
     wrapper, policy, all_gather = CASES[case]
-    for found in ranks(2, steps, wrapper, recipe, policy, all_gather, timeout=90.0):
+    for found in ranks(2, steps, wrapper, recipe, policy, all_gather):
         assert found["differences"] == []
         assert found["eager"] == [0] * 4
         assert found["graphs"][0] > 0
         assert found["graphs"][2:] == [found["graphs"][1]] * 2
+
+
+def lengths(rank: int, world: int, recipe: str) -> tuple[list[str], int, list[str]]:
+    """What differs from an eager run where each rank has batches and sequences of its own, and what was compiled."""
+    torch._dynamo.reset()
+    shapes = SHAPES[rank:] + SHAPES[:rank]
+    eager = train(shard(gained(recipe), None), steps=5, rank=rank, shapes=shapes)
+    compiler = Compiler()
+    model = shard(compile_blocks(gained(recipe), compiler, dynamic=True), None)
+    compiled = train(model, steps=5, rank=rank, shapes=shapes)
+    return differences(compiled, eager), compiler.graphs, compiler.floats
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise"])
+def test_lengths_that_change(ranks, recipe):
+    assert ranks(2, lengths, recipe, timeout=90.0) == [([], 1, [])] * 2
 
 
 def saved_under(rank: int, world: int, wrapper: str, recipe: str) -> tuple[list, list, bool]:
@@ -82,10 +97,16 @@ def saved_under(rank: int, world: int, wrapper: str, recipe: str) -> tuple[list,
     return transposed, whole, bool(x.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"], ids=str)
-@on_each_recipe
+@pytest.mark.parametrize(
+    ("recipe", "wrapper"),
+    [
+        ("tensorwise", "fsdp"),
+        *(pytest.param(recipe, "fsdp", marks=pytest.mark.long) for recipe in RECIPES[1:]),
+        pytest.param("rowwise", "ddp", marks=pytest.mark.long),
+    ],
+)
 def test_no_transposed_weight_is_saved_for_backward(ranks, recipe, wrapper):
-    for transposed, whole, finite in ranks(2, saved_under, wrapper, recipe, timeout=90.0):
+    for transposed, whole, finite in ranks(2, saved_under, wrapper, recipe):
         assert transposed == []
         # The weight itself (a parameter, or codes that FSDP2 frees and gathers again) and at most its rowwise codes.
         assert len(whole) <= 2

@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import shard, take_step, transformer
+from tests.dist.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
 TOKENS, STEPS = 8, 3
@@ -53,7 +54,7 @@ def on_and_off(rank: int, world: int, recipe: str) -> list[list[float]]:
         ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+@on_each(RECIPES)
 def test_losses(ranks, recipe):
     """One scale of all tokens is another one for a part of them; rows have theirs either way."""
     whole = train(transformer(recipe, spread=2.0), 0, 1)

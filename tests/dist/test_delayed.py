@@ -15,13 +15,12 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.delayed_simulation import FP8_MAX, Simulation
+from tests.dist.wires import on_each_world
 from tests.dist.models import BF16, Stack, seed_weights, shard
 from tests.dist.wire import Wire
 
 WIDTHS = (32, 48, 80, 32)
 STEPS = 5
-WORLDS = [1, 2, 3, 4, 5, 7]
-on_each_world = pytest.mark.parametrize("world", WORLDS, ids=[f"world{world}" for world in WORLDS])
 on_and_off = pytest.mark.parametrize("all_gather", [True, False], ids=["float8-wire", "high-precision-wire"])
 
 
@@ -286,13 +285,11 @@ def compiled(rank: int, world: int, all_gather: bool) -> tuple:
     return outputs, reduces, states_of(model)
 
 
-@pytest.mark.parametrize(
-    "all_gather",
-    [pytest.param(True, id="float8-wire"), pytest.param(False, id="high-precision-wire", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("all_gather", [True, False], ids=["float8-wire", "high-precision-wire"])
 def test_compiled_blocks_are_eager_ones(ranks, all_gather):
     for (outputs, reduces, states), (expected, _, expected_states) in zip(
-        ranks(2, compiled, all_gather, timeout=120.0), ranks(2, sharded, all_gather), strict=True
+        ranks(2, compiled, all_gather), ranks(2, sharded, all_gather), strict=True
     ):
         assert reduces == [1] * STEPS
         assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))

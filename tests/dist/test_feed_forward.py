@@ -9,7 +9,7 @@ import f8sub
 from f8sub.feed_forward import FusedFeedForward
 from tests.compiling import HIDDEN, WIDTH, compile_blocks, differences, train
 from tests.dist.models import BF16, seed_weights, shard
-from tests.dist.wires import ONE_RECIPE_A_WIRE
+from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
 
 POLICIES = {"fp32": None, "bf16": BF16}
 
@@ -63,11 +63,14 @@ def steps(rank: int, world: int, recipe: str, policy: str, all_gather: bool, res
     return differences(*runs)
 
 
-@pytest.mark.parametrize("case", ["fp32", "bf16", "bf16 not resharded", "bf16 gathered in bf16"])
-@pytest.mark.parametrize("recipe", ONE_RECIPE_A_WIRE)
+@pytest.mark.parametrize(
+    "case",
+    ["bf16", *(pytest.param(c, marks=pytest.mark.long) for c in ("fp32", "bf16 not resharded", "bf16 gathered in bf16"))],
+)
+@on_each(ONE_RECIPE_A_WIRE)
 def test_sharded_they_are_bitwise_the_layers(ranks, recipe, case):
     arguments = recipe, case.split()[0], "gathered in bf16" not in case, "not resharded" not in case
-    for found in ranks(2, steps, *arguments, timeout=60.0):
+    for found in ranks(2, steps, *arguments):
         assert found == []
 
 
@@ -80,11 +83,10 @@ def compiled_steps(rank: int, world: int, recipe: str) -> list[str]:
     return differences(*runs)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.long) for r in ("blockwise", "delayed"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
 def test_compiled_they_are_bitwise_eager(ranks, recipe):
-    for found in ranks(2, compiled_steps, recipe, timeout=90.0):
+    for found in ranks(2, compiled_steps, recipe):
         assert found == []
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, transformer
-from tests.dist.wires import ONE_RECIPE_A_WIRE
+from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
 STEPS = 3
@@ -120,16 +120,21 @@ def on_and_off(
     )
 
 
+CASES = [("tensorwise", mode) for mode in MODES] + [("mxfp8", "offloaded"), ("delayed", "bf16")]
+MORE = [(recipe, mode) for recipe in RECIPES for mode in ("bf16", "prefetching", "offloaded", "frozen")]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("mode", MODES, ids=list(MODES))
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "mode"), [*CASES, *(pytest.param(*c, marks=pytest.mark.long) for c in MORE if c not in CASES)]
+)
 def test_on_is_off(ranks, recipe, mode):
     for on, off in ranks(2, on_and_off, recipe, mode, 2):
         assert on == off
         assert len(set(on)) == len(on)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_on_is_off_on_two_meshes(ranks, recipe):
     for on, off in ranks(4, on_and_off, recipe, "two-meshes", 2):
         assert on == off

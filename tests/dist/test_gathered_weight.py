@@ -5,22 +5,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import f8sub
 from f8sub import filters
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
-from tests.dist.models import BF16, Stack, shard
+from tests.dist.models import BF16, Stack, seed_weights, shard
+from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each, on_each_world
 
-RECIPES = f8sub.recipe_names()
-WORLDS = [1, 2, 3, 4, 5, 7]
+RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
+"""The other recipes' weights are sent alike, see ``test_wire``."""
 ROWS = [528, 192, 144, 80, 16]
 ODD_ROWS = [129, 33, 5]
 COLUMNS = 48
-on_each_world = pytest.mark.parametrize("world", WORLDS, ids="world{}".format)
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_recipe = on_each(RECIPES)
 
 
 def full_weight(rows: int) -> torch.Tensor:
@@ -188,3 +188,27 @@ def places_of_scales(rank: int, world: int, recipe: str) -> list[int]:
 def test_scales_lie_where_cublaslt_reads_them(ranks, recipe):
     """It refuses one that is not at a multiple of 16 bytes, and there is no GPU here to say so."""
     assert all(place % 16 == 0 for places in ranks(2, places_of_scales, recipe) for place in places)
+
+
+def under_autocast(rank: int, world: int, policy: MixedPrecisionPolicy | None) -> dict[str, float]:
+    """How far y is, by its norm, from that of weights which are not gathered in float8."""
+    found = {}
+    for recipe in RECIPES:
+        results = []
+        for all_gather in (True, False):
+            model = seed_weights(Stack(64, 96, 64))
+            f8sub.convert_to_float8(model, recipe=recipe, float8_all_gather=all_gather)
+            shard(model, policy)
+            with torch.autocast("cpu", torch.bfloat16):
+                results.append(model(gaussian((32, 64), generator(1))).double())
+        gathered, plain = results
+        found[recipe] = ((gathered - plain).norm() / plain.norm()).item()
+    return found
+
+
+def test_under_autocast_a_bf16_policy_makes_it_bitwise_that_without_the_float8_all_gather(ranks):
+    """Without one codes are cast from float32 here and from bf16 there; the README says by how much they differ."""
+    for found in ranks(2, under_autocast, BF16):
+        assert found == dict.fromkeys(RECIPES, 0.0)
+    for found in ranks(2, under_autocast, None):
+        assert all(0 < error < (0.12 if recipe == "nvfp4" else 0.05) for recipe, error in found.items()), found

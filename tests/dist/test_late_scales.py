@@ -15,9 +15,11 @@ from f8sub.fsdp.conversion import ShardedConversion
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, loss_of, seed_weights, shard, take_step, transformer
 from tests.dist.wire import Wire
+from tests.dist.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_recipe = on_each(RECIPES)
+pytestmark = pytest.mark.long
 STEPS = 20
 
 
@@ -46,7 +48,7 @@ def late_and_not(rank: int, world: int, recipe: str, mesh: tuple[int, ...] | Non
 @on_each_recipe
 def test_losses_are_equal(ranks, recipe, mesh):
     """Codes with a factor of 2 to spare have as many digits: what they lose is rounding of another kind."""
-    for (late, reduces), (fresh, _) in ranks(4 if mesh else 2, late_and_not, recipe, mesh, timeout=90.0):
+    for (late, reduces), (fresh, _) in ranks(4 if mesh else 2, late_and_not, recipe, mesh):
         torch.testing.assert_close(torch.tensor(late), torch.tensor(fresh), rtol=5e-3, atol=0)
         assert reduces[1:] == [1] * (STEPS - 1)
 

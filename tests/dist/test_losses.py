@@ -13,14 +13,14 @@ from torch import nn
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, shard, transformer
-from tests.dist.wires import ONE_RECIPE_A_WIRE
+from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
 
-STEPS, BATCH, WIDTH, CLASSES = 20, 8, 32, 11
+STEPS, BATCH, WIDTH, CLASSES = 10, 8, 32, 11
 RECIPES = ONE_RECIPE_A_WIRE
 POLICIES = {"fp32": None, "bf16": BF16}
 SPREAD = 4.0
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
-on_each_policy = pytest.mark.parametrize("policy", POLICIES, ids=list(POLICIES))
+on_each_recipe = on_each(RECIPES)
+on_each_policy = pytest.mark.parametrize("policy", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +123,7 @@ def test_on_off_and_unsharded_are_bitwise_equal(ranks, recipe, policy, world):
 
 
 @on_each_policy
-@on_each_recipe
+@pytest.mark.parametrize("recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES[1:])])
 def test_three_ranks_are_close_and_on_is_still_off(ranks, recipe, policy):
     results = ranks(3, on_and_off, recipe, policy)
     expected_losses, _ = unsharded(recipe, policy, 3)

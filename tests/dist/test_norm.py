@@ -17,6 +17,7 @@ from tests.compiling import WIDTH, compile_blocks, differences, train
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, seed_weights, shard
 from tests.dist.test_feed_forward import FeedForward
+from tests.dist.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "delayed")
 
@@ -85,11 +86,18 @@ def steps(rank: int, world: int, recipe: str, how: str) -> tuple[list[str], int]
 
 
 @pytest.mark.parametrize(
-    "how", ["blocks", "blocks not resharded", "blocks gathered in bf16", "parts", "norms alone"]
+    "how",
+    [
+        "blocks",
+        *(
+            pytest.param(how, marks=pytest.mark.long)
+            for how in ("blocks not resharded", "blocks gathered in bf16", "parts", "norms alone")
+        ),
+    ],
 )
-@pytest.mark.parametrize("recipe", RECIPES)
+@on_each(RECIPES)
 def test_sharded_they_are_bitwise_the_modules(ranks, recipe, how):
-    for wrong, measured in ranks(2, steps, recipe, how, timeout=60.0):
+    for wrong, measured in ranks(2, steps, recipe, how):
         assert wrong == []
         assert measured == (0 if how == "norms alone" else 3 * 4)
 
@@ -103,11 +111,10 @@ def compiled_steps(rank: int, world: int, recipe: str) -> list[str]:
     return differences(*runs)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["rowwise", *(pytest.param(r, marks=pytest.mark.long) for r in ("tensorwise", "delayed"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_compiled_they_are_bitwise_eager(ranks, recipe):
-    for found in ranks(2, compiled_steps, recipe, timeout=180.0):
+    for found in ranks(2, compiled_steps, recipe):
         assert found == []
 
 
@@ -136,5 +143,5 @@ def tensor_parallel(rank: int, world: int, recipe: str) -> list[bool]:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_tensor_parallel_layers_read_them_in_high_precision(ranks, recipe):
-    for equal in ranks(2, tensor_parallel, recipe, timeout=60.0):
+    for equal in ranks(2, tensor_parallel, recipe):
         assert all(equal)

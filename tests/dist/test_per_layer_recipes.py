@@ -59,7 +59,7 @@ def gathered(rank: int, world: int) -> list[tuple[str, str, bool]]:
         expected = f8sub.quantize(whole[layer.fqn], layer.plan.recipe, operand="w").rowwise
         usage = layer.weight.rowwise
         equal = torch.equal(usage.data.view(torch.uint8), expected.data.view(torch.uint8))
-        found.append((layer.fqn, str(usage.format), equal and torch.equal(usage.scale_inv, expected.scale_inv)))
+        found.append((layer.fqn, usage.format.name, equal and torch.equal(usage.scale_inv, expected.scale_inv)))
 
     for layer in float8_layers(model):
         layer.register_forward_pre_hook(look)

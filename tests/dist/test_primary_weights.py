@@ -22,11 +22,12 @@ from f8sub.tensor.primary_weight import PrimaryWeight
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard
 from tests.dist.wire import Wire
+from tests.dist.wires import on_each
 
 STEPS, WIDTH, CLASSES, SPREAD = 20, 32, 11, 4.0
 RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
 POLICIES = {"fp32": None, "bf16": BF16}
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_recipe = on_each(RECIPES)
 
 
 def made(recipe: str, primary: bool, dtype: torch.dtype = torch.float32, hidden: int = 48) -> nn.Module:
@@ -80,7 +81,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "dtypes", "world"), CASES, ids=[f"{r}-{d}-world{w}" for r, d, w in CASES])
+QUICK = [("tensorwise", "fp32-policy-bf16", 3), (RECIPES[-1], "bf16", 2)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtypes", "world"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.long) for c in CASES]
+)
 def test_losses_are_those_of_high_precision_weights(ranks, recipe, dtypes, world):
     """Of float32 weights, and of bf16 weights with float32 masters."""
     dtype, policy = DTYPES[dtypes]
@@ -147,7 +153,7 @@ def resumed(rank: int, world: int, recipe: str, dtype: torch.dtype, folder: str)
     return {"losses": losses[0], "again": losses[1], "masters": masters}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str)
 def test_resumed_losses_are_bitwise_the_same_and_checkpoints_reshard(ranks, dtype, tmp_path):
     recipe, folder = "rowwise", str(tmp_path)
     expected = ranks(3, saved_and_trained_on, recipe, dtype, folder)
@@ -206,6 +212,28 @@ def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(ranks,
         assert late == early
         # Float32 values became the master where they were.
         assert all(freed) == (dtype == torch.bfloat16)
+
+
+def unfrozen(rank: int, world: int, primary: bool) -> list[tuple[list[float], set[torch.dtype]]]:
+    """A layer that is frozen for two steps: from before its master was made, or from after."""
+    found = []
+    for frozen_first in (True, False):
+        model = shard(made("tensorwise", primary, torch.bfloat16, hidden=80))
+        model.blocks[0].up.requires_grad_(not frozen_first)
+        optimizer = optimizer_of(model, masters=True)
+        model.blocks[0].up.requires_grad_(False)
+        losses = trained(model, optimizer, rank, range(2))
+        model.blocks[0].up.requires_grad_(True)
+        losses += trained(model, optimizer, rank, range(2, 5))
+        found.append((losses, {master.dtype for master in optimizer.optimizer.param_groups[0]["params"]}))
+    return found
+
+
+@pytest.mark.parametrize("primary", [True, False], ids=["primary", "bf16"])
+def test_a_weight_that_is_unfrozen_gets_its_master_in_the_first_step(ranks, primary):
+    for late, early in ranks(3, unfrozen, primary):
+        assert late == early
+        assert late[1] == {torch.float32}
 
 
 def loaded_and_assigned(rank: int, world: int) -> dict[str, list]:

@@ -12,6 +12,7 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import float8_layers, loss_of, seed_weights, shard, transformer
 from tests.dist.wire import Wire
+from tests.dist.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
 STEPS = 4
@@ -64,13 +65,13 @@ def on_a_rank(rank: int, world: int, recipe: str) -> list:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+@on_each(RECIPES)
 def test_the_same_numbers_whatever_the_wrapper(ranks, recipe):
     """Two ranks add two numbers, in whichever order: bitwise."""
     alone = transformer(delayed() if recipe == "delayed" else recipe, spread=2.0)
     expected, expected_histories = train(alone, [0, 1]), histories(alone)
     assert bool(expected_histories) == (recipe == "delayed")
-    for rank, found in enumerate(ranks(2, on_a_rank, recipe, timeout=90.0)):
+    for rank, found in enumerate(ranks(2, on_a_rank, recipe)):
         for losses, buffers in found:
             assert losses == expected[rank]
             assert buffers.keys() == expected_histories.keys()

@@ -18,10 +18,11 @@ from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, 
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.dist.test_tensor_parallel import decibels, mesh_of
 from tests.dist.wire import Wire
+from tests.dist.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 WIDTH, HIDDEN, BATCH, TOKENS = 64, 512, 2, 12
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_recipe = on_each(RECIPES)
 
 
 class GatedMLP(nn.Module):
@@ -120,7 +121,7 @@ def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: 
         assert decibels(whole, right) >= least[name], name
 
 
-@pytest.mark.parametrize("world", [2, 4], ids=["world2", "world4"])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)], ids=["world2", "world4"])
 @pytest.mark.parametrize("plan", PLANS)
 @on_each_recipe
 def test_products_are_the_unsharded_layer_s(ranks, recipe, plan, world):
@@ -217,12 +218,14 @@ def compiled_and_eager(rank: int, world: int, recipe: str, plan: str, fullgraph:
     return [name for name in eager if not torch.equal(eager[name], compiled[name])]
 
 
-@pytest.mark.parametrize("world", [2, 4], ids=["alone", "with fully_shard"])
-@pytest.mark.parametrize("plan", ["high precision", "one gather"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plan", "world"), [("one gather", 4), ("high precision", 2)], ids=["one gather-sharded", "high precision"]
+)
 def test_compiled(ranks, plan, world):
     """In one graph without DTensors of float8, of x or of gathered weights; layers with those run in eager."""
     fullgraph = plan == "high precision" and world == 2
-    found = ranks(world, compiled_and_eager, "rowwise", plan, fullgraph, timeout=120)
+    found = ranks(world, compiled_and_eager, "rowwise", plan, fullgraph)
     assert found == [[]] * world
 
 

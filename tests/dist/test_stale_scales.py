@@ -9,16 +9,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
-from tests.dist.wires import ONE_RECIPE_A_WIRE, least_decibels
+from tests.dist.wires import ONE_RECIPE_A_WIRE, least_decibels, on_each
 
 RECIPES = ONE_RECIPE_A_WIRE
 FATAL = 2.0  # an amax this much too small saturates: 23 dB at 2x, 10 dB at 4x
 ROWS, COLUMNS = 96, 64
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_recipe = on_each(RECIPES)
 
 Mutation = Callable[[nn.Module, str], None]
 
@@ -97,6 +98,11 @@ def foreach(model: nn.Module, folder: str) -> None:
     torch._foreach_mul_([local(model)], 20.0)
 
 
+@torch.no_grad()
+def through_its_state_dict(model: nn.Module, folder: str) -> None:
+    torch._foreach_mul_([model.state_dict()["layers.0.weight"]], 20.0)
+
+
 MUTATIONS: dict[str, Mutation] = {
     "adamw-foreach": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=True),
     "adamw-fused": optimizer_step(torch.optim.AdamW, lr=3.0, fused=True),
@@ -106,6 +112,7 @@ MUTATIONS: dict[str, Mutation] = {
     "load_state_dict": load_state_dict,
     "set_model_state_dict": set_state_dict,
     "in-place": in_place,
+    "state-dict": through_its_state_dict,
     "in-place-on-the-shard": in_place_on_the_shard,
     "views": through_views,
     "data": through_data,
@@ -196,7 +203,12 @@ def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder:
 UNEVEN = [name for name in MUTATIONS if name != "old-alias"] + ["dcp.load"]
 
 
-@pytest.mark.parametrize("mutation", UNEVEN, ids=UNEVEN)
+QUICK = ("adamw-foreach", "load_state_dict", "in-place-on-the-shard", "dcp.load")
+
+
+@pytest.mark.parametrize(
+    "mutation", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in UNEVEN]
+)
 def test_sharded_with_a_rank_that_holds_nothing(ranks, mutation, tmp_path):
     """16 rows over 7 ranks: the last rank's shard is empty, and nothing is ever written to it."""
     assert_alike(ranks(7, on_a_rank_of_many, mutation, "rowwise", str(tmp_path)))
@@ -206,6 +218,33 @@ def test_sharded_with_a_rank_that_holds_nothing(ranks, mutation, tmp_path):
 @on_each_recipe
 def test_unsharded(recipe, mutation, tmp_path):
     after(MUTATIONS[mutation], str(tmp_path), recipe, sharded=False, precompute=False)
+
+
+def loaded_on_uneven_shards(rank: int, world: int, recipe: str) -> list[torch.Tensor]:
+    """y after a pass, after a state dict was loaded without precompute_scales, and what it must be.
+
+    The reduction is made in the first layer's gather, so that the second one's amaxes are new when its codes are not.
+    """
+    widths = (32, 16, 64, 32)
+    loaded = {name: 20 * value for name, value in seed_weights(Stack(*widths), seed=8).state_dict().items()}
+    model = f8sub.convert_to_float8(seed_weights(Stack(*widths)), recipe=recipe)
+    fully_shard(model)
+    x = gaussian((4, widths[0]), generator(3))
+    model(x).backward(gaussian((4, widths[-1]), generator(4)))
+    set_model_state_dict(model, dict(loaded), options=StateDictOptions(full_state_dict=True))
+    alone = f8sub.convert_to_float8(Stack(*widths), recipe=recipe)
+    alone.load_state_dict(loaded)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        return [model(x), alone(x)]
+
+
+@pytest.mark.parametrize("world", [3, 5], ids=["world3", "world5"])
+@on_each_recipe
+def test_a_state_dict_loaded_into_uneven_shards(ranks, recipe, world):
+    """FSDP2 pads a short shard into new memory, on some ranks alone; of 16 rows the fifth rank has none."""
+    for sharded, alone in ranks(world, loaded_on_uneven_shards, recipe):
+        assert torch.equal(sharded, alone)
 
 
 def assign_data(model: nn.Module, folder: str) -> None:
@@ -325,10 +364,10 @@ def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:
 @pytest.mark.long
 @on_each_recipe
 def test_a_compiled_optimizer_step_sharded(ranks, recipe, tmp_path):
-    assert_alike(ranks(2, compiled_on_a_rank, recipe, str(tmp_path), timeout=400.0))
+    assert_alike(ranks(2, compiled_on_a_rank, recipe, str(tmp_path)))
 
 
 @pytest.mark.long
 @on_each_recipe
 def test_a_compiled_optimizer_step_unsharded(ranks, recipe, tmp_path):
-    ranks(1, compiled_unsharded, recipe, str(tmp_path), timeout=400.0)
+    ranks(1, compiled_unsharded, recipe, str(tmp_path))

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
@@ -19,10 +19,11 @@ from f8sub.formats import why_not_derivable
 from tests.data_sets import generator, lognormal, spread_columns
 from tests.dist.models import BF16, Transformer, loss_of, seed_weights, take_step
 from tests.dist.wire import Wire
+from tests.dist.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "mxfp8")
 MESHES = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "2 replicas 1x2": (2, 1, 2)}
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_recipe = on_each(RECIPES)
 on_each_mesh = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 
 WIDTH, HIDDEN = 64, 512
@@ -109,7 +110,7 @@ def gathered_codes(
     return found
 
 
-@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [pytest.param(None, marks=pytest.mark.long), BF16], ids=["fp32", "bf16"])
 @on_each_mesh
 @on_each_recipe
 def test_gathered_codes_are_a_part_of_the_whole_weight_s(ranks, recipe, shape, policy):
@@ -184,7 +185,7 @@ def of_tokens(rank: int, world: int, recipe: str) -> dict[str, torch.Tensor]:
     return {"y": y.detach().full_tensor(), "dx": x.grad.full_tensor()} | grads
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_tokens_of_a_whole_weight(ranks, recipe):
     """Scales of all tokens are reduced; blocks of tokens are each rank's own."""
     layer, (x, dy) = mlp(recipe).up, inputs()
@@ -197,6 +198,35 @@ def test_tokens_of_a_whole_weight(ranks, recipe):
         assert torch.equal(found["dx"], expected["dx"])
         assert decibels(found["weight"], expected["weight"]) > (25 if recipe == "blockwise" else 125)
         assert decibels(found["bias"], expected["bias"]) > 125
+
+
+def used_before_it_is_distributed(rank: int, world: int, src_data_rank: int | None) -> tuple:
+    """dx of a second step: alone and spread over the ranks."""
+    found = []
+    for spread in (False, True):
+        layer = mlp("rowwise").up
+        x, dy = inputs()
+        dy = torch.cat([dy] * (HIDDEN // WIDTH), 2)
+        layer(x)
+        if spread:
+            mesh = mesh_of(world)
+            for name, parameter in list(layer.named_parameters()):
+                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=src_data_rank)
+                layer.register_parameter(name, nn.Parameter(whole))
+            x, dy = (DTensor.from_local(t, mesh, [Replicate()]) for t in (x, dy))
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+        for _ in range(2):
+            x = x.detach().requires_grad_()
+            layer(x).backward(dy)
+            optimizer.step()
+        found.append(x.grad.full_tensor() if spread else x.grad)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("src_data_rank", [0, None])
+def test_codes_from_before_a_weight_was_distributed_are_not_used(ranks, src_data_rank):
+    for alone, spread in ranks(2, used_before_it_is_distributed, src_data_rank):
+        assert torch.equal(alone, spread)
 
 
 def counted(rank: int, world: int, recipe: str) -> dict[str, int]:
@@ -212,7 +242,7 @@ def counted(rank: int, world: int, recipe: str) -> dict[str, int]:
     return {**wire.calls, "gathered": gathered}
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@on_each(["tensorwise", "rowwise", "blockwise"])
 def test_bytes_and_collectives_of_a_step(ranks, recipe):
     codes = 2 * WIDTH * HIDDEN // 2
     biases = 4 * (HIDDEN // 2 + WIDTH)
@@ -255,7 +285,7 @@ def trained(rank: int, world: int, recipe: str, shape: tuple[int, int]) -> list[
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@on_each(["tensorwise", "rowwise", "blockwise"])
 def test_losses_are_the_unsharded_model_s(ranks, recipe, shape):
     expected = losses(transformer(recipe), 0)
     for found in ranks(math.prod(shape), trained, recipe, shape):
@@ -313,7 +343,7 @@ def test_what_cannot_be_spread_is_told(ranks):
         assert "parallelize_module" in plain
         assert "parts of 192 of 384 rows" in misaligned
         assert "a tile has 128" in misaligned.replace("scale's tile", "tile")
-        assert "two_level" in packed
+        assert "two-level scales" in packed
 
 
 def changed_on_one_part_only(rank: int, world: int) -> tuple[bool, list[str]]:

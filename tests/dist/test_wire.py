@@ -1,7 +1,6 @@
 """What crosses the wire: one byte an element, one all-reduce a step, and never a rank that waits for ever."""
 
 import itertools
-import time
 import warnings
 from collections.abc import Callable
 
@@ -14,12 +13,12 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, seed_weights, shard
 from tests.dist.wire import Wire
-from tests.dist.wires import ONE_RECIPE_A_WIRE, gathered_bytes, least_decibels, wire_of
+from tests.dist.wires import ONE_RECIPE_A_WIRE, gathered_bytes, least_decibels, on_each, wire_of
 
 RECIPES = f8sub.recipe_names()
 WIDTHS = (64, 96, 48, 64)
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
-on_each_wire = pytest.mark.parametrize("recipe", ONE_RECIPE_A_WIRE, ids=ONE_RECIPE_A_WIRE)
+on_each_recipe = on_each(RECIPES)
+on_each_wire = on_each(ONE_RECIPE_A_WIRE)
 
 
 def test_every_recipe_s_wire_is_tested():
@@ -156,17 +155,15 @@ def verdict(model: nn.Module, y: torch.Tensor, x: torch.Tensor) -> str:
     return "right or NaN" if visible.any() else "right"
 
 
-def outcome(model: nn.Module, forward: Callable[[], torch.Tensor], x: torch.Tensor) -> tuple[str, float]:
-    """("right" | "right or NaN" | "wrong" | the name of f8sub's error, seconds until this rank knew)."""
-    start = time.monotonic()
+def outcome(model: nn.Module, forward: Callable[[], torch.Tensor], x: torch.Tensor) -> str:
+    """"right", "right or NaN", "wrong" or the name of f8sub's error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", f8sub.Float8Warning)
         try:
             y = forward()
         except (f8sub.Float8RankMismatchError, f8sub.Float8NumericsError) as error:
-            return type(error).__name__, time.monotonic() - start
-        seconds = time.monotonic() - start
-        return verdict(model, y, x), seconds
+            return type(error).__name__
+        return verdict(model, y, x)
 
 
 def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
@@ -187,7 +184,7 @@ def unprepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
 
 def one_rank_forgets(
     rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool, at_once: bool
-) -> tuple[str, float]:
+) -> str:
     model, x = (unprepared if at_once else prepared)(recipe)
 
     def forward() -> torch.Tensor:
@@ -202,11 +199,10 @@ def one_rank_forgets(
     return outcome(model, forward, x)
 
 
-def assert_nobody_waits(outcomes: list[tuple[str, float]], *allowed: str) -> None:
-    verdicts, seconds = zip(*outcomes, strict=True)
-    assert max(seconds) < 10, outcomes
-    assert len(set(verdicts)) == 1, outcomes
-    assert verdicts[0] in allowed, outcomes
+def assert_nobody_waits(outcomes: list[str], *allowed: str) -> None:
+    """A rank that waits for one that never comes has no outcome: the ranks' deadline ends the test."""
+    assert len(set(outcomes)) == 1, outcomes
+    assert outcomes[0] in allowed, outcomes
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["after-a-step", "at-the-first-call"])
@@ -216,11 +212,11 @@ def assert_nobody_waits(outcomes: list[tuple[str, float]], *allowed: str) -> Non
 def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
     ranks, recipe, forgetful, with_all_reduce, at_once
 ):
-    outcomes = ranks(2, one_rank_forgets, recipe, forgetful, with_all_reduce, at_once, timeout=15.0)
+    outcomes = ranks(2, one_rank_forgets, recipe, forgetful, with_all_reduce, at_once)
     assert_nobody_waits(outcomes, "right", "Float8RankMismatchError")
 
 
-def calls_once_more(rank: int, world: int, recipe: str, with_all_reduce: bool) -> list[tuple[str, float]]:
+def calls_once_more(rank: int, world: int, recipe: str, with_all_reduce: bool) -> list[str]:
     """Rank 0 calls precompute_scales again though nothing changed; then both change the weights and call it."""
     model, x = prepared(recipe)
     f8sub.precompute_scales(model)
@@ -243,11 +239,11 @@ def calls_once_more(rank: int, world: int, recipe: str, with_all_reduce: bool) -
 @pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
 @on_each_wire
 def test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting(ranks, recipe, with_all_reduce):
-    for outcomes in zip(*ranks(2, calls_once_more, recipe, with_all_reduce, timeout=30.0), strict=True):
+    for outcomes in zip(*ranks(2, calls_once_more, recipe, with_all_reduce), strict=True):
         assert_nobody_waits(list(outcomes), "right")
 
 
-def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[tuple[str, float]]:
+def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[str]:
     """Another rank forgets at each step, with the user's own collectives before and after the forward."""
     model, x = unprepared(recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -270,7 +266,7 @@ def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[tuple[
 
 @on_each_wire
 def test_ranks_that_take_turns_in_forgetting(ranks, recipe):
-    for outcomes in zip(*ranks(3, takes_turns_in_forgetting, recipe, timeout=15.0), strict=True):
+    for outcomes in zip(*ranks(3, takes_turns_in_forgetting, recipe), strict=True):
         assert_nobody_waits(list(outcomes), "right")
 
 
@@ -299,7 +295,7 @@ def test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting(ranks, reci
 
     e2m1 has no NaN: there the code is the largest, and the next precompute_scales says so, see below.
     """
-    first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, False, timeout=30.0), strict=True)
+    first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, False), strict=True)
     clamped = ["wrong"] if recipe == "nvfp4" else []
     assert_nobody_waits(first, "right", "right or NaN", "Float8RankMismatchError", *clamped)
     assert_nobody_waits(second, "right")
@@ -334,7 +330,7 @@ def test_four_bit_codes_that_an_old_scale_cannot_hold_are_the_largest(ranks):
 
 @on_each_wire
 def test_precompute_scales_sees_what_one_rank_changed(ranks, recipe):
-    first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, True, timeout=30.0), strict=True)
+    first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, True), strict=True)
     assert_nobody_waits(first, "right")
     assert_nobody_waits(second, "right")
 
@@ -358,6 +354,6 @@ def reports_a_change_on_one_rank(rank: int, world: int, recipe: str) -> list[str
 @on_each_wire
 def test_a_change_on_one_rank_is_reported_on_every_rank(ranks, recipe):
     """Unless its scales cross the wire with its codes, which then are right."""
-    for messages in ranks(2, reports_a_change_on_one_rank, recipe, timeout=30.0):
+    for messages in ranks(2, reports_a_change_on_one_rank, recipe):
         assert len(messages) == (0 if recipe == "mxfp8" else 1), messages
         assert all("layers.0" in message for message in messages)

@@ -1,11 +1,31 @@
 """The ways in which a weight crosses the wire, and one recipe that takes each."""
 
+from collections.abc import Sequence
+
+import pytest
+
 import f8sub
 from f8sub.formats import ALL
 
 ONE_RECIPE_A_WIRE = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 """One scale, rows and blocks from the amax table; scales that follow the row's codes; two codes a byte."""
 
+
+QUICK = ("tensorwise", "mxfp8", "delayed")
+"""Recipes of the default suite where a test runs on each: a scale from the amax table, scales that follow the codes, and
+a scale from a history. The others are long tests."""
+
+
+def on_each(recipes: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrize ``recipe``."""
+    marks = {recipe: () if recipe in QUICK else pytest.mark.long for recipe in recipes}
+    return pytest.mark.parametrize("recipe", [pytest.param(r, marks=m) for r, m in marks.items()], ids=recipes)
+
+
+on_each_world = pytest.mark.parametrize(
+    "world", [1, 2, 3, *(pytest.param(world, marks=pytest.mark.long) for world in (5, 7))], ids="world{}".format
+)
+"""Worlds that divide the rows of small weights and worlds that do not; some have empty shards."""
 
 TOLD_LATE = ("mxfp8", "nvfp4")
 """Rows are not one byte an element, so the hook is the one that FSDP2 tells less: param_dtype comes with the result."""

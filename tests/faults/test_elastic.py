@@ -107,7 +107,9 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("world", "replicas"), [(2, 1), (3, 1), (4, 2)], ids=["world2", "world3", "hsdp-2x2"]
+    ("world", "replicas"),
+    [pytest.param(2, 1, marks=pytest.mark.long), (3, 1), pytest.param(4, 2, marks=pytest.mark.long)],
+    ids=["world2", "world3", "hsdp-2x2"],
 )
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_codes_and_histories_are_those_that_were_saved(

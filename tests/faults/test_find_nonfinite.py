@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard, transformer
+from tests.dist.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8", "nvfp4", "delayed")
 
@@ -73,7 +74,7 @@ def expected(role: str, world: int) -> str:
 
 
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@on_each(RECIPES)
 def test_the_first_layer_role_and_rank(ranks, recipe, role):
     assert ranks(3, found, recipe, role, False) == [expected(role, 3)] * 3
 
@@ -88,7 +89,7 @@ def test_a_model_that_was_not_converted(ranks, role):
     assert ranks(2, found, None, role, False) == [expected(role, 2)] * 2
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@on_each(RECIPES)
 def test_gradients_that_overflow_on_the_way(recipe):
     """Products beyond the dtype: the layer's dy is finite, and its dx or dw is not."""
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 32)).half(), recipe=recipe)

@@ -8,10 +8,10 @@ import torch
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
-from tests.dist.wires import ONE_RECIPE_A_WIRE
+from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+on_each_recipe = on_each(RECIPES)
 
 
 def model_of(recipe: str, seed: int = 0) -> torch.nn.Module:
@@ -99,7 +99,7 @@ def swapped(rank: int, world: int, recipe: str, how: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["copy", "data"])
-@pytest.mark.parametrize("recipe", ONE_RECIPE_A_WIRE)
+@on_each(ONE_RECIPE_A_WIRE)
 def test_a_moving_average_is_swapped_in_and_out_without_precompute_scales(ranks, recipe, how):
     for before, averaged, after, expected in ranks(3, swapped, recipe, how):
         assert torch.equal(averaged, expected)

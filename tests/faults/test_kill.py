@@ -46,7 +46,7 @@ def uninterrupted(tmp_path_factory):
 def test_the_run_goes_on_from_the_last_whole_checkpoint(ranks, uninterrupted, tmp_path, kill_at):
     expected = quick_settings(uninterrupted, OPTIONS)
     if not (uninterrupted / "metrics.jsonl").exists():
-        ranks(2, train, expected, timeout=120)
+        ranks(2, train, expected)
     done = torchrun(tmp_path, kill_at)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "exitcode  : -9" in done.stderr or "exitcode: -9" in done.stderr, done.stderr[-3000:]

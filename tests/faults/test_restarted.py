@@ -10,7 +10,7 @@ import f8sub
 from f8sub.fsdp import agreement
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
-from tests.dist.wires import ONE_RECIPE_A_WIRE
+from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
 
 
 def life(rank: int, world: int, store: str, recipe: str) -> torch.Tensor:
@@ -28,7 +28,7 @@ def life(rank: int, world: int, store: str, recipe: str) -> torch.Tensor:
     return y.detach()
 
 
-@pytest.mark.parametrize("recipe", ONE_RECIPE_A_WIRE)
+@on_each(ONE_RECIPE_A_WIRE)
 def test_each_life_agrees_for_itself(ranks, tmp_path, recipe):
     lives = [ranks(2, life, str(tmp_path / "store"), recipe) for _ in range(3)]
     for ys in lives:

@@ -4,10 +4,11 @@ One of its own: TRITON_INTERPRET is read when triton is imported, and the tests'
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -23,10 +24,15 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[Callable[..., Any]]:
+def interpreter() -> Callable[..., Any]:
     """``interpreter(function, *arguments)`` in that process."""
-    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+    return lambda function, *arguments: _process().submit(function, *arguments).result()
+
+
+@functools.cache
+def _process() -> ProcessPoolExecutor:
+    """One for all test modules: to begin it takes seconds."""
+    return ProcessPoolExecutor(1, get_context("spawn"), _start)
 
 
 def _start() -> None:

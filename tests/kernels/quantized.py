@@ -1,5 +1,7 @@
 """Formats that Triton's quantizers cast to, and whether what they made is the reference's to the bit."""
 
+from collections.abc import Container, Iterable
+
 import pytest
 import torch
 
@@ -23,7 +25,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 SMALL = (40, 72)
 
 
+def with_long(names: Iterable[str], quick: Container[str]) -> pytest.MarkDecorator:
+    """Parametrize ``name``; all but ``quick`` are long."""
+    marked = [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
 on_each_format = pytest.mark.parametrize("name", FORMATS)
+on_each_walk = with_long(FORMATS, ("tensorwise", "rowwise", "1x128", "128x128", "256x256-e5m2"))
+"""What depends on how a kernel walks through a matrix: the other formats are walked through alike."""
+on_each_rule = with_long(FORMATS, ("tensorwise", "1x128"))
+"""What is a rule of single elements, which all walks call: data sets, edge values."""
 on_each_dtype = pytest.mark.parametrize(
     "dtype",
     [

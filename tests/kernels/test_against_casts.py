@@ -197,7 +197,7 @@ E4M3_ROWS = {
     "the smallest float32": ([2.0**-149], 2.0**-126, 2.0**-126, [0x00], None),
     "the last amax at the cap": ([2.0**-118, 2.0**-127], 2.0**-126, 2.0**-126, [0x78, 0x30], None),
     "the first amax below the cap": ([2.0**-117], 2.0**-125 / 1.75, 2.0**-125, [0x7E], [0x78]),
-    "the largest float32": ([LARGEST_FLOAT32], 9586980 * 2.0**96, 2.0**120, [0x7C], [0x76]),
+    "the largest float32": ([LARGEST_FLOAT32], 9586980 * 2.0**96, 2.0**120, [0x7E], [0x78]),
 }
 E5M2_ROWS = {
     "zeros": ([0.0, -0.0], 1.0, 1.0, [0x00, 0x80], None),
@@ -216,7 +216,7 @@ E5M2_ROWS = {
     "the smallest float32": ([2.0**-149], 2.0**-126, 2.0**-126, [0x00], None),
     "the last amax at the cap": ([2.0**-111, 2.0**-127], 2.0**-126, 2.0**-126, [0x78, 0x38], None),
     "the first amax below the cap": ([2.0**-110], 2.0**-125 / 1.75, 2.0**-125, [0x7B], [0x78]),
-    "the largest float32": ([LARGEST_FLOAT32], 9586980 * 2.0**89, 2.0**113, [0x7A], [0x77]),
+    "the largest float32": ([LARGEST_FLOAT32], 9586980 * 2.0**89, 2.0**113, [0x7B], [0x78]),
 }
 EDGE_ROWS = [
     pytest.param(dtype, *row, id=f"{name}-{title}")
@@ -243,8 +243,8 @@ def test_edge_values(dtype, x, float_inv, power_inv, float_codes, power_codes):
     - NaN and infinity are NaN in place (-1 here) and take no part in amax; a tile of nothing else has scale 1.
     - Scales stop at 2**126, so 448 / 2**-118 = 1.75 * 2**126 is 2**126 and 2**-118 becomes 2**8, which is 0x78.
       2**-149 * 2**126 is 2**-23: zero in either format.
-    - The largest float32 is clamped to 1.75 * 2**127. Its scale is 1.75 * 2**-120 / (1 - 2**-24), in float32
-      (1.75 + 2**-23) * 2**-120, the inverse of which is 9586980 * 2**96; 1.75 * 1.75 * 2**7 is 392, nearest to 384.
+    - The scale of the largest float32 is 1.75 * 2**-120 / (1 - 2**-24), in float32 (1.75 + 2**-23) * 2**-120, the
+      inverse of which is 9586980 * 2**96; its code is the largest. With 2**-120 it is 2**8 less a trifle: 0x78.
     """
     for rule, scale_inv, codes in (
         (ScaleRule.FLOAT, float_inv, float_codes),

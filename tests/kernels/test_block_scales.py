@@ -71,6 +71,21 @@ def test_scales_are_laid_out_where_their_strides_are_those_that_kernels_fill(til
         assert block_scales.is_laid_out(operand) == (scale_inv.stride() == filled.stride())
 
 
+@pytest.mark.parametrize("tile", TILES.values(), ids=str)
+def test_flat_scales_are_the_same_memory(tile):
+    format = Float8Format(E4M3, Tile(*tile))
+    data = torch.zeros(272, 656, dtype=E4M3)
+    scale_inv = block_scales.empty_scale_inv(data, format, 272, 656)
+    scale_inv.copy_(torch.rand(scale_inv.shape))
+    flat = block_scales.flat(Operand(data, scale_inv, format))
+    assert flat.shape == (scale_inv.numel(),)
+    found = block_scales.unflat(Operand(data, flat, format))
+    assert torch.equal(found.scale_inv, scale_inv)
+    assert found.scale_inv.stride() == scale_inv.stride()
+    assert found.scale_inv.data_ptr() == scale_inv.data_ptr()
+    assert block_scales.unflat(found) is found
+
+
 def test_scales_that_are_laid_out_are_not_copied():
     matrix = row_outliers((272, 656), generator(4))
     operand = reference.quantize(matrix, Float8Format(E4M3, Tile(1, 128)), None)[0]

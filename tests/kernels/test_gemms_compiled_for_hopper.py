@@ -20,12 +20,6 @@ def check(folder: Path, *arguments: str) -> list[dict]:
 
 
 @needs_triton
-def test_the_persistent_ones_of_the_blockwise_recipe(tmp_path):
-    only = ["1x128 x 1x128 -> bf16, 128x256", "1x128 x 128x128 -> bf16, 128x256", "1x128 x 128x128 -> fp32"]
-    assert len(check(tmp_path, "--only", *only)) == 3
-
-
-@needs_triton
 @pytest.mark.long
 def test_every_one(tmp_path):
     assert len(check(tmp_path)) >= 40

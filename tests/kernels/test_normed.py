@@ -13,11 +13,12 @@ from f8sub.kernels.norms import Norm, normalize
 from f8sub.kernels.producers import has_one_scale
 from tests.data_sets import DATA_SETS, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-from tests.kernels.quantized import same_bits
+from tests.kernels.quantized import same_bits, with_long
 from tests.kernels.test_paired import tiles_of_every_kind
 from tests.kernels.test_producers import KINDS
 
-SHAPES = [(256, 256), (130, 144), (129, 130), (33, 300), (4, 2048), (3, 1100)]
+SHAPES = [(130, 144), (3, 1100)]
+MORE_SHAPES = [(256, 256), (129, 130), (33, 300), (4, 2048)]
 """Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; parts of a row, whole
 and cut."""
 
@@ -26,6 +27,8 @@ EPS = 1e-5
 UNIT = 2.0**-24
 
 on_each_kind = pytest.mark.parametrize("name", KINDS)
+on_each_walk = with_long(KINDS, ("tensorwise", "rowwise", "1x128", "256x256"))
+on_each_rule = with_long(KINDS, ("1x128",))
 
 
 def rstd_budget(cols: int) -> float:
@@ -76,9 +79,12 @@ def check(
         check_rstd(x, measured.rstd)
 
 
-def shapes(name: str) -> None:
-    for index, shape in enumerate(SHAPES):
+def shapes(name: str, of: list[tuple[int, int]]) -> None:
+    for index, shape in enumerate(of):
         check(inputs("gaussian", shape, normed.HALF[index % 2]), name, rounds=index % 2 == 0)
+
+
+def each_usage(name: str) -> None:
     for usages in USAGES:
         check(inputs("lognormal", (40, 72), torch.bfloat16), name, True, usages)
         check(inputs("lognormal", (40, 72), torch.bfloat16), name, False, usages)
@@ -204,18 +210,27 @@ def modules(recipe: str) -> list[str]:
 
 
 @needs_triton
-@on_each_kind
+@on_each_walk
 def test_shapes_and_usages(interpreter, name):  # noqa: F811
-    interpreter(shapes, name)
+    interpreter(shapes, name, SHAPES)
+    interpreter(each_usage, name)
 
 
 @needs_triton
+@pytest.mark.long
+@on_each_kind
+def test_more_shapes(interpreter, name):  # noqa: F811
+    interpreter(shapes, name, MORE_SHAPES)
+
+
+@needs_triton
+@pytest.mark.long
 def test_more_rows_than_a_program_goes_down(interpreter):  # noqa: F811
     interpreter(many_lines, "rowwise")
 
 
 @needs_triton
-@on_each_kind
+@on_each_rule
 def test_data_sets(interpreter, name):  # noqa: F811
     interpreter(data_sets, name)
 
@@ -234,19 +249,20 @@ def test_what_is_paired(monkeypatch, name):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["1x128", pytest.param("1x128-float", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["1x128", "1x128-float"])
 def test_whole_tiles(interpreter, name):  # noqa: F811
     interpreter(whole_tiles, name)
 
 
 @needs_triton
-@on_each_kind
+@on_each_rule
 def test_elements_that_are_not_finite(interpreter, name):  # noqa: F811
     interpreter(not_finite, name)
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-power_of_2"])
+@with_long(["tensorwise-power_of_2", "tensorwise"], ["tensorwise-power_of_2"])
 def test_scales_of_the_past(interpreter, name):  # noqa: F811
     interpreter(of_the_past, name)
 

@@ -14,7 +14,7 @@ from f8sub.kernels.producers import Wanted
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-from tests.kernels.quantized import same_bits
+from tests.kernels.quantized import same_bits, with_long
 from tests.kernels.test_paired import tiles_of_every_kind
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -30,10 +30,13 @@ KINDS = {
 }
 """Formats of h and of the gradients."""
 
-SHAPES = [(256, 128), (130, 144), (129, 130), (1, 300)]
+SHAPES = [(130, 144), (1, 300)]
+MORE_SHAPES = [(256, 128), (129, 130)]
 """Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; a single line."""
 
 on_each_kind = pytest.mark.parametrize("name", KINDS)
+on_each_walk = with_long(KINDS, ("tensorwise", "rowwise", "1x128", "256x256"))
+on_each_rule = with_long(KINDS, ("1x128",))
 
 
 def inputs(
@@ -96,9 +99,12 @@ def same_largest(found: torch.Tensor | None, right: torch.Tensor | None) -> None
         torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
 
 
-def shapes(name: str) -> None:
-    for shape in SHAPES:
+def shapes(name: str, of: list[tuple[int, int]]) -> None:
+    for shape in of:
         check(inputs("gaussian", shape), name)
+
+
+def each_usage(name: str) -> None:
     for usages in ((True, False, False), (False, True, True), (True, True, False)):
         check(inputs("gaussian", (40, 72)), name, usages)
 
@@ -130,17 +136,19 @@ def of_the_past(name: str) -> None:
 
 
 def whole_tiles(name: str) -> None:
-    """Of every kind as one of dh, gate and up and as all of them, by kernels of pairs."""
+    """Of every kind as one of dh, gate and up, and some kinds as all three, by kernels of pairs."""
     kinds = tiles_of_every_kind()
     finite = [make("gaussian", tuple(kinds.shape), seed, torch.bfloat16) for seed in (1, 2, 3)]
     for index in range(3):
         check(tuple(kinds if index == at else tensor for at, tensor in enumerate(finite)), name)
-    check((kinds, kinds, kinds), name)
+    some = kinds[:, 256:512].contiguous()
+    check((some, some, some), name)
+    dh, gate, _ = (tensor[:, 256:512].contiguous() for tensor in finite)
     for usages in ((True, False, False), (False, True, True), (True, True, False)):
-        check((finite[0], finite[1], kinds), name, usages)
+        check((dh, gate, some), name, usages)
     if name.startswith("tensorwise"):
         for pasts in pasts_of(name):
-            check((finite[0], finite[1], kinds), name, pasts=pasts)
+            check((dh, gate, some), name, pasts=pasts)
 
 
 def whole_tiles_by_others(name: str) -> None:
@@ -186,19 +194,27 @@ def every_gate() -> None:
 
 
 @needs_triton
-@on_each_kind
+@on_each_walk
 def test_shapes_and_usages(interpreter, name):  # noqa: F811
-    interpreter(shapes, name)
+    interpreter(shapes, name, SHAPES)
+    interpreter(each_usage, name)
 
 
 @needs_triton
+@pytest.mark.long
 @on_each_kind
+def test_more_shapes(interpreter, name):  # noqa: F811
+    interpreter(shapes, name, MORE_SHAPES)
+
+
+@needs_triton
+@on_each_rule
 def test_data_sets(interpreter, name):  # noqa: F811
     interpreter(data_sets, name)
 
 
 @needs_triton
-@on_each_kind
+@on_each_rule
 def test_elements_that_are_not_finite(interpreter, name):  # noqa: F811
     interpreter(not_finite, name)
 
@@ -214,20 +230,19 @@ PAIRED = {
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "1x128" else pytest.mark.long) for name in PAIRED]
-)
+@with_long(PAIRED, ())
 def test_whole_tiles(interpreter, name):  # noqa: F811
     interpreter(whole_tiles, name)
 
 
 @needs_triton
-@pytest.mark.parametrize("name", PAIRED)
+@with_long(PAIRED, ())
 def test_whole_tiles_by_other_kernels(interpreter, name):  # noqa: F811
     interpreter(whole_tiles_by_others, name)
 
 
 @needs_triton
+@pytest.mark.long
 def test_lines_that_fill_programs(interpreter):  # noqa: F811
     interpreter(lines, "rowwise")
 

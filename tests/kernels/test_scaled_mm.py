@@ -157,7 +157,7 @@ WHY_NOT = {
     "1x128": (Float8Format(E4M3, Tile(1, 128)), TENSOR, CPU, "not tiles of 1x128"),
     "128x128": (TENSOR, Float8Format(E4M3, Tile(128, 128)), CPU, "not tiles of 128x128"),
     "by-column": (Float8Format(E4M3, Tile(ALL, 1)), TENSOR, CPU, "not tiles of allx1"),
-    "e2m1": (Float8Format(E2M1, Tile(ALL, ALL)),) * 2 + (CPU, "not e2m1[allxall]"),
+    "e2m1": (Float8Format(E2M1, Tile(ALL, ALL)),) * 2 + (CPU, "not tensorwise e2m1"),
     "two-e5m2": (TENSOR_E5M2, TENSOR_E5M2, CPU, "at most one e5m2"),
     "xpu": (TENSOR, TENSOR, torch.device("xpu"), "runs on cuda and cpu, not on xpu"),
 }

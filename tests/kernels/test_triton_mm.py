@@ -171,7 +171,7 @@ SQUARE, WIDE, FEW = (8192, 8192, 8192), (8192, 4096, 14336), (64, 8192, 8192)
 
 @needs_triton
 def test_without_measurements_cublaslt_where_it_can_then_ours_then_the_reference(hopper, monkeypatch):
-    assert "no measurement of e4m3[1x128,power_of_2] by e4m3[128x128] on NVIDIA H200" in str(
+    assert "no measurement of 1x128 e4m3 (power-of-two scales) by 128x128 e4m3 on NVIDIA H200" in str(
         measured_mm.why_not(SPEC.a, SPEC.b, CUDA)
     )
     assert backends.select_gemm(SPEC, CUDA) == "scaled_mm"

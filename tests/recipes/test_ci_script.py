@@ -7,18 +7,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CLOSING = "============ 5 passed, 3 skipped in 12.34s ============"
+CLOSING = "5 passed, 0 failed, 3 skipped"
 
 
-def run(folder, output, status=0):
-    """``.ci/run`` over a test script that prints ``output``."""
+def run(folder, output, status=0, lint_status=0):
+    """``.ci/run`` over a test script that prints ``output`` and a lint script."""
     (folder / ".ci").mkdir()
     (folder / "scripts").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
     (folder / "output").write_text(f"{output}\n{CLOSING}\n")
-    script = folder / "scripts" / "test.sh"
-    script.write_text(f'#!/bin/sh\necho "arguments: $*"\ncat output\nexit {status}\n')
-    script.chmod(0o755)
+    scripts = {
+        "lint.sh": f"#!/bin/sh\necho linted\nexit {lint_status}\n",
+        "test.sh": f'#!/bin/sh\necho "arguments: $*"\ncat output\nexit {status}\n',
+    }
+    for name, text in scripts.items():
+        (folder / "scripts" / name).write_text(text)
+        (folder / "scripts" / name).chmod(0o755)
     return subprocess.run([str(folder / ".ci" / "run")], capture_output=True, text=True)
 
 
@@ -27,7 +31,7 @@ def test_it_runs_everything_and_ends_with_the_closing_line(tmp_path):
         tmp_path, "SKIPPED [2] tests/a.py:3: needs a CUDA device\nSKIPPED [1] tests/b.py:7: only on Windows"
     )
     assert done.returncode == 0
-    assert "arguments: --all" in done.stdout
+    assert done.stdout.startswith("linted\narguments: --all")
     assert "Skipped: 3 tests" in done.stdout
     assert "     2 needs a CUDA device" in done.stdout
     assert "     1 only on Windows" in done.stdout
@@ -46,3 +50,9 @@ def test_a_skip_that_hides_a_missing_install_fails_it(tmp_path, reason):
 
 def test_a_failing_test_run_fails_it(tmp_path):
     assert run(tmp_path, "", status=3).returncode == 3
+
+
+def test_a_failing_lint_fails_it_after_the_tests(tmp_path):
+    done = run(tmp_path, "", lint_status=2)
+    assert done.returncode == 2
+    assert "arguments: --all" in done.stdout

@@ -3,7 +3,6 @@
 import errno
 import json
 import threading
-import time
 
 import checkpoint
 import pytest
@@ -39,7 +38,7 @@ def hold(event):
     write_data = FileSystemWriter.write_data
 
     def held(self, *args, **kwargs):
-        event.wait(30)
+        event.wait()
         return write_data(self, *args, **kwargs)
 
     FileSystemWriter.write_data = held
@@ -52,16 +51,13 @@ def train_on_while_it_is_written(rank, world, folder):
     hold(released)
     checkpoints = Checkpoints(folder, keep_latest_k=1, asynchronous=True)
     tensors = some_tensors(world, 2)
-    began = time.monotonic()
-    checkpoints.save(2, tensors, STATE)
-    seconds = time.monotonic() - began
+    checkpoints.save(2, tensors, STATE)  # which would not return if it waited for the disk
     for tensor in tensors.values():
         tensor.zero_()
     meanwhile, broken = checkpoints.newest_whole()
     released.set()
     checkpoints.wait()
     return (
-        seconds,
         meanwhile,
         "cut short" in broken["step-00000002"],
         checkpoints.names(),
@@ -71,10 +67,7 @@ def train_on_while_it_is_written(rank, world, folder):
 
 def test_training_goes_on_while_a_checkpoint_is_written(ranks, tmp_path):
     """It is whole when its manifest is there and not before; the older one is kept until then."""
-    for seconds, meanwhile, cut_short, names, loaded in ranks(
-        2, train_on_while_it_is_written, tmp_path / "a"
-    ):
-        assert seconds < 20
+    for meanwhile, cut_short, names, loaded in ranks(2, train_on_while_it_is_written, tmp_path / "a"):
         assert meanwhile == "step-00000001"
         assert cut_short
         assert names == ["step-00000002"]
@@ -131,9 +124,9 @@ def test_a_full_disk_is_an_error_on_all_ranks(ranks, tmp_path, where, asynchrono
 def test_a_run_saved_in_the_background_resumes_bitwise(ranks, tmp_path):
     options = "--float8.recipe delayed --checkpoint.interval 2 --checkpoint.async_mode async"
     settings = quick_settings(tmp_path, options)
-    assert ranks(2, train, settings, timeout=120) == [True, True]
+    assert ranks(2, train, settings) == [True, True]
     whole = losses(settings)
     resumed = changed(settings, "checkpoint", resume="step-00000002")
-    assert ranks(2, train, resumed, timeout=120) == [True, True]
+    assert ranks(2, train, resumed) == [True, True]
     assert losses(settings) == whole
     assert ranks(1, newest, tmp_path / "checkpoints")[0] == ("step-00000004", {})

@@ -197,7 +197,7 @@ def plainly(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_the_plain_loop(ranks, tmp_path):
-    saved = ranks(2, plainly, str(tmp_path), timeout=400.0)[0]
+    saved = ranks(2, plainly, str(tmp_path))[0]
     check_plain(tmp_path / "dcp", "model", saved)
 
 
@@ -243,7 +243,7 @@ LOADING = {"cpu_ram_efficient_loading": True}
     ids=["loaded-by-rank-0", "as-default", "full-state-dict"],
 )
 def test_accelerate(ranks, tmp_path, options):
-    saved = ranks(2, accelerated, str(tmp_path), options, timeout=400.0)[0]
+    saved = ranks(2, accelerated, str(tmp_path), options)[0]
     if "state_dict_type" not in options:
         check_plain(tmp_path / "pytorch_model_fsdp_0", "model", saved)
         return
@@ -280,7 +280,7 @@ def by_trainer(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_the_trainer_of_transformers(ranks, tmp_path):
-    saved = ranks(2, by_trainer, str(tmp_path), timeout=400.0)[0]
+    saved = ranks(2, by_trainer, str(tmp_path))[0]
     check_plain(tmp_path / f"checkpoint-{STEPS}" / "pytorch_model_fsdp_0", "model", saved)
 
 
@@ -310,5 +310,5 @@ def by_lightning(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_lightning(ranks, tmp_path):
-    saved = ranks(2, by_lightning, str(tmp_path), timeout=400.0)[0]
+    saved = ranks(2, by_lightning, str(tmp_path))[0]
     check_plain(tmp_path / "saved.ckpt", "state_dict", saved)

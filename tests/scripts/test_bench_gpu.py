@@ -48,6 +48,7 @@ def everything(tmp_path_factory) -> tuple[dict, str]:
     return json.loads(output.read_text()), finished.stdout
 
 
+@pytest.mark.long
 def test_what_the_figures_are_of(everything):
     found, printed = everything
     assert found["before"]["device"] == found["after"]["device"] == "CPU"
@@ -57,6 +58,7 @@ def test_what_the_figures_are_of(everything):
     assert printed.count(", CPU") >= 7
 
 
+@pytest.mark.long
 def test_quantize(everything):
     for rows in everything[0]["figures"]["quantize"].values():
         assert {
@@ -73,6 +75,7 @@ def test_quantize(everything):
         assert all(row["median_ms"] > 0 and row["gb_per_s"] > 0 for row in rows.values())
 
 
+@pytest.mark.long
 def test_gemm(everything):
     found = everything[0]["figures"]["gemm"]
     assert found["copy"]["gb_per_s"] > 0
@@ -91,6 +94,7 @@ def test_gemm(everything):
     assert set(found["skipped"]) == {name for name in everywhere if "reference" not in name} - runs
 
 
+@pytest.mark.long
 def test_linear(everything):
     (rows,) = everything[0]["figures"]["linear"]["layers"].values()
     assert set(rows) == {"bf16 compiled", "bf16 eager", *COMPARED[:2], "torchao rowwise_with_gw_hp compiled"}
@@ -107,6 +111,7 @@ def test_linear(everything):
     )
 
 
+@pytest.mark.long
 def test_slice(everything):
     (rows,) = everything[0]["figures"]["slice"]["tokens"].values()
     others = {"bf16 compiled", "bf16 eager", "torchao rowwise_with_gw_hp compiled"}
@@ -124,6 +129,7 @@ def test_slice(everything):
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+@pytest.mark.long
 def test_a_slice_of_two_ranks(everything, tmp_path):
     """Told once, and the same losses: every rank has the same tokens."""
     output = tmp_path / "figures.json"
@@ -146,6 +152,7 @@ def test_the_other_groups_are_of_one_rank():
     assert "--group slice alone" in finished.stderr
 
 
+@pytest.mark.long
 def test_graphed_steps_are_not_for_a_cpu(everything):
     found, printed = everything
     slice = found["figures"]["slice"]

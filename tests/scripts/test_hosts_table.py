@@ -16,6 +16,7 @@ LINEAR_LAYERS = 14
 
 
 @needs_hosts
+@pytest.mark.long
 def test_float8_halves_the_all_gather_on_a_limited_link(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     figures = hosts_table.run(2, "100mbit", rounds=2)

@@ -37,7 +37,7 @@ def test_the_account_of_a_llama():
         [sys.executable, str(SCRIPTS / "byte_account.py"), "--size", "debug", "--keep-x", "float8"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={"PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )
     assert finished.returncode == 0, finished.stderr[-3000:]

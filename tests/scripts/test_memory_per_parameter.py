@@ -29,7 +29,7 @@ def test_nothing_is_held_twice_and_primary_weights_are_one_byte(tmp_path):
         [sys.executable, str(SCRIPTS / "memory_per_parameter.py"), "--json", str(output)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={"PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )
     assert finished.returncode == 0, finished.stderr[-3000:]

@@ -104,7 +104,7 @@ def test_arms_are_compared_by_the_same_statistics_and_drawn(tmp_path):
             for seed, factor in enumerate(factors)
         ]
         command += ["--recorded", arm, *map(str, runs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "+1.98 ± " in done.stdout
     figures = json.loads((tmp_path / "figures.json").read_text())
@@ -115,7 +115,7 @@ def test_arms_are_compared_by_the_same_statistics_and_drawn(tmp_path):
     assert figures["steps"] == 200
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
-    done = subprocess.run(command[:-2], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command[:-2], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 2
     assert "runs of each arm" in done.stderr
     assert "Traceback" not in done.stderr

@@ -202,9 +202,8 @@ CLEAN = {
     "forward-and-backward": lambda m: m(x_of().requires_grad_()).backward(gaussian((8, ROWS), generator(4))),
     "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1),
     "zero_grad": lambda m: m.zero_grad(),
-    "state_dict": lambda m: m.state_dict(),
     "deepcopy": lambda m: copy.deepcopy(m),
-    "pickle": lambda m: torch.save(m.state_dict(), io.BytesIO()),
+    "pickle": lambda m: torch.save(m[0].weight, io.BytesIO()),
     "parameters_to_vector": lambda m: parameters_to_vector(m.parameters()),
     "norm": lambda m: m[0].weight.norm().item(),
     "matmul": lambda m: x_of() @ m[0].weight.t(),
@@ -259,6 +258,38 @@ def test_a_weight_in_two_dtypes_is_cast_for_each():
     assert torch.equal(model(x.bfloat16()), expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(x), expected)
+
+
+READ_AS = {
+    "transposed": lambda weight: weight.t(),
+    "first rows": lambda weight: weight[:16],
+    "last rows": lambda weight: weight[16:],
+    "columns": lambda weight: weight[:, :16],
+}
+
+
+@pytest.mark.parametrize("view", READ_AS, ids=list(READ_AS))
+def test_a_view_of_the_weight_has_codes_of_its_own(view):
+    """Of a square weight, whose transpose has its very shape."""
+    layer = nn.Linear(COLS, COLS, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(gaussian((COLS, COLS), generator(1)))
+    model = f8sub.convert_to_float8(nn.Sequential(layer), recipe="rowwise")
+    weight = READ_AS[view](model[0].weight)
+    x = gaussian((8, weight.shape[1]), generator(2)).requires_grad_()
+    model(gaussian((8, COLS), generator(2)))
+    y = torch.func.functional_call(model, {"0.weight": weight}, (x,))
+    dy = gaussian(tuple(y.shape), generator(3))
+    y.backward(dy)
+    for found, expected in ((y, x @ weight.t()), (x.grad, dy @ weight)):
+        assert (found - expected).norm() < 0.06 * expected.norm()
+
+
+def test_what_torch_compile_traces_has_the_strides_of_the_weight():
+    weight = f8sub.convert_to_float8(nn.Sequential(nn.Linear(32, 32)), recipe="tensorwise")[0].weight
+    assert weight._inner.stride() == (32, 1)
+    weight.data = weight.data.t()
+    assert weight._inner.stride() == (1, 32)
 
 
 def test_a_deep_copy_changes_on_its_own():

@@ -30,7 +30,7 @@ def any_titan(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """As ``ranks``, in processes that have torchtitan."""
     if _nursery not in request.config.stash:
         pytest.skip(f"torchtitan is not installed in one of the versions {', '.join(runs.CPU)}")
-    return functools.partial(request.config.stash[_nursery].run, timeout=300.0)
+    return request.config.stash[_nursery].run
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.integrations.torchtitan.options import Options, is_too_small
+from f8sub.integrations.torchtitan.options import Options
 from f8sub.recipe import get_recipe
 from tests.titan.runs import alone
 
@@ -142,7 +142,7 @@ def test_filters_leave_layers_alone():
 
 @alone
 def test_the_head_on_request():
-    assert "lm_head" in converted(on_meta(debugmodel(converter(skip=[]))))
+    assert "lm_head" in converted(on_meta(debugmodel(converter(skip_defaults=False))))
 
 
 @alone
@@ -152,15 +152,6 @@ def test_the_small_ones_on_request():
     assert "layers.0.attention.qkv_linear.wqkv" in found
     with pytest.raises(f8sub.Float8ConfigError, match="nothing to convert"):
         on_meta(debugmodel(small))  # its layers are all of 256 and 768
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("n", [512, 1024, 1040, 2048, 2064, 4096, 4112])
-@pytest.mark.parametrize("k", [512, 1024, 1040, 2048, 2064, 4096, 4112])
-def test_what_is_small_is_what_torchao_says(recipe, n, k):
-    torchao = pytest.importorskip("torchao.float8")
-    layer = torch.nn.Linear(k, n, device="meta")
-    assert is_too_small(layer, get_recipe(recipe)) != torchao._auto_filter_for_recipe(recipe, [])(layer, "")
 
 
 @alone
@@ -312,6 +303,7 @@ def test_without_hooks_in_the_config_scales_begin_at_the_first_step():
     from torchtitan.components.optimizer import default_adamw
 
     model = on_meta(debugmodel(converter())).to_empty(device="cpu")
+    model.init_weights(buffer_device=None)  # empty memory may hold NaN, which is told
     optimizers = default_adamw(lr=1e-3).build(model_parts=[model])
     assert not optimizers._optimizer_step_post_hooks
     optimizers.step()

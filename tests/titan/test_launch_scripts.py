@@ -35,7 +35,7 @@ def command(script: str, *options: str, **variables: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=600,
     )
     return shlex.split(done.stdout)
 
@@ -153,7 +153,7 @@ def launched(script: str, assets: Path, folder: Path, *options: str) -> str:
         },
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     said = re.sub(r"\x1b\[[\d;]+m", "", done.stdout + done.stderr)
     assert done.returncode == 0, said
@@ -201,5 +201,5 @@ def test_both_arms_of_the_convergence_test_train_and_are_compared(assets, tmp_pa
         runs += ["--recorded", arm, str(folder)]
     figures = tmp_path / "figures.json"
     compared = [sys.executable, ROOT / "scripts" / "loss_compare.py", "--folder", tmp_path, *runs]
-    subprocess.run([*compared, "--json", figures], check=True, timeout=280)
+    subprocess.run([*compared, "--json", figures], check=True, timeout=600)
     assert 0 < abs(json.loads(figures.read_text())["gaps"]["float8"]["gap_percent"]) < 0.05

@@ -39,7 +39,7 @@ def test_what_torchtitan_logs_is_compared(titan, assets, tmp_path):
             for seed, name in enumerate(names)
         ]
         command += ["--recorded", arm, *(str(assets / name) for name in names)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
     for arm, losses in logged.items():

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.dist.models import Stack, seed_weights, shard, transformer
+from tests.dist.models import Stack, precompute, seed_weights, shard, transformer
 from tests.dist.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8", "nvfp4", "delayed")
@@ -59,7 +59,7 @@ def found(rank: int, world: int, recipe: str | None, role: str, checkpointed: bo
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    f8sub.precompute_scales(model)
+    precompute(model)
     if rank == world - 1:
         spoil(model, role)
     with f8sub.find_nonfinite(model) as search:

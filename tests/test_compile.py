@@ -14,15 +14,14 @@ from tests.counting import FLOAT8
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Transformer, seed_weights
 from tests.layers import in_float8
+from tests.selection import long_but
 
 RECIPES = f8sub.recipe_names()
 AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 MODES = {"fp32": {}, "bf16": {"autocast": AUTOCAST}}
 QUICK = ("tensorwise", "blockwise")
 """Casts that the compiler fuses, and casts that are one node of the graph."""
-on_each_recipe = pytest.mark.parametrize(
-    "recipe", [pytest.param(recipe, marks=() if recipe in QUICK else pytest.mark.long) for recipe in RECIPES]
-)
+on_each_recipe = pytest.mark.parametrize("recipe", long_but(QUICK, RECIPES))
 on_each_kind = pytest.mark.parametrize("recipe", [*QUICK, pytest.param("delayed", marks=pytest.mark.long)])
 """Where only the kind of cast matters: those two, and casts with a state."""
 on_each_mode = pytest.mark.parametrize("mode", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])

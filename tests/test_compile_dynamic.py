@@ -12,14 +12,10 @@ from f8sub.kernels import scaled_mm
 from tests.compiling import SHAPES, WIDTH, Compiler, compile_blocks, decibels, differences, gained, train
 from tests.data_sets import gaussian, generator
 from tests.dist.models import seed_weights
+from tests.selection import long_but
 
-SHORT = [("True", recipe) for recipe in f8sub.recipe_names() if recipe != "rowwise_with_gw_hp"]
-SHORT += [("None", "mxfp8"), ("marked", "blockwise")]
-CASES = [
-    (mode, recipe) if (mode, recipe) in SHORT else pytest.param(mode, recipe, marks=pytest.mark.long)
-    for mode in ("True", "None", "marked")
-    for recipe in f8sub.recipe_names()
-]
+SHORT = [("True", "tensorwise"), ("True", "delayed"), ("None", "mxfp8"), ("marked", "blockwise")]
+CASES = [(mode, recipe) for mode in ("True", "None", "marked") for recipe in f8sub.recipe_names()]
 """Ways to shapes that change, by each recipe: ``dynamic=True``, ``dynamic=None``, ``mark_dynamic``."""
 
 
@@ -30,7 +26,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("mode", "recipe"), CASES)
+@pytest.mark.parametrize(("mode", "recipe"), long_but(SHORT, CASES))
 def test_lengths_that_change(mode, recipe):
     """No float that f8sub reads is an input of the graph: two layers could not share it, and it would not be folded."""
     eager = train(gained(recipe), steps=5, shapes=SHAPES)

@@ -6,6 +6,7 @@ import torch
 import f8sub
 from f8sub import backends
 from tests.compiling import compile_blocks, decibels, differences, gained, mlps, train
+from tests.selection import long_but
 
 RECIPES = f8sub.recipe_names()
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
@@ -40,7 +41,7 @@ def test_a_single_token():
     assert differences(compiled, eager) == []
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", long_but(["rowwise"], ["tensorwise", "rowwise", "blockwise", "delayed"]))
 def test_inductor_calls_them(recipe):
     eager = train(mlps(recipe), steps=1)
     compiled = train(compile_blocks(mlps(recipe), "inductor"), steps=1)

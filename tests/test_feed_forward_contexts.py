@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub import context, feed_forward
+from tests.selection import long_but
 from tests.test_feed_forward import assert_equal, both, inputs, on_each_recipe, ran_fused, results
 
 OWN, OTHER = "tensorwise", "rowwise"
@@ -211,7 +212,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("checkpoints", long_but([True], [False, True]), ids=["", "checkpointed"])
 def test_compiled_each_recipe_has_one_graph(checkpoints, fresh_compiler, monkeypatch):
     """One more, once, for the first context of the process, which layers do not ask for before."""
     monkeypatch.setattr(context.contexts, "entered", False)
@@ -250,6 +251,7 @@ class Inside(nn.Module):
         return torch.cat(ys, dim=1)
 
 
+@pytest.mark.long
 def test_contexts_inside_compiled_code(fresh_compiler):
     """Of the four forwards two are fused, one function each, and one has its three layers in float8."""
     plain, fused = both(OWN)

@@ -16,6 +16,7 @@ from tests import oracle
 from tests.budgets import excess
 from tests.data_sets import DATA_SETS, gaussian, generator, lognormal, make, spread_columns
 from tests.dist.models import BF16, Stack
+from tests.selection import long_but
 from tests.specs import spec_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -252,9 +253,7 @@ QUICK = ("blocks", "mx", "odd-tiles")
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3], ids="world{}".format)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in GATHERED]
-)
+@pytest.mark.parametrize("name", long_but(QUICK, GATHERED))
 def test_gathered_in_float8_it_is_the_unsharded_model_bitwise(ranks, name, world):
     assert ranks(world, sharded, name, 0) == [[]] * world
 

@@ -12,6 +12,7 @@ import f8sub
 from f8sub.fsdp import agreement
 from tests.dist.models import shard
 from tests.dist.test_delayed import STEPS, assert_same, batch, model_of, on_and_off, sharded, states_of, train
+from tests.selection import long_but
 
 
 def state_dicts_before_precompute(rank: int, world: int, all_gather: bool, load: str) -> tuple:
@@ -99,7 +100,7 @@ def loaded_in_place(rank: int, world: int, all_gather: bool, compiled: bool) -> 
 
 
 @on_and_off
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", long_but([False], [False, True]), ids=["eager", "compiled"])
 def test_a_run_goes_on_from_what_was_loaded_in_place(ranks, all_gather, compiled):
     for resumed, expected, found, wanted in ranks(2, loaded_in_place, all_gather, compiled):
         assert_same(resumed, expected)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import f8sub
+from tests.selection import long_but
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, transformer
 from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
@@ -126,7 +127,7 @@ MORE = [(recipe, mode) for recipe in RECIPES for mode in ("bf16", "prefetching",
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    ("recipe", "mode"), [*CASES, *(pytest.param(*c, marks=pytest.mark.long) for c in MORE if c not in CASES)]
+    ("recipe", "mode"), long_but(CASES, dict.fromkeys(CASES + MORE))
 )
 def test_on_is_off(ranks, recipe, mode):
     for on, off in ranks(2, on_and_off, recipe, mode, 2):

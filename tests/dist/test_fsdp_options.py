@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import f8sub
+from tests.selection import long_but
 from tests.dist.models import BF16, Transformer, loss_of, seed_weights, shard, transformer
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
@@ -171,7 +172,7 @@ MORE = [case for case in dict.fromkeys(MORE) if case not in CASES]
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    ("recipe", "option"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
+    ("recipe", "option"), long_but(CASES, CASES + MORE)
 )
 def test_on_is_off(ranks, recipe, option):
     for on, off in ranks(OPTIONS[option][0], on_and_off, recipe, option):

@@ -14,6 +14,7 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, shard, transformer
 from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
+from tests.selection import long_but
 
 STEPS, BATCH, WIDTH, CLASSES = 10, 8, 32, 11
 RECIPES = ONE_RECIPE_A_WIRE
@@ -123,7 +124,7 @@ def test_on_off_and_unsharded_are_bitwise_equal(ranks, recipe, policy, world):
 
 
 @on_each_policy
-@pytest.mark.parametrize("recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES[1:])])
+@pytest.mark.parametrize("recipe", long_but(["tensorwise"], RECIPES))
 def test_three_ranks_are_close_and_on_is_still_off(ranks, recipe, policy):
     results = ranks(3, on_and_off, recipe, policy)
     expected_losses, _ = unsharded(recipe, policy, 3)

@@ -23,6 +23,7 @@ from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard
 from tests.dist.wire import Wire
 from tests.dist.wires import on_each
+from tests.selection import long_but
 
 STEPS, WIDTH, CLASSES, SPREAD = 20, 32, 11, 4.0
 RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
@@ -85,7 +86,7 @@ QUICK = [("tensorwise", "fp32-policy-bf16", 3), (RECIPES[-1], "bf16", 2)]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dtypes", "world"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.long) for c in CASES]
+    ("recipe", "dtypes", "world"), long_but(QUICK, CASES)
 )
 def test_losses_are_those_of_high_precision_weights(ranks, recipe, dtypes, world):
     """Of float32 weights, and of bf16 weights with float32 masters."""

@@ -15,6 +15,7 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 from tests.dist.wires import ONE_RECIPE_A_WIRE, least_decibels, on_each
+from tests.selection import long_but
 
 RECIPES = ONE_RECIPE_A_WIRE
 FATAL = 2.0  # an amax this much too small saturates: 23 dB at 2x, 10 dB at 4x
@@ -207,7 +208,7 @@ QUICK = ("adamw-foreach", "load_state_dict", "in-place-on-the-shard", "dcp.load"
 
 
 @pytest.mark.parametrize(
-    "mutation", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in UNEVEN]
+    "mutation", long_but(QUICK, UNEVEN)
 )
 def test_sharded_with_a_rank_that_holds_nothing(ranks, mutation, tmp_path):
     """16 rows over 7 ranks: the last rank's shard is empty, and nothing is ever written to it."""

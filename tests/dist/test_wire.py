@@ -1,5 +1,6 @@
 """What crosses the wire: one byte an element, one all-reduce a step, and never a rank that waits for ever."""
 
+import datetime
 import itertools
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import f8sub
+from f8sub.fsdp import agreement
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, seed_weights, shard
 from tests.dist.wire import Wire
@@ -166,6 +168,11 @@ def outcome(model: nn.Module, forward: Callable[[], torch.Tensor], x: torch.Tens
         return verdict(model, y, x)
 
 
+def wait_shortly() -> None:
+    """In this rank: whatever ranks decide, the outcome is right, so that nothing depends on how long they wait."""
+    agreement.PATIENCE = datetime.timedelta(milliseconds=300)
+
+
 def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
     """A model one step into training, its weights changed since its scales were computed."""
     model = shard(stack(recipe, (64, 96)))
@@ -185,6 +192,7 @@ def unprepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
 def one_rank_forgets(
     rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool, at_once: bool
 ) -> str:
+    wait_shortly()
     model, x = (unprepared if at_once else prepared)(recipe)
 
     def forward() -> torch.Tensor:
@@ -218,6 +226,7 @@ def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
 
 def calls_once_more(rank: int, world: int, recipe: str, with_all_reduce: bool) -> list[str]:
     """Rank 0 calls precompute_scales again though nothing changed; then both change the weights and call it."""
+    wait_shortly()
     model, x = prepared(recipe)
     f8sub.precompute_scales(model)
 

@@ -6,6 +6,7 @@ import pytest
 
 import f8sub
 from f8sub.formats import ALL
+from tests.selection import long_but
 
 ONE_RECIPE_A_WIRE = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 """One scale, rows and blocks from the amax table; scales that follow the row's codes; two codes a byte."""
@@ -23,7 +24,7 @@ def on_each(recipes: Sequence[str]) -> pytest.MarkDecorator:
 
 
 on_each_world = pytest.mark.parametrize(
-    "world", [1, 2, 3, *(pytest.param(world, marks=pytest.mark.long) for world in (5, 7))], ids="world{}".format
+    "world", long_but([1, 2, 3], [1, 2, 3, 5, 7]), ids="world{}".format
 )
 """Worlds that divide the rows of small weights and worlds that do not; some have empty shards."""
 

@@ -8,6 +8,7 @@ import torch
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
+from tests.selection import long_but
 
 STEPS, STEP = 14, 10
 
@@ -47,9 +48,7 @@ MORE = [("tensorwise", 0), ("rowwise", 0), ("rowwise", 2), ("delayed", 2)]
 
 
 @pytest.mark.parametrize("kind", ["calls", "forgets", "writes"])
-@pytest.mark.parametrize(
-    ("recipe", "odd"), [*FEW, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
-)
+@pytest.mark.parametrize(("recipe", "odd"), long_but(FEW, FEW + MORE))
 def test_in_the_middle_of_a_run(ranks, recipe, kind, odd):
     found = ranks(3, run, recipe, kind, odd)
     usual = ranks(3, run, recipe, "nothing", odd)[0]

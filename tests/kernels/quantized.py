@@ -8,6 +8,7 @@ import torch
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import Operand
 from tests.cuda.products import assert_same_bits
+from tests.selection import long_but
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POWER_OF_2 = ScaleRule.POWER_OF_2
@@ -27,8 +28,7 @@ SMALL = (40, 72)
 
 def with_long(names: Iterable[str], quick: Container[str]) -> pytest.MarkDecorator:
     """Parametrize ``name``; all but ``quick`` are long."""
-    marked = [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in names]
-    return pytest.mark.parametrize("name", marked)
+    return pytest.mark.parametrize("name", long_but(quick, names))
 
 
 on_each_format = pytest.mark.parametrize("name", FORMATS)

@@ -16,12 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import f8sub
 from tests.dist.wires import TOLD_LATE, gathered_bytes
 from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
+from tests.selection import long_but
 
 RECIPES = ("", "tensorwise", "rowwise", "nvfp4", "delayed")
 QUICK = ("tensorwise", "delayed")
 on_each_recipe = pytest.mark.parametrize(
     "recipe",
-    [pytest.param(recipe, marks=() if recipe in QUICK else pytest.mark.long) for recipe in RECIPES],
+    long_but(QUICK, RECIPES),
     ids=lambda recipe: recipe or "bf16",
 )
 

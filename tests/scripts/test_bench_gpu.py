@@ -146,6 +146,7 @@ def test_a_slice_of_two_ranks(everything, tmp_path):
         assert row["check"]["loss"] == pytest.approx(alone[name]["check"]["loss"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_the_other_groups_are_of_one_rank():
     finished = run("--group", "quantize", "slice", by=TORCHRUN)
     assert finished.returncode != 0

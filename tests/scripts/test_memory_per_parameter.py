@@ -23,6 +23,7 @@ SLACK = 0.02
 """Scales, step counts and the amax table, a few bytes a weight."""
 
 
+@pytest.mark.long
 def test_nothing_is_held_twice_and_primary_weights_are_one_byte(tmp_path):
     output = tmp_path / "memory.json"
     finished = subprocess.run(

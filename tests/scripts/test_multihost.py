@@ -109,6 +109,7 @@ def test_a_signal_ends_the_hosts_processes_and_leaves_nothing(number):
     assert left_behind(run) == []
 
 
+@pytest.mark.long
 @needs_hosts
 def test_it_gives_up_in_time_even_on_a_process_that_ignores_sigterm():
     run = start("--hosts", "1", "--timeout", "1", "bash", "-c", "trap '' TERM; sleep 3600")

@@ -65,6 +65,19 @@ def test_each_tensor_is_cast_once_a_step():
     assert sorted(work.casts) == sorted([(M, K), (N, K), (M, N)])
 
 
+@pytest.mark.parametrize(
+    ("frozen", "casts"), [("nothing", 2), ("weight", 1), ("input", 1), ("input-and-weight", 0)]
+)
+def test_dy_is_cast_for_what_is_needed_alone(frozen, casts):
+    """Its rows for dx, its columns for dw."""
+    need_dx, need_dw, _ = FROZEN[frozen]
+    layer = made("rowwise")
+    layer.weight.requires_grad_(need_dw)
+    y = layer(x_of(M, K).requires_grad_(need_dx))
+    work = work_of(lambda: y.backward(dy_of(y)))
+    assert work.casts.count((M, N)) == casts
+
+
 def test_no_grad_casts_no_columns():
     layer = made("rowwise")
     with torch.no_grad():

@@ -59,9 +59,14 @@ def test_every_kernel(tmp_path):
 @needs_triton
 @pytest.mark.long
 @pytest.mark.parametrize("capability", ["89", "100", "120"])
-def test_every_kernel_runs_on_ada_and_blackwell(capability):
-    """It compiles, and its shared memory is no more than they have."""
+def test_kernels_run_on_ada_and_blackwell(capability):
+    """They compile, and their shared memory is no more than there is: all for Ada, which has other kernels.
+
+    Blackwell has Hopper's kernels: those that use the most shared memory.
+    """
     command = [sys.executable, str(SCRIPTS / "kernel_report.py"), "--capability", capability]
+    if capability != "89":
+        command += ["--only", "1x128 bf16", "256x256 fp32 both", "dSwiGLU 1x128"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
     environment.pop("TRITON_INTERPRET", None)
     finished = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -19,7 +19,7 @@ from tests.recipes.runs import changed, losses, quick_settings, records, train, 
 from tests.selection import long_but
 
 RECIPES = ("", "tensorwise", "rowwise", "nvfp4", "delayed")
-QUICK = ("tensorwise", "delayed")
+QUICK = ("delayed",)
 on_each_recipe = pytest.mark.parametrize(
     "recipe",
     long_but(QUICK, RECIPES),

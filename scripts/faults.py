@@ -133,7 +133,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         "codes and histories bitwise equal",
         ["tests/faults/test_elastic.py::test_codes_and_histories_are_those_that_were_saved"],
     ),
-    "kill -9 in forward, amax all-reduce, save, save in the background": (
+    "kill -9 in the amax all-reduce, in a save in the background": (
         "torchrun restarts; losses and checkpoint bitwise the uninterrupted run's",
         ["tests/faults/test_kill.py::test_the_run_goes_on_from_the_last_whole_checkpoint"],
     ),

@@ -198,9 +198,8 @@ def checkpointed_and_compiled(rank: int, world: int, recipe: str) -> list[list[f
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_checkpointed_and_compiled(ranks, recipe):
-    for eager, within, around in ranks(2, checkpointed_and_compiled, recipe):
+def test_checkpointed_and_compiled(ranks):
+    for eager, within, around in ranks(2, checkpointed_and_compiled, "delayed"):
         assert within == eager
         assert around == eager
 

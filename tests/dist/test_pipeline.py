@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
 
 import f8sub
 from f8sub.fsdp.shard import Shard
+from tests.selection import long_but
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Block, seed_weights
 from tests.dist.wire import Wire
@@ -116,16 +117,12 @@ def in_one_process(recipe: str) -> list[float]:
 
 
 QUICK = [("tensorwise", "1f1b"), ("delayed", "interleaved")]
-CASES = [
-    pytest.param(recipe, schedule, marks=() if (recipe, schedule) in QUICK else pytest.mark.long)
-    for recipe in RECIPES
-    for schedule in SCHEDULES
-]
+CASES = [*QUICK, ("delayed", "gpipe"), *((recipe, "interleaved") for recipe in RECIPES if recipe != "delayed")]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("world", [2, 4], ids=["shards-of-one", "shards-of-two"])
-@pytest.mark.parametrize(("recipe", "schedule"), CASES)
+@pytest.mark.parametrize(("recipe", "schedule"), long_but(QUICK, CASES))
 def test_losses_and_casts(ranks, recipe, schedule, world):
     results = ranks(world, on_and_off, recipe, schedule)
     for on, off in results:

@@ -230,13 +230,13 @@ PAIRED = {
 
 
 @needs_triton
-@with_long(PAIRED, ())
+@with_long(["tensorwise", "rowwise", "1x128"], ())
 def test_whole_tiles(interpreter, name):  # noqa: F811
     interpreter(whole_tiles, name)
 
 
 @needs_triton
-@with_long(PAIRED, ())
+@with_long(["tensorwise", "rowwise", "1x128"], ())
 def test_whole_tiles_by_other_kernels(interpreter, name):  # noqa: F811
     interpreter(whole_tiles_by_others, name)
 

@@ -15,7 +15,8 @@ from tests.dist.models import seed_weights
 from tests.selection import long_but
 
 SHORT = [("True", "tensorwise"), ("True", "delayed"), ("None", "mxfp8"), ("marked", "blockwise")]
-CASES = [(mode, recipe) for mode in ("True", "None", "marked") for recipe in f8sub.recipe_names()]
+CASES = [*SHORT, *(("True", recipe) for recipe in f8sub.recipe_names() if ("True", recipe) not in SHORT)]
+CASES += [("None", "delayed"), ("marked", "tensorwise")]
 """Ways to shapes that change, by each recipe: ``dynamic=True``, ``dynamic=None``, ``mark_dynamic``."""
 
 

@@ -65,9 +65,6 @@ def mesh(name: str) -> Any:
     return pytest.param(name, marks=[*marks, of_torch_2_14] if needs else marks)
 
 
-meshes = pytest.mark.parametrize("mesh", [mesh(name) for name in MESHES])
-
-
 LINEAR_ELEMENTS = 2 * 256 * (768 + 256 + 3 * 768)
 """Of the converted weights of two blocks."""
 
@@ -77,7 +74,7 @@ def last(losses: dict[int, float]) -> float:
     return losses[5]
 
 
-@meshes
+@pytest.mark.parametrize("mesh", [mesh(name) for name in MESHES if name not in ("fsdp4", "hsdp2x1")])
 def test_losses_are_as_near_to_bf16s_as_torchtitans_own_converters(train, mesh):
     world, options = MESHES[mesh]
     bf16, peer, ours = (last(train(world, f"{config} {options}")) for config in ("bf16", "peer", "f8sub"))
@@ -233,7 +230,7 @@ def gathered(bytes: Counter[tuple[str, str]]) -> int:
 
 @long
 @pytest.mark.parametrize(
-    "mesh", [mesh(name) for name in ("fsdp2", "hsdp2x2", "tp2", "fsdp2-tp2", "pp2", "spmd-fsdp2-tp2")]
+    "mesh", [mesh(name) for name in ("fsdp2", "hsdp2x2", "fsdp2-tp2", "pp2", "spmd-fsdp2-tp2")]
 )
 def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
     titan, assets, train, tmp_path, mesh

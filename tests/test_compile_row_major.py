@@ -9,7 +9,6 @@ from tests.compiling import compile_blocks, decibels, differences, gained, mlps,
 from tests.selection import long_but
 
 RECIPES = f8sub.recipe_names()
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +24,7 @@ def row_major(monkeypatch):
     torch._dynamo.reset()
 
 
-@on_each_recipe
+@pytest.mark.parametrize("recipe", long_but(["rowwise", "delayed"], RECIPES))
 def test_aot_eager_is_bitwise_eager(recipe):
     eager = train(mlps(recipe), steps=3)
     compiled = train(compile_blocks(mlps(recipe)), steps=3)

@@ -18,6 +18,7 @@ from f8sub.feed_forward import FusedFeedForward, _FeedForward
 from tests.compiling import SavedShapes
 from tests.data_sets import DATA_SETS, generator, make
 from tests.dist.models import seed_weights
+from tests.selection import long_but
 
 WIDTH, HIDDEN, TOKENS = 64, 96, 48
 RECIPES = [name for name in f8sub.recipe_names() if name != "rowwise_with_gw_hp"]
@@ -126,7 +127,7 @@ def test_frozen_weights_and_inputs(recipe, frozen):
         assert ours is None or torch.equal(ours, theirs)
 
 
-@on_each_recipe
+@pytest.mark.parametrize("recipe", long_but(["rowwise", "delayed"], RECIPES))
 def test_compiled_it_is_bitwise_eager_in_one_graph(recipe):
     torch._dynamo.reset()
     _, eager = both(recipe)

@@ -74,6 +74,7 @@ def test_kernels_run_on_ada_and_blackwell(capability):
 
 
 @needs_triton
+@pytest.mark.long
 def test_a_miss_is_an_error(tmp_path):
     """A matrix whose rows begin at odd places cannot be read by 128 bits, and the report says so."""
     with pytest.raises(AssertionError, match="128-bit loads"):

@@ -155,6 +155,7 @@ def test_what_is_kept_does_not_grow_without_end(process):
     process(bounded)
 
 
+@pytest.mark.long
 def test_the_script_times_every_operator():
     finished = subprocess.run(
         [sys.executable, str(SCRIPTS / "bench_launches.py"), "--rounds", "2", "--calls", "3"],

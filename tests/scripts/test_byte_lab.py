@@ -50,6 +50,7 @@ def test_a_linear_layer_moves_the_bytes_of_its_casts(tmp_path):
     assert status == 0, shown
 
 
+@pytest.mark.long
 def test_fused_neither_the_norms_result_nor_h_nor_its_gradients_are_written_in_bf16(tmp_path):
     """blockwise: of all of them codes and scales alone; gate, up and x's codes are saved."""
     case = "FFN, f8sub blockwise, weight gathered in float8"

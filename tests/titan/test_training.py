@@ -261,27 +261,27 @@ def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
 
 
 @long
-def test_200_steps_are_as_near_to_bf16s_as_torchtitans_own_converters(titan, assets):
-    """Of |loss - bf16's|, averaged over 200 steps, against that of torchtitan's own converter; over seeds of weights.
+def test_60_steps_are_as_near_to_bf16s_as_torchtitans_own_converters(titan, assets):
+    """Of |loss - bf16's|, averaged over 60 steps, against that of torchtitan's own converter; over seeds of weights.
 
     Both are rounding noise, whose draw is another on another CPU: one seed decides nothing, and of two arms that are
     alike either has the lower mean. So the differences are tested in pairs. Were ours as near, each would be as likely
-    to have the other sign, and the sum of all of them as large as it is in a share of the 2^8 ways to choose signs (the
+    to have the other sign, and the sum of all of them as large as it is in a share of the 2^6 ways to choose signs (the
     exact sign-flip test, which asks nothing of how the noise is distributed). Farther than that allows at 5 % fails,
     without any margin: 4 % of the distance, with the differences that were measured.
 
-    In thousandths, seeds 0 to 7 on an Intel Xeon with AMX: ours 2.265 2.370 2.544 2.838 2.469 2.335 2.302 2.769, mean
-    2.486; its own converter 2.507 2.496 2.550 2.709 2.651 2.467 2.125 2.571, mean 2.509; a share of 0.65.
+    In thousandths, seeds 0 to 5 on an Intel Xeon with AMX: ours 2.399 1.430 3.528 1.937 2.887 1.703, mean 2.314; its own
+    converter 2.443 1.534 3.657 2.150 3.030 1.596, mean 2.402.
     """
-    options = ["training.steps=200", "training.seq_len=64", "lr_scheduler.warmup_steps=20"]
+    options = ["training.steps=60", "training.seq_len=64", "lr_scheduler.warmup_steps=5"]
     off: dict[str, list[float]] = {"peer": [], "f8sub": []}
-    for seed in range(8):
+    for seed in range(6):
         losses = {
             config: titan(1, runs.train, [config, f"debug.seed={seed}", *options], assets)[0]["losses"]
             for config in ("bf16", *off)
         }
         bf16 = losses["bf16"]
-        assert bf16[200] < bf16[1] - 1
+        assert bf16[60] < bf16[1] - 0.5
         for config, distances in off.items():
             distances.append(statistics.mean(abs(losses[config][step] - bf16[step]) for step in bf16))
     farther = [ours - peers for ours, peers in zip(off["f8sub"], off["peer"], strict=True)]

@@ -53,8 +53,8 @@ def test_hosts_reach_each_other_and_the_kernel_counts_what_they_send():
     _, counters = sent()
     assert counters.keys() == {"host0", "host1"}
     for count in (counters["host1"][0], counters["host0"][1]):
-        # A full frame has 1448 bytes of payload in 1514.
-        assert PAYLOAD < count < 1.06 * PAYLOAD
+        # A full frame has 1448 bytes of payload in 1514; on a busy machine frames are not full, or are sent again.
+        assert PAYLOAD < count < 1.25 * PAYLOAD
     for count in (counters["host0"][0], counters["host1"][1]):
         assert 0 < count < 0.1 * PAYLOAD
 

@@ -98,7 +98,7 @@ def test_floats_that_users_choose(dynamic):
 @pytest.mark.parametrize(
     ("how", "dynamic", "recipe"),
     [
-        ("blocks", None, "blockwise"),
+        pytest.param("blocks", None, "blockwise", marks=pytest.mark.long),
         pytest.param("whole", None, "tensorwise", marks=pytest.mark.long),
         pytest.param("whole", True, "delayed", marks=pytest.mark.long),
     ],

@@ -170,7 +170,7 @@ def test_frozen_weights_and_inputs(kind, frozen):
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     long_but(
-        [("rowwise", "torch"), ("delayed", "torch")],
+        [("rowwise", "torch")],
         [*((recipe, "torch") for recipe in RECIPES), ("tensorwise", "llama"), ("blockwise", "meta")],
     ),
 )

@@ -16,6 +16,7 @@ from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 from tests.kernels.quantized import same_bits, with_long
 from tests.kernels.test_paired import tiles_of_every_kind
 from tests.kernels.test_producers import KINDS
+from tests.selection import long_but
 
 SHAPES = [(130, 144), (3, 1100)]
 MORE_SHAPES = [(256, 256), (129, 130), (33, 300), (4, 2048)]
@@ -27,7 +28,7 @@ EPS = 1e-5
 UNIT = 2.0**-24
 
 on_each_kind = pytest.mark.parametrize("name", KINDS)
-on_each_walk = with_long(KINDS, ("tensorwise", "rowwise", "1x128", "256x256"))
+on_each_walk = with_long(KINDS, ("rowwise", "1x128"))
 on_each_rule = with_long(KINDS, ("1x128",))
 
 
@@ -262,7 +263,7 @@ def test_elements_that_are_not_finite(interpreter, name):  # noqa: F811
 
 
 @needs_triton
-@with_long(["tensorwise-power_of_2", "tensorwise"], ["tensorwise-power_of_2"])
+@with_long(["tensorwise"], [])
 def test_scales_of_the_past(interpreter, name):  # noqa: F811
     interpreter(of_the_past, name)
 
@@ -274,7 +275,9 @@ def test_an_amax_that_was_not_asked_for(interpreter, name):  # noqa: F811
 
 
 @needs_triton
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", long_but(["rowwise", "delayed"], ["tensorwise", "rowwise", "blockwise", "gridquant", "delayed"])
+)
 def test_fused_modules_make_no_norm_in_high_precision(interpreter, recipe):  # noqa: F811
     assert interpreter(modules, recipe) == []
 

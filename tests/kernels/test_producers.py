@@ -35,7 +35,7 @@ MORE_SHAPES = [(256, 128), (129, 130)]
 """Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; a single line."""
 
 on_each_kind = pytest.mark.parametrize("name", KINDS)
-on_each_walk = with_long(KINDS, ("tensorwise", "rowwise", "1x128", "256x256"))
+on_each_walk = with_long(KINDS, ("rowwise", "1x128"))
 on_each_rule = with_long(KINDS, ("1x128",))
 
 
@@ -248,6 +248,7 @@ def test_lines_that_fill_programs(interpreter):  # noqa: F811
 
 
 @needs_triton
+@pytest.mark.long
 def test_rows_in_parts(interpreter):  # noqa: F811
     interpreter(rows_in_parts, "rowwise")
 

@@ -31,6 +31,7 @@ def test_compiled_code_saves_a_byte_an_element_less(recipe):
     assert kept.moved > float8.moved
 
 
+@pytest.mark.long
 def test_the_account_of_a_llama():
     pytest.importorskip("triton")
     finished = subprocess.run(

@@ -88,6 +88,7 @@ def test_a_finished_run_counts_only_with_the_settings_it_had(tmp_path):
     assert Results(tmp_path, 10).load(Run("rowwise", 1)) is None
 
 
+@pytest.mark.long
 def test_a_run_that_fails_says_why_and_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(loss_compare, "settings", lambda run, steps: ["--training.steps", "none"])
     results = Results(tmp_path, 1)

@@ -83,6 +83,7 @@ def test_arms_that_cannot_be_compared(tmp_path):
             arms_of(given, "bf16")
 
 
+@pytest.mark.long
 def test_arms_are_compared_by_the_same_statistics_and_drawn(tmp_path):
     """Of what torchtitan logs: paired differences of 1, 2 and 3 per cent, whose interval is that of a t-test."""
     command = [

@@ -270,8 +270,8 @@ def test_60_steps_are_as_near_to_bf16s_as_torchtitans_own_converters(titan, asse
     exact sign-flip test, which asks nothing of how the noise is distributed). Farther than that allows at 5 % fails,
     without any margin: 4 % of the distance, with the differences that were measured.
 
-    In thousandths, seeds 0 to 5 on an Intel Xeon with AMX: ours 2.399 1.430 3.528 1.937 2.887 1.703, mean 2.314; its own
-    converter 2.443 1.534 3.657 2.150 3.030 1.596, mean 2.402.
+    In thousandths, seeds 0 to 5 on an Intel Xeon with AMX: ours 2.399 1.430 3.528 1.937 2.887 1.703, mean 2.314; its
+    own converter 2.443 1.534 3.657 2.150 3.030 1.596, mean 2.402.
     """
     options = ["training.steps=60", "training.seq_len=64", "lr_scheduler.warmup_steps=5"]
     off: dict[str, list[float]] = {"peer": [], "f8sub": []}

@@ -1,5 +1,7 @@
 """What arrives is what was sent: gathered codes and scales are those of the full weight, bit for bit."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 import f8sub
 from f8sub import filters
+from f8sub.fsdp.shard import Shard as ShardToSend
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.dist.models import BF16, Stack, seed_weights, shard
@@ -122,6 +125,31 @@ def test_some_ranks_short_and_some_empty(ranks, recipe, world):
     for found in ranks(world, any_number_of_rows, recipe):
         assert {name: wrong for name, wrong in found.items() if wrong} == {}
         assert len(found) == 4 * len(ODD_ROWS)
+
+
+def padding(rank: int, world: int, recipe: str) -> torch.Tensor:
+    """What this rank sends after its rows."""
+    filters.MULTIPLE = 1
+    model = with_weight(recipe, 5)
+    fully_shard(model)
+    f8sub.precompute_scales(model)
+    rows, cast, sent = len(model.layers[0].weight.to_local()), ShardToSend.cast, []
+
+    def recorded(*args, **options) -> torch.Tensor:
+        sent.append(cast(*args, **options))
+        return sent[-1]
+
+    with mock.patch.object(ShardToSend, "cast", recorded):
+        model.unshard()
+    return sent[0][rows:]
+
+
+@on_each_recipe
+def test_rows_past_a_short_shard_are_zero(ranks, recipe):
+    """Of five rows on three ranks the last has one: what it sends does not depend on what lay in its memory."""
+    past = ranks(3, padding, recipe)
+    assert [len(rows) for rows in past] == [0, 0, 1]
+    assert not past[2].any()
 
 
 def sharded_by_columns(rank: int, world: int, recipe: str) -> list[str]:

@@ -16,14 +16,16 @@ from f8sub.fsdp.shard import Shard as ShardToSend
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.dist.models import BF16, Stack, seed_weights, shard
-from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each, on_each_world
+from tests.dist.wires import ONE_RECIPE_A_WIRE, QUICK, on_each_world
+from tests.selection import long_but
 
 RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
 """The other recipes' weights are sent alike, see ``test_wire``."""
 ROWS = [528, 192, 144, 80, 16]
 ODD_ROWS = [129, 33, 5]
 COLUMNS = 48
-on_each_recipe = on_each(RECIPES)
+on_each_recipe = pytest.mark.parametrize("recipe", long_but((*QUICK, "blockwise"), RECIPES))
+"""By default those of ``on_each``, and tiles of which several shards hold rows."""
 
 
 def full_weight(rows: int) -> torch.Tensor:

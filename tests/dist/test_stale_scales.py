@@ -362,13 +362,14 @@ def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:
     after(compiled_optimizer, folder, recipe, sharded=False, precompute=False)
 
 
-@pytest.mark.long
-@on_each_recipe
+on_each_compiled = pytest.mark.parametrize("recipe", long_but(["tensorwise"], RECIPES))
+
+
+@on_each_compiled
 def test_a_compiled_optimizer_step_sharded(ranks, recipe, tmp_path):
     assert_alike(ranks(2, compiled_on_a_rank, recipe, str(tmp_path)))
 
 
-@pytest.mark.long
-@on_each_recipe
+@on_each_compiled
 def test_a_compiled_optimizer_step_unsharded(ranks, recipe, tmp_path):
     ranks(1, compiled_unsharded, recipe, str(tmp_path))

@@ -76,6 +76,25 @@ def test_an_uneven_weight_is_gathered_with_its_padding_and_no_more(ranks, recipe
         }
 
 
+def gathered_after_a_load(rank: int, world: int, recipe: str) -> tuple[int, int]:
+    """Bytes of a forward, and of one after ``load_state_dict``."""
+    model = shard(stack(recipe), BF16)
+    f8sub.precompute_scales(model)
+    forward_bytes(model)
+    usual = forward_bytes(model)
+    model.load_state_dict({name: 8 * value for name, value in model.state_dict().items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        return usual, forward_bytes(model)
+
+
+@on_each_recipe
+def test_after_a_load_nothing_is_gathered_twice(ranks, recipe):
+    """All ranks loaded, and each knows that of the others: they make scales before the gather, and not after it."""
+    for usual, after in ranks(2, gathered_after_a_load, recipe):
+        assert after == usual
+
+
 def bytes_an_element(rank: int, world: int, recipe: str, size: int) -> float:
     """All that one weight sends in a step, scales and the amaxes that are reduced to make them included."""
     model = shard(stack(recipe, (size, size)))

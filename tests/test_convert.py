@@ -1,5 +1,6 @@
 """convert_to_float8 and back: what is converted, what is not and why, and what survives."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -130,6 +131,17 @@ def test_tied_layers_stay_tied():
     assert isinstance(tied, MasterWeight)
     assert model[1].weight is not tied
     assert len(list(model.parameters())) == 2 + 3
+
+
+def test_tied_layers_stay_tied_where_another_tensor_takes_the_weights_place():
+    """Torch cannot swap a tensor that something refers to weakly."""
+    model = nn.ModuleList([nn.Linear(K, K), nn.Linear(K, K)])
+    model[1].weight = model[0].weight
+    old = weakref.ref(model[0].weight)
+    f8sub.convert_to_float8(model)
+    assert old() is None
+    assert model[0].weight is model[1].weight
+    assert isinstance(model[0].weight, MasterWeight)
 
 
 def test_a_layer_that_occurs_twice_is_converted_once():

@@ -1,5 +1,6 @@
 """However a weight was changed, the next forward uses what it is now, on all ranks alike."""
 
+import ctypes
 import warnings
 from collections.abc import Callable
 
@@ -99,6 +100,21 @@ def foreach(model: nn.Module, folder: str) -> None:
     torch._foreach_mul_([local(model)], 20.0)
 
 
+class KernelOfItsOwn(torch.optim.Optimizer):
+    """Writes to memory as CUDA kernels of optimizers in 8 bits do: no operator and no version counter shows it."""
+
+    def __init__(self, parameters, factor: float) -> None:
+        super().__init__(parameters, {"factor": factor})
+
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                if count := shard.numel():
+                    memory = (ctypes.c_float * count).from_address(shard.data_ptr())
+                    memory[:] = [group["factor"] * value for value in memory]
+
+
 @torch.no_grad()
 def through_its_state_dict(model: nn.Module, folder: str) -> None:
     torch._foreach_mul_([model.state_dict()["layers.0.weight"]], 20.0)
@@ -109,6 +125,7 @@ MUTATIONS: dict[str, Mutation] = {
     "adamw-fused": optimizer_step(torch.optim.AdamW, lr=3.0, fused=True),
     "adamw-loop": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=False),
     "sgd": optimizer_step(torch.optim.SGD, lr=3e3),
+    "kernel-of-its-own": optimizer_step(KernelOfItsOwn, factor=20.0),
     "sgd-momentum-foreach": optimizer_step(torch.optim.SGD, lr=3e3, momentum=0.9, foreach=True),
     "load_state_dict": load_state_dict,
     "set_model_state_dict": set_state_dict,

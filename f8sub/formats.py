@@ -218,11 +218,6 @@ class Float8Format:
         return self.dtype != E2M1
 
     @property
-    def has_spare_range(self) -> bool:
-        """Whether a scale that is a few powers of two too small costs no digits; e2m1 has no exponents to spare."""
-        return self.dtype != E2M1
-
-    @property
     def codes_per_byte(self) -> int:
         """Elements in one byte of ``Operand.data``, side by side along K."""
         return 2 if self.dtype == E2M1 else 1

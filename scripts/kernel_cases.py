@@ -173,7 +173,7 @@ def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     pasts = [None, PastScale(amax, 0.0, covers=True)]
     return [
         *table_launch.amaxes(matrices, amax),
-        *(table_launch.scales(amax, past, scale, scale_inv, whole, rounded, 1.0) for past in pasts),
+        *(table_launch.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),
     ]
 
 

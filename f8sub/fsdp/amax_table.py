@@ -20,13 +20,6 @@ _SLOT = 4
 """A weight's part of the table begins at a multiple of 16 bytes: cuBLASLt reads no scale that lies elsewhere."""
 
 
-_LATE_MARGIN = 2.0
-"""Headroom of scales that are used a step late: a weight grows by far less in one step of training."""
-
-_SPARE = 2.0**8
-"""A scale may be too small by this factor before it costs e4m3 digits: 28.6 dB from 1x to 256x."""
-
-
 class AmaxTable:
     """Flat float32 memory, the same on every rank, whose parts the shards and the unsharded weights look at.
 
@@ -40,8 +33,6 @@ class AmaxTable:
         amax: the weights' amaxes, infinity for one that is not finite, and last a lane: 1 + the index of a weight
             that changed on some ranks only.
         staged: what the histories staged.
-        late: whether scales are made with headroom, for weights that changed since. From the first time on what
-            unsharded weights hold is written when codes of the new scales are gathered: until then they may be in use.
     """
 
     def __init__(self, shards: Sequence[Shard], staged: int, device: str) -> None:
@@ -50,7 +41,6 @@ class AmaxTable:
         self._places: list[Any] | None = None
         self._launches: list[Launch] = []
         self._runs: list[list[Shard]] | None = None
-        self.late = self._apart = False
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
         slots = [size + -size % _SLOT for size in sizes]
         with torch.inference_mode(mode=False):
@@ -58,15 +48,12 @@ class AmaxTable:
             self.whole = torch.zeros(sum(parts), dtype=torch.float32, device=device)
             self.amax, self.staged = self.whole.split(parts)
             self._scale = torch.ones(sum(slots), dtype=torch.float32, device=device)
-            self._scale_inv, self._next_scale_inv = torch.ones_like(self._scale), torch.ones_like(self._scale)
-            self._largest = torch.full_like(self._scale, torch.inf)
+            self._scale_inv = torch.ones_like(self._scale)
             start = 0
             for index, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
                 shard.index = index
-                flat = (self.amax, self._scale, self._scale_inv, self._next_scale_inv)
+                flat = (self.amax, self._scale, self._scale_inv)
                 shard.lay_out(*(part[start : start + size] for part in flat))
-                if not shard.wire.carries_scales:
-                    self._largest[start : start + size] = shard.format.max
                 start += slots[index]
         self._in_parts = [shard for shard in shards if shard.has_part]
 
@@ -113,30 +100,13 @@ class AmaxTable:
 
     def write_scales(self) -> None:
         """Make the scales of the reduced amaxes, in place; dropped masters keep the scales of their codes."""
-        self._apart |= self.late
         for shards in self._same_rule():
             self._write_scales(shards)
         for shard in self._shards:
             if shard.dropped:
                 shard.keep_scales()
-        if not self._apart:
-            for shard in self._in_parts:
-                shard.write_part()
-
-    def show_scales(self) -> None:
-        """Have unsharded weights hold the new scales, where codes of those are gathered without a word."""
-        for shard in self._shards:
-            shard.show_scales()
-
-    def scales_serve(self) -> bool:
-        """Whether the scales in place, older than the reduced amaxes, saturate nothing and flush nothing more to zero.
-
-        Waits for the device.
-        """
-        amax = self.amax[:-1]
-        scaled = amax * self._scale
-        serves = (scaled <= self._largest) & (scaled * _SPARE >= self._largest)
-        return bool((serves | (amax == 0) | self._largest.isinf()).all())
+        for shard in self._in_parts:
+            shard.write_part()
 
     def round_to(self, dtype: torch.dtype, shards: Sequence[Shard]) -> None:
         """Round weights to ``dtype`` before they are cast, from now on."""
@@ -147,7 +117,7 @@ class AmaxTable:
                     self._runs = None
                     if not shard.wire.carries_scales:
                         self._write_scales([shard])
-                    if shard.has_part and not self._apart:
+                    if shard.has_part:
                         shard.write_part()
 
     def _same_rule(self) -> list[list[Shard]]:
@@ -160,19 +130,15 @@ class AmaxTable:
 
     def _write_scales(self, shards: list[Shard]) -> None:
         """Make the scales of weights of one format and dtype, which lie side by side in the table."""
-        for shard in shards:
-            shard.awaits_codes = self._apart
         if shards[0].format.scale_rule.stored_as != torch.float32:
             for shard in shards:
-                made = shard.next_scale_inv if self._apart else shard.scale_inv
-                self._write(shard, shard.amax, shard.scale, made, None)
+                self._write(shard, shard.amax, shard.scale, shard.scale_inv, None)
             return
         first, last = shards[0].amax, shards[-1].amax
         part = slice(first.storage_offset(), last.storage_offset() + last.numel())
         states = [shard.state for shard in shards if shard.state is not None]
         past = past_of_weights(states, _SLOT) if states else None
-        scale_inv = self._next_scale_inv if self._apart else self._scale_inv
-        self._write(shards[0], self.amax[part], self._scale[part], scale_inv[part], past)
+        self._write(shards[0], self.amax[part], self._scale[part], self._scale_inv[part], past)
 
     def _write(
         self,
@@ -182,16 +148,12 @@ class AmaxTable:
         scale_inv: torch.Tensor,
         past: PastScale | None,
     ) -> None:
-        room = _LATE_MARGIN if self.late else 1.0
         if many.takes_amaxes(amax, shard.format, shard.dtype):
             with fused.device_of(amax):
-                many.scales(amax, past, scale, scale_inv, shard.format, shard.dtype, room).run()
+                many.scales(amax, past, scale, scale_inv, shard.format, shard.dtype).run()
             return
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
         rounded = amax.to(shard.dtype).float()
-        if self.late:
-            roomy = (room * rounded).clamp(max=torch.finfo(torch.float32).max)
-            rounded = torch.where(rounded.isfinite(), roomy, rounded)
         made = delayed.scales_or_nan(rounded, shard.format, past)
         scale.copy_(made.scale)
         with _unsafe_preserve_version_counter(scale_inv):

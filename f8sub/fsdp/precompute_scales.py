@@ -17,7 +17,7 @@ from f8sub.tensor.master_weight import MasterWeight
 from f8sub.torch_compat import is_capturing, untraced
 
 
-def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, late: bool = False) -> None:
+def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
     """Compute the scales of all float8-gathered weights from the weights as they are now.
 
     Call it once after ``fully_shard`` and after every ``optimizer.step()``. One all-reduce for each process group
@@ -29,14 +29,10 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, lat
     Args:
         model: the converted model, or the parts of it that this rank holds. The scales of all layers of one
             ``convert_to_float8`` call are computed together, whichever part is given.
-        late: the all-gathers do not wait for the all-reduce either, for networks where that takes long: they use the
-            scales of the call before, with a factor of 2 to spare. What changes by more in one step is noticed on
-            all ranks at the first all-gather, and gathered again with the new scales. Looking for that waits once a
-            step for the device. Every rank gives the same value; not for delayed scaling and nvfp4.
 
     Raises:
-        Float8ConfigError: a model that ``convert_to_float8`` never saw, or something that is no model; ``late`` for
-            weights that cannot have it; or a CUDA graph of sharded weights is captured.
+        Float8ConfigError: a model that ``convert_to_float8`` never saw, or something that is no model; or a CUDA graph
+            of sharded weights is captured.
         Float8NumericsError: NaN or infinity was found in a weight by the previous call; names the layers. On every
             rank alike, except for weights that are sharded and gathered in high precision: there on the ranks that
             hold it. With delayed scaling in an x or a dy too, at the latest one call later.
@@ -51,7 +47,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module], *, lat
             conversion.roll()
             conversion.raise_local()
         for table in conversion.tables.values():
-            table.request(late)
+            table.request()
         conversion.check_held()
 
 
@@ -66,15 +62,12 @@ def _check_not_captured(table: ScaleTable) -> None:
 def register_precompute_hook(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module | Iterable[torch.nn.Module],
-    *,
-    late: bool = False,
 ) -> torch.utils.hooks.RemovableHandle:
-    """Call ``precompute_scales(model, late=late)`` after every ``optimizer.step()``.
+    """Call ``precompute_scales(model)`` after every ``optimizer.step()``.
 
     Args:
         optimizer: any, also the wrapper that accelerate makes of one.
         model: as of ``precompute_scales``.
-        late: likewise.
 
     Returns:
         A handle whose ``remove()`` takes the hook out again.
@@ -87,9 +80,7 @@ def register_precompute_hook(
     runs_hooks: Any = optimizer
     while not hasattr(runs_hooks, "_optimizer_step_post_hooks"):
         runs_hooks = runs_hooks.optimizer  # accelerate's wrapper has no hooks of its own
-    handle: torch.utils.hooks.RemovableHandle = runs_hooks.register_step_post_hook(
-        _PrecomputeHook(parts, late)
-    )
+    handle: torch.utils.hooks.RemovableHandle = runs_hooks.register_step_post_hook(_PrecomputeHook(parts))
     return handle
 
 
@@ -99,13 +90,13 @@ class _PrecomputeHook:
     Torch runs an optimizer's own hooks before those of all optimizers, which would enter the step too late.
     """
 
-    def __init__(self, parts: list[torch.nn.Module], late: bool) -> None:
-        self.parts, self.late = parts, late
+    def __init__(self, parts: list[torch.nn.Module]) -> None:
+        self.parts = parts
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _precompute_hook(optimizer) is self:
             _enter_step(optimizer, args, kwargs)
-        precompute_scales(self.parts, late=self.late)
+        precompute_scales(self.parts)
 
 
 def _precompute_hook(optimizer: torch.optim.Optimizer) -> _PrecomputeHook | None:

@@ -16,10 +16,6 @@ When the table is reduced is decided by what every rank knows, never by what one
   over, so every rank has passed the point where it would have said so. If all did, all reduce, and gather this
   weight again. If not, the codes stand: those the old scale can hold are right, the others are NaN. Under tensor
   parallelism the ranks of one all-gather have a part of the weight; those of all parts agree over the store then.
-
-With ``late`` an all-gather waits for no reduction: weights are cast with the scales of the one before it, which have
-headroom, while it runs. Once the first of them is gathered all ranks look at what was reduced meanwhile. Where the late
-scales do not serve it, all write the new ones, and gather again what was cast with the late ones.
 """
 
 import warnings
@@ -73,8 +69,7 @@ class ScaleTable:
         self._unsettled = False
         self._changes_covered = -1
         self._requests = 0
-        self._requested = self._gathered = self._late = False
-        self._guarded = self._captured = self._warned = False
+        self._requested = self._gathered = self._captured = self._warned = False
         self._changed_alone: set[int] = set()
         self._findings: list[Findings] = []
         self._entries = AmaxTable([], 0, "cpu")
@@ -116,48 +111,17 @@ class ScaleTable:
         rolled = max(self._steps_rolled, self.layers.loaded_at)
         return self.layers.steps > rolled and not self._histories.loaded_in_place(self.layers)
 
-    def request(self, late: bool) -> None:
-        """Reduce now, on every rank that calls this, unless one of them does not.
-
-        Args:
-            late: whether all-gathers use the scales of the reduction before.
-
-        Raises:
-            Float8ConfigError: some of the weights have no scales that can be late.
-        """
+    def request(self) -> None:
+        """Reduce now, on every rank that calls this, unless one of them does not."""
         if not self.gathers:
             self._tell(-1)
             return
-        if late != self._late and self._world > 1:
-            self._switch(late)
         if self.pending or self.roll_due or self._world == 1 or self._all_request():
             self.reduce()
         else:
             self._requested = True
         if self._captured:
             self.settle()  # the replay of a graph waits for no reduction that began outside of it
-            self._entries.show_scales()
-
-    def _switch(self, late: bool) -> None:
-        """Be late from now on, or no longer, if all ranks ask for it now: codes of both do not go together."""
-        for shard in self.shards:
-            if shard.state is not None or not (shard.wire.carries_scales or shard.format.has_spare_range):
-                raise Float8ConfigError(
-                    f"{shard.fqn}: late=True was asked for, which is for current scaling in formats with range to "
-                    f"spare, and its weight has {'delayed scaling' if shard.state else shard.format}; call "
-                    "precompute_scales(model) without it"
-                )
-        if not self._late:
-            self.settle()
-        if all_arrive(self._place_of("late", self.generation, late), self._world):
-            self._late = self._entries.late = late
-            return
-        warnings.warn(
-            f"precompute_scales(late={late}) was not called on all ranks that shard {self.shards[0].fqn} at this "
-            f"point, so late={self._late} stays; call it on every rank alike",
-            Float8Warning,
-            stacklevel=4,
-        )
 
     def _all_request(self) -> bool:
         self._requests += 1
@@ -197,7 +161,7 @@ class ScaleTable:
                 self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=of_call, async_op=True)
         self._changes_covered = self.layers.changes
         self._steps_rolled = self.layers.steps if self._rolling else self._steps_rolled
-        self._requested = self._guarded = False
+        self._requested = False
         self._unsettled = True
         if group is None:
             self.settle()
@@ -227,7 +191,7 @@ class ScaleTable:
             found.tell()
 
     def settle_histories(self) -> None:
-        """``settle`` where that rolls histories; late scales stay, though this rank alone may have come here."""
+        """``settle`` where that rolls histories."""
         if self._histories is not None:
             self.settle()
 
@@ -254,8 +218,7 @@ class ScaleTable:
         if self.pending or self.roll_due:
             self._warn_missed()
             self.reduce()
-        if not self._late or self.generation == 0:
-            self.settle()
+        self.settle()
         if dtype is not None:
             self._round_to(dtype, [shard])
         stale = self._stale(shard)
@@ -279,31 +242,6 @@ class ScaleTable:
             return
         self._round_to(dtype, [shard, *(other for other in self.shards if not other.gathers)])
         self._gather_again(shard, source, gathered)
-
-    def guard(
-        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor, generation: int
-    ) -> None:
-        """After an all-gather with late scales: see to it that they serve the weights as they are now.
-
-        All ranks look at the amaxes that were reduced meanwhile, at the same gather, and come to the same answer.
-
-        Args:
-            shard: the weight's shard.
-            source: see ``gather_input``.
-            gathered: is made anew where the scales did not serve.
-            generation: of the scales that it was cast with.
-        """
-        if not self._late:
-            return
-        if self._unsettled and not self._guarded:
-            self._guarded = True
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
-            if not self._entries.scales_serve():
-                self.settle()
-        if generation != self.generation:
-            self._gather_again(shard, source, gathered)
 
     def _round_to(self, dtype: torch.dtype, shards: list[Shard]) -> None:
         if any(shard.dtype != dtype for shard in shards):
@@ -377,8 +315,7 @@ class ScaleTable:
         Raises:
             Float8ConfigError: something of that is left to do.
         """
-        under_way = self._unsettled and not self._guarded
-        if self.pending or self.roll_due or under_way or self._stale(shard):
+        if self.pending or self.roll_due or self._unsettled or self._stale(shard):
             raise Float8ConfigError(
                 f"{shard.fqn}: a CUDA graph is captured while the scales of the weights are not in place yet; call "
                 "precompute_scales(model), run the model once as it will be captured, and then capture it. After "

@@ -30,10 +30,7 @@ class Shard:
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``.
         amax: float32 view of the scale table, one entry a ``wire.table_tile`` of the whole weight.
         scale: likewise.
-        scale_inv: likewise, as the format stores it; of the codes that were gathered last.
-        next_scale_inv: likewise, of ``scale``, while the shard ``awaits_codes``.
-        awaits_codes: whether no codes of the scales that were made last were gathered yet, and older ones may be in
-            use. Only of late scales; others are written where unsharded weights read them.
+        scale_inv: likewise, as the format stores it.
         part_scale_inv: those of ``layout.shape``, which the unsharded tensor holds unless the wire carries its own:
             this very tensor, written in place. Where that is not the whole weight, a copy of a part of ``scale_inv``.
         global_scale_inv: likewise, where the format's scales have two levels.
@@ -62,8 +59,7 @@ class Shard:
         self.gathers = 0
         self.dtype = master.dtype
         empty = torch.empty(0, dtype=torch.float32, device=layout.device)
-        self.amax = self.scale = self.scale_inv = self.next_scale_inv = self.part_scale_inv = empty
-        self.awaits_codes = False
+        self.amax = self.scale = self.scale_inv = self.part_scale_inv = empty
         self.global_scale_inv: torch.Tensor | None = None
         self._scaled_state: State | None = None
         self._wire: torch.Tensor | None = None
@@ -144,33 +140,18 @@ class Shard:
         """Write back the scales that the codes of a dropped master were cast with, over those that were just made."""
         if self._kept is None:
             return
-        self.awaits_codes = False
         for scales, kept in zip(self._scales, self._kept[1], strict=True):
             with _unsafe_preserve_version_counter(scales):
                 scales.copy_(kept)
 
-    def show_scales(self) -> None:
-        """Have the unsharded weight hold the scales of the codes that it is given now."""
-        if not self.awaits_codes:
-            return
-        self.awaits_codes = False
-        with torch.inference_mode(mode=False), torch.no_grad():
-            with _unsafe_preserve_version_counter(self.scale_inv):
-                self.scale_inv.copy_(self.next_scale_inv)
-            if self.has_part:
-                self.write_part()
-
-    def lay_out(
-        self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, next_scale_inv: torch.Tensor
-    ) -> None:
+    def lay_out(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Take the weight's entries of the table, flat, as its own; scales of other dtypes have a tensor apart."""
         self.amax, self.scale = amax.view(self.table_shape), scale.view(self.table_shape)
-        self.scale_inv, self.next_scale_inv = (t.view(self.table_shape) for t in (scale_inv, next_scale_inv))
+        self.scale_inv = scale_inv.view(self.table_shape)
         rule, device = self.format.scale_rule, amax.device
         if rule.stored_as != torch.float32:
             ones = torch.ones(self.table_shape, dtype=torch.float32, device=device)
             self.scale_inv = ones.to(rule.stored_as)
-            self.next_scale_inv = self.scale_inv.clone()
         self.global_scale_inv = (
             torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None
         )

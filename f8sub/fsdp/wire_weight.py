@@ -21,8 +21,8 @@ from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight
 from f8sub.torch_compat import preset_signature
 
-Metadata = tuple[Shard, ScaleTable, int, str | None]
-"""The shard, its table, the generation of the scales it was cast with, and the ticket of ``gather_input``."""
+Metadata = tuple[Shard, ScaleTable, str | None]
+"""The shard, its table, and the ticket of ``gather_input``."""
 
 
 class WireWeight(MasterWeight):
@@ -48,7 +48,7 @@ class WireWeight(MasterWeight):
             )
         shard, table = ShardedConversion.of(module.converted).shard_of(module)
         codes, ticket = table.gather_input(shard, self, mp_policy.param_dtype or self.dtype)
-        return (codes,), (shard, table, table.generation, ticket)
+        return (codes,), (shard, table, ticket)
 
     def fsdp_post_all_gather(
         self,
@@ -63,12 +63,10 @@ class WireWeight(MasterWeight):
         Later calls find codes and scales already in place: both are views of memory that FSDP2 and the scale table
         write to.
         """
-        (gathered,), (shard, table, generation, ticket) = all_gather_outputs, metadata
+        (gathered,), (shard, table, ticket) = all_gather_outputs, metadata
         table.gathered_for(shard, self, gathered, param_dtype)
-        table.guard(shard, self, gathered, generation)
         if ticket is not None:
             table.resolve(shard, self, gathered, ticket)
-        shard.show_scales()
         if out is not None:
             return None
         codes, scale_inv = shard.wire.unsharded(gathered)
@@ -94,7 +92,7 @@ class RowWireWeight(WireWeight):
         """
         shard, table = ShardedConversion.of(self.cell.layers).shard_named(self.cell.fqn)
         codes, ticket = table.gather_input(shard, self, None)
-        return (codes,), (shard, table, table.generation, ticket)
+        return (codes,), (shard, table, ticket)
 
 
 def wire_weight_for(format: Float8Format) -> type[WireWeight]:

@@ -78,21 +78,18 @@ def scales(
     scale_inv: torch.Tensor,
     format: Float8Format,
     through: torch.dtype,
-    room: float,
 ) -> "Launch":
     """What writes the scales of amaxes that the kernel takes, ``delayed.scales_or_nan``: NaN where one is infinite.
 
     Args:
-        amax: float32, not negative; rounded to ``through``, then taken ``room`` times as large, at most as float32's
-            largest number.
+        amax: float32, not negative; is rounded to ``through``.
         past: scales of ``amax``'s size that cover it; None for current scaling.
         scale: float32, of ``amax``'s size, contiguous; is written.
         scale_inv: likewise.
         format: see ``takes_amaxes``.
         through: likewise.
-        room: 1, or more for scales with headroom.
     """
-    launch: Launch = _launches().scales(amax, past, scale, scale_inv, format, through, room)
+    launch: Launch = _launches().scales(amax, past, scale, scale_inv, format, through)
     return launch
 
 

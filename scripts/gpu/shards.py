@@ -35,7 +35,7 @@ class Shards:
         self.launches = []
         if all(many.takes(matrix, x.device) for matrix in matrices):
             written = self.scale, self.scale_inv
-            scales = many.scales(self.amax, None, *written, format, torch.bfloat16, 1.0)
+            scales = many.scales(self.amax, None, *written, format, torch.bfloat16)
             self.launches = [*many.amaxes(matrices, self.amax), scales]
 
     @property

@@ -27,7 +27,7 @@ def test_scales_of_many_amaxes(runs):  # noqa: F811
 
 
 def differences_on_gpu(rank: int, world: int, recipe: str) -> tuple[list[str], list[str], int]:
-    return differences(recipe, False, False, "cuda")
+    return differences(recipe, False, "cuda")
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "gridquant"])

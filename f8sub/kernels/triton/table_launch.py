@@ -46,7 +46,6 @@ def scales(
     scale_inv: torch.Tensor,
     format: Float8Format,
     through: torch.dtype,
-    room: float,
 ) -> Launch:
     """How to make the scales of amaxes, see ``many.scales``."""
     arguments = {
@@ -58,7 +57,6 @@ def scales(
         "TOP": format.max,
         "POWER_OF_2": format.scale_rule.is_power_of_2,
         "THROUGH": INPUTS[through],
-        "ROOM": room,
         "HEADROOM": 1.0 if past is None else 2.0**past.margin,
         "BLOCK": SCALES,
     }

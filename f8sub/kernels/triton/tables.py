@@ -9,7 +9,6 @@ import triton.language as tl
 
 from f8sub.kernels.triton.tiles import (
     EXPONENT_BITS,
-    LARGEST_FINITE,
     first_scale,
     inverse,
     magnitude_bits,
@@ -134,11 +133,10 @@ def scales_of_many(
     TOP: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     THROUGH: tl.constexpr,
-    ROOM: tl.constexpr,
     HEADROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scales and their inverses of amaxes, ROOM times as large, that are rounded to THROUGH; NaN of infinity.
+    """Scales and their inverses of amaxes that are rounded to THROUGH; NaN of infinity.
 
     Of the past where ``past_ptr`` is not None and there is one, lowered to what the amaxes need.
     """
@@ -146,7 +144,7 @@ def scales_of_many(
     inside = i < SIZE
     amax = tl.load(amax_ptr + i, mask=inside, other=0.0).to(THROUGH).to(tl.float32)
     is_finite = magnitude_bits(amax) < EXPONENT_BITS
-    amax = tl.where(is_finite, tl.minimum(amax * ROOM, LARGEST_FINITE), 0.0)
+    amax = tl.where(is_finite, amax, 0.0)
     scale = scale_from_amax(amax, TOP, POWER_OF_2)
     if past_ptr is not None:
         past = tl.load(past_ptr + i, mask=inside, other=1.0)

@@ -54,9 +54,10 @@ class Reporting:
 
     def _end_file(self) -> None:
         if self._file:
-            share = f"{100 * self._done // max(self._all, 1):3d} %"
+            # Who shares the tests among processes of pytest-xdist has collected none.
+            share = f"{100 * self._done // self._all:3d} %  " if self._all else ""
             seconds = time.monotonic() - self._begun
-            self._print(f"{share}  {self._file}: {self._in_file} tests in {seconds:.1f} s")
+            self._print(f"{share}{self._file}: {self._in_file} tests in {seconds:.1f} s")
 
     def _print_failure(self, report: pytest.TestReport) -> None:
         told = report.longreprtext.splitlines()

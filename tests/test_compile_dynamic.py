@@ -99,7 +99,6 @@ def test_floats_that_users_choose(dynamic):
     ("how", "dynamic", "recipe"),
     [
         pytest.param("blocks", None, "blockwise", marks=pytest.mark.long),
-        pytest.param("whole", None, "tensorwise", marks=pytest.mark.long),
         pytest.param("whole", True, "delayed", marks=pytest.mark.long),
     ],
 )

@@ -84,7 +84,7 @@ def compiled_steps(rank: int, world: int, recipe: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
 def test_compiled_they_are_bitwise_eager(ranks, recipe):
     for found in ranks(2, compiled_steps, recipe):
         assert found == []

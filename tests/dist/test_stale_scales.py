@@ -379,7 +379,7 @@ def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:
     after(compiled_optimizer, folder, recipe, sharded=False, precompute=False)
 
 
-on_each_compiled = pytest.mark.parametrize("recipe", long_but(["tensorwise"], RECIPES))
+on_each_compiled = pytest.mark.parametrize("recipe", long_but(["tensorwise"], ["tensorwise", "mxfp8"]))
 
 
 @on_each_compiled

@@ -235,7 +235,7 @@ def assert_nobody_waits(outcomes: list[str], *allowed: str) -> None:
 @pytest.mark.parametrize("at_once", [False, True], ids=["after-a-step", "at-the-first-call"])
 @pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
 @pytest.mark.parametrize("forgetful", [0, 1], ids=["rank0-forgets", "rank1-forgets"])
-@on_each_wire
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
     ranks, recipe, forgetful, with_all_reduce, at_once
 ):

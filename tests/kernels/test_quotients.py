@@ -110,7 +110,7 @@ def test_every_gate_has_the_quotients_of_ieee(interpreter, off):  # noqa: F811
 
 @needs_triton
 @pytest.mark.long
-@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize("off", [-1, 1])
 @pytest.mark.parametrize(("exponent", "top"), AMAXES)
 def test_every_mantissa_has_the_scale_of_ieee(interpreter, exponent, off, top):  # noqa: F811
     interpreter(check_scales, off, exponent, top)

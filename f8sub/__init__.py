@@ -20,7 +20,6 @@ from f8sub.errors import (
 from f8sub.find_nonfinite import find_nonfinite
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
 from f8sub.fsdp.precompute_scales import precompute_scales, register_precompute_hook
-from f8sub.fuse import fuse_producers
 from f8sub.linear import Float8Linear
 from f8sub.primary_weights import drop_high_precision
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
@@ -54,7 +53,6 @@ __all__ = [
     "convert_to_float8",
     "drop_high_precision",
     "find_nonfinite",
-    "fuse_producers",
     "get_recipe",
     "precompute_scales",
     "quantize",

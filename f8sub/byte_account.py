@@ -7,10 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from f8sub.feed_forward import FusedFeedForward
 from f8sub.formats import Float8Format
 from f8sub.fsdp.layout import ShardLayout, WireFormat, bytes_on_the_wire
-from f8sub.kernels.producers import has_one_scale
 from f8sub.linear import Float8Linear, local_tensor
 from f8sub.patterns import kind_of
 from f8sub.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
@@ -160,7 +158,6 @@ def byte_account(
     layers = []
     linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     sharded = fully_sharded(linears.values())
-    made_again = {getattr(m, m.roles.down) for m in model.modules() if isinstance(m, FusedFeedForward)}
     for fqn, layer in linears.items():
         parent, _, name = fqn.rpartition(".")
         group = (parent, groups.get(name, (name,)))
@@ -169,10 +166,8 @@ def byte_account(
         plain = weight.in_high_precision(x_bytes if layer.weight.requires_grad else 0, dtype)
         here, kind, key, own = plain, "high precision", None, 0
         if isinstance(layer, Float8Linear):
-            how = HIGH_PRECISION if layer in made_again else _how(layer, saved_anyway=name in anyway)
+            how = _how(layer, saved_anyway=name in anyway)
             here, own = _in_float8(layer, weight, plain, x_bytes, tokens, how), _own_scale(layer, how)
-            if layer in made_again:
-                here = replace(here, saved=_saved_of_h(layer))
             kind, key = f"{layer.plan.recipe.name}, x {layer.keep_x}", (layer.plan.recipe.formats("x"), how)
         here = _once(here, (group, kind, key), seen, own)
         plain = _once(plain, (group, None), seen)
@@ -261,12 +256,6 @@ def _saved(layer: Float8Linear, cols: int, x_bytes: int, tokens: int, how: str) 
     if how == RECOMPUTE and row is not None:
         return operand_bytes(row, tokens, cols)
     return operand_bytes(col, cols, tokens)
-
-
-def _saved_of_h(layer: Float8Linear) -> int:
-    """What a fused feed-forward saves of its last layer's x, which backward makes again: its scale, if it has one."""
-    row = layer.plan.recipe.fprop.a
-    return 4 if row is not None and has_one_scale(row) else 0
 
 
 def _own_scale(layer: Float8Linear, how: str) -> int:

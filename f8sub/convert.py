@@ -28,7 +28,6 @@ from f8sub.fsdp.precompute_scales import (
     watch_optimizer_steps,
 )
 from f8sub.fsdp.wire_weight import wire_weight_for
-from f8sub.fuse import unfuse
 from f8sub.layers import ConvertedLayers
 from f8sub.linear import Float8Linear
 from f8sub.recipes import DEFAULT
@@ -157,7 +156,6 @@ def convert_from_float8(model: Model) -> Model:
     """
     refuse_sharded(model)
     for module in model.modules():
-        unfuse(module)
         for hooks, hook in (
             (module._forward_pre_hooks, open_scope),
             (module._forward_hooks, close_scope),

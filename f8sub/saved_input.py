@@ -28,7 +28,6 @@ from f8sub.recipe import Recipe
 from f8sub.scaling_state import Past, X
 from f8sub.shared_input import quantize_input, quantize_input_delayed
 from f8sub.spread import Spread
-from f8sub.tensor.normed_tensor import NormedTensor, high_precision, plain
 from f8sub.torch_compat import is_saved_by_its_maker
 
 GemmInput = Operand | torch.Tensor
@@ -100,10 +99,6 @@ def quantize_x(
         free = not received and is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
         how = HIGH_PRECISION if free else FLOAT8
     formats = rowwise, columnwise if how == FLOAT8 else None
-    if isinstance(x, NormedTensor):
-        is_saved = how == HIGH_PRECISION or (how is not None and columnwise is None)
-        if is_saved or rowwise is None or isinstance(scaling, Spread):
-            x, matrix = high_precision(x), plain(matrix)
     if scaling is None:
         row, col = quantize_input(x, matrix, formats, plan.any_layout)
     elif isinstance(scaling, Spread):
@@ -127,9 +122,7 @@ def quantize_x(
 
 
 def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` as the (M, K) matrix of ``dtype`` that is quantized; what a fused norm returned as it came."""
-    if x.dtype is dtype and (x.dim() == 2 or isinstance(x, NormedTensor)):
-        return x
+    """``x`` as the (M, K) matrix of ``dtype`` that is quantized."""
     matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return matrix if x.dtype is dtype else matrix.to(dtype)
 

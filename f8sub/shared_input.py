@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from f8sub import backends
 from f8sub.formats import Float8Format, Operand
-from f8sub.scaling_state import Past, ScalingState, X, quantize_delayed
-from f8sub.tensor import normed_tensor
+from f8sub.scaling_state import Past, X, quantize_delayed
 from f8sub.torch_compat import saved_tensors_hook
 
 Formats = tuple[Float8Format | None, Float8Format | None]
@@ -103,16 +103,16 @@ def quantize_input(
 
     Args:
         x: what the layer was called with; the key, with its version and place.
-        matrix: (M, K), ``x`` flattened and in the dtype to quantize from; what a fused norm returned, as it came.
+        matrix: (M, K), ``x`` flattened and in the dtype to quantize from.
         formats: (rowwise, columnwise); None for a usage nobody reads.
         any_layout: see ``reference.quantize``.
     """
     scope = _scope_of(x)
     if scope is None:
-        return normed_tensor.quantize(matrix, *formats, any_layout)
+        return backends.quantize(matrix, *formats, any_layout)
     key = (matrix.dtype, formats, any_layout)
     if not scope.knows(x, key):
-        scope.operands = normed_tensor.quantize(matrix, *formats, any_layout)
+        scope.operands = backends.quantize(matrix, *formats, any_layout)
         scope.remember(x, key)
     return scope.operands
 
@@ -133,13 +133,13 @@ def quantize_input_delayed(
         past: of the layer.
     """
     if torch.compiler.is_compiling() or x.is_inference():
-        return quantize_delayed(past, X, normed_tensor.plain(matrix), formats, any_layout)
+        return quantize_delayed(past, X, matrix, formats, any_layout)
     if formats == (None, None):
         return formats
     scope = _scope_of(x) or _Scope(0)
     key = (matrix.dtype, formats, any_layout, past.state.recipe, past.frozen, past.state.x_past)
     if not scope.knows(x, key):
-        made = normed_tensor.quantize_delayed(matrix, past.scale(X), *formats, any_layout)
+        made = backends.quantize_delayed(matrix, past.scale(X), *formats, any_layout)
         row, col, scope.amax = made
         scope.operands = row, col
         scope.remember(x, key)
@@ -148,9 +148,3 @@ def quantize_input_delayed(
         past.state.stage(X, scope.amax)
         past.state.x_past = hash((past.state.x_past, scope.number))
     return scope.operands
-
-
-def is_like_no_other(state: ScalingState) -> None:
-    """Say that a layer was given an x that no sibling was; see ``quantize_input_delayed``."""
-    if not torch.compiler.is_compiling():
-        state.x_past = hash((state.x_past, next(_numbers)))

@@ -1,11 +1,10 @@
 """Figures of one GPU, in groups; each group is compared with what it could be at best, in the same run.
 
-quantize: every Triton quantizer, in GB/s and per cent of a copy's, beside the reference compiled by Inductor; and what
-    makes codes of what it computes, SwiGLU forward and backward and RMSNorm.
+quantize: every Triton quantizer, in GB/s and per cent of a copy's, beside the reference compiled by Inductor.
 gemm: every float8 GEMM of every backend, in TFLOP/s, beside bf16's.
 linear: one layer, forward and backward, at a Llama's shapes: bf16, torchao, f8sub, eager and compiled; time of the GPU
     and of the host, kernels, memory, errors.
-slice: four blocks of a Llama 3 8B under FSDP2, and the whole step with head, loss and AdamW: tokens/s, memory. Without
+slice: blocks of a Llama 3 8B under FSDP2, and the whole step with head, loss and AdamW: tokens/s, memory. Without
     FSDP2 that step as one CUDA graph, too: of few variants, or of those that --only names ("* graphed").
 
 Results are checked before they are timed. Inputs are random, sets of them take turns, and so do variants; times are
@@ -49,7 +48,7 @@ def parsed() -> argparse.Namespace:
     made.add_argument(
         "--shapes",
         nargs="+",
-        help="of one group: rows x columns for quantize, tokens x in x out for gemm and linear, tokens for slice",
+        help="of one group: rows x columns (quantize), tokens x in x out (gemm, linear), tokens x blocks (slice)",
     )
     made.add_argument(
         "--only", nargs="+", default=[], help="variants of linear and slice, glob patterns; bf16 always runs"

@@ -43,10 +43,6 @@ AT_MOST = {
     ("FFN", "rowwise"): 5.60e9,
     ("FFN", "blockwise"): 4.61e9,
     ("FFN", "delayed"): 3.60e9,
-    ("FFN fused", "tensorwise"): 4.35e9,
-    ("FFN fused", "rowwise"): 4.13e9,
-    ("FFN fused", "blockwise"): 3.14e9,
-    ("FFN fused", "delayed"): 3.3e9,
 }
 """Bytes that f8sub's layers are held to, of gathered weights."""
 
@@ -106,12 +102,9 @@ class Case:
     library: str
     recipe: str
     gathered: bool
-    fused: bool = False
-    """By ``f8sub.fuse_producers``."""
 
     def __str__(self) -> str:
         weight = "gathered in float8" if self.gathered else "cast in the layer"
-        weight += ", fused" if self.fused else ""
         name = f"{self.library} {self.recipe}, weight {weight}" if self.recipe else self.library
         return f"{self.module}, {name}"
 
@@ -126,8 +119,6 @@ class Case:
             convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(self.recipe))
         elif self.library == "f8sub":
             f8sub.convert_to_float8(model, recipe=self.recipe)
-            if self.fused:
-                f8sub.fuse_producers(model)
         for layer in model.modules():
             if isinstance(layer, f8sub.Float8Linear):
                 plan_for_the_device(layer)
@@ -147,8 +138,6 @@ def cases() -> Iterator[Case]:
         for library, recipes in RECIPES.items():
             for recipe, weights in recipes.items():
                 yield from (Case(module, library, recipe, weight) for weight in weights)
-                if module == "FFN" and library == "f8sub":
-                    yield Case(module, library, recipe, gathered=True, fused=True)
 
 
 def plan_for_the_device(layer: f8sub.Float8Linear) -> None:
@@ -183,7 +172,7 @@ def missed(case: Case, found: Generated) -> Iterator[str]:
     """What a layer of f8sub with a gathered weight is held to and does not keep."""
     if case.library != "f8sub" or not case.gathered:
         return
-    at_most = AT_MOST[f"{case.module} fused" if case.fused else case.module, case.recipe]
+    at_most = AT_MOST[case.module, case.recipe]
     if found.moved > at_most:
         yield f"moves {found.moved / 1e6:.0f} MB, and {at_most / 1e6:.0f} MB are what it is held to"
     for kernel in found.kernels:

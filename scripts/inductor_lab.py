@@ -286,67 +286,7 @@ def _of_transposition(node: Any) -> tuple[int, int]:
     return _of_launches([recast_launch.transposition(_meta(node.inputs[0]))[0]])
 
 
-def _past(scale: Any, count: int) -> list[Any]:
-    """Scales of the past, which are known; none where the operator was given no elements."""
-    from f8sub.kernels.delayed import PastScale
-
-    if not _meta(scale).numel():
-        return []
-    return [
-        PastScale(torch.empty(1, 1, device="meta"), 0.0, covers=False, is_known=True) for _ in range(count)
-    ]
-
-
-def _of_swiglu(node: Any) -> tuple[int, int]:
-    from f8sub.kernels.triton import swiglu_launch
-
-    gate, up, past = node.inputs
-    made = swiglu_launch.forward(_meta(gate), _meta(up), _formats(node)[0], *_past(past, 1))
-    return _of_launches(made.launches)
-
-
-def _of_measurement(node: Any) -> tuple[int, int]:
-    from f8sub.kernels.norms import Norm
-    from f8sub.kernels.triton import norm_launch
-
-    launch, _ = norm_launch.measurement(*map(_meta, node.inputs), Norm(0.0, False), needs_amax=True)
-    return _of_launches([launch])
-
-
-def _of_normed(node: Any) -> tuple[int, int]:
-    from f8sub.kernels import normed
-    from f8sub.kernels.normed import Measured
-    from f8sub.kernels.norms import Norm
-    from f8sub.kernels.producer_ops import usages_of
-    from f8sub.kernels.triton import norm_launch
-
-    usages = usages_of(node.constant_args[-1])
-    if reason := normed.why_no_kernel(usages):
-        raise RuntimeError(f"no kernel {reason}")
-    x, weight, *parts = map(_meta, node.inputs)
-    return _of_launches(norm_launch.cast(x, weight, Norm(0.0, False), Measured(*parts), usages).launches)
-
-
-def _of_swiglu_backward(node: Any) -> tuple[int, int]:
-    from f8sub.kernels import producers
-    from f8sub.kernels.producer_ops import wanted_of
-    from f8sub.kernels.triton import swiglu_launch
-
-    wanted = wanted_of(next(value for value in node.constant_args if isinstance(value, str)))
-    *inputs, scale, pasts = map(_meta, node.inputs)
-    known = scale if scale.numel() else None
-    if reason := producers.why_no_kernel(wanted, known):
-        raise RuntimeError(f"no kernel {reason}")
-    past = _past(node.inputs[-1], 2) if pasts.numel() else []
-    made = swiglu_launch.backward(tuple(inputs), wanted.dgate, wanted.h_col, known, tuple(past) or None)
-    return _of_launches(made.launches)
-
-
 OPERATORS: dict[str, Callable[[Any], tuple[int, int]]] = {
-    "measure_normed": _of_measurement,
-    "quantize_normed": _of_normed,
-    "quantize_swiglu": _of_swiglu,
-    "quantize_swiglu_backward": _of_swiglu_backward,
     "quantize_rowwise": _of_quantization,
     "quantize_columnwise": _of_quantization,
     "quantize_both": _of_quantization,

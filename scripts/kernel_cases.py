@@ -30,7 +30,6 @@ FORMATS = {
     "256x256": Float8Format(E4M3, Tile(256, 256)),
     "256x256 e5m2": Float8Format(E5M2, Tile(256, 256)),
 }
-PRODUCERS = ("SwiGLU ", "dSwiGLU ", "RMSNorm ")
 USAGES = {"both": (True, True), "row": (True, False), "column": (False, True)}
 
 
@@ -66,8 +65,6 @@ class Case:
         row, col = USAGES[self.usages]
         if self.name == "amaxes of many":
             return launches_over_tables(x)
-        if self.name.startswith(PRODUCERS):
-            return producer(self.name, x, row, col)
         if self.name == "transpose":
             return [recast_launch.transposition(x)[0]]
         if self.name.endswith(" transpose"):
@@ -93,35 +90,6 @@ class Case:
         return launch.quantization(x, *formats).launches
 
 
-def producer(name: str, x: torch.Tensor, row: bool, col: bool) -> list[Launch]:
-    """What makes SwiGLU's codes of rows, or in backward those of its gradients and of its columns; RMSNorm's."""
-    from f8sub.kernels.triton import swiglu_launch
-
-    which, _, format_name = name.partition(" ")
-    format = FORMATS[format_name.removesuffix(" delayed")]
-    past = PastScale(torch.empty(1, 1, device="meta"), 0.0, False) if name.endswith(" delayed") else None
-    if which == "RMSNorm":
-        return normalization(x, (format if row else None, format if col else None), past)
-    if which == "SwiGLU":
-        return swiglu_launch.forward(x, x, format, past).launches
-    usages = format if row else None, format if col else None
-    scale, pasts = torch.empty(1, 1, device="meta"), None if past is None else (past, past)
-    return swiglu_launch.backward((x, x, x), usages, format if col else None, scale, pasts).launches
-
-
-def normalization(
-    x: torch.Tensor, usages: tuple[Float8Format | None, Float8Format | None], past: PastScale | None
-) -> list[Launch]:
-    """What measures, and what normalizes and casts; rounded twice for one usage."""
-    from f8sub.kernels.norms import Norm
-    from f8sub.kernels.producers import has_one_scale
-    from f8sub.kernels.triton import norm_launch
-
-    weight, norm = x[0], Norm(1e-5, rounds=None in usages)
-    measure, measured = norm_launch.measurement(x, weight, norm, has_one_scale(usages[0] or usages[1]))
-    return [measure, *norm_launch.cast(x, weight, norm, measured, usages, past).launches]
-
-
 def cases(whole: tuple[int, int]) -> Iterator[Case]:
     """Every kernel of every format and usage over bf16; the other inputs and ragged matrices for both usages."""
     for name in FORMATS:
@@ -136,8 +104,6 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     for dtype in ("fp16", "fp32"):
         yield from launches("tensorwise e5m2 delayed", dtype, whole, "both")
     yield Case("rowwise", "bf16", RAGGED, "row", 0)
-    for usages in USAGES:
-        yield from launches("dSwiGLU 1x128 float", "bf16", whole, usages)
     for name in ("tensorwise", "rowwise", "128x128"):
         for dtype in ("bf16", "fp32"):
             yield Case(f"{name} part", dtype, whole, "row", 0)
@@ -146,17 +112,6 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     yield from launches("rowwise recast", "fp8", RAGGED, "column")
     yield from launches("1x128 recast", "fp8", RAGGED, "column")
     yield from launches("amaxes of many", "fp32", whole, "row")
-    for name in ("tensorwise", "tensorwise delayed", "rowwise", "1x128", "128x128", "256x256"):
-        for dtype, shape in (("bf16", whole), ("fp16", whole), ("bf16", RAGGED)):
-            yield from launches(f"SwiGLU {name}", dtype, shape, "row")
-            yield from launches(f"dSwiGLU {name}", dtype, shape, "both")
-        yield from launches(f"dSwiGLU {name}", "bf16", whole, "row")
-        yield from launches(f"dSwiGLU {name}", "bf16", whole, "column")
-        for usages in USAGES:
-            yield from launches(f"RMSNorm {name}", "bf16", whole, usages)
-        for dtype, shape in (("fp16", whole), ("bf16", RAGGED)):
-            yield from launches(f"RMSNorm {name}", dtype, shape, "both")
-    yield from launches("SwiGLU rowwise", "bf16", LONG, "row")
     for name in ("transpose", "tensorwise transpose", "128x128 transpose"):
         yield Case(name, "fp8", whole, "column", 0)
         yield Case(name, "fp8", RAGGED, "column", 0)

@@ -82,7 +82,7 @@ def test_floats_that_users_choose(dynamic):
     """Those of two blocks differ: of the second one dynamo takes what it reads by the same names for dynamic."""
     model = nn.Sequential(Normed(1e-5), Normed(1e-3)).bfloat16()
     recipes = {f"{i}.*": f8sub.get_recipe("delayed", margin=i + 0.5, dy_margin=i + 4.5) for i in range(2)}
-    f8sub.fuse_producers(f8sub.convert_to_float8(seed_weights(model), recipes))
+    f8sub.convert_to_float8(seed_weights(model), recipes)
     twin, compiler = copy.deepcopy(model), Compiler()
     for block in model:
         block.compile(backend=compiler, fullgraph=True, dynamic=dynamic)

@@ -1,21 +1,23 @@
-"""Four blocks of a Llama 3 8B with embeddings, head and loss, as one variant runs them."""
+"""Blocks of a Llama 3 8B with embeddings, head and loss, as one variant runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from f8sub.linear import local_tensor
 from gpu.variants import Variant
 
-BLOCKS = 4
 SIZES: dict[str, dict[str, Any]] = {
     "8b": {
         "hidden_size": 4096,
@@ -38,9 +40,10 @@ LEARNING_RATE = 1e-4
 class Slice(nn.Module):
     """The blocks and the last norm, by hidden states; or all of a causal language model, by tokens and targets."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, *, liger: bool) -> None:
         super().__init__()
-        whole = LlamaForCausalLM(config)
+        with ligers_modules() if liger else contextlib.nullcontext():
+            whole = LlamaForCausalLM(config)
         self.embedding, self.blocks = whole.model.embed_tokens, whole.model.layers
         self.norm, self.lm_head = whole.model.norm, whole.lm_head
         self.rotary = whole.model.rotary_emb
@@ -52,6 +55,16 @@ class Slice(nn.Module):
             hidden = block(hidden, position_embeddings=positions)
         hidden = self.norm(hidden)
         return self.lm_head(hidden) if whole else hidden
+
+
+@contextlib.contextmanager
+def ligers_modules() -> Iterator[None]:
+    """Llamas made meanwhile have Liger-Kernel's norms and feed-forwards."""
+    from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP
+
+    replaced = {"LlamaRMSNorm": LigerRMSNorm, "LlamaMLP": LigerSwiGLUMLP}
+    with mock.patch.multiple(modeling_llama, **replaced):
+        yield
 
 
 @dataclass(frozen=True)
@@ -87,20 +100,21 @@ class Trainer:
 
     Attributes:
         variant: how its linear layers run.
+        blocks: how many there are.
         probes: the blocks' first and last weights by name, whose gradients are compared.
     """
 
-    def __init__(self, variant: Variant, size: str, tokens: int, device: torch.device) -> None:
-        self.variant, self.device = variant, device
+    def __init__(self, variant: Variant, size: str, tokens: int, device: torch.device, blocks: int) -> None:
+        self.variant, self.device, self.blocks = variant, device, blocks
         config = LlamaConfig(
             **SIZES[size],
-            num_hidden_layers=BLOCKS,
+            num_hidden_layers=blocks,
             max_position_embeddings=tokens,
             rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         )
         torch.manual_seed(0)
         with device:
-            self.model = Slice(config)
+            self.model = Slice(config, liger=variant.liger)
         ids = torch.arange(tokens, device=device)[None]
         self.positions = self.model.rotary(torch.zeros((), dtype=torch.bfloat16, device=device), ids)
         if variant.graphed:

@@ -1,4 +1,4 @@
-"""Every Triton quantizer and producer, in GB/s of the bytes it has to move and in per cent of what a copy reaches.
+"""Every Triton quantizer, in GB/s of the bytes it has to move and in per cent of what a copy reaches.
 
 Beside it the reference in eager code and compiled by Inductor. Before a quantizer is timed it is compared with the
 reference, bitwise.
@@ -16,7 +16,7 @@ from tables import Table
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels import delayed, fused, reference
 from f8sub.kernels.delayed import PastScale
-from gpu import producers, shards
+from gpu import shards
 from gpu.session import Session
 from gpu.timing import SETS, by_graph, by_launches, host_ms, in_turns, summary, wait
 
@@ -56,7 +56,7 @@ class Bench:
         expected: what ``run`` is to equal, bitwise; None where there is nothing to compare.
         bytes: an element that it has to move to and from memory.
         inputs: what the sets hold: ``"x"``, matrices, the name of a format, their rowwise codes in that, or that after
-            ``"shards "``, weights of it that make them up; ``"activations"``, three of the matrices.
+            ``"shards "``, weights of it that make them up.
     """
 
     name: str
@@ -98,7 +98,6 @@ def benches(device: torch.device, compiled: bool) -> list[Bench]:
         given = f"shards {name}"
         found.append(Bench(f"amaxes and scales of {given}", shards.by_launches, copied_table, 4.0, given))
         found.append(Bench(f"amaxes and scales of {given}, torch", shards.by_operators, None, 4.0, given))
-    found += (Bench(*bench, "activations") for bench in producers.benches(FORMATS))
     return found
 
 
@@ -150,8 +149,6 @@ def measure(shape: tuple[int, ...], session: Session) -> dict[str, dict]:
     given = {name: [fused.quantize(x, FORMATS[name], None)[0] for x in sets] for name in DERIVED}
     given["x"] = sets
     given.update({f"shards {name}": [shards.Shards(x, FORMATS[name]) for x in sets] for name in TABLES})
-    threes = zip(sets, sets[1:] + sets[:1], sets[2:] + sets[:2], strict=True)
-    given["activations"] = [producers.Given.of(*three, FORMATS["tensorwise"]) for three in threes]
     chosen = benches(device, compiled=on_gpu)
     timers = {}
     pool = torch.cuda.graph_pool_handle() if on_gpu else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,11 @@ from f8sub.linear import local_tensor
 from f8sub.tensor.master_weight import MasterWeight
 
 BF16 = "bf16"
-FUSED_RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
-"""Of which the slice is run with fused feed-forwards, too."""
-
 GRAPHED_RECIPES = ("tensorwise", "blockwise")
 """Whose compiled steps are run as CUDA graphs where no variants are asked for by name."""
+
+LIGER_RECIPES = ("", "tensorwise", "rowwise")
+"""Which are run with Liger-Kernel too, in eager code, where they are asked for by name."""
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 HEAD = "lm_head"
@@ -43,28 +44,29 @@ class Variant:
         library: ``"bf16"``, ``"torchao"`` or ``"f8sub"``.
         recipe: of the library; empty for bf16.
         compiled: by ``torch.compile``, else eager.
-        fused: with feed-forwards fused by ``f8sub.fuse_producers``.
         graphed: a whole step as one CUDA graph, of a model that is not sharded.
+        liger: transformers' norms and feed-forwards replaced by Liger-Kernel's; of the slice alone.
     """
 
     library: str
     recipe: str
     compiled: bool
-    fused: bool = False
     graphed: bool = False
+    liger: bool = False
 
     @property
     def name(self) -> str:
         """Of its row."""
-        how = "fused" if self.fused else "", "compiled" if self.compiled else "eager"
-        return " ".join(filter(None, (self.library, self.recipe, *how, "graphed" if self.graphed else "")))
+        how = ["compiled" if self.compiled else "eager"]
+        how += ["graphed"] * self.graphed + ["with Liger-Kernel"] * self.liger
+        return " ".join(filter(None, (self.library, self.recipe, *how)))
 
     @property
     def is_default(self) -> bool:
         """Whether it is run where none is asked for by name."""
-        return not self.graphed or (
-            self.library == "f8sub" and self.compiled and self.recipe in GRAPHED_RECIPES
-        )
+        if self.graphed:
+            return self.library == "f8sub" and self.compiled and self.recipe in GRAPHED_RECIPES
+        return not self.liger
 
     @property
     def floor_db(self) -> float:
@@ -79,6 +81,8 @@ class Variant:
             return "a CUDA graph needs a CUDA device"
         if self.graphed and self.library == "f8sub" and f8sub.get_recipe(self.recipe).delayed is not None:
             return "its histories roll between steps, and the host reads what they met: no graph records that"
+        if self.liger and (device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None):
+            return "Liger-Kernel needs a CUDA device, and liger-kernel installed"
         if self.library == "torchao":
             try:
                 importlib.import_module("torchao.float8")
@@ -96,8 +100,7 @@ class Variant:
         if self.library == "torchao":
             return self._convert_by_torchao(model, sharded)
         if self.library == "f8sub":
-            converted = f8sub.convert_to_float8(model, recipe=self.recipe)
-            return f8sub.fuse_producers(converted) if self.fused else converted
+            return f8sub.convert_to_float8(model, recipe=self.recipe)
         return model
 
     def _convert_by_torchao(self, model: nn.Module, sharded: bool) -> nn.Module:
@@ -140,9 +143,13 @@ def all_variants() -> list[Variant]:
     """
     found = [Variant(BF16, "", compiled) for compiled in (True, False)]
     found += [Variant("f8sub", recipe, c) for recipe in f8sub.recipe_names() for c in (True, False)]
-    found += [Variant("f8sub", recipe, c, fused=True) for recipe in FUSED_RECIPES for c in (True, False)]
     found += [Variant("torchao", recipe, True) for recipe in TORCHAO_RECIPES]
-    return found + [dataclasses.replace(variant, graphed=True) for variant in found if not variant.fused]
+    eager = [v for v in found if not v.compiled and v.recipe in LIGER_RECIPES]
+    return [
+        *found,
+        *(dataclasses.replace(variant, liger=True) for variant in eager),
+        *(dataclasses.replace(variant, graphed=True) for variant in found),
+    ]
 
 
 def chosen(
@@ -150,7 +157,7 @@ def chosen(
 ) -> tuple[list[Variant], dict[str, str]]:
     """Variants whose names match one of the patterns, bf16 ones to compare with, and of those left out the reasons.
 
-    ``of_layers`` leaves out those that differ in feed-forwards alone, or are of whole steps.
+    ``of_layers`` leaves out those that are of whole steps.
 
     Raises:
         ValueError: a pattern that matches no name.
@@ -160,13 +167,15 @@ def chosen(
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"--only {pattern!r} matches none of {names}")
     found, skipped = [], {}
-    candidates = [v for v in all_variants() if not (of_layers and (v.fused or v.graphed))]
+    candidates = [v for v in all_variants() if not (of_layers and (v.graphed or v.liger))]
     asked = [
         v for v in candidates if (any(fnmatch.fnmatch(v.name, p) for p in only) if only else v.is_default)
     ]
     compared = {v.graphed for v in asked} or {False}
     for variant in candidates:
-        if variant in asked or (variant.library == BF16 and variant.graphed in compared):
+        if variant in asked or (
+            variant.library == BF16 and variant.graphed in compared and not variant.liger
+        ):
             reason = variant.why_not(device)
             if reason is None:
                 found.append(variant)

@@ -4,17 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from f8sub.kernels.triton.swiglu import silu_and_sigmoid
 from f8sub.kernels.triton.tiles import inverse, scale_from_amax
-
-
-@triton.jit
-def store_quotients(gate_ptr, silu_ptr, sigmoid_ptr, SIZE: tl.constexpr):
-    """``silu_and_sigmoid`` of float32 elements."""
-    at = tl.arange(0, SIZE)
-    silu, sigmoid = silu_and_sigmoid(tl.load(gate_ptr + at))
-    tl.store(silu_ptr + at, silu)
-    tl.store(sigmoid_ptr + at, sigmoid)
 
 
 @triton.jit
@@ -29,13 +19,6 @@ def store_inverses(scale_ptr, inverse_ptr, SIZE: tl.constexpr):
     """``inverse`` of float32 elements, and not of powers of two."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tl.store(inverse_ptr + at, inverse(tl.load(scale_ptr + at), False))
-
-
-def quotients(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu and sigmoid of float32 elements, as many as a power of two."""
-    silu, sigmoid = torch.empty_like(gate), torch.empty_like(gate)
-    store_quotients[(1,)](gate, silu, sigmoid, gate.numel())
-    return silu, sigmoid
 
 
 def scales(amax: torch.Tensor, top: float, at_once: int = 1 << 20) -> torch.Tensor:

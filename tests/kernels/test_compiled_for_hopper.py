@@ -65,7 +65,7 @@ def test_kernels_run_on_ada_and_blackwell(capability):
     Ada has no instruction for the maxima of pairs.
     """
     command = [sys.executable, str(SCRIPTS / "kernel_report.py"), "--capability", capability]
-    command += ["--only", "1x128 bf16", "tensorwise bf16", "256x256 fp32 both", "dSwiGLU 1x128"]
+    command += ["--only", "1x128 bf16", "tensorwise bf16", "256x256 fp32 both"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
     environment.pop("TRITON_INTERPRET", None)
     finished = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""Quotients without a branch are IEEE's: of every gate of half precision, of amaxes and scales of all mantissas."""
+"""Quotients without a branch are IEEE's: of amaxes and scales of all mantissas."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,10 +8,6 @@ import pytest
 import torch
 
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-
-HALF = (torch.bfloat16, torch.float16)
-NEAREST_ALONE = 2.0 - 2.0**-23
-"""A divisor whose reciprocal lies so near to the middle of two numbers that it is made of the nearest one alone."""
 
 AMAXES = [
     (-127, 448.0),
@@ -27,10 +23,6 @@ largest. The mantissas in between have the same quotients, with another exponent
 
 SCALES = (-126, 0, 126)
 """Exponents of scales: the least and the largest there are, and one in between."""
-
-
-def all_of(dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
 
 
 def binade(exponent: int) -> torch.Tensor:
@@ -68,21 +60,6 @@ def reciprocals(off: int) -> Iterator[None]:
         InterpreterBuilder.create_precise_divf = before
 
 
-def check_gates(off: int) -> None:
-    from tests.kernels.quotients import quotients
-
-    with reciprocals(off):
-        for dtype in HALF:
-            gate = all_of(dtype)
-            silu, sigmoid = quotients(gate)
-            divisor = 1.0 + torch.exp(-gate)
-            assert bool(same(silu.to(dtype), (gate / divisor).to(dtype)).all())
-            alike = same(sigmoid, 1.0 / divisor)
-            assert bool(alike[divisor != NEAREST_ALONE].all())
-            assert off or bool(alike.all())
-            assert bool((divisor == NEAREST_ALONE).any())
-
-
 def check_scales(off: int, exponent: int, top: float) -> None:
     from tests.kernels.quotients import scales
 
@@ -100,12 +77,6 @@ def check_inverses(off: int, exponent: int) -> None:
     # Of all ones the nearest reciprocal alone will do, which GPUs have: tests/cuda/test_quotients.py.
     assert not wrong[scale.view(torch.int32) & 0x7FFFFF != 0x7FFFFF].any()
     assert off or not wrong.any()
-
-
-@needs_triton
-@pytest.mark.parametrize("off", [-1, 0, 1])
-def test_every_gate_has_the_quotients_of_ieee(interpreter, off):  # noqa: F811
-    interpreter(check_gates, off)
 
 
 @needs_triton

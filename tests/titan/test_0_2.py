@@ -13,7 +13,6 @@ import torch
 from torch.torch_version import TorchVersion
 
 import f8sub
-from f8sub.feed_forward import FusedFeedForward
 from f8sub.integrations.torchtitan import scales
 from tests.dist.ranks import RankFailure
 from tests.titan import pipelined, runs
@@ -103,11 +102,10 @@ def test_recipes_by_layer(tmp_path):
 
 
 @alone
-def test_options_of_recipes_what_is_kept_of_x_and_fused_feed_forwards(tmp_path):
+def test_options_of_recipes_and_what_is_kept_of_x(tmp_path):
     section = """
 [f8sub]
 recipe_name = "delayed"
-fuse_producers = true
 [f8sub.recipe_options]
 margin = 2.5
 amax_compute_algo = "most_recent"
@@ -121,19 +119,17 @@ wo = "high_precision"
     said = {"margin": 2.5, "amax_compute_algo": "most_recent", "reduce_amax": False}
     assert {layer.plan.recipe for layer in found.values()} == {f8sub.get_recipe("delayed", **said)}
     assert {fqn.split(".")[-1] for fqn, layer in found.items() if layer.keep_x == "high_precision"} == {"wo"}
-    assert all(isinstance(layer.feed_forward, FusedFeedForward) for layer in model.layers.values())
 
 
 @alone
 def test_options_of_recipes_on_the_command_line(tmp_path):
     options = "margin 3 reduce_amax False amax_compute_algo most_recent"
-    others = ["--f8sub.recipe_name=delayed", "--f8sub.fuse_producers", "--f8sub.keep_x=recompute"]
+    others = ["--f8sub.recipe_name=delayed", "--f8sub.keep_x=recompute"]
     model = converted_by(parsed(tmp_path, "", *others, "--f8sub.recipe_options", *options.split()))
     said = {"margin": 3, "reduce_amax": False, "amax_compute_algo": "most_recent"}
     found = layers(model).values()
     assert {layer.plan.recipe for layer in found} == {f8sub.get_recipe("delayed", **said)}
     assert {layer.keep_x for layer in found} == {"recompute"}
-    assert all(isinstance(layer.feed_forward, FusedFeedForward) for layer in model.layers.values())
 
 
 @alone
@@ -162,11 +158,6 @@ nvfp4 = { hadamard = true }
         ('recipe_name = "gridquant"\nrecipe_options = {block = 0}', f8sub.Float8ConfigError, "'block': 0"),
         ('recipe_options = "margin"', f8sub.Float8ConfigError, "recipe_options='margin' is no mapping"),
         ('keep_x = "float16"', f8sub.Float8ConfigError, "keep_x='float16'"),
-        (
-            'recipe_name = {w1 = "rowwise", "*" = "tensorwise"}\nfuse_producers = true',
-            f8sub.Float8ConfigError,
-            "give both one recipe",
-        ),
         ('filter_fqns = "output"', f8sub.Float8ConfigError, r"\['output'\]"),
         ('filter_fqns = ["outptu"]', f8sub.Float8ConfigError, "outptu.*output"),
         ('filter_fqns = ["layers"]', f8sub.Float8ConfigError, "nothing to convert"),
@@ -216,12 +207,6 @@ def test_other_recipes(train, recipe):
     ours = last(train(2, f"f8sub --f8sub.recipe_name={recipe}"))
     assert ours != last(train(2, "f8sub "))
     assert abs(ours - bf16) < 4e-3
-
-
-@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("tp2", marks=long)])
-def test_fusing_feed_forwards_changes_no_bit(train, mesh):
-    world, options = MESHES[mesh]
-    assert train(world, f"f8sub {options} --f8sub.fuse_producers") == train(world, f"f8sub {options}")
 
 
 @long

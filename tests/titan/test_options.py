@@ -1,24 +1,16 @@
-"""Options of recipes, of what is kept of x and of fused feed-forwards, as torchtitan 0.3's users say them."""
+"""Options of recipes and of what is kept of x, as torchtitan 0.3's users say them."""
 
-import copy
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import f8sub
-from f8sub import feed_forward
-from f8sub.feed_forward import FusedFeedForward
 from f8sub.integrations.torchtitan.options import Options
-from f8sub.norm import FusedNorm
-from tests.titan import runs
 from tests.titan.runs import alone
 from tests.titan.test_converter import converted, converter, debugmodel, on_meta
-from tests.titan.test_training import COMPILED, MESHES, NVFP4, last, long, mesh, of_torch_2_14
-
-FUSED = 'f8sub:{"fuse_producers":true}'
+from tests.titan.test_training import NVFP4, last, long
 
 
 def from_the_command_line(*options: str) -> Any:
@@ -61,13 +53,11 @@ def test_all_three_together():
         "recipe_name": {"feed_forward": "delayed", "*": "gridquant"},
         "recipe_options": {"delayed": {"margin": 1.5}, "gridquant": {"block": 64}},
         "keep_x": {"wo": "high_precision"},
-        "fuse_producers": True,
     }
     model = from_the_command_line("--override.imports", f"f8sub.titan.float8={json.dumps(said)}")
     assert recipe_of(model) == f8sub.get_recipe("delayed", margin=1.5)
     assert recipe_of(model, "attention.wo") == f8sub.get_recipe("gridquant", block=64)
     assert model.layers["0"].attention.wo.keep_x == "high_precision"
-    assert all(isinstance(layer.feed_forward, FusedFeedForward) for layer in model.layers.values())
 
 
 @alone
@@ -106,43 +96,6 @@ def test_in_code_options_are_any_values_and_configs_are_json_all_the_same():
     assert recipe_of(on_meta(debugmodel(converter(recipe_name=recipe)))) == recipe
 
 
-@alone
-@pytest.mark.parametrize(
-    ("config", "fused", "norms"),
-    [
-        ("llama3_debugmodel", 6, 12),
-        ("qwen3_debugmodel", 8, 16),
-        ("qwen3_moe_debug", 0, 8),
-        ("deepseek_v3_debugmodel", 6, 13),
-    ],
-)
-def test_whose_feed_forwards_and_norms_are_fused(config, fused, norms):
-    """Of a mixture the dense layers, the experts that all tokens share, and norms that float8 layers alone read."""
-    from f8sub import titan
-
-    made = getattr(titan, f"{config}_f8sub")().model_spec.model
-    titan.float8(made, fuse_producers=True)
-    modules = list(on_meta(made).modules())
-    assert sum(isinstance(module, FusedFeedForward) for module in modules) == fused
-    assert sum(isinstance(module, FusedNorm) for module in modules) == norms
-
-
-@alone
-def test_a_copy_for_a_pipeline_stage_parallelizes_itself():
-    model = on_meta(debugmodel(converter(fuse_producers=True)))
-    copied, original = (made.layers["0"].feed_forward for made in (copy.deepcopy(model), model))
-    parallel_dims = SimpleNamespace(tp_enabled=False)
-    for name in copied.roles:
-        getattr(copied, name).forward = getattr(original, name).forward = len
-    copied._sharding_config = copied.w1._sharding_config = None
-    copied.w2._sharding_config = copied.w3._sharding_config = None
-    copied.parallelize(parallel_dims)
-    assert copied._parallelized
-    assert not original._parallelized
-    assert not any("forward" in vars(getattr(copied, name)) for name in copied.roles)
-    assert all("forward" in vars(getattr(original, name)) for name in original.roles)
-
-
 MISTAKES = [
     ({"recipe_name": "delayed", "recipe_options": {"margn": 2}}, r"margn.*it has \['margin'"),
     ({"recipe_name": "delayed", "recipe_options": {"margin": "2"}}, r"margin is .* got '2'"),
@@ -175,13 +128,6 @@ def test_a_mistake_on_the_command_line_is_an_error_before_a_model_is_built():
     assert any(isinstance(error, f8sub.Float8ConfigError) for error in errors)
 
 
-@alone
-def test_feed_forwards_that_cannot_be_fused_are_an_error_when_the_model_is_built():
-    wrong = converter(recipe_name={"w1": "rowwise", "*": "tensorwise"}, fuse_producers=True)
-    with pytest.raises(f8sub.Float8ConfigError, match=r"feed_forward.*give both one recipe"):
-        on_meta(debugmodel(wrong))
-
-
 @long
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -197,56 +143,3 @@ def test_a_recipes_options_train(train, name, options):
     ours = train(2, f"f8sub:{said}")
     assert ours != train(2, default)
     assert abs(last(ours) - last(train(2, "bf16"))) < 4e-3
-
-
-@pytest.mark.parametrize("mesh", [mesh(name) for name in ("fsdp2", "tp2", "spmd-fsdp2", "spmd-tp2", "cp2")])
-def test_fusing_changes_no_bit(train, mesh):
-    world, options = MESHES[mesh]
-    assert train(world, f"{FUSED} {options}") == train(world, f"f8sub {options}")
-
-
-@long
-@pytest.mark.parametrize("more", [',"recipe_name":"delayed"', ',"keep_x":{"wo":"high_precision"}'])
-def test_fusing_changes_no_bit_of_other_options(train, more):
-    plain = f"f8sub:{{{more[1:]}}}"
-    fused = f'f8sub:{{"fuse_producers":true{more}}}'
-    assert train(2, fused) == train(2, plain)
-    assert train(2, f"{fused} {COMPILED}") == train(2, plain)
-
-
-@long
-def test_fusing_changes_no_bit_of_checkpointed_blocks(train):
-    fused = 'f8sub_selective_ac:{"fuse_producers":true}'
-    assert train(2, fused) == train(2, "f8sub")
-    assert train(2, f"{fused} {COMPILED}") == train(2, "f8sub")
-
-
-def fused_forwards(rank: int, world: int, arguments: list[str], folder: Any) -> int:
-    """How many forwards of feed-forwards were one function, in a run of two steps."""
-    forward, calls = feed_forward._forward, []
-    feed_forward._forward = lambda *given, **keep: calls.append(1) or forward(*given, **keep)
-    try:
-        runs.train(rank, world, [*arguments, "training.steps=2"], folder)
-    finally:
-        feed_forward._forward = forward
-    return len(calls)
-
-
-@long
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("fsdp2", 2 * 2),
-        ("fsdp2 full_ac", 2 * 2 * 2),
-        ("tp2", 0),
-        pytest.param("spmd-fsdp2", 2 * 2, marks=of_torch_2_14),
-        pytest.param("spmd-tp2", 0, marks=of_torch_2_14),
-        pytest.param("cp2", 2 * 2, marks=of_torch_2_14),
-    ],
-)
-def test_where_they_run_as_one_function(titan, assets, name, expected):
-    """Two layers, two steps; with tensor parallelism each layer is to be seen by itself."""
-    name, _, ac = name.partition(" ")
-    world, options = MESHES[name]
-    config = f'f8sub_{ac}:{{"fuse_producers":true}}' if ac else FUSED
-    assert titan(world, fused_forwards, f"{config} {options}".split(), assets) == [expected] * world

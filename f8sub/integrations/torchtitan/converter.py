@@ -1,7 +1,6 @@
 """Layer 7. torchtitan 0.3: the converter, and configs that build what torchtitan builds and then call f8sub."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module, ModuleList
 from torchtitan.tools.logging import logger
 
-from f8sub.feed_forward import FusedFeedForward
 from f8sub.integrations.torchtitan.options import Options, convert
 from f8sub.integrations.torchtitan.scales import attach
 from f8sub.linear import Float8Linear
@@ -45,7 +43,6 @@ class Float8Converter(QuantizationConverter):
         precompute_float8_dynamic_scale_for_fsdp: bool | None = None
         emulate: bool = False
         keep_x: str | dict[str, str] = AUTO
-        fuse_producers: bool = False
 
     def __init__(self, config: Config) -> None:
         names = [f.name for f in dataclasses.fields(Options)]
@@ -126,22 +123,8 @@ def _converted(model: BaseModel, options: Options) -> BaseModel:
             layer.scaling_states.__class__ = ModuleList
             for state in layer.states():
                 state.__class__ = _TitanScalingState
-        elif isinstance(layer, FusedFeedForward):
-            vars(layer)["parallelize"] = functools.partial(_parallelize, layer)
     logger.info(f"f8sub: {conversion_report(model).summary}")
     return model
-
-
-def _parallelize(module: Any, parallel_dims: Any) -> None:
-    """``module.parallelize`` of a fused feed-forward: without tensor parallelism its layers' forwards stay theirs.
-
-    torchtitan wraps a layer's forward to change how x and y are cut over ranks, under ``spmd_types`` also where they
-    are not; and layers whose forward is wrapped run one after the other.
-    """
-    type(module).parallelize(module, parallel_dims)
-    if not parallel_dims.tp_enabled:
-        for name in module.roles:
-            vars(getattr(module, name)).pop("forward", None)
 
 
 class _TitanScalingState(ScalingState, Module):

@@ -11,7 +11,6 @@ from f8sub.defaults import MIN_DIM
 from f8sub.errors import Float8ConfigError
 from f8sub.extensions import extensions
 from f8sub.filters import LayerKeepX, LayerRecipes
-from f8sub.fuse import fuse_producers
 from f8sub.integrations.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
 from f8sub.patterns import kind_of
 from f8sub.recipe import Recipe, get_recipe
@@ -40,7 +39,6 @@ class Options:
             step; None for wherever the weights are gathered as float8.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
-        fuse_producers: every ``down(silu(gate(x)) * up(x))`` becomes one function, see ``f8sub.fuse_producers``.
 
     Raises:
         Float8ConfigError: no such recipe, option or value of one, or ``keep_x``, a string in place of a list of them,
@@ -56,7 +54,6 @@ class Options:
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
     emulate: bool = False
     keep_x: str | Mapping[str, str] = AUTO
-    fuse_producers: bool = False
 
     def __post_init__(self) -> None:
         LayerRecipes(self.recipe)
@@ -139,8 +136,7 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         linear_classes: torchtitan's own subclasses of nn.Linear, which call nn.Linear's forward or inherit it.
 
     Raises:
-        Float8ConfigError: nothing is left to convert, or to fuse where that was asked for; or a string of
-            ``filter_fqns`` is in no layer's name.
+        Float8ConfigError: nothing is left to convert, or a string of ``filter_fqns`` is in no layer's name.
     """
     extensions.update(linear_classes)
     names = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -161,8 +157,6 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         backend="reference" if options.emulate else "auto",
         keep_x=options.keep_x,
     )
-    if options.fuse_producers:
-        fuse_producers(model)
     check_at_first_forward(model)
     setattr(model, PRECOMPUTE, options.precompute)
     if options.precompute:

@@ -172,50 +172,6 @@ def cast_with_lines(
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = place(index, M, N, ROWS, COLS)
     even, odd = load_finite_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "evict_first")
-    store_with_lines(
-        row_amax_ptr,
-        row_ptr,
-        row_scale_inv_ptr,
-        col_amax_ptr,
-        col_ptr,
-        col_scale_inv_ptr,
-        even,
-        odd,
-        row,
-        col,
-        M,
-        N,
-        TOP,
-        CODES,
-        POWER_OF_2,
-        ROWS,
-        COLS,
-        WHOLE,
-    )
-
-
-@triton.jit
-def store_with_lines(
-    row_amax_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_amax_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    even,
-    odd,
-    row,
-    col,
-    M,
-    N,
-    TOP: tl.constexpr,
-    CODES: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Codes of a tile's halves with scales of rows' and of columns' amaxes, each unless its pointer is None."""
     i, j = row + 2 * tl.arange(0, ROWS // 2), col + tl.arange(0, COLS)
     if row_ptr is not None:
         even_amax = tl.load(row_amax_ptr + i, mask=i < M, other=0.0)

@@ -181,7 +181,7 @@ def is_paired(x: torch.Tensor, edge: int) -> bool:
 
 def of_pairs(arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of a kernel of pairs: all of its tiles are whole, and TOP says what it casts to."""
-    left_out = ("SIZE", "WHOLE", "CODES", "H_CODES")
+    left_out = ("WHOLE", "CODES")
     return {name: value for name, value in arguments.items() if name not in left_out}
 
 

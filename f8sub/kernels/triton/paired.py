@@ -40,43 +40,9 @@ def quantize_paired_vectors(
     POWER_OF_2: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """``blocks.quantize_crossing_vectors``."""
+    """``blocks.quantize_crossing_vectors``, each usage unless its pointer is None."""
     row, col = place(tl.program_id(0), M, N, EDGE, EDGE)
     even, odd = load_pairs(x_ptr, row, col, N, EDGE, EDGE, "evict_first")
-    store_vectors(
-        row_ptr,
-        row_scale_inv_ptr,
-        col_ptr,
-        col_scale_inv_ptr,
-        even,
-        odd,
-        row,
-        col,
-        M,
-        N,
-        TOP,
-        POWER_OF_2,
-        EDGE,
-    )
-
-
-@triton.jit
-def store_vectors(
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    even,
-    odd,
-    row,
-    col,
-    M,
-    N,
-    TOP: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """Cast an (EDGE, EDGE) tile with a scale a row, and with a scale a column, each unless its pointer is None."""
     even_order, odd_order = order(even), order(odd)
     of_columns = last(later(even_order, odd_order), 0)
     of_rows = last(later_of_each(even_order, odd_order), 1) if row_ptr is not None else 0

@@ -36,38 +36,6 @@ def _plain_rounded_pair(first, second):
     return _bits(first) | (_bits(second) << 16)
 
 
-@unless_interpreted(_plain_rounded_pair)
-@triton.jit
-def rounded_pair(first, second):
-    """Of float32 elements: a left one and a right one."""
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _plain_product(a, b):
-    return _plain_rounded_pair(left(a) * left(b), right(a) * right(b))
-
-
-@unless_interpreted(_plain_product)
-@triton.jit
-def product(a, b):
-    """Rounded once, as two bfloat16 multiplied in float32 and rounded are.
-
-    A product of two significands of 8 bits has 16, of which a subnormal float32 in between makes no other bfloat16. The
-    addend is -0, which leaves the sign of 0 alone.
-    """
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
-        "=r,r,r",
-        [a, b],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
 @triton.jit
 def _plain_finite_or_nan_pair(pair):
     return _plain_rounded_pair(finite_or_nan(left(pair)), finite_or_nan(right(pair)))
@@ -91,10 +59,6 @@ def finite_or_nan_pair(pair):
 def order(pair):
     """Signed halves in the order of the magnitudes of finite elements; all others come before these."""
     return (pair & 0x7FFF7FFF) + 0x00800080
-
-
-ORDER_OF_ZEROS = tl.constexpr(0x00800080)
-"""``order`` of a pair of zeros, the least of finite elements."""
 
 
 @triton.jit

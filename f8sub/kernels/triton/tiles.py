@@ -107,8 +107,7 @@ def scaled(x, scale, TOP: tl.constexpr, SATURATE: tl.constexpr):
 
     SATURATE where ``scale`` is not of these elements' own amax: else no product rounds to more than TOP.
     """
-    # As ``reference.dequantize`` clamps. It changes no finite element, but ptxas 12.8 spills registers of
-    # ``cast_normed_with_lines`` without it.
+    # As ``reference.dequantize`` clamps.
     x = tl.clamp(x, -LARGEST_FINITE, LARGEST_FINITE, propagate_nan=NAN) * scale
     if SATURATE:
         x = tl.clamp(x, -TOP, TOP, propagate_nan=NAN)

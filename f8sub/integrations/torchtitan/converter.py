@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -17,10 +17,15 @@ from torchtitan.tools.logging import logger
 from f8sub.integrations.torchtitan.options import Options, convert
 from f8sub.integrations.torchtitan.scales import attach
 from f8sub.linear import Float8Linear
-from f8sub.recipes import DEFAULT
 from f8sub.report import conversion_report
-from f8sub.saved_input import AUTO
 from f8sub.scaling_state import ScalingState
+
+
+def _like(option: dataclasses.Field[Any]) -> Any:
+    """The same default for a field of another dataclass."""
+    if option.default_factory is not dataclasses.MISSING:
+        return field(default_factory=option.default_factory)
+    return field(default=option.default)
 
 
 class Float8Converter(QuantizationConverter):
@@ -30,21 +35,20 @@ class Float8Converter(QuantizationConverter):
     stays as it is, so that whatever else reads it, shards by it or converts it goes on as without float8.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):
-        """See ``f8sub.integrations.torchtitan.options.Options``; ``model_compile_enabled`` makes no difference."""
+    Config = dataclasses.make_dataclass(
+        "Config",
+        [(f.name, f.type, _like(f)) for f in dataclasses.fields(Options)],
+        bases=(QuantizationConverter.Config,),
+        namespace={
+            "__module__": __name__,
+            "__qualname__": "Float8Converter.Config",
+            "__doc__": Options.__doc__,
+        },
+        kw_only=True,
+        slots=True,
+    )
 
-        recipe_name: str | dict[str, str] = DEFAULT
-        recipe_options: dict[str, Any] = field(default_factory=dict)
-        filter_fqns: list[str] = field(default_factory=list)
-        skip: list[str] = field(default_factory=list)
-        skip_defaults: bool = True
-        enable_fsdp_float8_all_gather: bool = True
-        precompute_float8_dynamic_scale_for_fsdp: bool | None = None
-        emulate: bool = False
-        keep_x: str | dict[str, str] = AUTO
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Any) -> None:
         names = [f.name for f in dataclasses.fields(Options)]
         self.options = Options(**{name: getattr(config, name) for name in names})
 

@@ -9,36 +9,16 @@ from torchtitan.tools.logging import logger
 
 from f8sub.errors import Float8ConfigError
 from f8sub.integrations.torchtitan.options import Options, convert
-from f8sub.recipes import DEFAULT
 from f8sub.report import conversion_report
-from f8sub.saved_input import AUTO
 
 NAME = "f8sub"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section(Options):
-    """The section ``[f8sub]``, and the options ``--f8sub.*``: ``Options`` in types that torchtitan 0.2 parses.
-
-    Lists are arrays in TOML, and separated by commas on the command line.
-
-    Raises:
-        Float8ConfigError: as of ``Options``.
-    """
-
-    recipe_name: str | dict[str, str] = DEFAULT
-    recipe_options: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """In TOML lists and tables too."""
-    filter_fqns: list[str] = field(default_factory=list)
-    skip: list[str] = field(default_factory=list)
-    keep_x: str | dict[str, str] = AUTO
 
 
 @dataclass
 class JobConfig:
     """What ``--job.custom_config_module=f8sub.titan`` adds to torchtitan's own."""
 
-    f8sub: Section = field(default_factory=Section)
+    f8sub: Options = field(default_factory=Options)
 
 
 class Float8ModelConverter:

@@ -1,6 +1,6 @@
 """Layer 7. What torchtitan's users ask for, and the one conversion of their model; of any version of torchtitan."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -25,12 +25,15 @@ AUTO_FILTER = "auto_filter_small_kn"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is converted, and how; the names are torchtitan's.
+    """What is converted, and how; the names are torchtitan's, and its command lines parse the types.
+
+    torchtitan 0.2 reads it as the section ``[f8sub]`` and the options ``--f8sub.*``: lists are arrays in TOML, and
+    separated by commas on the command line. torchtitan 0.3 has the same fields in ``Float8Converter.Config``.
 
     Attributes:
         recipe_name: one of ``f8sub.recipe_names()``, or a mapping from glob patterns over layers' names to them.
-        recipe_options: the recipe's own, as ``f8sub.get_recipe`` takes them, dtypes by name too; where ``recipe_name``
-            is a mapping, one from names of recipes to the options of each.
+        recipe_options: the recipe's own, as ``f8sub.get_recipe`` takes them, dtypes by name too, in TOML and JSON lists
+            and tables too; where ``recipe_name`` is a mapping, one from names of recipes to the options of each.
         filter_fqns: a layer whose name contains one of these strings is left alone; ``"auto_filter_small_kn"`` too.
         skip: glob patterns over whole segments of names, see ``f8sub.convert_to_float8``.
         skip_defaults: leave output heads, routers, LoRA adapters and small layers alone, see ``f8sub.defaults``.
@@ -45,15 +48,15 @@ class Options:
             or scales to precompute for weights that are not gathered as float8.
     """
 
-    recipe_name: str | Mapping[str, str] = DEFAULT
-    recipe_options: Mapping[str, Any] = field(default_factory=dict)
-    filter_fqns: Sequence[str] = ()
-    skip: Sequence[str] = ()
+    recipe_name: str | dict[str, str] = DEFAULT
+    recipe_options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    filter_fqns: list[str] = field(default_factory=list)
+    skip: list[str] = field(default_factory=list)
     skip_defaults: bool = True
     enable_fsdp_float8_all_gather: bool = True
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
     emulate: bool = False
-    keep_x: str | Mapping[str, str] = AUTO
+    keep_x: str | dict[str, str] = AUTO
 
     def __post_init__(self) -> None:
         LayerRecipes(self.recipe)
@@ -71,7 +74,8 @@ class Options:
     @property
     def recipe(self) -> Recipe | dict[str, Recipe]:
         """The recipe with its options, or that of each pattern."""
-        name, options = self.recipe_name, self.recipe_options
+        name = self.recipe_name
+        options: Mapping[str, Any] = self.recipe_options
         if not isinstance(options, Mapping):
             raise Float8ConfigError(
                 f'recipe_options={options!r} is no mapping; give one of options, {{"margin": 2}}'

@@ -11,9 +11,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels import delayed, fused, host, measured_mm, ops, reference, scaled_mm, triton_mm
-from f8sub.kernels.delayed import PastScale
-from f8sub.kernels.reference import Across
+from f8sub.kernels import fused, measured_mm, ops, reference, scaled_mm, triton_mm
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.torch_compat import autocast_dtype
 
@@ -65,51 +63,6 @@ def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> 
         f"no backend can multiply {spec.a} by {spec.b} on {device}: {listed}. "
         "Choose another recipe, or backend='reference' (slow, any device)"
     )
-
-
-def quantize(
-    x: torch.Tensor,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    any_layout: bool = False,
-    across: Across | None = None,
-) -> tuple[Operand | None, Operand | None]:
-    """``reference.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit.
-
-    Compiled code is always row-major: Inductor's lowering of ``_scaled_mm`` takes nothing else. Where the GEMMs take
-    nothing else either (``any_layout``) it calls our kernels for what is copied transposed.
-    """
-    if across is not None:
-        row_major = torch.compiler.is_compiling()
-        return reference.quantize(x, rowwise, columnwise, any_layout and not row_major, across)
-    if torch.compiler.is_compiling():
-        seen = all(ops.is_fusible(format) for format in (rowwise, columnwise) if format is not None)
-        if seen and (columnwise is None or any_layout):
-            return reference.quantize(x, rowwise, columnwise)
-        return ops.quantize(x, rowwise, columnwise)
-    if type(x) is torch.Tensor and x.is_cpu:
-        return host.quantize(x, rowwise, columnwise, any_layout)
-    return fused.quantize(x, rowwise, columnwise, any_layout)
-
-
-def quantize_delayed(
-    x: torch.Tensor,
-    past: PastScale,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    any_layout: bool = False,
-    across: Across | None = None,
-) -> tuple[Operand | None, Operand | None, torch.Tensor]:
-    """``delayed.quantize`` by the fastest kernel that takes ``x``; all of them agree to the bit."""
-    if torch.compiler.is_compiling():
-        if columnwise is None or any_layout or across is not None:
-            return delayed.quantize(x, past, rowwise, columnwise, across=across)
-        return ops.quantize_delayed(x, past, rowwise, columnwise)
-    if across is not None:
-        return delayed.quantize(x, past, rowwise, columnwise, any_layout, across)
-    if type(x) is torch.Tensor and x.is_cpu:
-        return host.quantize_delayed(x, past, rowwise, columnwise, any_layout)
-    return fused.quantize_delayed(x, past, rowwise, columnwise, any_layout)
 
 
 def quantizer_of(format: Float8Format, device: torch.device) -> str:

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from f8sub import backends
 from f8sub.backends import Plan, gemm_nt
 from f8sub.context import contexts, plan_in_use, remember
 from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import CURRENT_SOURCES, ScaleSource, Sources
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
-from f8sub.saved_input import AUTO, GemmInput, Kept, Scaling, as_matrix, present, quantize_x, x_columnwise
-from f8sub.scaling_state import DY, Past, ScalingState, ScalingStates, W, quantize_delayed
-from f8sub.spread import Places, Spread
+from f8sub.saved_input import AUTO, GemmInput, Kept, as_matrix, present, quantize_x, x_columnwise
+from f8sub.scaling_state import ScalingState, ScalingStates
+from f8sub.spread import Places
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
 from f8sub.tensor.primary_weight import PrimaryWeight, primary_rowwise
@@ -68,22 +69,20 @@ class Float8Linear(torch.nn.Linear):
         if self.plan.device.type != device:
             self.follow(x.device)
         plan = plan_in_use(self) if contexts.entered else self.plan
-        grad, past, places = torch.is_grad_enabled(), None, None
-        if plan.recipe.delayed is not None:
-            past = self.past(plan.recipe)
+        places, adds_bias = None, True
+        sources = CURRENT_SOURCES if plan.recipe.delayed is None else self.sources(plan.recipe)
         bias: torch.Tensor | None = self.bias
-        scaling: Scaling = past
         if isinstance(weight, DTensor):
             if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
                 return _eagerly(self, x)
             places = Places.of(self, weight, x)
-            scaling = Spread.of(self, weight, x, places, plan, past)
+            sources, adds_bias = places.sources(self, plan, weight, x, sources), places.adds_bias
             x, weight, bias = places.local(x, weight, bias)
         y: torch.Tensor
-        if grad:
-            y = apply(_Float8Matmul, x, weight, bias, plan, dtype, scaling, self.keep_x)
+        if torch.is_grad_enabled():
+            y = apply(_Float8Matmul, x, weight, bias, plan, dtype, sources, self.keep_x, adds_bias)
         else:
-            y = fprop(x, weight, bias, plan, dtype, scaling, None)[0]
+            y = fprop(x, weight, bias if adds_bias else None, plan, dtype, sources, None)[0]
         if contexts.entered:
             remember(self, plan, y)
         return y if places is None else places.whole(y)
@@ -126,13 +125,13 @@ class Float8Linear(torch.nn.Linear):
         ConvertedLayers.histories_made = True
         return state
 
-    def past(self, recipe: Recipe) -> Past:
-        """The state of a recipe with delayed scaling, as a forward that begins now reads and stages it."""
+    def sources(self, recipe: Recipe) -> Sources:
+        """Where the scales of a forward that begins now come from, under a recipe with delayed scaling."""
         state = self.scaling_state(recipe)
         if not torch.compiler.is_compiling():
             state.notice_writes()
         frozen = self.training and not self.weight.requires_grad
-        return Past(state, stage=torch.is_grad_enabled() and self.training, frozen=frozen)
+        return state.sources(stage=torch.is_grad_enabled() and self.training, frozen=frozen)
 
     def states(self) -> list[ScalingState]:
         """The states of all recipes with delayed scaling that the layer was run under."""
@@ -259,16 +258,16 @@ class _Float8Matmul(torch.autograd.Function):
         bias: torch.Tensor | None,
         plan: Plan,
         dtype: torch.dtype,
-        scaling: Scaling,
+        sources: Sources,
         keep_x: str,
+        adds_bias: bool,
     ) -> torch.Tensor:
         wanted = keep_x if ctx.needs_input_grad[1] else None
-        y, saved, ctx.kept = fprop(x, w, bias, plan, dtype, scaling, wanted)
+        y, saved, ctx.kept = fprop(x, w, bias if adds_bias else None, plan, dtype, sources, wanted)
         ctx.save_for_backward(w, *saved)
-        ctx.plan, ctx.dtype, ctx.scaling = plan, dtype, scaling
+        ctx.plan, ctx.dtype, ctx.sources = plan, dtype, sources
         ctx.w_row = None
-        # A distributed weight is cast for every call; what it keeps is from before it was distributed.
-        if isinstance(w, MasterWeight) and not isinstance(scaling, Spread):
+        if isinstance(w, MasterWeight) and sources.w.reduce is None:
             ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -283,29 +282,24 @@ class _Float8Matmul(torch.autograd.Function):
         need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
         w, *saved = ctx.saved_tensors
         matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
-        formats = rowwise, columnwise = (
-            recipe.dgrad.a if need_dx else None,
-            recipe.wgrad.a if need_dw else None,
-        )
-        scaling = ctx.scaling
-        if scaling is None:
-            dy_row, dy_col = backends.quantize(matrix, rowwise, columnwise, plan.any_layout)
-        elif isinstance(scaling, Spread):
-            dy_row, dy_col = scaling.quantize(DY, matrix, formats, plan.any_layout)
-        else:
-            dy_row, dy_col = quantize_delayed(scaling, DY, matrix, formats, plan.any_layout)
-        after = small_part_of(matrix, None if scaling is not None else dy_row or dy_col)
+        rowwise, columnwise = recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
+        sources = ctx.sources
+        dy_row, dy_col, amax = quantize(matrix, rowwise, columnwise, sources.dy, plan.any_layout)
+        if amax is not None:
+            sources.dy.keep(amax)
+        is_current = amax is None and sources.dy.reduce is None
+        after = small_part_of(matrix, dy_row or dy_col if is_current else None)
         dx = dw = dbias = None
         if need_dx:
-            w_col = weight_columnwise(w, ctx.w_row, plan, dtype, after, scaling)
+            w_col = weight_columnwise(w, ctx.w_row, plan, dtype, after, sources.w)
             dx = gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
-            x_col = x_columnwise(saved, ctx.kept, plan, dtype, after, scaling)
+            x_col = x_columnwise(saved, ctx.kept, plan, dtype, after, sources.x)
             dw = gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, dbias, None, None, None, None
+        return dx, dw, dbias, None, None, None, None, None
 
 
 def fprop(
@@ -314,15 +308,15 @@ def fprop(
     bias: torch.Tensor | None,
     plan: Plan,
     dtype: torch.dtype,
-    scaling: Scaling,
+    sources: Sources,
     keep_x: str | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Kept]:
     """``y`` of ``x``'s leading dims, and what ``quantize_x`` saves of ``x``."""
     recipe = plan.recipe
-    x_row, saved, kept = quantize_x(x, as_matrix(x, dtype), plan, scaling, keep_x)
-    w_row = weight_rowwise(w, recipe.fprop.b, dtype, scaling)
+    x_row, saved, kept = quantize_x(x, as_matrix(x, dtype), plan, sources.x, keep_x)
+    w_row = weight_rowwise(w, recipe.fprop.b, dtype, sources.w)
     y = gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
-    if bias is not None and not (isinstance(scaling, Spread) and not scaling.adds_bias):
+    if bias is not None:
         y = y + bias.to(dtype)
     if x.dim() != 2 or torch.compiler.is_compiling():
         # Not a view to autograd: FSDP2 warns about modules that return views, and torch 2.11 compiles an
@@ -343,7 +337,7 @@ def gemm(
 
 
 def weight_rowwise(
-    w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, scaling: Scaling
+    w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, source: ScaleSource
 ) -> GemmInput:
     """``w``'s rowwise operand: as gathered, as cast last, or cast now; high precision where ``format`` is None.
 
@@ -351,7 +345,7 @@ def weight_rowwise(
         w: (N, K): unsharded by FSDP2 in float8, a master weight, or a plain tensor gathered in high precision.
         format: fprop's format of w.
         dtype: the GEMM's high-precision dtype; a weight is rounded to it before it is cast.
-        scaling: a weight that was gathered in float8 has its scale from that already.
+        source: of the scale; a weight that was gathered in float8 has its scale already.
     """
     if isinstance(w, Float8Tensor):
         return w.dequantize().to(dtype) if format is None else present(w.rowwise)
@@ -359,13 +353,9 @@ def weight_rowwise(
         return primary_rowwise(w, format, dtype)
     if format is None:
         return w.to(dtype)
-    if isinstance(scaling, Spread):
-        return scaling.quantize_weight(w.to(dtype), (format, None))
-    if isinstance(w, MasterWeight):
-        if scaling is None:
-            return rowwise_of(w, format, dtype)
-        return rowwise_of(w, format, dtype, None, *scaling.state.weight)
-    return quantize_rowwise(w.to(dtype), format, None if scaling is None else scaling.state.past(W))
+    if isinstance(w, MasterWeight) and source.reduce is None:
+        return rowwise_of(w, format, dtype, None, source)
+    return quantize_rowwise(_plain(w, dtype), format, source)
 
 
 def weight_columnwise(
@@ -374,7 +364,7 @@ def weight_columnwise(
     plan: Plan,
     dtype: torch.dtype,
     after: torch.Tensor,
-    scaling: Scaling,
+    source: ScaleSource,
 ) -> GemmInput:
     """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees.
 
@@ -389,12 +379,14 @@ def weight_columnwise(
         operand = w_row
     else:
         operand = (
-            present(w.rowwise) if isinstance(w, Float8Tensor) else weight_rowwise(w, rowwise, dtype, scaling)
+            present(w.rowwise) if isinstance(w, Float8Tensor) else weight_rowwise(w, rowwise, dtype, source)
         )
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, after, plan.any_layout)
-    if scaling is None:
-        return present(backends.quantize(operand, None, columnwise)[1])
-    if isinstance(scaling, Spread):
-        return scaling.quantize_weight(operand, (None, columnwise))
-    return present(backends.quantize_delayed(operand, scaling.state.past(W), None, columnwise)[1])
+    return present(quantize(_plain(operand, dtype), None, columnwise, source).columnwise)
+
+
+def _plain(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight's values in ``dtype``; no MasterWeight in eager code."""
+    values = w.plain if isinstance(w, MasterWeight) and not torch.compiler.is_compiling() else w
+    return values.to(dtype)

@@ -19,24 +19,20 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from f8sub import backends
 from f8sub.backends import Plan
 from f8sub.formats import Float8Format, Operand, why_not_derivable
-from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource
 from f8sub.recipe import Recipe
-from f8sub.scaling_state import Past, X
-from f8sub.shared_input import quantize_input, quantize_input_delayed
-from f8sub.spread import Spread
+from f8sub.shared_input import quantize_input
+from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_saved_by_its_maker
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
 
 Present = TypeVar("Present", Operand, Float8Format)
-
-Scaling = Past | Spread | None
-"""How scales are made: of the past, over tensor-parallel ranks (of the past or not), or of current amaxes here."""
 
 AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE = KEEP_X = ("auto", "float8", "high_precision", "recompute")
 """What a layer can be asked to keep of x."""
@@ -47,7 +43,7 @@ class Kept(NamedTuple):
 
     Attributes:
         how: one of ``KEEP_X`` but "auto".
-        is_known: of the ``PastScale`` that the forward had, where backward casts with it again.
+        is_known: of the ``PriorScale`` that the forward had, where backward casts with it again.
     """
 
     how: str
@@ -81,44 +77,42 @@ def reencodes(recipe: Recipe) -> bool:
 
 
 def quantize_x(
-    x: torch.Tensor, matrix: torch.Tensor, plan: Plan, scaling: Scaling, keep_x: str | None
+    x: torch.Tensor, matrix: torch.Tensor, plan: Plan, source: ScaleSource, keep_x: str | None
 ) -> tuple[GemmInput, tuple[torch.Tensor, ...], Kept]:
     """What fprop reads of ``x``, what is saved of it for wgrad, and how that is to be read.
 
     Args:
         x: what the layer was called with.
-        matrix: (M, K), ``x`` flattened and in the GEMM's high-precision dtype; see ``as_matrix``.
+        matrix: (M, K), ``x`` flattened and in the GEMM's high-precision dtype; see ``as_matrix``. Where x came in
+            float8 a Float8Tensor with the rowwise operand that the recipe reads.
         plan: of the call.
-        scaling: likewise.
+        source: of the scales.
         keep_x: one of ``KEEP_X``; None where there will be no wgrad.
     """
+    if isinstance(matrix, Float8Tensor):
+        received = present(matrix.rowwise)
+        return received, () if keep_x is None else received.tensors, _RECEIVED
     rowwise, columnwise = plan.recipe.fprop.a, plan.recipe.wgrad.b
-    received = isinstance(scaling, Spread) and scaling.received
     how = keep_x
-    if keep_x == AUTO or received:
-        free = not received and is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
+    if keep_x == AUTO:
+        free = is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
         how = HIGH_PRECISION if free else FLOAT8
     formats = rowwise, columnwise if how == FLOAT8 else None
-    if scaling is None:
-        row, col = quantize_input(x, matrix, formats, plan.any_layout)
-    elif isinstance(scaling, Spread):
-        row, col = scaling.quantize(X, matrix, formats, plan.any_layout)
-    else:
-        row, col = quantize_input_delayed(x, matrix, formats, plan.any_layout, scaling)
+    made = quantize_input(x, matrix, formats, source, plan.any_layout)
+    row = made.rowwise
     if how is None:
         return row or matrix, (), CODES
     if columnwise is None:
         return row or matrix, (matrix,), Kept(HIGH_PRECISION)
     if how == FLOAT8:
-        return row or matrix, present(col).tensors, _RECEIVED if received else CODES
+        return row or matrix, present(made.columnwise).tensors, CODES
     if how == RECOMPUTE:
         return present(row), present(row).tensors, Kept(RECOMPUTE)
-    past = _past(scaling)
-    if past is None:
+    prior = source.prior()
+    if prior is None:
         return row or matrix, (x,), Kept(HIGH_PRECISION)
-    scale = past.scale(X)
     # A copy: the histories may roll before backward.
-    return row or matrix, (x, scale.scale.clone()), Kept(HIGH_PRECISION, scale.is_known)
+    return row or matrix, (x, prior.scale.clone()), Kept(HIGH_PRECISION, prior.is_known)
 
 
 def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -133,7 +127,7 @@ def x_columnwise(
     plan: Plan,
     dtype: torch.dtype,
     after: torch.Tensor,
-    scaling: Scaling,
+    source: ScaleSource,
 ) -> GemmInput:
     """``x``'s columnwise operand, of what forward saved of it.
 
@@ -143,7 +137,7 @@ def x_columnwise(
         plan: of the call.
         dtype: the GEMM's high-precision dtype.
         after: see ``derive_columnwise_in_backward``.
-        scaling: of the call.
+        source: of the scales.
     """
     format = plan.recipe.wgrad.b
     if format is None:
@@ -155,20 +149,15 @@ def x_columnwise(
         return derive_columnwise_in_backward(rowwise, format, after, plan.any_layout)
     x, *scales = saved
     matrix = (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).to(dtype)
-    across = scaling.across(X) if isinstance(scaling, Spread) else None
-    past = _past(scaling)
-    if past is None:
-        return present(backends.quantize(matrix, None, format, plan.any_layout, across)[1])
-    scale = scales[0]
-    if torch.compiler.is_compiling():
-        # Else it is the same cast as forward's, whose codes a partitioner saves.
-        scale = copy_after(scale, after)
-    then = PastScale(scale, past.state.margin_of(X), covers=False, is_known=kept.is_known)
-    return present(backends.quantize_delayed(matrix, then, None, format, plan.any_layout, across)[1])
-
-
-def _past(scaling: Scaling) -> Past | None:
-    return scaling.past if isinstance(scaling, Spread) else scaling
+    prior = source.prior()
+    if prior is not None:
+        scale = scales[0]
+        if torch.compiler.is_compiling():
+            # Else it is the same cast as forward's, whose codes a partitioner saves.
+            scale = copy_after(scale, after)
+        given = PriorScale(scale, prior.margin, covers=False, is_known=kept.is_known)
+        source = GivenScale(given, source.reduce)
+    return present(quantize(matrix, None, format, source, plan.any_layout).columnwise)
 
 
 def present(operand: Present | None) -> Present:

@@ -7,17 +7,23 @@ may come in any number. The histories of all layers roll together, once per opti
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from f8sub import backends
 from f8sub.errors import Float8ConfigError
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import Float8Format
 from f8sub.host_copy import HostCopy
-from f8sub.kernels import delayed, fused, reference
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels import fused
+from f8sub.kernels.scales import (
+    PriorScale,
+    ReduceAmax,
+    Sources,
+    largest_scale,
+    scale_with_margin,
+    smallest_scale,
+)
 from f8sub.recipe import DelayedScaling, OperandName, Recipe
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
@@ -83,10 +89,10 @@ class ScalingState(torch.nn.Module):
         """``non_finite_x``, ``non_finite_w``, ``non_finite_dy``."""
         return [getattr(self, f"non_finite_{name}") for name in OPERANDS]
 
-    def past(self, operand: int) -> PastScale:
+    def prior(self, operand: int) -> PriorScale:
         """The scale of one column, as kernels take it."""
         scale = self.scale[operand : operand + 1].view(1, 1)
-        return PastScale(scale, self.margin_of(operand), covers=operand == W, is_known=self.is_known)
+        return PriorScale(scale, self.margin_of(operand), covers=operand == W, is_known=self.is_known)
 
     def margin_of(self, operand: int) -> float:
         """``DelayedScaling.margin_of`` of one column; kept as text, see the note on numbers in ``reference``."""
@@ -99,13 +105,16 @@ class ScalingState(torch.nn.Module):
             self._take_loaded()
         return written
 
-    @property
-    def weight(self) -> tuple[PastScale, int]:
-        """The scale of w and its generation, as ``rowwise_of`` takes them."""
-        return self.past(W), self.generation
+    def sources(self, *, stage: bool, frozen: bool) -> Sources:
+        """Of one call of the layer, see ``DelayedScales``; w's amax is staged by who reduces it."""
+        return Sources(
+            DelayedScales(self, X, stage, frozen),
+            DelayedScales(self, W, False, False),
+            DelayedScales(self, DY, stage, frozen),
+        )
 
     def stage(self, operand: int, amax: torch.Tensor) -> None:
-        """Take an amax into the staging row, see ``delayed.stage``.
+        """Take an amax into the staging row, see ``scales.stage``.
 
         Args:
             operand: the column.
@@ -185,52 +194,60 @@ class ScalingStates(torch.nn.ModuleList):
         return super().__getattr__(name)
 
 
-class Past(NamedTuple):
-    """What a call of a layer needs to know of its state.
+class DelayedScales(NamedTuple):
+    """The ``ScaleSource`` of one operand of a layer with delayed scaling.
 
     Attributes:
         state: the layer's.
+        operand: index of the operand in ``OPERANDS``.
         stage: whether the call is one of training, whose amaxes count.
         frozen: whether the layer is trained through and its own weight is not. Where optimizers step no weight of a
             conversion its histories do not roll, and a scale from before would be that of other data for ever: x and
             dy of a frozen layer are scaled by their current amaxes.
+        reduce: see ``ScaleSource``.
     """
 
     state: ScalingState
+    operand: int
     stage: bool
     frozen: bool
+    reduce: ReduceAmax | None = None
 
-    def scale(self, operand: int) -> PastScale:
-        """The scale of one column to cast with."""
-        past = self.state.past(operand)
-        if not self.frozen or operand == W:
-            return past
-        return past._replace(scale=torch.zeros_like(past.scale), is_known=False)
+    @property
+    def key(self) -> Hashable:
+        """Layers whose x's were the same ones all along have one history, so that the scale of one is theirs too."""
+        return self.state.recipe, self.frozen, self.state.x_past
+
+    @property
+    def generation(self) -> int:
+        """The state's."""
+        return self.state.generation
+
+    def over(self, reduce: ReduceAmax) -> "DelayedScales":
+        """The same for a part of a matrix."""
+        return self._replace(reduce=reduce)
+
+    def prior(self) -> PriorScale:
+        """The scale of the operand's column."""
+        prior = self.state.prior(self.operand)
+        if not self.frozen:
+            return prior
+        return prior._replace(scale=torch.zeros_like(prior.scale), is_known=False)
+
+    def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
+        """Stage the amax in training."""
+        if self.stage:
+            self.state.stage(self.operand, amax)
+            if event is not None:
+                self.state.x_past = hash((self.state.x_past, event))
 
 
-def quantize_delayed(
-    past: Past,
-    operand: int,
-    matrix: torch.Tensor,
-    formats: tuple[Float8Format | None, Float8Format | None],
-    any_layout: bool,
-    across: reference.Across | None = None,
-) -> tuple[Operand | None, Operand | None]:
-    """``backends.quantize_delayed`` with the scale of one column; its amax is staged in training."""
-    if formats == (None, None):
-        return None, None
-    row, col, amax = backends.quantize_delayed(matrix, past.scale(operand), *formats, any_layout, across)
-    if past.stage:
-        past.state.stage(operand, amax)
-    return row, col
-
-
-def past_of_weights(states: Sequence[ScalingState], apart: int) -> PastScale:
+def prior_of_weights(states: Sequence[ScalingState], apart: int) -> PriorScale:
     """The scales of w of states that have one margin, ``apart`` entries from one to the next, zeros between."""
     scales = torch.stack([state.scale for state in states])[:, W]
     spread = scales.new_zeros((len(states) - 1) * apart + 1)
     spread[::apart] = scales
-    return PastScale(spread, states[0].scaling.margin_of("w"), covers=True)
+    return PriorScale(spread, states[0].scaling.margin_of("w"), covers=True)
 
 
 class Staged(NamedTuple):
@@ -342,12 +359,12 @@ def _scale_of(
 ) -> torch.Tensor:
     if scaling.scaling_factor_compute_algo is None:
         usable = amax.isfinite() & (amax > 0)
-        return torch.where(usable, delayed.scale_with_margin(amax, format, margin), 0.0)
+        return torch.where(usable, scale_with_margin(amax, format, margin), 0.0)
     flat = amax.flatten(), scale.flatten()
     made = scaling.scaling_factor_compute_algo(*flat, format.max, scaling)
     made = _checked(made, flat[0], "scaling_factor_compute_algo").view_as(amax)
     usable = made.isfinite() & (made > 0)
-    return torch.where(usable, made.clamp(reference.smallest_scale(), reference.largest_scale()), 0.0)
+    return torch.where(usable, made.clamp(smallest_scale(), largest_scale()), 0.0)
 
 
 def _checked(made: Any, like: torch.Tensor, algorithm: str) -> torch.Tensor:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from f8sub import backends
-from f8sub.formats import Float8Format, Operand
-from f8sub.scaling_state import Past, X, quantize_delayed
+from f8sub.formats import Float8Format
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.reference import Quantized
+from f8sub.kernels.scales import ScaleSource
 from f8sub.torch_compat import saved_tensors_hook
 
 Formats = tuple[Float8Format | None, Float8Format | None]
@@ -29,7 +30,7 @@ Formats = tuple[Float8Format | None, Float8Format | None]
 class _Scope:
     """One forward of a module with sibling layers: the last x quantized in it."""
 
-    __slots__ = ("amax", "hook", "key", "number", "operands", "owner", "storage", "x")
+    __slots__ = ("event", "hook", "key", "made", "owner", "storage", "x")
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
@@ -37,9 +38,8 @@ class _Scope:
         self.x: weakref.ref[torch.Tensor] | None = None
         self.storage: StorageWeakRef | None = None
         self.key: Any = None
-        self.operands: tuple[Operand | None, Operand | None] = (None, None)
-        self.amax: torch.Tensor | None = None
-        self.number = 0
+        self.made = Quantized(None, None)
+        self.event: int | None = None
 
     def knows(self, x: torch.Tensor, key: Any) -> bool:
         """Whether what is remembered is of this x, as it is now."""
@@ -65,7 +65,7 @@ class _Scopes(threading.local):
 
 
 _scopes = _Scopes()
-_numbers = itertools.count(1)
+_events = itertools.count(1)
 
 
 def open_scope(module: torch.nn.Module, args: Any) -> None:
@@ -97,54 +97,29 @@ def _scope_of(x: torch.Tensor) -> _Scope | None:
 
 
 def quantize_input(
-    x: torch.Tensor, matrix: torch.Tensor, formats: Formats, any_layout: bool
-) -> tuple[Operand | None, Operand | None]:
+    x: torch.Tensor, matrix: torch.Tensor, formats: Formats, source: ScaleSource, any_layout: bool
+) -> Quantized:
     """Both operands of ``matrix``, or those of an earlier sibling that was given the same ``x``.
+
+    Each sibling's source keeps the amax.
 
     Args:
         x: what the layer was called with; the key, with its version and place.
         matrix: (M, K), ``x`` flattened and in the dtype to quantize from.
         formats: (rowwise, columnwise); None for a usage nobody reads.
+        source: of the scales.
         any_layout: see ``reference.quantize``.
     """
-    scope = _scope_of(x)
-    if scope is None:
-        return backends.quantize(matrix, *formats, any_layout)
-    key = (matrix.dtype, formats, any_layout)
-    if not scope.knows(x, key):
-        scope.operands = backends.quantize(matrix, *formats, any_layout)
-        scope.remember(x, key)
-    return scope.operands
-
-
-def quantize_input_delayed(
-    x: torch.Tensor, matrix: torch.Tensor, formats: Formats, any_layout: bool, past: Past
-) -> tuple[Operand | None, Operand | None]:
-    """``quantize_input`` with a scale of the layer's past; each sibling stages the amax in its own history.
-
-    Siblings whose x's were the same ones all along have one history, so that the scale of the first is theirs too; one
-    that was called less often, or with another x, is scaled by its own.
-
-    Args:
-        x: see ``quantize_input``.
-        matrix: likewise.
-        formats: likewise.
-        any_layout: likewise.
-        past: of the layer.
-    """
-    if torch.compiler.is_compiling() or x.is_inference():
-        return quantize_delayed(past, X, matrix, formats, any_layout)
-    if formats == (None, None):
-        return formats
-    scope = _scope_of(x) or _Scope(0)
-    key = (matrix.dtype, formats, any_layout, past.state.recipe, past.frozen, past.state.x_past)
-    if not scope.knows(x, key):
-        made = backends.quantize_delayed(matrix, past.scale(X), *formats, any_layout)
-        row, col, scope.amax = made
-        scope.operands = row, col
-        scope.remember(x, key)
-        scope.number = next(_numbers)
-    if past.stage and scope.amax is not None:
-        past.state.stage(X, scope.amax)
-        past.state.x_past = hash((past.state.x_past, scope.number))
-    return scope.operands
+    scope = None if source.reduce is not None else _scope_of(x)
+    key = scope and (matrix.dtype, formats, any_layout, source.key)
+    if scope is not None and scope.knows(x, key):
+        made, event = scope.made, scope.event
+    else:
+        made = quantize(matrix, *formats, source, any_layout)
+        event = None if torch.compiler.is_compiling() else next(_events)
+        if scope is not None:
+            scope.made, scope.event = made, event
+            scope.remember(x, key)
+    if made.amax is not None:
+        source.keep(made.amax, event)
+    return made

@@ -20,15 +20,13 @@ from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from f8sub import backends
 from f8sub.backends import Plan
 from f8sub.errors import Float8ConfigError
-from f8sub.formats import ALL, Float8Format, Operand, Tile
-from f8sub.kernels.reference import Across
-from f8sub.recipe import OperandName
-from f8sub.scaling_state import OPERANDS, Past, W, quantize_delayed
+from f8sub.formats import ALL, Tile
+from f8sub.kernels.scales import Sources
+from f8sub.recipe import OperandName, Recipe
+from f8sub.scaling_state import OPERANDS
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.master_weight import MasterWeight
 from f8sub.tensor.primary_weight import PrimaryWeight
 from f8sub.torch_compat import constant_result
 
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Cut(NamedTuple):
-    """How a matrix is cut over the ranks of a mesh of one dimension. ``across`` is ``reference.Across``.
+    """How a matrix is cut over the ranks of a mesh of one dimension. ``across`` is a ``ReduceAmax``.
 
     Plain values, which ``torch.compile`` takes for constants.
 
@@ -136,6 +134,54 @@ class Places(NamedTuple):
             return cls(mesh, shape, of_x, of_x, of_x, Partial(), Partial())
         return cls(mesh, shape, Replicate(), Replicate(), Replicate(), Replicate(), Replicate())
 
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank's y has the bias in it."""
+        return not self.y.is_partial() or self.mesh.get_local_rank() == 0
+
+    def sources(
+        self, layer: "Float8Linear", plan: Plan, weight: DTensor, x: torch.Tensor, sources: Sources
+    ) -> Sources:
+        """Those of a call with ``x``, whose amaxes are reduced over the ranks that a tile reaches over.
+
+        Raises:
+            Float8ConfigError: a recipe whose tiles the cuts go through, amax histories that a style distributed, or
+                an x in float8 that the recipe does not read.
+        """
+        histories = layer.states()
+        if plan.recipe.delayed is not None and any(isinstance(state.scale, DTensor) for state in histories):
+            raise Float8ConfigError(
+                f"{layer.fqn}: its style in parallelize_module's plan distributed its amax histories; "
+                "delayed scaling takes Float8ColwiseParallel and Float8RowwiseParallel of f8sub.tensor_parallel"
+            )
+        if isinstance(x, DTensor) and isinstance(x._local_tensor, Float8Tensor):
+            _check_received(layer.fqn, x._local_tensor, plan.recipe)
+        x_cut, w_cut, dy_cut = (
+            cut if cut is not None and _reaches_over(plan.number, layer.fqn, name, *cut[:3]) else None
+            for name, cut in zip(OPERANDS, self._cuts(weight), strict=True)
+        )
+        of_x, of_w, of_dy = sources
+        if x_cut is not None:
+            of_x = of_x.over(x_cut.across)
+        if w_cut is not None:
+            compiling = torch.compiler.is_compiling()
+            of_w = of_w.over(w_cut.across if compiling else _ReducedOnce(w_cut, []).across)
+        if dy_cut is not None:
+            of_dy = of_dy.over(dy_cut.across)
+        return Sources(of_x, of_w, of_dy)
+
+    def _cuts(self, weight: DTensor) -> Cuts:
+        mesh, (rows, cols) = self.mesh, weight.shape
+        if mesh.size() == 1:
+            return None, None, None
+        if self.dw.is_shard(0):
+            return None, Cut.of(mesh, 0, rows), Cut.of(mesh, 1, rows)
+        if self.dw.is_shard(1):
+            return Cut.of(mesh, 1, cols), Cut.of(mesh, 1, cols), None
+        if self.x.is_shard():
+            return Cut.of(mesh, 0, 0), None, Cut.of(mesh, 0, 0)
+        return None, None, None
+
     def local(
         self, x: torch.Tensor, weight: DTensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -156,135 +202,32 @@ class Places(NamedTuple):
         )
 
 
-class Spread(NamedTuple):
-    """One call of a layer whose weight is a DTensor: how the scales of its operands are made.
+class _ReducedOnce(NamedTuple):
+    """``Cut.across`` of a weight: backward casts with the amaxes that forward reduced."""
 
-    Attributes:
-        fqn: the layer's name.
-        past: of delayed scaling; None for current scaling.
-        cuts: of x, w and dy.
-        received: whether x came in float8, so that its columnwise operand is derived from those codes, in backward.
-        adds_bias: whether this rank's y has the bias in it.
-        weight_amax: of a weight that is cast here, once it was reduced: backward casts with the same scales.
+    cut: Cut
+    found: list[torch.Tensor]
+
+    def across(self, amax: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """See ``Cut.across``."""
+        if not self.found:
+            self.found.append(self.cut.across(amax, tile))
+        return self.found[0]
+
+
+def _check_received(fqn: str, x: Float8Tensor, recipe: Recipe) -> None:
+    """Refuse an x in float8 that the recipe in use does not read.
+
+    Raises:
+        Float8ConfigError: it is one.
     """
-
-    fqn: str
-    past: Past | None
-    cuts: Cuts
-    received: bool
-    adds_bias: bool
-    weight_amax: list[torch.Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        layer: "Float8Linear",
-        weight: DTensor,
-        x: torch.Tensor,
-        places: Places,
-        plan: Plan,
-        past: Past | None,
-    ) -> "Spread":
-        """Of a call with ``x``.
-
-        Raises:
-            Float8ConfigError: a recipe whose tiles the cuts go through, or amax histories that a style distributed.
-        """
-        if past is not None and isinstance(past.state.scale, DTensor):
-            raise Float8ConfigError(
-                f"{layer.fqn}: its style in parallelize_module's plan distributed its amax histories; "
-                "delayed scaling takes Float8ColwiseParallel and Float8RowwiseParallel of f8sub.tensor_parallel"
-            )
-        mesh, (rows, cols) = places.mesh, weight.shape
-        cuts: Cuts = (None, None, None)
-        if mesh.size() == 1:
-            pass
-        elif places.dw.is_shard(0):
-            cuts = None, Cut.of(mesh, 0, rows), Cut.of(mesh, 1, rows)
-        elif places.dw.is_shard(1):
-            cuts = Cut.of(mesh, 1, cols), Cut.of(mesh, 1, cols), None
-        elif places.x.is_shard():
-            cuts = Cut.of(mesh, 0, 0), None, Cut.of(mesh, 0, 0)
-        x_cut, w_cut, dy_cut = (
-            cut if cut is not None and _reaches_over(plan.number, layer.fqn, name, *cut[:3]) else None
-            for name, cut in zip(OPERANDS, cuts, strict=True)
+    wanted, rowwise = recipe.fprop.a, x.rowwise
+    if rowwise is None or rowwise.format != wanted:
+        raise Float8ConfigError(
+            f"{fqn}: its input came in float8 as {x!r}, and the recipe in use reads x as {wanted}; give "
+            "the layers that share an input recipes that read it alike, and enter f8sub.autocast around the "
+            "module whose style sends it"
         )
-        adds_bias = not places.y.is_partial() or mesh.get_local_rank() == 0
-        received = isinstance(x, DTensor) and isinstance(x._local_tensor, Float8Tensor)
-        return cls(layer.fqn, past, (x_cut, w_cut, dy_cut), received, adds_bias, [])
-
-    def quantize(
-        self,
-        operand: int,
-        matrix: torch.Tensor,
-        formats: tuple[Float8Format | None, Float8Format | None],
-        any_layout: bool,
-    ) -> tuple[Operand | None, Operand | None]:
-        """Both operands of this rank's part of x or dy, see ``backends.quantize``; staged in training.
-
-        Args:
-            operand: index of it in ``OPERANDS``.
-            matrix: (rows, cols), flattened; in float8 where it was ``received``.
-            formats: (rowwise, columnwise).
-            any_layout: see ``reference.quantize``.
-
-        Returns:
-            (rowwise, columnwise); twice the same of what was received.
-        """
-        if isinstance(matrix, Float8Tensor):
-            return self._received(matrix, formats)
-        if formats == (None, None):
-            return None, None
-        across = self.across(operand)
-        if self.past is None:
-            return backends.quantize(matrix, *formats, any_layout, across)
-        return quantize_delayed(self.past, operand, matrix, formats, any_layout, across)
-
-    def across(self, operand: int) -> Across | None:
-        """What makes this rank's amaxes those of the whole operand; None where they are."""
-        cut = self.cuts[operand]
-        return None if cut is None else cut.across
-
-    def _received(
-        self, matrix: Float8Tensor, formats: tuple[Float8Format | None, Float8Format | None]
-    ) -> tuple[Operand | None, Operand | None]:
-        wanted, rowwise = formats[0], matrix.rowwise
-        if rowwise is None or rowwise.format != wanted:
-            raise Float8ConfigError(
-                f"{self.fqn}: its input came in float8 as {matrix!r}, and the recipe in use reads x as {wanted}; give "
-                "the layers that share an input recipes that read it alike, and enter f8sub.autocast around the "
-                "module whose style sends it"
-            )
-        return rowwise, None if formats[1] is None else rowwise
-
-    def quantize_weight(
-        self, weight: torch.Tensor, formats: tuple[Float8Format | None, Float8Format | None]
-    ) -> Operand:
-        """This rank's part of a weight that was not gathered in float8, for one usage; see ``quantize``."""
-        traced = torch.compiler.is_compiling()
-        values = weight.plain if isinstance(weight, MasterWeight) and not traced else weight
-        across = None if self.cuts[W] is None else self._amax_of_weight
-        if self.past is None:
-            row, col = backends.quantize(values, *formats, False, across)
-        else:
-            past = self.past.state.past(W)
-            row, col, _ = backends.quantize_delayed(values, past, *formats, False, across)
-        operand = row or col
-        if operand is None:
-            raise RuntimeError("quantize returned no operand for a format")
-        return operand
-
-    def _amax_of_weight(self, amax: torch.Tensor, tile: Tile) -> torch.Tensor:
-        cut = self.cuts[W]
-        if cut is None:
-            raise RuntimeError(
-                f"{self.fqn}: asked for the amaxes of all ranks, of a weight that none has a part of"
-            )
-        if torch.compiler.is_compiling():
-            return cut.across(amax, tile)
-        if not self.weight_amax:
-            self.weight_amax.append(cut.across(amax, tile))
-        return self.weight_amax[0]
 
 
 @constant_result

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from f8sub import backends
 from f8sub.context import contexts, plan_in_use
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, why_not_derivable
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import CURRENT_SOURCES, ScaleSource
 from f8sub.linear import Float8Linear
 from f8sub.recipe import Recipe
-from f8sub.scaling_state import Past, X, quantize_delayed
 from f8sub.spread import Cut
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, untraced
@@ -217,8 +217,9 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
     device = "cpu" if x.is_cpu else x.device.type
     dtype = autocast_dtype(device) or x.dtype
-    past = None if plan.recipe.delayed is None else layer.past(plan.recipe)
-    gathered: DTensor = apply(_Gather, x, format, dtype, past)
+    sources = CURRENT_SOURCES if plan.recipe.delayed is None else layer.sources(plan.recipe)
+    tokens = Cut.of(x.device_mesh, 0, 0)
+    gathered: DTensor = apply(_Gather, x, format, dtype, sources.x.over(tokens.across))
     return gathered
 
 
@@ -226,17 +227,17 @@ class _Gather(torch.autograd.Function):
     """Codes one way, gradients in high precision the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, format: Float8Format, dtype: torch.dtype, past: Past | None) -> DTensor:
+    def forward(
+        ctx: Any, x: DTensor, format: Float8Format, dtype: torch.dtype, source: ScaleSource
+    ) -> DTensor:
         ctx.placements = x.placements
         local = x._local_tensor.to(dtype)
         matrix = local.reshape(-1, local.shape[-1])
-        tokens = Cut.of(x.device_mesh, 0, 0).across
-        if past is None:
-            operand, _ = backends.quantize(matrix, format, None, across=tokens)
-        else:
-            operand, _ = quantize_delayed(past, X, matrix, (format, None), False, tokens)
+        operand, _, amax = quantize(matrix, format, None, source)
         if operand is None:
             raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
+        if amax is not None:
+            source.keep(amax)
         whole = Float8Tensor(_gathered_rows(operand, x), None, dtype, x.shape[:-1])
         return DTensor.from_local(
             whole, x.device_mesh, (Replicate(),), run_check=False, shape=x.shape, stride=x.stride()

@@ -10,7 +10,7 @@ import torch
 
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels.block_scales import empty_scale_inv
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.scales import PriorScale
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
@@ -85,7 +85,7 @@ class Case:
         if self.name.endswith((" delayed", " known")):
             known = self.name.endswith(" known")
             scale = torch.empty(1, 1, device="meta")
-            past = PastScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
+            past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
             return launch.delayed_quantization(x, past, *formats)[0].launches
         return launch.quantization(x, *formats).launches
 
@@ -125,7 +125,7 @@ def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
     amax, scale, scale_inv = torch.empty(3, 8192, device="meta")
     matrices = [Matrix(x, whole.tile, (0, 0), 0, 1), Matrix(x[:, :-1], whole.tile, (0, 0), 4, 1)]
-    pasts = [None, PastScale(amax, 0.0, covers=True)]
+    pasts = [None, PriorScale(amax, 0.0, covers=True)]
     return [
         *table_launch.amaxes(matrices, amax),
         *(table_launch.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),

@@ -46,7 +46,7 @@ def measure(
     rowwise: f8sub.Float8Format, columnwise: f8sub.Float8Format, weight: torch.Tensor
 ) -> dict[str, float]:
     """Figures of the columnwise operand, direct and derived."""
-    row, direct = reference.quantize(weight, rowwise, columnwise)
+    row, direct, _ = reference.quantize(weight, rowwise, columnwise)
     derived = reference.derive_columnwise(row, columnwise)
     columns = weight.t()
     values = {

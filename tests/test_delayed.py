@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub import backends, linear
-from f8sub.kernels import delayed, host, reference
+from f8sub.kernels import host, reference
+from f8sub.kernels.scales import PriorScale
 from f8sub.scaling_state import OPERANDS
 from f8sub.tensor.master_weight import rowwise_of
 from tests import oracle
@@ -244,7 +245,13 @@ def test_the_weight_never_saturates():
                 layer.weight.mul_(10.0)
             step(layer, optimizer, number)
             format = layer.plan.recipe.fprop.b
-            operand = rowwise_of(layer.weight, format, torch.float32, None, *state_of(layer).weight)
+            operand = rowwise_of(
+                layer.weight,
+                format,
+                torch.float32,
+                None,
+                state_of(layer).sources(stage=False, frozen=False).w,
+            )
             found = reference.dequantize(operand, torch.float32)
             assert (found - layer.weight).abs().max() <= layer.weight.abs().max() / 16
 
@@ -385,9 +392,9 @@ def test_the_host_kernel_is_the_specification(bits, past):
     for dtype, recipe in ((torch.float32, "x"), (torch.bfloat16, "dy")):
         row, col = f8sub.get_recipe("delayed").formats(recipe)
         for covers in (False, True):
-            given_scale = delayed.PastScale(torch.full((1, 1), past), 3, covers)
-            found = host.quantize_delayed(x.to(dtype), given_scale, row, col)
-            expected = delayed.quantize(x.to(dtype), given_scale, row, col)
+            given_scale = PriorScale(torch.full((1, 1), past), 3, covers)
+            found = host.quantize(x.to(dtype), row, col, prior=given_scale)
+            expected = reference.quantize(x.to(dtype), row, col, prior=given_scale)
             for a, b in zip(found[:2], expected[:2], strict=True):
                 assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
                 assert torch.equal(a.scale_inv, b.scale_inv)

@@ -9,9 +9,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.fsdp.findings import sent_to
 from f8sub.fsdp.shard import Shard
-from f8sub.kernels import delayed, fused, many
-from f8sub.kernels.delayed import PastScale
-from f8sub.scaling_state import past_of_weights
+from f8sub.kernels import fused, many
+from f8sub.kernels.scales import PriorScale, scales_or_nan
+from f8sub.scaling_state import prior_of_weights
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
@@ -137,7 +137,7 @@ class AmaxTable:
         first, last = shards[0].amax, shards[-1].amax
         part = slice(first.storage_offset(), last.storage_offset() + last.numel())
         states = [shard.state for shard in shards if shard.state is not None]
-        past = past_of_weights(states, _SLOT) if states else None
+        past = prior_of_weights(states, _SLOT) if states else None
         self._write(shards[0], self.amax[part], self._scale[part], self._scale_inv[part], past)
 
     def _write(
@@ -146,7 +146,7 @@ class AmaxTable:
         amax: torch.Tensor,
         scale: torch.Tensor,
         scale_inv: torch.Tensor,
-        past: PastScale | None,
+        past: PriorScale | None,
     ) -> None:
         if many.takes_amaxes(amax, shard.format, shard.dtype):
             with fused.device_of(amax):
@@ -154,7 +154,7 @@ class AmaxTable:
             return
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
         rounded = amax.to(shard.dtype).float()
-        made = delayed.scales_or_nan(rounded, shard.format, past)
+        made = scales_or_nan(rounded, shard.format, past)
         scale.copy_(made.scale)
         with _unsafe_preserve_version_counter(scale_inv):
             scale_inv.copy_(made.scale_inv)

@@ -9,6 +9,7 @@ from f8sub.formats import Float8Format, Operand, Tile
 from f8sub.fsdp.layout import ShardLayout, WireFormat
 from f8sub.kernels import fused, reference
 from f8sub.kernels.many import Matrix
+from f8sub.kernels.scales import first_tile, scales_or_nan, shard_amax
 from f8sub.scaling_state import ScalingState
 from f8sub.tensor.cell import State
 from f8sub.tensor.master_weight import MasterWeight
@@ -112,7 +113,7 @@ class Shard:
     def in_table(self) -> Matrix:
         """The shard, and where the amax of every tile that it touches goes."""
         tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.table_shape[1]
-        row, col = reference.first_tile(tile, offset)
+        row, col = first_tile(tile, offset)
         entry = int(self.amax.storage_offset()) + row * in_a_row + col
         return Matrix(self.master.plain, tile, offset, entry, in_a_row)
 
@@ -121,8 +122,8 @@ class Shard:
         shard, offset = self.master.plain, self.layout.offset
         if shard.numel() == 0:
             return
-        touched = reference.shard_amax(shard, self.wire.table_tile, offset)
-        row, col = reference.first_tile(self.wire.table_tile, offset)
+        touched = shard_amax(shard, self.wire.table_tile, offset)
+        row, col = first_tile(self.wire.table_tile, offset)
         self.amax[row : row + touched.shape[0], col : col + touched.shape[1]] = touched
 
     def mark_scaled(self) -> None:
@@ -262,7 +263,7 @@ class Shard:
         rows = wire[: shard.shape[0]]
         if self.wire.carries_scales:
             shard, offset = shard.to(self.dtype), (0, 0)
-            scales = reference.scales_or_nan(reference.shard_amax(shard, format.tile, offset), format)
+            scales = scales_or_nan(shard_amax(shard, format.tile, offset), format)
             self.wire.scales_of(rows).copy_(scales.scale_inv)
             scale = scales.scale
         else:

@@ -11,7 +11,9 @@ from types import ModuleType
 import torch
 
 from f8sub.formats import ALL, HIGH_PRECISION, Float8Format, Operand, Tile
-from f8sub.kernels import delayed, reference
+from f8sub.kernels import reference, scales
+from f8sub.kernels.reference import Quantized
+from f8sub.kernels.scales import PriorScale
 
 EDGE = 128
 """Edge of the tiles that kernels work on; of all vectors of a block, and a divisor of every square's."""
@@ -66,8 +68,9 @@ def quantize(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     any_layout: bool = False,
+    prior: PriorScale | None = None,
     amax: torch.Tensor | None = None,
-) -> tuple[Operand | None, Operand | None]:
+) -> Quantized:
     """``reference.quantize``; goes there for tensors and formats that no kernel takes.
 
     Args:
@@ -75,7 +78,8 @@ def quantize(
         rowwise: likewise.
         columnwise: likewise.
         any_layout: likewise.
-        amax: ``reference.amax`` of ``x`` where it is known; then both formats have one scale a matrix.
+        prior: likewise.
+        amax: ``scales.amax`` of ``x`` where it is known; then both formats have one scale a matrix.
     """
     formats = [format for format in (rowwise, columnwise) if format is not None]
     if (
@@ -83,42 +87,28 @@ def quantize(
         or not takes(x)
         or not formats
         or any(why_no_kernel(format) for format in formats)
+        or (any_layout and prior is not None)
     ):
         known = None if amax is None else lambda own, tile: amax
-        return reference.quantize(x, rowwise, columnwise, any_layout, known)
+        return reference.quantize(x, rowwise, columnwise, any_layout, prior, known)
     if any_layout and _share_a_cast(formats):
-        row, _ = quantize(x, formats[0], None, amax=amax)
+        row = quantize(x, formats[0], None, amax=amax).rowwise
         return _seen_both_ways(row, rowwise, columnwise)
+    x, largest = x.contiguous(), None
     with device_of(x):
-        launches, row, col = _launch().quantization(x.contiguous(), rowwise, columnwise, amax)
+        if prior is None:
+            launches, row, col = _launch().quantization(x, rowwise, columnwise, amax)
+        else:
+            (launches, row, col), largest = _launch().delayed_quantization(x, prior, rowwise, columnwise)
         for launch in launches:
             launch.run()
-    return row, col
-
-
-def quantize_delayed(
-    x: torch.Tensor,
-    past: delayed.PastScale,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    any_layout: bool = False,
-) -> tuple[Operand | None, Operand | None, torch.Tensor]:
-    """``delayed.quantize``; goes there for tensors that no kernel takes."""
-    format = rowwise or columnwise
-    if x.dtype not in HIGH_PRECISION or not takes(x) or format is None or any_layout:
-        return delayed.quantize(x, past, rowwise, columnwise, any_layout)
-    x = x.contiguous()
-    with device_of(x):
-        (launches, row, col), largest = _launch().delayed_quantization(x, past, rowwise, columnwise)
-        for launch in launches:
-            launch.run()
-    return row, col, largest
+    return Quantized(row, col, largest)
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
-    """``delayed.stage``; goes there for tensors that no kernel takes."""
+    """``scales.stage``; goes there for tensors that no kernel takes."""
     if not takes(amax):
-        delayed.stage(amax, staged, met)
+        scales.stage(amax, staged, met)
         return
     with device_of(amax):
         _launch().staging(amax, staged, met).run()
@@ -213,7 +203,7 @@ def _recast(rowwise: Operand, columnwise: Float8Format) -> Operand:
             for launch in launches:
                 launch.run()
     else:
-        derived = quantize(reference.dequantize(rowwise, torch.float32), None, columnwise)[1]
+        derived = quantize(reference.dequantize(rowwise, torch.float32), None, columnwise).columnwise
     if derived is None:
         raise RuntimeError("no columnwise operand was made of a rowwise one")
     return derived
@@ -226,11 +216,11 @@ def _share_a_cast(formats: list[Float8Format]) -> bool:
 
 def _seen_both_ways(
     made: Operand | None, rowwise: Float8Format | None, columnwise: Float8Format | None
-) -> tuple[Operand | None, Operand | None]:
+) -> Quantized:
     if made is None:
         raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
     col = None if columnwise is None else reference.transposed(made, columnwise, any_layout=True)
-    return None if rowwise is None else made, col
+    return Quantized(None if rowwise is None else made, col)
 
 
 def _launch() -> ModuleType:

@@ -11,7 +11,7 @@ import torch
 
 from f8sub.formats import ALL, HIGH_PRECISION, Float8Format, Tile
 from f8sub.kernels import fused
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.scales import PriorScale
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
@@ -57,7 +57,7 @@ def takes(matrix: Matrix, device: torch.device) -> bool:
 def amaxes(matrices: Sequence[Matrix], table: torch.Tensor) -> "list[Launch]":
     """What takes the amaxes of matrices whenever it is run, for as long as they stay where they are.
 
-    Each tile's is the maximum with what is there of ``reference.shard_amax``: infinity where it holds NaN or infinity.
+    Each tile's is the maximum with what is there of ``scales.shard_amax``: infinity where it holds NaN or infinity.
 
     Args:
         matrices: those that the kernel ``takes``.
@@ -73,13 +73,13 @@ def takes_amaxes(amax: torch.Tensor, format: Float8Format, through: torch.dtype)
 
 def scales(
     amax: torch.Tensor,
-    past: PastScale | None,
+    past: PriorScale | None,
     scale: torch.Tensor,
     scale_inv: torch.Tensor,
     format: Float8Format,
     through: torch.dtype,
 ) -> "Launch":
-    """What writes the scales of amaxes that the kernel takes, ``delayed.scales_or_nan``: NaN where one is infinite.
+    """What writes the scales of amaxes that the kernel takes, ``scales.scales_or_nan``: NaN where one is infinite.
 
     Args:
         amax: float32, not negative; is rounded to ``through``.

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import delayed, fused, reference
+from f8sub.kernels import fused, reference, scales
 from f8sub.kernels.block_scales import empty_scale_inv, flat, is_laid_out, unflat
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.reference import Quantized
+from f8sub.kernels.scales import PriorScale
 
 _library = torch.library.Library("f8sub", "DEF")
 
@@ -48,21 +49,21 @@ def has_blocks(format: Float8Format) -> bool:
 
 
 def _quantize_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    return as_list(fused.quantize(x, *_formats(rowwise, columnwise)))
+    return as_list(fused.quantize(x, *_formats(rowwise, columnwise))[:2])
 
 
 def _quantize_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
-    return as_list(fused.quantize(x, Float8Format.parse(rowwise), None))
+    return as_list(fused.quantize(x, Float8Format.parse(rowwise), None)[:2])
 
 
 def _quantize_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
-    return as_list(fused.quantize(x, None, Float8Format.parse(columnwise)))
+    return as_list(fused.quantize(x, None, Float8Format.parse(columnwise))[:2])
 
 
 def _quantize_with_amax(
     x: torch.Tensor, amax: torch.Tensor, rowwise: str, columnwise: str
 ) -> list[torch.Tensor]:
-    return as_list(fused.quantize(x, *_formats(rowwise, columnwise), amax=amax))
+    return as_list(fused.quantize(x, *_formats(rowwise, columnwise), amax=amax)[:2])
 
 
 def _fake_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
@@ -120,48 +121,46 @@ def as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
 
 
 def quantize(
-    x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None
-) -> tuple[Operand | None, Operand | None]:
+    x: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    prior: PriorScale | None = None,
+) -> Quantized:
     """``reference.quantize`` as one node, an operator each for one usage, the other, and both.
 
     An operator's results live or die together: one that made both could not leave one out. The amax of a whole matrix
-    is left to the compiler, which finds it in the kernel that makes the matrix.
+    is left to the compiler, which finds it in the kernel that makes the matrix. With a prior scale the compiler casts
+    and finds the amax in one kernel, and the transposition of the codes is a node.
     """
+    if prior is not None and columnwise is not None:
+        row, _, largest = reference.quantize(x, columnwise, None, prior=prior)
+        if row is None:
+            raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
+        col = Operand(transpose(row.data), row.scale_inv, columnwise)
+        return Quantized(None if rowwise is None else row, col, largest)
     if rowwise is not None and columnwise is not None:
         names = rowwise.name, columnwise.name
         if rowwise == columnwise and rowwise.is_plain and rowwise.tile.is_whole:
-            return _operands(
-                quantize_with_amax(x, reference.amax(x, rowwise.tile), *names), rowwise, columnwise
-            )
+            amax = scales.amax(x, rowwise.tile)
+            return _operands(quantize_with_amax(x, amax, *names), rowwise, columnwise)
         return _operands(quantize_both(x, *names), rowwise, columnwise)
     if rowwise is not None:
         return _operands(quantize_rowwise(x, rowwise.name), rowwise, None)
     if columnwise is not None:
         return _operands(quantize_columnwise(x, columnwise.name), None, columnwise)
-    return None, None
-
-
-def quantize_delayed(
-    x: torch.Tensor, past: PastScale, rowwise: Float8Format | None, columnwise: Float8Format
-) -> tuple[Operand | None, Operand | None, torch.Tensor]:
-    """``delayed.quantize``: the compiler casts and finds the amax in one kernel; the codes' transposition is a node."""
-    row, _, largest = delayed.quantize(x, past, columnwise, None)
-    if row is None:
-        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
-    col = Operand(transpose(row.data), row.scale_inv, columnwise)
-    return None if rowwise is None else row, col, largest
+    return Quantized(None, None)
 
 
 def _operands(
     tensors: Sequence[torch.Tensor], rowwise: Float8Format | None, columnwise: Float8Format | None
-) -> tuple[Operand | None, Operand | None]:
+) -> Quantized:
     row = col = None
     if rowwise is not None:
         count = 3 if rowwise.scale_rule.has_global else 2
         row, tensors = Operand.of(rowwise, *tensors[:count]), tensors[count:]
     if columnwise is not None:
         col = Operand.of(columnwise, *tensors)
-    return row, col
+    return Quantized(row, col)
 
 
 def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

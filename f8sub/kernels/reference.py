@@ -8,167 +8,29 @@ attribute or a global into an input of the graph. Dynamo (2.11 to 2.14) cannot p
 ``torch.finfo``; and reads floats that users choose (a margin, an eps) from strings, which dynamo takes for constants.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, Rounding, Tile
 from f8sub.kernels import e2m1
+from f8sub.kernels import scales as rules
 from f8sub.kernels.accumulate import matmul_nt
-
-_EXPONENT_BITS = 0x7F800000
-
-
-def largest_scale() -> float:
-    """Cap on scales: the largest power of two whose inverse is a normal float32."""
-    return 2.0**126
+from f8sub.kernels.scales import PriorScale, ReduceAmax, Scales
 
 
-def smallest_scale() -> float:
-    """The inverse of ``largest_scale``."""
-    return 2.0**-126
-
-
-def smallest_block_scale_inv() -> float:
-    """Of scales of two levels: the smallest e4m3 there is, so that none is 0 and has no inverse."""
-    return 2.0**-9
-
-
-Across = Callable[[torch.Tensor, Tile], torch.Tensor]
-"""Of a matrix that other ranks have more of: from the amaxes of the tiles of this rank's part, and what a tile is, to
-those of the whole matrix's tiles, as this rank's part needs them."""
-
-
-class Scales(NamedTuple):
-    """The scales of one matrix.
+class Quantized(NamedTuple):
+    """What quantizing a matrix makes.
 
     Attributes:
-        scale: float32, one a tile, multiplies what is cast.
-        scale_inv: see ``Operand``.
-        global_scale_inv: see ``Operand``.
+        rowwise: the operand stored as the matrix; None where it was not asked for.
+        columnwise: the operand stored as its transpose; likewise.
+        amax: float32, (1, 1), the largest magnitude, infinity or NaN where an element is; None without a prior scale.
     """
 
-    scale: torch.Tensor
-    scale_inv: torch.Tensor
-    global_scale_inv: torch.Tensor | None
-
-
-def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Largest finite magnitude of each tile.
-
-    Args:
-        x: (rows, cols), any float dtype.
-        tile: the blocks to reduce over.
-
-    Returns:
-        float32, ``tile.scale_shape(x.shape)``; 0 for a tile with no finite element. NaN and infinity take no
-        part, so that one bad element does not decide the scale of its neighbours.
-    """
-    return largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), tile)
-
-
-def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torch.Tensor:
-    """Largest magnitude of every tile of a matrix that a shard of it touches.
-
-    Args:
-        shard: (rows, cols), the part of a larger matrix that begins at ``offset``.
-        tile: the blocks of the larger matrix, which need not begin where the shard does.
-        offset: row and column of the shard's first element.
-
-    Returns:
-        float32, one entry a touched tile, the first at ``first_tile(tile, offset)``; infinity where a tile holds
-        NaN or infinity.
-    """
-    before = [
-        0 if edge == ALL else start % edge for edge, start in zip((tile.rows, tile.cols), offset, strict=True)
-    ]
-    if any(before):
-        shard = torch.nn.functional.pad(shard, (before[1], 0, before[0], 0))
-    return torch.nan_to_num(largest(shard, tile), nan=torch.inf, posinf=torch.inf)
-
-
-def first_tile(tile: Tile, offset: tuple[int, int]) -> tuple[int, int]:
-    """Index of the tile that the element at ``offset`` lies in."""
-    row, col = (
-        0 if edge == ALL else start // edge
-        for edge, start in zip((tile.rows, tile.cols), offset, strict=True)
-    )
-    return row, col
-
-
-def largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Largest magnitude of each tile, as ``amax``; infinity or NaN where an element is."""
-    if x.numel() == 0:
-        return x.new_zeros(tile.scale_shape((x.shape[0], x.shape[1])), dtype=torch.float32)
-    a = x.abs()
-    whole = [dim for dim, edge in enumerate((tile.rows, tile.cols)) if edge == ALL]
-    if whole:
-        a = a.amax(whole, keepdim=True)
-    for dim, edge in enumerate((tile.rows, tile.cols)):
-        if edge not in (1, ALL):
-            missing = -a.shape[dim] % edge
-            a = torch.nn.functional.pad(a, (0, missing) if dim == 1 else (0, 0, 0, missing))
-            a = torch.unflatten(a, dim, (-1, edge)).amax(dim + 1)
-    return a.float()
-
-
-def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
-    """All scales of one matrix, from the finite amaxes of all its tiles.
-
-    Args:
-        amax: float32, ``format.tile.scale_shape``, finite.
-        format: the format to cast to.
-
-    Numerics:
-        Of two levels, the matrix's takes its amax to the largest e2m1 times the largest e4m3, the tile's what is
-        left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C). Divided in float64, rounded to
-        float32 and that to e4m3, as torch casts a float64.
-    """
-    if not format.scale_rule.has_global:
-        scale = scale_from_amax(amax, format)
-        # By way of float64: Triton's float32 division, which compiled code on CUDA takes, is off by an ulp at times.
-        return Scales(scale, scale.double().reciprocal().float().to(format.scale_rule.stored_as), None)
-    exact = amax.double()
-    largest = exact.max() if exact.numel() else exact.new_zeros(())
-    top = torch.finfo(torch.float8_e4m3fn).max
-    smallest = 1.0 / (largest_scale() * smallest_block_scale_inv())
-    global_inv = torch.where(largest == 0, 1.0, (largest / (format.max * top)).clamp(min=smallest)).float()
-    block_inv = (exact / (format.max * global_inv.double())).clamp(smallest_block_scale_inv(), top)
-    stored = torch.where(amax == 0, 1.0, block_inv).float().to(torch.float8_e4m3fn)
-    scale = (stored.double() * global_inv).reciprocal().float()
-    return Scales(scale, stored, global_inv.view(1, 1))
-
-
-def scales_or_nan(amax: torch.Tensor, format: Float8Format) -> Scales:
-    """``scales_from_amax``, NaN for a tile whose amax is infinite: its codes and values then all are NaN."""
-    bad = amax.isinf()
-    scale, scale_inv, global_scale_inv = scales_from_amax(amax.masked_fill(bad, 0.0), format)
-    # Not every dtype of scales can be filled.
-    scale_inv = scale_inv.float().masked_fill(bad, torch.nan).to(scale_inv.dtype)
-    return Scales(scale.masked_fill(bad, torch.nan), scale_inv, global_scale_inv)
-
-
-def scale_from_amax(amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
-    """The rule from amax to a scale of one level: ``format.max / amax``, and 1 for a tile that is all zero.
-
-    Args:
-        amax: float32, any shape, finite.
-        format: the format to cast to.
-
-    Returns:
-        float32 scales of the same shape, finite and with a finite inverse.
-
-    Numerics:
-        Divided in float64 and rounded once to float32, so that eager and compiled code agree to the bit.
-        Powers of two are rounded down by clearing the mantissa, which is exact where ``exp2(floor(log2()))``
-        is not.
-    """
-    scale = torch.div(torch.full_like(amax, format.max, dtype=torch.float64), amax)
-    scale = scale.clamp(max=largest_scale()).float()
-    if format.scale_rule.is_power_of_2:
-        scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    return torch.where(amax == 0, 1.0, scale)
+    rowwise: Operand | None
+    columnwise: Operand | None
+    amax: torch.Tensor | None = None
 
 
 def spread(
@@ -230,30 +92,32 @@ def quantize(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     any_layout: bool = False,
-    across: Across | None = None,
-) -> tuple[Operand | None, Operand | None]:
-    """Both operands of a high-precision matrix, each with scales of its own current amax.
+    prior: PriorScale | None = None,
+    reduce: ReduceAmax | None = None,
+) -> Quantized:
+    """Both operands of a high-precision matrix; one cast serves both where they scale the same elements together.
 
     Args:
         x: (rows, cols), any float dtype.
         rowwise: format of the operand stored as ``x``; None to leave it out.
         columnwise: format of the operand stored as ``x.t()``; None to leave it out.
         any_layout: leave the columnwise codes where they are and return a transposed view of them.
-        across: for a part of a matrix, of formats of one level without packing; None for a whole one.
-
-    Returns:
-        (rowwise, columnwise). Where both formats scale the same elements together, one cast serves both.
+        prior: a scale that was made before, of formats with one scale a matrix; what it cannot hold saturates. None
+            for scales of the current amax.
+        reduce: for a part of a matrix, of formats of one level without packing; None for a whole one.
     """
-    row = None if rowwise is None else _quantize_as_stored(x, rowwise, rowwise.tile, across)
+    row = largest = None
+    if rowwise is not None:
+        row, largest = _quantize_as_stored(x, rowwise, rowwise.tile, prior, reduce)
     if columnwise is None:
-        return row, None
+        return Quantized(row, None, largest)
     if columnwise.depth_multiple > 1:
         # Bytes and transforms run along the other dimension than x's own.
-        return row, _quantize_as_stored(x.t().contiguous(), columnwise, columnwise.tile)
-    if row is None or not columnwise.is_transpose_of(row.format):
-        seen = _quantize_as_stored(x, columnwise, columnwise.tile.t(), across)
-        return row, transposed(seen, columnwise, any_layout)
-    return row, transposed(row, columnwise, any_layout)
+        return Quantized(row, _quantize_as_stored(x.t().contiguous(), columnwise, columnwise.tile)[0])
+    seen = row
+    if seen is None or not columnwise.is_transpose_of(seen.format):
+        seen, largest = _quantize_as_stored(x, columnwise, columnwise.tile.t(), prior, reduce)
+    return Quantized(row, transposed(seen, columnwise, any_layout), largest)
 
 
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
@@ -266,7 +130,7 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bo
     """
     if rowwise.format.tile.is_transpose_of(columnwise.tile):
         return transposed(rowwise, columnwise, any_layout)
-    derived = quantize(dequantize(rowwise, torch.float32), None, columnwise, any_layout)[1]
+    derived = quantize(dequantize(rowwise, torch.float32), None, columnwise, any_layout).columnwise
     if derived is None:
         raise RuntimeError("quantize returned no columnwise operand for a columnwise format")
     return derived
@@ -308,9 +172,13 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
 
 
 def _quantize_as_stored(
-    x: torch.Tensor, format: Float8Format, tile: Tile, across: Across | None = None
-) -> Operand:
-    """Codes and scales laid out as ``x`` is.
+    x: torch.Tensor,
+    format: Float8Format,
+    tile: Tile,
+    prior: PriorScale | None = None,
+    reduce: ReduceAmax | None = None,
+) -> tuple[Operand, torch.Tensor | None]:
+    """Codes and scales laid out as ``x`` is, and ``Quantized.amax``.
 
     ``tile`` is ``format.tile`` as it lies in ``x``: the transposed one, of a format that reads ``x`` by columns.
     """
@@ -318,14 +186,26 @@ def _quantize_as_stored(
         x = torch.nn.functional.pad(x, (0, missing))
     if format.hadamard is not None:
         x = e2m1.rotate(x, format.hadamard)
+    made, largest = _scales(x, format, tile, prior, reduce)
+    data = codes_as_stored(x, spread(made.scale, tile, x.shape), format)
+    return Operand(data, made.scale_inv, format, made.global_scale_inv), largest
+
+
+def _scales(
+    x: torch.Tensor, format: Float8Format, tile: Tile, prior: PriorScale | None, reduce: ReduceAmax | None
+) -> tuple[Scales, torch.Tensor | None]:
     if format.dtype == E2M1:
         # It has no NaN: a non-finite element shows in its tile's scale.
-        scales = scales_or_nan(shard_amax(x, tile, (0, 0)), format)
-    else:
-        amaxes = amax(x, tile)
-        scales = scales_from_amax(amaxes if across is None else across(amaxes, tile), format)
-    data = codes_as_stored(x, spread(scales.scale, tile, x.shape), format)
-    return Operand(data, scales.scale_inv, format, scales.global_scale_inv)
+        return rules.scales_or_nan(rules.shard_amax(x, tile, (0, 0)), format), None
+    amax = rules.amax(x, tile)
+    if prior is None:
+        return rules.scales_from_amax(amax if reduce is None else reduce(amax, tile), format), None
+    largest = rules.largest(x, tile)
+    if reduce is not None:
+        # What a collective makes of NaN is its own.
+        both = torch.stack((amax, largest.nan_to_num(nan=torch.inf, posinf=torch.inf)))
+        amax, largest = reduce(both, tile).unbind()
+    return rules.with_inverse(rules.scale_now(prior, amax, format)), largest
 
 
 def _values(operand: Operand) -> torch.Tensor:

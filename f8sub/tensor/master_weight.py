@@ -12,9 +12,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from f8sub import backends
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import CURRENT, ScaleSource
 from f8sub.tensor.cell import Cell, State
 from f8sub.torch_compat import is_capturing, tensors_in_storage
 
@@ -295,8 +295,7 @@ def rowwise_of(
     format: Float8Format,
     dtype: torch.dtype,
     through: torch.dtype | None = None,
-    past: PastScale | None = None,
-    generation: int = 0,
+    source: ScaleSource = CURRENT,
 ) -> Operand:
     """A master weight's rowwise operand, cast once and kept until the weight changes.
 
@@ -307,26 +306,25 @@ def rowwise_of(
         format: format of the codes.
         dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
         through: the weight is rounded to this before that; the dtype that it has in the model, where that is another.
-        past: the scale that the weight's past amaxes gave; None for current scaling.
-        generation: another number for every other ``past``.
+        source: of the scale.
     """
     if torch.compiler.is_compiling():
-        return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, past)
+        return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, source)
     cell = weight.cell
     # A CUDA graph that recorded no cast would read these codes after every later step; and so would eager code
     # beside a graph that recorded the step.
     owned = weight.owns_storage and not (cell.replayed or is_capturing(weight))
     # Views share the cell: a transposed weight, or some of its rows, has other codes.
     place = weight.shape, weight.stride(), weight.storage_offset()
-    key = weight.state, place, format, dtype, generation
+    key = weight.state, place, format, dtype, source.generation
     if owned and cell.cast is not None and cell.cast[0] == key:
         return cell.cast[1]
     if torch.is_inference_mode_enabled():
         # The cast outlives this forward, and a later backward cannot save inference tensors.
         with torch.inference_mode(mode=False):
-            operand = quantize_rowwise(_rounded(weight, through, dtype), format, past)
+            operand = quantize_rowwise(_rounded(weight, through, dtype), format, source)
     else:
-        operand = quantize_rowwise(_rounded(weight, through, dtype), format, past)
+        operand = quantize_rowwise(_rounded(weight, through, dtype), format, source)
     # Under FakeTensorMode the codes of a real weight are fake, and must not outlive the mode.
     cell.cast = (key, operand) if owned and type(operand.data) is torch.Tensor else None
     return operand
@@ -345,12 +343,9 @@ def _rounded(weight: MasterWeight, through: torch.dtype | None, dtype: torch.dty
     return values if values.dtype is dtype else values.to(dtype)
 
 
-def quantize_rowwise(weight: torch.Tensor, format: Float8Format, past: PastScale | None) -> Operand:
-    """A high-precision weight's rowwise operand, by its current amax or as ``past`` says; see ``rowwise_of``."""
-    if past is None:
-        operand = backends.quantize(weight, format, None)[0]
-    else:
-        operand = backends.quantize_delayed(weight, past, format, None)[0]
+def quantize_rowwise(weight: torch.Tensor, format: Float8Format, source: ScaleSource = CURRENT) -> Operand:
+    """A high-precision weight's rowwise operand; see ``rowwise_of``."""
+    operand = quantize(weight, format, None, source).rowwise
     if operand is None:
         raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
     return operand

@@ -2,11 +2,11 @@
 
 import torch
 
-from f8sub import backends
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format
 from f8sub.kernels import fused
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels import quantize as kernels
+from f8sub.kernels.scales import CURRENT, GivenScale, PriorScale, ScaleSource
 from f8sub.recipe import OperandName, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.master_weight import MasterWeight, quantize_rowwise
@@ -46,7 +46,7 @@ def quantize(
         )
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"quantize takes a matrix of {', '.join(map(str, HIGH_PRECISION))}, got {x.dtype}")
-    past: PastScale | None = None
+    source: ScaleSource = CURRENT
     if isinstance(format_or_recipe, Float8Format):
         formats: tuple[Float8Format | None, Float8Format | None] = (format_or_recipe, format_or_recipe)
         derive = False
@@ -56,7 +56,8 @@ def quantize(
         derive = operand == "w"
         if recipe.delayed is not None:
             margin = recipe.delayed.margin_of(operand)
-            past = PastScale(torch.zeros(1, 1, dtype=torch.float32, device=x.device), margin, covers=derive)
+            none_yet = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
+            source = GivenScale(PriorScale(none_yet, margin, covers=derive))
     row, col = formats[0] if rowwise else None, formats[1] if columnwise else None
     if row is None and col is None:
         raise Float8ConfigError(
@@ -70,8 +71,7 @@ def quantize(
     with torch.no_grad():
         plain = x.plain if isinstance(x, MasterWeight) else x.detach()
         if derive and col is not None and formats[0] is not None:
-            cast = quantize_rowwise(plain, formats[0], past)
+            cast = quantize_rowwise(plain, formats[0], source)
             return Float8Tensor(cast if rowwise else None, fused.derive_columnwise(cast, col), x.dtype)
-        if past is None:
-            return Float8Tensor(*backends.quantize(plain, row, col), x.dtype)
-        return Float8Tensor(*backends.quantize_delayed(plain, past, row, col)[:2], x.dtype)
+        made = kernels.quantize(plain, row, col, source)
+        return Float8Tensor(made.rowwise, made.columnwise, x.dtype)

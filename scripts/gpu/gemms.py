@@ -14,6 +14,7 @@ from tables import Table
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile, backends
 from f8sub.kernels import reference
+from f8sub.kernels.quantize import quantize
 from gpu.session import Session
 from gpu.timing import SETS, by_graph, by_launches, in_turns, sqnr, summary
 
@@ -116,7 +117,7 @@ def runs_of(
             with session.attempt(f"gemm {problem.name} {name}"):
                 if not operands:
                     operands = [
-                        (backends.quantize(a, a_format, None)[0], backends.quantize(b, b_format, None)[0])
+                        (quantize(a, a_format, None).rowwise, quantize(b, b_format, None).rowwise)
                         for a, b in sets
                     ]
 

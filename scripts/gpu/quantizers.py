@@ -14,8 +14,8 @@ import torch
 from tables import Table
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
-from f8sub.kernels import delayed, fused, reference
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels import fused, reference
+from f8sub.kernels.scales import PriorScale
 from gpu import shards
 from gpu.session import Session
 from gpu.timing import SETS, by_graph, by_launches, host_ms, in_turns, summary, wait
@@ -83,9 +83,9 @@ def benches(device: torch.device, compiled: bool) -> list[Bench]:
             found.append(Bench(f"{name} both, reference compiled", torch.compile(both), None, moved))
     whole = FORMATS["tensorwise"]
     for name, known in (("scale of the past both", False), ("known scale of the past both", True)):
-        past = PastScale(torch.ones(1, 1, device=device), 0.0, covers=False, is_known=known)
-        ours = delayed_of(fused.quantize_delayed, past, whole)
-        right = delayed_of(delayed.quantize, past, whole)
+        past = PriorScale(torch.ones(1, 1, device=device), 0.0, covers=False, is_known=known)
+        ours = delayed_of(fused.quantize, past, whole)
+        right = delayed_of(reference.quantize, past, whole)
         found.append(Bench(name, ours, right, 4.0))
     for name, moved in DERIVED.items():
         format = FORMATS[name]
@@ -107,8 +107,8 @@ def copied_table(given: shards.Shards) -> tuple[Operand]:
     return (made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone()),)
 
 
-def delayed_of(quantize: Callable, past: PastScale, format: Float8Format) -> Callable[[torch.Tensor], Any]:
-    return lambda x: quantize(x, past, format, format)[:2]
+def delayed_of(quantize: Callable, past: PriorScale, format: Float8Format) -> Callable[[torch.Tensor], Any]:
+    return lambda x: quantize(x, format, format, prior=past)[:2]
 
 
 def derivation_of(module: Any, format: Float8Format) -> Callable[[Operand], Any]:
@@ -116,7 +116,7 @@ def derivation_of(module: Any, format: Float8Format) -> Callable[[Operand], Any]
 
 
 def quantizer_of(quantize: Callable, formats: tuple) -> Callable[[torch.Tensor], Any]:
-    return lambda x: quantize(x, *formats)
+    return lambda x: quantize(x, *formats)[:2]
 
 
 def check(bench: Bench, given: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from f8sub import Float8Format, Operand
-from f8sub.kernels import delayed, fused, many, reference
+from f8sub.kernels import fused, many, scales
 from f8sub.kernels.many import Matrix
 
 COUNT = 28
@@ -61,9 +61,9 @@ def by_operators(shards: Shards) -> tuple[Operand]:
         amax.copy_(torch.stack(torch._foreach_norm(shards.weights, torch.inf)))
     else:
         for weight, part in zip(shards.weights, shards.parts, strict=True):
-            part.copy_(reference.shard_amax(weight, tile, (0, 0)).flatten())
+            part.copy_(scales.shard_amax(weight, tile, (0, 0)).flatten())
     amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    made = delayed.scales_or_nan(amax.bfloat16().float(), shards.format, None)
+    made = scales.scales_or_nan(amax.bfloat16().float(), shards.format, None)
     shards.scale.copy_(made.scale)
     shards.scale_inv.copy_(made.scale_inv)
     return shards.table

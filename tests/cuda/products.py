@@ -4,10 +4,11 @@ import numpy as np
 import torch
 
 import f8sub
-from f8sub import backends, get_recipe
+from f8sub import get_recipe
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import reference
 from f8sub.kernels.accumulate import PROMOTION
+from f8sub.kernels.quantize import quantize
 from tests.oracle import Product
 
 RECIPES = f8sub.recipe_names()
@@ -36,9 +37,9 @@ def linear(
     """y, dx and dw of matrices on the CPU that are already in the dtype they are cast from."""
     made = get_recipe(recipe)
     (x_row, x_col), (dy_row, dy_col) = (
-        backends.quantize(tensor, *made.formats(name)) for tensor, name in ((x, "x"), (dy, "dy"))
+        quantize(tensor, *made.formats(name)) for tensor, name in ((x, "x"), (dy, "dy"))
     )
-    w_row, w_col = backends.quantize(w, made.fprop.b, None)[0], None
+    w_row, w_col = quantize(w, made.fprop.b, None)[0], None
     if w_row is not None and made.dgrad.b is not None:
         w_col = reference.derive_columnwise(w_row, made.dgrad.b)
     added = None if bias is None else bias.double().numpy()

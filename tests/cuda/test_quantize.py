@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import f8sub
-from f8sub import backends
 from f8sub.formats import Operand
 from f8sub.kernels.block_scales import unflat
+from f8sub.kernels.quantize import quantize
 from tests.cuda.products import RECIPES, assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make
 
@@ -49,7 +49,7 @@ def test_non_finite_elements(recipe):
 
 
 def both_usages(x: torch.Tensor, formats: tuple) -> list[torch.Tensor]:
-    return [t for operand in backends.quantize(x, *formats) if operand is not None for t in operand.tensors]
+    return [t for operand in quantize(x, *formats) if operand is not None for t in operand.tensors]
 
 
 @on_each_dtype
@@ -62,7 +62,7 @@ def test_compiled(recipe, operand, dtype):
     for data in ("gaussian", "lognormal"):
         matrix = make(data, (144, 304), 5, dtype)
         found = compiled(matrix.cuda(), formats)
-        for expected in filter(None, backends.quantize(matrix, *formats)):
+        for expected in filter(None, quantize(matrix, *formats)):
             count = len(expected.tensors)
             assert_same_bits(unflat(Operand.of(expected.format, *found[:count])), expected)
             found = found[count:]

@@ -117,7 +117,7 @@ def test_both_usages_are_rotated_along_their_own_rows(shape, tile):
     """Filled up with zeros to whole transforms; no transposed bytes even where both have square tiles."""
     format = Float8Format(E2M1, tile, ScaleRule.TWO_LEVEL, hadamard=16)
     x = gaussian(shape, generator(1))
-    for operand, seen in zip(reference.quantize(x, format, format), (x, x.t()), strict=True):
+    for operand, seen in zip(reference.quantize(x, format, format)[:2], (x, x.t()), strict=True):
         whole = torch.nn.functional.pad(seen, (0, -seen.shape[1] % 16))
         plain = Float8Format(E2M1, tile, ScaleRule.TWO_LEVEL)
         expected = reference.quantize(e2m1.rotate(whole, 16), plain, None)[0]

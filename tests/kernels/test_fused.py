@@ -5,8 +5,8 @@ import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile, backends
 from f8sub.formats import E2M1, Operand
-from f8sub.kernels import block_scales, delayed, fused, reference
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels import block_scales, fused, reference, scales
+from f8sub.kernels.scales import PriorScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
@@ -114,9 +114,9 @@ def test_scales_of_many_amaxes(interpreter, dtype, rule):  # noqa: F811
 def every_code(dtype: torch.dtype) -> None:
     """All bfloat16 there are, under the scale 1."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
-    one = PastScale(torch.ones(1, 1), 0.0, False)
+    one = PriorScale(torch.ones(1, 1), 0.0, False)
     format = Float8Format(dtype, Tile(ALL, ALL))
-    expected, found = (kind(x, one, format, format) for kind in (delayed.quantize, fused.quantize_delayed))
+    expected, found = (kind(x, format, format, prior=one) for kind in (reference.quantize, fused.quantize))
     for ours, right in zip(found[:2], expected[:2], strict=True):
         assert_same_bits(ours, right)
 
@@ -135,9 +135,9 @@ def past_scales(name: str, dtype: torch.dtype) -> None:
             if bad is not None:
                 x[2, 3] = float(bad)
             for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
-                past = PastScale(torch.full((1, 1), scale), 1.0, covers, known)
-                found = fused.quantize_delayed(x, past, format, format)
-                expected = delayed.quantize(x, past, format, format)
+                past = PriorScale(torch.full((1, 1), scale), 1.0, covers, known)
+                found = fused.quantize(x, format, format, prior=past)
+                expected = reference.quantize(x, format, format, prior=past)
                 same_bits(found[0], expected[0])
                 same_bits(found[1], expected[1])
                 torch.testing.assert_close(found[2], expected[2], rtol=0, atol=0, equal_nan=True)
@@ -157,7 +157,7 @@ def launches_with_a_past() -> list[list[str]]:
     x, scale, format = make("gaussian", SMALL, 4, torch.bfloat16), torch.ones(1, 1), FORMATS["tensorwise"]
     found = []
     for covers, known in ((False, False), (False, True), (True, True)):
-        plan, _ = launch.delayed_quantization(x, PastScale(scale, 0.0, covers, known), format, format)
+        plan, _ = launch.delayed_quantization(x, PriorScale(scale, 0.0, covers, known), format, format)
         found.append([each.kernel.fn.__name__ for each in plan.launches])
     return found
 
@@ -176,7 +176,7 @@ def staging(device: str = "cpu") -> None:
         for amax in amaxes:
             given = torch.full((1, 1), amax)
             fused.stage(given.to(device), staged, met)
-            delayed.stage(given, *right)
+            scales.stage(given, *right)
             assert (staged.item(), met.item()) == tuple(t.item() for t in right)
         finite = [amax for amax in amaxes if abs(amax) < inf]
         assert staged.item() == max([0.0, *finite])
@@ -203,7 +203,7 @@ def parts(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     """Parts of a matrix under its scales, some of which are NaN, into rows that are longer."""
     format = FORMATS[name]
     matrix = make("lognormal", (300, 272), 8, dtype)
-    scale = reference.scale_from_amax(reference.amax(matrix, format.tile), format)
+    scale = scales.scale_from_amax(scales.amax(matrix, format.tile), format)
     scale[-1, -1] *= float("nan") if scale.numel() > 1 else 2.0
     matrix[40, 44], matrix[41, 45], matrix[42, 46] = float("nan"), float("inf"), float("-inf")
     for (row, col), (rows, cols) in PARTS:
@@ -228,7 +228,7 @@ def test_parts_with_known_scales(interpreter, name, dtype):  # noqa: F811
 
 
 def scales_of_vectors() -> None:
-    for operand in fused.quantize(gaussian((48, 400), generator(8)), FORMATS["1x128"], FORMATS["1x128"]):
+    for operand in fused.quantize(gaussian((48, 400), generator(8)), FORMATS["1x128"], FORMATS["1x128"])[:2]:
         assert operand.scale_inv.stride() == (1, operand.data.shape[0])
         given = block_scales.vectors(operand)
         assert given.untyped_storage().data_ptr() == operand.scale_inv.untyped_storage().data_ptr()
@@ -298,11 +298,11 @@ def test_the_cpu_has_no_kernels(name):
     assert "cpu" in str(fused.why_no_triton(torch.device("cpu")))
     check(gaussian(SMALL, generator(1)), FORMATS[name], FORMATS[name])
     assert backends.quantizer_of(FORMATS[name], torch.device("cpu")) in ("host", "reference")
-    past = PastScale(torch.ones(1, 1), 0.0, False)
+    past = PriorScale(torch.ones(1, 1), 0.0, False)
     x = gaussian(SMALL, generator(1))
     if FORMATS[name].tile.is_whole:
         found, expected = (
-            kind(x, past, FORMATS[name], None)[0] for kind in (fused.quantize_delayed, delayed.quantize)
+            kind(x, FORMATS[name], None, prior=past)[0] for kind in (fused.quantize, reference.quantize)
         )
         assert isinstance(found, Operand)
         assert_same_bits(found, expected)

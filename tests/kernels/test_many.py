@@ -5,9 +5,9 @@ import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
-from f8sub.kernels import delayed, fused, many, reference
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels import fused, many
 from f8sub.kernels.many import Matrix
+from f8sub.kernels.scales import PriorScale, scales_or_nan, shard_amax
 from tests.data_sets import edge_values, generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 
@@ -42,7 +42,7 @@ def many_matrices(seed: int, device: str) -> tuple[list[Matrix], list[torch.Tens
             data = make(("gaussian", "lognormal", "zeros")[(number + kind + seed) % 3], shape, number, dtype)
             if (bad := (None, None, "nan", "inf", "-inf")[(number + kind + seed) % 5]) is not None:
                 data[shape[0] // 2, shape[1] // 3] = float(bad)
-            amaxes = reference.shard_amax(data, tile, offset)
+            amaxes = shard_amax(data, tile, offset)
             data = data.to(device)
             if number % 3 == 2:
                 data = torch.nn.functional.pad(data, (0, 16), value=float("nan"))[:, : shape[1]]
@@ -83,7 +83,7 @@ def edges(device: str) -> None:
             table = torch.zeros(len(data), device=device)
             (launch,) = many.amaxes([Matrix(data.to(device).contiguous(), ROW, (0, 0), 0, 1)], table)
             launch.run()
-            assert torch.equal(table.cpu()[:, None], reference.shard_amax(data, ROW, (0, 0)))
+            assert torch.equal(table.cpu()[:, None], shard_amax(data, ROW, (0, 0)))
 
 
 FORMATS = [
@@ -110,8 +110,8 @@ def scales(device: str) -> None:
     past[::3] = 0.0
     for format in FORMATS:
         for through in DTYPES:
-            for before in (None, PastScale(past, 0.0, covers=True), PastScale(past, 2.0, covers=True)):
-                right = delayed.scales_or_nan(amax.to(through).float(), format, before)
+            for before in (None, PriorScale(past, 0.0, covers=True), PriorScale(past, 2.0, covers=True)):
+                right = scales_or_nan(amax.to(through).float(), format, before)
                 found = [torch.full(amax.shape, 7.0, device=device) for _ in range(2)]
                 given = before and before._replace(scale=before.scale.to(device))
                 assert many.takes_amaxes(found[0], format, through)

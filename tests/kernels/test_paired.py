@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from f8sub.kernels import delayed, fused, reference
-from f8sub.kernels.delayed import PastScale
+from f8sub.kernels import fused, reference
+from f8sub.kernels.scales import PriorScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import gaussian, generator
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
@@ -107,11 +107,11 @@ def check_pasts(name: str, device: str = "cpu", parts: int = 3) -> None:
     for part in (x[128:, 384:].contiguous(), x[128:, :128].contiguous(), x[:128])[:parts]:
         for scale in (0.0, 1.37, 3.7e3, 2.0**-120):
             for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
-                past = PastScale(torch.full((1, 1), scale), 1.0, covers, known)
+                past = PriorScale(torch.full((1, 1), scale), 1.0, covers, known)
                 on_device = past._replace(scale=past.scale.to(device))
                 for row, col in ((format, format), (None, format), (format, None)):
-                    expected = delayed.quantize(part, past, row, col)
-                    found = fused.quantize_delayed(part.to(device), on_device, row, col)
+                    expected = reference.quantize(part, row, col, prior=past)
+                    found = fused.quantize(part.to(device), row, col, prior=on_device)
                     assert_same_bits(found[0], expected[0])
                     assert_same_bits(found[1], expected[1])
                     torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.formats import E2M1
-from f8sub.kernels import reference
+from f8sub.kernels import reference, scales
 from tests import oracle
 from tests.data_sets import DATA_SETS, gaussian, generator, lognormal, make, spread_columns
 from tests.specs import STORED_AS, spec_of
@@ -56,7 +56,7 @@ def test_amax_is_a_loop_over_the_elements(tile, shape):
     x = lognormal(shape, generator(1))
     if x.numel():
         x.view(-1)[::7], x.view(-1)[3::50], x.view(-1)[5::61] = 0.0, NAN, -INF
-    found = reference.amax(x, tile)
+    found = scales.amax(x, tile)
     assert found.dtype == torch.float32
     assert found.shape == tile.scale_shape(shape)
     assert found.tolist() == amax_by_loop(x, tile)
@@ -66,7 +66,7 @@ def test_amax_is_a_loop_over_the_elements(tile, shape):
 @on_each_tile
 def test_amax_of_narrower_dtypes_is_exact(tile, dtype):
     x = gaussian((33, 65), generator(2)).to(dtype)
-    assert reference.amax(x, tile).tolist() == amax_by_loop(x, tile)
+    assert scales.amax(x, tile).tolist() == amax_by_loop(x, tile)
 
 
 @on_each_rule
@@ -76,7 +76,7 @@ def test_codes_and_scales_are_the_oracles(tile, dtype, rule):
     format = Float8Format(dtype, tile, rule)
     for shape in SHAPES[:3]:
         x = make("lognormal", shape, 3)
-        row, col = reference.quantize(x, format, format)
+        row, col, _ = reference.quantize(x, format, format)
         for operand, matrix in ((row, x), (col, x.t())):
             expected = oracle.quantize(oracle.to_numpy(matrix), spec_of(format))
             assert expected.differences(operand) == []
@@ -96,7 +96,7 @@ def test_a_zero_tile_has_scale_one_and_zero_codes(tile, rule):
     x[:, 64:] = 0
     x[8:] = 0
     operand = reference.quantize(x, format, None)[0]
-    empty = reference.amax(x, tile) == 0
+    empty = scales.amax(x, tile) == 0
     assert (operand.scale_inv.float()[empty] == 1).all()
     assert (operand.data.view(torch.uint8)[8:] == 0).all()
     assert (operand.data.view(torch.uint8)[:, 64:] == 0).all()
@@ -112,7 +112,7 @@ def test_one_bad_element_is_nan_in_place_and_its_neighbours_are_as_without_it(ti
     clean = reference.quantize(x, format, format)
     x[3, 4] = bad
     for (_, where), usage, without in zip(
-        (("row", (3, 4)), ("col", (4, 3))), reference.quantize(x, format, format), clean, strict=True
+        (("row", (3, 4)), ("col", (4, 3))), reference.quantize(x, format, format)[:2], clean[:2], strict=True
     ):
         assert usage.data[where].float().isnan()
         others = torch.ones(usage.data.shape, dtype=torch.bool)
@@ -173,7 +173,7 @@ def test_scales_of_every_power_of_two_amax():
     amax = torch.tensor([math.ldexp(1.0, exponent) for exponent in range(-149, 128)])
     for dtype in (E4M3, E5M2):
         for rule in ONE_LEVEL:
-            scale = reference.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL), rule))
+            scale = scales.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL), rule))
             assert scale.isfinite().all()
             assert (scale > 0).all()
             assert scale.reciprocal().isfinite().all()
@@ -186,8 +186,8 @@ def test_scales_of_every_power_of_two_amax():
 @on_each_dtype
 def test_power_of_two_scales_are_the_float_ones_rounded_down(dtype):
     amax = lognormal((1, 4096), generator(6)).abs()
-    exact = reference.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL)))
-    pow2 = reference.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL), ScaleRule.POWER_OF_2))
+    exact = scales.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL)))
+    pow2 = scales.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL), ScaleRule.POWER_OF_2))
     assert (pow2.frexp().mantissa == 0.5).all()
     assert (pow2 <= exact).all()
     assert (2 * pow2 > exact).all()
@@ -203,7 +203,7 @@ def test_scales_of_two_levels_of_any_finite_amaxes(bits, like):
     for dtype in (E2M1, E4M3):
         format = Float8Format(dtype, Tile(1, 16), ScaleRule.TWO_LEVEL)
         found, expected = (
-            reference.scales_from_amax(amax, format),
+            scales.scales_from_amax(amax, format),
             oracle.scales_of(amax.double().numpy(), spec_of(format)),
         )
         assert np.array_equal(found.scale.numpy(), expected.scale)
@@ -218,14 +218,14 @@ def test_scales_of_tiles_that_are_near_ties():
     format = Float8Format(E2M1, Tile(1, 16), ScaleRule.TWO_LEVEL)
     for mantissa in range(128, 256):
         amax = mantissa * torch.tensor([[1.0, 3 / 64, 3 / 16]])
-        found = reference.scales_from_amax(amax, format).scale_inv.float().numpy()
+        found = scales.scales_from_amax(amax, format).scale_inv.float().numpy()
         assert np.array_equal(found, oracle.scales_of(amax.double().numpy(), spec_of(format)).scale_inv)
 
 
 @on_each_rule
 def test_an_infinite_amax_marks_its_tile(rule):
     format = Float8Format(E4M3, Tile(1, ALL), rule)
-    scale, scale_inv, level = reference.scales_or_nan(torch.tensor([[1.0], [INF], [0.0]]), format)
+    scale, scale_inv, level = scales.scales_or_nan(torch.tensor([[1.0], [INF], [0.0]]), format)
     for marked in (scale, scale_inv.float()):
         assert marked.isnan().flatten().tolist() == [False, True, False]
     assert level is None or level.isfinite()
@@ -279,7 +279,7 @@ SQUARE_TILES = [tile for tile in TILES.values() if tile.rows == tile.cols]
 def test_square_tiles_are_derived_by_moving_bytes(tile, rule):
     format = Float8Format(E4M3, tile, rule)
     x = spread_columns(lognormal((130, 300), generator(8)))
-    row, direct = reference.quantize(x, format, format)
+    row, direct, _ = reference.quantize(x, format, format)
     derived = reference.derive_columnwise(row, format)
     assert torch.equal(derived.data.view(torch.uint8), direct.data.view(torch.uint8))
     assert torch.equal(derived.scale_inv.float(), direct.scale_inv.float())
@@ -332,12 +332,12 @@ def test_shards_cast_with_the_whole_amax_give_the_whole_matrix(tile, cut):
     for top, bottom, left, right in SHARDS[cut]:
         if top == bottom:
             continue
-        part = reference.shard_amax(x[top:bottom, left:right], tile, (top, left))
-        row, col = reference.first_tile(tile, (top, left))
+        part = scales.shard_amax(x[top:bottom, left:right], tile, (top, left))
+        row, col = scales.first_tile(tile, (top, left))
         view = amax[row : row + part.shape[0], col : col + part.shape[1]]
         view.copy_(torch.maximum(view, part))
-    assert torch.equal(amax, reference.amax(x, tile))
-    scale = reference.scale_from_amax(amax, format)
+    assert torch.equal(amax, scales.amax(x, tile))
+    scale = scales.scale_from_amax(amax, format)
     whole = reference.quantize(x, format, None)[0].data.view(torch.uint8)
     for top, bottom, left, right in SHARDS[cut]:
         part = x[top:bottom, left:right]
@@ -350,8 +350,8 @@ def test_shards_cast_with_the_whole_amax_give_the_whole_matrix(tile, cut):
 def test_a_shards_amax_tells_of_what_is_not_finite_and_where(tile, bad):
     x = gaussian((130, 300), generator(12))
     x[77, 200] = bad
-    found = reference.shard_amax(x, tile, (0, 0))
-    row, col = reference.first_tile(tile, (77, 200))
+    found = scales.shard_amax(x, tile, (0, 0))
+    row, col = scales.first_tile(tile, (77, 200))
     assert found[row, col] == INF
     assert found.isinf().sum() == 1
 
@@ -374,6 +374,6 @@ def test_the_product_is_that_of_the_dequantized_operands(tile):
 def test_no_operand_asked_for_is_none():
     format = Float8Format(E4M3, Tile(1, ALL))
     x = gaussian((16, 32), generator(14))
-    assert reference.quantize(x, None, None) == (None, None)
+    assert reference.quantize(x, None, None) == (None, None, None)
     assert reference.quantize(x, None, format)[0] is None
     assert isinstance(reference.quantize(x, format, None)[0], Operand)

@@ -8,8 +8,8 @@ import triton.language as tl
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels import fused
 from f8sub.kernels.block_scales import empty_scale_inv
-from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
+from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import blocks, casts, paired
 from f8sub.kernels.triton.launcher import Launch
 
@@ -96,9 +96,9 @@ def quantization(
 
 
 def delayed_quantization(
-    x: torch.Tensor, past: PastScale, rowwise: Float8Format | None, columnwise: Float8Format | None
+    x: torch.Tensor, past: PriorScale, rowwise: Float8Format | None, columnwise: Float8Format | None
 ) -> tuple[Plan, torch.Tensor]:
-    """How to quantize a matrix with one scale of its past amaxes: ``delayed.quantize``.
+    """How to quantize a matrix with one scale of its past amaxes: ``reference.quantize``.
 
     Args:
         x: see ``quantization``.
@@ -122,7 +122,7 @@ def delayed_quantization(
 
 
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
-    """How to take an amax into staged ones: ``delayed.stage``."""
+    """How to take an amax into staged ones: ``scales.stage``."""
     arguments = {"amax_ptr": amax, "staged_ptr": staged, "met_ptr": met}
     return Launch(casts.stage_amax, 1, arguments, {"num_warps": 1})
 
@@ -268,7 +268,7 @@ def _cast_with_one(
     row: Operand | None,
     col: Operand | None,
     amax: torch.Tensor | None,
-    past: PastScale | None = None,
+    past: PriorScale | None = None,
     largest: torch.Tensor | None = None,
 ) -> Launch:
     arguments = {

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from f8sub.formats import Float8Format
-from f8sub.kernels.delayed import PastScale
 from f8sub.kernels.fused import EDGE
 from f8sub.kernels.many import Matrix
+from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import tables
 from f8sub.kernels.triton.launch import INPUTS, cdiv
 from f8sub.kernels.triton.launcher import Launch
@@ -26,7 +26,7 @@ _DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.bf
 
 
 def amaxes(matrices: Sequence[Matrix], table: torch.Tensor) -> list[Launch]:
-    """How to take the amaxes of matrices: ``reference.shard_amax`` of each, in one launch, or two.
+    """How to take the amaxes of matrices: ``scales.shard_amax`` of each, in one launch, or two.
 
     Matrices whose lines do not begin at multiples of 16 bytes have a launch of their own.
 
@@ -41,7 +41,7 @@ def amaxes(matrices: Sequence[Matrix], table: torch.Tensor) -> list[Launch]:
 
 def scales(
     amax: torch.Tensor,
-    past: PastScale | None,
+    past: PriorScale | None,
     scale: torch.Tensor,
     scale_inv: torch.Tensor,
     format: Float8Format,

@@ -8,12 +8,12 @@ byte by byte.
 import triton
 import triton.language as tl
 
-from f8sub.kernels import reference
+from f8sub.kernels.scales import largest_scale, smallest_scale
 from f8sub.kernels.triton.division import divided
 
 LARGEST_FINITE = tl.constexpr(float.fromhex("0x1.fffffep127"))
-LARGEST_SCALE = tl.constexpr(reference.largest_scale())
-SMALLEST_SCALE = tl.constexpr(reference.smallest_scale())
+LARGEST_SCALE = tl.constexpr(largest_scale())
+SMALLEST_SCALE = tl.constexpr(smallest_scale())
 E4M3_TOP_BITS = tl.constexpr(0x43E00000)
 E5M2_TOP_BITS = tl.constexpr(0x47600000)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
@@ -50,7 +50,7 @@ def amax_bits(x):
 
 @triton.jit
 def scale_from_amax(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """``reference.scale_from_amax``, float32; 1 where ``amax`` is NaN because no element is finite.
+    """``scales.scale_from_amax``, float32; 1 where ``amax`` is NaN because no element is finite.
 
     Rounded to nearest as IEEE has it, a float32 quotient is the float64 one rounded to float32: 53 bits are more than
     twice 24 and two. The power of two below a quotient has the difference of the exponents, less one where the
@@ -69,7 +69,7 @@ def scale_from_amax(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr):
 
 @triton.jit
 def first_scale(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.constexpr):
-    """``delayed.scale_with_margin``; HEADROOM is two to the power of the margin."""
+    """``scales.scale_with_margin``; HEADROOM is two to the power of the margin."""
     exact = tl.full((), TOP, tl.float64) / (amax.to(tl.float64) * HEADROOM)
     scale = tl.minimum(exact, LARGEST_SCALE).to(tl.float32)
     if POWER_OF_2:
@@ -81,7 +81,7 @@ def first_scale(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.
 def scale_from_past(
     past, amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr
 ):
-    """``delayed.scale_now``; HEADROOM is two to the power of the margin.
+    """``scales.scale_now``; HEADROOM is two to the power of the margin.
 
     ``amax`` counts where there is no past, and where the scale COVERS it.
     """

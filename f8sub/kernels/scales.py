@@ -1,0 +1,328 @@
+"""Layer 1. From amax to scale, and where scales come from.
+
+A ``ScaleSource`` says how the scales of one matrix come about: from its current amax or from a scale that was made
+before, and over which ranks an amax is reduced. ``quantize`` takes one; features make their own.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from f8sub.formats import ALL, Float8Format, Tile
+
+_EXPONENT_BITS = 0x7F800000
+
+ReduceAmax = Callable[[torch.Tensor, Tile], torch.Tensor]
+"""For a part of a matrix: from the amaxes of the part's tiles to those of the same tiles of the whole matrix."""
+
+
+def largest_scale() -> float:
+    """Cap on scales: the largest power of two whose inverse is a normal float32."""
+    return 2.0**126
+
+
+def smallest_scale() -> float:
+    """The inverse of ``largest_scale``."""
+    return 2.0**-126
+
+
+def smallest_block_scale_inv() -> float:
+    """Of scales of two levels: the smallest e4m3 there is, so that none is 0 and has no inverse."""
+    return 2.0**-9
+
+
+class Scales(NamedTuple):
+    """The scales of one matrix.
+
+    Attributes:
+        scale: float32, one a tile, multiplies what is cast.
+        scale_inv: see ``Operand``.
+        global_scale_inv: see ``Operand``.
+    """
+
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    global_scale_inv: torch.Tensor | None
+
+
+class PriorScale(NamedTuple):
+    """A scale that was made before the matrix was known.
+
+    Attributes:
+        scale: float32; 0 where there is none yet.
+        margin: powers of two of headroom that a first scale leaves, which the current amax makes.
+        covers: whether the scale is lowered to what the current amax needs, so that nothing saturates.
+        is_known: whether ``scale`` is known not to be 0: then a cast need not wait for the current amax.
+    """
+
+    scale: torch.Tensor
+    margin: float
+    covers: bool
+    is_known: bool = False
+
+
+class ScaleSource(Protocol):
+    """How the scales of one matrix come about; a frozen value."""
+
+    @property
+    def reduce(self) -> ReduceAmax | None:
+        """Makes the amaxes of a part those of the whole matrix; None where ranks need not know of each other."""
+
+    @property
+    def key(self) -> Hashable:
+        """Sources with equal keys make equal scales of one matrix."""
+
+    @property
+    def generation(self) -> int:
+        """Another number whenever the prior scale may be another."""
+
+    def over(self, reduce: ReduceAmax) -> "ScaleSource":
+        """The same for a part of a matrix."""
+
+    def prior(self) -> PriorScale | None:
+        """The scale that was made before; None to make it of the current amax."""
+
+    def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
+        """Take the amax of a matrix that was quantized with the prior scale.
+
+        Args:
+            amax: float32, (1, 1); infinity or NaN where an element is.
+            event: another number for every matrix that was quantized; None where nobody counted.
+        """
+
+
+class CurrentScales(NamedTuple):
+    """Scales of the matrix's own current amax."""
+
+    reduce: ReduceAmax | None = None
+
+    @property
+    def key(self) -> None:
+        """Equal for all of them."""
+
+    @property
+    def generation(self) -> int:
+        """It never changes."""
+        return 0
+
+    def over(self, reduce: ReduceAmax) -> "CurrentScales":
+        """The same for a part of a matrix."""
+        return self._replace(reduce=reduce)
+
+    def prior(self) -> None:
+        """There is none."""
+
+    def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
+        """Nothing is kept."""
+
+
+class GivenScale(NamedTuple):
+    """A scale that an earlier quantization of the same matrix had."""
+
+    value: PriorScale
+    reduce: ReduceAmax | None = None
+
+    @property
+    def key(self) -> None:
+        """Equal for all of them."""
+
+    @property
+    def generation(self) -> int:
+        """It never changes."""
+        return 0
+
+    def over(self, reduce: ReduceAmax) -> "GivenScale":
+        """The same for a part of a matrix."""
+        return self._replace(reduce=reduce)
+
+    def prior(self) -> PriorScale:
+        """The scale."""
+        return self.value
+
+    def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
+        """Nothing is kept: the earlier quantization did."""
+
+
+CURRENT = CurrentScales()
+"""The source of most matrices."""
+
+
+class Sources(NamedTuple):
+    """Where the scales of x, w and dy come from in one call of a layer; made in its forward."""
+
+    x: ScaleSource = CURRENT
+    w: ScaleSource = CURRENT
+    dy: ScaleSource = CURRENT
+
+
+CURRENT_SOURCES = Sources()
+
+
+def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Largest finite magnitude of each tile.
+
+    Args:
+        x: (rows, cols), any float dtype.
+        tile: the blocks to reduce over.
+
+    Returns:
+        float32, ``tile.scale_shape(x.shape)``; 0 for a tile with no finite element. NaN and infinity take no
+        part, so that one bad element does not decide the scale of its neighbours.
+    """
+    return largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), tile)
+
+
+def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude of every tile of a matrix that a shard of it touches.
+
+    Args:
+        shard: (rows, cols), the part of a larger matrix that begins at ``offset``.
+        tile: the blocks of the larger matrix, which need not begin where the shard does.
+        offset: row and column of the shard's first element.
+
+    Returns:
+        float32, one entry a touched tile, the first at ``first_tile(tile, offset)``; infinity where a tile holds
+        NaN or infinity.
+    """
+    before = [
+        0 if edge == ALL else start % edge for edge, start in zip((tile.rows, tile.cols), offset, strict=True)
+    ]
+    if any(before):
+        shard = torch.nn.functional.pad(shard, (before[1], 0, before[0], 0))
+    return torch.nan_to_num(largest(shard, tile), nan=torch.inf, posinf=torch.inf)
+
+
+def first_tile(tile: Tile, offset: tuple[int, int]) -> tuple[int, int]:
+    """Index of the tile that the element at ``offset`` lies in."""
+    row, col = (
+        0 if edge == ALL else start // edge
+        for edge, start in zip((tile.rows, tile.cols), offset, strict=True)
+    )
+    return row, col
+
+
+def largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Largest magnitude of each tile, as ``amax``; infinity or NaN where an element is."""
+    if x.numel() == 0:
+        return x.new_zeros(tile.scale_shape((x.shape[0], x.shape[1])), dtype=torch.float32)
+    a = x.abs()
+    whole = [dim for dim, edge in enumerate((tile.rows, tile.cols)) if edge == ALL]
+    if whole:
+        a = a.amax(whole, keepdim=True)
+    for dim, edge in enumerate((tile.rows, tile.cols)):
+        if edge not in (1, ALL):
+            missing = -a.shape[dim] % edge
+            a = torch.nn.functional.pad(a, (0, missing) if dim == 1 else (0, 0, 0, missing))
+            a = torch.unflatten(a, dim, (-1, edge)).amax(dim + 1)
+    return a.float()
+
+
+def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
+    """All scales of one matrix, from the finite amaxes of all its tiles.
+
+    Args:
+        amax: float32, ``format.tile.scale_shape``, finite.
+        format: the format to cast to.
+
+    Numerics:
+        Of two levels, the matrix's takes its amax to the largest e2m1 times the largest e4m3, the tile's what is
+        left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C). Divided in float64, rounded to
+        float32 and that to e4m3, as torch casts a float64.
+    """
+    if not format.scale_rule.has_global:
+        scale = scale_from_amax(amax, format)
+        made = with_inverse(scale)
+        return made._replace(scale_inv=made.scale_inv.to(format.scale_rule.stored_as))
+    exact = amax.double()
+    largest = exact.max() if exact.numel() else exact.new_zeros(())
+    top = torch.finfo(torch.float8_e4m3fn).max
+    smallest = 1.0 / (largest_scale() * smallest_block_scale_inv())
+    global_inv = torch.where(largest == 0, 1.0, (largest / (format.max * top)).clamp(min=smallest)).float()
+    block_inv = (exact / (format.max * global_inv.double())).clamp(smallest_block_scale_inv(), top)
+    stored = torch.where(amax == 0, 1.0, block_inv).float().to(torch.float8_e4m3fn)
+    scale = (stored.double() * global_inv).reciprocal().float()
+    return Scales(scale, stored, global_inv.view(1, 1))
+
+
+def scales_or_nan(amax: torch.Tensor, format: Float8Format, prior: PriorScale | None = None) -> Scales:
+    """Scales of matrices whose amaxes may be infinite: NaN for such a tile, whose codes and values then all are NaN.
+
+    Args:
+        amax: float32, ``format.tile.scale_shape``; infinite where a tile holds NaN or infinity.
+        format: the format to cast to.
+        prior: the scales made before, of ``amax``'s shape; None to make them of ``amax``.
+    """
+    bad = amax.isinf()
+    finite = amax.masked_fill(bad, 0.0)
+    if prior is not None:
+        return with_inverse(scale_now(prior, finite, format).masked_fill(bad, torch.nan))
+    scale, scale_inv, global_scale_inv = scales_from_amax(finite, format)
+    # Not every dtype of scales can be filled.
+    scale_inv = scale_inv.float().masked_fill(bad, torch.nan).to(scale_inv.dtype)
+    return Scales(scale.masked_fill(bad, torch.nan), scale_inv, global_scale_inv)
+
+
+def with_inverse(scale: torch.Tensor) -> Scales:
+    """Scales of one level and their inverses, both float32."""
+    # By way of float64: Triton's float32 division, which compiled code on CUDA takes, is off by an ulp at times.
+    return Scales(scale, scale.double().reciprocal().float(), None)
+
+
+def scale_from_amax(amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
+    """The rule from amax to a scale of one level: ``format.max / amax``, and 1 for a tile that is all zero.
+
+    Args:
+        amax: float32, any shape, finite.
+        format: the format to cast to.
+
+    Returns:
+        float32 scales of the same shape, finite and with a finite inverse.
+
+    Numerics:
+        Divided in float64 and rounded once to float32, so that eager and compiled code agree to the bit.
+        Powers of two are rounded down by clearing the mantissa, which is exact where ``exp2(floor(log2()))``
+        is not.
+    """
+    scale = torch.div(torch.full_like(amax, format.max, dtype=torch.float64), amax)
+    scale = scale.clamp(max=largest_scale()).float()
+    if format.scale_rule.is_power_of_2:
+        scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def scale_with_margin(amax: torch.Tensor, format: Float8Format, margin: float) -> torch.Tensor:
+    """``scale_from_amax`` of an amax ``2**margin`` times as large, which float64 holds; never 0."""
+    return scale_from_amax(amax.double() * 2.0**margin, format).clamp(min=smallest_scale())
+
+
+def scale_now(prior: PriorScale, amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
+    """The scale to cast with, of the prior scale and the current amax.
+
+    Args:
+        prior: the scale; where there is none the current amax makes it.
+        amax: float32, finite, of ``prior.scale``'s shape.
+        format: the format to cast to.
+
+    Returns:
+        float32 scales, positive, finite and with a finite inverse.
+    """
+    scale = prior.scale
+    if not prior.is_known:
+        scale = torch.where(prior.scale == 0, scale_with_margin(amax, format, prior.margin), prior.scale)
+    if not prior.covers:
+        return scale
+    return torch.where(amax == 0, scale, torch.minimum(scale, scale_from_amax(amax, format)))
+
+
+def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
+    """Take an amax into the largest of those before it; one that is not finite is remembered as that and left out.
+
+    Args:
+        amax: float32, one element, not negative.
+        staged: float32, (), not negative; in place.
+        met: float32, (): becomes 1 where ``amax`` is not finite; in place.
+    """
+    finite = amax.isfinite().view(())
+    staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
+    met.copy_(torch.maximum(met, (~finite).float()))

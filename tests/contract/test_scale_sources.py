@@ -1,0 +1,156 @@
+"""The contract of a ScaleSource: every source by every recipe, parts of a matrix, kept amaxes, eager and compiled."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import f8sub
+from f8sub.formats import ALL, Operand, Tile
+from f8sub.kernels.block_scales import unflat
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import CURRENT, GivenScale, PriorScale, ScaleSource
+from f8sub.scaling_state import OPERANDS, ScalingState
+from tests import oracle
+from tests.compiling import Compiler
+from tests.data_sets import generator, lognormal, row_outliers
+from tests.specs import spec_of
+
+SHAPE, PART = (512, 768), 256
+RECIPES = [name for name in oracle.RECIPES if name != "nvfp4"]
+"""All whose scales and codes are those of single tiles: two levels and packed codes reach over parts."""
+INF, NAN = float("inf"), float("nan")
+
+
+def state(scale: float = 0.0) -> ScalingState:
+    made = ScalingState(f8sub.get_recipe("delayed"), torch.device("cpu"))
+    made.scale.fill_(scale)
+    return made
+
+
+def given(scale: float) -> GivenScale:
+    return GivenScale(PriorScale(torch.full((1, 1), scale), 0.0, covers=False))
+
+
+def delayed(scale: float) -> ScaleSource:
+    return state(scale).sources(stage=False, frozen=False).x
+
+
+WITH_A_PRIOR: dict[str, Callable[[float], ScaleSource]] = {"given": given, "delayed": delayed}
+
+
+def of_the_whole(whole: torch.Tensor, dim: int, start: int) -> Callable[[torch.Tensor, Tile], torch.Tensor]:
+    """Amaxes of the part of a matrix that begins at ``start``, by numpy of all of it."""
+
+    def reduce(amax: torch.Tensor, tile: Tile) -> torch.Tensor:
+        edges = tuple(None if edge == ALL else edge for edge in (tile.rows, tile.cols))
+        found = torch.from_numpy(oracle._largest_of_tiles(abs(oracle.to_numpy(whole)), edges)).float()
+        if edges[dim] is not None:
+            found = found.narrow(dim, start // edges[dim], amax.shape[-2 + dim])
+        return found.expand(amax.shape).clone()
+
+    return reduce
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_part_under_the_amaxes_of_the_whole_has_the_codes_of_the_whole(recipe, dim):
+    whole = row_outliers(SHAPE, generator(1))
+    for name in OPERANDS:
+        formats = f8sub.get_recipe(recipe).formats(name)
+        if formats == (None, None):
+            continue
+        expected = quantize(whole, *formats)
+        for start in range(0, SHAPE[dim], PART):
+            part = whole.narrow(dim, start, PART).contiguous()
+            found = quantize(part, *formats, CURRENT.over(of_the_whole(whole, dim, start)))
+            for operand, right, along in (
+                (found.rowwise, expected.rowwise, dim),
+                (found.columnwise, expected.columnwise, 1 - dim),
+            ):
+                assert (operand is None) == (right is None)
+                if operand is not None:
+                    cut = right.data.narrow(along, start, PART).view(torch.uint8)
+                    assert torch.equal(operand.data.view(torch.uint8), cut)
+
+
+@pytest.mark.parametrize("source", WITH_A_PRIOR)
+@pytest.mark.parametrize("operand", ["x", "dy"])
+def test_a_prior_scale_is_used_whatever_the_matrix_is(source, operand):
+    row, col = f8sub.get_recipe("delayed").formats(operand)
+    spec = spec_of(row)
+    x = lognormal((48, 64), generator(2))
+    for scale in (0.37, 64.0):
+        made = quantize(x, row, col, WITH_A_PRIOR[source](scale))
+        exact = (oracle.to_numpy(x).astype("float32") * scale).clip(
+            -oracle.MAX[spec.format], oracle.MAX[spec.format]
+        )
+        codes = oracle.nearest_code(exact.astype("float64"), spec.format)
+        assert (made.rowwise.data.view(torch.uint8).numpy() == codes).all()
+        assert (made.columnwise.data.view(torch.uint8).numpy() == codes.T).all()
+        assert made.rowwise.scale_inv.item() == pytest.approx(1 / scale, rel=1e-7)
+        assert made.amax.item() == x.abs().max().item()
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("source", WITH_A_PRIOR)
+def test_what_is_not_finite_shows_in_the_amax_and_in_place(source, bad):
+    row, _ = f8sub.get_recipe("delayed").formats("x")
+    x = lognormal((16, 32), generator(3))
+    x[3, 5] = bad
+    made = quantize(x, row, None, WITH_A_PRIOR[source](1.0))
+    assert not made.amax.isfinite()
+    wrong = made.rowwise.data.float().isnan()
+    assert wrong[3, 5]
+    assert wrong.sum() == 1
+
+
+def test_current_scales_have_no_amax_to_keep():
+    row, col = f8sub.get_recipe("tensorwise").formats("x")
+    assert quantize(lognormal((16, 32), generator(4)), row, col).amax is None
+
+
+def test_a_history_is_staged_in_training_alone_and_frozen_layers_use_the_current_amax():
+    row, _ = f8sub.get_recipe("delayed").formats("x")
+    history, x = state(0.5), lognormal((16, 32), generator(5))
+    for stage in (False, True):
+        source = history.sources(stage=stage, frozen=False).x
+        source.keep(quantize(x, row, None, source).amax)
+        assert history.history_x[0] == (x.abs().max() if stage else 0)
+    frozen = quantize(x, row, None, history.sources(stage=True, frozen=True).x)
+    assert frozen.rowwise.scale_inv.item() != 2.0
+    assert history.sources(stage=True, frozen=True).w.prior().scale.item() == 0.5
+
+
+def test_siblings_have_equal_keys_as_long_as_their_x_was_the_same():
+    one, other = state(0.5), state(0.5)
+    keys = [[each.sources(stage=True, frozen=False).x for each in (one, other)]]
+    assert keys[0][0].key == keys[0][1].key
+    for each in (one, other):
+        each.sources(stage=True, frozen=False).x.keep(torch.ones(1, 1), 7)
+    assert one.sources(stage=True, frozen=False).x.key == other.sources(stage=True, frozen=False).x.key
+    one.sources(stage=True, frozen=False).x.keep(torch.ones(1, 1), 8)
+    assert one.sources(stage=True, frozen=False).x.key != other.sources(stage=True, frozen=False).x.key
+
+
+@pytest.mark.parametrize("recipe", oracle.RECIPES)
+def test_compiled_in_one_graph_with_a_source_that_is_made_anew(recipe):
+    formats = f8sub.get_recipe(recipe).formats("dy")
+    if formats == (None, None):
+        formats = f8sub.get_recipe(recipe).formats("w")
+    history = state(0.5) if recipe == "delayed" else None
+
+    def made(x: torch.Tensor) -> list[list[torch.Tensor]]:
+        source = CURRENT if history is None else history.sources(stage=False, frozen=False).dy
+        found = quantize(x, *formats, source)
+        return [list(operand.tensors) for operand in found[:2] if operand is not None]
+
+    compiler = Compiler()
+    compiled = torch.compile(made, backend=compiler, fullgraph=True, dynamic=False)
+    for seed in range(3):
+        x = lognormal((256, 256), generator(seed))
+        for format, found, right in zip(filter(None, formats), compiled(x), made(x), strict=True):
+            in_order = unflat(Operand.of(format, *found)).tensors
+            for ours, theirs in zip(in_order, right, strict=True):
+                assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+    assert compiler.graphs == 1

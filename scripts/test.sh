@@ -41,7 +41,7 @@ run_lane() {  # name, arguments of pytest
     F8SUB_TEST_LANE=$name $python -m pytest -q "${selection[@]}" "$@" 2>&1 | tee "$logs/$name" |
         while IFS= read -r line; do printf '%s\n' "$line"; done
 }
-with_ranks=(tests/dist tests/faults tests/recipes tests/titan)
+with_ranks=(tests/dist tests/recipes tests/titan)
 run_lane ranks "${with_ranks[@]}" &
 ranks=$!
 status=0

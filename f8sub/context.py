@@ -3,13 +3,13 @@
 The contexts are ``f8sub.autocast``'s, one stack a thread. Backward uses what its forward captured, so contexts matter
 to forwards alone. Activation checkpointing repeats forwards inside backward, when their context has been left:
 ``torch.utils.checkpoint`` restores ``torch.autocast`` and knows nothing of ours. A context that was entered inside the
-checkpointed function is entered again; without one such a forward finds the node that the original left in the graph
-that is being executed, and uses its plan.
+checkpointed function is entered again. Without one such a forward finds the node that the original left in the graph
+that is being executed, and uses its plan. A reentrant checkpoint leaves no node: there a context around it is an error
+in backward.
 """
 
 import threading
 import weakref
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +101,7 @@ def plan_in_use(layer: "Float8Linear") -> Plan:
 
     Raises:
         Float8ConfigError: the context's recipe cannot be used with the layer's weight as it was gathered or on the
-            layer's device; or the forward repeats several that used different plans, and which one cannot be told.
+            layer's device; or the forward repeats one that may have used another plan.
     """
     innermost = _entry.innermost
     if not torch.compiler.is_compiling():
@@ -177,8 +177,7 @@ class _Record:
         self._converted = layer.converted
         self._nodes: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()
         self._changes = -1
-        self._pending: Counter[Plan] = Counter()
-        self._repeated: set[Plan] = set()
+        self._without_graph: set[Plan] = set()
 
     def of_graph(self, node: Any, plan: Plan) -> None:
         """Remember a forward by its node, for as long as its graph lives."""
@@ -186,32 +185,26 @@ class _Record:
             self._nodes[node] = plan
 
     def without_graph(self, plan: Plan) -> None:
-        """Remember a forward without a graph (reentrant checkpointing) until it is repeated or the weights change."""
+        """Remember a forward without a graph, of reentrant checkpointing maybe, until the weights change."""
         with _lock:
-            if self._changes != self._converted.changes:
-                self._changes = self._converted.changes
-                self._pending.clear()
-            if not self._pending:
-                self._repeated.clear()
-            self._pending[plan] += 1
+            self._forget_old()
+            self._without_graph.add(plan)
 
-    def repeat(self) -> set[Plan]:
-        """Plans that a forward may have that begins now, to repeat another one.
-
-        Those of the forwards whose graph is being executed. Where there are none such, those of the forwards that made
-        no graph: of the ones still to be repeated, or of those that were, if a backward pass is run twice.
-        """
+    def executed(self) -> set[Plan]:
+        """Plans of the forwards whose graph is being executed."""
         with _lock:
-            executed = {plan for node, plan in self._nodes.items() if is_executed(node)}
-            if executed:
-                return executed
-            pending = set(self._pending)
-            if len(pending) == 1:
-                (plan,) = pending
-                self._repeated.add(plan)
-                self._pending[plan] -= 1
-                self._pending += Counter()  # without zeros
-            return pending or set(self._repeated)
+            return {plan for node, plan in self._nodes.items() if is_executed(node)}
+
+    def others(self, own: Plan) -> set[Plan]:
+        """Plans but ``own`` of forwards without a graph since the weights changed."""
+        with _lock:
+            self._forget_old()
+            return self._without_graph - {own}
+
+    def _forget_old(self) -> None:
+        if self._changes != self._converted.changes:
+            self._changes = self._converted.changes
+            self._without_graph.clear()
 
 
 _records: weakref.WeakKeyDictionary["Float8Linear", _Record] = weakref.WeakKeyDictionary()
@@ -245,12 +238,16 @@ def remember(layer: "Float8Linear", plan: Plan, y: torch.Tensor) -> None:
 
 
 def _plan_of_repeated(layer: "Float8Linear") -> Plan:
-    plans = _record_of(layer).repeat()
-    if len(plans) > 1:
-        names = ", ".join(sorted(plan.recipe.name for plan in plans))
-        raise Float8ConfigError(
-            f"{layer.fqn}: its forward is repeated inside backward by activation checkpointing, and it ran with "
-            f"several recipes before ({names}), so which one to repeat cannot be told. Enter f8sub.autocast inside "
-            "the checkpointed function"
-        )
-    return plans.pop() if plans else layer.plan
+    record = _record_of(layer)
+    plans = record.executed()
+    if len(plans) == 1:
+        return plans.pop()
+    plans = plans or record.others(layer.plan)
+    if not plans:
+        return layer.plan
+    names = ", ".join(sorted(plan.recipe.name for plan in plans))
+    raise Float8ConfigError(
+        f"{layer.fqn}: its forward is repeated inside backward by activation checkpointing, and a context around the "
+        f"checkpointed function had it run with other recipes before ({names}). Enter f8sub.autocast inside the "
+        "checkpointed function"
+    )

@@ -1,4 +1,4 @@
-"""Recipe contexts and activation checkpointing: a repeated forward computes as it first ran, to the bit."""
+"""Recipe contexts and activation checkpointing: a repeated forward computes as it first ran, to the bit, or raises."""
 
 import pytest
 import torch
@@ -23,18 +23,38 @@ def checkpointed(reentrant: bool, *contexts: f8sub.autocast):
     return run
 
 
-@REENTRANT
 @on_each_recipe
-def test_a_repeated_forward_uses_the_context_of_the_first(recipe, reentrant):
+def test_a_repeated_forward_uses_the_context_of_the_first(recipe):
     expected = results(block(recipe))
     for around in (None, f8sub.autocast(enabled=False)):
-        found = results(block(), checkpointed(reentrant, f8sub.autocast(recipe)), around)
+        found = results(block(), checkpointed(False, f8sub.autocast(recipe)), around)
         assert same(found, expected)
 
 
-@REENTRANT
+OUTSIDE = r"gate: .*repeated inside backward.*\({}\).*inside the checkpointed function"
+
+
+@pytest.mark.parametrize("recipe", [OTHER, "blockwise"])
+def test_a_context_around_a_reentrant_checkpoint_is_an_error_in_backward_until_the_weights_change(recipe):
+    model, x = block(), x_of(M, K)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    y = checkpointed(True, f8sub.autocast(recipe))(model, x)
+    for _ in range(2):
+        with pytest.raises(f8sub.Float8ConfigError, match=OUTSIDE.format(recipe)):
+            y.backward(dy_of(y), retain_graph=True)
+    model.zero_grad()
+    optimizer.step()
+    twin = f8sub.convert_to_float8(seed_weights(Block()), recipe=OWN)
+    twin.load_state_dict(model.state_dict())
+    assert same(results(model, checkpointed(True)), results(twin))
+
+
+def test_a_reentrant_checkpoint_in_a_context_of_the_layers_own_recipe():
+    assert same(results(block(), checkpointed(True, f8sub.autocast(OWN))), results(block()))
+
+
 @on_each_recipe
-def test_a_repeated_forward_whose_layer_backward_begins_with(recipe, reentrant):
+def test_a_repeated_forward_whose_layer_backward_begins_with(recipe):
     """As the last layer of a pipeline's stage is: the engine does not count the node that it begins with."""
 
     def layers(recipe: str) -> nn.Module:
@@ -42,7 +62,7 @@ def test_a_repeated_forward_whose_layer_backward_begins_with(recipe, reentrant):
             seed_weights(nn.Sequential(nn.Linear(K, N), nn.Linear(N, K))), recipe=recipe
         )
 
-    found = results(layers(OWN), checkpointed(reentrant, f8sub.autocast(recipe)))
+    found = results(layers(OWN), checkpointed(False, f8sub.autocast(recipe)))
     assert same(found, results(layers(recipe)))
 
 
@@ -92,60 +112,24 @@ def test_microbatches_of_several_contexts_are_told_apart_by_their_graphs():
         assert same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
-AMBIGUOUS = r"gate: .*repeated inside backward.*rowwise, tensorwise.*inside the checkpointed function"
-
-
 def test_several_contexts_in_one_graph_cannot_be_told_apart():
     model, x = block(), x_of(M, K)
     with f8sub.autocast(OTHER):
         y = checkpoint(model, x, use_reentrant=False)
     y = y + checkpoint(model, x, use_reentrant=False)
-    with pytest.raises(f8sub.Float8ConfigError, match=AMBIGUOUS):
+    with pytest.raises(f8sub.Float8ConfigError, match=OUTSIDE.format("rowwise, tensorwise")):
         y.backward(dy_of(y))
 
 
-def test_reentrant_checkpoints_of_several_contexts_cannot_be_told_apart_before_the_weights_change():
+def test_evaluation_in_a_context_does_not_stop_a_reentrant_checkpoint():
     model, x = block(), x_of(M, K)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    y = checkpointed(True, f8sub.autocast(OTHER))(model, x) + checkpointed(True)(model, x)
-    with pytest.raises(f8sub.Float8ConfigError, match=AMBIGUOUS):
-        y.backward(dy_of(y))
-    optimizer.step()
-    twin = f8sub.convert_to_float8(seed_weights(Block()), recipe=OTHER)
-    twin.load_state_dict(model.state_dict())
-    assert same(results(model, checkpointed(True, f8sub.autocast(OTHER))), results(twin))
-
-
-def test_reentrant_checkpoints_whose_backward_is_over_make_no_later_one_ambiguous():
-    """Of other contexts, of several forwards under way, and of a backward pass that runs twice."""
-    model = block()
-    for recipe in (OTHER, OWN, OTHER):
-        run = checkpointed(True, f8sub.autocast(recipe))
-        assert same(results(model, run), results(block(recipe)))
-        model.zero_grad()
-        y, z, x = run(model, x_of(M, K)), run(model, x_of(M, K, seed=5)), x_of(M, K)
-        z.backward(dy_of(z))
-        y.backward(dy_of(y))
-        model.zero_grad()
-        y = run(model, x)
-        for _ in range(2):
-            y.backward(dy_of(y), retain_graph=True)
-        alone, twice = results(block(recipe)), [p.grad for p in model.parameters()]
-        assert same([y, x.grad / 2, *(grad / 2 for grad in twice)], alone)
-        model.zero_grad()
-
-
-def test_evaluation_between_does_not_make_reentrant_checkpoints_ambiguous():
-    model, x = block(), x_of(M, K)
-    run = checkpointed(True, f8sub.autocast(OTHER))
-    y = run(model, x)
+    y = checkpointed(True)(model, x)
     model.eval()
-    with torch.no_grad(), f8sub.autocast(enabled=False):
+    with torch.no_grad(), f8sub.autocast(OTHER):
         model(x)
     model.train()
     y.backward(dy_of(y))
-    expected = results(block(OTHER))
-    assert same([y, x.grad, *(p.grad for p in model.parameters())], expected)
+    assert same([y, x.grad, *(p.grad for p in model.parameters())], results(block()))
 
 
 def test_nothing_is_remembered_where_no_context_was_entered(monkeypatch):

@@ -187,7 +187,9 @@ class _Record:
     def without_graph(self, plan: Plan) -> None:
         """Remember a forward without a graph, of reentrant checkpointing maybe, until the weights change."""
         with _lock:
-            self._forget_old()
+            if self._changes != self._converted.changes:
+                self._changes = self._converted.changes
+                self._without_graph.clear()
             self._without_graph.add(plan)
 
     def executed(self) -> set[Plan]:
@@ -196,15 +198,13 @@ class _Record:
             return {plan for node, plan in self._nodes.items() if is_executed(node)}
 
     def others(self, own: Plan) -> set[Plan]:
-        """Plans but ``own`` of forwards without a graph since the weights changed."""
-        with _lock:
-            self._forget_old()
-            return self._without_graph - {own}
+        """Plans but ``own`` of forwards without a graph.
 
-    def _forget_old(self) -> None:
-        if self._changes != self._converted.changes:
-            self._changes = self._converted.changes
-            self._without_graph.clear()
+        Those from before the weights changed are forgotten with the next such forward, not here: an optimizer may have
+        stepped some of the weights in this very backward.
+        """
+        with _lock:
+            return self._without_graph - {own}
 
 
 _records: weakref.WeakKeyDictionary["Float8Linear", _Record] = weakref.WeakKeyDictionary()
@@ -221,7 +221,7 @@ def remember(layer: "Float8Linear", plan: Plan, y: torch.Tensor) -> None:
     """Remember the forward that made ``y``, if it may be repeated where its context is not entered again.
 
     Args:
-        layer: that ran in it, alone or with others.
+        layer: that ran.
         plan: that it used.
         y: what the forward's one node returned.
     """
@@ -248,6 +248,6 @@ def _plan_of_repeated(layer: "Float8Linear") -> Plan:
     names = ", ".join(sorted(plan.recipe.name for plan in plans))
     raise Float8ConfigError(
         f"{layer.fqn}: its forward is repeated inside backward by activation checkpointing, and a context around the "
-        f"checkpointed function had it run with other recipes before ({names}). Enter f8sub.autocast inside the "
+        f"checkpointed function had it run with {names} before. Enter f8sub.autocast inside the "
         "checkpointed function"
     )

@@ -16,7 +16,7 @@ from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT_SOURCES, ScaleSource, Sources
+from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.layers import ConvertedLayers
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.saved_input import AUTO, GemmInput, Kept, as_matrix, present, quantize_x, x_columnwise
@@ -267,7 +267,7 @@ class _Float8Matmul(torch.autograd.Function):
         ctx.save_for_backward(w, *saved)
         ctx.plan, ctx.dtype, ctx.sources = plan, dtype, sources
         ctx.w_row = None
-        if isinstance(w, MasterWeight) and sources.w.reduce is None:
+        if isinstance(w, MasterWeight) and not sources.distributed:
             ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -291,7 +291,7 @@ class _Float8Matmul(torch.autograd.Function):
         after = small_part_of(matrix, dy_row or dy_col if is_current else None)
         dx = dw = dbias = None
         if need_dx:
-            w_col = weight_columnwise(w, ctx.w_row, plan, dtype, after, sources.w)
+            w_col = weight_columnwise(w, ctx.w_row, plan, dtype, after, sources)
             dx = gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
@@ -313,8 +313,8 @@ def fprop(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Kept]:
     """``y`` of ``x``'s leading dims, and what ``quantize_x`` saves of ``x``."""
     recipe = plan.recipe
-    x_row, saved, kept = quantize_x(x, as_matrix(x, dtype), plan, sources.x, keep_x)
-    w_row = weight_rowwise(w, recipe.fprop.b, dtype, sources.w)
+    x_row, saved, kept = quantize_x(x, as_matrix(x, dtype), plan, sources, keep_x)
+    w_row = weight_rowwise(w, recipe.fprop.b, dtype, sources)
     y = gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
     if bias is not None:
         y = y + bias.to(dtype)
@@ -337,7 +337,7 @@ def gemm(
 
 
 def weight_rowwise(
-    w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, source: ScaleSource
+    w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, sources: Sources
 ) -> GemmInput:
     """``w``'s rowwise operand: as gathered, as cast last, or cast now; high precision where ``format`` is None.
 
@@ -345,7 +345,7 @@ def weight_rowwise(
         w: (N, K): unsharded by FSDP2 in float8, a master weight, or a plain tensor gathered in high precision.
         format: fprop's format of w.
         dtype: the GEMM's high-precision dtype; a weight is rounded to it before it is cast.
-        source: of the scale; a weight that was gathered in float8 has its scale already.
+        sources: of the call; a weight that was gathered in float8 has its scale already.
     """
     if isinstance(w, Float8Tensor):
         return w.dequantize().to(dtype) if format is None else present(w.rowwise)
@@ -353,9 +353,9 @@ def weight_rowwise(
         return primary_rowwise(w, format, dtype)
     if format is None:
         return w.to(dtype)
-    if isinstance(w, MasterWeight) and source.reduce is None:
-        return rowwise_of(w, format, dtype, None, source)
-    return quantize_rowwise(_plain(w, dtype), format, source)
+    if isinstance(w, MasterWeight) and not sources.distributed:
+        return rowwise_of(w, format, dtype, None, sources.w)
+    return quantize_rowwise(_plain(w, dtype), format, sources.w)
 
 
 def weight_columnwise(
@@ -364,7 +364,7 @@ def weight_columnwise(
     plan: Plan,
     dtype: torch.dtype,
     after: torch.Tensor,
-    source: ScaleSource,
+    sources: Sources,
 ) -> GemmInput:
     """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees.
 
@@ -379,11 +379,11 @@ def weight_columnwise(
         operand = w_row
     else:
         operand = (
-            present(w.rowwise) if isinstance(w, Float8Tensor) else weight_rowwise(w, rowwise, dtype, source)
+            present(w.rowwise) if isinstance(w, Float8Tensor) else weight_rowwise(w, rowwise, dtype, sources)
         )
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, after, plan.any_layout)
-    return present(quantize(_plain(operand, dtype), None, columnwise, source).columnwise)
+    return present(quantize(_plain(operand, dtype), None, columnwise, sources.w).columnwise)
 
 
 def _plain(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,7 +23,7 @@ from f8sub.backends import Plan
 from f8sub.formats import Float8Format, Operand, why_not_derivable
 from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource
+from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource, Sources
 from f8sub.recipe import Recipe
 from f8sub.shared_input import quantize_input
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -77,28 +77,31 @@ def reencodes(recipe: Recipe) -> bool:
 
 
 def quantize_x(
-    x: torch.Tensor, matrix: torch.Tensor, plan: Plan, source: ScaleSource, keep_x: str | None
+    x: torch.Tensor, matrix: torch.Tensor, plan: Plan, sources: Sources, keep_x: str | None
 ) -> tuple[GemmInput, tuple[torch.Tensor, ...], Kept]:
     """What fprop reads of ``x``, what is saved of it for wgrad, and how that is to be read.
 
     Args:
         x: what the layer was called with.
-        matrix: (M, K), ``x`` flattened and in the GEMM's high-precision dtype; see ``as_matrix``. Where x came in
-            float8 a Float8Tensor with the rowwise operand that the recipe reads.
+        matrix: (M, K), ``x`` flattened and in the GEMM's high-precision dtype; see ``as_matrix``. Of a distributed x
+            that came in float8 a Float8Tensor with the rowwise operand that the recipe reads.
         plan: of the call.
-        source: of the scales.
+        sources: of the call.
         keep_x: one of ``KEEP_X``; None where there will be no wgrad.
     """
-    if isinstance(matrix, Float8Tensor):
-        received = present(matrix.rowwise)
-        return received, () if keep_x is None else received.tensors, _RECEIVED
     rowwise, columnwise = plan.recipe.fprop.a, plan.recipe.wgrad.b
+    if sources.distributed and isinstance(matrix, Float8Tensor):
+        received = present(matrix.rowwise)
+        if columnwise is None:
+            return received, () if keep_x is None else (matrix,), Kept(HIGH_PRECISION)
+        return received, () if keep_x is None else received.tensors, _RECEIVED
     how = keep_x
     if keep_x == AUTO:
         free = is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
         how = HIGH_PRECISION if free else FLOAT8
     formats = rowwise, columnwise if how == FLOAT8 else None
-    made = quantize_input(x, matrix, formats, source, plan.any_layout)
+    source = sources.x
+    made = quantize_input(x, matrix, formats, source, plan.any_layout, is_shared=not sources.distributed)
     row = made.rowwise
     if how is None:
         return row or matrix, (), CODES
@@ -141,7 +144,8 @@ def x_columnwise(
     """
     format = plan.recipe.wgrad.b
     if format is None:
-        return saved[0].t()
+        (x,) = saved
+        return x.dequantize().t() if isinstance(x, Float8Tensor) else x.t()
     if kept.how == FLOAT8:
         return Operand.of(format, *saved)
     if kept.how == RECOMPUTE:

@@ -195,7 +195,7 @@ class ScalingStates(torch.nn.ModuleList):
 
 
 class DelayedScales(NamedTuple):
-    """The ``ScaleSource`` of one operand of a layer with delayed scaling.
+    """The ``LayerSource`` of one operand of a layer with delayed scaling.
 
     Attributes:
         state: the layer's.

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from f8sub.formats import Float8Format
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
-from f8sub.kernels.scales import ScaleSource
+from f8sub.kernels.scales import LayerSource
 from f8sub.torch_compat import saved_tensors_hook
 
 Formats = tuple[Float8Format | None, Float8Format | None]
@@ -97,7 +97,13 @@ def _scope_of(x: torch.Tensor) -> _Scope | None:
 
 
 def quantize_input(
-    x: torch.Tensor, matrix: torch.Tensor, formats: Formats, source: ScaleSource, any_layout: bool
+    x: torch.Tensor,
+    matrix: torch.Tensor,
+    formats: Formats,
+    source: LayerSource,
+    any_layout: bool,
+    *,
+    is_shared: bool = True,
 ) -> Quantized:
     """Both operands of ``matrix``, or those of an earlier sibling that was given the same ``x``.
 
@@ -109,8 +115,9 @@ def quantize_input(
         formats: (rowwise, columnwise); None for a usage nobody reads.
         source: of the scales.
         any_layout: see ``reference.quantize``.
+        is_shared: whether siblings may have been given the same ``x``, and every write to it counts a version.
     """
-    scope = None if source.reduce is not None else _scope_of(x)
+    scope = _scope_of(x) if is_shared else None
     key = scope and (matrix.dtype, formats, any_layout, source.key)
     if scope is not None and scope.knows(x, key):
         made, event = scope.made, scope.event

@@ -160,7 +160,7 @@ class Places(NamedTuple):
             cut if cut is not None and _reaches_over(plan.number, layer.fqn, name, *cut[:3]) else None
             for name, cut in zip(OPERANDS, self._cuts(weight), strict=True)
         )
-        of_x, of_w, of_dy = sources
+        of_x, of_w, of_dy, _ = sources
         if x_cut is not None:
             of_x = of_x.over(x_cut.across)
         if w_cut is not None:
@@ -168,7 +168,7 @@ class Places(NamedTuple):
             of_w = of_w.over(w_cut.across if compiling else _ReducedOnce(w_cut, []).across)
         if dy_cut is not None:
             of_dy = of_dy.over(dy_cut.across)
-        return Sources(of_x, of_w, of_dy)
+        return Sources(of_x, of_w, of_dy, distributed=True)
 
     def _cuts(self, weight: DTensor) -> Cuts:
         mesh, (rows, cols) = self.mesh, weight.shape

@@ -20,7 +20,7 @@ from f8sub.context import contexts, plan_in_use
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, why_not_derivable
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT_SOURCES, ScaleSource
+from f8sub.kernels.scales import CURRENT_SOURCES, LayerSource
 from f8sub.linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.spread import Cut
@@ -228,7 +228,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: DTensor, format: Float8Format, dtype: torch.dtype, source: ScaleSource
+        ctx: Any, x: DTensor, format: Float8Format, dtype: torch.dtype, source: LayerSource
     ) -> DTensor:
         ctx.placements = x.placements
         local = x._local_tensor.to(dtype)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-WHOLE, RAGGED, LONG = (8192, 4096), (8208, 4112), (8192, 28672)
-"""Of whole tiles, of rows that begin at multiples of 16 bytes only, and of rows that no program holds."""
+WHOLE, RAGGED = (8192, 4096), (8208, 4112)
+"""Of whole tiles, and of rows that begin at multiples of 16 bytes only."""
 
 INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = {
@@ -54,7 +54,7 @@ class Case:
     @property
     def words(self) -> str:
         """What it is, in words."""
-        kind = {RAGGED: ", ragged", LONG: ", long rows"}.get(self.shape, "")
+        kind = ", ragged" if self.shape == RAGGED else ""
         return f"{self.name} {self.dtype} {self.usages}{kind}"
 
     def launches(self) -> list[Launch]:

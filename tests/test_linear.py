@@ -249,3 +249,17 @@ def test_backends_are_those_of_the_device_it_is_called_on():
     assert layer.plan.device.type == "cpu"
     layer.plan = away
     assert layer.to(torch.bfloat16).plan.device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore::f8sub.Float8Warning")
+@pytest.mark.parametrize("sent", ["rowwise", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed", "rowwise_with_gw_hp"])
+def test_an_x_in_float8_is_read_by_its_values(recipe, sent):
+    x = f8sub.quantize(x_of(M, K).detach(), sent)
+    results = []
+    for given in (x, x.dequantize()):
+        layer = made(recipe)
+        y = layer(given)
+        y.backward(dy_of(y))
+        results.append([y, layer.weight.grad])
+    assert all(torch.equal(found, right) for found, right in zip(*results, strict=True))

@@ -137,8 +137,8 @@ class AmaxTable:
         first, last = shards[0].amax, shards[-1].amax
         part = slice(first.storage_offset(), last.storage_offset() + last.numel())
         states = [shard.state for shard in shards if shard.state is not None]
-        past = prior_of_weights(states, _SLOT) if states else None
-        self._write(shards[0], self.amax[part], self._scale[part], self._scale_inv[part], past)
+        prior = prior_of_weights(states, _SLOT) if states else None
+        self._write(shards[0], self.amax[part], self._scale[part], self._scale_inv[part], prior)
 
     def _write(
         self,
@@ -146,15 +146,15 @@ class AmaxTable:
         amax: torch.Tensor,
         scale: torch.Tensor,
         scale_inv: torch.Tensor,
-        past: PriorScale | None,
+        prior: PriorScale | None,
     ) -> None:
         if many.takes_amaxes(amax, shard.format, shard.dtype):
             with fused.device_of(amax):
-                many.scales(amax, past, scale, scale_inv, shard.format, shard.dtype).run()
+                many.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()
             return
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
         rounded = amax.to(shard.dtype).float()
-        made = scales_or_nan(rounded, shard.format, past)
+        made = scales_or_nan(rounded, shard.format, prior)
         scale.copy_(made.scale)
         with _unsafe_preserve_version_counter(scale_inv):
             scale_inv.copy_(made.scale_inv)

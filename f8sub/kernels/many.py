@@ -73,7 +73,7 @@ def takes_amaxes(amax: torch.Tensor, format: Float8Format, through: torch.dtype)
 
 def scales(
     amax: torch.Tensor,
-    past: PriorScale | None,
+    prior: PriorScale | None,
     scale: torch.Tensor,
     scale_inv: torch.Tensor,
     format: Float8Format,
@@ -83,13 +83,13 @@ def scales(
 
     Args:
         amax: float32, not negative; is rounded to ``through``.
-        past: scales of ``amax``'s size that cover it; None for current scaling.
+        prior: scales of ``amax``'s size that cover it; None for current scaling.
         scale: float32, of ``amax``'s size, contiguous; is written.
         scale_inv: likewise.
         format: see ``takes_amaxes``.
         through: likewise.
     """
-    launch: Launch = _launches().scales(amax, past, scale, scale_inv, format, through)
+    launch: Launch = _launches().scales(amax, prior, scale, scale_inv, format, through)
     return launch
 
 

@@ -25,7 +25,8 @@ class Quantized(NamedTuple):
     Attributes:
         rowwise: the operand stored as the matrix; None where it was not asked for.
         columnwise: the operand stored as its transpose; likewise.
-        amax: float32, (1, 1), the largest magnitude, infinity or NaN where an element is; None without a prior scale.
+        amax: float32, (1, 1), the largest magnitude, infinity or NaN where an element is; None without a
+            prior scale or without a usage.
     """
 
     rowwise: Operand | None

@@ -50,7 +50,7 @@ class PriorScale(NamedTuple):
     """A scale that was made before the matrix was known.
 
     Attributes:
-        scale: float32; 0 where there is none yet.
+        scale: float32, one entry a tile; 0 where there is none yet.
         margin: powers of two of headroom that a first scale leaves, which the current amax makes.
         covers: whether the scale is lowered to what the current amax needs, so that nothing saturates.
         is_known: whether ``scale`` is known not to be 0: then a cast need not wait for the current amax.
@@ -69,19 +69,23 @@ class ScaleSource(Protocol):
     def reduce(self) -> ReduceAmax | None:
         """Makes the amaxes of a part those of the whole matrix; None where ranks need not know of each other."""
 
+    def prior(self) -> PriorScale | None:
+        """The scale that was made before; None to make it of the current amax."""
+
+
+class LayerSource(ScaleSource, Protocol):
+    """The source of one operand in one call of a layer."""
+
     @property
     def key(self) -> Hashable:
-        """Sources with equal keys make equal scales of one matrix."""
+        """Sources without ``reduce`` whose keys are equal make equal scales of one matrix."""
 
     @property
     def generation(self) -> int:
         """Another number whenever the prior scale may be another."""
 
-    def over(self, reduce: ReduceAmax) -> "ScaleSource":
+    def over(self, reduce: ReduceAmax) -> "LayerSource":
         """The same for a part of a matrix."""
-
-    def prior(self) -> PriorScale | None:
-        """The scale that was made before; None to make it of the current amax."""
 
     def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
         """Take the amax of a matrix that was quantized with the prior scale.
@@ -118,30 +122,14 @@ class CurrentScales(NamedTuple):
 
 
 class GivenScale(NamedTuple):
-    """A scale that an earlier quantization of the same matrix had."""
+    """A scale that the caller has, as that of an earlier quantization of the same matrix."""
 
     value: PriorScale
     reduce: ReduceAmax | None = None
 
-    @property
-    def key(self) -> None:
-        """Equal for all of them."""
-
-    @property
-    def generation(self) -> int:
-        """It never changes."""
-        return 0
-
-    def over(self, reduce: ReduceAmax) -> "GivenScale":
-        """The same for a part of a matrix."""
-        return self._replace(reduce=reduce)
-
     def prior(self) -> PriorScale:
         """The scale."""
         return self.value
-
-    def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
-        """Nothing is kept: the earlier quantization did."""
 
 
 CURRENT = CurrentScales()
@@ -149,11 +137,20 @@ CURRENT = CurrentScales()
 
 
 class Sources(NamedTuple):
-    """Where the scales of x, w and dy come from in one call of a layer; made in its forward."""
+    """Where the scales come from in one call of a layer; made in its forward.
 
-    x: ScaleSource = CURRENT
-    w: ScaleSource = CURRENT
-    dy: ScaleSource = CURRENT
+    Attributes:
+        x: the source of x.
+        w: the source of w.
+        dy: the source of dy.
+        distributed: whether x and w are the local tensors of DTensors. Nobody counts all writes to those, so that no
+            codes of them are kept for a later call; and x may come in float8.
+    """
+
+    x: LayerSource = CURRENT
+    w: LayerSource = CURRENT
+    dy: LayerSource = CURRENT
+    distributed: bool = False
 
 
 CURRENT_SOURCES = Sources()

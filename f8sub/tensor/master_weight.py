@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT, ScaleSource
+from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
 from f8sub.tensor.cell import Cell, State
 from f8sub.torch_compat import is_capturing, tensors_in_storage
 
@@ -295,7 +295,7 @@ def rowwise_of(
     format: Float8Format,
     dtype: torch.dtype,
     through: torch.dtype | None = None,
-    source: ScaleSource = CURRENT,
+    source: LayerSource = CURRENT,
 ) -> Operand:
     """A master weight's rowwise operand, cast once and kept until the weight changes.
 

@@ -57,7 +57,7 @@ def first_step(trainer: Trainer, batch: Batch) -> tuple[float, dict[str, torch.T
 
 def floor_db(blocks: int) -> float:
     """The least SQNR of a gradient that went through so many blocks."""
-    return FLOOR_DB - 10 * math.log10(blocks)
+    return max(FLOOR_DB - 10 * math.log10(blocks), 1.0)
 
 
 def check(trainer: Trainer, batch: Batch, right: tuple[float, dict[str, torch.Tensor]]) -> dict[str, float]:

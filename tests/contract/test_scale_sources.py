@@ -9,8 +9,9 @@ import f8sub
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.block_scales import unflat
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT, GivenScale, PriorScale, ScaleSource
+from f8sub.kernels.scales import CURRENT, CurrentScales, GivenScale, LayerSource, PriorScale, ScaleSource
 from f8sub.scaling_state import OPERANDS, ScalingState
+from f8sub.shared_input import Formats
 from tests import oracle
 from tests.compiling import Compiler
 from tests.data_sets import generator, lognormal, row_outliers
@@ -32,7 +33,7 @@ def given(scale: float) -> GivenScale:
     return GivenScale(PriorScale(torch.full((1, 1), scale), 0.0, covers=False))
 
 
-def delayed(scale: float) -> ScaleSource:
+def delayed(scale: float) -> LayerSource:
     return state(scale).sources(stage=False, frozen=False).x
 
 
@@ -46,32 +47,56 @@ def of_the_whole(whole: torch.Tensor, dim: int, start: int) -> Callable[[torch.T
         edges = tuple(None if edge == ALL else edge for edge in (tile.rows, tile.cols))
         found = torch.from_numpy(oracle._largest_of_tiles(abs(oracle.to_numpy(whole)), edges)).float()
         if edges[dim] is not None:
-            found = found.narrow(dim, start // edges[dim], amax.shape[-2 + dim])
+            found = found.narrow(dim, start // edges[dim], amax.shape[dim - 2])
         return found.expand(amax.shape).clone()
 
     return reduce
 
 
+def check_parts(formats: Formats, source: LayerSource | GivenScale, dim: int) -> None:
+    """Every part, under the amaxes of the whole, has the codes and scales of the whole."""
+    whole = row_outliers(SHAPE, generator(1))
+    expected = quantize(whole, *formats, source)
+    for start in range(0, SHAPE[dim], PART):
+        part = whole.narrow(dim, start, PART).contiguous()
+        reduce = of_the_whole(whole, dim, start)
+        found = quantize(part, *formats, source._replace(reduce=reduce))
+        for operand, right, along in zip(found[:2], expected[:2], (dim, 1 - dim), strict=True):
+            assert (operand is None) == (right is None)
+            if operand is not None:
+                cut = right.data.narrow(along, start, PART).view(torch.uint8)
+                assert torch.equal(operand.data.view(torch.uint8), cut)
+                edge = (right.format.tile.rows, right.format.tile.cols)[along]
+                scales = (
+                    right.scale_inv
+                    if edge == ALL
+                    else right.scale_inv.narrow(along, start // edge, PART // edge)
+                )
+                assert torch.equal(operand.scale_inv.float(), scales.float())
+        assert found.amax is expected.amax is None or torch.equal(found.amax, expected.amax)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_part_under_the_amaxes_of_the_whole_has_the_codes_of_the_whole(recipe, dim):
-    whole = row_outliers(SHAPE, generator(1))
     for name in OPERANDS:
-        formats = f8sub.get_recipe(recipe).formats(name)
-        if formats == (None, None):
-            continue
-        expected = quantize(whole, *formats)
-        for start in range(0, SHAPE[dim], PART):
-            part = whole.narrow(dim, start, PART).contiguous()
-            found = quantize(part, *formats, CURRENT.over(of_the_whole(whole, dim, start)))
-            for operand, right, along in (
-                (found.rowwise, expected.rowwise, dim),
-                (found.columnwise, expected.columnwise, 1 - dim),
-            ):
-                assert (operand is None) == (right is None)
-                if operand is not None:
-                    cut = right.data.narrow(along, start, PART).view(torch.uint8)
-                    assert torch.equal(operand.data.view(torch.uint8), cut)
+        check_parts(f8sub.get_recipe(recipe).formats(name), CURRENT, dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("source", WITH_A_PRIOR)
+@pytest.mark.parametrize("scale", [0.0, 0.37])
+def test_so_has_a_part_with_a_prior_scale_or_a_first_one(source, scale, dim):
+    check_parts(f8sub.get_recipe("delayed").formats("x"), WITH_A_PRIOR[source](scale), dim)
+
+
+def test_over_changes_how_amaxes_are_reduced_and_nothing_else():
+    def reduce(amax: torch.Tensor, tile: Tile) -> torch.Tensor:
+        return amax
+
+    for source in (CURRENT, delayed(0.5)):
+        assert source.over(reduce) == source._replace(reduce=reduce)
+        assert source.over(reduce).prior() == source.prior()
 
 
 @pytest.mark.parametrize("source", WITH_A_PRIOR)
@@ -136,12 +161,10 @@ def test_siblings_have_equal_keys_as_long_as_their_x_was_the_same():
 @pytest.mark.parametrize("recipe", oracle.RECIPES)
 def test_compiled_in_one_graph_with_a_source_that_is_made_anew(recipe):
     formats = f8sub.get_recipe(recipe).formats("dy")
-    if formats == (None, None):
-        formats = f8sub.get_recipe(recipe).formats("w")
     history = state(0.5) if recipe == "delayed" else None
 
     def made(x: torch.Tensor) -> list[list[torch.Tensor]]:
-        source = CURRENT if history is None else history.sources(stage=False, frozen=False).dy
+        source = CurrentScales() if history is None else history.sources(stage=False, frozen=False).dy
         found = quantize(x, *formats, source)
         return [list(operand.tensors) for operand in found[:2] if operand is not None]
 

@@ -398,3 +398,11 @@ def test_the_example_of_the_readme_trains(ranks):
     (example,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
     for losses in ranks(4, readme_losses, example):
         assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_sibling_whose_wgrad_reads_x_in_high_precision_dequantizes_what_was_gathered(ranks):
+    recipes = {"0.gate": "rowwise_with_gw_hp", "*": "rowwise"}
+    expected = products_of(mlp(recipes), *inputs())
+    for found in ranks(2, products, recipes, "one gather", (2,)):
+        for name in ("0.gate.weight", "0.up.weight"):
+            assert decibels(found[name], expected[name]) > 25

@@ -229,6 +229,54 @@ def test_codes_from_before_a_weight_was_distributed_are_not_used(ranks, src_data
         assert torch.equal(alone, spread)
 
 
+def after_a_compiled_step(rank: int, world: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """y after compiled code wrote to the weights, which counts no version of a DTensor's part; and a new model's y."""
+    mesh, (x, dy) = mesh_of(world), inputs()
+    model, twin = (parallelize_module(mlp(recipe), mesh, PLAN) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(2):
+        model(x).backward(dy)
+        step()
+    twin.load_state_dict(model.state_dict())
+    return tuple(each(x).detach() + 0 for each in (model, twin))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_a_weight_that_compiled_code_wrote_to_is_cast_anew(ranks, recipe):
+    for found, right in ranks(2, after_a_compiled_step, recipe):
+        assert torch.equal(found, right)
+
+
+class Writes(nn.Module):
+    """Writes to the x that its two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first(x)
+        return self.second(x.mul_(3.0))
+
+
+def written_between_siblings(rank: int, world: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    model, mesh = f8sub.convert_to_float8(seed_weights(Writes()), recipe=recipe), mesh_of(world)
+    for layer in (model.first, model.second):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0)]))
+    x = lognormal((16, WIDTH), generator(6))
+    with torch.no_grad():
+        found = model(DTensor.from_local(x.clone(), mesh, [Replicate()]))
+        right = model.second(DTensor.from_local(x * 3.0, mesh, [Replicate()]))
+    return found.full_tensor(), right.full_tensor()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_an_x_that_was_written_to_is_cast_anew(ranks, recipe):
+    for found, right in ranks(2, written_between_siblings, recipe):
+        assert torch.equal(found, right)
+
+
 def counted(rank: int, world: int, recipe: str) -> dict[str, int]:
     model = two_dimensional(recipe, mesh_of(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -25,7 +25,9 @@ AUTO_FILTER = "auto_filter_small_kn"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is converted, and how; the names are torchtitan's, and its command lines parse the types.
+    """What is converted, and how; the names are torchtitan's.
+
+    The annotations are for torchtitan's parser of command lines and TOML; in code any sequence or mapping will do.
 
     torchtitan 0.2 reads it as the section ``[f8sub]`` and the options ``--f8sub.*``: lists are arrays in TOML, and
     separated by commas on the command line. torchtitan 0.3 has the same fields in ``Float8Converter.Config``.

@@ -96,13 +96,13 @@ def quantization(
 
 
 def delayed_quantization(
-    x: torch.Tensor, past: PriorScale, rowwise: Float8Format | None, columnwise: Float8Format | None
+    x: torch.Tensor, prior: PriorScale, rowwise: Float8Format | None, columnwise: Float8Format | None
 ) -> tuple[Plan, torch.Tensor]:
-    """How to quantize a matrix with one scale of its past amaxes: ``reference.quantize``.
+    """How to quantize a matrix with one prior scale: ``reference.quantize``.
 
     Args:
         x: see ``quantization``.
-        past: the scale; one element.
+        prior: the scale; one element.
         rowwise: a format with one scale a matrix; None to leave the usage out.
         columnwise: likewise, equal to ``rowwise`` where both are given.
 
@@ -112,12 +112,12 @@ def delayed_quantization(
     format = _one(rowwise, columnwise)
     row = None if rowwise is None else empty(x, rowwise, *x.shape)
     col = None if columnwise is None else empty(x, columnwise, *x.shape[::-1])
-    # A scale of the past that is there and stays as it is needs no amax.
-    needs_amax = past.covers or not past.is_known
+    # A prior scale that is there and stays as it is needs no amax.
+    needs_amax = prior.covers or not prior.is_known
     largest, *bits = torch.zeros(1 + needs_amax, 1, 1, dtype=torch.int32, device=x.device).unbind()
-    launches = [_amax_of_matrix(x, bits[0], None if past.covers else past.scale)] if needs_amax else []
+    launches = [_amax_of_matrix(x, bits[0], None if prior.covers else prior.scale)] if needs_amax else []
     amax = bits[0].view(torch.float32) if needs_amax else None
-    launches.append(_cast_with_one(x, format, row, col, amax, past, largest))
+    launches.append(_cast_with_one(x, format, row, col, amax, prior, largest))
     return Plan(launches, row, col), largest.view(torch.float32)
 
 
@@ -249,12 +249,12 @@ def _one_scale(
     return [_amax_of_matrix(x, bits, None), cast]
 
 
-def _amax_of_matrix(x: torch.Tensor, amax: torch.Tensor, past: torch.Tensor | None) -> Launch:
-    """``amax`` is int32, zero; where ``past`` is a scale that is not 0 it is left so."""
+def _amax_of_matrix(x: torch.Tensor, amax: torch.Tensor, prior: torch.Tensor | None) -> Launch:
+    """``amax`` is int32, zero; where ``prior`` is a scale that is not 0 it is left so."""
     arguments = {
         "x_ptr": x,
         "amax_ptr": amax,
-        "past_ptr": past,
+        "past_ptr": prior,
         "SIZE": x.numel(),
         "BLOCK": ELEMENTS,
         "WHOLE": x.numel() % ELEMENTS == 0,
@@ -268,21 +268,21 @@ def _cast_with_one(
     row: Operand | None,
     col: Operand | None,
     amax: torch.Tensor | None,
-    past: PriorScale | None = None,
+    prior: PriorScale | None = None,
     largest: torch.Tensor | None = None,
 ) -> Launch:
     arguments = {
         "x_ptr": x,
         "amax_ptr": amax,
-        "past_ptr": None if past is None else past.scale,
+        "past_ptr": None if prior is None else prior.scale,
         "largest_ptr": largest,
         **operands(row, col),
         **rule(format),
-        "HEADROOM": 1.0 if past is None else 2.0**past.margin,
-        "COVERS": past is not None and past.covers,
+        "HEADROOM": 1.0 if prior is None else 2.0**prior.margin,
+        "COVERS": prior is not None and prior.covers,
         **tiles_of(x, EDGE, EDGE),
     }
-    if past is not None and col is not None and is_paired(x, EDGE):
+    if prior is not None and col is not None and is_paired(x, EDGE):
         return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), of_pairs(arguments))
     return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
 

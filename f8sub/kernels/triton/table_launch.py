@@ -41,7 +41,7 @@ def amaxes(matrices: Sequence[Matrix], table: torch.Tensor) -> list[Launch]:
 
 def scales(
     amax: torch.Tensor,
-    past: PriorScale | None,
+    prior: PriorScale | None,
     scale: torch.Tensor,
     scale_inv: torch.Tensor,
     format: Float8Format,
@@ -50,14 +50,14 @@ def scales(
     """How to make the scales of amaxes, see ``many.scales``."""
     arguments = {
         "amax_ptr": amax,
-        "past_ptr": None if past is None else past.scale,
+        "past_ptr": None if prior is None else prior.scale,
         "scale_ptr": scale,
         "scale_inv_ptr": scale_inv,
         "SIZE": amax.numel(),
         "TOP": format.max,
         "POWER_OF_2": format.scale_rule.is_power_of_2,
         "THROUGH": INPUTS[through],
-        "HEADROOM": 1.0 if past is None else 2.0**past.margin,
+        "HEADROOM": 1.0 if prior is None else 2.0**prior.margin,
         "BLOCK": SCALES,
     }
     return Launch(tables.scales_of_many, cdiv(amax.numel(), SCALES), arguments, {"num_warps": 4})

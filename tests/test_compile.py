@@ -24,7 +24,13 @@ QUICK = ("tensorwise", "blockwise")
 on_each_recipe = pytest.mark.parametrize("recipe", long_but(QUICK, RECIPES))
 on_each_kind = pytest.mark.parametrize("recipe", [*QUICK, pytest.param("delayed", marks=pytest.mark.long)])
 """Where only the kind of cast matters: those two, and casts with a state."""
-on_each_mode = pytest.mark.parametrize("mode", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
+on_each_recipe_and_mode = pytest.mark.parametrize(
+    ("recipe", "mode"),
+    long_but(
+        [(recipe, "bf16") for recipe in QUICK],
+        [*((recipe, "bf16") for recipe in RECIPES), ("tensorwise", "fp32"), ("delayed", "fp32")],
+    ),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +41,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@on_each_mode
-@on_each_recipe
+@on_each_recipe_and_mode
 def test_aot_eager_is_bitwise_eager(recipe, mode):
     eager = train(mlps(recipe), **MODES[mode])
     assert eager.graphs[-1] == 0
@@ -114,8 +119,7 @@ def layer_of(recipe: str) -> nn.Module:
     return f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N, bias=False))), recipe=recipe)
 
 
-@on_each_mode
-@on_each_recipe
+@on_each_recipe_and_mode
 def test_no_copy_of_the_weight_is_saved_for_backward(recipe, mode):
     model = layer_of(recipe)
     weight = model[0].weight

@@ -36,6 +36,19 @@ on_each_walk = with_long(FORMATS, ("tensorwise", "rowwise", "1x128", "128x128", 
 """What depends on how a kernel walks through a matrix: the other formats are walked through alike."""
 on_each_rule = with_long(FORMATS, ("tensorwise", "1x128"))
 """What is a rule of single elements, which all walks call: data sets, edge values."""
+
+
+def with_dtypes(quick: Container[str]) -> pytest.MarkDecorator:
+    """Parametrize ``name`` and ``dtype``: every format in bf16, and two in every dtype; all but ``quick`` are long."""
+    cases = [(name, torch.bfloat16) for name in FORMATS]
+    others = [dtype for dtype in DTYPES.values() if dtype is not torch.bfloat16]
+    cases += [(name, dtype) for name in ("tensorwise", "1x128") for dtype in others]
+    chosen = [(name, torch.bfloat16) for name in FORMATS if name in quick]
+    return pytest.mark.parametrize(("name", "dtype"), long_but(chosen, cases))
+
+
+on_each_rule_and_dtype = with_dtypes(("tensorwise", "1x128"))
+on_each_walk_and_dtype = with_dtypes(("tensorwise", "rowwise", "1x128", "128x128", "256x256-e5m2"))
 on_each_dtype = pytest.mark.parametrize(
     "dtype",
     [

@@ -18,8 +18,9 @@ from tests.kernels.quantized import (
     SMALL,
     on_each_dtype,
     on_each_format,
-    on_each_rule,
+    on_each_rule_and_dtype,
     on_each_walk,
+    on_each_walk_and_dtype,
     same_bits,
 )
 
@@ -69,15 +70,13 @@ def non_finite(name: str, dtype: torch.dtype) -> None:
 
 
 @needs_triton
-@on_each_dtype
-@on_each_rule
+@on_each_rule_and_dtype
 def test_data_sets(interpreter, name, dtype):  # noqa: F811
     interpreter(data_sets, name, dtype)
 
 
 @needs_triton
-@on_each_dtype
-@on_each_rule
+@on_each_rule_and_dtype
 def test_edge_values(interpreter, name, dtype):  # noqa: F811
     interpreter(edges, name, dtype)
 
@@ -89,8 +88,7 @@ def test_shapes_that_tiles_do_not_divide(interpreter, name):  # noqa: F811
 
 
 @needs_triton
-@on_each_dtype
-@on_each_walk
+@on_each_walk_and_dtype
 def test_non_finite_elements(interpreter, name, dtype):  # noqa: F811
     interpreter(non_finite, name, dtype)
 
@@ -221,8 +219,7 @@ def parts(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
 
 
 @needs_triton
-@on_each_dtype
-@on_each_walk
+@on_each_walk_and_dtype
 def test_parts_with_known_scales(interpreter, name, dtype):  # noqa: F811
     interpreter(parts, name, dtype)
 

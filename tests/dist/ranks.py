@@ -109,7 +109,7 @@ def _run_rank(rank: int, request: Request, folder: Path, writer: int) -> None:
         os.dup2(output.fileno(), 2)
     signal.alarm(int(request.timeout) + 5)
     faulthandler.enable(2)
-    faulthandler.dump_traceback_later(request.timeout * 0.95, file=2)
+    faulthandler.dump_traceback_later(request.timeout * 0.75, file=2)
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)

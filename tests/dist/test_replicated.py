@@ -136,7 +136,8 @@ def bad_on_one_rank(rank: int, world: int) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     x = gaussian((8, 32), generator(1))
     x[2, 3] = torch.inf if rank == 1 else 1.0
-    model(x).nan_to_num().sum().backward()
+    y = model(x).nan_to_num()
+    y.backward(gaussian(tuple(y.shape), generator(2)))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -158,7 +159,8 @@ def of_uneven_inputs(rank: int, world: int) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with pytest.raises(f8sub.Float8ConfigError) as refusal, model.join():
         for _ in range(1 + rank):
-            model(gaussian((8, 32), generator(1))).sum().backward()
+            y = model(gaussian((8, 32), generator(1)))
+            y.backward(gaussian(tuple(y.shape), generator(2)))
             optimizer.step()
     return str(refusal.value)
 

@@ -234,7 +234,8 @@ def test_each_optimizer_has_its_own_guard_and_groups_that_are_added_have_it_too(
 
     def step() -> None:
         for trained in (model, other):
-            trained(x).sum().backward()
+            y = trained(x)
+            y.backward(gaussian(tuple(y.shape), generator(2)))
         guarded.step()
         guarded.zero_grad()
         f8sub.precompute_scales([model, other])

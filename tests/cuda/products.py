@@ -36,9 +36,8 @@ def linear(
 ) -> dict[str, Product]:
     """y, dx and dw of matrices on the CPU that are already in the dtype they are cast from."""
     made = get_recipe(recipe)
-    (x_row, x_col), (dy_row, dy_col) = (
-        quantize(tensor, *made.formats(name)) for tensor, name in ((x, "x"), (dy, "dy"))
-    )
+    x_row, x_col, _ = quantize(x, *made.formats("x"))
+    dy_row, dy_col, _ = quantize(dy, *made.formats("dy"))
     w_row, w_col = quantize(w, made.fprop.b, None)[0], None
     if w_row is not None and made.dgrad.b is not None:
         w_col = reference.derive_columnwise(w_row, made.dgrad.b)

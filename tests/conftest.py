@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,4 +51,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``ranks(world, body, *args)``: results of ``body(rank, world, *args)`` on gloo ranks, in order."""
-    return request.config.stash[_nursery].run
+    run = request.config.stash[_nursery].run
+    if request.node.get_closest_marker("own_ranks") is not None:
+        return run
+    return partial(run, file=request.node.location[0])

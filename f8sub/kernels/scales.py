@@ -204,14 +204,16 @@ def largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     if x.numel() == 0:
         return x.new_zeros(tile.scale_shape((x.shape[0], x.shape[1])), dtype=torch.float32)
     a = x.abs()
-    whole = [dim for dim, edge in enumerate((tile.rows, tile.cols)) if edge == ALL]
+    # Written out for both dimensions: dynamo traces loops step by step, and this runs in every layer.
+    whole = ((0,) if tile.rows == ALL else ()) + ((1,) if tile.cols == ALL else ())
     if whole:
         a = a.amax(whole, keepdim=True)
-    for dim, edge in enumerate((tile.rows, tile.cols)):
-        if edge not in (1, ALL):
-            missing = -a.shape[dim] % edge
-            a = torch.nn.functional.pad(a, (0, missing) if dim == 1 else (0, 0, 0, missing))
-            a = torch.unflatten(a, dim, (-1, edge)).amax(dim + 1)
+    if tile.rows not in (1, ALL):
+        a = torch.nn.functional.pad(a, (0, 0, 0, -a.shape[0] % tile.rows))
+        a = torch.unflatten(a, 0, (-1, tile.rows)).amax(1)
+    if tile.cols not in (1, ALL):
+        a = torch.nn.functional.pad(a, (0, -a.shape[1] % tile.cols))
+        a = torch.unflatten(a, 1, (-1, tile.cols)).amax(2)
     return a.float()
 
 

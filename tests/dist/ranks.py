@@ -5,6 +5,9 @@ module are imported in it, and no test has left threads or autograd workers behi
 the ranks, which meet through a file, run ``body(rank, world, *args)`` and send back a pickled result. Ranks
 that miss the deadline are killed by their own ids, after each wrote where it stood; each also carries an
 alarm of its own.
+
+The tests of a file use the same ranks, one after another, if the file is not marked ``own_ranks``: half of what a short
+body costs is a new process that does everything for the first time. Ranks of which one failed are not used again.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import datetime
 import faulthandler
 import gc
 import importlib
+import itertools
 import os
 import pickle
 import re
@@ -37,6 +41,8 @@ REAPED_WITHIN = 10.0
 """Seconds after which a killed rank is left behind: one that hangs in a driver's call may not end at all."""
 DEADLINE = 300.0
 """Seconds that ranks have: so many that only ranks that wait for ever miss it, however busy the machine is."""
+SHARED_BY = 40
+"""Bodies that run in the same ranks: each may leave process groups with their threads and descriptors behind."""
 ANSWERED_WITHIN = 60.0
 """Seconds, beside the ranks' own, after which the nursery is taken for lost."""
 
@@ -47,13 +53,14 @@ class RankFailure(AssertionError):
 
 @dataclass
 class Request:
-    """What the nursery forks: one body for all ranks; with ``gpus``, rank r on device r."""
+    """What ranks do: one body for all; with ``gpus``, rank r on device r; with ``file``, in that file's ranks."""
 
     world: int
     body: Callable[..., Any]
     args: tuple[Any, ...]
     timeout: float
     gpus: bool = False
+    file: str | None = None
 
 
 @dataclass
@@ -71,6 +78,7 @@ class Child:
     rank: int
     pid: int
     reader: int
+    writer: int
     received: bytearray = field(default_factory=bytearray)
     finished: bool = False
 
@@ -102,38 +110,54 @@ def _read(descriptor: int) -> bytes:
     return _read_exactly(descriptor, count)
 
 
-def _run_rank(rank: int, request: Request, folder: Path, writer: int) -> None:
+def _run_rank(rank: int, request: Request, folder: Path, reader: int, writer: int) -> None:
     """The whole life of one rank; never returns to the code that forked it."""
-    with open(folder / f"output{rank}", "w") as output:
+    with open(folder / f"output{rank}", "a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    signal.alarm(int(request.timeout) + 5)
     faulthandler.enable(2)
-    faulthandler.dump_traceback_later(request.timeout * 0.75, file=2)
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        _strict_warnings(request.gpus)
-        if request.gpus:
-            torch.cuda.set_device(rank)
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if request.gpus else "gloo",
-            store=dist.FileStore(str(folder / "store"), request.world),
-            rank=rank,
-            world_size=request.world,
-            timeout=datetime.timedelta(seconds=request.timeout),
-        )
-        reply = Reply(result=request.body(rank, request.world, *request.args))
-        payload = pickle.dumps(reply)
-    except BaseException:
-        _write(writer, pickle.dumps(Reply(error=traceback.format_exc())))
-        return  # at once: the others learn from the closed connection
-    _write(writer, payload)
+    filters = warnings.filters[:]
+    for number in itertools.count():
+        signal.alarm(int(request.timeout) + 5)
+        faulthandler.dump_traceback_later(request.timeout * 0.75, file=2)
+        try:
+            warnings.filters[:] = filters
+            _prepare(rank, request, folder / f"store{number}")
+            payload = pickle.dumps(Reply(result=request.body(rank, request.world, *request.args)))
+        except BaseException:
+            _write(writer, pickle.dumps(Reply(error=traceback.format_exc())))
+            return  # at once: the others learn from the closed connection
+        _write(writer, payload)
+        following: Request | None = pickle.loads(_read(reader))
+        if following is None:
+            break
+        request = following
     with contextlib.suppress(RuntimeError):
         dist.barrier()  # leaving while another rank still reads would look like a crash to it
+
+
+def _prepare(rank: int, request: Request, store: Path) -> None:
+    """What a body finds; of an earlier one in the same ranks, what it let go of is freed."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _strict_warnings(request.gpus)
+    if request.gpus:
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if dist.is_initialized():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        gc.collect()
+        return
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if request.gpus else "gloo",
+        store=dist.FileStore(str(store), request.world),
+        rank=rank,
+        world_size=request.world,
+        timeout=datetime.timedelta(seconds=request.timeout),
+    )
 
 
 def _strict_warnings(gpus: bool) -> None:
@@ -145,34 +169,84 @@ def _strict_warnings(gpus: bool) -> None:
         warnings.filterwarnings("ignore", ".*no native float8 GEMM")
 
 
-def _fork_ranks(request: Request, folder: Path) -> list[Child]:
-    children: list[Child] = []
-    for rank in range(request.world):
-        reader, writer = os.pipe()
+class Group:
+    """Ranks that meet: forked for a first request, given others of the same world while none of them fails."""
+
+    def __init__(self, request: Request) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._bodies = 0
+        self._children: list[Child] = []
+        for rank in range(request.world):
+            self._children.append(self._fork(rank, request))
+
+    def _fork(self, rank: int, request: Request) -> Child:
+        (request_reader, request_writer), (reply_reader, reply_writer) = os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                os.close(reader)
-                _run_rank(rank, request, folder, writer)
+                os.close(request_writer)
+                os.close(reply_reader)
+                _run_rank(rank, request, self._folder, request_reader, reply_writer)
             finally:
                 os._exit(0)
-        os.close(writer)
-        children.append(Child(rank, pid, reader))
-    return children
+        os.close(request_reader)
+        os.close(reply_writer)
+        return Child(rank, pid, reply_reader, request_writer)
+
+    def run(self, request: Request) -> list[Reply]:
+        """The replies to a request; the first is the one that the ranks were forked for."""
+        if self._bodies:
+            for child in self._children:
+                child.received.clear()
+                os.truncate(self._folder / f"output{child.rank}", 0)
+            self._send(request)
+        _collect(self._children, lambda child: child.answered, request.timeout)
+        replies = [self._reply_of(child, request) for child in self._children]
+        self._bodies += 1
+        return replies
+
+    def _reply_of(self, child: Child, request: Request) -> Reply:
+        reply = _reply_of(child, self._folder, request.timeout)
+        if reply.error is not None and self._bodies:
+            reply.error += f"\nThese ranks had run {self._bodies} tests of {request.file} before."
+        return reply
+
+    def _send(self, request: Request | None) -> None:
+        message = pickle.dumps(request)
+        for child in self._children:
+            with contextlib.suppress(BrokenPipeError):
+                _write(child.writer, message)
+
+    def is_spent(self, replies: list[Reply]) -> bool:
+        return self._bodies >= SHARED_BY or any(reply.error is not None for reply in replies)
+
+    def end(self, within: float) -> None:
+        """Wait so many seconds for the ranks to leave, then kill those that have not."""
+        self._send(None)  # not by closing the pipe alone: ranks forked later have the other end, too
+        _collect(self._children, lambda child: False, within)
+        for child in self._children:
+            if not child.finished:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+            _is_reaped(child.pid, REAPED_WITHIN)
+            os.close(child.reader)
+            os.close(child.writer)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _collect(children: list[Child], timeout: float) -> None:
-    """Reads from every rank until it closes its pipe or the time is up."""
+def _collect(children: list[Child], is_done: Callable[[Child], bool], timeout: float) -> None:
+    """Reads from every rank until that is done, or the rank closes its pipe, or the time is up."""
     deadline = time.monotonic() + timeout
     with selectors.DefaultSelector() as selector:
         for child in children:
-            selector.register(child.reader, selectors.EVENT_READ, child)
+            if not child.finished:
+                selector.register(child.reader, selectors.EVENT_READ, child)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 chunk = os.read(key.fd, 1 << 20)
                 key.data.received += chunk
-                if not chunk:
-                    key.data.finished = True
+                key.data.finished = not chunk
+                if not chunk or is_done(key.data):
                     selector.unregister(key.fd)
 
 
@@ -213,20 +287,31 @@ def _is_reaped(pid: int, within: float) -> bool:
     return True
 
 
-def _serve(request: Request) -> list[Reply]:
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    try:
-        children = _fork_ranks(request, folder)
-        _collect(children, request.timeout)
-        for child in children:
-            if not child.finished:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, signal.SIGKILL)
-            _is_reaped(child.pid, REAPED_WITHIN)
-            os.close(child.reader)
-        return [_reply_of(child, folder, request.timeout) for child in children]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+class Server:
+    """In the nursery: the ranks of one file, by how many they are."""
+
+    def __init__(self) -> None:
+        self._file: str | None = None
+        self._shared: dict[int, Group] = {}
+
+    def serve(self, request: Request) -> list[Reply]:
+        if request.file != self._file:
+            self.end()
+        self._file = request.file
+        group = self._shared.pop(request.world, None) or Group(request)
+        replies = group.run(request)
+        if request.file is None or group.is_spent(replies):
+            # Ranks that answered leave together; of others there may be one that never does.
+            all_well = all(reply.error is None for reply in replies)
+            group.end(within=request.timeout if all_well else 0)
+        else:
+            self._shared[request.world] = group
+        return replies
+
+    def end(self) -> None:
+        for group in self._shared.values():
+            group.end(within=REAPED_WITHIN)
+        self._shared.clear()
 
 
 class Nursery:
@@ -252,6 +337,7 @@ class Nursery:
                     importlib.import_module(module)
                 # What is imported lives as long as the ranks do: their collections, a second each, need not look.
                 gc.freeze()
+                server = Server()
                 while True:
                     try:
                         request = pickle.loads(_read(request_reader))
@@ -259,7 +345,8 @@ class Nursery:
                         break
                     if request is None:
                         break
-                    _write(reply_writer, pickle.dumps(_serve(request)))
+                    _write(reply_writer, pickle.dumps(server.serve(request)))
+                server.end()
             finally:
                 os._exit(0)
         os.close(request_reader)
@@ -267,11 +354,27 @@ class Nursery:
         return cls(pid, request_writer, reply_reader)
 
     def run(
-        self, world: int, body: Callable[..., Any], *args: Any, timeout: float = DEADLINE, gpus: bool = False
+        self,
+        world: int,
+        body: Callable[..., Any],
+        *args: Any,
+        timeout: float = DEADLINE,
+        gpus: bool = False,
+        file: str | None = None,
     ) -> list[Any]:
-        """``body(rank, world, *args)`` on ``world`` ranks; the results in the order of the ranks."""
+        """``body(rank, world, *args)`` on ``world`` ranks; the results in the order of the ranks.
+
+        Args:
+            world: number of ranks.
+            body: a function of a module.
+            args: what it is given.
+            timeout: seconds until ranks that have not answered are killed.
+            gpus: whether rank r is on device r.
+            file: the test file whose ranks run it, which other tests of the file may have used before; None for
+                ranks of its own.
+        """
         if not self._lost:
-            _write(self._requests, pickle.dumps(Request(world, body, args, timeout, gpus)))
+            _write(self._requests, pickle.dumps(Request(world, body, args, timeout, gpus, file)))
             self._lost = not select.select([self._replies], [], [], timeout + ANSWERED_WITHIN)[0]
         if self._lost:
             raise RankFailure(f"{body.__name__}: the process that forks ranks does not answer; it is asked no more")

@@ -11,6 +11,9 @@ from f8sub.fsdp import conversion
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 
+# These ranks pretend to be different: what one test changes in the library, others must not find.
+pytestmark = pytest.mark.own_ranks
+
 
 E4M3_DY = f8sub.get_recipe("gridquant", dy=torch.float8_e4m3fn)
 

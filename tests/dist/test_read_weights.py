@@ -15,6 +15,9 @@ from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, precompute
 from tests.dist.wires import on_each
 
+# What is told once a process is told to each test.
+pytestmark = pytest.mark.own_ranks
+
 ROWS, COLS = 80, 48
 RECIPES = ["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 

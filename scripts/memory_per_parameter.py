@@ -110,6 +110,12 @@ def bytes_per_parameter(name: str, world: int) -> dict[str, float]:
     return {holder: count * world / numel for holder, count in result.items()}
 
 
+def figures(world: int) -> dict[str, dict[str, float]]:
+    """Bytes a parameter by holder, by setup, of this process's share times ``world``."""
+    bytes_per_parameter("float32 weights", world)  # what first calls allocate for good
+    return {name: bytes_per_parameter(name, world) for name in SETUPS}
+
+
 def measure(rank: int, world: int, folder: str) -> None:
     if world > 1:
         dist.init_process_group(
@@ -120,10 +126,9 @@ def measure(rank: int, world: int, folder: str) -> None:
             timeout=datetime.timedelta(seconds=60),
         )
     torch.set_num_threads(1)
-    bytes_per_parameter("float32 weights", world)  # what first calls allocate for good
-    figures = {name: bytes_per_parameter(name, world) for name in SETUPS}
+    measured = figures(world)
     if rank == 0:
-        Path(folder, "figures.json").write_text(json.dumps(figures))
+        Path(folder, "figures.json").write_text(json.dumps(measured))
     if world > 1:
         dist.destroy_process_group()
 
@@ -134,19 +139,19 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     output = parser.parse_args().json
-    figures = {}
+    found = {}
     for world in (1, WORLD):
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(measure, (world, folder), nprocs=world)
-            figures[f"{world} rank{'s' * (world > 1)}"] = json.loads(Path(folder, "figures.json").read_text())
-    for ranks, rows in figures.items():
+            found[f"{world} rank{'s' * (world > 1)}"] = json.loads(Path(folder, "figures.json").read_text())
+    for ranks, rows in found.items():
         print(f"| bytes a parameter, {ranks} | {' | '.join(HOLDERS)} | total |")
         print("| --- |" + " ---: |" * (len(HOLDERS) + 1))
         for name, row in rows.items():
             print(f"| {name} | {' | '.join(f'{row[holder]:.2f}' for holder in (*HOLDERS, 'total'))} |")
         print()
     if output:
-        output.write_text(json.dumps(figures, indent=2))
+        output.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-import f8sub
 from f8sub import backends
 from tests.compiling import compile_blocks, decibels, differences, gained, mlps, train
-from tests.selection import long_but
-
-RECIPES = f8sub.recipe_names()
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +20,7 @@ def row_major(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("recipe", long_but(["rowwise", "delayed"], RECIPES))
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", pytest.param("blockwise", marks=pytest.mark.long)])
 def test_aot_eager_is_bitwise_eager(recipe):
     eager = train(mlps(recipe), steps=3)
     compiled = train(compile_blocks(mlps(recipe)), steps=3)
@@ -40,7 +36,7 @@ def test_a_single_token():
     assert differences(compiled, eager) == []
 
 
-@pytest.mark.parametrize("recipe", long_but(["rowwise"], ["tensorwise", "rowwise", "blockwise", "delayed"]))
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_inductor_calls_them(recipe):
     eager = train(mlps(recipe), steps=1)
     compiled = train(compile_blocks(mlps(recipe), "inductor"), steps=1)

@@ -13,7 +13,7 @@ from torch import nn
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, shard, transformer
-from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
+from tests.dist.wires import ONE_RECIPE_A_WIRE, QUICK, on_each
 from tests.selection import long_but
 
 STEPS, BATCH, WIDTH, CLASSES = 10, 8, 32, 11
@@ -21,7 +21,13 @@ RECIPES = ONE_RECIPE_A_WIRE
 POLICIES = {"fp32": None, "bf16": BF16}
 SPREAD = 4.0
 on_each_recipe = on_each(RECIPES)
-on_each_policy = pytest.mark.parametrize("policy", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
+on_each_recipe_and_policy = pytest.mark.parametrize(
+    ("recipe", "policy"),
+    [
+        *((recipe, "bf16") if recipe in QUICK else pytest.param(recipe, "bf16", marks=pytest.mark.long) for recipe in RECIPES),
+        pytest.param("tensorwise", "fp32", marks=pytest.mark.long),
+    ],
+)
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +114,7 @@ def unsharded(recipe: str, policy: str, ranks: int) -> tuple[list[list[float]], 
 
 
 @pytest.mark.parametrize("world", [1, 2], ids=["world1", "world2"])
-@on_each_policy
-@on_each_recipe
+@on_each_recipe_and_policy
 def test_on_off_and_unsharded_are_bitwise_equal(ranks, recipe, policy, world):
     results = ranks(world, on_and_off, recipe, policy)
     expected_losses, expected_weights = unsharded(recipe, policy, world)

@@ -22,9 +22,18 @@ from tests.dist.models import float8_layers, transformer
 from tests.dist.wires import ONE_RECIPE_A_WIRE
 
 DEFAULT = ("tensorwise", "mxfp8", "delayed")
-RECIPES = [
-    *DEFAULT,
-    *(pytest.param(r, marks=pytest.mark.long) for r in ONE_RECIPE_A_WIRE if r not in DEFAULT),
+WORLDS = {"world2": (2, 1), "world3": (3, 1), "hsdp-2x2": (4, 2)}
+CASES = [
+    pytest.param(
+        recipe, *WORLDS[name], id=f"{recipe}-{name}", marks=() if name == "world3" else pytest.mark.long
+    )
+    for recipe in DEFAULT
+    for name in WORLDS
+]
+CASES += [
+    pytest.param(recipe, *WORLDS["world3"], id=f"{recipe}-world3", marks=pytest.mark.long)
+    for recipe in ONE_RECIPE_A_WIRE
+    if recipe not in DEFAULT
 ]
 STEPS = 2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -106,12 +115,7 @@ def saved(tmp_path_factory):
     return {}
 
 
-@pytest.mark.parametrize(
-    ("world", "replicas"),
-    [pytest.param(2, 1, marks=pytest.mark.long), (3, 1), pytest.param(4, 2, marks=pytest.mark.long)],
-    ids=["world2", "world3", "hsdp-2x2"],
-)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "world", "replicas"), CASES)
 def test_codes_and_histories_are_those_that_were_saved(
     ranks, saved, tmp_path_factory, recipe, world, replicas
 ):

@@ -19,7 +19,7 @@ def test_eager_code_keeps_a_byte_an_element_or_none(recipe):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "gridquant"])
+@pytest.mark.parametrize("recipe", ["delayed", "gridquant"])
 def test_compiled_code_saves_a_byte_an_element_less(recipe):
     pytest.importorskip("triton")
     import byte_lab

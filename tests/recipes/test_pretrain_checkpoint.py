@@ -13,6 +13,9 @@ from checkpoint import CheckpointError, Checkpoints
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+# Ranks that are interrupted in the middle of a save.
+pytestmark = pytest.mark.own_ranks
+
 STATE = {"step": 1, "float": 0.1, "nested": {"list": [1, 2]}}
 
 

@@ -150,13 +150,11 @@ def test_a_single_process_with_compile_and_activation_checkpointing(tmp_path):
     ("options", "code", "message"),
     [
         (["--float8.recpie", "rowwise"], 2, "--float8.recpie"),
-        (["--float8.recipe", "romwise", "--training.device", "cpu"], 1, "romwise"),
         (
             ["--data.source", "/no/such/text"],
             1,
             "rank 0: data.source = '/no/such/text': no such file or folder",
         ),
-        (["--training.steps", "0"], 1, "rank 0: training.steps = 0: must be at least 1"),
         (["--training.device", "cuda"], 1, "on this machine, which has 0 GPUs"),
     ],
 )

@@ -18,7 +18,7 @@ from tests.dist.wires import TOLD_LATE, gathered_bytes
 from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
 from tests.selection import long_but
 
-RECIPES = ("", "tensorwise", "rowwise", "nvfp4", "delayed")
+RECIPES = ("", "tensorwise", "nvfp4", "delayed")
 QUICK = ("delayed",)
 on_each_recipe = pytest.mark.parametrize(
     "recipe",

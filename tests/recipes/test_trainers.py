@@ -27,6 +27,9 @@ from torch.utils.data import DataLoader
 
 import f8sub
 
+# Accelerate keeps its state for the process.
+pytestmark = pytest.mark.own_ranks
+
 STEPS = 1
 """Before the checkpoint, and again after it."""
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

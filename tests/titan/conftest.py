@@ -70,6 +70,6 @@ def train(any_titan: Callable[..., list[Any]], assets: Path) -> Callable[..., An
 
     @functools.cache
     def run(world: int, arguments: str) -> dict[int, float]:
-        return any_titan(world, runs.train, arguments.split(), assets)[-1]["losses"]
+        return any_titan(world, runs.train, arguments.split(), assets, file="tests/titan")[-1]["losses"]
 
     return run

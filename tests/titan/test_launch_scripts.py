@@ -112,7 +112,6 @@ of_torch_2_14 = pytest.mark.skipif(
     reason="torchtitan 0.3 has pipelines and spmd_types from torch 2.14 on: scripts/test_torchtitan.sh has that",
 )
 RUNS = [
-    ("llama3_8b.sh", (*COMPILED, *ON_TORCH_2_13), "fsdp"),
     ("llama3_70b.sh", (*TP, *EAGER, "--training.local_batch_size", "4"), "tp"),
     pytest.param("llama3_8b.sh", COMPILED, "dp_shard", marks=of_torch_2_14),
     pytest.param(
@@ -128,7 +127,8 @@ RUNS = [
         marks=of_torch_2_14,
     ),
 ]
-"""What is run of each script on two ranks, where its own degrees are for hundreds; and what torchtitan says of it."""
+"""What is run of each script on two ranks, where its own degrees are for hundreds; and what torchtitan says of it. On
+torch 2.13 llama3_8b.sh has a test of its own, with another recipe."""
 
 
 def launched(script: str, assets: Path, folder: Path, *options: str) -> str:
@@ -164,7 +164,11 @@ def launched(script: str, assets: Path, folder: Path, *options: str) -> str:
 @pytest.mark.usefixtures("titan")
 @pytest.mark.parametrize(("script", "options", "sharded"), RUNS)
 def test_a_script_trains(assets, tmp_path, script, options, sharded):
-    said = launched(script, assets, tmp_path, *options)
+    check_of(launched(script, assets, tmp_path, *options), script, options, sharded)
+
+
+def check_of(said: str, script: str, options: tuple[str, ...], sharded: str) -> None:
+    """What torchtitan and f8sub tell of a run that succeeded."""
     assert f"Building llama3 {SETTINGS[script]['flavor']}" in said
     assert re.search(rf"active dimensions: \[.*'{sharded}'", said), said
     assert f"Applied {'Full' if SETTINGS[script]['full'] else 'Selective'}AC" in said
@@ -180,10 +184,11 @@ def test_a_script_with_another_recipe_and_its_options(assets, tmp_path):
     """As the page has it."""
     page = (SCRIPTS / "README.md").read_text()
     (given,) = re.findall(r"llama3_8b\.sh (--override\.imports '.*')", page)
-    said = launched("llama3_8b.sh", assets, tmp_path, *COMPILED, *ON_TORCH_2_13, *shlex.split(given))
+    options = (*COMPILED, *ON_TORCH_2_13, *shlex.split(given))
+    said = launched("llama3_8b.sh", assets, tmp_path, *options)
+    check_of(said, "llama3_8b.sh", options, "fsdp")
     assert re.search(r"f8sub: 30 of 31 linear layers in float8, .*delayed", said), said
     assert "may not alias" not in said  # torch of an operator that returns an argument
-    assert "Training completed" in said
 
 
 @pytest.mark.long

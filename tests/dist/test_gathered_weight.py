@@ -16,7 +16,7 @@ from f8sub.fsdp.shard import Shard as ShardToSend
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.dist.models import BF16, Stack, seed_weights, shard
-from tests.dist.wires import ONE_RECIPE_A_WIRE, QUICK, on_each_world
+from tests.dist.wires import ONE_RECIPE_A_WIRE, QUICK
 from tests.selection import long_but
 
 RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
@@ -26,6 +26,15 @@ ODD_ROWS = [129, 33, 5]
 COLUMNS = 48
 on_each_recipe = pytest.mark.parametrize("recipe", long_but((*QUICK, "blockwise"), RECIPES))
 """By default those of ``on_each``, and tiles of which several shards hold rows."""
+
+on_each_recipe_and_world = pytest.mark.parametrize(
+    ("recipe", "world"),
+    long_but(
+        [(recipe, world) for recipe in (*QUICK, "blockwise") for world in (1, 2, 3)],
+        [(r, world) for r in RECIPES for world in ((1, 2, 3, 5, 7) if r in ("blockwise", "mxfp8") else (1, 2, 3))],
+    ),
+)
+"""Five and seven ranks of tiles that several shards hold, and of scales that follow the codes of a row."""
 
 
 def full_weight(rows: int) -> torch.Tensor:
@@ -95,8 +104,7 @@ def through_a_model(rank: int, world: int, recipe: str) -> dict[str, list[str]]:
     return found
 
 
-@on_each_world
-@on_each_recipe
+@on_each_recipe_and_world
 def test_through_a_converted_model(ranks, recipe, world):
     for found in ranks(world, through_a_model, recipe):
         assert {name: wrong for name, wrong in found.items() if wrong} == {}
@@ -121,8 +129,7 @@ def any_number_of_rows(rank: int, world: int, recipe: str) -> dict[str, list[str
     return found
 
 
-@on_each_world
-@on_each_recipe
+@on_each_recipe_and_world
 def test_some_ranks_short_and_some_empty(ranks, recipe, world):
     for found in ranks(world, any_number_of_rows, recipe):
         assert {name: wrong for name, wrong in found.items() if wrong} == {}

@@ -49,16 +49,6 @@ def expected(ranks, tmp_path):
 
 @needs_hosts
 @pytest.mark.long
-def test_torchrun_on_two_hosts_trains_as_two_ranks_of_one(tmp_path, expected):
-    output = launched(MULTIHOST, "--hosts", "2", LAUNCHERS / "torchrun.sh", *job(tmp_path / "run"))
-    assert "2 ranks on cpu" in output
-    settings = quick_settings(tmp_path / "run")
-    assert losses(settings) == expected()
-    assert [record["amax_all_reduces"] for record in records(settings)] == [1] * settings.training.steps
-
-
-@needs_hosts
-@pytest.mark.long
 def test_a_rank_killed_on_one_host_is_started_again_with_those_of_the_other(tmp_path, expected):
     folder, options = tmp_path / "run", "--training.steps 10"
     saving = f"{options} --checkpoint.interval 2 --checkpoint.resume newest"
@@ -82,6 +72,7 @@ def test_a_rank_killed_on_one_host_is_started_again_with_those_of_the_other(tmp_
 @needs_hosts
 @pytest.mark.long
 def test_slurm_starts_torchrun_on_every_node_of_the_job(tmp_path, expected):
+    """By ``torchrun.sh``, and two hosts train as two ranks of one."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
@@ -98,7 +89,9 @@ def test_slurm_starts_torchrun_on_every_node_of_the_job(tmp_path, expected):
         SLURM_JOB_NODELIST="host[0-1]",
     )
     assert "2 ranks on cpu" in output
-    assert losses(quick_settings(tmp_path / "run")) == expected()
+    settings = quick_settings(tmp_path / "run")
+    assert losses(settings) == expected()
+    assert [record["amax_all_reduces"] for record in records(settings)] == [1] * settings.training.steps
 
 
 def test_outside_of_slurm_its_launcher_says_so():

@@ -14,8 +14,8 @@ from tests.data_sets import gaussian, generator
 from tests.dist.models import seed_weights
 from tests.selection import long_but
 
-SHORT = [("True", "tensorwise"), ("True", "delayed"), ("None", "mxfp8"), ("marked", "blockwise")]
-CASES = [*SHORT, ("True", "nvfp4"), ("None", "delayed")]
+SHORT = [("True", "tensorwise"), ("None", "mxfp8"), ("marked", "blockwise")]
+CASES = [*SHORT, ("True", "nvfp4"), ("True", "delayed"), ("None", "delayed")]
 """Ways to shapes that change, by each recipe: ``dynamic=True``, ``dynamic=None``, ``mark_dynamic``."""
 
 

@@ -5,6 +5,7 @@ import torch
 
 from f8sub import backends
 from tests.compiling import compile_blocks, decibels, differences, gained, mlps, train
+from tests.selection import long_but
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def row_major(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed", pytest.param("blockwise", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", long_but(["rowwise"], ["rowwise", "delayed", "blockwise"]))
 def test_aot_eager_is_bitwise_eager(recipe):
     eager = train(mlps(recipe), steps=3)
     compiled = train(compile_blocks(mlps(recipe)), steps=3)
@@ -36,7 +37,8 @@ def test_a_single_token():
     assert differences(compiled, eager) == []
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("delayed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_inductor_calls_them(recipe):
     eager = train(mlps(recipe), steps=1)
     compiled = train(compile_blocks(mlps(recipe), "inductor"), steps=1)

@@ -23,6 +23,7 @@ from tests.delayed_layers import (
     step,
 )
 from tests.dist.models import seed_weights
+from tests.selection import long_but
 
 
 class Unhashable:
@@ -312,7 +313,7 @@ LOADS = {"eager": (False, False), "eager, kept": (False, True), "compiled": (Tru
 """Whether the model is compiled, and whether the state dict was taken long before it is written to."""
 
 
-@pytest.mark.parametrize("load", LOADS, ids=list(LOADS))
+@pytest.mark.parametrize("load", long_but(("eager", "eager, kept"), LOADS))
 @pytest.mark.parametrize("history", [0.0, 30.0], ids=["zero", "another"])
 def test_histories_that_are_loaded_in_place(history, load):
     """As ``dcp.load`` does: what a module would be told of is written to the tensors of a state dict.

@@ -73,6 +73,7 @@ def lengths(rank: int, world: int, recipe: str) -> tuple[list[str], int, list[st
     return differences(compiled, eager), compiler.graphs, compiler.floats
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise"])
 def test_lengths_that_change(ranks, recipe):
     assert ranks(2, lengths, recipe, timeout=90.0) == [([], 1, [])] * 2

@@ -3,6 +3,7 @@
 import copy
 import datetime
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -58,8 +59,8 @@ def taken_on_one_rank(rank: int, world: int) -> tuple:
         model = shard(model_of())
         train(model, rank, 2, precompute=False)
         if rank == 1:
-            agreement.PATIENCE = datetime.timedelta(milliseconds=1)
-            model.state_dict()
+            with mock.patch.object(agreement, "PATIENCE", datetime.timedelta(milliseconds=1)):
+                model.state_dict()
         f8sub.precompute_scales(model)
         return [str(w.message) for w in told if "state dict" in str(w.message)], states_of(model)
 

@@ -163,8 +163,10 @@ def on_and_off(rank: int, world: int, recipe: str, option: str) -> list[list[flo
 
 
 # Tables of rows and blocks differ from a table of one scale a weight where shards lie otherwise.
-CASES = [("tensorwise", option) for option in OPTIONS] + [("rowwise", "uneven-and-empty")]
-MORE = [("rowwise", option) for option in ("hsdp", "columns", "fp16")]
+LONG = ("reduce-fp32", "fp16", "shards-of-one", "kept-after-backward")
+CASES = [("tensorwise", option) for option in OPTIONS if option not in LONG] + [("rowwise", "uneven-and-empty")]
+MORE = [("tensorwise", option) for option in LONG]
+MORE += [("rowwise", option) for option in ("hsdp", "columns", "fp16")]
 MORE += [("blockwise", option) for option in ("columns", "uneven-and-empty")]
 MORE += [("delayed", option) for option in ("hsdp", "columns", "uneven-and-empty", "ignored", "made-on-meta")]
 

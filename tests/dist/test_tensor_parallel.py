@@ -332,7 +332,7 @@ def trained(rank: int, world: int, recipe: str, shape: tuple[int, int]) -> list[
     return losses(fully_shard(model, mesh=mesh["dp"]), 0)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
+@pytest.mark.parametrize("shape", [pytest.param((1, 2), marks=pytest.mark.long), (2, 2)], ids=["1x2", "2x2"])
 @on_each(["tensorwise", "rowwise", "blockwise"])
 def test_losses_are_the_unsharded_model_s(ranks, recipe, shape):
     expected = losses(transformer(recipe), 0)

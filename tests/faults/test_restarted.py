@@ -12,6 +12,9 @@ from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 from tests.dist.wires import ONE_RECIPE_A_WIRE, on_each
 
+# Ranks that start again find a store of their own.
+pytestmark = pytest.mark.own_ranks
+
 
 def life(rank: int, world: int, store: str, recipe: str) -> torch.Tensor:
     """What a model that was changed on all ranks alike, in a way that each can only tell the store, computes."""

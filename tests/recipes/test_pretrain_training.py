@@ -168,6 +168,7 @@ def test_float16_skips_a_step_that_overflows_on_one_rank(ranks, tmp_path):
     assert ranks(2, overflow, settings) == [(True, True, 2.0**15)] * 2
 
 
+@pytest.mark.long
 def test_float16_trains_and_saves_its_scale(ranks, tmp_path):
     options = "--float8.enabled false --training.dtype float16 --checkpoint.interval 2"
     settings = quick_settings(tmp_path, options)

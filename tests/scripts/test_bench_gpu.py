@@ -206,6 +206,7 @@ def recorded_on_the_cpu(monkeypatch, variant: variants.Variant, left_out: str = 
 BF16_GRAPHED = variants.Variant("bf16", "", False, graphed=True)
 
 
+@pytest.mark.long
 def test_a_graphed_slice(monkeypatch):
     variant = variants.Variant("f8sub", "blockwise", False, graphed=True)
     found = recorded_on_the_cpu(monkeypatch, variant)

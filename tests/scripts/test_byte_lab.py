@@ -37,6 +37,7 @@ def figures_of(tmp_path: Path, *only: str) -> tuple[dict, str, int]:
     return {tuple(row[name] for name in names): row for row in rows}, finished.stdout, finished.returncode
 
 
+@pytest.mark.long
 def test_a_linear_layer_moves_the_bytes_of_its_casts(tmp_path):
     """blockwise: x and dy are read once and written twice, w's codes and their scales read and written once."""
     figures, shown, status = figures_of(tmp_path, "linear, f8sub blockwise, weight gathered")

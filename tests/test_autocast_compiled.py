@@ -139,6 +139,7 @@ def test_a_decorated_function_inside_a_full_graph():
     assert not same(results(eager, nullcontext()), results(eager.layers, nullcontext()))
 
 
+@pytest.mark.long
 def test_a_checkpoint_inside_compiled_code():
     """The checkpoint is traced with the forward, so its context is too."""
     model = layers(OWN)
@@ -166,6 +167,7 @@ def test_compiled_code_inside_a_checkpoint_enters_the_context_there():
     assert same(results(EnteredInsideTheCheckpoint(model)), results(layers(OTHER)))
 
 
+@pytest.mark.long
 def test_compiled_code_inside_a_checkpoint_is_refused_where_the_context_is_outside():
     """Nothing of ours runs when torch repeats compiled code; torch notices that other tensors were saved."""
     model = compile_blocks(layers(OWN))

@@ -22,7 +22,7 @@ MODES = {"fp32": {}, "bf16": {"autocast": AUTOCAST}}
 QUICK = ("tensorwise", "blockwise")
 """Casts that the compiler fuses, and casts that are one node of the graph."""
 on_each_recipe = pytest.mark.parametrize("recipe", long_but(QUICK, RECIPES))
-on_each_kind = pytest.mark.parametrize("recipe", [*QUICK, pytest.param("delayed", marks=pytest.mark.long)])
+on_each_kind = pytest.mark.parametrize("recipe", long_but(["blockwise"], [*QUICK, "delayed"]))
 """Where only the kind of cast matters: those two, and casts with a state."""
 on_each_recipe_and_mode = pytest.mark.parametrize(
     ("recipe", "mode"),

@@ -39,6 +39,7 @@ def test_lengths_that_change(mode, recipe):
     assert compiler.graphs == (2 if mode == "None" or recipe == "delayed" else 1)
 
 
+@pytest.mark.long
 def test_lengths_that_are_filled_up(monkeypatch):
     """As on a GPU, whose products take multiples of 16: lengths that are none are compiled with those that are."""
     monkeypatch.setattr(scaled_mm, "_fills_up", lambda codes: True)

@@ -135,7 +135,8 @@ def test_on_is_off(ranks, recipe, mode):
         assert len(set(on)) == len(on)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_on_is_off_on_two_meshes(ranks, recipe):
     for on, off in ranks(4, on_and_off, recipe, "two-meshes", 2):
         assert on == off

@@ -103,6 +103,7 @@ def stop_one_rank(rank, world, settings, step):
     return run.run(), run.step
 
 
+@pytest.mark.long
 def test_all_ranks_stop_at_the_step_in_which_one_was_asked_to(ranks, tmp_path):
     settings = quick_settings(tmp_path / "stopped", "--float8.enabled false")
     whole = quick_settings(tmp_path / "whole", "--float8.enabled false")
@@ -227,6 +228,7 @@ def test_bytes_and_all_reduces_of_a_step(ranks, tmp_path, recipe):
         assert 0 < again < weights if recipe in TOLD_LATE else again == 0
 
 
+@pytest.mark.long
 def test_evaluation_is_on_its_own_text_and_changes_nothing(ranks, tmp_path):
     options = "--float8.enabled false --eval.batches 2"
     with_eval = quick_settings(tmp_path / "with", f"{options} --eval.interval 1")

@@ -8,7 +8,7 @@ import f8sub
 from tests.dist.models import float8_layers
 from tests.layers import K, x_of
 from tests.selection import long_but
-from tests.test_primary_weights import made, on_each_recipe, step, wrapped
+from tests.test_primary_weights import RECIPES, made, on_each_recipe, step, wrapped
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@on_each_recipe
+@pytest.mark.parametrize("recipe", long_but(["tensorwise", "mxfp8", "rowwise_with_gw_hp"], RECIPES))
 @pytest.mark.parametrize(
     "dtype", long_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=["fp32", "bf16"]
 )

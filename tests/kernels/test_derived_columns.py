@@ -11,6 +11,7 @@ from tests.cuda.products import assert_same_bits
 from tests.data_sets import generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 from tests.kernels.quantized import FORMATS, SMALL, on_each_format, same_bits
+from tests.selection import long_but
 
 
 def derivations(name: str) -> None:
@@ -55,7 +56,7 @@ def every_value(format: Float8Format, device: str = "cpu") -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", RECAST)
+@pytest.mark.parametrize("name", long_but(["rowwise", "1x128"], RECAST))
 def test_every_code_under_many_scales(interpreter, name):  # noqa: F811
     interpreter(every_value, FORMATS[name])
 

@@ -73,6 +73,7 @@ def check_what_is_not_paired(name: str, device: str = "cpu") -> None:
 
 
 @needs_triton
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAIRED)
 def test_what_is_not_paired(interpreter, name):  # noqa: F811
     interpreter(check_what_is_not_paired, name)

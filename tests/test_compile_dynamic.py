@@ -16,7 +16,7 @@ from tests.selection import long_but
 
 SHORT = [("True", "tensorwise"), ("None", "mxfp8"), ("marked", "blockwise")]
 CASES = [*SHORT, ("True", "nvfp4"), ("True", "delayed"), ("None", "delayed")]
-"""Ways to shapes that change, by each recipe: ``dynamic=True``, ``dynamic=None``, ``mark_dynamic``."""
+"""Ways to shapes that change (``dynamic=True``, ``dynamic=None``, ``mark_dynamic``), each with a recipe."""
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ the ranks, which meet through a file, run ``body(rank, world, *args)`` and send 
 that miss the deadline are killed by their own ids, after each wrote where it stood; each also carries an
 alarm of its own.
 
-The tests of a file use the same ranks, one after another, if the file is not marked ``own_ranks``: half of what a short
-body costs is a new process that does everything for the first time. Ranks of which one failed are not used again.
+The tests of a file use the same ranks, one after another, unless they are marked ``own_ranks``: half of what a short
+body costs is a new process that does everything for the first time. If one rank fails, none of its group is used again.
 """
 
 import contextlib
@@ -128,6 +128,9 @@ def _run_rank(rank: int, request: Request, folder: Path, reader: int, writer: in
             _write(writer, pickle.dumps(Reply(error=traceback.format_exc())))
             return  # at once: the others learn from the closed connection
         _write(writer, payload)
+        # A rank may wait longer for the next test than a test may take.
+        signal.alarm(0)
+        faulthandler.cancel_dump_traceback_later()
         following: Request | None = pickle.loads(_read(reader))
         if following is None:
             break

@@ -23,10 +23,7 @@ SPREAD = 4.0
 on_each_recipe = on_each(RECIPES)
 on_each_recipe_and_policy = pytest.mark.parametrize(
     ("recipe", "policy"),
-    [
-        *((recipe, "bf16") if recipe in QUICK else pytest.param(recipe, "bf16", marks=pytest.mark.long) for recipe in RECIPES),
-        pytest.param("tensorwise", "fp32", marks=pytest.mark.long),
-    ],
+    long_but([(r, "bf16") for r in QUICK], [*((r, "bf16") for r in RECIPES), ("tensorwise", "fp32")]),
 )
 
 

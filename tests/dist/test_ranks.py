@@ -53,6 +53,28 @@ def test_a_file_has_the_same_ranks_until_one_of_them_fails(ranks):
     assert ranks(1, _process) == alone
 
 
+_alarms: list[int] = []
+
+
+def _records_alarms(rank: int, world: int) -> None:
+    alarm = signal.alarm
+
+    def recorded(seconds: int) -> int:
+        _alarms.append(seconds)
+        return alarm(seconds)
+
+    signal.alarm = recorded
+
+
+def _recorded_alarms(rank: int, world: int) -> list[int]:
+    return _alarms
+
+
+def test_ranks_have_no_alarm_while_they_wait_for_the_next_test(ranks):
+    ranks(4, _records_alarms)
+    assert ranks(4, _recorded_alarms) == [[0, int(harness.DEADLINE) + 5]] * 4
+
+
 @pytest.mark.own_ranks
 def test_ranks_of_their_own_are_new_ones(ranks):
     assert not set(ranks(2, _process)) & set(ranks(2, _process))

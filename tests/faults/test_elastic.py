@@ -20,21 +20,12 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.dist.models import float8_layers, transformer
 from tests.dist.wires import ONE_RECIPE_A_WIRE
+from tests.selection import long_but
 
 DEFAULT = ("tensorwise", "mxfp8", "delayed")
-WORLDS = {"world2": (2, 1), "world3": (3, 1), "hsdp-2x2": (4, 2)}
-CASES = [
-    pytest.param(
-        recipe, *WORLDS[name], id=f"{recipe}-{name}", marks=() if name == "world3" else pytest.mark.long
-    )
-    for recipe in DEFAULT
-    for name in WORLDS
-]
-CASES += [
-    pytest.param(recipe, *WORLDS["world3"], id=f"{recipe}-world3", marks=pytest.mark.long)
-    for recipe in ONE_RECIPE_A_WIRE
-    if recipe not in DEFAULT
-]
+CASES = [(recipe, *world) for recipe in DEFAULT for world in ((2, 1), (3, 1), (4, 2))]
+CASES += [(recipe, 3, 1) for recipe in ONE_RECIPE_A_WIRE if recipe not in DEFAULT]
+"""Recipe, ranks and replicas."""
 STEPS = 2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -115,7 +106,7 @@ def saved(tmp_path_factory):
     return {}
 
 
-@pytest.mark.parametrize(("recipe", "world", "replicas"), CASES)
+@pytest.mark.parametrize(("recipe", "world", "replicas"), long_but([(r, 3, 1) for r in DEFAULT], CASES))
 def test_codes_and_histories_are_those_that_were_saved(
     ranks, saved, tmp_path_factory, recipe, world, replicas
 ):

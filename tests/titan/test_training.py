@@ -270,13 +270,14 @@ def test_40_steps_are_as_near_to_bf16s_as_torchtitans_own_converters(titan, asse
     1.915 1.288 3.128 1.863 3.317 1.288, mean 2.133; of the 64 sums of signs a quarter is as large.
     """
     options = ["training.steps=40", "training.seq_len=64", "lr_scheduler.warmup_steps=5"]
+
+    def losses_of(config: str, seed: int) -> dict[int, float]:
+        (found,) = titan(1, runs.train, [config, f"debug.seed={seed}", *options], assets, file="tests/titan")
+        return found["losses"]
+
     off: dict[str, list[float]] = {"peer": [], "f8sub": []}
     for seed in range(6):
-        runs_of = {
-            config: titan(1, runs.train, [config, f"debug.seed={seed}", *options], assets, file="tests/titan")
-            for config in ("bf16", *off)
-        }
-        losses = {config: found[0]["losses"] for config, found in runs_of.items()}
+        losses = {config: losses_of(config, seed) for config in ("bf16", *off)}
         bf16 = losses["bf16"]
         assert bf16[40] < bf16[1] - 0.5
         for config, distances in off.items():

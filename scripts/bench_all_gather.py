@@ -193,6 +193,8 @@ def main() -> None:
         if arguments.json:
             write_json(arguments.json, figures)
     dist.destroy_process_group()
+    # gloo's threads outlive the group; recipes/pretrain.py says what a process risks that ends before them.
+    time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ f8sub.precompute_scales(model)              # after every step
 
 from f8sub import optim as optim
 from f8sub import tensor_parallel as tensor_parallel
-from f8sub.autocast import autocast
-from f8sub.convert import convert_from_float8, convert_to_float8
+from f8sub.convert.convert import convert_from_float8, convert_to_float8
+from f8sub.convert.report import ConversionReport, LayerReport, conversion_report
 from f8sub.errors import (
     Float8ConfigError,
     Float8NumericsError,
@@ -17,17 +17,17 @@ from f8sub.errors import (
     Float8ShapeError,
     Float8Warning,
 )
-from f8sub.find_nonfinite import find_nonfinite
+from f8sub.features.autocast.autocast import autocast
+from f8sub.features.primary_weights.masters import drop_high_precision
+from f8sub.features.tools.find_nonfinite import find_nonfinite
+from f8sub.features.tools.step_guard import skip_step_if_nonfinite
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
-from f8sub.fsdp.precompute_scales import precompute_scales, register_precompute_hook
-from f8sub.linear import Float8Linear
-from f8sub.primary_weights import drop_high_precision
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
-from f8sub.report import ConversionReport, LayerReport, conversion_report
-from f8sub.step_guard import skip_step_if_nonfinite
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.quantize import quantize
 from f8sub.version import __version__ as __version__
+from f8sub.weights.precompute_scales import precompute_scales, register_precompute_hook
 
 __all__ = [
     "ALL",

@@ -1,4 +1,4 @@
-"""Layer 0. What can go wrong, by kind. Each message says what was asked, what was found, and what to do."""
+"""What can go wrong, by kind. Each message says what was asked, what was found, and what to do."""
 
 
 class Float8ConfigError(ValueError):

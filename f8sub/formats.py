@@ -1,4 +1,4 @@
-"""Layer 0. What a float8 operand *is*: element dtype, tile, scale rule. Pure data, no arithmetic on tensors.
+"""What a float8 operand *is*: element dtype, tile, scale rule. Pure data, no arithmetic on tensors.
 
 Granularity is data, not a branch: tensorwise is ``Tile(ALL, ALL)``, rowwise ``Tile(1, ALL)``, a 128x128 block
 ``Tile(128, 128)``. Whoever needs to know how scales are laid out asks the tile.

@@ -1,4 +1,4 @@
-"""Layer 0. A recipe says how each of the three GEMMs of a linear layer reads its two operands."""
+"""A recipe says how each of the three GEMMs of a linear layer reads its two operands."""
 
 import importlib
 import inspect

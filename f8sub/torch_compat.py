@@ -1,4 +1,4 @@
-"""Layer 0. The one place that reaches past torch's documented interface or looks for what its versions differ in."""
+"""The one place that reaches past torch's documented interface or looks for what its versions differ in."""
 
 import functools
 import inspect

@@ -1,3 +1,3 @@
-"""Layer 0. The version, which the ranks of a job compare."""
+"""The version, which the ranks of a job compare."""
 
 __version__ = "0.1.0"

@@ -21,7 +21,8 @@ from tables import Table, parser, write_json
 
 import f8sub
 from f8sub.formats import Operand
-from f8sub.kernels import fused, triton_mm
+from f8sub.kernels import quantize_cuda
+from f8sub.kernels.gemm import triton_mm
 from f8sub.kernels.triton import gemm_launch, launch
 
 if TYPE_CHECKING:
@@ -61,12 +62,14 @@ def cases() -> dict[str, Run]:
         recipe = f8sub.get_recipe(name)
         formats = recipe.fprop.a, recipe.wgrad.b
         launches = launch.quantization(x, *formats).launches
-        found[f"{name}: quantize x, both usages"] = lambda formats=formats: fused.quantize(x, *formats)
+        found[f"{name}: quantize x, both usages"] = lambda formats=formats: quantize_cuda.quantize(
+            x, *formats
+        )
         found[f"{name}: launches alone, {len(launches)}"] = by_us(launches)
         found[f"{name}: the same, by Triton"] = by_triton(launches)
     spec = f8sub.get_recipe("blockwise").fprop
-    a, b = (fused.quantize(x, format, None)[0] for format in (spec.a, spec.b))
-    found["transpose codes"] = lambda: fused.transpose(a.data)
+    a, b = (quantize_cuda.quantize(x, format, None)[0] for format in (spec.a, spec.b))
+    found["transpose codes"] = lambda: quantize_cuda.transpose(a.data)
     found["multiply, blockwise"] = lambda: multiply(a, b)
     return found
 
@@ -106,8 +109,8 @@ def main() -> None:
     given = arguments.parse_args()
     torch.set_num_threads(1)
     no_gpu.install()
-    fused.takes = lambda x: x.numel() > 0
-    fused.device_of = contextlib.nullcontext
+    quantize_cuda.takes = lambda x: x.numel() > 0
+    quantize_cuda.device_of = contextlib.nullcontext
     times = measure(given.rounds, given.calls)
     figures = {}
     for name, found in times.items():

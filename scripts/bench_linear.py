@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.backends import gemm_nt
+from f8sub.kernels.gemm.select import gemm_nt
 
 SHAPES = [(8192, 4096, 14336), (16384, 4096, 4096)]
 RECIPES = ["tensorwise", "rowwise", "blockwise"]

@@ -3,8 +3,8 @@
 A layer by itself whose larger dimension is --width, as it is and transposed; and a layer beside another of --width that
 reads the same x, where converting both is compared with converting the other alone. A GPU's times are those of CUDA
 graphs, which leave the host out and cast the weights in every replay. Of a recipe without native GEMMs on the GPU
-one layer is timed as it is launched: how slow the reference backend is. ``f8sub.defaults.MIN_DIM`` and
-``f8sub.backends.REFERENCE_TIMES_BF16`` come from here.
+one layer is timed as it is launched: how slow the reference backend is. ``f8sub.convert.defaults.MIN_DIM`` and
+``f8sub.kernels.gemm.select.REFERENCE_TIMES_BF16`` come from here.
 
     python scripts/bench_small_layers.py
 
@@ -24,7 +24,7 @@ from tables import Table
 from torch import nn
 
 import f8sub
-from f8sub.backends import REFERENCE, Plan
+from f8sub.kernels.gemm.select import REFERENCE, Plan
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "gridquant"]
 SIZES = [16, 64, 128, 256, 512, 1024, 2048]

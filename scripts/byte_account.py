@@ -18,7 +18,7 @@ from tables import write_between_markers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
-from f8sub.saved_input import KEEP_X
+from f8sub.linear.saved_input import KEEP_X
 
 sys.path.append(str(Path(__file__).parents[1] / "recipes"))
 

@@ -24,9 +24,9 @@ from tables import Table, parser, write_between_markers, write_json
 from torch import nn
 
 import f8sub
-from f8sub.backends import Plan
 from f8sub.formats import Operand
-from f8sub.kernels import scaled_mm
+from f8sub.kernels.gemm import scaled_mm
+from f8sub.kernels.gemm.select import Plan
 
 TOKENS, WIDTH, HIDDEN = 8192, 4096, 14336
 """Of Llama 3 8B, and of one sequence."""

@@ -23,8 +23,8 @@ from tables import Table, parser, write_between_markers, write_json
 from torch import nn
 
 import f8sub
-from f8sub.kernels import scaled_mm
-from f8sub.saved_input import KEEP_X, reencodes, why_not_kept
+from f8sub.kernels.gemm import scaled_mm
+from f8sub.linear.saved_input import KEEP_X, reencodes, why_not_kept
 
 HEADS = 32
 SMALL = 64

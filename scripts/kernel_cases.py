@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
-from f8sub.kernels.block_scales import empty_scale_inv
+from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
-    from f8sub.kernels.many import Matrix
+    from f8sub.kernels.shard_amaxes import Matrix
     from f8sub.kernels.triton import table_launch
 
     whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import f8sub
-from f8sub.tensor.primary_weight import PrimaryWeight
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 
 SIZE, LAYERS, WORLD = 256, 4, 2
 SETUPS = {

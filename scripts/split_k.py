@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from f8sub import Operand
-from f8sub.kernels import block_scales
+from f8sub.kernels.gemm import block_scales
 
 ROWS, COLS = 64, 64
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from f8sub.kernels import scaled_mm
+from f8sub.kernels.gemm import scaled_mm
 
 
 def natively_by_rows() -> bool:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub import context
-from f8sub.backends import select_gemm
+from f8sub.features.autocast import plan_in_use
+from f8sub.kernels.gemm.select import select_gemm
 from tests.context_blocks import OTHER, OWN, Block, block, on_each_recipe, results, same, under
 from tests.data_sets import gaussian, generator
 from tests.dist.models import seed_weights
@@ -143,13 +143,13 @@ def test_a_backend_asked_for_by_name_is_kept():
     """Both run on the CPU; which one did shows in which kernels ran."""
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe=OWN, backend="reference")
     with f8sub.autocast(OTHER):
-        plan = context.plan_in_use(model[0])
+        plan = plan_in_use.plan_in_use(model[0])
     assert plan.recipe.name == OTHER
     assert (plan.fprop, plan.dgrad, plan.wgrad) == ("reference",) * 3
     automatic = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe=OWN)
     spec = f8sub.get_recipe(OTHER).fprop
     with f8sub.autocast(OTHER):
-        assert context.plan_in_use(automatic[0]).fprop == select_gemm(spec, torch.device("cpu"))
+        assert plan_in_use.plan_in_use(automatic[0]).fprop == select_gemm(spec, torch.device("cpu"))
     assert automatic[0].plan.fprop == "scaled_mm"
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub import context
+from f8sub.features.autocast import plan_in_use
 from tests.context_blocks import OTHER, OWN, Block, block, on_each_recipe, results, same, under
 from tests.dist.models import seed_weights
 from tests.layers import K, M, N, dy_of, x_of
@@ -143,27 +143,27 @@ def test_evaluation_in_a_context_does_not_stop_a_reentrant_checkpoint():
 
 
 def test_nothing_is_remembered_where_no_context_was_entered(monkeypatch):
-    monkeypatch.setattr(context.contexts, "entered", False)
+    monkeypatch.setattr(plan_in_use.contexts, "entered", False)
     model = block()
     for reentrant in (True, False):
         results(model, checkpointed(reentrant))
-    assert not any(layer in context._records for layer in model.modules())
+    assert not any(layer in plan_in_use._records for layer in model.modules())
     with f8sub.autocast():
         pass
     results(model, checkpointed(False))
-    assert all(layer in context._records for layer in (model.gate, model.up, model.down))
+    assert all(layer in plan_in_use._records for layer in (model.gate, model.up, model.down))
 
 
 def test_nothing_is_remembered_without_a_checkpoint():
     model = block()
     results(model, under(f8sub.autocast(OTHER)))
-    assert not any(layer in context._records for layer in model.modules())
+    assert not any(layer in plan_in_use._records for layer in model.modules())
 
 
 def test_what_is_remembered_dies_with_the_graph():
     model, run = block(), checkpointed(False, f8sub.autocast(OTHER))
     y = run(model, x_of(M, K))
-    record = context._records[model.gate]
+    record = plan_in_use._records[model.gate]
     assert len(record._nodes) == 1
     y.backward(dy_of(y))
     del y

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
-from f8sub.kernels import scaled_mm
+from f8sub.kernels.gemm import scaled_mm
 from tests.compiling import SHAPES, WIDTH, Compiler, compile_blocks, decibels, differences, gained, train
 from tests.data_sets import gaussian, generator
 from tests.dist.models import seed_weights

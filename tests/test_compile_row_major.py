@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from f8sub import backends
+from f8sub.kernels.gemm import select
 from tests.compiling import compile_blocks, decibels, differences, gained, mlps, train
 from tests.selection import long_but
 
@@ -11,13 +11,13 @@ from tests.selection import long_but
 @pytest.fixture(autouse=True)
 def row_major(monkeypatch):
     """Of the CPU's GEMMs, which read anything."""
-    for module in backends.GEMM.values():
+    for module in select.GEMM.values():
         monkeypatch.setattr(module, "takes_any_layout", lambda device: False)
-    backends.Plan.make.cache_clear()
+    select.Plan.make.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
-    backends.Plan.make.cache_clear()
+    select.Plan.make.cache_clear()
     torch._dynamo.reset()
 
 

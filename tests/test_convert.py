@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
-from f8sub.tensor.master_weight import MasterWeight
+from f8sub.weights.master_weight import MasterWeight
 from tests.conversions import K, Mlp, N, converted, mlp, reasons, x_of
 from tests.data_sets import gaussian, generator
 from tests.dist.models import seed_weights

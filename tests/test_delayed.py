@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub import backends, linear
-from f8sub.kernels import host, reference
+from f8sub.features.delayed.state import OPERANDS
+from f8sub.kernels import quantize_cpu, reference
+from f8sub.kernels.gemm import select
 from f8sub.kernels.scales import PriorScale
-from f8sub.scaling_state import OPERANDS
-from f8sub.tensor.master_weight import rowwise_of
+from f8sub.linear import float8_linear
+from f8sub.weights.master_weight import rowwise_of
 from tests import oracle
 from tests.data_sets import gaussian, generator
 from tests.delayed_layers import (
@@ -110,9 +111,9 @@ def test_a_first_step_multiplies_what_quantize_shows_margins_included(
 
     def seen(backend, a, b, *how):
         multiplied.append((a, b))
-        return backends.gemm_nt(backend, a, b, *how)
+        return select.gemm_nt(backend, a, b, *how)
 
-    monkeypatch.setattr(linear, "gemm_nt", seen)
+    monkeypatch.setattr(float8_linear, "gemm_nt", seen)
     run(layer, x, dy)
     (x_row, w_row), (dy_row, w_col), (dy_col, x_col) = multiplied
     cases = {
@@ -393,7 +394,7 @@ def test_the_host_kernel_is_the_specification(bits, past):
         row, col = f8sub.get_recipe("delayed").formats(recipe)
         for covers in (False, True):
             given_scale = PriorScale(torch.full((1, 1), past), 3, covers)
-            found = host.quantize(x.to(dtype), row, col, prior=given_scale)
+            found = quantize_cpu.quantize(x.to(dtype), row, col, prior=given_scale)
             expected = reference.quantize(x.to(dtype), row, col, prior=given_scale)
             for a, b in zip(found[:2], expected[:2], strict=True):
                 assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))

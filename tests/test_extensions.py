@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.extensions import extensions
+from f8sub.convert.linear_subclasses import extensions
 from tests.conversions import K, x_of
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub import patterns
+from f8sub.convert import patterns
 from tests.conversions import K, converted, mlp, reasons, x_of
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import f8sub
-from f8sub.fsdp import histories
-from f8sub.tensor import master_weight
+from f8sub.features.delayed import histories
+from f8sub.weights import master_weight
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Transformer, transformer
 from tests.op_recorder import OpRecorder

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import f8sub
-from f8sub import scaling_state
+from f8sub.features.delayed import state
 from tests.compiling import compile_blocks
 from tests.conversions import mlp, x_of
 from tests.data_sets import gaussian, generator
@@ -121,7 +121,7 @@ def test_a_delayed_scale_is_that_of_forward_though_histories_rolled_since(way):
         y = model(x)
         states = [state for layer in float8_layers(model) for state in layer.states()]
         before = torch.stack([state.scale for state in states])
-        scaling_state.roll(states, torch.full((len(states), 3), 1e15))
+        state.roll(states, torch.full((len(states), 3), 1e15))
         assert (torch.stack([state.scale for state in states]) < before / 100).all()
         y.backward(gaussian(tuple(y.shape), generator(9)))
         results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])

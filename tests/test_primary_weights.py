@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.tensor.master_weight import MasterWeight
-from f8sub.tensor.primary_weight import PrimaryWeight
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight
+from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.dist.models import float8_layers, seed_weights
 from tests.layers import K, N, dy_of, x_of

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.tensor.primary_weight import PrimaryWeight
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from tests.layers import K, N, dy_of, x_of
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

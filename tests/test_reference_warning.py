@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub import backends
-from f8sub.backends import Plan
+from f8sub.kernels.gemm import select
+from f8sub.kernels.gemm.select import Plan
 from f8sub.recipe import recipe_names
 from tests.conversions import K, mlp
 
@@ -23,7 +23,7 @@ def gpu(monkeypatch, request):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: CUDA)
-    caches = (Plan.make, backends.fused.why_no_triton, backends.triton_mm._why_not_device)
+    caches = (Plan.make, select.fused.why_no_triton, select.triton_mm._why_not_device)
     for cache in caches:
         cache.cache_clear()
     yield request.param

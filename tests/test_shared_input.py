@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub import shared_input
+from f8sub.linear import shared_input
 from tests import oracle
 from tests.counting import FLOAT8, Float8Work
 from tests.data_sets import gaussian, generator

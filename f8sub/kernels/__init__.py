@@ -1,1 +1,1 @@
-"""Layer 1. Raw tensors in, raw tensors out: quantizers and GEMMs, one file a backend."""
+"""Raw tensors in, raw tensors out: quantizers and GEMMs, one file a backend."""

@@ -1,4 +1,4 @@
-"""Layer 1. How the reference GEMM adds up: in float32, or in parts as a tensor core's accumulator makes it necessary.
+"""How the reference GEMM adds up: in float32, or in parts as a tensor core's accumulator makes it necessary.
 
 Hopper's tensor cores keep about 14 bits of a partial sum (arXiv 2412.19437, 3.3.2). Without fast accumulation a kernel
 moves it to a float32 register every 128 elements of K; the reference adds in the same order.

@@ -1,4 +1,4 @@
-"""Layer 1. Four-bit codes (e2m1), which torch stores but does not compute with, and the transform that helps them."""
+"""Four-bit codes (e2m1), which torch stores but does not compute with, and the transform that helps them."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Layer 1. Operators that ``torch.compile`` must see as one node: schemas, fakes and their implementation.
+"""Operators that ``torch.compile`` must see as one node: schemas, fakes and their implementation.
 
 Formats go by name. Left to the compiler, which fuses it, is what is made of plain elementwise operators and reductions
 over whole rows, as long as nothing is copied transposed: Inductor's stores of that take several times as long as ours.
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import fused, reference, scales
-from f8sub.kernels.block_scales import empty_scale_inv, flat, is_laid_out, unflat
+from f8sub.kernels import quantize_cuda, reference, scales
+from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
 
@@ -49,21 +49,21 @@ def has_blocks(format: Float8Format) -> bool:
 
 
 def _quantize_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    return as_list(fused.quantize(x, *_formats(rowwise, columnwise))[:2])
+    return as_list(quantize_cuda.quantize(x, *_formats(rowwise, columnwise))[:2])
 
 
 def _quantize_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
-    return as_list(fused.quantize(x, Float8Format.parse(rowwise), None)[:2])
+    return as_list(quantize_cuda.quantize(x, Float8Format.parse(rowwise), None)[:2])
 
 
 def _quantize_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
-    return as_list(fused.quantize(x, None, Float8Format.parse(columnwise))[:2])
+    return as_list(quantize_cuda.quantize(x, None, Float8Format.parse(columnwise))[:2])
 
 
 def _quantize_with_amax(
     x: torch.Tensor, amax: torch.Tensor, rowwise: str, columnwise: str
 ) -> list[torch.Tensor]:
-    return as_list(fused.quantize(x, *_formats(rowwise, columnwise), amax=amax)[:2])
+    return as_list(quantize_cuda.quantize(x, *_formats(rowwise, columnwise), amax=amax)[:2])
 
 
 def _fake_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
@@ -85,7 +85,7 @@ def _fake_with_amax(x: torch.Tensor, amax: torch.Tensor, rowwise: str, columnwis
 
 
 def _transpose(codes: torch.Tensor) -> torch.Tensor:
-    return fused.transpose(codes)
+    return quantize_cuda.transpose(codes)
 
 
 def _fake_transposed(codes: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _derive_columnwise(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     operand = unflat(Operand(data, scale_inv, Float8Format.parse(rowwise)))
-    derived = fused.derive_columnwise(operand, Float8Format.parse(columnwise))
+    derived = quantize_cuda.derive_columnwise(operand, Float8Format.parse(columnwise))
     # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
     is_given = derived.scale_inv.untyped_storage().data_ptr() == scale_inv.untyped_storage().data_ptr()
     if is_given:
@@ -254,7 +254,7 @@ def derive_columnwise_in_backward(
     if not torch.compiler.is_compiling():
         if any_layout:
             return reference.derive_columnwise(rowwise, columnwise, any_layout)
-        return fused.derive_columnwise(rowwise, columnwise)
+        return quantize_cuda.derive_columnwise(rowwise, columnwise)
     both_seen = is_fusible(rowwise.format) and is_fusible(columnwise)
     if any_layout and both_seen and not rowwise.format.tile.is_transpose_of(columnwise.tile):
         scale_inv = copy_after(rowwise.scale_inv, after)

@@ -1,9 +1,9 @@
-"""Layer 1. High precision to codes, by the fastest kernel that takes a matrix; all of them agree to the bit."""
+"""High precision to codes, by the fastest kernel that takes a matrix; all of them agree to the bit."""
 
 import torch
 
 from f8sub.formats import Float8Format
-from f8sub.kernels import fused, host, ops, reference
+from f8sub.kernels import ops, quantize_cpu, quantize_cuda, reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, ScaleSource
 
@@ -36,8 +36,8 @@ def quantize(
     if reduce is not None:
         return reference.quantize(x, rowwise, columnwise, any_layout, prior, reduce)
     if type(x) is torch.Tensor and x.is_cpu:
-        return host.quantize(x, rowwise, columnwise, any_layout, prior)
-    return fused.quantize(x, rowwise, columnwise, any_layout, prior)
+        return quantize_cpu.quantize(x, rowwise, columnwise, any_layout, prior)
+    return quantize_cuda.quantize(x, rowwise, columnwise, any_layout, prior)
 
 
 def _are_fusible(*formats: Float8Format | None) -> bool:

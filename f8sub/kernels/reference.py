@@ -1,4 +1,4 @@
-"""Layer 1. The specification: plain PyTorch, any tile, any device, eager or compiled.
+"""The specification: plain PyTorch, any tile, any device, eager or compiled.
 
 Every other kernel equals this one bitwise (casts, scales) or within the accumulation budget (GEMMs).
 

@@ -1,4 +1,4 @@
-"""Layer 1. From amax to scale, and where scales come from.
+"""From amax to scale, and where scales come from.
 
 A ``ScaleSource`` says how the scales of one matrix come about: from its current amax or from a scale that was made
 before, and over which ranks an amax is reduced. ``quantize`` takes one; features make their own.

@@ -1,4 +1,4 @@
-"""Layer 3. What each aten operator does with a Float8Tensor, one handler a meaning.
+"""What each aten operator does with a Float8Tensor, one handler a meaning.
 
 Views of rows and columns keep their codes, and products of two Float8Tensors are float8 GEMMs. Any other operator reads
 the high-precision values that the codes stand for, with a warning once. So a module that reads a weight itself computes
@@ -14,13 +14,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from f8sub.backends import gemm_nt, select_gemm
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Operand
+from f8sub.kernels.gemm.select import gemm_nt, select_gemm
 from f8sub.recipe import GemmSpec
 from f8sub.tensor import parts
 from f8sub.tensor.float8_tensor import ANY_OTHER, OPS, Float8Tensor, Handler
-from f8sub.tensor.master_weight import describe
+from f8sub.weights.master_weight import describe
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Layer 3. Float8Tensor: a matrix quantized for one or both of the directions a GEMM can contract it in."""
+"""Float8Tensor: a matrix quantized for one or both of the directions a GEMM can contract it in."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, why_not_derivable
-from f8sub.kernels import fused, reference
-from f8sub.tensor.master_weight import describe
+from f8sub.kernels import quantize_cuda, reference
+from f8sub.weights.master_weight import describe
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -229,7 +229,7 @@ def _derive(source: Operand, wanted: str, have: str) -> Operand:
             f"cannot derive the {wanted} usage: {source.format} takes rows of a multiple of "
             f"{source.format.depth_multiple} elements, and they would have {depth}"
         )
-    return fused.derive_columnwise(source, source.format)
+    return quantize_cuda.derive_columnwise(source, source.format)
 
 
 # It makes tensors of what a file holds and runs nothing.

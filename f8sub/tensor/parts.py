@@ -1,4 +1,4 @@
-"""Layer 3. Parts of a Float8Tensor: rows and columns cut out, picked one by one, and put together.
+"""Parts of a Float8Tensor: rows and columns cut out, picked one by one, and put together.
 
 Nothing is quantized anew: a part has the codes of the whole and its scales, so what it dequantizes to is the part of
 what the whole does, to the bit. That takes a cut between tiles; where a tile spans the whole dimension any cut will do.

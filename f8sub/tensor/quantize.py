@@ -1,15 +1,15 @@
-"""Layer 3. High precision in, Float8Tensor out."""
+"""High precision in, Float8Tensor out."""
 
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format
-from f8sub.kernels import fused
 from f8sub.kernels import quantize as kernels
+from f8sub.kernels import quantize_cuda
 from f8sub.kernels.scales import CURRENT, GivenScale, PriorScale, ScaleSource
 from f8sub.recipe import OperandName, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.master_weight import MasterWeight, quantize_rowwise
+from f8sub.weights.master_weight import MasterWeight, quantize_rowwise
 
 
 def quantize(
@@ -72,6 +72,8 @@ def quantize(
         plain = x.plain if isinstance(x, MasterWeight) else x.detach()
         if derive and col is not None and formats[0] is not None:
             cast = quantize_rowwise(plain, formats[0], source)
-            return Float8Tensor(cast if rowwise else None, fused.derive_columnwise(cast, col), x.dtype)
+            return Float8Tensor(
+                cast if rowwise else None, quantize_cuda.derive_columnwise(cast, col), x.dtype
+            )
         made = kernels.quantize(plain, row, col, source)
         return Float8Tensor(made.rowwise, made.columnwise, x.dtype)

@@ -1,7 +1,7 @@
 """Every float8 GEMM that a backend has, in TFLOP/s, beside a bf16 matmul and a copy: the ceilings.
 
 The operands are codes of random matrices; a product is compared with that of the same codes in float64 before it is
-timed. What f8sub multiplies by itself, ``f8sub.backends.GEMM``, is what is listed; the reference is left out.
+timed. Listed are the backends of ``f8sub.kernels.gemm.select.GEMM`` but the reference.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from tables import Table
 
-from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile, backends
+from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels import reference
+from f8sub.kernels.gemm import select
 from f8sub.kernels.quantize import quantize
 from gpu.session import Session
 from gpu.timing import SETS, by_graph, by_launches, in_turns, sqnr, summary
@@ -107,8 +108,8 @@ def runs_of(
     found["bf16"] = (lambda pair: torch.mm(pair[0], pair[1].t()), sets, reached)
     for kind, (a_format, b_format, fast) in KINDS.items():
         operands: list = []
-        for backend, module in backends.GEMM.items():
-            if module is backends.GEMM["reference"]:
+        for backend, module in select.GEMM.items():
+            if module is select.GEMM["reference"]:
                 continue
             name = f"{kind}, {backend}"
             if (reason := module.why_not(a_format, b_format, device)) is not None:
@@ -122,7 +123,7 @@ def runs_of(
                     ]
 
                 def run(pair: Any, backend: str = backend, fast: bool = fast) -> torch.Tensor:
-                    return backends.gemm_nt(backend, *pair, torch.bfloat16, fast)
+                    return select.gemm_nt(backend, *pair, torch.bfloat16, fast)
 
                 floor = FAST_FLOOR_DB if fast else FLOOR_DB
                 found[name] = (run, operands, check(name, run(operands[0]), *operands[0], floor))

@@ -14,7 +14,7 @@ import torch
 from tables import Table
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
-from f8sub.kernels import fused, reference
+from f8sub.kernels import quantize_cuda, reference
 from f8sub.kernels.scales import PriorScale
 from gpu import shards
 from gpu.session import Session
@@ -74,7 +74,10 @@ def benches(device: torch.device, compiled: bool) -> list[Bench]:
             formats = format if row else None, format if col else None
             read = 4.0 if (name, usage) in READ_TWICE else 2.0
             moved = read + row + col
-            ours, right = quantizer_of(fused.quantize, formats), quantizer_of(reference.quantize, formats)
+            ours, right = (
+                quantizer_of(quantize_cuda.quantize, formats),
+                quantizer_of(reference.quantize, formats),
+            )
             found.append(Bench(f"{name} {usage}", ours, right, moved))
         both = quantizer_of(reference.quantize, (format, format))
         moved = (4.0 if (name, "both") in READ_TWICE else 2.0) + 2.0
@@ -84,12 +87,12 @@ def benches(device: torch.device, compiled: bool) -> list[Bench]:
     whole = FORMATS["tensorwise"]
     for name, known in (("scale of the past both", False), ("known scale of the past both", True)):
         past = PriorScale(torch.ones(1, 1, device=device), 0.0, covers=False, is_known=known)
-        ours = delayed_of(fused.quantize, past, whole)
+        ours = delayed_of(quantize_cuda.quantize, past, whole)
         right = delayed_of(reference.quantize, past, whole)
         found.append(Bench(name, ours, right, 4.0))
     for name, moved in DERIVED.items():
         format = FORMATS[name]
-        ours, right = derivation_of(fused, format), derivation_of(reference, format)
+        ours, right = derivation_of(quantize_cuda, format), derivation_of(reference, format)
         found.append(Bench(f"columns of {name} codes", ours, right, moved, name))
         if compiled:
             right = torch.compile(right)
@@ -146,7 +149,7 @@ def measure(shape: tuple[int, ...], session: Session) -> dict[str, dict]:
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
     sets = [torch.randn(shape, device=device).bfloat16() for _ in range(SETS)]
-    given = {name: [fused.quantize(x, FORMATS[name], None)[0] for x in sets] for name in DERIVED}
+    given = {name: [quantize_cuda.quantize(x, FORMATS[name], None)[0] for x in sets] for name in DERIVED}
     given["x"] = sets
     given.update({f"shards {name}": [shards.Shards(x, FORMATS[name]) for x in sets] for name in TABLES})
     chosen = benches(device, compiled=on_gpu)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from f8sub import Float8Format, Operand
-from f8sub.kernels import fused, many, scales
-from f8sub.kernels.many import Matrix
+from f8sub.kernels import quantize_cuda, scales, shard_amaxes
+from f8sub.kernels.shard_amaxes import Matrix
 
 COUNT = 28
 """Weights of four Llama blocks."""
@@ -33,10 +33,10 @@ class Shards:
             for weight, start, (_, cols) in zip(self.weights, starts, shapes, strict=True)
         ]
         self.launches = []
-        if all(many.takes(matrix, x.device) for matrix in matrices):
+        if all(shard_amaxes.takes(matrix, x.device) for matrix in matrices):
             written = self.scale, self.scale_inv
-            scales = many.scales(self.amax, None, *written, format, torch.bfloat16)
-            self.launches = [*many.amaxes(matrices, self.amax), scales]
+            scales = shard_amaxes.scales(self.amax, None, *written, format, torch.bfloat16)
+            self.launches = [*shard_amaxes.amaxes(matrices, self.amax), scales]
 
     @property
     def table(self) -> tuple[Operand]:
@@ -46,7 +46,7 @@ class Shards:
 
 def by_launches(shards: Shards) -> tuple[Operand]:
     """By one launch for all amaxes and one for all scales, where there are kernels."""
-    if not fused.takes(shards.amax):
+    if not quantize_cuda.takes(shards.amax):
         return by_operators(shards)
     shards.amax.zero_()
     for launch in shards.launches:

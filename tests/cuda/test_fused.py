@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import f8sub
-from f8sub import Float8Format, backends
-from f8sub.kernels import fused, reference
+from f8sub import Float8Format
+from f8sub.kernels import quantize_cuda, reference
+from f8sub.kernels.gemm import select
 from f8sub.kernels.scales import PriorScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make
@@ -38,7 +39,7 @@ def runs(monkeypatch) -> list[str]:
 
 
 def check(x: torch.Tensor, row: Float8Format | None, col: Float8Format | None) -> None:
-    found = fused.quantize(x.cuda(), row, col)
+    found = quantize_cuda.quantize(x.cuda(), row, col)
     for ours, right in zip(found, reference.quantize(x, row, col), strict=True):
         assert_same_bits(ours, right)
         assert ours is None or ours.data.is_contiguous()
@@ -83,7 +84,7 @@ def test_scales_of_the_past(name, dtype, runs):
             for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
                 past = PriorScale(torch.full((1, 1), scale), 1.0, covers, known)
                 on_gpu = past._replace(scale=past.scale.cuda())
-                found = fused.quantize(x.cuda(), format, format, prior=on_gpu)
+                found = quantize_cuda.quantize(x.cuda(), format, format, prior=on_gpu)
                 expected = reference.quantize(x, format, format, prior=past)
                 assert_same_bits(found[0], expected[0])
                 assert_same_bits(found[1], expected[1])
@@ -100,7 +101,7 @@ def test_scales_of_the_past_of_pairs(name, runs):
 def test_no_amax_is_looked_for_where_a_past_is_known(runs):
     x = make("lognormal", (272, 400), 4, torch.bfloat16).cuda()
     past = PriorScale(torch.ones(1, 1, device="cuda"), 0.0, covers=False, is_known=True)
-    fused.quantize(x, FORMATS["tensorwise"], FORMATS["tensorwise"], prior=past)
+    quantize_cuda.quantize(x, FORMATS["tensorwise"], FORMATS["tensorwise"], prior=past)
     assert runs == ["cast_with_one"]
 
 
@@ -123,7 +124,7 @@ def test_the_columnwise_usage_of_codes(format, runs):
         assert rowwise is not None
         on_gpu = rowwise._replace(data=rowwise.data.cuda(), scale_inv=rowwise.scale_inv.cuda())
         assert_same_bits(
-            fused.derive_columnwise(on_gpu, format), reference.derive_columnwise(rowwise, format)
+            quantize_cuda.derive_columnwise(on_gpu, format), reference.derive_columnwise(rowwise, format)
         )
     assert runs
 
@@ -132,16 +133,16 @@ def test_the_columnwise_usage_of_codes(format, runs):
 def test_every_code_under_many_scales(name, runs):
     every_value(FORMATS[name], "cuda")
     lines = {"amax_of_code_columns", "recast_by_lines"}
-    assert set(runs) == (lines if FORMATS[name].tile == fused.ROWWISE else {"recast_by_vectors"})
+    assert set(runs) == (lines if FORMATS[name].tile == quantize_cuda.ROWWISE else {"recast_by_vectors"})
 
 
 def test_codes_of_more_elements_than_32_bits_count(runs):
     """The last columns of a matrix of codes whose offsets need 64 bits."""
     format = FORMATS["rowwise"]
     x = torch.randn(65664, 33024, dtype=torch.bfloat16, device="cuda")
-    rowwise = fused.quantize(x, format, None)[0]
+    rowwise = quantize_cuda.quantize(x, format, None)[0]
     assert rowwise is not None
-    found = fused.derive_columnwise(rowwise, format)
+    found = quantize_cuda.derive_columnwise(rowwise, format)
     last = rowwise._replace(data=rowwise.data[:, -256:].cpu().contiguous(), scale_inv=rowwise.scale_inv.cpu())
     right = reference.derive_columnwise(last, format)
     assert_same_bits(found._replace(data=found.data[-256:], scale_inv=found.scale_inv[-256:]), right)
@@ -153,7 +154,7 @@ def test_more_elements_than_32_bits_count(runs):
     format = FORMATS["1x128"]
     x = torch.randn(33024, 65664, dtype=torch.bfloat16, device="cuda")
     assert x.numel() > 2**31
-    row, col, _ = fused.quantize(x, format, format)
+    row, col, _ = quantize_cuda.quantize(x, format, format)
     assert row is not None
     assert col is not None
     last_rows, *_ = reference.quantize(x[-256:].cpu(), format, None)
@@ -182,10 +183,10 @@ def test_a_layer_shows_and_runs_them(recipe, runs):
 def test_in_a_cuda_graph():
     x = torch.randn(272, 400, device="cuda", dtype=torch.bfloat16)
     for format in FORMATS.values():
-        fused.quantize(x, format, format)
+        quantize_cuda.quantize(x, format, format)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            row, col, _ = fused.quantize(x, format, format)
+            row, col, _ = quantize_cuda.quantize(x, format, format)
         x.copy_(torch.randn_like(x))
         graph.replay()
         for ours, right in zip((row, col), reference.quantize(x.cpu(), format, format)[:2], strict=True):
@@ -194,5 +195,5 @@ def test_in_a_cuda_graph():
 
 def test_formats_without_a_kernel_say_so():
     format = Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))
-    assert backends.quantizer_of(format, torch.device("cuda", 0)) == "reference"
+    assert select.quantizer_of(format, torch.device("cuda", 0)) == "reference"
     check(make("gaussian", (48, 80), 1), format, format)

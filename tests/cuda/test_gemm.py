@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import f8sub
-from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile, backends
+from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile
 from f8sub.formats import E2M1
-from f8sub.kernels import reference, scaled_mm, triton_mm
+from f8sub.kernels import reference
+from f8sub.kernels.gemm import scaled_mm, select, triton_mm
 from tests.budgets import excess
 from tests.cuda.products import exact, operand, promoted
 from tests.data_sets import generator, row_outliers
@@ -183,9 +184,9 @@ def test_blocks_are_multiplied_natively_on_hopper():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this CUDA device is no Hopper")
     spec = GemmSpec(a=VECTOR, b=BLOCK)
-    assert backends.select_gemm(spec, torch.device("cuda")) in ("measured", "scaled_mm")
+    assert select.select_gemm(spec, torch.device("cuda")) in ("measured", "scaled_mm")
     for recipe in ("blockwise", "gridquant"):
-        plan = backends.Plan.make(f8sub.get_recipe(recipe), torch.device("cuda"))
+        plan = select.Plan.make(f8sub.get_recipe(recipe), torch.device("cuda"))
         assert {plan.fprop, plan.dgrad, plan.wgrad} <= {"measured", "scaled_mm"}
 
 
@@ -193,7 +194,7 @@ def test_small_blocks_are_multiplied_natively_on_blackwell():
     if torch.cuda.get_device_capability()[0] < 10:
         pytest.skip("this CUDA device is older than Blackwell")
     for recipe in ("mxfp8", "nvfp4"):
-        plan = backends.Plan.make(f8sub.get_recipe(recipe), torch.device("cuda"))
+        plan = select.Plan.make(f8sub.get_recipe(recipe), torch.device("cuda"))
         assert {plan.fprop, plan.dgrad, plan.wgrad} == {"scaled_mm"}
 
 
@@ -216,6 +217,6 @@ def test_float8_tensors_multiply(recipe):
     a, b = f8sub.quantize(x.cuda(), recipe, operand="x"), f8sub.quantize(w.cuda(), recipe, operand="w")
     cpu = f8sub.quantize(x, recipe, operand="x"), f8sub.quantize(w, recipe, operand="w")
     assert b.t().columnwise.data.data_ptr() == b.rowwise.data.data_ptr()
-    backend = backends.select_gemm(GemmSpec(a=a.rowwise.format, b=b.rowwise.format), a.device)
+    backend = select.select_gemm(GemmSpec(a=a.rowwise.format, b=b.rowwise.format), a.device)
     right = Product(exact(cpu[0].rowwise), exact(cpu[1].rowwise))
     assert excess(a @ b.t(), right, promoted(backend, False, 96)) <= 1

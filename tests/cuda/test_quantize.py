@@ -5,7 +5,7 @@ import torch
 
 import f8sub
 from f8sub.formats import Operand
-from f8sub.kernels.block_scales import unflat
+from f8sub.kernels.gemm.block_scales import unflat
 from f8sub.kernels.quantize import quantize
 from tests.cuda.products import RECIPES, assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make

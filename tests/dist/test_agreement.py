@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import f8sub
-from f8sub.fsdp import agreement
+from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 

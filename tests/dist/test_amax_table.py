@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import f8sub
-from f8sub.fsdp.conversion import ShardedConversion
-from f8sub.kernels import fused, many
+from f8sub.weights.sharded_weights import ShardedConversion
+from f8sub.kernels import quantize_cuda, shard_amaxes
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights
 from tests.kernels import interpreted
@@ -75,10 +75,10 @@ def differences(recipe: str, columns: bool, device: str) -> tuple[list[str], lis
         launched.append(self.kernel.fn.__name__)
         run(self)
 
-    planned = mock.Mock(wraps=many.amaxes)
-    with mock.patch.object(launcher.Launch, "run", counted), mock.patch.object(many, "amaxes", planned):
+    planned = mock.Mock(wraps=shard_amaxes.amaxes)
+    with mock.patch.object(launcher.Launch, "run", counted), mock.patch.object(shard_amaxes, "amaxes", planned):
         found = steps(recipe, columns, device)
-    with mock.patch.object(fused, "takes", lambda x: False):
+    with mock.patch.object(quantize_cuda, "takes", lambda x: False):
         expected = steps(recipe, columns, device)
     wrong = [
         name

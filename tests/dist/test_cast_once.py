@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.fsdp import precompute_scales as precompute
-from f8sub.fsdp import scale_table
-from f8sub.fsdp import shard as shards
-from f8sub.fsdp.conversion import ShardedConversion
-from f8sub.linear import Float8Linear
-from f8sub.tensor import master_weight
+from f8sub.weights import precompute_scales as precompute
+from f8sub.weights import scale_table
+from f8sub.weights import shard as shards
+from f8sub.weights.sharded_weights import ShardedConversion
+from f8sub.linear.float8_linear import Float8Linear
+from f8sub.weights import master_weight
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, loss_of, seed_weights, shard, transformer
 from tests.dist.wires import on_each

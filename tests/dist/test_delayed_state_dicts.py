@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import f8sub
-from f8sub.fsdp import agreement
+from f8sub.weights import agreement
 from tests.dist.models import shard
 from tests.dist.test_delayed import STEPS, assert_same, batch, model_of, on_and_off, sharded, states_of, train
 from tests.selection import long_but

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import f8sub
-from f8sub import filters
-from f8sub.fsdp.shard import Shard as ShardToSend
+from f8sub.convert import filters
+from f8sub.weights.shard import Shard as ShardToSend
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.dist.models import BF16, Stack, seed_weights, shard

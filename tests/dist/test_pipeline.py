@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 )
 
 import f8sub
-from f8sub.fsdp.shard import Shard
+from f8sub.weights.shard import Shard
 from tests.selection import long_but
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Block, seed_weights

@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
-from f8sub.fsdp.conversion import ShardedConversion
-from f8sub.tensor.master_weight import MasterWeight
-from f8sub.tensor.primary_weight import PrimaryWeight
+from f8sub.weights.sharded_weights import ShardedConversion
+from f8sub.weights.master_weight import MasterWeight
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard
 from tests.dist.wire import Wire

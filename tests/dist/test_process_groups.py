@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
-from f8sub.fsdp.conversion import ShardedConversion
+from f8sub.weights.sharded_weights import ShardedConversion
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 from tests.layers import dy_of

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
-from f8sub.fsdp import conversion
+from f8sub.weights import sharded_weights
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 
@@ -57,7 +57,7 @@ def test_a_rank_converted_differently(ranks, option, precompute):
 
 def another_version(rank: int, world: int) -> str:
     if rank == 1:
-        conversion.__version__ = "0.0.9"
+        sharded_weights.__version__ = "0.0.9"
     model = shard(f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64))))
     with pytest.raises(f8sub.Float8RankMismatchError) as error:
         f8sub.precompute_scales(model)

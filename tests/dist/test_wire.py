@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import f8sub
-from f8sub.fsdp import agreement
+from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
 from tests.dist.models import BF16, Stack, seed_weights, shard
 from tests.dist.wire import Wire

@@ -12,7 +12,7 @@ from pathlib import Path
 import pretrain
 from torch.distributed.checkpoint import FileSystemWriter
 
-from f8sub.fsdp.scale_table import ScaleTable
+from f8sub.weights.scale_table import ScaleTable
 
 STEP, RANK = 4, "1"
 MORTAL = os.environ["RANK"] == RANK and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.fsdp import agreement
+from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 

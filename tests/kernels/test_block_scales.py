@@ -13,7 +13,8 @@ from torchao.prototype.mx_formats.utils import to_blocked
 import f8sub
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1, Operand
-from f8sub.kernels import block_scales, reference, scaled_mm
+from f8sub.kernels import reference
+from f8sub.kernels.gemm import block_scales, scaled_mm
 from tests.budgets import excess
 from tests.data_sets import generator, row_outliers
 from tests.oracle import VALUES, Product

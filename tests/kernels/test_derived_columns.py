@@ -5,7 +5,7 @@ import torch
 
 from f8sub import Float8Format
 from f8sub.formats import Operand
-from f8sub.kernels import fused, reference
+from f8sub.kernels import quantize_cuda, reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import generator, make
@@ -31,7 +31,9 @@ def test_the_columnwise_usage_of_codes(interpreter, name):  # noqa: F811
     interpreter(derivations, name)
 
 
-RECAST = [name for name, format in FORMATS.items() if format.tile in (fused.ROWWISE, fused.VECTOR)]
+RECAST = [
+    name for name, format in FORMATS.items() if format.tile in (quantize_cuda.ROWWISE, quantize_cuda.VECTOR)
+]
 
 
 def every_value(format: Float8Format, device: str = "cpu") -> None:
@@ -51,7 +53,7 @@ def every_value(format: Float8Format, device: str = "cpu") -> None:
         rowwise = Operand(codes[rows].contiguous().view(format.dtype), some, format)
         right = reference.derive_columnwise(rowwise, format)
         on_device = rowwise._replace(data=rowwise.data.to(device), scale_inv=some.to(device))
-        found = fused.derive_columnwise(on_device, format)
+        found = quantize_cuda.derive_columnwise(on_device, format)
         assert_same_bits(found._replace(data=found.data.cpu(), scale_inv=found.scale_inv.cpu()), right)
 
 
@@ -78,7 +80,7 @@ def launches_of_derivations(name: str) -> list[str]:
 
     without = mock.patch.multiple(reference, dequantize=None, transposed=None)
     with mock.patch.object(launch.Launch, "run", counted), without:
-        fused.derive_columnwise(rowwise, FORMATS[name])
+        quantize_cuda.derive_columnwise(rowwise, FORMATS[name])
     return found
 
 
@@ -86,7 +88,7 @@ def launches_of_derivations(name: str) -> list[str]:
 @pytest.mark.parametrize("name", RECAST)
 def test_rows_and_vectors_are_recast_without_a_matrix_of_values(interpreter, name):  # noqa: F811
     lines = ["amax_of_code_columns", "recast_by_lines"]
-    expected = lines if FORMATS[name].tile == fused.ROWWISE else ["recast_by_vectors"]
+    expected = lines if FORMATS[name].tile == quantize_cuda.ROWWISE else ["recast_by_vectors"]
     assert interpreter(launches_of_derivations, name) == expected
 
 
@@ -103,8 +105,8 @@ def codes_that_begin_within_a_word() -> None:
     memory = torch.empty(rowwise.data.numel() + 1, dtype=torch.uint8)[1:].view(format.dtype)
     codes = memory.view(rowwise.data.shape).copy_(rowwise.data)
     right = reference.derive_columnwise(rowwise, format)
-    assert_same_bits(fused.derive_columnwise(rowwise._replace(data=codes), format), right)
-    assert_same_bits(right._replace(data=fused.transpose(codes)), right)
+    assert_same_bits(quantize_cuda.derive_columnwise(rowwise._replace(data=codes), format), right)
+    assert_same_bits(right._replace(data=quantize_cuda.transpose(codes)), right)
 
 
 @needs_triton

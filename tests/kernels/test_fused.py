@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from f8sub import ALL, Float8Format, ScaleRule, Tile, backends
+from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1, Operand
-from f8sub.kernels import block_scales, fused, reference, scales
+from f8sub.kernels import quantize_cuda, reference, scales
+from f8sub.kernels.gemm import block_scales, select
 from f8sub.kernels.scales import PriorScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
@@ -31,7 +32,7 @@ LARGE = [(256, 128), (130, 144), (129, 130), (1, 300), (300, 1)]
 def check(
     x: torch.Tensor, row: Float8Format | None, col: Float8Format | None, any_layout: bool = False
 ) -> None:
-    found = fused.quantize(x, row, col, any_layout)
+    found = quantize_cuda.quantize(x, row, col, any_layout)
     for ours, right in zip(found, reference.quantize(x, row, col, any_layout), strict=True):
         same_bits(ours, right)
 
@@ -61,7 +62,7 @@ def non_finite(name: str, dtype: torch.dtype) -> None:
     x = make("gaussian", (24, 48), 2, dtype)
     x[3, 4], x[7, 9], x[20, 0] = float("nan"), float("inf"), float("-inf")
     check_each_usage(x, name)
-    nan = fused.quantize(x, FORMATS[name], None)[0]
+    nan = quantize_cuda.quantize(x, FORMATS[name], None)[0]
     assert nan is not None
     assert nan.data.float().isnan().sum() == 3
     x[:] = float("nan")
@@ -114,7 +115,9 @@ def every_code(dtype: torch.dtype) -> None:
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     one = PriorScale(torch.ones(1, 1), 0.0, False)
     format = Float8Format(dtype, Tile(ALL, ALL))
-    expected, found = (kind(x, format, format, prior=one) for kind in (reference.quantize, fused.quantize))
+    expected, found = (
+        kind(x, format, format, prior=one) for kind in (reference.quantize, quantize_cuda.quantize)
+    )
     for ours, right in zip(found[:2], expected[:2], strict=True):
         assert_same_bits(ours, right)
 
@@ -134,7 +137,7 @@ def past_scales(name: str, dtype: torch.dtype) -> None:
                 x[2, 3] = float(bad)
             for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
                 past = PriorScale(torch.full((1, 1), scale), 1.0, covers, known)
-                found = fused.quantize(x, format, format, prior=past)
+                found = quantize_cuda.quantize(x, format, format, prior=past)
                 expected = reference.quantize(x, format, format, prior=past)
                 same_bits(found[0], expected[0])
                 same_bits(found[1], expected[1])
@@ -173,7 +176,7 @@ def staging(device: str = "cpu") -> None:
         right = torch.zeros(2).unbind()
         for amax in amaxes:
             given = torch.full((1, 1), amax)
-            fused.stage(given.to(device), staged, met)
+            quantize_cuda.stage(given.to(device), staged, met)
             scales.stage(given, *right)
             assert (staged.item(), met.item()) == tuple(t.item() for t in right)
         finite = [amax for amax in amaxes if abs(amax) < inf]
@@ -210,7 +213,7 @@ def parts(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
             spread = reference.spread(scale, format.tile, part.shape, (row, col))
             right = reference.cast(part.to(through), spread, format.dtype)
             out = torch.full((rows, 304), 0xAB, dtype=torch.uint8, device=device)
-            fused.cast_into(out, part.to(device), scale.to(device), format, (row, col), through)
+            quantize_cuda.cast_into(out, part.to(device), scale.to(device), format, (row, col), through)
             assert (out[:, cols:] == 0xAB).all()
             found = out[:, :cols].cpu().view(format.dtype).float()
             torch.testing.assert_close(found, right.float(), rtol=0, atol=0, equal_nan=True)
@@ -225,7 +228,9 @@ def test_parts_with_known_scales(interpreter, name, dtype):  # noqa: F811
 
 
 def scales_of_vectors() -> None:
-    for operand in fused.quantize(gaussian((48, 400), generator(8)), FORMATS["1x128"], FORMATS["1x128"])[:2]:
+    for operand in quantize_cuda.quantize(
+        gaussian((48, 400), generator(8)), FORMATS["1x128"], FORMATS["1x128"]
+    )[:2]:
         assert operand.scale_inv.stride() == (1, operand.data.shape[0])
         given = block_scales.vectors(operand)
         assert given.untyped_storage().data_ptr() == operand.scale_inv.untyped_storage().data_ptr()
@@ -285,21 +290,22 @@ UNCOVERED = {
 @pytest.mark.parametrize("name", UNCOVERED)
 def test_what_no_kernel_casts_to(name):
     words = str(UNCOVERED[name]), str(UNCOVERED[name].tile)
-    assert any(word in str(fused.why_no_kernel(UNCOVERED[name])) for word in words)
+    assert any(word in str(quantize_cuda.why_no_kernel(UNCOVERED[name])) for word in words)
 
 
 @on_each_format
 def test_the_cpu_has_no_kernels(name):
     """Neither asked for through the module nor chosen by a layer on the CPU."""
-    assert fused.why_no_kernel(FORMATS[name]) is None
-    assert "cpu" in str(fused.why_no_triton(torch.device("cpu")))
+    assert quantize_cuda.why_no_kernel(FORMATS[name]) is None
+    assert "cpu" in str(quantize_cuda.why_no_triton(torch.device("cpu")))
     check(gaussian(SMALL, generator(1)), FORMATS[name], FORMATS[name])
-    assert backends.quantizer_of(FORMATS[name], torch.device("cpu")) in ("host", "reference")
+    assert select.quantizer_of(FORMATS[name], torch.device("cpu")) in ("host", "reference")
     past = PriorScale(torch.ones(1, 1), 0.0, False)
     x = gaussian(SMALL, generator(1))
     if FORMATS[name].tile.is_whole:
         found, expected = (
-            kind(x, FORMATS[name], None, prior=past)[0] for kind in (fused.quantize, reference.quantize)
+            kind(x, FORMATS[name], None, prior=past)[0]
+            for kind in (quantize_cuda.quantize, reference.quantize)
         )
         assert isinstance(found, Operand)
         assert_same_bits(found, expected)

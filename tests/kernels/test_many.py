@@ -5,9 +5,9 @@ import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
-from f8sub.kernels import fused, many
-from f8sub.kernels.many import Matrix
+from f8sub.kernels import quantize_cuda, shard_amaxes
 from f8sub.kernels.scales import PriorScale, scales_or_nan, shard_amax
+from f8sub.kernels.shard_amaxes import Matrix
 from tests.data_sets import edge_values, generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 
@@ -60,8 +60,8 @@ def many_matrices(seed: int, device: str) -> tuple[list[Matrix], list[torch.Tens
 def amaxes(device: str, seed: int) -> None:
     """Twice by the same launches, which read what there is when they run."""
     matrices, expected, table = many_matrices(seed, device)
-    assert all(many.takes(matrix, table.device) for matrix in matrices)
-    launches = many.amaxes(matrices, table)
+    assert all(shard_amaxes.takes(matrix, table.device) for matrix in matrices)
+    launches = shard_amaxes.amaxes(matrices, table)
     assert [launch.arguments["ALIGNED"] for launch in launches] == [True, False]
     there = 2.0**-10
     table.fill_(there)
@@ -81,7 +81,7 @@ def edges(device: str) -> None:
     for dtype in DTYPES:
         for data in edge_values(dtype).values():
             table = torch.zeros(len(data), device=device)
-            (launch,) = many.amaxes([Matrix(data.to(device).contiguous(), ROW, (0, 0), 0, 1)], table)
+            (launch,) = shard_amaxes.amaxes([Matrix(data.to(device).contiguous(), ROW, (0, 0), 0, 1)], table)
             launch.run()
             assert torch.equal(table.cpu()[:, None], shard_amax(data, ROW, (0, 0)))
 
@@ -114,8 +114,8 @@ def scales(device: str) -> None:
                 right = scales_or_nan(amax.to(through).float(), format, before)
                 found = [torch.full(amax.shape, 7.0, device=device) for _ in range(2)]
                 given = before and before._replace(scale=before.scale.to(device))
-                assert many.takes_amaxes(found[0], format, through)
-                many.scales(amax.to(device), given, *found, format, through).run()
+                assert shard_amaxes.takes_amaxes(found[0], format, through)
+                shard_amaxes.scales(amax.to(device), given, *found, format, through).run()
                 for ours, expected in zip(found, (right.scale, right.scale_inv), strict=True):
                     torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -147,11 +147,11 @@ def what_is_left() -> list[bool]:
         (data.double(), WHOLE),
         (data[:0], WHOLE),
     ]
-    found = [many.takes(Matrix(matrix, tile, (0, 0), 0, 4), device) for matrix, tile in others]
-    found.append(many.takes(Matrix(data, WHOLE, (0, 0), 0, 1), torch.device("meta")))
+    found = [shard_amaxes.takes(Matrix(matrix, tile, (0, 0), 0, 4), device) for matrix, tile in others]
+    found.append(shard_amaxes.takes(Matrix(data, WHOLE, (0, 0), 0, 1), torch.device("meta")))
     for format in (Float8Format(E4M3, WHOLE, ScaleRule.E8M0), Float8Format(E2M1, WHOLE)):
-        found.append(many.takes_amaxes(torch.zeros(4), format, torch.bfloat16))
-    found.append(many.takes_amaxes(torch.zeros(4), FORMATS[0], torch.float64))
+        found.append(shard_amaxes.takes_amaxes(torch.zeros(4), format, torch.bfloat16))
+    found.append(shard_amaxes.takes_amaxes(torch.zeros(4), FORMATS[0], torch.float64))
     return found
 
 
@@ -162,7 +162,7 @@ def test_what_no_launch_takes(interpreter):  # noqa: F811
 
 def test_the_cpu_has_none():
     data = torch.zeros(64, 128)
-    assert not fused.takes(data)
-    assert not many.takes(Matrix(data, WHOLE, (0, 0), 0, 1), data.device)
-    assert not many.takes_amaxes(data, FORMATS[0], torch.float32)
-    assert many.amaxes([], data) == []
+    assert not quantize_cuda.takes(data)
+    assert not shard_amaxes.takes(Matrix(data, WHOLE, (0, 0), 0, 1), data.device)
+    assert not shard_amaxes.takes_amaxes(data, FORMATS[0], torch.float32)
+    assert shard_amaxes.amaxes([], data) == []

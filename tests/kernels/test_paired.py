@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from f8sub.kernels import fused, reference
+from f8sub.kernels import quantize_cuda, reference
 from f8sub.kernels.scales import PriorScale
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import gaussian, generator
@@ -44,7 +44,7 @@ def check_tiles(name: str, device: str = "cpu") -> None:
     format, x = FORMATS[name], tiles_of_every_kind()
     for row, col in ((format, format), (format, None), (None, format)):
         for ours, right in zip(
-            fused.quantize(x.to(device), row, col), reference.quantize(x, row, col), strict=True
+            quantize_cuda.quantize(x.to(device), row, col), reference.quantize(x, row, col), strict=True
         ):
             assert (ours is None) == (right is None)
             assert_same_bits(ours, right)
@@ -67,7 +67,7 @@ def check_what_is_not_paired(name: str, device: str = "cpu") -> None:
     for other in (x.half(), x.float(), x[:250], x[:, :508].contiguous(), within):
         (launched,) = launch.quantization(other, format, format).launches
         assert launched.kernel.fn.__name__ not in PAIRED.values()
-        found = fused.quantize(other, format, format)
+        found = quantize_cuda.quantize(other, format, format)
         for ours, right in zip(found, reference.quantize(other.cpu(), format, format), strict=True):
             assert_same_bits(ours, right)
 
@@ -87,7 +87,7 @@ def test_gpus_that_compare_no_pairs_run_none(monkeypatch, name):
 
     format, x = FORMATS[name], torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
     for pairs in (True, False):
-        monkeypatch.setattr(fused, "compares_pairs", lambda device, pairs=pairs: pairs)
+        monkeypatch.setattr(quantize_cuda, "compares_pairs", lambda device, pairs=pairs: pairs)
         (launched,) = launch.quantization(x, format, format).launches
         assert (launched.kernel.fn.__name__ == PAIRED[name]) == pairs
 
@@ -95,9 +95,9 @@ def test_gpus_that_compare_no_pairs_run_none(monkeypatch, name):
 @pytest.mark.parametrize(("capability", "found"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
 def test_which_gpus_compare_pairs(monkeypatch, capability, found):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    fused.compares_pairs.cache_clear()
-    assert fused.compares_pairs(torch.device("cuda", 0)) == found
-    fused.compares_pairs.cache_clear()
+    quantize_cuda.compares_pairs.cache_clear()
+    assert quantize_cuda.compares_pairs(torch.device("cuda", 0)) == found
+    quantize_cuda.compares_pairs.cache_clear()
 
 
 def check_pasts(name: str, device: str = "cpu", parts: int = 3) -> None:
@@ -112,7 +112,7 @@ def check_pasts(name: str, device: str = "cpu", parts: int = 3) -> None:
                 on_device = past._replace(scale=past.scale.to(device))
                 for row, col in ((format, format), (None, format), (format, None)):
                     expected = reference.quantize(part, row, col, prior=past)
-                    found = fused.quantize(part.to(device), row, col, prior=on_device)
+                    found = quantize_cuda.quantize(part.to(device), row, col, prior=on_device)
                     assert_same_bits(found[0], expected[0])
                     assert_same_bits(found[1], expected[1])
                     torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)

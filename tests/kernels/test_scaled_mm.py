@@ -6,9 +6,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8sub
-from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile, backends
+from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile
 from f8sub.formats import E2M1
-from f8sub.kernels import reference, scaled_mm
+from f8sub.kernels import reference
+from f8sub.kernels.gemm import scaled_mm, select
 from tests.budgets import excess
 from tests.cpu_products import natively_by_rows, skip_without_rows
 from tests.data_sets import gaussian, generator, row_outliers
@@ -255,30 +256,30 @@ def test_scales_of_one_byte_are_blackwells(monkeypatch, name):
 
 def test_auto_falls_back_to_the_reference_and_a_named_backend_does_not():
     spec = GemmSpec(a=Float8Format(E4M3, Tile(1, 128)), b=Float8Format(E4M3, Tile(128, 128)))
-    assert backends.select_gemm(spec, CPU) == "reference"
+    assert select.select_gemm(spec, CPU) == "reference"
     native = "scaled_mm" if natively_by_rows() else "reference"
-    assert backends.select_gemm(GemmSpec(a=ROW, b=ROW), CPU) == native
-    assert backends.select_gemm(GemmSpec(a=ROW, b=ROW), CPU, "reference") == "reference"
-    assert backends.select_gemm(GemmSpec(a=None, b=None), CPU) is None
+    assert select.select_gemm(GemmSpec(a=ROW, b=ROW), CPU) == native
+    assert select.select_gemm(GemmSpec(a=ROW, b=ROW), CPU, "reference") == "reference"
+    assert select.select_gemm(GemmSpec(a=None, b=None), CPU) is None
     with pytest.raises(
         f8sub.Float8ConfigError, match=r"no backend can multiply.*not tiles of 128x128, 1x128"
     ):
-        backends.select_gemm(spec, CPU, "scaled_mm")
+        select.select_gemm(spec, CPU, "scaled_mm")
 
 
 def test_an_unknown_backend_lists_the_known_ones():
     spec = GemmSpec(a=None, b=None)
     with pytest.raises(f8sub.Float8ConfigError, match=r"unknown backend 'cutlass'.*scaled_mm.*reference"):
-        backends.select_gemm(spec, CPU, "cutlass")
+        select.select_gemm(spec, CPU, "cutlass")
 
 
-@pytest.mark.parametrize("backend", backends.backend_names(), ids=backends.backend_names())
+@pytest.mark.parametrize("backend", select.backend_names(), ids=select.backend_names())
 @on_each_pair
 def test_no_rows_or_no_depth_gives_zeros(pair, backend):
     for rows, cols, depth in ((0, 16, 32), (16, 32, 0)):
         a = reference.quantize(torch.empty(rows, depth), pair[0], None)[0]
         b = reference.quantize(torch.empty(cols, depth), pair[1], None)[0]
-        found = backends.gemm_nt(backend, a, b, torch.bfloat16)
+        found = select.gemm_nt(backend, a, b, torch.bfloat16)
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, torch.zeros(rows, cols, dtype=torch.bfloat16))
 

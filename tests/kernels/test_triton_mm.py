@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import f8sub
-from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile, backends
+from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile
 from f8sub.formats import Operand
-from f8sub.kernels import gemm_table, measured_mm, reference, triton_mm
+from f8sub.kernels import reference
+from f8sub.kernels.gemm import measured, select, table, triton_mm
 from tests.budgets import excess
 from tests.data_sets import generator, make, row_outliers
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
@@ -17,7 +18,7 @@ from tests.oracle import Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-MEASURED = gemm_table.FOLDER
+MEASURED = table.FOLDER
 VECTOR, BLOCK = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
 VECTOR_OF_2 = Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2)
 LARGE, LARGE_E5M2 = Float8Format(E4M3, Tile(256, 256)), Float8Format(E5M2, Tile(256, 256))
@@ -146,8 +147,8 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    monkeypatch.setattr(gemm_table, "FOLDER", tmp_path)
-    caches = (gemm_table.of, triton_mm._why_not_device, measured_mm._winner, triton_mm._config)
+    monkeypatch.setattr(table, "FOLDER", tmp_path)
+    caches = (table.of, triton_mm._why_not_device, measured._winner, triton_mm._config)
     for cache in caches:
         cache.cache_clear()
     yield tmp_path
@@ -172,14 +173,14 @@ SQUARE, WIDE, FEW = (8192, 8192, 8192), (8192, 4096, 14336), (64, 8192, 8192)
 @needs_triton
 def test_without_measurements_cublaslt_where_it_can_then_ours_then_the_reference(hopper, monkeypatch):
     assert "no measurement of 1x128 e4m3 (power-of-two scales) by 128x128 e4m3 on NVIDIA H200" in str(
-        measured_mm.why_not(SPEC.a, SPEC.b, CUDA)
+        measured.why_not(SPEC.a, SPEC.b, CUDA)
     )
-    assert backends.select_gemm(SPEC, CUDA) == "scaled_mm"
+    assert select.select_gemm(SPEC, CUDA) == "scaled_mm"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert backends.select_gemm(SPEC, CUDA) == "triton"
-    assert backends.select_gemm(SPEC, CPU) == "reference"
+    assert select.select_gemm(SPEC, CUDA) == "triton"
+    assert select.select_gemm(SPEC, CPU) == "reference"
     with pytest.raises(f8sub.Float8ConfigError, match="triton runs on NVIDIA's GPUs, not on cpu"):
-        backends.select_gemm(SPEC, CPU, "triton")
+        select.select_gemm(SPEC, CPU, "triton")
 
 
 @needs_triton
@@ -190,35 +191,35 @@ def test_the_faster_one_of_each_shape_is_taken(hopper):
         (WIDE, {"scaled_mm": 1120.0, "triton": 1250.0}),
         (FEW, {"scaled_mm": 400.0, "triton": 403.0}),
     )
-    assert backends.select_gemm(SPEC, CUDA) == "measured"
+    assert select.select_gemm(SPEC, CUDA) == "measured"
     winners = {
-        shape: measured_mm._winner(SPEC.a, SPEC.b, CUDA, shape)
+        shape: measured._winner(SPEC.a, SPEC.b, CUDA, shape)
         for shape in (SQUARE, WIDE, FEW, (4096, 8192, 8192), (16384, 4096, 12288), (1, 4096, 14336))
     }
     # Within a per cent of each other they count as equal.
     assert list(winners.values()) == ["scaled_mm", "triton", "scaled_mm", "scaled_mm", "triton", "scaled_mm"]
     assert triton_mm._config(SPEC.a, SPEC.b, CUDA, WIDE).group == 4
-    assert "no measurement" in str(measured_mm.why_not(SPEC.a, VECTOR, CUDA))
+    assert "no measurement" in str(measured.why_not(SPEC.a, VECTOR, CUDA))
 
 
 @needs_triton
 def test_where_cublaslt_always_won_it_is_what_is_shown(hopper):
     measure(hopper, (SQUARE, {"scaled_mm": 1272.0, "triton": 1200.0}), (WIDE, {"scaled_mm": 1120.0}))
-    assert backends.select_gemm(SPEC, CUDA) == "scaled_mm"
-    reason = str(measured_mm.why_not(SPEC.a, SPEC.b, CUDA))
+    assert select.select_gemm(SPEC, CUDA) == "scaled_mm"
+    reason = str(measured.why_not(SPEC.a, SPEC.b, CUDA))
     assert "8192x8192x8192: scaled_mm (scaled_mm 1272, triton 1200 TFLOP/s)" in reason
 
 
 @needs_triton
 def test_what_an_h200_takes_by_its_measurements(hopper, monkeypatch):
-    monkeypatch.setattr(gemm_table, "FOLDER", MEASURED)
+    monkeypatch.setattr(table, "FOLDER", MEASURED)
     blockwise, gridquant = f8sub.get_recipe("blockwise"), f8sub.get_recipe("gridquant")
     ours = blockwise.fprop, blockwise.dgrad, gridquant.fprop, gridquant.dgrad, gridquant.wgrad
-    assert {backends.select_gemm(spec, CUDA) for spec in ours} == {"measured"}
-    assert backends.select_gemm(blockwise.wgrad, CUDA) == "scaled_mm"
+    assert {select.select_gemm(spec, CUDA) for spec in ours} == {"measured"}
+    assert select.select_gemm(blockwise.wgrad, CUDA) == "scaled_mm"
     for spec in ours:
         for shape in (SQUARE, WIDE, (16384, 4096, 4096), (14336, 8192, 4096)):
-            assert measured_mm._winner(spec.a, spec.b, CUDA, shape) == "triton"
+            assert measured._winner(spec.a, spec.b, CUDA, shape) == "triton"
             config = triton_mm._config(spec.a, spec.b, CUDA, shape)
             assert (config.rows, config.cols, config.persistent) == (128, 256, True)
 

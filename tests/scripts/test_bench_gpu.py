@@ -12,9 +12,9 @@ import torch
 from gpu import gemms, graphs, linears, llama, quantizers, slices, timing, variants
 from gpu.session import Session
 
-from f8sub import backends
-from f8sub.kernels import reference, scaled_mm
-from f8sub.tensor import master_weight
+from f8sub.kernels import reference
+from f8sub.kernels.gemm import scaled_mm, select
+from f8sub.weights import master_weight
 from tests.op_recorder import OpRecorder
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -78,10 +78,10 @@ def test_gemm(everything):
     runs = {
         f"{kind}, {backend}"
         for kind, (a, b, _) in gemms.KINDS.items()
-        for backend, module in backends.GEMM.items()
+        for backend, module in select.GEMM.items()
         if backend != "reference" and module.why_not(a, b, CPU) is None
     }
-    everywhere = {f"{kind}, {backend}" for kind in gemms.KINDS for backend in backends.GEMM}
+    everywhere = {f"{kind}, {backend}" for kind in gemms.KINDS for backend in select.GEMM}
     for rows in found["products"].values():
         assert set(rows) == runs | {"bf16"}
         assert rows["bf16"]["over_bf16"] == 1
@@ -295,7 +295,7 @@ def test_another_backend_is_found_and_a_wrong_one_not_timed(monkeypatch):
     other = types.SimpleNamespace(
         why_not=scaled_mm.why_not, is_traceable=scaled_mm.is_traceable, gemm_nt=gemm_nt
     )
-    monkeypatch.setitem(backends.GEMM, "other", other)
+    monkeypatch.setitem(select.GEMM, "other", other)
     run = session()
     results = gemms.measure(gemms.Problem("product", 32, 48, 64), run, {})
     assert {"tensorwise, other", "rowwise, other", "rowwise fast, scaled_mm"} <= set(results)

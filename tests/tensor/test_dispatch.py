@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 import f8sub
 from f8sub import ALL, Float8Format, Float8Tensor, ScaleRule, Tile
-from f8sub.kernels import reference, scaled_mm
+from f8sub.kernels import reference
+from f8sub.kernels.gemm import scaled_mm
 from f8sub.tensor import dispatch
 from f8sub.tensor.float8_tensor import ANY_OTHER, OPS
 from tests.budgets import excess

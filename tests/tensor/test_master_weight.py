@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import f8sub
-from f8sub.tensor.master_weight import MasterWeight
+from f8sub.weights.master_weight import MasterWeight
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 

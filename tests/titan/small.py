@@ -12,7 +12,7 @@ import torchtitan.train
 from torchtitan.config import ConfigManager
 from torchtitan.models.llama3 import config_registry, model_registry
 
-from f8sub.integrations.torchtitan import configs as float8_configs
+from f8sub.features.torchtitan import configs as float8_configs
 from tests.titan.configs import for_cpus
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import f8sub
-from f8sub.integrations.torchtitan import scales
+from f8sub.features.torchtitan import scales
 from tests.dist.ranks import RankFailure
 from tests.titan import pipelined, runs
 from tests.titan.jobs_0_2 import job_file

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.integrations.torchtitan.options import Options
+from f8sub.features.torchtitan.options import Options
 from f8sub.recipe import get_recipe
 from tests.titan.runs import alone
 
@@ -159,7 +159,7 @@ def test_the_command_line_alone():
     from torchtitan.config import ConfigManager
     from torchtitan.config.override import apply_overrides
 
-    from f8sub.integrations.torchtitan import scales
+    from f8sub.features.torchtitan import scales
 
     config = ConfigManager().parse_args(
         [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.integrations.torchtitan.options import Options
+from f8sub.features.torchtitan.options import Options
 from tests.titan.runs import alone
 from tests.titan.test_converter import converted, converter, debugmodel, on_meta
 from tests.titan.test_training import NVFP4, last, long

@@ -1,4 +1,4 @@
-"""Layer 1. Kernels for scales of blocks: amax, scale and codes of both usages in one pass."""
+"""Kernels for scales of blocks: amax, scale and codes of both usages in one pass."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Layer 1. Kernels for scales of whole matrices, rows and columns: amaxes first, then the codes of both usages.
+"""Kernels for scales of whole matrices, rows and columns: amaxes first, then the codes of both usages.
 
 An amax is kept as the bits of a float32 that is not negative: these order as integers do, for which there is an atomic
 maximum, and those of NaN come last, after infinity's.

@@ -1,4 +1,4 @@
-"""Layer 1. Quotients of float32, rounded to nearest as IEEE has it, without a branch.
+"""Quotients of float32, rounded to nearest as IEEE has it, without a branch.
 
 ptxas makes the same multiplications of an IEEE division, but behind a look at its operands and a branch to numbers out
 of range. Here nothing is to be out of range: neither a divisor, nor its reciprocal, nor a quotient is subnormal or

@@ -1,4 +1,4 @@
-"""Layer 1. ``a @ b.t()`` of codes with scales of blocks, in Triton: tiles of any size, K in parts for few rows.
+"""``a @ b.t()`` of codes with scales of blocks, in Triton: tiles of any size, K in parts for few rows.
 
 Each partial sum of 128 elements of K is scaled and added in float32, see ``f8sub.kernels.accumulate``.
 """

@@ -1,4 +1,4 @@
-"""Layer 1. Which kernels multiply two operands with scales of blocks, in which tiles, with which arguments."""
+"""Which kernels multiply two operands with scales of blocks, in which tiles, with which arguments."""
 
 import functools
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutD
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from f8sub.formats import ALL, Operand
-from f8sub.kernels import block_scales
-from f8sub.kernels.block_scales import ALIGNMENT, BLOCK
+from f8sub.kernels.gemm import block_scales
+from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK
 from f8sub.kernels.triton import gemm, hopper
 from f8sub.kernels.triton.launch import cdiv
 from f8sub.kernels.triton.launcher import Launch

@@ -1,4 +1,4 @@
-"""Layer 1. ``a @ b.t()`` of codes with scales of blocks for Hopper: one warp loads, two warpgroups multiply.
+"""``a @ b.t()`` of codes with scales of blocks for Hopper: one warp loads, two warpgroups multiply.
 
 Written in Gluon, where registers are counted: a warpgroup's 64x256 sums are made in four quarters of 64 columns. A
 quarter's partial sum of 128 elements of K takes 32 registers a thread on the tensor core, so that two of them fit

@@ -1,4 +1,4 @@
-"""Layer 1. Which kernels run over a matrix, with which arguments, and the operands they fill."""
+"""Which kernels run over a matrix, with which arguments, and the operands they fill."""
 
 from typing import Any, NamedTuple
 
@@ -6,9 +6,9 @@ import torch
 import triton.language as tl
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import fused
-from f8sub.kernels.block_scales import empty_scale_inv
-from f8sub.kernels.fused import EDGE, ROWWISE, TENSORWISE, VECTOR
+from f8sub.kernels import quantize_cuda
+from f8sub.kernels.gemm.block_scales import empty_scale_inv
+from f8sub.kernels.quantize_cuda import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import blocks, casts, paired
 from f8sub.kernels.triton.launcher import Launch
@@ -74,7 +74,7 @@ def quantization(
 
     Args:
         x: (M, N), not empty, contiguous; float32, bfloat16 or float16.
-        rowwise: format that ``fused.why_no_kernel`` has no reason against; None to leave the usage out.
+        rowwise: format that ``quantize_cuda.why_no_kernel`` has no reason against; None to leave the usage out.
         columnwise: likewise. One that differs from ``rowwise`` is quantized by itself.
         amax: float32, (1, 1), of the finite elements, where it is known and both formats have one scale a matrix.
     """
@@ -176,7 +176,7 @@ def is_paired(x: torch.Tensor, edge: int) -> bool:
     """Whether kernels of pairs take a matrix: bfloat16 that begins at a whole word, of whole (edge, edge) tiles."""
     is_whole = x.shape[0] % edge == 0 and x.shape[1] % edge == 0
     in_words = x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0
-    return is_whole and in_words and fused.compares_pairs(x.device)
+    return is_whole and in_words and quantize_cuda.compares_pairs(x.device)
 
 
 def of_pairs(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Layer 1. Kernels that quantize bfloat16 matrices of whole tiles, read as pairs, and once but for half of 256x256.
+"""Kernels that quantize bfloat16 matrices of whole tiles, read as pairs, and once but for half of 256x256.
 
 What they do is bitwise what the kernel does that each one names.
 """

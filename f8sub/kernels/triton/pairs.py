@@ -1,4 +1,4 @@
-"""Layer 1. Tiles of bfloat16 as pairs: int32 words of two neighbours in a row, the left one in the low half.
+"""Tiles of bfloat16 as pairs: int32 words of two neighbours in a row, the left one in the low half.
 
 A tile of pairs takes half the registers of one of float32, and an instruction compares both of a pair. Amaxes are those
 of finite elements; ``finite_or_nan_pair`` does for a pair what ``finite_or_nan`` does for an element.

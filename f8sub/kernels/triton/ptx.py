@@ -1,4 +1,4 @@
-"""Layer 1. Functions of PTX, which Triton's interpreter cannot run."""
+"""Functions of PTX, which Triton's interpreter cannot run."""
 
 from collections.abc import Callable
 from typing import Any

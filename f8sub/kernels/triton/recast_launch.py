@@ -1,9 +1,9 @@
-"""Layer 1. The launches that make the columnwise usage of rowwise codes, under their scales or others."""
+"""The launches that make the columnwise usage of rowwise codes, under their scales or others."""
 
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels.fused import EDGE, VECTOR
+from f8sub.kernels.quantize_cuda import EDGE, VECTOR
 from f8sub.kernels.triton import casts, launch, recasts
 from f8sub.kernels.triton.launch import Plan
 from f8sub.kernels.triton.launcher import Launch

@@ -1,4 +1,4 @@
-"""Layer 1. Kernels that make the columnwise usage of rowwise codes whose scales are of parts of rows.
+"""Kernels that make the columnwise usage of rowwise codes whose scales are of parts of rows.
 
 Values are what ``reference.dequantize`` makes of codes, and are never in memory: codes times the inverse of their
 scale, float32, read once for the amaxes of columns and once to be cast, or once for both.

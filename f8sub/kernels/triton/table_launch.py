@@ -1,4 +1,4 @@
-"""Layer 1. The launches over many matrices: which program reads what of which of them."""
+"""The launches over many matrices: which program reads what of which of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from f8sub.formats import Float8Format
-from f8sub.kernels.fused import EDGE
-from f8sub.kernels.many import Matrix
+from f8sub.kernels.quantize_cuda import EDGE
 from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.shard_amaxes import Matrix
 from f8sub.kernels.triton import tables
 from f8sub.kernels.triton.launch import INPUTS, cdiv
 from f8sub.kernels.triton.launcher import Launch

@@ -1,4 +1,4 @@
-"""Layer 1. Kernels over many matrices at once: their amaxes into one table, and scales of all of its entries.
+"""Kernels over many matrices at once: their amaxes into one table, and scales of all of its entries.
 
 Which matrices there are is told by a tensor of int64, a row of FIELDS numbers for each. An amax is kept as the bits of
 a float32, see ``casts``; here that of a tile with NaN or infinity is infinity.

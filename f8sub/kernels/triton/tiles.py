@@ -1,4 +1,4 @@
-"""Layer 1. What the kernels share: the reference's rules for scales and codes, and how a tile moves.
+"""What the kernels share: the reference's rules for scales and codes, and how a tile moves.
 
 A tile is read as two halves, its even and its odd rows. Transposed, the codes of a column in two neighbouring rows are
 neighbours, so they are cast and travel as one 16-bit word: Triton transposes 16-bit tiles with ldmatrix, 8-bit ones

@@ -1,0 +1,207 @@
+"""Which layers are converted, and with which recipe: one reason for every layer that is not."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from f8sub.convert.defaults import default_reasons, too_small
+from f8sub.convert.linear_subclasses import extensions
+from f8sub.convert.patterns import matches, with_nearest
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import HIGH_PRECISION, MULTIPLE
+from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.saved_input import AUTO, KEEP_X
+from f8sub.recipe import Recipe, get_recipe
+
+FilterFn = Callable[[torch.nn.Module, str], bool]
+
+RecipeOrName = Recipe | str
+
+Choice = TypeVar("Choice")
+
+
+class LayerChoices(Generic[Choice]):
+    """An option of each layer: one for all, or that of the first glob pattern that matches its name.
+
+    Args:
+        option: what is chosen, for errors.
+        given: the choice, or a mapping from patterns (see ``matches``) to choices.
+        read: what makes a choice of what was given.
+
+    Raises:
+        Float8ConfigError: a key that is no pattern, or what ``read`` raises.
+    """
+
+    def __init__(self, option: str, given: Any, read: Callable[[Any], Choice]) -> None:
+        self.option = option
+        self._by_layer = isinstance(given, Mapping)
+        by_pattern = given if isinstance(given, Mapping) else {"*": given}
+        if unknown := [pattern for pattern in by_pattern if not isinstance(pattern, str)]:
+            raise Float8ConfigError(
+                f"{option} for layers goes by glob patterns over their names, got {unknown[0]!r}; give its name, as "
+                "model.named_modules() has it"
+            )
+        self._choices = {pattern: read(chosen) for pattern, chosen in by_pattern.items()}
+
+    def pattern_of(self, fqn: str) -> str | None:
+        """The pattern that decides for a layer; None where none matches."""
+        return next((pattern for pattern in self._choices if matches(pattern, fqn)), None)
+
+    def of(self, fqn: str) -> Choice | None:
+        """A layer's choice; None where no pattern matches."""
+        pattern = self.pattern_of(fqn)
+        return None if pattern is None else self._choices[pattern]
+
+    def idle_patterns(self, converted: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
+        """Patterns that decide for no converted layer, each with the reason.
+
+        Args:
+            converted: names of the converted layers.
+            others: names of all other linear layers, and why they are not converted.
+        """
+        if not self._by_layer:
+            return ()
+        busy = {self.pattern_of(fqn) for fqn in converted}
+        return tuple(
+            f"{pattern!r} {self._why_idle(pattern, converted, others)}"
+            for pattern in self._choices
+            if pattern not in busy
+        )
+
+    def _why_idle(self, pattern: str, converted: Sequence[str], others: Mapping[str, str]) -> str:
+        if taken := next((fqn for fqn in converted if matches(pattern, fqn)), None):
+            return f"matches only layers that an earlier pattern matches too ({self.pattern_of(taken)!r} {taken})"
+        if left := next((fqn for fqn in others if matches(pattern, fqn)), None):
+            return f"matches no layer that is converted ({left}: {others[left]})"
+        return with_nearest("matches no linear layer", pattern, [*converted, *others])
+
+
+class LayerRecipes(LayerChoices[Recipe]):
+    """The recipe of each layer; none where no pattern matches, and the layer stays in high precision.
+
+    Args:
+        recipe: a recipe, its name, or a mapping from patterns to either.
+
+    Raises:
+        Float8ConfigError: an unknown recipe, or a key that is no pattern.
+    """
+
+    def __init__(self, recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> None:
+        super().__init__("recipe", recipe, get_recipe)
+
+
+class LayerKeepX(LayerChoices[str]):
+    """What each layer keeps of x; "auto" where no pattern matches.
+
+    Args:
+        keep_x: one of ``KEEP_X``, or a mapping from patterns to them.
+
+    Raises:
+        Float8ConfigError: another word, or a key that is no pattern.
+    """
+
+    def __init__(self, keep_x: str | Mapping[str, str]) -> None:
+        super().__init__("keep_x", keep_x, _read_keep_x)
+
+    def of(self, fqn: str) -> str:
+        """A layer's choice."""
+        return super().of(fqn) or AUTO
+
+
+def _read_keep_x(chosen: Any) -> str:
+    if chosen not in KEEP_X:
+        raise Float8ConfigError(f"keep_x={chosen!r} is none of {', '.join(map(repr, KEEP_X))}")
+    return str(chosen)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a caller of ``convert_to_float8`` says about which layers are converted.
+
+    Attributes:
+        recipes: which recipe each layer would get.
+        skip: glob patterns; one that matches a run of whole segments of a layer's name skips it.
+        filter_fqns: strings; one that is a part of a layer's name skips it.
+        filter_fn: the caller's predicate, True to convert.
+        defaults: whether the layers of ``f8sub.convert.defaults`` stay as they are.
+        min_dim: see ``f8sub.convert.defaults.too_small``; None without ``defaults`` for no such limit.
+
+    Raises:
+        Float8ConfigError: a pattern that is no string, or a limit that is no number of features.
+    """
+
+    recipes: LayerRecipes
+    skip: Sequence[str] = ()
+    filter_fqns: Sequence[str] = ()
+    filter_fn: FilterFn | None = None
+    defaults: bool = True
+    min_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for option, given in (("skip", self.skip), ("filter_fqns", self.filter_fqns)):
+            if wrong := [pattern for pattern in given if not isinstance(pattern, str)]:
+                raise Float8ConfigError(f"{option} takes patterns of layers' names, got {wrong[0]!r}")
+        if self.min_dim is not None and (type(self.min_dim) is not int or self.min_dim < 0):
+            raise Float8ConfigError(f"min_dim is a number of features or None, got {self.min_dim!r}")
+
+    def reasons(self, model: torch.nn.Module) -> dict[torch.nn.Linear, str | None]:
+        """Why each linear layer stays as it is, None where it is converted; ties aside."""
+        linears = {
+            fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+        }
+        by_default = default_reasons(model, linears) if self.defaults else {}
+        found = {module: self._why_not(module, fqn, by_default.get(fqn)) for fqn, module in linears.items()}
+        if self.defaults or self.min_dim is not None:
+            found |= too_small([module for module, reason in found.items() if reason is None], self.min_dim)
+        return found
+
+    def idle(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The patterns that match none of a model's modules, each with the nearest of their ``names``."""
+        found = [("skip", p) for p in self.skip if not any(matches(p, fqn) for fqn in names)]
+        found += [("filter_fqns", p) for p in self.filter_fqns if not any(p in fqn for fqn in names)]
+        return tuple(with_nearest(f"{option}={p!r} matches nothing", p, names) for option, p in found)
+
+    def _why_not(self, module: torch.nn.Linear, fqn: str, by_default: str | None) -> str | None:
+        if isinstance(module, Float8Linear):
+            return "already converted"
+        if reason := why_not_class(module):
+            return reason
+        if pattern := next((p for p in self.skip if matches(p, fqn)), None):
+            return f"skip={pattern!r}"
+        if part := next((p for p in self.filter_fqns if p in fqn), None):
+            return f"filter_fqns={part!r}"
+        if by_default is not None:
+            return by_default
+        if self.filter_fn is not None and not self.filter_fn(module, fqn):
+            return "filter_fn said no"
+        if self.recipes.of(fqn) is None:
+            return "no pattern of recipe matches it"
+        sizes = module.in_features, module.out_features
+        if any(size % MULTIPLE or not size for size in sizes):
+            return f"in_features={sizes[0]}, out_features={sizes[1]}: both have to be multiples of {MULTIPLE}"
+        if module.weight.dtype not in HIGH_PRECISION:
+            return f"its weight is {module.weight.dtype}"
+        return None
+
+
+def why_not_class(module: torch.nn.Linear) -> str | None:
+    """Why a linear layer's class cannot become a float8 one; None where it can.
+
+    What decides is whose forward runs: a subclass that inherits nn.Linear's is converted with all that it adds.
+    """
+    name = type(module).__name__
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return (
+            "nn.MultiheadAttention reads this weight itself and never calls the layer; for float8 write attention "
+            "with nn.Linear layers and F.scaled_dot_product_attention"
+        )
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "its weight is parametrized"
+    if "forward" in vars(module):
+        return f"something replaced the forward of this {name}; convert first, then wrap its forward"
+    if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:
+        return f"its class {name} overrides nn.Linear's forward"
+    return None

@@ -1,0 +1,136 @@
+"""Weights that are multiplied in no nn.Linear: experts, attention's, Conv1D's, routers', convolutions'."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+"""Attributes of modules, and of their configs, that say how many experts a token is sent to."""
+
+CONFIGS = ("config", "text_config")
+"""Attributes that hold a model's config, and a config's that holds that of its text model."""
+
+NOT_MULTIPLIED = ("embedding", "norm")
+"""Classes with these words in their names have weights of two dimensions that no GEMM reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWeights:
+    """The weights of one module that is no nn.Linear.
+
+    Attributes:
+        fqn: its name in the model.
+        shapes: of its weights.
+        parameters: how many elements they have.
+        multiplications: of one token; None where a module does not say how often it uses a weight.
+        detail: why it is not converted.
+    """
+
+    fqn: str
+    shapes: tuple[tuple[int, ...], ...]
+    parameters: int
+    multiplications: float | None
+    detail: str
+
+
+def other_weights(model: torch.nn.Module) -> tuple[OtherWeights, ...]:
+    """All modules of ``model`` that multiply by weights of their own and are no nn.Linear.
+
+    Found are weights of three dimensions, as experts have them, unless the first is 1, as position embeddings have it;
+    those of ``nn.MultiheadAttention`` and of convolutions; and a parameter ``weight`` of two dimensions, as Conv1D and
+    routers of transformers have it, unless the class is an embedding or a norm.
+    """
+    seen: set[int] = set()
+    found = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            continue
+        own = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.is_floating_point() and id(parameter) not in seen
+        }
+        read = _read_by_gemms(module, own)
+        seen.update(id(own[name]) for name in read)
+        if read:
+            found.append(_described(model, fqn, module, [own[name] for name in read]))
+    return tuple(found)
+
+
+def active_share(model: torch.nn.Module, fqn: str, experts: int) -> float | None:
+    """The share of a module's experts that one token is sent to: top_k over their number.
+
+    ``top_k`` is looked for in the module itself, then in each module around it, in that module's children (a router is
+    one) and in its config.
+
+    Args:
+        model: the model.
+        fqn: name of the module that holds the experts.
+        experts: how many there are.
+
+    Returns:
+        None where nothing says how many experts a token is sent to.
+    """
+    path = fqn.split(".") if fqn else []
+    for depth in range(len(path), -1, -1):
+        module = model.get_submodule(".".join(path[:depth]))
+        around = [module] if depth == len(path) else [module, *module.children()]
+        for holder in (*around, *_configs(module)):
+            for name in TOP_K:
+                value = getattr(holder, name, None)
+                if type(value) is int and 0 < value <= experts:
+                    return value / experts
+    return None
+
+
+def active_share_of_linear(model: torch.nn.Module, fqn: str) -> float:
+    """``active_share`` of a linear layer in a numbered list of experts; 1 of any other layer."""
+    segments = fqn.split(".")
+    for i in range(1, len(segments)):
+        if segments[i].isdigit() and "expert" in segments[i - 1]:
+            holder = ".".join(segments[:i])
+            experts = sum(1 for _ in model.get_submodule(holder).children())
+            return active_share(model, holder, experts) or 1.0
+    return 1.0
+
+
+def _configs(module: torch.nn.Module) -> Iterator[Any]:
+    holder: Any = module
+    for name in CONFIGS:
+        holder = getattr(holder, name, None)
+        if holder is not None:
+            yield holder
+
+
+def _read_by_gemms(module: torch.nn.Module, own: dict[str, torch.nn.Parameter]) -> list[str]:
+    """Names of the parameters among a module's own that it multiplies by."""
+    if isinstance(module, torch.nn.modules.conv._ConvNd):
+        return [name for name in own if name == "weight"]
+    if isinstance(module, torch.nn.MultiheadAttention):
+        return [name for name, parameter in own.items() if parameter.dim() == 2]
+    stacked = [name for name, p in own.items() if p.dim() == 3 and p.shape[0] > 1]
+    if stacked or any(word in type(module).__name__.lower() for word in NOT_MULTIPLIED):
+        return stacked
+    return [name for name, parameter in own.items() if name == "weight" and parameter.dim() == 2]
+
+
+def _described(
+    model: torch.nn.Module, fqn: str, module: torch.nn.Module, weights: list[torch.nn.Parameter]
+) -> OtherWeights:
+    shapes = tuple(tuple(weight.shape) for weight in weights)
+    parameters = sum(math.prod(shape) for shape in shapes)
+    name = type(module).__name__
+    if isinstance(module, torch.nn.modules.conv._ConvNd):
+        detail = f"{name}: not an nn.Linear; its FLOPs depend on its input and are not counted"
+        return OtherWeights(fqn or "(root)", shapes, parameters, None, detail)
+    multiplications, detail = float(parameters), f"{name}: not an nn.Linear"
+    if len(shapes[0]) == 3:
+        experts = shapes[0][0]
+        share = active_share(model, fqn, experts)
+        used = f"{round(share * experts)} of {experts} used by a token" if share else f"all {experts} counted"
+        multiplications *= share or 1.0
+        detail = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too; {used}"
+    return OtherWeights(fqn or "(root)", shapes, parameters, multiplications, detail)

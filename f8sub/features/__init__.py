@@ -1,0 +1,1 @@
+"""What enters by the core's sockets: each folder could be deleted with its tests."""

@@ -1,0 +1,1 @@
+"""Recipe contexts: another recipe, or none, for the forwards inside them."""

@@ -1,0 +1,1 @@
+"""Delayed scaling: scales of the amaxes of earlier steps."""

@@ -1,0 +1,386 @@
+"""Delayed scaling's state of a layer: amax histories and scales of x, w and dy, as plain float32 buffers.
+
+A forward and a backward only stage amaxes, as a running maximum, so that a step's microbatches and a recomputed forward
+may come in any number. The histories of all layers roll together, once per optimizer step.
+"""
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import Float8Format
+from f8sub.kernels import quantize_cuda
+from f8sub.kernels.scales import (
+    PriorScale,
+    ReduceAmax,
+    Sources,
+    largest_scale,
+    scale_with_margin,
+    smallest_scale,
+)
+from f8sub.recipe import DelayedScaling, OperandName, Recipe
+from f8sub.weights.host_copy import HostCopy
+
+OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
+"""The columns of every buffer."""
+
+X, W, DY = range(3)
+
+_generations = itertools.count(1)
+
+
+class ScalingState(torch.nn.Module):
+    """What one layer knows of its tensors' past under one recipe; one column for each of x, w, dy.
+
+    The buffers stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict
+    that has a layer's weight and not its histories is of a model without delayed scaling: they begin anew.
+
+    Attributes:
+        recipe: the recipe that the state belongs to.
+        generation: another number whenever the scales may be others.
+        is_known: whether the host knows that all of its scales are made, none is 0: a cast then need not wait for the
+            current amax, and compiled code makes both in one kernel, or in the one that makes the tensor.
+        x_past: equal for layers that were given the very same x's, one after the other: their x has one history.
+        scale: float32, (3,); 0 where there is none yet.
+        age: float32, (3,): optimizer steps since the scale was made.
+        history_x: float32, (amax_history_len,): staging, then what was staged before, oldest first. ``history_w`` and
+            ``history_dy`` likewise; apart, because a compiled backward pass overwrites whatever else its forward
+            pass wrote to with the values from then.
+        non_finite_x: float32, (): 1 where NaN or infinity was met since the last roll. ``non_finite_w`` and
+            ``non_finite_dy`` likewise. Not part of the state dict.
+    """
+
+    scale: torch.Tensor
+    history_x: torch.Tensor
+    age: torch.Tensor
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        super().__init__()
+        if recipe.delayed is None:
+            raise RuntimeError(f"recipe {recipe.name!r} has no delayed scaling to keep a state for")
+        self.recipe = recipe
+        self.scaling: DelayedScaling = recipe.delayed
+        self._margins = tuple(repr(float(self.scaling.margin_of(name))) for name in OPERANDS)
+        self.generation = next(_generations)
+        self.x_past = 0
+        self.is_known = False
+        self._scale_version = 0
+        with torch.inference_mode(mode=False):
+            for name in ("scale", "age"):
+                self.register_buffer(name, torch.zeros(3, dtype=torch.float32, device=device))
+            for name in OPERANDS:
+                length = self.scaling.amax_history_len
+                history = torch.zeros(length, dtype=torch.float32, device=device)
+                self.register_buffer(f"history_{name}", history)
+                self.register_buffer(f"non_finite_{name}", history.new_zeros(()), persistent=False)
+
+    @property
+    def histories(self) -> list[torch.Tensor]:
+        """``history_x``, ``history_w``, ``history_dy``."""
+        return [getattr(self, f"history_{name}") for name in OPERANDS]
+
+    @property
+    def flags(self) -> list[torch.Tensor]:
+        """``non_finite_x``, ``non_finite_w``, ``non_finite_dy``."""
+        return [getattr(self, f"non_finite_{name}") for name in OPERANDS]
+
+    def prior(self, operand: int) -> PriorScale:
+        """The scale of one column, as kernels take it."""
+        scale = self.scale[operand : operand + 1].view(1, 1)
+        return PriorScale(scale, self.margin_of(operand), covers=operand == W, is_known=self.is_known)
+
+    def margin_of(self, operand: int) -> float:
+        """``DelayedScaling.margin_of`` of one column; kept as text, see the note on numbers in ``reference``."""
+        return float(self._margins[operand])
+
+    def notice_writes(self) -> bool:
+        """Whether something else wrote to the buffers, as ``dcp.load`` does to those of a state dict; told once."""
+        written = self.scale._version != self._scale_version
+        if written:
+            self._take_loaded()
+        return written
+
+    def sources(self, *, stage: bool, frozen: bool) -> Sources:
+        """Of one call of the layer, see ``DelayedScales``; w's amax is staged by who reduces it."""
+        return Sources(
+            DelayedScales(self, X, stage, frozen),
+            DelayedScales(self, W, False, False),
+            DelayedScales(self, DY, stage, frozen),
+        )
+
+    def stage(self, operand: int, amax: torch.Tensor) -> None:
+        """Take an amax into the staging row, see ``scales.stage``.
+
+        Args:
+            operand: the column.
+            amax: float32, (1, 1).
+        """
+        name = OPERANDS[operand]
+        quantize_cuda.stage(amax, getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}"))
+
+    def reset(self) -> None:
+        """Forget everything: the next step's scales are of its own amaxes."""
+        with torch.no_grad():
+            for buffer in self.buffers():
+                buffer.zero_()
+        self.mark_rolled()
+        self.x_past = 0
+        self._forget_known()
+
+    def mark_rolled(self) -> None:
+        """Enter that the scales may be others from now on, by this module's own doing."""
+        self.generation, self._scale_version = next(_generations), self.scale._version
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "ScalingState":
+        """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
+        for name, buffer in self.named_buffers():
+            device = fn(buffer).device
+            if device != buffer.device:
+                moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                self._buffers[name] = moved
+                self.mark_rolled()
+                self._forget_known()
+        return self
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """As of any module. Who has the buffers may write to them, which compiled code does not notice.
+
+        So that looks at the scales again, until they are known to be made.
+        """
+        super()._save_to_state_dict(*args)
+        self._forget_known()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if any(key.startswith(prefix) for key in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            self._take_loaded()
+
+    def _take_loaded(self) -> None:
+        """Begin with the values that are in the buffers now."""
+        if not self.scale.is_meta:
+            self.x_past = hash((*self.history_x.tolist(), self.scale[X].item(), self.age[X].item()))
+        self.mark_rolled()
+        self._forget_known()
+
+    def _forget_known(self) -> None:
+        self.is_known = False
+        _scales_made.pop(self, None)
+
+
+class ScalingStates(torch.nn.ModuleList):
+    """The states of one layer.
+
+    Args:
+        states: one for each recipe.
+        fqn: the layer's name.
+    """
+
+    def __init__(self, states: Iterable[ScalingState] = (), fqn: str = "") -> None:
+        super().__init__(states)
+        self.fqn = fqn
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{self.fqn}: its amax histories were asked for a weight, as torch's ColwiseParallel and "
+                "RowwiseParallel ask all modules of a layer; delayed scaling takes Float8ColwiseParallel and "
+                "Float8RowwiseParallel of f8sub.tensor_parallel"
+            )
+        return super().__getattr__(name)
+
+
+class DelayedScales(NamedTuple):
+    """The ``LayerSource`` of one operand of a layer with delayed scaling.
+
+    Attributes:
+        state: the layer's.
+        operand: index of the operand in ``OPERANDS``.
+        stage: whether the call is one of training, whose amaxes count.
+        frozen: whether the layer is trained through and its own weight is not. Where optimizers step no weight of a
+            conversion its histories do not roll, and a scale from before would be that of other data for ever: x and
+            dy of a frozen layer are scaled by their current amaxes.
+        reduce: see ``ScaleSource``.
+    """
+
+    state: ScalingState
+    operand: int
+    stage: bool
+    frozen: bool
+    reduce: ReduceAmax | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """Layers whose x's were the same ones all along have one history, so that the scale of one is theirs too."""
+        return self.state.recipe, self.frozen, self.state.x_past
+
+    @property
+    def generation(self) -> int:
+        """The state's."""
+        return self.state.generation
+
+    def over(self, reduce: ReduceAmax) -> "DelayedScales":
+        """The same for a part of a matrix."""
+        return self._replace(reduce=reduce)
+
+    def prior(self) -> PriorScale:
+        """The scale of the operand's column."""
+        prior = self.state.prior(self.operand)
+        if not self.frozen:
+            return prior
+        return prior._replace(scale=torch.zeros_like(prior.scale), is_known=False)
+
+    def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
+        """Stage the amax in training."""
+        if self.stage:
+            self.state.stage(self.operand, amax)
+            if event is not None:
+                self.state.x_past = hash((self.state.x_past, event))
+
+
+def prior_of_weights(states: Sequence[ScalingState], apart: int) -> PriorScale:
+    """The scales of w of states that have one margin, ``apart`` entries from one to the next, zeros between."""
+    scales = torch.stack([state.scale for state in states])[:, W]
+    spread = scales.new_zeros((len(states) - 1) * apart + 1)
+    spread[::apart] = scales
+    return PriorScale(spread, states[0].scaling.margin_of("w"), covers=True)
+
+
+class Staged(NamedTuple):
+    """What the layers' tensors were since the last roll.
+
+    Attributes:
+        amax: float32, (layers, 3).
+        non_finite: float32, (layers, 3): 1 where NaN or infinity was met.
+    """
+
+    amax: torch.Tensor
+    non_finite: torch.Tensor
+
+    @classmethod
+    def of(cls, states: Sequence[ScalingState]) -> "Staged":
+        """As staged on this rank; the w column is empty."""
+        return cls(
+            torch.stack([history[0] for state in states for history in state.histories]).view(-1, 3),
+            torch.stack([flag for state in states for flag in state.flags]).view(-1, 3),
+        )
+
+
+def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
+    """Make scales of the histories and what was staged, and roll: once per optimizer step.
+
+    Args:
+        states: of any recipes, on one device.
+        staged: float32, (len(states), 3): finite amaxes since the last roll, of all ranks where they are shared.
+    """
+    alike = defaultdict(list)
+    for index, state in enumerate(states):
+        state.notice_writes()
+        alike[state.recipe].append(index)
+    roll_number = next(_generations)
+    for state in states:
+        state.x_past = hash((state.x_past, roll_number))
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for recipe, indices in alike.items():
+            of_recipe = [states[index] for index in indices]
+            _roll_alike(
+                recipe,
+                of_recipe,
+                staged if len(alike) == 1 else torch.stack([staged[index] for index in indices]),
+            )
+    _look_for_scales(states)
+
+
+_scales_made: weakref.WeakKeyDictionary[ScalingState, HostCopy] = weakref.WeakKeyDictionary()
+"""Whether all scales of the states that rolled together are made, on its way to the host."""
+
+
+def _look_for_scales(states: Sequence[ScalingState]) -> None:
+    """Find out when all scales are made, which they then are for good; the host waits for nothing.
+
+    For all at once, because compiled code is compiled anew for that.
+    """
+    if all(state.is_known for state in states):
+        return
+    asked = {_scales_made.get(state) for state in states}
+    copy = asked.pop() if len(asked) == 1 else None
+    if copy is None or (copy.there and not copy.item()):
+        copy = HostCopy(torch.stack([state.scale for state in states]).all())
+    for state in states:
+        _scales_made[state] = copy
+        state.is_known = copy.there and copy.item()
+
+
+def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:
+    scaling = states[0].scaling
+    histories = [history for state in states for history in state.histories]
+    history = torch.stack(histories, 1).view(-1, len(states), 3)
+    scale = torch.stack([state.scale for state in states])
+    age = torch.stack([state.age for state in states])
+    history[0] = staged
+    seen = staged > 0
+    amax = _amax_of(history.flatten(1), scaling).view_as(staged)
+    made = torch.zeros_like(scale)
+    for (format, margin), columns in _columns_alike(recipe, scaling).items():
+        # Not indexed by a list: a copy of that to a GPU is waited for.
+        of_format = [torch.stack([each[:, column] for column in columns], 1) for each in (amax, scale)]
+        scales = _scale_of(of_format[0], of_format[1], format, margin, scaling)
+        for column, of_column in zip(columns, scales.unbind(1), strict=True):
+            made[:, column] = of_column
+    due = (age + 1 >= scaling.interval) | (scale == 0)
+    scale = torch.where(seen & due & (made > 0), made, scale)
+    age = torch.where(seen, torch.where(due, 0.0, age + 1), age)
+    rolled = torch.where(seen, history.roll(-1, 0), history)
+    rolled[0] = 0.0
+    torch._foreach_copy_(histories, list(rolled.flatten(1).unbind(1)))
+    torch._foreach_copy_([state.scale for state in states], list(scale.unbind()))
+    torch._foreach_copy_([state.age for state in states], list(age.unbind()))
+    torch._foreach_zero_([flag for state in states for flag in state.flags])
+    for state in states:
+        state.mark_rolled()
+
+
+def _amax_of(history: torch.Tensor, scaling: DelayedScaling) -> torch.Tensor:
+    match scaling.amax_compute_algo:
+        case "max":
+            return history.amax(0)
+        case "most_recent":
+            return history[0]
+        case algorithm:
+            return _checked(algorithm(history), history[0], "amax_compute_algo")
+
+
+def _scale_of(
+    amax: torch.Tensor, scale: torch.Tensor, format: Float8Format, margin: float, scaling: DelayedScaling
+) -> torch.Tensor:
+    if scaling.scaling_factor_compute_algo is None:
+        usable = amax.isfinite() & (amax > 0)
+        return torch.where(usable, scale_with_margin(amax, format, margin), 0.0)
+    flat = amax.flatten(), scale.flatten()
+    made = scaling.scaling_factor_compute_algo(*flat, format.max, scaling)
+    made = _checked(made, flat[0], "scaling_factor_compute_algo").view_as(amax)
+    usable = made.isfinite() & (made > 0)
+    return torch.where(usable, made.clamp(smallest_scale(), largest_scale()), 0.0)
+
+
+def _checked(made: Any, like: torch.Tensor, algorithm: str) -> torch.Tensor:
+    if not isinstance(made, torch.Tensor) or made.shape != like.shape:
+        found = f"shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+        raise Float8ConfigError(
+            f"{algorithm} was given {like.numel()} tensors' worth of amaxes and returned {found}; return a tensor of "
+            f"shape {tuple(like.shape)}"
+        )
+    return made.to(like)
+
+
+def _columns_alike(recipe: Recipe, scaling: DelayedScaling) -> dict[tuple[Float8Format, float], list[int]]:
+    columns = defaultdict(list)
+    for column, operand in enumerate(OPERANDS):
+        row, col = recipe.formats(operand)
+        if format := row or col:
+            columns[format, scaling.margin_of(operand)].append(column)
+    return columns

@@ -1,0 +1,133 @@
+"""From converted weights in high precision to primary weights in float8, and to codes alone."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from f8sub.errors import Float8ConfigError
+from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, master_of
+from f8sub.features.primary_weights.wire import primary_weight_for
+from f8sub.linear.float8_linear import Float8Linear, like_sharded, local_tensor
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.weights.cell import Cell
+from f8sub.weights.master_weight import MasterWeight, rowwise_of
+from f8sub.weights.registry import ConvertedLayers
+from f8sub.weights.swap import take_place
+
+
+def is_primary(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a float8 primary weight, or becomes one once an optimizer takes its values."""
+    local = local_tensor(parameter)
+    if isinstance(local, MasterWeight):
+        return local.cell.layers is not None and bool(local.cell.layers.primary_weights)
+    return isinstance(local, PrimaryWeight)
+
+
+def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """Turn a parameter into float8 and return its high-precision values, exactly, as a parameter of their own.
+
+    Args:
+        parameter: one that ``is_primary``; sharded or not. Taken before, its master is returned again.
+
+    Returns:
+        float32, sharded as ``parameter`` is; in the same memory where that was float32 already.
+
+    Raises:
+        Float8ConfigError: the values were dropped, or something holds on to the parameter as it was.
+    """
+    _to_codes(parameter, torch.float32)
+    local = local_tensor(parameter)
+    master = master_of(local)
+    if master is None:
+        raise Float8ConfigError(
+            f"{local.primary.fqn if isinstance(local, PrimaryWeight) else 'a weight'}: its high-precision values were "
+            "dropped, and float8 codes are not a master to train; construct MasterWeights before "
+            "drop_high_precision(model)"
+        )
+    master.cell.taken = True
+    taken = torch.nn.Parameter(like_sharded(master, parameter), parameter.requires_grad)
+    # FSDP2's, the model's and the optimizer's views are of one weight.
+    if isinstance(local, PrimaryWeight):
+        local.primary.master = master_of(local_tensor(taken))
+    return taken
+
+
+def drop_high_precision(model: torch.nn.Module) -> None:
+    """Keep 1 byte an element, the float8 codes, of every primary weight that takes no gradient.
+
+    For inference (``model.requires_grad_(False)`` first) and for frozen parts of a model in training. The
+    high-precision values are gone for good, those of a sharded weight once it was gathered the next time: load and
+    initialize before.
+
+    Raises:
+        Float8ConfigError: the model has no layer converted with ``primary_weights=True``.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Float8Linear) and m.converted.primary_weights]
+    if not layers:
+        raise Float8ConfigError(
+            "drop_high_precision found no layer converted with primary_weights=True; the other layers' weights stay in "
+            "high precision"
+        )
+    for layer in layers:
+        if is_primary(layer.weight) and not layer.weight.requires_grad:
+            _to_codes(layer.weight, layer.weight.dtype, may_replace=True)
+            _drop(layer)
+    reread_shards(layers)
+
+
+def _drop(layer: Float8Linear) -> None:
+    local, format = local_tensor(layer.weight), layer.plan.recipe.fprop.b
+    if not isinstance(local, PrimaryWeight) or format is None:
+        raise RuntimeError(f"{layer.fqn}: a {type(local).__name__} is no primary weight")
+    primary = local.primary
+    if primary.sharded:
+        # What its values are rounded to first, and its scales, are known when it is gathered.
+        primary.dropping = True
+    elif primary.master is not None:
+        operand = rowwise_of(primary.master, format, primary.dtype)
+        primary.drop(Float8Tensor(operand, None, primary.dtype))
+
+
+def reread_shards(layers: ConvertedLayers | list[Float8Linear]) -> None:
+    """Have FSDP2 look at the local tensors of these layers anew, so that none is kept alive that was replaced.
+
+    It looks after a state dict was loaded into the module that owns the parameter: one with nothing in it does, and
+    changes nothing.
+    """
+    for layer in layers:
+        changes = layer.converted.changes
+        layer.load_state_dict({}, strict=False)
+        layer.converted.changes = changes
+
+
+def _to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace: bool = False) -> None:
+    local = local_tensor(parameter)
+    if not isinstance(local, MasterWeight):
+        return
+    if local.is_meta:
+        raise Float8ConfigError(
+            f"{local.cell.fqn}: a weight on meta has no values to cast; call to_empty and initialize the "
+            "model, or load a state dict, before MasterWeights(optimizer) and drop_high_precision(model)"
+        )
+    primary = Primary(
+        local.cell.layers, local.cell.fqn, local.shape, local.dtype, sharded=isinstance(parameter, DTensor)
+    )
+    # Float32 values stay where they are: the optimizer's master is the memory that the model lets go of.
+    cell: Cell | None = local.cell if local.dtype == master_dtype else None
+    primary.master = type(local)(local.plain.to(master_dtype), cell)
+    primary.master.cell.belongs_to(primary.layers, primary.fqn)
+    handle = primary_weight_for(local).of(primary, local.device)
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = handle
+        return
+    codes = torch.nn.Parameter(handle, parameter.requires_grad)
+    if take_place(codes, parameter):
+        return
+    if not may_replace:
+        raise Float8ConfigError(
+            f"{local.cell.fqn}: its weight cannot become float8 because something holds on to it as it is (a "
+            "DistributedDataParallel wrapper, a weak reference, an autograd graph that is still alive); construct "
+            "MasterWeights(optimizer) right after the optimizer"
+        )
+    for layer in primary.layers:
+        if layer._parameters["weight"] is parameter:
+            layer.weight = codes

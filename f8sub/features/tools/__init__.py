@@ -1,0 +1,1 @@
+"""Tools for any model: bytes, steps with gradients that are not finite, the first NaN."""

@@ -1,0 +1,131 @@
+"""Scales after each optimizer step, over all parts of the model; of any version of torchtitan."""
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from f8sub.errors import Float8ConfigError
+from f8sub.linear.float8_linear import Float8Linear, local_tensor
+from f8sub.torch_compat import gathered_as_local, is_compiled
+from f8sub.weights.layout import sharded_dims
+from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.precompute_scales import register_precompute_hook
+
+PRECOMPUTE = "float8_precompute_scales"
+"""Attribute of a converted model: whether scales are wanted after each step. Copies for pipeline stages keep it."""
+
+_attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def attach(
+    optimizers: torch.optim.Optimizer, model_parts: Sequence[torch.nn.Module], parallel_dims: Any = None
+) -> None:
+    """Have the scales of all ``model_parts`` made after every step of torchtitan's container of optimizers; once.
+
+    The signature is that of ``ModelSpec.post_optimizer_build_fn``: the parts are sharded by now, and no step is taken.
+
+    Raises:
+        Float8ConfigError: no part was converted, or what ``check_weights`` and ``check_compiled`` raise.
+    """
+    if optimizers in _attached:
+        return
+    if not any(hasattr(part, PRECOMPUTE) for part in model_parts):
+        raise Float8ConfigError(
+            "scales are to be precomputed and the model has no float8 layers: convert it too, with "
+            "f8sub.titan.float8 among --override.imports, or Float8Converter among the converters"
+        )
+    check_weights(model_parts)
+    check_compiled(model_parts)
+    register_precompute_hook(optimizers, model_parts)
+    _attached.add(optimizers)
+
+
+def check_at_first_forward(model: torch.nn.Module) -> None:
+    """Have ``check_compiled`` look at a converted model, and at each copy for a pipeline, when it is first called.
+
+    The check across ranks looks at the weights then. Where ``attach`` is called earlier, both are looked at earlier.
+    """
+    model.register_forward_pre_hook(_check_compiled_once)
+
+
+def _check_compiled_once(model: torch.nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    check_compiled([model])
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _check_compiled_once:
+            del model._forward_pre_hooks[key]
+
+
+def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
+    """That FSDP2 will gather every weight as it was converted to.
+
+    Raises:
+        Float8ConfigError: names the layers whose weight is not f8sub's any more.
+    """
+    layers = [
+        (fqn, layer)
+        for part in model_parts
+        for fqn, layer in part.named_modules()
+        if isinstance(layer, Float8Linear)
+    ]
+    lost = {}
+    for fqn, layer in layers:
+        local = local_tensor(layer._parameters["weight"])  # type: ignore[arg-type]
+        gathers = hasattr(local, "fsdp_pre_all_gather") or not layer.float8_all_gather
+        if not (isinstance(local, MasterWeight) and gathers):
+            lost[fqn] = type(local).__name__
+    if lost:
+        listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in lost.items())
+        raise Float8ConfigError(
+            f"{len(lost)} of {len(layers)} converted weights are f8sub's no more and would be gathered in high "
+            f"precision: {listed}. Something between conversion and fully_shard put another tensor in their place: "
+            "copy into weights, do not assign them"
+        )
+
+
+def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
+    """That no tensor-parallel weight is gathered as float8 in a compiled block.
+
+    Raises:
+        Float8ConfigError: names the first of them; the first forward would fail, in dynamo's words.
+    """
+    layers = {
+        layer: f"{fqn}.{name}"
+        for part in model_parts
+        for fqn, block in part.named_modules()
+        if is_compiled(block)
+        for name, layer in block.named_modules()
+        if isinstance(layer, Float8Linear) and layer.float8_all_gather and _is_cut_twice(layer)
+    }
+    plain = gathered_as_local(layers)
+    found = [fqn for layer, fqn in layers.items() if layer not in plain]
+    if found:
+        raise Float8ConfigError(
+            f"{found[0]} and {len(found) - 1} more are sharded by tensor parallelism and gathered as float8 by FSDP2: "
+            "DTensors of float8, which torch.compile cannot trace, and torchtitan compiles whole blocks or nothing. "
+            "Leave out one of --compile.enable and tensor_parallel_degree, or take spmd_types for spmd_backend"
+        )
+
+
+def _is_cut_twice(layer: Float8Linear) -> bool:
+    weight: Any = layer._parameters["weight"]
+    return isinstance(weight, DTensor) and len(sharded_dims(weight)) > 1
+
+
+@functools.cache
+def attach_at_first_step() -> None:
+    """Attach to torchtitan's optimizers before their first step, where neither config nor override did it before."""
+    register_optimizer_step_pre_hook(_attach_to_container)
+
+
+def _attach_to_container(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """The container is the one optimizer that knows the parts of the model; it steps those of each part."""
+    parts = getattr(optimizer, "model_parts", ())
+    if any(getattr(part, PRECOMPUTE, False) for part in parts):
+        attach(optimizer, parts)

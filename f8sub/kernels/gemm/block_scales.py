@@ -1,0 +1,149 @@
+"""Scales of blocks, laid out as cuBLASLt reads them: Hopper's float32, Blackwell's single bytes.
+
+Source: "1D Block Scaling Factors Layout" of cuBLAS's documentation, and the checks of ATen/native/cuda/ScaledBlas.cpp.
+"""
+
+import torch
+
+from f8sub.formats import ALL, Float8Format, Operand, Tile
+
+BLOCK = 128
+"""Elements of K under one float32 scale. Source: cuBLASLt's VEC128_32F and BLK128x128_32F, CUDA 12.9, SM 9.0."""
+
+_VECTOR, _SQUARE = Tile(1, BLOCK), Tile(BLOCK, BLOCK)
+
+ALIGNMENT = 16
+"""cuBLASLt takes matrices whose dimensions are multiples of 16, or of 16 bytes. Source: ScaledBlas.cpp."""
+
+_SQUARES_ALIGNMENT = 4
+"""A row of 128x128 scales begins at a multiple of 16 bytes. Source: the same file."""
+
+_ATOM_ROWS, _ATOM_COLS, _ATOM_BANDS = 128, 4, 4
+"""Scales of one byte come in atoms of 128 rows by 4 blocks, four bands of 32 rows interleaved: SWIZZLE_32_4_4."""
+
+
+def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> torch.Tensor:
+    """Where kernels and operators store the ``scale_inv`` of a (rows, depth) matrix.
+
+    Column-major of 1x128, as ``vectors`` hands it to cuBLASLt; else row-major.
+    """
+    lines, blocks = format.tile.scale_shape((rows, depth))
+    if _is_column_major(format):
+        return like.new_empty((blocks, lines), dtype=torch.float32).t()
+    return like.new_empty((lines, blocks), dtype=format.scale_rule.stored_as)
+
+
+def flat(operand: Operand) -> torch.Tensor:
+    """``operand.scale_inv`` in one dimension, as it lies in memory; of an operand that ``is_laid_out``."""
+    scale_inv = operand.scale_inv
+    return (scale_inv.t() if _is_column_major(operand.format) else scale_inv).view(-1)
+
+
+def unflat(operand: Operand) -> Operand:
+    """``operand`` with the matrix of scales that ``flat`` was given; one that has it comes back as it is."""
+    if operand.scale_inv.dim() == 2:
+        return operand
+    lines, blocks = operand.format.tile.scale_shape(operand.shape)
+    if _is_column_major(operand.format):
+        return operand._replace(scale_inv=operand.scale_inv.view(blocks, lines).t())
+    return operand._replace(scale_inv=operand.scale_inv.view(lines, blocks))
+
+
+def is_laid_out(operand: Operand) -> bool:
+    """Whether ``operand.scale_inv`` has the very strides of ``empty_scale_inv``'s, of edges of one scale too."""
+    lines, blocks = operand.scale_inv.shape
+    expected = (1, max(lines, 1)) if _is_column_major(operand.format) else (max(blocks, 1), 1)
+    return operand.scale_inv.stride() == expected
+
+
+def _is_column_major(format: Float8Format) -> bool:
+    return format.is_plain and format.tile == _VECTOR
+
+
+def whole_blocks(edge: int, size: int) -> bool:
+    """Whether a tile's edge is made of whole blocks of ``size`` elements."""
+    return edge == ALL or edge % size == 0
+
+
+def spread(operand: Operand, rows: int, cols: int, *, transposed: bool = False) -> torch.Tensor:
+    """``scale_inv`` of every block of (rows, cols), repeated for the blocks of larger tiles.
+
+    Returns:
+        ``operand.scale_inv``'s dtype, (blocks of rows, blocks of K), or the other way round where ``transposed``; made
+        by one copy at most.
+    """
+    tile, scale_inv = operand.format.tile, operand.scale_inv
+    count = Tile(rows, cols).scale_shape(operand.shape)
+    down, along = (
+        blocks if edge == ALL else edge // size
+        for blocks, edge, size in zip(count, (tile.rows, tile.cols), (rows, cols), strict=True)
+    )
+    # As bytes where they are bytes: torch copies those.
+    plain = scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
+    repeated = plain[:, None, :, None].expand(-1, down, -1, along)
+    if transposed:
+        repeated, count = repeated.permute(2, 3, 0, 1), count[::-1]
+    lines = repeated.shape
+    matrix = repeated.reshape(lines[0] * lines[1], lines[2] * lines[3])
+    return matrix[: count[0], : count[1]].view(scale_inv.dtype)
+
+
+def vectors(operand: Operand) -> torch.Tensor:
+    """Scales of 1x128.
+
+    Returns:
+        float32, (rows filled up to a multiple of 16, blocks), column-major.
+    """
+    if _is_column_major(operand.format) and is_laid_out(operand) and not operand.shape[0] % ALIGNMENT:
+        return operand.scale_inv
+    scales = spread(operand, 1, BLOCK, transposed=True)
+    blocks, rows = scales.shape
+    if rows % ALIGNMENT:
+        laid_out = scales.new_ones(blocks, rows + -rows % ALIGNMENT)
+        laid_out[:, :rows] = scales
+        return laid_out.t()
+    # Not is_contiguous(): one block counts as that with any strides.
+    return (scales if scales.stride() == (rows, 1) else _copied(scales)).t()
+
+
+def squares(operand: Operand) -> torch.Tensor:
+    """Scales of 128x128.
+
+    Returns:
+        float32, (blocks of K filled up to a multiple of 4, blocks of rows), column-major.
+    """
+    if operand.format.tile == _SQUARE and is_laid_out(operand) and _fills_rows(operand.scale_inv):
+        return operand.scale_inv.t()
+    scales = spread(operand, BLOCK, BLOCK)
+    rows, blocks = scales.shape
+    if not _fills_rows(scales):
+        laid_out = scales.new_ones(rows, blocks + -blocks % _SQUARES_ALIGNMENT)
+        laid_out[:, :blocks] = scales
+        return laid_out.t()
+    return (scales if scales.stride() == (blocks, 1) else _copied(scales)).t()
+
+
+def _fills_rows(squares: torch.Tensor) -> bool:
+    return squares.shape[1] % _SQUARES_ALIGNMENT == 0
+
+
+def _copied(scales: torch.Tensor) -> torch.Tensor:
+    return scales.clone(memory_format=torch.contiguous_format)
+
+
+def swizzled(operand: Operand, size: int) -> torch.Tensor:
+    """Scales of 1 x ``size``, one byte each, in SWIZZLE_32_4_4.
+
+    Within an atom the scale of row r and block c is byte ``16 * (r % 32) + 4 * (r // 32) + c``; atoms are row-major.
+
+    Returns:
+        ``operand.scale_inv``'s dtype, flat; rows filled up to a multiple of 128, blocks to a multiple of 4, with zero
+        bytes, which meet no codes but zeros.
+    """
+    scales = spread(operand, 1, size)
+    rows, blocks = scales.shape
+    filled = torch.nn.functional.pad(
+        scales.view(torch.uint8), (0, -blocks % _ATOM_COLS, 0, -rows % _ATOM_ROWS)
+    )
+    atoms = filled.view(-1, _ATOM_BANDS, _ATOM_ROWS // _ATOM_BANDS, filled.shape[1] // _ATOM_COLS, _ATOM_COLS)
+    return atoms.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)

@@ -1,0 +1,56 @@
+"""Of ``scaled_mm`` and ``triton_mm`` the one that was measured to be faster, for each shape.
+
+There where this GPU was measured and ``triton_mm`` won at some shape; ``scripts/tune_gemm.py`` measures.
+"""
+
+import functools
+
+import torch
+
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.gemm import scaled_mm, table, triton_mm
+
+
+def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    """Why this backend does not run a GEMM of these formats on ``device``; None when it does."""
+    for name, reason in (
+        ("triton", triton_mm.why_not(a, b, device)),
+        ("scaled_mm", scaled_mm.why_not(a, b, device)),
+    ):
+        if reason is not None:
+            return f"has to have both others, and {name} {reason}"
+    gpu = torch.cuda.get_device_name(device)
+    found = table.of(gpu, a, b)
+    if not found:
+        return f"has no measurement of {a} by {b} on {gpu}; scripts/tune_gemm.py makes them"
+    if all(measured.winner == "scaled_mm" for measured in found):
+        return f"is not needed: scaled_mm was faster at every shape ({'; '.join(map(str, found))})"
+    return None
+
+
+def takes_any_layout(device: torch.device) -> bool:
+    """Whether operands need not be row-major on ``device``."""
+    del device
+    return False
+
+
+def is_traceable(a: Operand, b: Operand) -> bool:
+    """Whether ``torch.compile`` may look into this GEMM."""
+    del a, b
+    return False
+
+
+def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+    """``a @ b.t()``: (M, K) x (N, K) -> (M, N), see either backend."""
+    shape = (*a.data.shape, b.data.shape[0])
+    if _winner(a.format, b.format, a.data.device, shape) == "triton":
+        return triton_mm.gemm_nt(a, b, out_dtype, fast_accum)
+    return scaled_mm.gemm_nt(a, b, out_dtype, fast_accum)
+
+
+@functools.lru_cache(maxsize=4096)
+def _winner(
+    a: Float8Format, b: Float8Format, device: torch.device, shape: tuple[int, int, int]
+) -> str | None:
+    found = table.nearest(torch.cuda.get_device_name(device), a, b, shape)
+    return None if found is None else found.winner

@@ -1,0 +1,264 @@
+"""``torch._scaled_mm``: one scale a tensor, a row or a block, on CUDA through cuBLASLt; CPU too.
+
+What cuBLASLt takes: dimensions that are multiples of 16, so operands are filled up with zeros; blocks of 1x128 and of
+128x128 (Hopper), of 1x32 and 1x16 (Blackwell), so scales of larger tiles are repeated for the blocks in them.
+"""
+
+import functools
+
+import torch
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+from f8sub.formats import ALL, E2M1, Float8Format, Operand, ScaleRule, Tile
+from f8sub.kernels.gemm import block_scales
+from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK, whole_blocks
+from f8sub.torch_compat import constant_result, cpu_has_amx, cpu_has_amx_fp16, no_dispatch_modes
+
+TENSORWISE = Tile(ALL, ALL)
+ROWWISE = Tile(1, ALL)
+
+_SMALL_BLOCKS = {
+    ScaleRule.E8M0: (torch.float8_e4m3fn, 32, ScalingType.BlockWise1x32),
+    ScaleRule.TWO_LEVEL: (E2M1, 16, ScalingType.BlockWise1x16),
+}
+"""What Blackwell's tensor cores scale themselves: dtype of the codes, elements of K under one scale, torch's name."""
+
+
+def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    """Why this backend cannot run a GEMM of these formats on ``device``; None when it can."""
+    if not a.is_plain or not b.is_plain:
+        return _why_not_small_blocks(a, b, device)
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        return "takes at most one e5m2 operand"
+    if device.type == "cuda":
+        return _why_not_cuda(a, b, device)
+    if device.type != "cpu":
+        return f"runs on cuda and cpu, not on {device.type}"
+    if unknown := {str(f.tile) for f in (a, b) if f.tile not in (TENSORWISE, ROWWISE)}:
+        return f"takes one scale a tensor or a row on the CPU, not tiles of {', '.join(sorted(unknown))}"
+    return None if a.tile == b.tile == TENSORWISE else _why_not_rows_on_the_cpu()
+
+
+def takes_any_layout(device: torch.device) -> bool:
+    """Whether operands need not be row-major on ``device``: the CPU multiplies them as float32 matrices."""
+    return device.type == "cpu"
+
+
+def is_traceable(a: Operand, b: Operand) -> bool:
+    """Whether ``torch.compile`` may look into this GEMM.
+
+    Not with scales of blocks: dynamo of 2.11 does not know ``_scaled_mm_v2``, and Inductor of 2.13 calls the first
+    version of it with scales that are laid out for the second. Nor where it depends on a dynamic shape whether a
+    dimension is filled up: torch would compile once more for those that are and those that are not.
+    """
+    if _in_blocks(a.format, b.format):
+        return False
+    return not _fills_up(a.data) or all(map(_is_settled, (*a.data.shape, b.data.shape[0])))
+
+
+def _fills_up(codes: torch.Tensor) -> bool:
+    """Whether dimensions are filled up to multiples of ``ALIGNMENT``."""
+    return codes.is_cuda
+
+
+def _is_settled(size: int) -> bool:
+    """Whether dynamo knows without a guard that a size is a multiple of ``ALIGNMENT``, or that it is none."""
+    known = torch.fx.experimental.symbolic_shapes.statically_known_true
+    return known(size % ALIGNMENT == 0) or known(size % ALIGNMENT != 0)
+
+
+def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+    """``a @ b.t()``.
+
+    Args:
+        a: (M, K), of a tile that ``why_not`` accepts.
+        b: (N, K). A scale of a whole tensor is repeated for the rows where the other operand has one a row, and on
+            CPUs that are slow with it as it is.
+        out_dtype: dtype of the result.
+        fast_accum: keep partial sums in the tensor core's accumulator; no effect on the CPU, nor with blocks, whose
+            partial sums are scaled every 128 elements.
+
+    Returns:
+        (M, N), ``out_dtype``.
+    """
+    left, a_scale_inv, format, _ = a
+    right, b_scale_inv, b_format, _ = b
+    if not format.is_plain:
+        return _gemm_nt_in_small_blocks(a, b, out_dtype)
+    if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1 or _is_slow_with_one_scale(left, right):
+        if _in_blocks(format, b_format):
+            return _gemm_nt_in_blocks(a, b, out_dtype)
+        a_scale_inv = a_scale_inv.expand(left.shape[0], 1).contiguous()
+        b_scale_inv = b_scale_inv.expand(right.shape[0], 1).contiguous().t()
+    if _fills_up(left):
+        return _gemm_nt_cuda(left, right, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
+    # t(), not mT: compiled code saves the float8 codes behind the one and casts x anew in backward behind the other.
+    return torch._scaled_mm(
+        left, right.t(), a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
+    )
+
+
+def _gemm_nt_cuda(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """The same with what cuBLASLt asks for: dimensions padded with zeros; rowwise results in bf16 off Hopper."""
+    rows, cols = a.shape[0], b.shape[0]
+    rowwise = a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1
+    a, b = _aligned(a), _aligned(b)
+    made = out_dtype
+    if rowwise:
+        a_scale_inv = _padded_rows(a_scale_inv, a.shape[0])
+        b_scale_inv = _padded_rows(b_scale_inv.t(), b.shape[0]).t()
+        if out_dtype != torch.bfloat16 and _why_no_vector_scales(a.device) is not None:
+            made = torch.bfloat16
+    y = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=made, use_fast_accum=fast_accum)
+    return _cut(y, rows, cols).to(out_dtype)
+
+
+def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    """The same with scales of blocks: 1x128 for ``a``, and 128x128 for ``b`` where its tiles are made of those."""
+    left, right = _aligned(a.data), _aligned(b.data).t()
+    a_scales = block_scales.vectors(a)
+    if whole_blocks(b.format.tile.rows, BLOCK) and a.format.dtype == b.format.dtype:
+        vector, square = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+        y = scaled_mm(left, right, a_scales, vector, block_scales.squares(b), square, output_dtype=out_dtype)
+    else:
+        # The first version tells 1x128 by the shapes of the scales, and takes e5m2, which the second refuses.
+        y = torch._scaled_mm(left, right, a_scales, block_scales.vectors(b).t(), out_dtype=out_dtype)
+    return _cut(y, a.data.shape[0], b.data.shape[0])
+
+
+def _gemm_nt_in_small_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    """The same with scales of one byte, of 1x32 or 1x16, under one of the whole matrix where there are two levels."""
+    _, size, kind = _SMALL_BLOCKS[a.format.scale_rule]
+    scales = [[block_scales.swizzled(operand, size)] for operand in (a, b)]
+    kinds, swizzles = [kind], [SwizzleType.SWIZZLE_32_4_4]
+    if a.global_scale_inv is not None and b.global_scale_inv is not None:
+        scales[0].append(a.global_scale_inv)
+        scales[1].append(b.global_scale_inv)
+        kinds, swizzles = [kind, ScalingType.TensorWise], [*swizzles, SwizzleType.NO_SWIZZLE]
+    y = scaled_mm(
+        _aligned(a.data),
+        _aligned(b.data).t(),
+        scales[0],
+        kinds,
+        scales[1],
+        kinds,
+        swizzles,
+        swizzles,
+        output_dtype=out_dtype,
+    )
+    return _cut(y, a.data.shape[0], b.data.shape[0])
+
+
+def _in_blocks(a: Float8Format, b: Float8Format) -> bool:
+    return _is_block(a.tile) or _is_block(b.tile)
+
+
+def _is_block(tile: Tile) -> bool:
+    """Neither a whole matrix nor whole rows."""
+    return tile.cols != ALL or tile.rows not in (1, ALL)
+
+
+def _is_small_block(format: Float8Format) -> bool:
+    """Whether Blackwell's tensor cores scale it, or smaller tiles that make it up."""
+    dtype, size, _ = _SMALL_BLOCKS.get(format.scale_rule, (None, 1, None))
+    return format.dtype == dtype and whole_blocks(format.tile.cols, size)
+
+
+def _aligned(codes: torch.Tensor) -> torch.Tensor:
+    rows, cols = codes.shape
+    missing_rows, missing_cols = -rows % ALIGNMENT, -cols % ALIGNMENT
+    if not missing_rows and not missing_cols:
+        return codes
+    padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows))
+    return padded.view(codes.dtype)
+
+
+def _cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """``y`` without what was filled up; itself where nothing was."""
+    return y if y.shape == (rows, cols) else y[:rows, :cols]
+
+
+def _padded_rows(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
+    if rows == scale_inv.shape[0]:
+        return scale_inv
+    return torch.nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)
+
+
+def _why_not_small_blocks(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    if a.scale_rule is not b.scale_rule or not _is_small_block(a) or not _is_small_block(b):
+        return (
+            "takes float8 with float32 scales, e4m3 with e8m0 scales of 1x32, or e2m1 with scales of two levels of "
+            f"1x16, both operands alike, not {a} and {b}"
+        )
+    if device.type != "cuda":
+        return f"multiplies scales of one byte on cuda alone, not on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= 10 and _cuda_version() >= (12, 8):
+        return None
+    return (
+        "multiplies scales of one byte on SM 10.0 (Blackwell) or newer with CUDA 12.8 or newer, found SM "
+        f"{major}.{minor}, CUDA {torch.version.cuda}"
+    )
+
+
+def _why_not_cuda(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return f"needs SM 8.9 (Ada) or newer, found {major}.{minor}"
+    if not _in_blocks(a, b):
+        return None
+    if unknown := {str(f.tile) for f in (a, b) if not whole_blocks(f.tile.cols, BLOCK)}:
+        return f"takes one scale a tensor, a row or tiles of whole blocks of 1x128, not {', '.join(sorted(unknown))}"
+    return _why_no_vector_scales(device)
+
+
+@constant_result
+def _why_no_vector_scales(device: torch.device) -> str | None:
+    """Why cuBLASLt does not take more than one scale an operand; what ``_scaled_mm`` then has for rows is CUTLASS."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if major == 9 and _cuda_version() >= (12, 9):
+        return None
+    return (
+        "multiplies blocks with float32 scales on SM 9.0 (Hopper) with CUDA 12.9 or newer, found SM "
+        f"{major}.{minor}, CUDA {torch.version.cuda}"
+    )
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """The CUDA that torch was built with; nothing where it was not, ROCm included."""
+    return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
+
+
+def _is_slow_with_one_scale(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether these codes are to be multiplied with their scales repeated for the rows."""
+    return a.dtype is b.dtype and a.is_cpu and _onednn_loops()
+
+
+@constant_result
+def _onednn_loops() -> bool:
+    """Whether the CPU is one where torch takes oneDNN for two operands of one dtype under one scale each, in vain.
+
+    ATen's ``_scaled_mm_out_cpu`` does where there is AMX; oneDNN has float8 kernels for AMX-FP16 alone, and elsewhere
+    (Sapphire and Emerald Rapids) its plain loop takes 42 ns a multiply-add. Rows are multiplied in float32: 0.4 ns.
+    """
+    return cpu_has_amx() and not cpu_has_amx_fp16() and _why_not_rows_on_the_cpu() is None
+
+
+@functools.cache
+def _why_not_rows_on_the_cpu() -> str | None:
+    """Tried rather than looked up: which scales the CPU takes differs between builds of one torch version."""
+    try:
+        with no_dispatch_modes():
+            codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
+            scale_inv = torch.ones(16, 1, dtype=torch.float32, device="cpu")
+            torch._scaled_mm(codes, codes.t(), scale_inv, scale_inv.t(), out_dtype=torch.float32)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"torch {torch.__version__} has no rowwise _scaled_mm for the CPU ({error})"
+    return None

@@ -1,0 +1,217 @@
+"""Which kernel does the work. A GEMM's is decided once, at conversion, shown in ``repr``, never replaced."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels import ops, quantize_cuda, reference
+from f8sub.kernels.gemm import measured, scaled_mm, triton_mm
+from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
+from f8sub.torch_compat import autocast_dtype
+
+REFERENCE = "reference"
+"""The backend that runs everything, everywhere, and slowly."""
+
+GEMM: dict[str, ModuleType] = {
+    "measured": measured,
+    "scaled_mm": scaled_mm,
+    "triton": triton_mm,
+    REFERENCE: reference,
+}
+"""Backends by name, the one to prefer first: what was measured on this GPU; without that cuBLASLt, then our own."""
+
+REFERENCE_TIMES_BF16 = 30
+"""How many times as long as bf16 a layer takes on a GPU whose GEMMs are the reference's.
+
+Source: ``scripts/bench_small_layers.py`` on an H200, 2026-11-23, forward and backward of 4096x4096 with 8192 tokens in
+eager code: 30 times with e8m0 scales of 1x32, 37 times with e2m1.
+"""
+
+_ONE_NODE = {name: ops.gemm_as_one_node(name, module.gemm_nt) for name, module in GEMM.items()}
+"""The same behind operators, for what ``torch.compile`` may not look into."""
+
+
+def backend_names() -> list[str]:
+    """What ``backend=`` takes besides ``"auto"``."""
+    return list(GEMM)
+
+
+def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> str | None:
+    """Name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
+
+    Raises:
+        Float8ConfigError: no such backend, or none that can; the message carries every candidate's reason.
+    """
+    if backend != "auto" and backend not in GEMM:
+        raise Float8ConfigError(f"unknown backend {backend!r}; choose 'auto' or one of {backend_names()}")
+    if spec.a is None or spec.b is None:
+        return None
+    reasons = {}
+    for name in GEMM if backend == "auto" else [backend]:
+        reason: str | None = GEMM[name].why_not(spec.a, spec.b, device)
+        if reason is None:
+            return name
+        reasons[name] = reason
+    listed = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    raise Float8ConfigError(
+        f"no backend can multiply {spec.a} by {spec.b} on {device}: {listed}. "
+        "Choose another recipe, or backend='reference' (slow, any device)"
+    )
+
+
+def quantizer_of(format: Float8Format, device: torch.device) -> str:
+    """Name of what casts to a format on ``device`` in eager code."""
+    if device.type == "cpu":
+        return "host" if format.is_plain and format.tile.is_whole else REFERENCE
+    has_kernel = quantize_cuda.why_no_triton(device) is None and quantize_cuda.why_no_kernel(format) is None
+    return "triton" if has_kernel else REFERENCE
+
+
+def gemm_nt(
+    backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool = False
+) -> torch.Tensor:
+    """``a @ b.t()`` by the backend of that name: (M, K) x (N, K) -> (M, N) in ``out_dtype``.
+
+    A batch of no rows, or a contraction over none, multiplies nothing and gives zeros.
+    """
+    if a.data.numel() == 0 or b.data.numel() == 0:
+        return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
+    run: Callable[..., torch.Tensor] = GEMM[backend].gemm_nt
+    if torch.compiler.is_compiling() and not GEMM[backend].is_traceable(a, b):
+        run = _ONE_NODE[backend]
+    device = "cpu" if a.data.is_cpu else a.data.device.type
+    if autocast_dtype(device) is None:
+        return run(a, b, out_dtype, fast_accum)
+    # The operands are cast already; autocast would round the matmuls inside the CPU's _scaled_mm once more.
+    with torch.autocast(device, enabled=False):
+        return run(a, b, out_dtype, fast_accum)
+
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A recipe bound to a device: the backend of each GEMM, None where it stays in high precision.
+
+    A frozen value, so ``torch.compile`` takes it for a constant.
+
+    Attributes:
+        recipe: formats of the operands.
+        fprop: name of the backend.
+        dgrad: likewise.
+        wgrad: likewise.
+        any_layout: whether all of them read transposed views, so that no codes are ever copied transposed.
+        device: where they run.
+        backend: what was asked for when they were selected, see ``select_gemm``.
+        number: which one it is of the ``made`` ones.
+    """
+
+    made: ClassVar[dict[int, "Plan"]] = {}
+
+    recipe: Recipe
+    fprop: str | None
+    dgrad: str | None
+    wgrad: str | None
+    any_layout: bool
+    device: torch.device
+    backend: str
+    number: int
+
+    @property
+    def quantizers(self) -> str:
+        """Names of what casts its operands in eager code."""
+        specs = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)
+        formats = [format for spec in specs for format in (spec.a, spec.b) if format is not None]
+        return " and ".join(sorted({quantizer_of(format, self.device) for format in formats})) or "none"
+
+    @property
+    def gemms(self) -> dict[str, str | None]:
+        """The backend of each GEMM by its name."""
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    @property
+    def described(self) -> str:
+        """The backend of most GEMMs, and what the others have; on a GPU also a slow cast."""
+        gemms = self.gemms
+        used = [name for name in gemms.values() if name is not None]
+        most = max(used, key=used.count) if used else None
+        parts = ["high precision" if most is None else most]
+        for name in dict.fromkeys(gemms.values()):
+            if name != most:
+                which = " and ".join(gemm for gemm, own in gemms.items() if own == name)
+                parts.append(f"{which} {'in high precision' if name is None else f'by {name}'}")
+        if self.device.type != "cpu" and REFERENCE in self.quantizers:
+            parts.append(f"cast by {REFERENCE}")
+        return ", ".join(parts)
+
+    @classmethod
+    @functools.cache
+    def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "Plan":
+        """Select the three backends; equal questions get the very same plan, so that compiled code is shared.
+
+        Raises:
+            Float8ConfigError: see ``select_gemm``.
+        """
+        fprop, dgrad, wgrad = (
+            select_gemm(spec, device, backend) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)
+        )
+        used = [name for name in (fprop, dgrad, wgrad) if name is not None]
+        any_layout = all(GEMM[name].takes_any_layout(device) for name in used)
+        return cls._of(recipe, fprop, dgrad, wgrad, any_layout, device, backend)
+
+    @classmethod
+    @functools.cache
+    def _of(cls, *fields: Any) -> "Plan":
+        """The plan of these fields, its number excepted, which is given here."""
+        plan = cls(*(*fields, next(_numbers)))
+        cls.made[plan.number] = plan
+        return plan
+
+    def __reduce__(self) -> tuple[Callable[..., "Plan"], tuple[Any, ...]]:
+        """Copies are the plan itself; one that is unpickled, maybe on another device, has a number of this process."""
+        return Plan._of, (
+            self.recipe,
+            self.fprop,
+            self.dgrad,
+            self.wgrad,
+            self.any_layout,
+            self.device,
+            self.backend,
+        )
+
+
+def reference_warning(plans: Iterable[Plan]) -> str | None:
+    """What to tell whoever runs GEMMs by the reference on a GPU and did not ask for it; None where nobody does."""
+    slow = {
+        plan.recipe.name: (plan, [gemm for gemm, name in plan.gemms.items() if name == REFERENCE])
+        for plan in plans
+        if plan.device.type not in ("cpu", "meta")
+        and plan.backend != REFERENCE
+        and REFERENCE in plan.gemms.values()
+    }
+    if not slow:
+        return None
+    listed = "; ".join(f"{', '.join(gemms)} of recipe {name!r}" for name, (_, gemms) in slow.items())
+    device = next(iter(slow.values()))[0].device
+    plans_there = (Plan.make(get_recipe(name), device) for name in recipe_names())
+    native = [plan.recipe.name for plan in plans_there if REFERENCE not in plan.gemms.values()]
+    return (
+        f"{listed}: no native float8 GEMM on {_shown(device)}, so the reference backend multiplies, which takes about "
+        f"{REFERENCE_TIMES_BF16} times as long as bf16. Native there: {', '.join(native) or 'no recipe'}. "
+        f"backend={REFERENCE!r} says that you want this, and ends the warning"
+    )
+
+
+def _shown(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (SM {major}.{minor}, CUDA {torch.version.cuda})"

@@ -1,0 +1,85 @@
+"""What was measured of GEMMs with scales of blocks: which backend was faster, in which tiles, on which GPU.
+
+The measurements are files of ``f8sub/kernels/gemm/tables``, one a GPU, written by ``scripts/tune_gemm.py``. A shape's
+class is the measured shape that is nearest, in doublings of its dimensions, of those with few rows or with many.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from f8sub.formats import Float8Format
+
+FOLDER = Path(__file__).parent / "tables"
+
+FEW_ROWS = 64
+"""Up to as many rows of ``a`` a product is bound by the reading of ``b``."""
+
+MARGIN = 1.01
+"""How many times as fast as ``scaled_mm`` a kernel of ours has to be to be preferred; less is within the spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One product on one GPU.
+
+    Attributes:
+        shape: (M, K, N).
+        rates: TFLOP/s by backend: ``scaled_mm``, where it takes the formats, and ``triton``, in the fastest tiles.
+        config: those tiles, the fields of ``gemm_launch.Config``; None where no kernel of ours was right.
+    """
+
+    shape: tuple[int, int, int]
+    rates: Mapping[str, float]
+    config: dict[str, Any] | None
+
+    @property
+    def winner(self) -> str:
+        """The backend to take."""
+        ours, theirs = self.rates.get("triton", 0.0), self.rates.get("scaled_mm", 0.0)
+        return "triton" if ours > theirs * MARGIN else "scaled_mm"
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in self.rates.items())
+        return f"{'x'.join(map(str, self.shape))}: {self.winner} ({rates} TFLOP/s)"
+
+
+def file_of(gpu: str) -> Path:
+    """Where the measurements of a GPU of that name are, or would be."""
+    return FOLDER / (re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") + ".json")
+
+
+def kind(format: Float8Format) -> str:
+    """What of a format a GEMM's speed depends on: dtype and tile, not how the scales were made."""
+    return Float8Format(format.dtype, format.tile).name
+
+
+@functools.cache
+def of(gpu: str, a: Float8Format, b: Float8Format) -> tuple[Measured, ...]:
+    """All that was measured of a pair of formats on a GPU of that name; empty where nothing was."""
+    path = file_of(gpu)
+    if not path.exists():
+        return ()
+    pair = {"a": kind(a), "b": kind(b)}
+    return tuple(
+        Measured(tuple(row["shape"]), row["rates"], row["config"])
+        for row in json.loads(path.read_text())["products"]
+        if {"a": row["a"], "b": row["b"]} == pair
+    )
+
+
+def nearest(gpu: str, a: Float8Format, b: Float8Format, shape: tuple[int, int, int]) -> Measured | None:
+    """The measurement that stands for a shape (M, K, N); None where nothing was measured of such a class."""
+    few = shape[0] <= FEW_ROWS
+    alike = [measured for measured in of(gpu, a, b) if (measured.shape[0] <= FEW_ROWS) is few]
+    return min(alike, key=lambda measured: distance(measured.shape, shape), default=None)
+
+
+def distance(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+    """Doublings of M, K and N between two shapes, in all."""
+    return sum(abs(math.log2(a / b)) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,124 @@
+"""Our own GEMM of operands with scales of blocks, for Hopper: squares of any edge, single lines, any dtypes.
+
+Which tiles it takes was measured where ``table`` has the GPU; elsewhere ``default_config`` decides by shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.kernels.gemm import table
+from f8sub.kernels.gemm.block_scales import BLOCK, whole_blocks
+
+if TYPE_CHECKING:
+    from f8sub.kernels.triton.gemm_launch import Config
+
+CAPABILITY = (9, 0)
+"""Hopper: its tensor memory accelerator and warpgroup instructions are what the kernels are made of."""
+
+
+def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    """Why this backend cannot run a GEMM of these formats on ``device``; None when it can."""
+    if not a.is_plain or not b.is_plain:
+        return f"takes float8 with float32 scales of one level, not {a} and {b}"
+    if unknown := {str(f.tile) for f in (a, b) if not whole_blocks(f.tile.cols, BLOCK)}:
+        return f"takes tiles of whole blocks of 1x{BLOCK}, not {', '.join(sorted(unknown))}"
+    if a.tile.cols == b.tile.cols == ALL:
+        return "takes scales of blocks of at least one operand; one a tensor or a row is for scaled_mm"
+    return _why_not_device(device)
+
+
+def takes_any_layout(device: torch.device) -> bool:
+    """Whether operands need not be row-major on ``device``."""
+    del device
+    return False
+
+
+def is_traceable(a: Operand, b: Operand) -> bool:
+    """Whether ``torch.compile`` may look into a GEMM: not into descriptors that are made on the host."""
+    del a, b
+    return False
+
+
+def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+    """``a @ b.t()``.
+
+    Args:
+        a: (M, K), of a tile that ``why_not`` accepts.
+        b: (N, K), likewise.
+        out_dtype: dtype of the result.
+        fast_accum: no effect: partial sums are scaled every 128 elements of K.
+
+    Returns:
+        (M, N), ``out_dtype``.
+    """
+    del fast_accum
+    rows, depth = a.data.shape
+    config = _config(a.format, b.format, a.data.device, (rows, depth, b.data.shape[0]))
+    return multiply(a, b, out_dtype, config)
+
+
+def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: Config) -> torch.Tensor:
+    """``gemm_nt`` in given tiles."""
+    from f8sub.kernels.triton import gemm_launch
+
+    # Triton launches on the current device.
+    with torch.cuda.device(a.data.device):
+        programs = _multiprocessors(a.data.device)
+        launches, out = gemm_launch.multiplication(a, b, out_dtype, config, programs)
+        for launch in launches:
+            launch.run()
+    return out
+
+
+def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
+    """Tiles for a product (M, K, N) of which nothing was measured.
+
+    Of few rows as many tiles as there are multiprocessors, so that all of them read ``b``, and K in parts where 32
+    columns a tile are not few enough. Source: reasoning, see ``table`` for what was measured.
+    """
+    from f8sub.kernels.triton.gemm_launch import Config
+
+    rows, depth, cols = shape
+    if rows > table.FEW_ROWS:
+        return Config(128, 256, stages=4, persistent=True, group=16)
+    wide = next((edge for edge in (128, 64, 32) if cols >= edge * multiprocessors * 3 // 4), 32)
+    tiles, blocks = -(-cols // wide), -(-depth // BLOCK)
+    parts = max(1, min(multiprocessors // tiles, blocks // 4, 8))
+    return Config(64, wide, stages=8, group=1, parts=parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(a: Float8Format, b: Float8Format, device: torch.device, shape: tuple[int, int, int]) -> Config:
+    from f8sub.kernels.triton.gemm_launch import Config
+
+    found = None
+    if device.type == "cuda":
+        found = table.nearest(torch.cuda.get_device_name(device), a, b, shape)
+    if found is None or found.config is None:
+        return default_config(shape, _multiprocessors(device))
+    return Config(**found.config)
+
+
+@functools.cache
+def _why_not_device(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"runs on NVIDIA's GPUs, not on {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton, which is not installed"
+    if importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is None:
+        return "needs triton 3.6 or newer, with Gluon"
+    found = torch.cuda.get_device_capability(device)
+    if found == CAPABILITY:
+        return None
+    return f"is written for SM 9.0 (Hopper), found SM {found[0]}.{found[1]}"
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

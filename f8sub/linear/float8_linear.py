@@ -1,0 +1,392 @@
+"""Float8Linear: ``y = x @ w.t() + bias`` with each of the three GEMMs run as the recipe says.
+
+x  --quantize--> rowwise, columnwise       saved for backward: columnwise only, 1 byte an element; see saved_input
+w  --quantize--> rowwise                   saved for backward: nothing; columnwise is derived there and freed
+dy --quantize--> rowwise, columnwise
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
+from f8sub.features.autocast.plan_in_use import contexts, plan_in_use, remember
+from f8sub.features.delayed.state import ScalingState, ScalingStates
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight, primary_rowwise
+from f8sub.features.tensor_parallel.places import Places
+from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
+from f8sub.kernels.gemm.select import Plan, gemm_nt
+from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import CURRENT_SOURCES, Sources
+from f8sub.linear.saved_input import AUTO, GemmInput, Kept, as_matrix, present, quantize_x, x_columnwise
+from f8sub.recipe import GemmSpec, Recipe
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import apply, autocast_dtype, untraced
+from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
+from f8sub.weights.registry import ConvertedLayers
+
+
+class Float8Linear(torch.nn.Linear):
+    """``nn.Linear`` whose three GEMMs run in float8; made by ``convert_to_float8``, by class swap.
+
+    x may be float32, bfloat16 or float16 with any leading dims, and need not have the weight's dtype: y has x's
+    dtype, or autocast's under ``torch.autocast``. The bias is added in high precision.
+
+    Attributes:
+        plan: the recipe and the backend of each GEMM, where no context asks for another.
+        fqn: the layer's name in the model that was converted, for errors and reports.
+        converted: the layers of the same conversion, this one among them.
+        float8_all_gather: whether FSDP2 gathers the weight as float8.
+        keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``.
+        scaling_states: the past of x, w and dy under each recipe with delayed scaling; absent where there was none.
+    """
+
+    plan: Plan
+    fqn: str
+    converted: ConvertedLayers
+    float8_all_gather: bool
+    keep_x: str
+    scaling_states: torch.nn.ModuleList
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        x = input  # nn.Linear's name, which callers and sharding plans know it by
+        if x.dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"{self.fqn}: a float8 linear layer takes an input of {', '.join(map(str, HIGH_PRECISION))}, got "
+                f"{x.dtype} of shape {tuple(x.shape)}; convert it with .to(torch.bfloat16)"
+            )
+        weight: torch.Tensor = self.weight
+        # Tensor parallelism without DTensors leaves a rank its part of the weight, which reads a part of x.
+        if x.dim() == 0 or x.size(-1) != weight.size(-1):
+            raise Float8ShapeError(
+                f"{self.fqn}: expected an input of shape (..., {weight.size(-1)}), got {tuple(x.shape)}; look at what "
+                "calls the layer"
+            )
+        device = "cpu" if x.is_cpu else x.device.type
+        dtype = autocast_dtype(device) or x.dtype
+        if self.plan.device.type != device:
+            self.follow(x.device)
+        plan = plan_in_use(self) if contexts.entered else self.plan
+        places, adds_bias = None, True
+        sources = CURRENT_SOURCES if plan.recipe.delayed is None else self.sources(plan.recipe)
+        bias: torch.Tensor | None = self.bias
+        if isinstance(weight, DTensor):
+            if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
+                return _eagerly(self, x)
+            places = Places.of(self, weight, x)
+            sources, adds_bias = places.sources(self, plan, weight, x, sources), places.adds_bias
+            x, weight, bias = places.local(x, weight, bias)
+        y: torch.Tensor
+        if torch.is_grad_enabled():
+            y = apply(_Float8Matmul, x, weight, bias, plan, dtype, sources, self.keep_x, adds_bias)
+        else:
+            y = fprop(x, weight, bias if adds_bias else None, plan, dtype, sources, None)[0]
+        if contexts.entered:
+            remember(self, plan, y)
+        return y if places is None else places.whole(y)
+
+    def follow(self, device: torch.device) -> None:
+        """Select backends anew where the layer came to a device of another type since it was converted.
+
+        Raises:
+            Float8ConfigError: the backend asked for does not run there; or ``torch.compile`` traces a first call there.
+        """
+        if self.plan.device.type == device.type:
+            return
+        if torch.compiler.is_compiling():
+            raise Float8ConfigError(
+                f"{self.fqn}: converted for {self.plan.device.type}, and compiled for {device.type}; move the model "
+                "with model.to(device), or call it once before it is compiled"
+            )
+        self.plan = Plan.make(self.plan.recipe, device, self.plan.backend)
+        self.converted.warn_of_reference([self.plan])
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Float8Linear":
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if not self.weight.is_meta:
+            self.follow(self.weight.device)
+        return self
+
+    def scaling_state(self, recipe: Recipe) -> ScalingState:
+        """The state of a recipe with delayed scaling, begun at its first use; recipes that differ share none."""
+        states = self.states()
+        for state in states:
+            if state.recipe == recipe:
+                return state
+        if torch.compiler.is_compiling():
+            raise Float8ConfigError(
+                f"{self.fqn}: recipe {recipe.name!r} keeps amax histories, and the layer has none for it yet; run it "
+                "once in the same context before torch.compile"
+            )
+        state = ScalingState(recipe, local_tensor(self.weight).device).train(self.training)
+        self.scaling_states = ScalingStates([*states, state], self.fqn)
+        ConvertedLayers.histories_made = True
+        return state
+
+    def sources(self, recipe: Recipe) -> Sources:
+        """Where the scales of a forward that begins now come from, under a recipe with delayed scaling."""
+        state = self.scaling_state(recipe)
+        if not torch.compiler.is_compiling():
+            state.notice_writes()
+        frozen = self.training and not self.weight.requires_grad
+        return state.sources(stage=torch.is_grad_enabled() and self.training, frozen=frozen)
+
+    def states(self) -> list[ScalingState]:
+        """The states of all recipes with delayed scaling that the layer was run under."""
+        return list(self._modules.get("scaling_states") or ())  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.converted.add(self)
+        if isinstance(self.weight, MasterWeight):
+            self.weight.cell.belongs_to(self.converted, self.fqn)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._settle()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[f"{prefix}weight"] = exported(self.weight)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        weight = self.weight
+        kind = type(local_tensor(weight))
+        self._settle()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.converted.changes += 1
+        self.converted.loaded_at = self.converted.steps
+        for index, state in enumerate(self.states()):
+            kept = any(key.startswith(f"{prefix}scaling_states.{index}.") for key in state_dict)
+            if f"{prefix}weight" in state_dict and not kept:
+                state.reset()
+        if issubclass(kind, PrimaryWeight) and self.weight is not weight:
+            # assign=True: the values go to the master, which an optimizer holds.
+            with torch.no_grad():
+                weight.copy_(self.weight)
+            self.weight = weight
+        if issubclass(kind, MasterWeight) and not isinstance(local_tensor(self.weight), MasterWeight):
+            self._remake_master(kind)
+
+    def _settle(self) -> None:
+        """Have the amax histories roll first, where a reduction for that is under way."""
+        if self.converted.fsdp is not None:
+            self.converted.fsdp.settle()
+
+    def _remake_master(self, kind: type[MasterWeight]) -> None:
+        """Make a master weight again of what ``load_state_dict(assign=True)`` put in its place."""
+        weight, requires_grad = self.weight, self.weight.requires_grad
+        master = kind(local_tensor(weight).detach())
+        master.cell.belongs_to(self.converted, self.fqn)
+        if isinstance(weight, DTensor):
+            weight._local_tensor = master
+        else:
+            master.cell.shared = True  # by the state dict
+            self.weight = torch.nn.Parameter(master, requires_grad)
+
+    @property
+    def how(self) -> str:
+        """Recipe and backend, and what deviates from the defaults."""
+        deviations = {
+            "gathered in high precision": not self.float8_all_gather,
+            f"keep_x={self.keep_x}": self.keep_x != AUTO,
+            "primary weight": isinstance(local_tensor(self.weight), PrimaryWeight),
+        }
+        return ", ".join(
+            [self.plan.recipe.name, self.plan.described, *(w for w, is_so in deviations.items() if is_so)]
+        )
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What torch calls in place of ``forward`` while ``torch.jit.trace`` records."""
+        raise jit_error(self.fqn, "traced")
+
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.script`` asks each module for."""
+        raise jit_error(self.fqn, "scripted")
+
+    def extra_repr(self) -> str:
+        """Features, and ``how``."""
+        return f"{super().extra_repr()}, {self.how}"
+
+
+@untraced
+def _eagerly(layer: Float8Linear, x: torch.Tensor) -> torch.Tensor:
+    """Outside of compiled graphs: dynamo of 2.13 cannot look into the float8 in a DTensor, nor return its gradient."""
+    return Float8Linear.forward(layer, x)
+
+
+def local_tensor(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded parameter, or the whole of any other."""
+    return weight._local_tensor if isinstance(weight, DTensor) else weight
+
+
+def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
+    if not isinstance(weight, DTensor):
+        return local
+    mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def exported(weight: torch.Tensor) -> torch.Tensor:
+    """A weight, or an optimizer's master of one, as a state dict holds it: in the same memory, without a graph.
+
+    The local tensor of a DTensor keeps its class: DTensor's in-place operators on lists count no version of it.
+    """
+    local = local_tensor(weight)
+    if isinstance(local, PrimaryWeight):
+        return like_sharded(local.exported, weight)
+    if not isinstance(local, MasterWeight):
+        return weight.detach()
+    if local is weight:
+        return local.exported
+    found = weight.detach()
+    local_tensor(found).copies_plainly = True  # type: ignore[attr-defined]
+    return found
+
+
+class _Float8Matmul(torch.autograd.Function):
+    """The three GEMMs over raw tensors."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913  (an autograd.Function takes no keywords)
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        plan: Plan,
+        dtype: torch.dtype,
+        sources: Sources,
+        keep_x: str,
+        adds_bias: bool,
+    ) -> torch.Tensor:
+        wanted = keep_x if ctx.needs_input_grad[1] else None
+        y, saved, ctx.kept = fprop(x, w, bias if adds_bias else None, plan, dtype, sources, wanted)
+        ctx.save_for_backward(w, *saved)
+        ctx.plan, ctx.dtype, ctx.sources = plan, dtype, sources
+        ctx.w_row = None
+        if isinstance(w, MasterWeight) and not sources.distributed:
+            ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "a float8 linear layer is differentiated once; create_graph=True asks for twice"
+            )
+        plan, recipe, dtype = ctx.plan, ctx.plan.recipe, ctx.dtype
+        need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
+        w, *saved = ctx.saved_tensors
+        matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+        rowwise, columnwise = recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
+        sources = ctx.sources
+        dy_row, dy_col, amax = quantize(matrix, rowwise, columnwise, sources.dy, plan.any_layout)
+        if amax is not None:
+            sources.dy.keep(amax)
+        is_current = amax is None and sources.dy.reduce is None
+        after = small_part_of(matrix, dy_row or dy_col if is_current else None)
+        dx = dw = dbias = None
+        if need_dx:
+            w_col = weight_columnwise(w, ctx.w_row, plan, dtype, after, sources)
+            dx = gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
+            dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
+        if need_dw:
+            x_col = x_columnwise(saved, ctx.kept, plan, dtype, after, sources.x)
+            dw = gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
+        if need_dbias:
+            dbias = matrix.sum(0, dtype=ctx.bias_dtype)
+        return dx, dw, dbias, None, None, None, None, None
+
+
+def fprop(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Plan,
+    dtype: torch.dtype,
+    sources: Sources,
+    keep_x: str | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Kept]:
+    """``y`` of ``x``'s leading dims, and what ``quantize_x`` saves of ``x``."""
+    recipe = plan.recipe
+    x_row, saved, kept = quantize_x(x, as_matrix(x, dtype), plan, sources, keep_x)
+    w_row = weight_rowwise(w, recipe.fprop.b, dtype, sources)
+    y = gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if x.dim() != 2 or torch.compiler.is_compiling():
+        # Not a view to autograd: FSDP2 warns about modules that return views, and torch 2.11 compiles an
+        # autograd.Function that returns one, or what .to() did not change, to one without gradients.
+        y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
+    return y, saved, kept
+
+
+def gemm(
+    backend: str | None, spec: GemmSpec, a: GemmInput, b: GemmInput, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``a @ b.t()`` in ``out_dtype``: both in float8, by the backend of that name, or neither."""
+    if isinstance(a, Operand) and isinstance(b, Operand) and backend is not None:
+        return gemm_nt(backend, a, b, out_dtype, spec.fast_accum)
+    if isinstance(a, Operand) or isinstance(b, Operand):
+        raise RuntimeError(f"one operand of {spec} is in float8 and the other is not")
+    return torch.mm(a, b.t().to(a.dtype)).to(out_dtype)
+
+
+def weight_rowwise(
+    w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, sources: Sources
+) -> GemmInput:
+    """``w``'s rowwise operand: as gathered, as cast last, or cast now; high precision where ``format`` is None.
+
+    Args:
+        w: (N, K): unsharded by FSDP2 in float8, a master weight, or a plain tensor gathered in high precision.
+        format: fprop's format of w.
+        dtype: the GEMM's high-precision dtype; a weight is rounded to it before it is cast.
+        sources: of the call; a weight that was gathered in float8 has its scale already.
+    """
+    if isinstance(w, Float8Tensor):
+        return w.dequantize().to(dtype) if format is None else present(w.rowwise)
+    if isinstance(w, PrimaryWeight) and format is not None:
+        return primary_rowwise(w, format, dtype)
+    if format is None:
+        return w.to(dtype)
+    if isinstance(w, MasterWeight) and not sources.distributed:
+        return rowwise_of(w, format, dtype, None, sources.w)
+    return quantize_rowwise(_plain(w, dtype), format, sources.w)
+
+
+def weight_columnwise(
+    w: torch.Tensor,
+    w_row: Operand | None,
+    plan: Plan,
+    dtype: torch.dtype,
+    after: torch.Tensor,
+    sources: Sources,
+) -> GemmInput:
+    """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees.
+
+    ``w_row`` is the operand that forward read, where something keeps it alive anyway.
+    """
+    rowwise, columnwise = plan.recipe.fprop.b, plan.recipe.dgrad.b
+    if columnwise is None:
+        high_precision = w.dequantize() if isinstance(w, Float8Tensor) else w
+        return high_precision.to(dtype).t()
+    operand: GemmInput
+    if w_row is not None:
+        operand = w_row
+    else:
+        operand = (
+            present(w.rowwise) if isinstance(w, Float8Tensor) else weight_rowwise(w, rowwise, dtype, sources)
+        )
+    if isinstance(operand, Operand):
+        return derive_columnwise_in_backward(operand, columnwise, after, plan.any_layout)
+    return present(quantize(_plain(operand, dtype), None, columnwise, sources.w).columnwise)
+
+
+def _plain(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight's values in ``dtype``; no MasterWeight in eager code."""
+    values = w.plain if isinstance(w, MasterWeight) and not torch.compiler.is_compiling() else w
+    return values.to(dtype)

@@ -1,0 +1,171 @@
+"""x: quantized in forward, what is saved of it for wgrad, and its columnwise operand in backward.
+
+| kept             | forward makes       | saved                          | backward makes columnwise of |
+| ---------------- | ------------------- | ------------------------------ | ---------------------------- |
+| "float8"         | rowwise, columnwise | columnwise codes               |                              |
+| "high_precision" | rowwise             | x itself                       | x                            |
+| "recompute"      | rowwise             | rowwise codes                  | the rowwise codes            |
+
+"auto" is the second where x is saved anyway, by the operator that made it, as attention saves its result; else the
+first. ``torch.compile`` cannot see that, and hooks for saved tensors (checkpointing, offloading) may pack each one by
+itself: there it is the first.
+
+The first two have the same numbers, bitwise. So has the third where codes are transposed; where they are re-encoded see
+``reference.derive_columnwise``. A recipe whose wgrad reads x in high precision has it saved so in any case, and an x
+that came in float8 stays as it came. Siblings that share an x each make its columnwise operand, where backward does.
+"""
+
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from f8sub.formats import Float8Format, Operand, why_not_derivable
+from f8sub.kernels.gemm.select import Plan
+from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource, Sources
+from f8sub.linear.shared_input import quantize_input
+from f8sub.recipe import Recipe
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_saved_by_its_maker
+
+GemmInput = Operand | torch.Tensor
+"""An operand in float8, or a matrix where the GEMM stays in high precision."""
+
+Present = TypeVar("Present", Operand, Float8Format)
+
+AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE = KEEP_X = ("auto", "float8", "high_precision", "recompute")
+"""What a layer can be asked to keep of x."""
+
+
+class Kept(NamedTuple):
+    """What a forward saved of x, besides the tensors.
+
+    Attributes:
+        how: one of ``KEEP_X`` but "auto".
+        is_known: of the ``PriorScale`` that the forward had, where backward casts with it again.
+    """
+
+    how: str
+    is_known: bool = False
+
+
+CODES = Kept(FLOAT8)
+"""Of most forwards, and of those without wgrad, which save nothing."""
+
+_RECEIVED = Kept(RECOMPUTE)
+
+
+def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
+    """Why layers of a recipe cannot keep x so; None when they can."""
+    rowwise, columnwise = recipe.formats("x")
+    if columnwise is None or keep_x in (AUTO, FLOAT8):
+        return None
+    if keep_x == HIGH_PRECISION:
+        if rowwise is None and recipe.delayed is not None:
+            return "its fprop does not cast x, whose amax delayed scaling takes in forward"
+        return None
+    if rowwise is None:
+        return "its fprop does not cast x, so that there are no codes to derive any from"
+    return why_not_derivable(rowwise, columnwise)
+
+
+def reencodes(recipe: Recipe) -> bool:
+    """Whether "recompute" makes other codes than "float8": re-scaled ones, where no byte transpose will do."""
+    rowwise, columnwise = recipe.formats("x")
+    return not (rowwise is None or columnwise is None or rowwise.tile.is_transpose_of(columnwise.tile))
+
+
+def quantize_x(
+    x: torch.Tensor, matrix: torch.Tensor, plan: Plan, sources: Sources, keep_x: str | None
+) -> tuple[GemmInput, tuple[torch.Tensor, ...], Kept]:
+    """What fprop reads of ``x``, what is saved of it for wgrad, and how that is to be read.
+
+    Args:
+        x: what the layer was called with.
+        matrix: (M, K), ``x`` flattened and in the GEMM's high-precision dtype; see ``as_matrix``. Of a distributed x
+            that came in float8 a Float8Tensor with the rowwise operand that the recipe reads.
+        plan: of the call.
+        sources: of the call.
+        keep_x: one of ``KEEP_X``; None where there will be no wgrad.
+    """
+    rowwise, columnwise = plan.recipe.fprop.a, plan.recipe.wgrad.b
+    if sources.distributed and isinstance(matrix, Float8Tensor):
+        received = present(matrix.rowwise)
+        if columnwise is None:
+            return received, () if keep_x is None else (matrix,), Kept(HIGH_PRECISION)
+        return received, () if keep_x is None else received.tensors, _RECEIVED
+    how = keep_x
+    if keep_x == AUTO:
+        free = is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
+        how = HIGH_PRECISION if free else FLOAT8
+    formats = rowwise, columnwise if how == FLOAT8 else None
+    source = sources.x
+    made = quantize_input(x, matrix, formats, source, plan.any_layout, is_shared=not sources.distributed)
+    row = made.rowwise
+    if how is None:
+        return row or matrix, (), CODES
+    if columnwise is None:
+        return row or matrix, (matrix,), Kept(HIGH_PRECISION)
+    if how == FLOAT8:
+        return row or matrix, present(made.columnwise).tensors, CODES
+    if how == RECOMPUTE:
+        return present(row), present(row).tensors, Kept(RECOMPUTE)
+    prior = source.prior()
+    if prior is None:
+        return row or matrix, (x,), Kept(HIGH_PRECISION)
+    # A copy: the histories may roll before backward.
+    return row or matrix, (x, prior.scale.clone()), Kept(HIGH_PRECISION, prior.is_known)
+
+
+def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` as the (M, K) matrix of ``dtype`` that is quantized."""
+    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return matrix if x.dtype is dtype else matrix.to(dtype)
+
+
+def x_columnwise(
+    saved: list[torch.Tensor],
+    kept: Kept,
+    plan: Plan,
+    dtype: torch.dtype,
+    after: torch.Tensor,
+    source: ScaleSource,
+) -> GemmInput:
+    """``x``'s columnwise operand, of what forward saved of it.
+
+    Args:
+        saved: by ``quantize_x``.
+        kept: likewise.
+        plan: of the call.
+        dtype: the GEMM's high-precision dtype.
+        after: see ``derive_columnwise_in_backward``.
+        source: of the scales.
+    """
+    format = plan.recipe.wgrad.b
+    if format is None:
+        (x,) = saved
+        return x.dequantize().t() if isinstance(x, Float8Tensor) else x.t()
+    if kept.how == FLOAT8:
+        return Operand.of(format, *saved)
+    if kept.how == RECOMPUTE:
+        rowwise = Operand.of(present(plan.recipe.fprop.a), *saved)
+        return derive_columnwise_in_backward(rowwise, format, after, plan.any_layout)
+    x, *scales = saved
+    matrix = (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).to(dtype)
+    prior = source.prior()
+    if prior is not None:
+        scale = scales[0]
+        if torch.compiler.is_compiling():
+            # Else it is the same cast as forward's, whose codes a partitioner saves.
+            scale = copy_after(scale, after)
+        given = PriorScale(scale, prior.margin, covers=False, is_known=kept.is_known)
+        source = GivenScale(given, source.reduce)
+    return present(quantize(matrix, None, format, source, plan.any_layout).columnwise)
+
+
+def present(operand: Present | None) -> Present:
+    """What the recipe says is there."""
+    if operand is None:
+        raise RuntimeError("a float8 tensor lacks the operand that its recipe reads")
+    return operand

@@ -1,0 +1,89 @@
+"""HeldWeights: NaN and infinity in the weights that no scale table covers, found without waiting."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from f8sub.errors import Float8NumericsError
+from f8sub.features.delayed.histories import weight_amaxes
+from f8sub.features.primary_weights.primary_weight import master_of
+from f8sub.linear.float8_linear import Float8Linear, local_tensor
+from f8sub.torch_compat import is_capturing
+from f8sub.weights.cell import State
+from f8sub.weights.findings import bad_weights
+from f8sub.weights.host_copy import HostCopy
+from f8sub.weights.master_weight import MasterWeight
+
+
+class HeldWeights:
+    """What a rank holds whole, alone or as a replica of DDP's; or its part of a weight gathered in high precision.
+
+    Each call looks at the weights that changed since the call before, and starts to copy what it found to the host.
+    The call after that tells, so that nothing waits for the device. Replicas are equal, so that they tell alike; of a
+    part that one rank alone holds, that rank tells.
+    """
+
+    def __init__(self) -> None:
+        self._finite: weakref.WeakKeyDictionary[Float8Linear, State] = weakref.WeakKeyDictionary()
+        self._looks: list[tuple[list[tuple[weakref.ref[Float8Linear], State]], HostCopy]] = []
+
+    def check(self, layers: Sequence[Float8Linear]) -> None:
+        """Tell what the call before found, and look at the weights of ``layers`` that changed since.
+
+        Does nothing while a CUDA graph is captured, where nothing can be waited for: the next call does it.
+
+        Raises:
+            Float8NumericsError: NaN or infinity in a weight; names the layers.
+        """
+        weights = (layer._parameters.get("weight") for layer in layers)
+        if not any(weight is not None and is_capturing(weight) for weight in weights):
+            self._tell()
+            self._look(layers)
+
+    def _tell(self) -> None:
+        """Tell what the call before found.
+
+        Raises:
+            Float8NumericsError: NaN or infinity in a weight; names the layers.
+        """
+        bad = []
+        for weights, copy in self._looks:
+            for (reference, state), is_finite in zip(weights, copy.read().tolist(), strict=True):
+                if (layer := reference()) is None:
+                    continue
+                if is_finite:
+                    self._finite[layer] = state
+                else:
+                    bad.append(layer.fqn)
+        self._looks = []
+        if bad:
+            raise Float8NumericsError(bad_weights(sorted(bad), "on this rank"))
+
+    def _look(self, layers: Iterable[Float8Linear]) -> None:
+        """Look at the weights that may have changed since they were found to be finite."""
+        on_device = defaultdict(list)
+        for layer in layers:
+            if (master := self._changed(layer)) is not None:
+                on_device[master.device].append((layer, master))
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for changed in on_device.values():
+                weights = [(weakref.ref(layer), master.state) for layer, master in changed]
+                finite = weight_amaxes([master for _, master in changed]).isfinite()
+                self._looks.append((weights, HostCopy(finite)))
+
+    def skip(self, layers: Iterable[Float8Linear]) -> None:
+        """Leave out weights, as they are now, that the amax histories have just looked at."""
+        for layer in layers:
+            if (master := self._changed(layer)) is not None:
+                self._finite[layer] = master.state
+
+    def _changed(self, layer: Float8Linear) -> MasterWeight | None:
+        weight = layer._parameters.get("weight")
+        master = None if weight is None else master_of(local_tensor(weight))
+        # A fake or a meta weight has no values.
+        if master is None or master.is_meta or master._traced is not None:
+            return None
+        seen = master.owns_storage and not master.cell.replayed
+        return None if seen and self._finite.get(layer) == master.state else master

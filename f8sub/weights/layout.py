@@ -1,0 +1,210 @@
+"""Where one rank's shard lies in a weight, and the bytes it sends of it."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from f8sub.formats import ALL, Float8Format, Tile
+from f8sub.torch_compat import all_gather
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """Where a rank's shard lies in the whole weight.
+
+    Tensor parallelism cuts the whole weight into parts first, and ``fully_shard`` shards each of them: what FSDP2 puts
+    together is then the rank's part, whose scales are the whole weight's all the same.
+
+    Attributes:
+        whole: (N, K) of the whole weight.
+        shape: (N, K) of what FSDP2 puts together: the whole weight, or the rank's tensor-parallel part of it.
+        origin: (row, column) of that part's first element in the whole weight.
+        cuts: (dimension, extent of a full part) of each tensor-parallel cut.
+        dim: the dimension FSDP2 shards along.
+        chunk: extent of a full shard along ``dim``; FSDP2 pads shorter ones to it.
+        offset: (row, column) of the shard's first element in the whole weight.
+        group: the ranks that hold the other shards of ``shape``.
+        world: how many they are.
+        sharers: the ranks that hold shards of the whole weight; its amaxes are reduced over those.
+        ranks: all that hold a part or a copy of the weight: ``sharers`` and, under HSDP, their replicas.
+        device: type of the device that gathers; under CPU offload the shard itself lies on the CPU.
+    """
+
+    whole: tuple[int, int]
+    shape: tuple[int, int]
+    origin: tuple[int, int]
+    cuts: tuple[tuple[int, int], ...]
+    dim: int
+    chunk: int
+    offset: tuple[int, int]
+    group: dist.ProcessGroup
+    world: int
+    sharers: tuple[int, ...]
+    ranks: tuple[int, ...]
+    device: str
+
+    @classmethod
+    def of(cls, weight: DTensor) -> "ShardLayout":
+        """Read the layout off a sharded weight.
+
+        The first mesh dimension that shards it is ``fully_shard``'s, whose mesh comes before the tensor-parallel one.
+        One that tensor parallelism alone shards has the same layout and is never gathered.
+        """
+        mesh = weight.device_mesh
+        dims = sharded_dims(weight)
+        first, *tensor_parallel = dims
+        start, size, cuts = [0, 0], list(weight.shape), []
+        shape, origin, chunk = size.copy(), start.copy(), 0
+        for mesh_dim in (*tensor_parallel, first):
+            shape, origin, dim = size.copy(), start.copy(), dims[mesh_dim]
+            chunk = -(
+                -size[dim] // mesh.size(mesh_dim)
+            )  # torch.chunk's rule, which FSDP2 and DTensor shard by
+            before = min(mesh.get_local_rank(mesh_dim) * chunk, size[dim])
+            start[dim], size[dim] = start[dim] + before, min(chunk, size[dim] - before)
+            cuts.append((dim, chunk))
+        here = tuple(mesh.get_coordinate() or ())
+        alike = tuple(slice(None) if i in dims else place for i, place in enumerate(here))
+        return cls(
+            whole=(weight.shape[0], weight.shape[1]),
+            shape=(shape[0], shape[1]),
+            origin=(origin[0], origin[1]),
+            cuts=tuple(cuts[:-1]),
+            dim=dims[first],
+            chunk=chunk,
+            offset=(start[0], start[1]),
+            group=mesh.get_group(first),
+            world=mesh.size(first),
+            sharers=tuple(sorted(mesh.mesh[alike].flatten().tolist())),
+            ranks=tuple(mesh.mesh.flatten().tolist()),
+            device=mesh.device_type,
+        )
+
+    def check_lines_up(self, tile: Tile, fqn: str) -> None:
+        """That every tensor-parallel part consists of whole tiles, or lies within one.
+
+        Raises:
+            Float8ConfigError: a part has tiles that do not begin where it does, and no GEMM could read its scales.
+        """
+        for dim, part in self.cuts:
+            tile.check_cut(dim, self.whole[dim], part, f"{fqn}: its weight {self.whole}")
+
+    def tiles_of_part(self, scales: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """Of the scales of the whole weight's tiles, those of ``shape``: a view."""
+        for dim, edge in enumerate((tile.rows, tile.cols)):
+            if edge != ALL:
+                scales = scales.narrow(dim, self.origin[dim] // edge, tile.scale_shape(self.shape)[dim])
+        return scales
+
+
+def sharded_dims(weight: DTensor) -> dict[int, int]:
+    """The dimension of the weight that each mesh dimension shards; none for those that replicate it."""
+    # FSDP2 with tensor parallelism on one dimension has a placement of its own, which is no Shard.
+    dims = {i: getattr(placement, "dim", None) for i, placement in enumerate(weight.placements)}
+    return {i: dim for i, dim in dims.items() if dim is not None}
+
+
+_ALIGNMENT = 16
+"""Bytes that a row and its scales are filled up to: NCCL is slow and tensor cores refuse what is not aligned so."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """What one rank sends of a weight: a uint8 matrix with the codes of one row of the shard in each of its rows.
+
+    Scales of tiles that lie inside one row are known to the rank that holds the row, and follow the row's codes. All
+    others cross shards: they are made from the amax table, on every rank alike, and not sent.
+
+    Attributes:
+        format: of the codes: w's rowwise format.
+        layout: of the shards.
+
+    Attributes that follow:
+        carries_scales: whether the scales follow the codes.
+    """
+
+    format: Float8Format
+    layout: ShardLayout
+    carries_scales: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tile = self.format.tile
+        whole_tiles = all(dim == 0 or part % tile.cols == 0 for dim, part in self.layout.cuts)
+        carries_scales = _lies_in_rows(tile) and self.layout.dim == 0 and whole_tiles
+        object.__setattr__(self, "carries_scales", carries_scales)
+
+    @property
+    def table_tile(self) -> Tile:
+        """What one entry of the amax table stands for: a tile, or the whole weight that only reports NaN there."""
+        return Tile(ALL, ALL) if self.carries_scales else self.format.tile
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Shape of every rank's all-gather input, in bytes."""
+        rows, cols = self.layout.shape
+        rows, cols = (self.layout.chunk, cols) if self.layout.dim == 0 else (rows, self.layout.chunk)
+        return rows, _bytes_of_row(self.format, cols, self.carries_scales)
+
+    def scales_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The part of rows on the wire that holds their scales, as these are stored: a view."""
+        cols = self.layout.shape[1]
+        start = _aligned(self._codes_end(cols))
+        stored_as = self.format.scale_rule.stored_as
+        count = self.format.tile.scale_shape((1, cols))[1] * stored_as.itemsize
+        return rows[:, start : start + count].view(stored_as)
+
+    def gather(self, codes: torch.Tensor, gathered: torch.Tensor) -> None:
+        """What FSDP2's all-gather does, once more.
+
+        Args:
+            codes: this rank's, ``padded_shape``.
+            gathered: uint8; the other ranks' too are written here.
+        """
+        if self.layout.world == 1:
+            gathered.view(-1).copy_(codes.view(-1))
+        elif self.layout.dim == 0:
+            all_gather(gathered.view(-1), codes.view(-1), self.layout.group)
+        else:
+            # The shards arrive one after the other and lie side by side in the whole weight.
+            shards = torch.empty_like(gathered).view(self.layout.world, *codes.shape)
+            all_gather(shards.view(-1), codes.view(-1), self.layout.group)
+            torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
+
+    def unsharded(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The codes of ``layout.shape`` in the gathered bytes, and their scales where they are there: views.
+
+        Args:
+            gathered: uint8; the shards one after the other, padding included.
+        """
+        rows, cols = self.layout.shape
+        width = self.padded_shape[1] if self.layout.dim == 0 else self._codes_end(cols)
+        # Shard(1) arrives with the bytes already in the whole weight's order and only its shape lost.
+        whole = gathered.view(-1)[: rows * width].view(rows, width)
+        codes = whole[:, : self._codes_end(cols)].view(self.format.dtype)
+        return codes, self.scales_of(whole) if self.carries_scales else None
+
+    def _codes_end(self, cols: int) -> int:
+        return cols // self.format.codes_per_byte
+
+
+def bytes_on_the_wire(format: Float8Format, shape: tuple[int, int]) -> int:
+    """Of a whole weight of ``shape``, sharded by rows that the ranks divide."""
+    return shape[0] * _bytes_of_row(format, shape[1], _lies_in_rows(format.tile))
+
+
+def _lies_in_rows(tile: Tile) -> bool:
+    return tile.rows == 1 and tile.cols != ALL
+
+
+def _bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:
+    codes = cols // format.codes_per_byte
+    if not carries_scales:
+        return codes
+    tiles = format.tile.scale_shape((1, cols))[1]
+    return _aligned(_aligned(codes) + tiles * format.scale_rule.stored_as.itemsize)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

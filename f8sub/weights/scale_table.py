@@ -1,0 +1,336 @@
+"""ScaleTable: the amaxes of the float8 weights that the same ranks shard, reduced by one all-reduce.
+
+    every shard's amaxes -> one flat table -> all-reduce(MAX) -> scales, in place
+
+What delayed scaling staged rides along once per optimizer step; that reduction is over all ranks that hold the layers,
+HSDP's replicas too, and rolls the histories. Any other one is of the weights alone, over the ranks that shard them.
+
+When the table is reduced is decided by what every rank knows, never by what one rank alone knows:
+
+- An optimizer step or ``load_state_dict`` happened since the last reduction. Ranks that call precompute_scales reduce
+  there, a rank that forgot does it before its next all-gather: each rank once, on a process group of the table's
+  own, without waiting until the scales are needed, so other collectives in between cannot cross it.
+- precompute_scales is called without such an event: the ranks agree over the store that all of them did.
+- A shard changed in another way (an in-place operator, ``dcp.load``). One rank cannot know whether the others changed
+  theirs too, so it tells the store, joins the all-gather as it is, and reads the store again: the all-gather is
+  over, so every rank has passed the point where it would have said so. If all did, all reduce, and gather this
+  weight again. If not, the codes stand: those the old scale can hold are right, the others are NaN. Under tensor
+  parallelism the ranks of one all-gather have a part of the weight; those of all parts agree over the store then.
+"""
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from f8sub.errors import Float8ConfigError, Float8RankMismatchError, Float8Warning
+from f8sub.features.delayed.histories import Histories
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight
+from f8sub.linear.float8_linear import Float8Linear
+from f8sub.torch_compat import graph_task, is_capturing
+from f8sub.weights.agreement import all_arrive, all_told, first_common, tell
+from f8sub.weights.amax_table import AmaxTable
+from f8sub.weights.findings import Findings
+from f8sub.weights.groups import OwnGroup, own_group
+from f8sub.weights.layout import ShardLayout
+from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.registry import ConvertedLayers
+from f8sub.weights.shard import Shard
+
+_RANGE_SLACK = 1.0 + 2.0**-4
+"""Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
+
+
+class ScaleTable:
+    """Amaxes and scales of the weights that the same ranks shard alike, and what their layers staged.
+
+    Attributes:
+        generation: number of reductions whose scales are in place.
+        gathers: whether FSDP2 gathers any of the weights as float8; else the table serves the histories alone.
+    """
+
+    def __init__(self, layers: ConvertedLayers, layout: ShardLayout) -> None:
+        self.layers = layers
+        self.generation = 0
+        self.gathers = False
+        self.shards: list[Shard] = []
+        self._mesh_group = layout.group
+        self._gather_world = layout.world
+        self._sharers = layout.sharers
+        self._world = len(layout.sharers)
+        self._ranks = layout.ranks
+        self._device = layout.device
+        self._groups: dict[tuple[int, ...], OwnGroup] = {}
+        self._histories: Histories | None = None
+        self._steps_rolled = 0
+        self._rolling = False
+        self._work: dist.Work | None = None
+        self._unsettled = False
+        self._changes_covered = -1
+        self._requests = 0
+        self._requested = self._gathered = self._captured = self._warned = False
+        self._changed_alone: set[int] = set()
+        self._findings: list[Findings] = []
+        self._entries = AmaxTable([], 0, "cpu")
+
+    def set_shards(self, shards: Mapping[Float8Linear, Shard]) -> None:
+        """Lay out the table: shards of one format side by side, the same order on every rank.
+
+        Raises:
+            Float8ConfigError: some are new and others were gathered already; those read scales where they lie now.
+        """
+        if any(shard.gathers for shard in shards.values()):
+            new = next(shard.fqn for shard in shards.values() if not shard.gathers)
+            raise Float8ConfigError(
+                f"{new}: its weight was sharded after other layers of the same model were trained or run; call "
+                "fully_shard on every part of a model before its first forward"
+            )
+        self.settle()
+        self.gathers = any(shard.sent for shard in shards.values())
+        with_histories = {layer: shard for layer, shard in shards.items() if shard.state is not None}
+        self.shards = sorted(dict.fromkeys(shards.values()), key=lambda s: (str(s.format), s.margin, s.fqn))
+        device = self.shards[0].layout.device
+        self._entries = AmaxTable(self.shards, Histories.size(len(with_histories)), device)
+        self._histories = Histories(with_histories, device) if with_histories else None
+        self._changes_covered = -1
+
+    @property
+    def pending(self) -> bool:
+        """Whether the weights changed, as every rank knows, since the last reduction began."""
+        return self._changes_covered != self.layers.changes
+
+    @property
+    def roll_due(self) -> bool:
+        """Whether an optimizer stepped, as every rank knows, since the histories rolled last.
+
+        Never in a backward pass: what that recomputes has the forward's scales, though an optimizer steps in it.
+        """
+        if self._histories is None or graph_task() != -1:
+            return False
+        rolled = max(self._steps_rolled, self.layers.loaded_at)
+        return self.layers.steps > rolled and not self._histories.loaded_in_place(self.layers)
+
+    def request(self) -> None:
+        """Reduce now, on every rank that calls this, unless one of them does not."""
+        if not self.gathers:
+            self._tell(-1)
+            return
+        if self.pending or self.roll_due or self._world == 1 or self._all_request():
+            self.reduce()
+        else:
+            self._requested = True
+        if self._captured:
+            self.settle()  # the replay of a graph waits for no reduction that began outside of it
+
+    def _all_request(self) -> bool:
+        self._requests += 1
+        return all_arrive(self._place_of("request", self.generation, self._requests), self._world)
+
+    def roll(self) -> None:
+        """Roll the histories now where no all-gather will ask for scales."""
+        if not self.gathers and self.roll_due:
+            self.reduce(tell=False)
+            self.settle()
+
+    def reduce(self, *, tell: bool = True) -> None:
+        """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
+
+        Args:
+            tell: False to leave what was found before to the next reduction.
+
+        Raises:
+            Float8NumericsError: the reduction before this one found NaN or infinity in a weight, an x or a dy.
+        """
+        self.settle()
+        if tell:
+            self._tell(None)
+        self._rolling = self.roll_due
+        table, group = self._entries.amax, self.group_of(self._sharers) if self._world > 1 else None
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._entries.take_amaxes()
+            if self._changed_alone:
+                self._entries.amax[-1] = 1 + max(self._changed_alone)
+                self._changed_alone.clear()
+            if self._rolling and self._histories is not None:
+                self._histories.take(self._entries.staged, max(self._steps_rolled, self.layers.loaded_at))
+                table = self._entries.whole
+                group = self.group_of(self._ranks) if len(self._ranks) > 1 else None
+            if group is not None:
+                of_call = group.of_next_call()
+                self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=of_call, async_op=True)
+        self._changes_covered = self.layers.changes
+        self._steps_rolled = self.layers.steps if self._rolling else self._steps_rolled
+        self._requested = False
+        self._unsettled = True
+        if group is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the reduction under way, if there is one, and write the scales in place."""
+        if not self._unsettled:
+            return
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._unsettled = False
+        with torch.inference_mode(mode=False), torch.no_grad():
+            entries = self._entries
+            met, layers = entries.staged[:0], []
+            if self._rolling and self._histories is not None:
+                met, layers = self._histories.roll(entries.staged, entries.amax), self._histories.layers
+            entries.write_scales()
+            self._findings = [*self._findings[-1:], Findings(entries.amax, self.shards, met, layers)]
+        self.generation += 1
+        self._requests = 0
+
+    def _tell(self, end: int | None) -> None:
+        """Tell what reductions found, those before ``end``: of a later one it may still be on its way to the host."""
+        findings, self._findings = self._findings[:end], self._findings[len(self._findings[:end]) :]
+        for found in findings:
+            found.tell()
+
+    def settle_histories(self) -> None:
+        """``settle`` where that rolls histories."""
+        if self._histories is not None:
+            self.settle()
+
+    def gather_input(
+        self, shard: Shard, source: MasterWeight | PrimaryWeight, dtype: torch.dtype | None
+    ) -> tuple[torch.Tensor, str | None]:
+        """One rank's bytes for the all-gather of one weight.
+
+        Args:
+            shard: the weight's shard.
+            source: the tensor that FSDP2 gathers, see ``Shard.cast``.
+            dtype: FSDP2's param_dtype; None where FSDP2 says it after the gather only, see ``gathered_for``.
+
+        Returns:
+            uint8 codes, and what ``resolve`` needs when the shard changed in a way that other ranks may not know
+            of; None otherwise.
+        """
+        if dtype is not None:
+            self._check_param_dtype(shard, dtype)
+        shard.gathers += 1
+        if is_capturing(source):
+            self._check_capture(shard)
+            return shard.cast(source, self.generation), None
+        if self.pending or self.roll_due:
+            self._warn_missed()
+            self.reduce()
+        self.settle()
+        if dtype is not None:
+            self._round_to(dtype, [shard])
+        stale = self._stale(shard)
+        if stale and self._world == 1:
+            self.reduce()
+        if not (stale and self._stale(shard)):
+            return shard.cast(source, self.generation), None
+        ticket = self._place_of(shard.index, shard.gathers, dist.get_process_group_ranks(self._mesh_group))
+        tell(ticket)
+        return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
+
+    def gathered_for(
+        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Learn FSDP2's param_dtype after a gather that was made for another one; ``gathered`` is made anew.
+
+        That happens once: what is gathered for the first time later is rounded to this dtype too.
+        """
+        self._check_param_dtype(shard, dtype)
+        if dtype == shard.dtype:
+            return
+        self._round_to(dtype, [shard, *(other for other in self.shards if not other.gathers)])
+        self._gather_again(shard, source, gathered)
+
+    def _round_to(self, dtype: torch.dtype, shards: list[Shard]) -> None:
+        if any(shard.dtype != dtype for shard in shards):
+            self.settle()
+            self._entries.round_to(dtype, shards)
+
+    def resolve(
+        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor, ticket: str
+    ) -> None:
+        """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
+        if gathered.is_cuda:
+            torch.cuda.current_stream(gathered.device).synchronize()
+        changed = all_told(ticket, self._gather_world)
+        if changed and self._gather_world < self._world:
+            changed = all_arrive(self._place_of(shard.index, shard.gathers), self._world)
+        if not changed:
+            if shard.stale and shard.master.numel():
+                self._changed_alone.add(shard.index)
+            return
+        if self._stale(shard):
+            self.reduce()
+        self.settle()
+        self._gather_again(shard, source, gathered)
+
+    def _gather_again(
+        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor
+    ) -> None:
+        shard.wire.gather(shard.cast(source, self.generation), gathered)
+
+    def _place_of(self, *what: object) -> str:
+        """A name for what is under way, the same on all ranks and on none before them."""
+        return "/".join(map(str, ("f8sub", self.group_of(self._sharers).life, *what)))
+
+    def group_of(self, ranks: tuple[int, ...]) -> OwnGroup:
+        """A process group of these ranks that nothing else uses; all of them call this together at first."""
+        if ranks not in self._groups:
+            self._groups[ranks] = own_group(ranks, self._device)
+        return self._groups[ranks]
+
+    def _check_param_dtype(self, shard: Shard, dtype: torch.dtype) -> None:
+        """At the first all-gather; a difference would make weights that are gathered plainly differ in size.
+
+        Raises:
+            Float8RankMismatchError: on every rank alike, when they shard with different policies.
+        """
+        if self._gathered:
+            return
+        self._gathered = True
+        if self._world > 1 and first_common(self._place_of("param_dtype"), [str(dtype)], self._world) is None:
+            raise Float8RankMismatchError(
+                f"{shard.fqn}: the ranks that shard it would gather it with different param_dtypes, this one with "
+                f"{dtype}; give fully_shard the same MixedPrecisionPolicy on every rank"
+            )
+
+    def _stale(self, shard: Shard) -> bool:
+        """Whether this rank knows of a change to the weight that the scales do not cover.
+
+        An empty shard cannot show one (``dcp.load`` writes nothing to it), so it goes by the rank's other shards,
+        and a rank that has none of any size always asks the others. Scales on the wire are always those of the codes.
+        """
+        if shard.wire.carries_scales:
+            return False
+        if self._requested or shard.dropped or shard.stale or shard.master.numel():
+            return self._requested or shard.stale
+        others = [other for other in self.shards if other.master.numel()]
+        return self._world > 1 and (not others or any(other.stale for other in others))
+
+    def _check_capture(self, shard: Shard) -> None:
+        """A CUDA graph records casts alone: what ranks agree on and reduce happens between its replays.
+
+        Raises:
+            Float8ConfigError: something of that is left to do.
+        """
+        if self.pending or self.roll_due or self._unsettled or self._stale(shard):
+            raise Float8ConfigError(
+                f"{shard.fqn}: a CUDA graph is captured while the scales of the weights are not in place yet; call "
+                "precompute_scales(model), run the model once as it will be captured, and then capture it. After "
+                "each optimizer step call precompute_scales(model) before the replay"
+            )
+        self._captured = True
+
+    def _warn_missed(self) -> None:
+        if self.generation == 0 or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            "precompute_scales(model) was not called after the weights changed (optimizer.step() or "
+            "load_state_dict); scales are computed before the next all-gather instead: right, but not overlapped "
+            "with anything. Call f8sub.precompute_scales(model), or f8sub.register_precompute_hook(optimizer, model)",
+            Float8Warning,
+            stacklevel=2,
+        )

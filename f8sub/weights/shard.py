@@ -1,0 +1,275 @@
+"""One rank's shard of a float8 weight: its tiles in the amax table, its codes for the wire."""
+
+import dataclasses
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from f8sub.features.delayed.state import ScalingState
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight, master_of
+from f8sub.formats import Float8Format, Operand, Tile
+from f8sub.kernels import quantize_cuda, reference
+from f8sub.kernels.scales import first_tile, scales_or_nan, shard_amax
+from f8sub.kernels.shard_amaxes import Matrix
+from f8sub.torch_compat import graph_task, is_capturing
+from f8sub.weights.cell import State
+from f8sub.weights.layout import ShardLayout, WireFormat
+from f8sub.weights.master_weight import MasterWeight
+
+
+class Shard:
+    """One rank's shard of one weight, as the wire sees it.
+
+    Attributes:
+        fqn: name of the layer.
+        master: the high-precision shard; empty once it was dropped.
+        dropped: whether that happened; the codes and their scales stay as they are.
+        layout: where it lies.
+        wire: what is sent of it.
+        index: position in the order of its scale table.
+        gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
+        dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``.
+        amax: float32 view of the scale table, one entry a ``wire.table_tile`` of the whole weight.
+        scale: likewise.
+        scale_inv: likewise, as the format stores it.
+        part_scale_inv: those of ``layout.shape``, which the unsharded tensor holds unless the wire carries its own:
+            this very tensor, written in place. Where that is not the whole weight, a copy of a part of ``scale_inv``.
+        global_scale_inv: likewise, where the format's scales have two levels.
+        state: of delayed scaling; None for current scaling.
+        sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for its history.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        master: MasterWeight,
+        layout: ShardLayout,
+        format: Float8Format,
+        state: ScalingState | None,
+        *,
+        sent: bool,
+    ) -> None:
+        self.fqn = fqn
+        self.sent = sent
+        self.state = state
+        self.master = master
+        self.layout = layout
+        self.wire = WireFormat(format, layout)
+        self.dropped = False
+        self.index = 0
+        self.gathers = 0
+        self.dtype = master.dtype
+        empty = torch.empty(0, dtype=torch.float32, device=layout.device)
+        self.amax = self.scale = self.scale_inv = self.part_scale_inv = empty
+        self.global_scale_inv: torch.Tensor | None = None
+        self._scaled_state: State | None = None
+        self._wire: torch.Tensor | None = None
+        self._wire_key: tuple[State, int, torch.dtype] | None = None
+        self._in_a_graph = False
+        self._counted_state: State | None = None
+        self._counted_gather = self._in_backward = self._expected_in_backward = 0
+        self._kept: tuple[torch.Size, list[torch.Tensor]] | None = None
+
+    @property
+    def format(self) -> Float8Format:
+        """Of the codes that are gathered: w's rowwise format."""
+        return self.wire.format
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """Shape of the weight's entries in the amax table."""
+        return self.wire.table_tile.scale_shape(self.layout.whole)
+
+    @property
+    def margin(self) -> float:
+        """Headroom of a first scale; -1, which no delayed scaling has, for current scaling."""
+        return -1.0 if self.state is None else self.state.scaling.margin_of("w")
+
+    @property
+    def stale(self) -> bool:
+        """Whether the shard changed since its amax was taken."""
+        if self.dropped:
+            return False
+        return self._scaled_state != self.master.state or not self.master.owns_storage
+
+    def follow(self, layer: torch.nn.Module) -> None:
+        """Turn to the local tensor that the layer's parameter holds now.
+
+        FSDP2 pads a short shard anew at its first forward and after ``load_state_dict``, on that rank alone: a
+        copy of what the scales were computed from is not a change. The codes that are kept may be older than those
+        scales, so they are cast anew in any case: ``MasterWeight.state`` is another one in another storage.
+        """
+        local = getattr(layer._parameters["weight"], "_local_tensor", None)  # None while it is unsharded
+        if local is self.master:
+            return
+        local = None if local is None else master_of(local)
+        if local is None or local.cell is self.master.cell:
+            return
+        was_fresh = not self.stale and local.cell.copies(self.master.cell, local.shape)
+        self.master = local
+        self._scaled_state = local.state if was_fresh else None
+
+    @property
+    def in_table(self) -> Matrix:
+        """The shard, and where the amax of every tile that it touches goes."""
+        tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.table_shape[1]
+        row, col = first_tile(tile, offset)
+        entry = int(self.amax.storage_offset()) + row * in_a_row + col
+        return Matrix(self.master.plain, tile, offset, entry, in_a_row)
+
+    def write_amax(self) -> None:
+        """Write the amax of every tile the shard touches into the table, which is zero there."""
+        shard, offset = self.master.plain, self.layout.offset
+        if shard.numel() == 0:
+            return
+        touched = shard_amax(shard, self.wire.table_tile, offset)
+        row, col = first_tile(self.wire.table_tile, offset)
+        self.amax[row : row + touched.shape[0], col : col + touched.shape[1]] = touched
+
+    def mark_scaled(self) -> None:
+        """Remember which state of the shard its amax was taken from."""
+        self._scaled_state = self.master.state
+
+    def drop_master(self) -> None:
+        """Keep the codes just cast, and the scales they were cast with, in place of the high-precision shard."""
+        if not self.dropped:
+            self._kept = self.master.shape, [scales.clone() for scales in self._scales]
+            self.master = MasterWeight(self.master.plain.new_empty(0, self.layout.shape[1]))
+            self.dropped = True
+
+    def keep_scales(self) -> None:
+        """Write back the scales that the codes of a dropped master were cast with, over those that were just made."""
+        if self._kept is None:
+            return
+        for scales, kept in zip(self._scales, self._kept[1], strict=True):
+            with _unsafe_preserve_version_counter(scales):
+                scales.copy_(kept)
+
+    def lay_out(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        """Take the weight's entries of the table, flat, as its own; scales of other dtypes have a tensor apart."""
+        self.amax, self.scale = amax.view(self.table_shape), scale.view(self.table_shape)
+        self.scale_inv = scale_inv.view(self.table_shape)
+        rule, device = self.format.scale_rule, amax.device
+        if rule.stored_as != torch.float32:
+            ones = torch.ones(self.table_shape, dtype=torch.float32, device=device)
+            self.scale_inv = ones.to(rule.stored_as)
+        self.global_scale_inv = (
+            torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None
+        )
+        self.part_scale_inv = self.scale_inv
+        if self.has_part:
+            self.part_scale_inv = self._scales_of_part.clone(memory_format=torch.contiguous_format)
+
+    @property
+    def has_part(self) -> bool:
+        """Whether ``part_scale_inv`` is a copy, which ``write_part`` brings up to date."""
+        tiles = self.wire.table_tile.scale_shape(self.layout.shape)
+        return not self.wire.carries_scales and tiles != self.table_shape
+
+    def write_part(self) -> None:
+        """Copy the scales of the rank's tensor-parallel part from those of the whole weight."""
+        with _unsafe_preserve_version_counter(self.part_scale_inv):
+            self.part_scale_inv.copy_(self._scales_of_part)
+
+    @property
+    def _scales_of_part(self) -> torch.Tensor:
+        return self.layout.tiles_of_part(self.scale_inv, self.format.tile)
+
+    @property
+    def _scales(self) -> list[torch.Tensor]:
+        return [s for s in (self.scale, self.scale_inv, self.global_scale_inv) if s is not None]
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 values of the codes that were kept, in the shard's shape."""
+        if self._kept is None or self._wire is None:
+            raise RuntimeError(f"{self.fqn}: codes are dequantized only after the master was dropped")
+        shape = self._kept[0]
+        rows = self._wire[: shape[0]]
+        codes = rows[:, : shape[1] // self.format.codes_per_byte].view(self.format.dtype)
+        if self.wire.carries_scales:
+            return reference.dequantize(Operand(codes, self.wire.scales_of(rows), self.format), torch.float32)
+        # Tiles of the whole weight need not begin where the shard does: a scale for each element.
+        scale_inv = reference.spread(self.scale_inv.float(), self.format.tile, shape, self.layout.offset)
+        format = dataclasses.replace(self.format, tile=Tile(1, 1))
+        operand = Operand(codes, scale_inv.expand(shape), format, self.global_scale_inv)
+        return reference.dequantize(operand, torch.float32)
+
+    def cast(
+        self, source: MasterWeight | PrimaryWeight, generation: int, *, beyond_range: float | None = None
+    ) -> torch.Tensor:
+        """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
+
+        They are let go with the last gather, see ``_is_last_gather``; one more casts once more.
+
+        While a CUDA graph is captured they are cast in any case, from memory that stays where it is into memory that
+        does: each replay casts the weight as it is then.
+
+        Args:
+            source: the shard on the device that gathers it: ``master``, or its copy under CPU offload.
+            generation: which scales the table holds.
+            beyond_range: None to clamp to the format's range; else values larger than this many times the
+                range become NaN, so that codes cast with an older scale are right or visibly wrong. e2m1, which
+                has no NaN, is clamped in any case.
+
+        Returns:
+            uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.
+        """
+        key = (self.master.state, 0 if self.wire.carries_scales else generation, self.dtype)
+        if self.dropped and self._wire is not None:
+            return self._wire
+        capturing = is_capturing(source)
+        self._in_a_graph |= capturing
+        is_known = (
+            key == self._wire_key and beyond_range is None and self.master.owns_storage and not capturing
+        )
+        made = self._wire
+        if made is None or not is_known:
+            with torch.inference_mode(mode=False):
+                made = self._empty_wire(source.plain) if made is None else made
+                if source.plain.numel():
+                    self._cast_into(made, source.plain, beyond_range)
+        self._wire_key = None if capturing or beyond_range is not None else key
+        # A primary weight is its codes, and a graph writes to where they were when it was captured.
+        stays = self._in_a_graph or isinstance(source, PrimaryWeight) or not self._is_last_gather()
+        self._wire = made if stays else None
+        if not stays and made.is_cuda:
+            # FSDP2 may read them on another stream than the one they were allocated on.
+            made.record_stream(torch.cuda.current_stream(made.device))
+        return made
+
+    def _is_last_gather(self) -> bool:
+        """Whether backward has gathered the weight as often as it did of the weight that it gathered before.
+
+        In training that is in a step's last backward, where memory is short and the codes are of no more use.
+        Evaluations count for nothing.
+        """
+        if self._counted_state != self.master.state:
+            self._counted_state = self.master.state
+            self._expected_in_backward = self._in_backward or self._expected_in_backward
+            self._in_backward = 0
+        if graph_task() == -1:
+            return False
+        self._in_backward += self._counted_gather != self.gathers
+        self._counted_gather = self.gathers
+        return self._in_backward == self._expected_in_backward
+
+    def _empty_wire(self, shard: torch.Tensor) -> torch.Tensor:
+        """Codes to cast ``shard`` into; zero where it is shorter."""
+        make = torch.empty if shard.shape == self.wire.padded_shape else torch.zeros
+        return make(self.wire.padded_shape, dtype=torch.uint8, device=shard.device)
+
+    def _cast_into(self, wire: torch.Tensor, shard: torch.Tensor, beyond_range: float | None) -> None:
+        format = self.format
+        rows = wire[: shard.shape[0]]
+        if self.wire.carries_scales:
+            shard, offset = shard.to(self.dtype), (0, 0)
+            scales = scales_or_nan(shard_amax(shard, format.tile, offset), format)
+            self.wire.scales_of(rows).copy_(scales.scale_inv)
+            scale = scales.scale
+        else:
+            offset, scale = self.layout.offset, self.scale
+        if beyond_range is not None and format.has_nan:
+            shard = shard.to(self.dtype)
+            scaled = shard.float() * reference.spread(scale, format.tile, shard.shape, offset)
+            shard = shard.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)
+        quantize_cuda.cast_into(rows, shard, scale, format, offset, self.dtype)

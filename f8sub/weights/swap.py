@@ -1,0 +1,29 @@
+"""Another tensor in a parameter's place, under the parameter's own identity."""
+
+from typing import Any
+
+import torch
+
+
+def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
+    """Make the Python object ``old`` be what ``new`` is, with what users and autograd left on it.
+
+    Optimizers, ties and modules that hold ``old`` then hold the new one. ``new`` gets gradient, hooks and attributes
+    in any case.
+
+    Returns:
+        False where torch cannot swap the two, because something else refers to the tensor (a weak reference, an
+        autograd graph); the caller then has to replace the reference itself.
+    """
+    new.grad = old.grad
+    new._backward_hooks = old._backward_hooks
+    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    own: Any = getattr(type(old), "OWN_ATTRIBUTES", ())
+    for name, value in vars(old).items():
+        if name not in own:
+            setattr(new, name, value)
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:
+        return False
+    return True

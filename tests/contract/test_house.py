@@ -1,0 +1,244 @@
+"""The shape of the house: who imports whom, where recipes are named, and how long things are."""
+
+import ast
+import functools
+from pathlib import Path
+
+import f8sub
+
+PACKAGE = Path(f8sub.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = ("values", "kernels", "tensor", "weights", "linear", "convert", "features", "names")
+"""In the order of the flows: a module imports its own folder or those before it."""
+VALUES = {"errors", "formats", "recipe", "recipes", "torch_compat", "version"}
+NAMES = {"__init__", "optim", "tensor_parallel", "titan"}
+"""Modules under f8sub that give users the names of what the folders hold."""
+AGAINST_THE_ORDER = {
+    ("convert.convert", "features.primary_weights.primary_weight"),
+    ("convert.report", "features.tools.byte_account"),
+    ("linear.float8_linear", "features.autocast.plan_in_use"),
+    ("linear.float8_linear", "features.delayed.state"),
+    ("linear.float8_linear", "features.primary_weights.primary_weight"),
+    ("linear.float8_linear", "features.tensor_parallel.places"),
+    ("tensor.dispatch", "weights.master_weight"),
+    ("tensor.float8_tensor", "weights.master_weight"),
+    ("tensor.quantize", "weights.master_weight"),
+    ("weights.amax_table", "features.delayed.state"),
+    ("weights.findings", "features.delayed.state"),
+    ("weights.findings", "linear.float8_linear"),
+    ("weights.held_weights", "features.delayed.histories"),
+    ("weights.held_weights", "features.primary_weights.primary_weight"),
+    ("weights.held_weights", "linear.float8_linear"),
+    ("weights.precompute_scales", "linear.float8_linear"),
+    ("weights.scale_table", "features.delayed.histories"),
+    ("weights.scale_table", "features.primary_weights.primary_weight"),
+    ("weights.scale_table", "linear.float8_linear"),
+    ("weights.shard", "features.delayed.state"),
+    ("weights.shard", "features.primary_weights.primary_weight"),
+    ("weights.sharded_weights", "features.delayed.histories"),
+    ("weights.sharded_weights", "features.primary_weights.primary_weight"),
+    ("weights.sharded_weights", "linear.float8_linear"),
+    ("weights.wire_weight", "linear.float8_linear"),
+}
+"""Imports of what stands later, each to be replaced by a socket."""
+IN_A_CYCLE = {
+    "kernels.quantize_cuda",
+    "kernels.shard_amaxes",
+    "kernels.triton.launch",
+    "kernels.triton.recast_launch",
+    "kernels.triton.table_launch",
+}
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 80
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def folder_of(module: str) -> str:
+    """Which of ``FOLDERS`` a module, ``f8sub.linear.saved_input``, belongs to."""
+    part = [*module.split("."), "__init__"][1]
+    return "values" if part in VALUES else "names" if part in NAMES else part
+
+
+def dotted(path: Path) -> str:
+    """``f8sub.linear.saved_input`` of a file."""
+    return ".".join(("f8sub", *path.relative_to(PACKAGE).with_suffix("").parts))
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports_at_run_time(node: ast.AST) -> list[ast.AST]:
+    """Import statements anywhere in a module, those for the type checker alone aside."""
+    found = []
+    for child in ast.iter_child_nodes(node):
+        if is_type_checking(child):
+            continue
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            found.append(child)
+        found += imports_at_run_time(child)
+    return found
+
+
+def imported(path: Path, *, in_functions: bool) -> set[str]:
+    """Modules of f8sub that a file imports."""
+    body = parsed(path)
+    nodes = imports_at_run_time(body)
+    if not in_functions:
+        nodes = [node for node in nodes if node.col_offset == 0]
+    found = set()
+    for node in nodes:
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            names = [f"{node.module}.{name}" for name in names] + [node.module or ""]
+        found |= {name for name in names if name in BY_NAME}
+    return found - {dotted(path)}
+
+
+BY_NAME = {dotted(path): path for path in MODULES if path.name != "__init__.py"}
+
+
+def against_the_order() -> set[tuple[str, str]]:
+    """Every (module, what it imports of a later folder)."""
+    place = FOLDERS.index
+    return {
+        (name.removeprefix("f8sub."), other.removeprefix("f8sub."))
+        for name, path in BY_NAME.items()
+        for other in imported(path, in_functions=True)
+        if place(folder_of(other)) > place(folder_of(name))
+    }
+
+
+def test_every_module_has_a_folder():
+    assert {folder_of(name) for name in BY_NAME} <= set(FOLDERS)
+
+
+def test_a_module_imports_its_own_folder_or_those_before_it():
+    assert against_the_order() == AGAINST_THE_ORDER
+
+
+def test_imports_are_found():
+    """The walk sees something: a layer imports kernels, and only features and the package import convert."""
+    layer = imported(BY_NAME["f8sub.linear.float8_linear"], in_functions=False)
+    assert {"tensor", "kernels", "weights"} <= {folder_of(name) for name in layer}
+    importers = {n for n, p in BY_NAME.items() if "f8sub.convert.convert" in imported(p, in_functions=True)}
+    assert {folder_of(name) for name in importers} == {"features"}
+
+
+def in_cycles(graph: dict[str, set[str]]) -> set[str]:
+    """Modules that are in a cycle of imports, or between two."""
+    while True:
+        read = set().union(*graph.values())
+        kept = {name: others & graph.keys() for name, others in graph.items() if others and name in read}
+        if kept == graph:
+            return set(graph)
+        graph = kept
+
+
+def test_modules_that_import_each_other():
+    """None at module level; in functions those of Triton, which need not be installed."""
+    for in_functions, cyclic in ((False, set()), (True, IN_A_CYCLE)):
+        graph = {name: imported(path, in_functions=in_functions) for name, path in BY_NAME.items()}
+        assert {name.removeprefix("f8sub.") for name in in_cycles(graph)} == cyclic
+
+
+WORDS_FOR_OTHER_THINGS = {"tensor": {"rowwise"}, "formats": {"rowwise", "tensorwise"}}
+"""Names of recipes that are a usage, or tiles of a row and of a whole matrix."""
+
+
+def test_no_recipe_is_named_outside_the_recipes():
+    named = []
+    for path in MODULES:
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part == "recipes":
+            continue
+        words = set(f8sub.recipe_names()) - WORDS_FOR_OTHER_THINGS.get(part, set())
+        named += [
+            f"{name_of(path)}:{node.lineno}: {node.value!r}"
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Constant) and node.value in words
+        ]
+    assert not named
+
+
+def test_no_assert():
+    """An assert vanishes under -O: the library raises typed errors."""
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not found
+
+
+def test_files_and_functions_are_short():
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE}
+    functions = {
+        f"{name_of(path)}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert not {name: lines for name, lines in functions.items() if lines > MOST_LINES_OF_A_FUNCTION}
+
+
+def test_torchs_version_is_looked_at_in_one_place():
+    looked_at = {
+        name_of(path)
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node)
+    }
+    assert looked_at <= {"torch_compat.py"}
+
+
+FACTORIES = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
+CLASSES = {"Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor"}
+
+
+def torchs_calls(path: Path, names: set[str]) -> list[ast.Call]:
+    """Calls of ``torch.NAME``."""
+    calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    functions = {f"torch.{name}" for name in names}
+    return [call for call in calls if ast.unparse(call.func) in functions]
+
+
+def test_every_factory_names_its_dtype_and_its_device():
+    """Else the tensor is of whatever dtype and device the user made the default where it happens to be made first."""
+    calls = {path: torchs_calls(path, FACTORIES) for path in MODULES}
+    unnamed = [
+        f"{name_of(path)}:{call.lineno}: {ast.unparse(call)}"
+        for path, found in calls.items()
+        for call in found
+        if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
+    ]
+    unnamed += [f"{name_of(path)}:{call.lineno}" for path in MODULES for call in torchs_calls(path, CLASSES)]
+    assert not unnamed
+    assert sum(map(len, calls.values())) > 20

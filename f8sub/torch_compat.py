@@ -105,12 +105,15 @@ def resharded_to_part(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]
     return {param._module_info.module for group in partly for param in group.fsdp_params}.intersection(layers)
 
 
-def fully_sharded(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
-    """Those of ``layers`` that have parameters which FSDP2 gathers."""
-    owners = [param._module_info for group in _param_groups() for param in group.fsdp_params]
-    return {module for owner in owners for module in (owner.module, *owner.shared_modules)}.intersection(
-        layers
-    )
+def param_dtypes() -> dict[tuple[torch.nn.Module, str], torch.dtype | None]:
+    """The ``param_dtype`` of every parameter that FSDP2 gathers, by module and name: of all that share it."""
+    found = {}
+    for group in _param_groups():
+        for owners in (param._module_info for param in group.fsdp_params):
+            of_param = [(owners.module, owners.param_name)]
+            of_param += zip(owners.shared_modules, owners.shared_param_names, strict=True)
+            found.update(dict.fromkeys(of_param, group.mp_policy.param_dtype))
+    return found
 
 
 def gathered_as_local(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:

@@ -230,7 +230,7 @@ def test_it_reads_as_the_tensor_it_stands_for():
     assert weight.norm() == value.norm()
     assert torch.equal(weight.float(), value.float())
     assert type(torch.zeros_like(weight)) is torch.Tensor
-    assert "WirePrimaryWeight" in repr(weight)
+    assert "PrimaryWeight" in repr(weight)
 
 
 def test_fresh_zeros_that_fsdp_makes_are_good_for_nothing_else():

@@ -22,17 +22,16 @@ from f8sub.convert.foreign_calls import refuse_foreign_recipe, refuse_unknown
 from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.convert.report import SKIP_REASON, conversion_report, why_nothing
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.shared_input import close_scope, open_scope
 from f8sub.recipes import DEFAULT
+from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import check_ranks_hook, replicate_hook, watch_optimizer_steps
-from f8sub.weights.registry import ConvertedLayers
 from f8sub.weights.swap import take_place
-from f8sub.weights.wire_weight import wire_weight_for
+from f8sub.weights.weight import Weight
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -134,7 +133,7 @@ def _convert_selected(
     if primary_weights:
         refuse_delayed(plans, names)
         refuse_high_precision(plans, names, gathered)
-    layers = ConvertedLayers(primary_weights, idle)
+    layers = Conversion(primary_weights, idle)
     layers.warn_of_reference(plans.values())
     for module, plan in plans.items():
         _convert(module, names[module], plan, layers, gathered[module], kept.of(names[module]))
@@ -164,12 +163,12 @@ def convert_from_float8(model: Model) -> Model:
         if isinstance(module, Float8Linear):
             module.converted.discard(module)
             weight = module.weight
-            if isinstance(weight, MasterWeight | PrimaryWeight):
+            if isinstance(weight, Weight):
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
             module._modules.pop("scaling_states", None)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
-    ConvertedLayers.forget(model)
+    Conversion.forget(model)
     return model
 
 
@@ -230,18 +229,18 @@ def _plans(
 
 
 def _convert(
-    module: Any, fqn: str, plan: Plan, layers: ConvertedLayers, float8_all_gather: bool, keep_x: str
+    module: Any, fqn: str, plan: Plan, layers: Conversion, float8_all_gather: bool, keep_x: str
 ) -> None:
     module.__class__ = float8_class(type(module))
     module.plan, module.fqn, module.converted = plan, fqn or "(root)", layers
     module.float8_all_gather, module.keep_x = float8_all_gather, keep_x
-    layers.add(module)
+    module.enter_weight()
     if plan.recipe.delayed is not None:
         module.scaling_state(plan.recipe)
     module.__dict__.pop(SKIP_REASON, None)
 
 
-def _wrap_weights(modules: list[Any], layers: ConvertedLayers) -> None:
+def _wrap_weights(modules: list[Any], layers: Conversion) -> None:
     """Make master weights of the layers' weights; tied ones stay tied."""
     made: dict[int, torch.nn.Parameter] = {}
     for module in modules:
@@ -249,15 +248,10 @@ def _wrap_weights(modules: list[Any], layers: ConvertedLayers) -> None:
         if isinstance(weight, MasterWeight):
             continue
         if id(weight) not in made:
-            master = _weight_class(module)(weight.detach())
-            master.cell.belongs_to(layers, module.fqn)
+            master = MasterWeight(weight.detach())
+            master.cell.record = layers.record_of(module, "weight")
             made[id(weight)] = torch.nn.Parameter(master, weight.requires_grad)
         _replace(module, made[id(weight)])
-
-
-def _weight_class(layer: Float8Linear) -> type[MasterWeight]:
-    format = layer.plan.recipe.fprop.b
-    return wire_weight_for(format) if layer.float8_all_gather and format is not None else MasterWeight
 
 
 def _replace(module: torch.nn.Linear, parameter: torch.nn.Parameter) -> None:
@@ -285,9 +279,9 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _watch(model: torch.nn.Module, layers: ConvertedLayers, *, with_histories: bool) -> None:
+def _watch(model: torch.nn.Module, layers: Conversion, *, with_histories: bool) -> None:
     """Learn at forwards who shards or replicates the layers, and of every optimizer's steps."""
-    ConvertedLayers.see(model)
+    Conversion.see(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
     if with_histories:
         model.register_forward_pre_hook(functools.partial(replicate_hook, layers))
@@ -302,7 +296,7 @@ def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
     message = f"convert_to_float8 found nothing to convert: {why_nothing(report)}"
     if strict:
         raise Float8ConfigError(message)
-    ConvertedLayers.see(model)
+    Conversion.see(model)
     _warn(message)
 
 

@@ -24,8 +24,10 @@ from f8sub.linear.saved_input import AUTO, GemmInput, Kept, as_matrix, present, 
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, untraced
+from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
-from f8sub.weights.registry import ConvertedLayers
+from f8sub.weights.record import WeightRecord
+from f8sub.weights.weight import Weight, exported, local_tensor
 
 
 class Float8Linear(torch.nn.Linear):
@@ -45,7 +47,7 @@ class Float8Linear(torch.nn.Linear):
 
     plan: Plan
     fqn: str
-    converted: ConvertedLayers
+    converted: Conversion
     float8_all_gather: bool
     keep_x: str
     scaling_states: torch.nn.ModuleList
@@ -122,7 +124,7 @@ class Float8Linear(torch.nn.Linear):
             )
         state = ScalingState(recipe, local_tensor(self.weight).device).train(self.training)
         self.scaling_states = ScalingStates([*states, state], self.fqn)
-        ConvertedLayers.histories_made = True
+        Conversion.histories_made = True
         return state
 
     def sources(self, recipe: Recipe) -> Sources:
@@ -137,14 +139,37 @@ class Float8Linear(torch.nn.Linear):
         """The states of all recipes with delayed scaling that the layer was run under."""
         return list(self._modules.get("scaling_states") or ())  # type: ignore[arg-type]
 
+    def enter_weight(self) -> WeightRecord:
+        """Enter the weight among those that were converted together."""
+        formats = (getattr(self.plan.recipe, gemm).b for gemm in ("fprop", "dgrad", "wgrad"))
+        format = next((format for format in formats if format is not None), None)
+        return self.converted.add(self, "weight", self.fqn, format, self.float8_all_gather)
+
+    def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
+        """What every rank has to have alike of the weight, once it came to ``device``."""
+        # fully_shard moves weights to the mesh's device without a word to their layers.
+        self.follow(device)
+        recipe = self.plan.recipe
+        return {
+            "shape": str(tuple(self.weight.shape)),
+            "dtype": str(self.weight.dtype),
+            "recipe": recipe.name,
+            **{gemm: _described(getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")},
+            "amax histories": str(recipe.delayed),
+            "backends": f"{self.plan.fprop}, {self.plan.dgrad}, {self.plan.wgrad}",
+            "float8_all_gather": str(self.float8_all_gather),
+            "keep_x": self.keep_x,
+            "primary_weights": str(self.converted.primary_weights),
+        }
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.converted.add(self)
+        record = self.enter_weight()
         if isinstance(self.weight, MasterWeight):
-            self.weight.cell.belongs_to(self.converted, self.fqn)
+            self.weight.cell.record = record
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self._settle()
+        self.converted.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             destination[f"{prefix}weight"] = exported(self.weight)
@@ -153,8 +178,8 @@ class Float8Linear(torch.nn.Linear):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         weight = self.weight
-        kind = type(local_tensor(weight))
-        self._settle()
+        local = local_tensor(weight)
+        self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.changes += 1
         self.converted.loaded_at = self.converted.steps
@@ -162,24 +187,20 @@ class Float8Linear(torch.nn.Linear):
             kept = any(key.startswith(f"{prefix}scaling_states.{index}.") for key in state_dict)
             if f"{prefix}weight" in state_dict and not kept:
                 state.reset()
-        if issubclass(kind, PrimaryWeight) and self.weight is not weight:
+        if isinstance(local, MasterWeight):
+            if not isinstance(local_tensor(self.weight), MasterWeight):
+                self._remake_master()
+        elif isinstance(local, Weight) and self.weight is not weight:
             # assign=True: the values go to the master, which an optimizer holds.
             with torch.no_grad():
                 weight.copy_(self.weight)
             self.weight = weight
-        if issubclass(kind, MasterWeight) and not isinstance(local_tensor(self.weight), MasterWeight):
-            self._remake_master(kind)
 
-    def _settle(self) -> None:
-        """Have the amax histories roll first, where a reduction for that is under way."""
-        if self.converted.fsdp is not None:
-            self.converted.fsdp.settle()
-
-    def _remake_master(self, kind: type[MasterWeight]) -> None:
+    def _remake_master(self) -> None:
         """Make a master weight again of what ``load_state_dict(assign=True)`` put in its place."""
         weight, requires_grad = self.weight, self.weight.requires_grad
-        master = kind(local_tensor(weight).detach())
-        master.cell.belongs_to(self.converted, self.fqn)
+        master = MasterWeight(local_tensor(weight).detach())
+        master.cell.record = self.converted.record_of(self, "weight")
         if isinstance(weight, DTensor):
             weight._local_tensor = master
         else:
@@ -189,10 +210,11 @@ class Float8Linear(torch.nn.Linear):
     @property
     def how(self) -> str:
         """Recipe and backend, and what deviates from the defaults."""
+        local = local_tensor(self.weight)
         deviations = {
             "gathered in high precision": not self.float8_all_gather,
             f"keep_x={self.keep_x}": self.keep_x != AUTO,
-            "primary weight": isinstance(local_tensor(self.weight), PrimaryWeight),
+            "primary weight": isinstance(local, Weight) and local.keeps_codes,
         }
         return ", ".join(
             [self.plan.recipe.name, self.plan.described, *(w for w, is_so in deviations.items() if is_so)]
@@ -211,40 +233,14 @@ class Float8Linear(torch.nn.Linear):
         return f"{super().extra_repr()}, {self.how}"
 
 
+def _described(spec: GemmSpec) -> str:
+    return f"{spec.a} by {spec.b}, fast_accum={spec.fast_accum}" if spec.a else "high precision"
+
+
 @untraced
 def _eagerly(layer: Float8Linear, x: torch.Tensor) -> torch.Tensor:
     """Outside of compiled graphs: dynamo of 2.13 cannot look into the float8 in a DTensor, nor return its gradient."""
     return Float8Linear.forward(layer, x)
-
-
-def local_tensor(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded parameter, or the whole of any other."""
-    return weight._local_tensor if isinstance(weight, DTensor) else weight
-
-
-def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
-    if not isinstance(weight, DTensor):
-        return local
-    mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def exported(weight: torch.Tensor) -> torch.Tensor:
-    """A weight, or an optimizer's master of one, as a state dict holds it: in the same memory, without a graph.
-
-    The local tensor of a DTensor keeps its class: DTensor's in-place operators on lists count no version of it.
-    """
-    local = local_tensor(weight)
-    if isinstance(local, PrimaryWeight):
-        return like_sharded(local.exported, weight)
-    if not isinstance(local, MasterWeight):
-        return weight.detach()
-    if local is weight:
-        return local.exported
-    found = weight.detach()
-    local_tensor(found).copies_plainly = True  # type: ignore[attr-defined]
-    return found
 
 
 class _Float8Matmul(torch.autograd.Function):

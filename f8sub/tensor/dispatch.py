@@ -20,7 +20,7 @@ from f8sub.kernels.gemm.select import gemm_nt, select_gemm
 from f8sub.recipe import GemmSpec
 from f8sub.tensor import parts
 from f8sub.tensor.float8_tensor import ANY_OTHER, OPS, Float8Tensor, Handler
-from f8sub.weights.master_weight import describe
+from f8sub.tensor.operators import describe
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ import torch
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, why_not_derivable
 from f8sub.kernels import quantize_cuda, reference
-from f8sub.weights.master_weight import describe
+from f8sub.tensor.operators import describe
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

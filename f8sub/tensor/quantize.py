@@ -9,7 +9,6 @@ from f8sub.kernels import quantize_cuda
 from f8sub.kernels.scales import CURRENT, GivenScale, PriorScale, ScaleSource
 from f8sub.recipe import OperandName, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.weights.master_weight import MasterWeight, quantize_rowwise
 
 
 def quantize(
@@ -69,11 +68,11 @@ def quantize(
                 f"{format} takes rows of a multiple of {format.depth_multiple} elements, got {tuple(x.shape)}"
             )
     with torch.no_grad():
-        plain = x.plain if isinstance(x, MasterWeight) else x.detach()
+        plain = getattr(x, "plain", None)  # a weight of f8sub has its values there
+        plain = x.detach() if plain is None else plain
         if derive and col is not None and formats[0] is not None:
-            cast = quantize_rowwise(plain, formats[0], source)
-            return Float8Tensor(
-                cast if rowwise else None, quantize_cuda.derive_columnwise(cast, col), x.dtype
-            )
+            cast = kernels.quantize(plain, formats[0], None, source).rowwise
+            derived = None if cast is None else quantize_cuda.derive_columnwise(cast, col)
+            return Float8Tensor(cast if rowwise else None, derived, x.dtype)
         made = kernels.quantize(plain, row, col, source)
         return Float8Tensor(made.rowwise, made.columnwise, x.dtype)

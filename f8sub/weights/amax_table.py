@@ -40,7 +40,9 @@ class AmaxTable:
         self._look_for(shards)
         self._places: list[Any] | None = None
         self._launches: list[Launch] = []
-        self._runs: list[list[Shard]] | None = None
+        from_table = [shard for shard in shards if not shard.wire.carries_scales]
+        runs = itertools.groupby(from_table, key=lambda s: (s.format, s.margin, s.dtype))
+        self._runs = [list(run) for _, run in runs]
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
         slots = [size + -size % _SLOT for size in sizes]
         with torch.inference_mode(mode=False):
@@ -100,33 +102,13 @@ class AmaxTable:
 
     def write_scales(self) -> None:
         """Make the scales of the reduced amaxes, in place; dropped masters keep the scales of their codes."""
-        for shards in self._same_rule():
+        for shards in self._runs:
             self._write_scales(shards)
         for shard in self._shards:
             if shard.dropped:
                 shard.keep_scales()
         for shard in self._in_parts:
             shard.write_part()
-
-    def round_to(self, dtype: torch.dtype, shards: Sequence[Shard]) -> None:
-        """Round weights to ``dtype`` before they are cast, from now on."""
-        with torch.no_grad():
-            for shard in shards:
-                if shard.dtype != dtype:
-                    shard.dtype = dtype
-                    self._runs = None
-                    if not shard.wire.carries_scales:
-                        self._write_scales([shard])
-                    if shard.has_part:
-                        shard.write_part()
-
-    def _same_rule(self) -> list[list[Shard]]:
-        """The weights whose scales come from the table, those that are made alike together."""
-        if self._runs is None:
-            from_table = [shard for shard in self._shards if not shard.wire.carries_scales]
-            runs = itertools.groupby(from_table, key=lambda s: (s.format, s.margin, s.dtype))
-            self._runs = [list(run) for _, run in runs]
-        return self._runs
 
     def _write_scales(self, shards: list[Shard]) -> None:
         """Make the scales of weights of one format and dtype, which lie side by side in the table."""

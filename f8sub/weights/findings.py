@@ -2,15 +2,18 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.features.delayed.state import OPERANDS, W
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.weights.host_copy import HostCopy
-from f8sub.weights.registry import ConvertedLayers
+from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
+
+if TYPE_CHECKING:
+    from f8sub.weights.conversion import Conversion
 
 
 def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int]) -> torch.Tensor:
@@ -27,14 +30,14 @@ class Findings:
         amax: the table's amaxes of weights, and as the last entry the lane of one that changed on some ranks.
         shards: the weights.
         met: float32, (layers, 3): not 0 where a layer's x or dy was not finite.
-        layers: those of ``met``.
+        records: of the weights of these layers.
     """
 
     def __init__(
-        self, amax: torch.Tensor, shards: Sequence[Shard], met: torch.Tensor, layers: Sequence[Float8Linear]
+        self, amax: torch.Tensor, shards: Sequence[Shard], met: torch.Tensor, records: Sequence[WeightRecord]
     ) -> None:
         self._copy = HostCopy(torch.cat([amax[:-1].isinf(), amax[-1:], met.flatten()]))
-        self._weights, self._shards, self._layers = len(amax) - 1, shards, layers
+        self._weights, self._shards, self._records = len(amax) - 1, shards, records
 
     def tell(self) -> None:
         """Warn and raise as needed, on every rank alike.
@@ -60,8 +63,8 @@ class Findings:
         if bad:
             messages.append(bad_weights(bad, "on this or another rank"))
         if met.any():
-            operands = operands_met(self._layers, met.view(-1, len(OPERANDS)))
-            messages += non_finite(operands, self._layers[0].converted)
+            operands = operands_met(self._records, met.view(-1, len(OPERANDS)))
+            messages += non_finite(operands, self._records[0].conversion)
         if messages:
             raise Float8NumericsError(". ".join(messages))
 
@@ -75,17 +78,19 @@ def bad_weights(fqns: Sequence[str], where: str) -> str:
     )
 
 
-def operands_met(layers: Sequence[Float8Linear], met: torch.Tensor) -> list[str]:
+def operands_met(records: Sequence[WeightRecord], met: torch.Tensor) -> list[str]:
     """``"dy of layers.1"`` for every entry of ``met``, (layers, 3), that is not 0."""
-    return [f"{OPERANDS[column]} of {layers[row].fqn}" for row, column in met.nonzero().tolist()]
+    return [f"{OPERANDS[column]} of {records[row].fqn}" for row, column in met.nonzero().tolist()]
 
 
-def non_finite(operands: Sequence[str], layers: ConvertedLayers) -> list[str]:
+def non_finite(operands: Sequence[str], conversion: "Conversion | None") -> list[str]:
     """The error that operands are whose amax was left out of the histories, if they are one.
 
     An x or a dy is a warning only where steps with gradients that are not finite are skipped.
     """
-    harmless = [o for o in operands if layers.step_guards and not o.startswith(OPERANDS[W])]
+    harmless = [
+        o for o in operands if conversion and conversion.step_guards and not o.startswith(OPERANDS[W])
+    ]
     if harmless:
         warnings.warn(_left_out(harmless), Float8Warning, stacklevel=6)
     return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []

@@ -8,13 +8,12 @@ import torch
 
 from f8sub.errors import Float8NumericsError
 from f8sub.features.delayed.histories import weight_amaxes
-from f8sub.features.primary_weights.primary_weight import master_of
-from f8sub.linear.float8_linear import Float8Linear, local_tensor
 from f8sub.torch_compat import is_capturing
-from f8sub.weights.cell import State
 from f8sub.weights.findings import bad_weights
 from f8sub.weights.host_copy import HostCopy
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.record import State, WeightRecord
+from f8sub.weights.weight import local_tensor, master_of
 
 
 class HeldWeights:
@@ -26,21 +25,21 @@ class HeldWeights:
     """
 
     def __init__(self) -> None:
-        self._finite: weakref.WeakKeyDictionary[Float8Linear, State] = weakref.WeakKeyDictionary()
-        self._looks: list[tuple[list[tuple[weakref.ref[Float8Linear], State]], HostCopy]] = []
+        self._finite: weakref.WeakKeyDictionary[WeightRecord, State] = weakref.WeakKeyDictionary()
+        self._looks: list[tuple[list[tuple[weakref.ref[WeightRecord], State]], HostCopy]] = []
 
-    def check(self, layers: Sequence[Float8Linear]) -> None:
-        """Tell what the call before found, and look at the weights of ``layers`` that changed since.
+    def check(self, records: Sequence[WeightRecord]) -> None:
+        """Tell what the call before found, and look at the weights of ``records`` that changed since.
 
         Does nothing while a CUDA graph is captured, where nothing can be waited for: the next call does it.
 
         Raises:
             Float8NumericsError: NaN or infinity in a weight; names the layers.
         """
-        weights = (layer._parameters.get("weight") for layer in layers)
+        weights = (record.parameter for record in records)
         if not any(weight is not None and is_capturing(weight) for weight in weights):
             self._tell()
-            self._look(layers)
+            self._look(records)
 
     def _tell(self) -> None:
         """Tell what the call before found.
@@ -51,39 +50,39 @@ class HeldWeights:
         bad = []
         for weights, copy in self._looks:
             for (reference, state), is_finite in zip(weights, copy.read().tolist(), strict=True):
-                if (layer := reference()) is None:
+                if (record := reference()) is None:
                     continue
                 if is_finite:
-                    self._finite[layer] = state
+                    self._finite[record] = state
                 else:
-                    bad.append(layer.fqn)
+                    bad.append(record.fqn)
         self._looks = []
         if bad:
             raise Float8NumericsError(bad_weights(sorted(bad), "on this rank"))
 
-    def _look(self, layers: Iterable[Float8Linear]) -> None:
+    def _look(self, records: Iterable[WeightRecord]) -> None:
         """Look at the weights that may have changed since they were found to be finite."""
         on_device = defaultdict(list)
-        for layer in layers:
-            if (master := self._changed(layer)) is not None:
-                on_device[master.device].append((layer, master))
+        for record in records:
+            if (master := self._changed(record)) is not None:
+                on_device[master.device].append((record, master))
         with torch.inference_mode(mode=False), torch.no_grad():
             for changed in on_device.values():
-                weights = [(weakref.ref(layer), master.state) for layer, master in changed]
+                weights = [(weakref.ref(record), master.state) for record, master in changed]
                 finite = weight_amaxes([master for _, master in changed]).isfinite()
                 self._looks.append((weights, HostCopy(finite)))
 
-    def skip(self, layers: Iterable[Float8Linear]) -> None:
+    def skip(self, records: Iterable[WeightRecord]) -> None:
         """Leave out weights, as they are now, that the amax histories have just looked at."""
-        for layer in layers:
-            if (master := self._changed(layer)) is not None:
-                self._finite[layer] = master.state
+        for record in records:
+            if (master := self._changed(record)) is not None:
+                self._finite[record] = master.state
 
-    def _changed(self, layer: Float8Linear) -> MasterWeight | None:
-        weight = layer._parameters.get("weight")
+    def _changed(self, record: WeightRecord) -> MasterWeight | None:
+        weight = record.parameter
         master = None if weight is None else master_of(local_tensor(weight))
         # A fake or a meta weight has no values.
         if master is None or master.is_meta or master._traced is not None:
             return None
         seen = master.owns_storage and not master.cell.replayed
-        return None if seen and self._finite.get(layer) == master.state else master
+        return None if seen and self._finite.get(record) == master.state else master

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from f8sub.formats import ALL, Float8Format, Tile
 from f8sub.torch_compat import all_gather
+from f8sub.weights.record import lies_in_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class WireFormat:
     def __post_init__(self) -> None:
         tile = self.format.tile
         whole_tiles = all(dim == 0 or part % tile.cols == 0 for dim, part in self.layout.cuts)
-        carries_scales = _lies_in_rows(tile) and self.layout.dim == 0 and whole_tiles
+        carries_scales = lies_in_rows(tile) and self.layout.dim == 0 and whole_tiles
         object.__setattr__(self, "carries_scales", carries_scales)
 
     @property
@@ -191,11 +192,7 @@ class WireFormat:
 
 def bytes_on_the_wire(format: Float8Format, shape: tuple[int, int]) -> int:
     """Of a whole weight of ``shape``, sharded by rows that the ranks divide."""
-    return shape[0] * _bytes_of_row(format, shape[1], _lies_in_rows(format.tile))
-
-
-def _lies_in_rows(tile: Tile) -> bool:
-    return tile.rows == 1 and tile.cols != ALL
+    return shape[0] * _bytes_of_row(format, shape[1], lies_in_rows(format.tile))
 
 
 def _bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:

@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
+from f8sub.tensor.operators import Operator, describe
 from f8sub.torch_compat import is_capturing, tensors_in_storage
-from f8sub.weights.cell import Cell, State
+from f8sub.weights.record import Cell, State, WeightRecord
+from f8sub.weights.weight import Weight, local_tensor
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -41,7 +43,7 @@ _COLLECTIVES = {getattr(c10d, name).default for name in ("scatter_", "broadcast_
 Self = TypeVar("Self", bound="MasterWeight")
 
 
-class MasterWeight(torch.Tensor):
+class MasterWeight(Weight):
     """A weight in high precision, sharded or whole, that pickles, checkpoints and computes as the tensor it is.
 
     Storage-backed: checkpointers and safetensors find a real storage behind it. Any operator runs on the plain
@@ -87,6 +89,16 @@ class MasterWeight(torch.Tensor):
         super().__init__()
 
     @property
+    def record(self) -> WeightRecord | None:
+        """Of the weight; None where it is no module's."""
+        return self.cell.record
+
+    @property
+    def master(self) -> "MasterWeight":
+        """Itself."""
+        return self
+
+    @property
     def plain(self) -> torch.Tensor:
         """The same storage as an ordinary tensor. Made anew each time: none is kept past ``p.data = t``."""
         if self._traced is not None:
@@ -107,6 +119,17 @@ class MasterWeight(torch.Tensor):
         """``plain``, for others to keep. For as long as they do no codes are, because who writes to it is not seen."""
         self.cell.shared = True
         return self.plain
+
+    def exported_as(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What a state dict holds of ``parameter``, whose local tensor this is: in the same memory, without a graph.
+
+        The local tensor of a DTensor keeps its class: DTensor's in-place operators on lists count no version of it.
+        """
+        if parameter is self:
+            return self.exported
+        found = parameter.detach()
+        local_tensor(found).copies_plainly = True  # type: ignore[attr-defined]
+        return found
 
     @property
     def state(self) -> State:
@@ -193,7 +216,7 @@ class MasterWeight(torch.Tensor):
     ) -> Any:
         """Mark what is written to, run on plain tensors, and keep the class where a weight is re-made."""
         kwargs = kwargs or {}
-        op = _OPERATORS.get(id(func)) or describe(func)
+        op, wrap = _HANDLINGS.get(id(func)) or _handling_of(func)
         for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, MasterWeight):
@@ -213,7 +236,7 @@ class MasterWeight(torch.Tensor):
         else:
             plain_args, plain_kwargs = pytree.tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
             out = func(*plain_args, **plain_kwargs)
-        return out if op.wrap is None else op.wrap(args, kwargs, out)
+        return out if wrap is None else wrap(args, kwargs, out)
 
 
 def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -230,7 +253,7 @@ def _wrap_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     if args[0].copies_plainly:
         return out
     copy = type(args[0])(out)
-    copy.cell.belongs_to(args[0].cell.layers, args[0].cell.fqn)
+    copy.cell.record = args[0].cell.record
     return copy
 
 
@@ -246,19 +269,15 @@ def _wrap_collective(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
     return pytree.tree_map_only(torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out)
 
 
-class Operator(NamedTuple):
-    """What an operator does to weights.
+class _Handling(NamedTuple):
+    """How an operator is run.
 
     Attributes:
-        func: the operator itself, kept alive because it is looked up by identity.
-        written: (position, name) of every argument that its schema says it writes to.
-        is_view: whether its result shares the first argument's storage.
+        operator: what it does.
         wrap: makes the result of (args, kwargs, plain result); None where that is the plain result.
     """
 
-    func: Any
-    written: tuple[tuple[int, str], ...]
-    is_view: bool
+    operator: Operator
     wrap: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
 
 
@@ -268,26 +287,17 @@ _WRAPS = {
     aten.copy_.default: _note_copy,
 }
 
-_OPERATORS: dict[int, Operator] = {}
-"""By identity of the operator: hashing one takes longer than marking a cell."""
+_HANDLINGS: dict[int, _Handling] = {}
+"""By identity of the operator, see ``describe``."""
 
 
-def describe(func: Any) -> Operator:
-    """Read off an operator's schema what it does to weights; once for each operator."""
-    if (known := _OPERATORS.get(id(func))) is not None:
-        return known
-    written = tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    returned = [result.alias_info for result in func._schema.returns if result.alias_info is not None]
-    is_view = any(not alias.is_write for alias in returned)
-    wrap = _WRAPS.get(func) or (_wrap_views if is_view else None)
+def _handling_of(func: Any) -> _Handling:
+    op = describe(func)
+    wrap = _WRAPS.get(func) or (_wrap_views if op.is_view else None)
     if func._schema.name in _COPIES_OF_OTHERS:
         wrap = _wrap_copy
-    _OPERATORS[id(func)] = Operator(func, written, is_view, wrap)
-    return _OPERATORS[id(func)]
+    _HANDLINGS[id(func)] = _Handling(op, wrap)
+    return _HANDLINGS[id(func)]
 
 
 def rowwise_of(

@@ -9,12 +9,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from f8sub.errors import Float8ConfigError
-from f8sub.linear.float8_linear import Float8Linear, local_tensor
 from f8sub.torch_compat import is_capturing, untraced
+from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.registry import ConvertedLayers
 from f8sub.weights.scale_table import ScaleTable
-from f8sub.weights.sharded_weights import ShardedConversion
+from f8sub.weights.weight import local_tensor
 
 
 def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -38,12 +37,11 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
             hold it. With delayed scaling in an x or a dy too, at the latest one call later.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """
-    for layers in _conversions(_parts_of(model)):
-        conversion = ShardedConversion.of(layers)
+    for conversion in _conversions(_parts_of(model)):
         conversion.refresh(asked=True)
         for table in conversion.tables.values():
             _check_not_captured(table)
-        if ConvertedLayers.histories_made:
+        if Conversion.histories_made:
             conversion.roll()
             conversion.raise_local()
         for table in conversion.tables.values():
@@ -104,17 +102,17 @@ def _precompute_hook(optimizer: torch.optim.Optimizer) -> _PrecomputeHook | None
     return next((hook for hook in hooks if isinstance(hook, _PrecomputeHook)), None)
 
 
-def check_ranks_hook(layers: ConvertedLayers, module: torch.nn.Module, args: Any) -> None:
+def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
     if torch.compiler.is_compiling():
         return
-    ShardedConversion.of(layers).refresh()
+    conversion.refresh()
     _remove(check_ranks_hook, module)
 
 
-def replicate_hook(layers: ConvertedLayers, module: torch.nn.Module, args: Any) -> None:
+def replicate_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Forward pre-hook of a converted model with amax histories, until it is known who shares them."""
-    if not torch.compiler.is_compiling() and ShardedConversion.of(layers).replicate():
+    if not torch.compiler.is_compiling() and conversion.replicate():
         _remove(replicate_hook, module)
 
 
@@ -140,7 +138,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    late = ConvertedLayers.histories_made or _has_closure(args, kwargs)
+    late = Conversion.histories_made or _has_closure(args, kwargs)
     if late and _precompute_hook(optimizer) is None:
         _enter_step(optimizer, args, kwargs)
 
@@ -150,7 +148,7 @@ def _enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if _has_closure(args, kwargs):
         _mark_stale(optimizer)
     # An optimizer that steps others, as torchtitan's container does: their steps were entered.
-    if ConvertedLayers.histories_made and not hasattr(optimizer, "optimizers"):
+    if Conversion.histories_made and not hasattr(optimizer, "optimizers"):
         _roll(optimizer)
 
 
@@ -169,16 +167,16 @@ def _mark_stale(optimizer: torch.optim.Optimizer, *, changed: bool = True) -> No
     Raises:
         Float8ConfigError: a primary weight is stepped without its master.
     """
-    conversions: set[ConvertedLayers] = set()
+    conversions: set[Conversion] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             local = local_tensor(parameter)
             if not isinstance(local, MasterWeight):
                 continue
-            layers = local.cell.layers
+            conversion = None if local.record is None else local.record.conversion
             if (
-                layers is not None
-                and layers.primary_weights
+                conversion is not None
+                and conversion.primary_weights
                 and not (local.cell.taken or hasattr(optimizer, "takes_masters"))
                 and parameter.requires_grad
             ):
@@ -190,10 +188,10 @@ def _mark_stale(optimizer: torch.optim.Optimizer, *, changed: bool = True) -> No
             if not changed:
                 continue
             local.mark_stale()
-            if layers is not None:
-                conversions.add(layers)
-    for layers in conversions:
-        layers.changes += 1
+            if conversion is not None:
+                conversions.add(conversion)
+    for conversion in conversions:
+        conversion.changes += 1
 
 
 def _roll(optimizer: torch.optim.Optimizer) -> None:
@@ -203,21 +201,21 @@ def _roll(optimizer: torch.optim.Optimizer) -> None:
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     weights = [local for p in parameters if isinstance(local := local_tensor(p), MasterWeight)]
-    conversions = dict.fromkeys(weight.cell.layers for weight in weights)
-    conversions.pop(None, None)
-    for layers in conversions:
-        for layer in layers:
-            for state in layer.states():
+    records = [weight.record for weight in weights if weight.record is not None]
+    conversions = list(dict.fromkeys(c for record in records if (c := record.conversion) is not None))
+    for conversion in conversions:
+        for record in conversion:
+            for state in record.module.states():
                 state.notice_writes()  # what was loaded in place before this step does not cover it
-        layers.steps += 1
-    for weight in weights:
-        if (layers := weight.cell.layers) is not None:
-            layers.stepped[weight.cell.fqn] = layers.steps
-    for layers in conversions:
-        ShardedConversion.of(layers).roll()
+        conversion.steps += 1
+    for record in records:
+        if record.conversion is not None:
+            record.last_step = record.conversion.steps
+    for conversion in conversions:
+        conversion.roll()
 
 
-_Conversions = list[weakref.ref[ConvertedLayers]]
+_Conversions = list[weakref.ref[Conversion]]
 
 _walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, _Conversions]] = weakref.WeakKeyDictionary()
 """What ``_conversions`` found. A conversion may hold layers, which lead to the module: it is not held here."""
@@ -243,25 +241,25 @@ def _place(index: int, parts: list[torch.nn.Module]) -> str:
     return "" if len(parts) == 1 else f" at index {index} of {len(parts)}"
 
 
-def _conversions(parts: list[torch.nn.Module]) -> list[ConvertedLayers]:
+def _conversions(parts: list[torch.nn.Module]) -> list[Conversion]:
     """The conversions that the modules' layers belong to; a module is walked anew only after another conversion.
 
     Raises:
         Float8ConfigError: a module that was never converted.
     """
-    found: list[ConvertedLayers] = []
+    found: list[Conversion] = []
     for index, part in enumerate(parts):
         made, known = _walked.get(part, (-1, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
-        if made != ConvertedLayers.made:
-            layers = [module.converted for module in part.modules() if isinstance(module, Float8Linear)]
-            conversions = list(dict.fromkeys(layers))
-            if not conversions and not ConvertedLayers.saw(part):
+        if made != Conversion.made:
+            of_modules = (module.__dict__.get("converted") for module in part.modules())
+            conversions = list(dict.fromkeys(c for c in of_modules if isinstance(c, Conversion)))
+            if not conversions and not Conversion.saw(part):
                 raise Float8ConfigError(
                     f"precompute_scales was given a {type(part).__name__}{_place(index, parts)} that was never "
                     "converted, so it has no float8 weights; call f8sub.convert_to_float8(model) first, before "
                     "fully_shard"
                 )
-            _walked[part] = ConvertedLayers.made, [weakref.ref(conversion) for conversion in conversions]
+            _walked[part] = Conversion.made, [weakref.ref(conversion) for conversion in conversions]
         found += [conversion for conversion in conversions if conversion not in found]
     return found

@@ -19,24 +19,26 @@ When the table is reduced is decided by what every rank knows, never by what one
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from f8sub.errors import Float8ConfigError, Float8RankMismatchError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.delayed.histories import Histories
-from f8sub.features.primary_weights.primary_weight import PrimaryWeight
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import graph_task, is_capturing
-from f8sub.weights.agreement import all_arrive, all_told, first_common, tell
+from f8sub.weights.agreement import all_arrive, all_told, tell
 from f8sub.weights.amax_table import AmaxTable
 from f8sub.weights.findings import Findings
 from f8sub.weights.groups import OwnGroup, own_group
 from f8sub.weights.layout import ShardLayout
-from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.registry import ConvertedLayers
+from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
+from f8sub.weights.weight import Weight
+
+if TYPE_CHECKING:
+    from f8sub.weights.conversion import Conversion
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
@@ -50,8 +52,8 @@ class ScaleTable:
         gathers: whether FSDP2 gathers any of the weights as float8; else the table serves the histories alone.
     """
 
-    def __init__(self, layers: ConvertedLayers, layout: ShardLayout) -> None:
-        self.layers = layers
+    def __init__(self, conversion: "Conversion", layout: ShardLayout) -> None:
+        self.conversion = conversion
         self.generation = 0
         self.gathers = False
         self.shards: list[Shard] = []
@@ -69,27 +71,31 @@ class ScaleTable:
         self._unsettled = False
         self._changes_covered = -1
         self._requests = 0
-        self._requested = self._gathered = self._captured = self._warned = False
+        self._requested = self._captured = self._warned = False
         self._changed_alone: set[int] = set()
         self._findings: list[Findings] = []
         self._entries = AmaxTable([], 0, "cpu")
 
-    def set_shards(self, shards: Mapping[Float8Linear, Shard]) -> None:
+    def set_records(self, records: Sequence[WeightRecord]) -> None:
         """Lay out the table: shards of one format side by side, the same order on every rank.
+
+        Args:
+            records: of the weights, each with its shard.
 
         Raises:
             Float8ConfigError: some are new and others were gathered already; those read scales where they lie now.
         """
-        if any(shard.gathers for shard in shards.values()):
-            new = next(shard.fqn for shard in shards.values() if not shard.gathers)
+        shards = dict.fromkeys(record.shard for record in records if record.shard is not None)
+        if any(shard.gathers for shard in shards):
+            new = next(shard.fqn for shard in shards if not shard.gathers)
             raise Float8ConfigError(
                 f"{new}: its weight was sharded after other layers of the same model were trained or run; call "
                 "fully_shard on every part of a model before its first forward"
             )
         self.settle()
-        self.gathers = any(shard.sent for shard in shards.values())
-        with_histories = {layer: shard for layer, shard in shards.items() if shard.state is not None}
-        self.shards = sorted(dict.fromkeys(shards.values()), key=lambda s: (str(s.format), s.margin, s.fqn))
+        self.gathers = any(shard.sent for shard in shards)
+        with_histories = [record for record in records if record.shard is not None and record.shard.state]
+        self.shards = sorted(shards, key=lambda s: (str(s.format), s.margin, str(s.dtype), s.fqn))
         device = self.shards[0].layout.device
         self._entries = AmaxTable(self.shards, Histories.size(len(with_histories)), device)
         self._histories = Histories(with_histories, device) if with_histories else None
@@ -98,7 +104,7 @@ class ScaleTable:
     @property
     def pending(self) -> bool:
         """Whether the weights changed, as every rank knows, since the last reduction began."""
-        return self._changes_covered != self.layers.changes
+        return self._changes_covered != self.conversion.changes
 
     @property
     def roll_due(self) -> bool:
@@ -108,8 +114,8 @@ class ScaleTable:
         """
         if self._histories is None or graph_task() != -1:
             return False
-        rolled = max(self._steps_rolled, self.layers.loaded_at)
-        return self.layers.steps > rolled and not self._histories.loaded_in_place(self.layers)
+        rolled = max(self._steps_rolled, self.conversion.loaded_at)
+        return self.conversion.steps > rolled and not self._histories.loaded_in_place(self.conversion)
 
     def request(self) -> None:
         """Reduce now, on every rank that calls this, unless one of them does not."""
@@ -153,14 +159,14 @@ class ScaleTable:
                 self._entries.amax[-1] = 1 + max(self._changed_alone)
                 self._changed_alone.clear()
             if self._rolling and self._histories is not None:
-                self._histories.take(self._entries.staged, max(self._steps_rolled, self.layers.loaded_at))
+                self._histories.take(self._entries.staged, max(self._steps_rolled, self.conversion.loaded_at))
                 table = self._entries.whole
                 group = self.group_of(self._ranks) if len(self._ranks) > 1 else None
             if group is not None:
                 of_call = group.of_next_call()
                 self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=of_call, async_op=True)
-        self._changes_covered = self.layers.changes
-        self._steps_rolled = self.layers.steps if self._rolling else self._steps_rolled
+        self._changes_covered = self.conversion.changes
+        self._steps_rolled = self.conversion.steps if self._rolling else self._steps_rolled
         self._requested = False
         self._unsettled = True
         if group is None:
@@ -176,11 +182,11 @@ class ScaleTable:
         self._unsettled = False
         with torch.inference_mode(mode=False), torch.no_grad():
             entries = self._entries
-            met, layers = entries.staged[:0], []
+            met, records = entries.staged[:0], []
             if self._rolling and self._histories is not None:
-                met, layers = self._histories.roll(entries.staged, entries.amax), self._histories.layers
+                met, records = self._histories.roll(entries.staged, entries.amax), self._histories.records
             entries.write_scales()
-            self._findings = [*self._findings[-1:], Findings(entries.amax, self.shards, met, layers)]
+            self._findings = [*self._findings[-1:], Findings(entries.amax, self.shards, met, records)]
         self.generation += 1
         self._requests = 0
 
@@ -195,22 +201,17 @@ class ScaleTable:
         if self._histories is not None:
             self.settle()
 
-    def gather_input(
-        self, shard: Shard, source: MasterWeight | PrimaryWeight, dtype: torch.dtype | None
-    ) -> tuple[torch.Tensor, str | None]:
+    def gather_input(self, shard: Shard, source: Weight) -> tuple[torch.Tensor, str | None]:
         """One rank's bytes for the all-gather of one weight.
 
         Args:
             shard: the weight's shard.
             source: the tensor that FSDP2 gathers, see ``Shard.cast``.
-            dtype: FSDP2's param_dtype; None where FSDP2 says it after the gather only, see ``gathered_for``.
 
         Returns:
             uint8 codes, and what ``resolve`` needs when the shard changed in a way that other ranks may not know
             of; None otherwise.
         """
-        if dtype is not None:
-            self._check_param_dtype(shard, dtype)
         shard.gathers += 1
         if is_capturing(source):
             self._check_capture(shard)
@@ -219,8 +220,6 @@ class ScaleTable:
             self._warn_missed()
             self.reduce()
         self.settle()
-        if dtype is not None:
-            self._round_to(dtype, [shard])
         stale = self._stale(shard)
         if stale and self._world == 1:
             self.reduce()
@@ -230,27 +229,7 @@ class ScaleTable:
         tell(ticket)
         return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
 
-    def gathered_for(
-        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor, dtype: torch.dtype
-    ) -> None:
-        """Learn FSDP2's param_dtype after a gather that was made for another one; ``gathered`` is made anew.
-
-        That happens once: what is gathered for the first time later is rounded to this dtype too.
-        """
-        self._check_param_dtype(shard, dtype)
-        if dtype == shard.dtype:
-            return
-        self._round_to(dtype, [shard, *(other for other in self.shards if not other.gathers)])
-        self._gather_again(shard, source, gathered)
-
-    def _round_to(self, dtype: torch.dtype, shards: list[Shard]) -> None:
-        if any(shard.dtype != dtype for shard in shards):
-            self.settle()
-            self._entries.round_to(dtype, shards)
-
-    def resolve(
-        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor, ticket: str
-    ) -> None:
+    def resolve(self, shard: Shard, source: Weight, gathered: torch.Tensor, ticket: str) -> None:
         """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
         if gathered.is_cuda:
             torch.cuda.current_stream(gathered.device).synchronize()
@@ -266,9 +245,7 @@ class ScaleTable:
         self.settle()
         self._gather_again(shard, source, gathered)
 
-    def _gather_again(
-        self, shard: Shard, source: MasterWeight | PrimaryWeight, gathered: torch.Tensor
-    ) -> None:
+    def _gather_again(self, shard: Shard, source: Weight, gathered: torch.Tensor) -> None:
         shard.wire.gather(shard.cast(source, self.generation), gathered)
 
     def _place_of(self, *what: object) -> str:
@@ -280,21 +257,6 @@ class ScaleTable:
         if ranks not in self._groups:
             self._groups[ranks] = own_group(ranks, self._device)
         return self._groups[ranks]
-
-    def _check_param_dtype(self, shard: Shard, dtype: torch.dtype) -> None:
-        """At the first all-gather; a difference would make weights that are gathered plainly differ in size.
-
-        Raises:
-            Float8RankMismatchError: on every rank alike, when they shard with different policies.
-        """
-        if self._gathered:
-            return
-        self._gathered = True
-        if self._world > 1 and first_common(self._place_of("param_dtype"), [str(dtype)], self._world) is None:
-            raise Float8RankMismatchError(
-                f"{shard.fqn}: the ranks that shard it would gather it with different param_dtypes, this one with "
-                f"{dtype}; give fully_shard the same MixedPrecisionPolicy on every rank"
-            )
 
     def _stale(self, shard: Shard) -> bool:
         """Whether this rank knows of a change to the weight that the scales do not cover.

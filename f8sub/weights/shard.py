@@ -1,20 +1,24 @@
 """One rank's shard of a float8 weight: its tiles in the amax table, its codes for the wire."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.features.delayed.state import ScalingState
-from f8sub.features.primary_weights.primary_weight import PrimaryWeight, master_of
 from f8sub.formats import Float8Format, Operand, Tile
 from f8sub.kernels import quantize_cuda, reference
 from f8sub.kernels.scales import first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.shard_amaxes import Matrix
 from f8sub.torch_compat import graph_task, is_capturing
-from f8sub.weights.cell import State
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.record import State, WeightRecord
+from f8sub.weights.weight import Weight, master_of
+
+if TYPE_CHECKING:
+    from f8sub.weights.scale_table import ScaleTable
 
 
 class Shard:
@@ -29,6 +33,7 @@ class Shard:
         index: position in the order of its scale table.
         gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``.
+        table: that its scales come from.
         amax: float32 view of the scale table, one entry a ``wire.table_tile`` of the whole weight.
         scale: likewise.
         scale_inv: likewise, as the format stores it.
@@ -41,15 +46,18 @@ class Shard:
 
     def __init__(
         self,
-        fqn: str,
+        record: WeightRecord,
         master: MasterWeight,
         layout: ShardLayout,
-        format: Float8Format,
+        dtype: torch.dtype,
+        table: "ScaleTable",
         state: ScalingState | None,
         *,
         sent: bool,
     ) -> None:
-        self.fqn = fqn
+        if (format := record.format) is None:
+            raise RuntimeError(f"{record.fqn}: a weight that no GEMM reads in float8 has no codes")
+        self.fqn = record.fqn
         self.sent = sent
         self.state = state
         self.master = master
@@ -58,7 +66,8 @@ class Shard:
         self.dropped = False
         self.index = 0
         self.gathers = 0
-        self.dtype = master.dtype
+        self.dtype = dtype
+        self.table = table
         empty = torch.empty(0, dtype=torch.float32, device=layout.device)
         self.amax = self.scale = self.scale_inv = self.part_scale_inv = empty
         self.global_scale_inv: torch.Tensor | None = None
@@ -92,14 +101,14 @@ class Shard:
             return False
         return self._scaled_state != self.master.state or not self.master.owns_storage
 
-    def follow(self, layer: torch.nn.Module) -> None:
-        """Turn to the local tensor that the layer's parameter holds now.
+    def follow(self, record: WeightRecord) -> None:
+        """Turn to the local tensor that the parameter holds now.
 
         FSDP2 pads a short shard anew at its first forward and after ``load_state_dict``, on that rank alone: a
         copy of what the scales were computed from is not a change. The codes that are kept may be older than those
         scales, so they are cast anew in any case: ``MasterWeight.state`` is another one in another storage.
         """
-        local = getattr(layer._parameters["weight"], "_local_tensor", None)  # None while it is unsharded
+        local = getattr(record.parameter, "_local_tensor", None)  # None while it is unsharded
         if local is self.master:
             return
         local = None if local is None else master_of(local)
@@ -194,9 +203,7 @@ class Shard:
         operand = Operand(codes, scale_inv.expand(shape), format, self.global_scale_inv)
         return reference.dequantize(operand, torch.float32)
 
-    def cast(
-        self, source: MasterWeight | PrimaryWeight, generation: int, *, beyond_range: float | None = None
-    ) -> torch.Tensor:
+    def cast(self, source: Weight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
         They are let go with the last gather, see ``_is_last_gather``; one more casts once more.
@@ -230,7 +237,7 @@ class Shard:
                     self._cast_into(made, source.plain, beyond_range)
         self._wire_key = None if capturing or beyond_range is not None else key
         # A primary weight is its codes, and a graph writes to where they were when it was captured.
-        stays = self._in_a_graph or isinstance(source, PrimaryWeight) or not self._is_last_gather()
+        stays = self._in_a_graph or source.keeps_codes or not self._is_last_gather()
         self._wire = made if stays else None
         if not stays and made.is_cuda:
             # FSDP2 may read them on another stream than the one they were allocated on.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from f8sub.linear.float8_linear import local_tensor
+from f8sub.weights.weight import local_tensor
 from gpu.variants import Variant
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -16,8 +16,8 @@ from torch import nn
 import f8sub
 from f8sub.formats import E2M1
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear.float8_linear import local_tensor
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.weight import local_tensor
 
 BF16 = "bf16"
 GRAPHED_RECIPES = ("tensorwise", "blockwise")

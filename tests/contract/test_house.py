@@ -14,31 +14,17 @@ VALUES = {"errors", "formats", "recipe", "recipes", "torch_compat", "version"}
 NAMES = {"__init__", "optim", "tensor_parallel", "titan"}
 """Modules under f8sub that give users the names of what the folders hold."""
 AGAINST_THE_ORDER = {
-    ("convert.convert", "features.primary_weights.primary_weight"),
     ("convert.report", "features.tools.byte_account"),
     ("linear.float8_linear", "features.autocast.plan_in_use"),
     ("linear.float8_linear", "features.delayed.state"),
     ("linear.float8_linear", "features.primary_weights.primary_weight"),
     ("linear.float8_linear", "features.tensor_parallel.places"),
-    ("tensor.dispatch", "weights.master_weight"),
-    ("tensor.float8_tensor", "weights.master_weight"),
-    ("tensor.quantize", "weights.master_weight"),
     ("weights.amax_table", "features.delayed.state"),
+    ("weights.conversion", "features.delayed.histories"),
     ("weights.findings", "features.delayed.state"),
-    ("weights.findings", "linear.float8_linear"),
     ("weights.held_weights", "features.delayed.histories"),
-    ("weights.held_weights", "features.primary_weights.primary_weight"),
-    ("weights.held_weights", "linear.float8_linear"),
-    ("weights.precompute_scales", "linear.float8_linear"),
     ("weights.scale_table", "features.delayed.histories"),
-    ("weights.scale_table", "features.primary_weights.primary_weight"),
-    ("weights.scale_table", "linear.float8_linear"),
     ("weights.shard", "features.delayed.state"),
-    ("weights.shard", "features.primary_weights.primary_weight"),
-    ("weights.sharded_weights", "features.delayed.histories"),
-    ("weights.sharded_weights", "features.primary_weights.primary_weight"),
-    ("weights.sharded_weights", "linear.float8_linear"),
-    ("weights.wire_weight", "linear.float8_linear"),
 }
 """Imports of what stands later, each to be replaced by a socket."""
 IN_A_CYCLE = {

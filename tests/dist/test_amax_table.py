@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import f8sub
-from f8sub.weights.sharded_weights import ShardedConversion
 from f8sub.kernels import quantize_cuda, shard_amaxes
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights
@@ -23,7 +22,7 @@ from tests.kernels.interpreted import needs_triton
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of each table, by name."""
-    for table in ShardedConversion.of(model.layers[0].converted).tables.values():
+    for table in model.layers[0].converted.tables.values():
         table.settle()
         for name in ("whole", "_scale", "_scale_inv"):
             yield name, getattr(table._entries, name).cpu().clone()

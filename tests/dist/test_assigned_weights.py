@@ -48,7 +48,7 @@ def in_each_order(rank: int, world: int) -> dict[str, tuple[list[float], str]]:
 def test_assigning_a_state_dict_keeps_the_float8_all_gather(ranks):
     for found in ranks(2, in_each_order):
         assert len({str(one) for one in found.values()}) == 1, found
-        assert found["copied"][1] == "WireWeight"
+        assert found["copied"][1] == "MasterWeight"
 
 
 def assigned_by_hand(rank: int, world: int) -> str:

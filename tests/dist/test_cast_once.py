@@ -13,7 +13,6 @@ import f8sub
 from f8sub.weights import precompute_scales as precompute
 from f8sub.weights import scale_table
 from f8sub.weights import shard as shards
-from f8sub.weights.sharded_weights import ShardedConversion
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.weights import master_weight
 from tests.data_sets import gaussian, generator
@@ -94,7 +93,7 @@ def test_once_a_step_for_all_microbatches_with_prefetching(ranks, recipe):
 def holds_codes(model: nn.Module) -> set[bool]:
     """Of the model's shards, whether codes of theirs are kept."""
     layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    return {ShardedConversion.of(layer.converted).shard_of(layer)[0]._wire is not None for layer in layers}
+    return {layer.converted.shard_of(layer.converted.record_of(layer, "weight"))._wire is not None for layer in layers}
 
 
 def held(
@@ -182,8 +181,8 @@ def gathered_inputs(model: nn.Module) -> list[torch.Tensor]:
     """This rank's codes as they are gathered now."""
     found = []
     for layer in model.layers:
-        shard, table = ShardedConversion.of(layer.converted).shard_of(layer)
-        found.append(table.gather_input(shard, shard.master, None)[0].clone())
+        shard = layer.converted.shard_of(layer.converted.record_of(layer, "weight"))
+        found.append(shard.table.gather_input(shard, shard.master)[0].clone())
     return found
 
 
@@ -211,7 +210,7 @@ def captured(rank: int, world: int, recipe: str) -> tuple[str, int, bool, bool]:
     recorded = len(graph.casts)
     optimizer.step()
     f8sub.precompute_scales(model)
-    of_layers = [ShardedConversion.of(layer.converted).shard_of(layer)[0] for layer in model.layers]
+    of_layers = [layer.converted.shard_of(layer.converted.record_of(layer, "weight")) for layer in model.layers]
     with graph.capture(), pytest.raises(f8sub.Float8ConfigError, match="call it after each optimizer step"):
         f8sub.precompute_scales(model)
     graph.replay()

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
-from f8sub.weights.sharded_weights import ShardedConversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from tests.data_sets import gaussian, generator
@@ -322,7 +321,7 @@ def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[boo
     after its masters are dropped."""
     model = shard(made(recipe, primary=True))
     trained(model, optimizer_of(model, masters=True), rank, range(3))
-    shards = [ShardedConversion.of(la.converted).shard_of(la)[0] for la in float8_layers(model)]
+    shards = [la.converted.shard_of(la.converted.record_of(la, "weight")) for la in float8_layers(model)]
     held = [of_layer._wire is not None for of_layer in shards]
     f8sub.precompute_scales(model)
     losses = [loss_of(model, 0, rank).item()]

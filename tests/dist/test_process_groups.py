@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
-from f8sub.weights.sharded_weights import ShardedConversion
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 from tests.layers import dy_of
@@ -113,7 +112,7 @@ def test_a_model_is_freed_with_all_that_is_kept_for_it(ranks, options):
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup:
-    (table,) = ShardedConversion.of(model.layers[0].converted).tables.values()
+    (table,) = model.layers[0].converted.tables.values()
     return table.group_of(table._ranks)._slot.group
 
 

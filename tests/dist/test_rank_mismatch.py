@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
-from f8sub.weights import sharded_weights
+from f8sub.weights import conversion
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 
@@ -57,7 +57,7 @@ def test_a_rank_converted_differently(ranks, option, precompute):
 
 def another_version(rank: int, world: int) -> str:
     if rank == 1:
-        sharded_weights.__version__ = "0.0.9"
+        conversion.__version__ = "0.0.9"
     model = shard(f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64))))
     with pytest.raises(f8sub.Float8RankMismatchError) as error:
         f8sub.precompute_scales(model)
@@ -128,7 +128,5 @@ def policies(rank: int, world: int) -> str:
 
 
 def test_ranks_that_shard_with_another_policy(ranks):
-    found = ranks(3, policies)
-    for text, dtype in zip(found, ("float32", "float32", "bfloat16"), strict=True):
-        assert text.startswith("layers.0: ")
-        assert dtype in text
+    for text in ranks(3, policies):
+        assert "layers.0: ranks 0, 1: param_dtype None; rank 2: param_dtype torch.bfloat16. Call" in text

@@ -266,7 +266,7 @@ def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     f8sub.precompute_scales(model)
-    model[0].up.converted.fsdp.settle()
+    model[0].up.converted.settle()
     return [buffer.clone() for buffer in model.buffers()]
 
 

@@ -1,7 +1,8 @@
 """The amax histories of delayed scaling: rolled with a scale table's reduction, or on this rank alone."""
 
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -9,14 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.delayed.state import OPERANDS, ScalingState, Staged, W, roll
-from f8sub.linear.float8_linear import Float8Linear, local_tensor
 from f8sub.torch_compat import broadcast_no_more, is_capturing, no_dispatch_modes, takes_uneven_inputs
 from f8sub.weights.findings import operands_met, sent_to
 from f8sub.weights.groups import own_group
 from f8sub.weights.host_copy import HostCopy
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.registry import ConvertedLayers
-from f8sub.weights.shard import Shard
+from f8sub.weights.record import WeightRecord
+from f8sub.weights.weight import local_tensor
+
+if TYPE_CHECKING:
+    from f8sub.weights.conversion import Conversion
 
 
 class Histories:
@@ -26,13 +29,14 @@ class Histories:
     one all-reduce. A weight's amax is the table's own, and counts where an optimizer stepped the weight.
     """
 
-    def __init__(self, shards: Mapping[Float8Linear, Shard], device: str) -> None:
-        self.layers = sorted(shards, key=lambda layer: layer.fqn)
-        self.states = [layer.scaling_state(layer.plan.recipe) for layer in self.layers]
+    def __init__(self, records: Sequence[WeightRecord], device: str) -> None:
+        self.records = sorted(records, key=lambda record: record.fqn)
+        self.states = [record.module.scaling_state(record.module.plan.recipe) for record in self.records]
         shared = [state.scaling.reduce_amax for state in self.states]
         self._shared = None if all(shared) else torch.tensor(shared, dtype=torch.bool, device=device)[:, None]
-        self._shards = [shards[layer] for layer in self.layers]
-        positions = [shard.amax.storage_offset() for shard in self._shards]
+        shards = [record.shard for record in self.records if record.shard is not None]
+        positions = [shard.amax.storage_offset() for shard in shards]
+        self._shards = shards
         self._weights = torch.tensor(positions, dtype=torch.int64, device=device)
         self._own = self._stepped = torch.empty(0, dtype=torch.float32, device=device)
 
@@ -41,14 +45,14 @@ class Histories:
         """Number of entries in the table."""
         return 2 * layers * len(OPERANDS)
 
-    def loaded_in_place(self, layers: ConvertedLayers) -> bool:
+    def loaded_in_place(self, conversion: "Conversion") -> bool:
         """Whether something else wrote to the buffers after the last optimizer step, as ``dcp.load`` does.
 
         What is in them then covers that step.
         """
         written = [state.notice_writes() for state in self.states]
         if any(written):
-            layers.loaded_at = layers.steps
+            conversion.loaded_at = conversion.steps
         return any(written)
 
     def take(self, region: torch.Tensor, since: int) -> None:
@@ -94,7 +98,7 @@ class Replicas:
         states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
         broadcast_no_more(ddp, [f"{name}.{buffer}" for name, state in states for buffer in state._buffers])
 
-    def share(self, layers: Sequence[tuple[Float8Linear, ScalingState]], staged: Staged) -> None:
+    def share(self, held: Sequence[tuple[WeightRecord, ScalingState]], staged: Staged) -> None:
         """Make of what was staged what was staged on any rank; of a context's recipe each rank keeps its own.
 
         Only this rank may have entered that context.
@@ -105,17 +109,17 @@ class Replicas:
         """
         if (ddp := self._ddp()) is not None and takes_uneven_inputs(ddp):
             raise Float8ConfigError(
-                f"{layers[0][0].fqn}: its amax histories are shared by DDP's ranks at every optimizer step, and inside "
+                f"{held[0][0].fqn}: its amax histories are shared by DDP's ranks at every optimizer step, and inside "
                 "of ddp.join() ranks may step differently often; give every rank as many batches, or take a recipe "
                 "with current scaling"
             )
-        own = [row for row, (layer, state) in enumerate(layers) if state.recipe == layer.plan.recipe]
-        rows = slice(None) if len(own) == len(layers) else own
+        own = [row for row, (record, state) in enumerate(held) if state.recipe == record.module.plan.recipe]
+        rows = slice(None) if len(own) == len(held) else own
         together = torch.stack([part[rows] for part in staged])
         if self._group is not None:
             dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group.of_next_call())
         amax, non_finite = together.unbind()
-        shared = [layers[row][1].scaling.reduce_amax for row in own]
+        shared = [held[row][1].scaling.reduce_amax for row in own]
         if not all(shared):
             amax = torch.where(sent_to(amax.device, shared)[:, None], amax, staged.amax[rows])
         staged.amax[rows], staged.non_finite[rows] = amax, non_finite
@@ -130,49 +134,44 @@ class LocalHistories:
 
     def __init__(self) -> None:
         self.replicas: Replicas | None = None
-        self._copy: tuple[list[Float8Linear], HostCopy] | None = None
+        self._copy: tuple[list[WeightRecord], HostCopy] | None = None
         self._met: list[str] = []
 
-    def roll(
-        self,
-        layers: Sequence[tuple[Float8Linear, ScalingState]],
-        sharded: Container[Float8Linear],
-        since: int,
-    ) -> None:
+    def roll(self, held: Sequence[tuple[WeightRecord, ScalingState]], since: int) -> None:
         """Roll by what was staged, and by the weights as they are.
 
         Args:
-            layers: each with a state of its own.
-            sharded: layers whose weight this rank does not see whole; those stay without a scale of its past.
+            held: records, each with a state of its layer. A weight that this rank does not see whole stays without a
+                scale of its past.
             since: the optimizer step that was the last when the histories rolled before.
 
         Raises:
             Float8ConfigError: a CUDA graph is captured: replays would not know which weights an optimizer stepped.
         """
-        if not layers:
+        if not held:
             return
-        if is_capturing(layers[0][1].scale):
+        if is_capturing(held[0][1].scale):
             raise Float8ConfigError(
-                f"{layers[0][0].fqn}: an optimizer steps its weight while a CUDA graph is captured, and the amax "
+                f"{held[0][0].fqn}: an optimizer steps its weight while a CUDA graph is captured, and the amax "
                 "histories of delayed scaling roll outside of graphs; capture forward and backward alone, or take a "
                 "recipe with current scaling"
             )
         if self._copy is not None:
             self._read()
-        of_layer, states = [layer for layer, _ in layers], [state for _, state in layers]
+        records, states = [record for record, _ in held], [state for _, state in held]
         staged, met = both = Staged.of(states)
         with torch.no_grad():
             if self.replicas is not None:
-                self.replicas.share(layers, both)
-            weights = [local_tensor(layer.weight) for layer in of_layer]
+                self.replicas.share(held, both)
+            weights = [local_tensor(record.module._parameters[record.name]) for record in records]
             counts = [
-                layer not in sharded and _stepped(weight, since)
-                for layer, weight in zip(of_layer, weights, strict=True)
+                not record.entered and _stepped(weight, since)
+                for record, weight in zip(records, weights, strict=True)
             ]
             amaxes = weight_amaxes(weights).to(staged)
             staged[:, W] = amaxes.where(amaxes.isfinite() & sent_to(staged.device, counts), 0.0)
             met[:, W] = (~amaxes.isfinite()).float()
-            self._copy = of_layer, HostCopy(met)
+            self._copy = records, HostCopy(met)
             roll(states, staged)
 
     def non_finite(self) -> list[str]:
@@ -184,15 +183,18 @@ class LocalHistories:
 
     def _read(self) -> None:
         if self._copy is not None:
-            layers, copy = self._copy
+            records, copy = self._copy
             with no_dispatch_modes():
-                self._met += operands_met(layers, copy.read())
+                self._met += operands_met(records, copy.read())
             self._copy = None
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:
     """Whether an optimizer stepped the weight after step ``since``; every rank knows that alike."""
-    return isinstance(weight, MasterWeight) and weight.cell.layers.stepped[weight.cell.fqn] > since
+    record = (
+        weight.record if isinstance(weight, MasterWeight) else None
+    )  # where modules share it, of one of them
+    return record is not None and record.last_step > since
 
 
 def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,24 +1,26 @@
 """From converted weights in high precision to primary weights in float8, and to codes alone."""
 
+from collections.abc import Iterable
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, master_of
-from f8sub.features.primary_weights.wire import primary_weight_for
-from f8sub.linear.float8_linear import Float8Linear, like_sharded, local_tensor
+from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.weights.cell import Cell
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
-from f8sub.weights.registry import ConvertedLayers
+from f8sub.weights.record import Cell
 from f8sub.weights.swap import take_place
+from f8sub.weights.weight import like_sharded, local_tensor, master_of
 
 
 def is_primary(parameter: torch.Tensor) -> bool:
     """Whether a parameter is a float8 primary weight, or becomes one once an optimizer takes its values."""
     local = local_tensor(parameter)
     if isinstance(local, MasterWeight):
-        return local.cell.layers is not None and bool(local.cell.layers.primary_weights)
+        conversion = None if local.record is None else local.record.conversion
+        return conversion is not None and conversion.primary_weights
     return isinstance(local, PrimaryWeight)
 
 
@@ -87,7 +89,7 @@ def _drop(layer: Float8Linear) -> None:
         primary.drop(Float8Tensor(operand, None, primary.dtype))
 
 
-def reread_shards(layers: ConvertedLayers | list[Float8Linear]) -> None:
+def reread_shards(layers: Iterable[Float8Linear]) -> None:
     """Have FSDP2 look at the local tensors of these layers anew, so that none is kept alive that was replaced.
 
     It looks after a state dict was loaded into the module that owns the parameter: one with nothing in it does, and
@@ -103,19 +105,21 @@ def _to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace
     local = local_tensor(parameter)
     if not isinstance(local, MasterWeight):
         return
+    record = local.record
+    if record is None or record.conversion is None:
+        raise RuntimeError(f"a weight of shape {tuple(local.shape)} that is no layer's cannot become float8")
     if local.is_meta:
         raise Float8ConfigError(
-            f"{local.cell.fqn}: a weight on meta has no values to cast; call to_empty and initialize the "
+            f"{record.fqn}: a weight on meta has no values to cast; call to_empty and initialize the "
             "model, or load a state dict, before MasterWeights(optimizer) and drop_high_precision(model)"
         )
-    primary = Primary(
-        local.cell.layers, local.cell.fqn, local.shape, local.dtype, sharded=isinstance(parameter, DTensor)
-    )
+    sharded = isinstance(parameter, DTensor)
+    primary = Primary(record, record.fqn, local.shape, local.dtype, sharded=sharded)
     # Float32 values stay where they are: the optimizer's master is the memory that the model lets go of.
     cell: Cell | None = local.cell if local.dtype == master_dtype else None
-    primary.master = type(local)(local.plain.to(master_dtype), cell)
-    primary.master.cell.belongs_to(primary.layers, primary.fqn)
-    handle = primary_weight_for(local).of(primary, local.device)
+    primary.master = MasterWeight(local.plain.to(master_dtype), cell)
+    primary.master.cell.record = record
+    handle = PrimaryWeight.of(primary, local.device)
     if isinstance(parameter, DTensor):
         parameter._local_tensor = handle
         return
@@ -124,10 +128,10 @@ def _to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace
         return
     if not may_replace:
         raise Float8ConfigError(
-            f"{local.cell.fqn}: its weight cannot become float8 because something holds on to it as it is (a "
+            f"{record.fqn}: its weight cannot become float8 because something holds on to it as it is (a "
             "DistributedDataParallel wrapper, a weak reference, an autograd graph that is still alive); construct "
             "MasterWeights(optimizer) right after the optimizer"
         )
-    for layer in primary.layers:
-        if layer._parameters["weight"] is parameter:
-            layer.weight = codes
+    for other in record.conversion:
+        if other.parameter is parameter:
+            setattr(other.module, other.name, codes)

@@ -9,10 +9,9 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.masters import is_primary, reread_shards, take_master
-from f8sub.features.primary_weights.primary_weight import master_of
-from f8sub.linear.float8_linear import exported, like_sharded, local_tensor
+from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.registry import ConvertedLayers
+from f8sub.weights.weight import exported, like_sharded, local_tensor, master_of
 
 MASTER = "master"
 """Name of the master among the states of its parameter."""
@@ -126,8 +125,8 @@ class MasterWeights(torch.optim.Optimizer):
         self.optimizer.load_state_dict({**state_dict, "state": state})
         self._pass_options(self.optimizer.param_groups, self.param_groups)
         self._round()
-        for layers in conversions_of(self._masters):
-            layers.changes += 1
+        for conversion in conversions_of(self._masters):
+            conversion.changes += 1
 
     def _take_unfrozen(self) -> None:
         """Make the masters of weights that have begun to learn."""
@@ -143,9 +142,9 @@ class MasterWeights(torch.optim.Optimizer):
     def _take(self, weights: list[torch.Tensor], *, frozen: bool = False) -> list[torch.Tensor]:
         """What the wrapped optimizer steps instead of ``weights``; itself for a frozen one, unless those are taken."""
         taken = [self._take_one(weight, frozen) for weight in weights]
-        for layers in conversions_of(taken):
-            reread_shards(layers)
-            layers.changes += 1  # the masters' storages are new
+        for conversion in conversions_of(taken):
+            reread_shards(record.module for record in conversion)
+            conversion.changes += 1  # the masters' storages are new
         return taken
 
     def _take_one(self, weight: torch.Tensor, frozen: bool) -> torch.Tensor:
@@ -196,10 +195,11 @@ class MasterWeights(torch.optim.Optimizer):
             now = _plain(local)
             values.copy_(torch.where(now == values.to(now.dtype), values, now.to(values.dtype)))
 
-        for layers in conversions_of(self._masters):
-            for layer in layers:
-                if type(layer._parameters["weight"]) is torch.nn.Parameter and layer.weight.requires_grad:
-                    raise _no_longer_primary(f"{layer.fqn}.weight")
+        for conversion in conversions_of(self._masters):
+            for record in conversion:
+                found = record.parameter
+                if type(found) is torch.nn.Parameter and found.requires_grad:
+                    raise _no_longer_primary(f"{record.fqn}.{record.name}")
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -231,7 +231,8 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
     return local.plain if isinstance(local, MasterWeight) else local.detach()
 
 
-def conversions_of(weights: Iterable[torch.Tensor]) -> set[ConvertedLayers]:
+def conversions_of(weights: Iterable[torch.Tensor]) -> set[Conversion]:
     """The conversions that the master weights among ``weights`` belong to."""
     masters = [master_of(local_tensor(weight)) for weight in weights]
-    return {m.cell.layers for m in masters if m is not None and m.cell.layers is not None}
+    records = [master.record for master in masters if master is not None and master.record is not None]
+    return {conversion for record in records if (conversion := record.conversion) is not None}

@@ -6,7 +6,6 @@ A model's parameter cannot be the codes' bytes alone: FSDP2, DTensor and ``nn.Mo
 its values. So it is a handle: a shape and a dtype, no storage of its own, and one record that all its views share.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -15,7 +14,11 @@ from torch.utils import _pytree as pytree
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
-from f8sub.weights.master_weight import MasterWeight, describe, rowwise_of
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.operators import describe
+from f8sub.weights.master_weight import MasterWeight, rowwise_of
+from f8sub.weights.record import WeightRecord
+from f8sub.weights.weight import Metadata, Weight, like_sharded
 
 aten = torch.ops.aten
 
@@ -24,8 +27,7 @@ class Primary:
     """What all views of one primary weight share.
 
     Attributes:
-        layers: those converted together with its own, while one of them is alive; see ``Cell``.
-        fqn: name of its layer.
+        record: of the weight; None while ``torch.compile`` traces.
         shape: of the weight, or of this rank's shard of it.
         dtype: what the weight is to the model and to autograd; values are rounded to it before they are cast.
         sharded: whether it is one rank's shard.
@@ -35,19 +37,21 @@ class Primary:
     """
 
     def __init__(
-        self, layers: Any, fqn: str, shape: torch.Size, dtype: torch.dtype, *, sharded: bool
+        self,
+        record: WeightRecord | None,
+        fqn: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        *,
+        sharded: bool,
     ) -> None:
-        self._layers, self.fqn = None if layers is None else weakref.ref(layers), fqn
+        self.record, self.fqn = record, fqn
         self.shape = shape
         self.dtype = dtype
         self.sharded = sharded
         self.master: MasterWeight | None = None
         self.dropping = False
         self.codes: Any = None
-
-    @property
-    def layers(self) -> Any:  # noqa: D102
-        return None if self._layers is None else self._layers()
 
     def drop(self, codes: Any) -> None:
         """Let go of the master; ``codes`` hold the weight from now on."""
@@ -73,7 +77,7 @@ class _Slot:
 Self = TypeVar("Self", bound="PrimaryWeight")
 
 
-class PrimaryWeight(torch.Tensor):
+class PrimaryWeight(Weight):
     """A parameter that is kept as float8 codes. See the module's docstring.
 
     Reading it gives the master's values rounded to ``dtype``, or the dequantized codes where the master was dropped.
@@ -87,6 +91,8 @@ class PrimaryWeight(torch.Tensor):
 
     OWN_ATTRIBUTES: ClassVar = frozenset({"_geometry", "_slot"})
     """What an instance holds besides the attributes that users set on their parameters."""
+
+    keeps_codes = True
 
     _geometry: torch.Tensor
     _slot: _Slot
@@ -124,9 +130,14 @@ class PrimaryWeight(torch.Tensor):
         return self._slot.primary
 
     @property
-    def cell(self) -> Primary:
-        """Where the wire reads a weight's layer from, as from a master weight's cell."""
-        return self.primary
+    def record(self) -> WeightRecord | None:
+        """Of the weight; None for zeros that FSDP2 made to copy a weight into."""
+        return None if self._slot.primary is None else self._slot.primary.record
+
+    @property
+    def master(self) -> MasterWeight | None:
+        """The high-precision values, in the optimizer."""
+        return self.primary.master
 
     @property
     def plain(self) -> torch.Tensor:
@@ -151,17 +162,32 @@ class PrimaryWeight(torch.Tensor):
         with torch.no_grad():
             self.copy_(values)
 
-    @property
-    def exported(self) -> torch.Tensor:
+    def exported_as(self, parameter: torch.Tensor) -> torch.Tensor:
         """What a state dict holds: the master itself, so that loading in place reaches it, or values of its own."""
         primary = self.primary
         if primary.master is None or primary.master.dtype != self.dtype:
-            return self.plain
+            return like_sharded(self.plain, parameter)
         view = _master_view(self)
         if not primary.sharded:
-            return view.exported
+            return like_sharded(view.exported, parameter)
         view.copies_plainly = True
-        return view
+        return like_sharded(view, parameter)
+
+    def _from_wire(
+        self,
+        all_gather_outputs: tuple[torch.Tensor],
+        metadata: Metadata,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[Float8Tensor, tuple[torch.Tensor]] | None:
+        """As of any weight; a master that is to be dropped goes once its fresh codes were gathered."""
+        made = super()._from_wire(all_gather_outputs, metadata, param_dtype, out=out)
+        shard, ticket = metadata
+        if self.primary.dropping and ticket is None:
+            shard.drop_master()
+            self.primary.drop(shard)
+        return made
 
     @property
     def _traced(self) -> torch.Tensor:
@@ -201,7 +227,7 @@ class PrimaryWeight(torch.Tensor):
             copy: Any = self.plain.clone()
             if (master := self.primary.master) is not None:
                 copy = type(master)(copy)
-                copy.cell.belongs_to(master.cell.layers, master.cell.fqn)
+                copy.cell.record = master.record
             if isinstance(self, torch.nn.Parameter):
                 copy = torch.nn.Parameter(copy, self.requires_grad)
             if self.grad is not None:
@@ -261,13 +287,6 @@ def primary_rowwise(weight: PrimaryWeight, format: Float8Format, dtype: torch.dt
     return kept
 
 
-def master_of(local: torch.Tensor) -> MasterWeight | None:
-    """The high-precision values behind a parameter's local tensor; None for a plain tensor or a dropped master."""
-    if isinstance(local, PrimaryWeight):
-        return local.primary.master
-    return local if isinstance(local, MasterWeight) else None
-
-
 def _master_view(weight: PrimaryWeight) -> MasterWeight:
     """What a write to ``weight`` is to write to."""
     primary = weight.primary
@@ -323,7 +342,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{primary.fqn}: to {device} would part the weight from its master on {weight.device}; move the model "
                 "before MasterWeights(optimizer)"
             )
-        moved = Primary(primary.layers, primary.fqn, primary.shape, primary.dtype, sharded=False)
+        moved = Primary(primary.record, primary.fqn, primary.shape, primary.dtype, sharded=False)
         moved.codes = primary.codes.to(device)
         return type(weight)(weight._geometry, _Slot(moved), device)
     return type(weight)(weight._geometry, weight._slot, device)

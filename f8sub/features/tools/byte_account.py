@@ -9,12 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from f8sub.convert.patterns import kind_of
 from f8sub.features.delayed.state import OPERANDS
-from f8sub.features.primary_weights.primary_weight import PrimaryWeight, master_of
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import Float8Format
-from f8sub.linear.float8_linear import Float8Linear, local_tensor
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
-from f8sub.torch_compat import fully_sharded
+from f8sub.torch_compat import param_dtypes
 from f8sub.weights.layout import ShardLayout, WireFormat, bytes_on_the_wire
+from f8sub.weights.weight import local_tensor, master_of
 
 SHARED_INPUTS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -157,7 +158,7 @@ def byte_account(
     seen: set[object] = set()
     layers = []
     linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    sharded = fully_sharded(linears.values())
+    sharded = {module for module, _ in param_dtypes()}
     for fqn, layer in linears.items():
         parent, _, name = fqn.rpartition(".")
         group = (parent, groups.get(name, (name,)))

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
-from f8sub.linear.float8_linear import Float8Linear, local_tensor
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.weight import local_tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.optim import MasterWeights, conversions_of
-from f8sub.linear.float8_linear import local_tensor
 from f8sub.torch_compat import untraced
-from f8sub.weights.registry import ConvertedLayers
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.weight import local_tensor
 
 
 def skip_step_if_nonfinite(
@@ -65,7 +65,7 @@ class StepGuard:
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._layers: set[ConvertedLayers] = set()
+        self._conversions: set[Conversion] = set()
         self._groups_seen = 0
         self._stepped: set[int] = set()
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -78,7 +78,7 @@ class StepGuard:
         ]
         self._optimizer = weakref.ref(optimizer)
         _guarded.add(optimizer)
-        self._enter_layers(optimizer)
+        self._enter_conversions(optimizer)
 
     def remove(self) -> None:
         """Let the optimizer step whatever its gradients are."""
@@ -86,17 +86,17 @@ class StepGuard:
             handle.remove()
         if (optimizer := self._optimizer()) is not None:
             _guarded.discard(optimizer)
-        for layers in self._layers:
-            layers.step_guards.discard(self)
+        for conversion in self._conversions:
+            conversion.step_guards.discard(self)
 
-    def _enter_layers(self, optimizer: torch.optim.Optimizer) -> None:
+    def _enter_conversions(self, optimizer: torch.optim.Optimizer) -> None:
         """Also of groups that were added since."""
         if self._groups_seen == len(optimizer.param_groups):
             return
         self._groups_seen = len(optimizer.param_groups)
-        self._layers |= conversions_of(p for g in optimizer.param_groups for p in g["params"])
-        for layers in self._layers:
-            layers.step_guards.add(self)
+        self._conversions |= conversions_of(p for g in optimizer.param_groups for p in g["params"])
+        for conversion in self._conversions:
+            conversion.step_guards.add(self)
 
     @untraced
     @torch.no_grad()
@@ -106,7 +106,7 @@ class StepGuard:
                 f"skip_step_if_nonfinite looks at gradients before {type(optimizer).__name__}.step, and a closure "
                 "computes them inside: call backward first and step() without a closure, or guard.remove()"
             )
-        self._enter_layers(optimizer)
+        self._enter_conversions(optimizer)
         steps = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
         self._take_back(steps)  # what a step that raised left
         self._hidden = []

@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.errors import Float8ConfigError
-from f8sub.linear.float8_linear import Float8Linear, local_tensor
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import gathered_as_local, is_compiled
 from f8sub.weights.layout import sharded_dims
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import register_precompute_hook
+from f8sub.weights.weight import local_tensor
 
 PRECOMPUTE = "float8_precompute_scales"
 """Attribute of a converted model: whether scales are wanted after each step. Copies for pipeline stages keep it."""

@@ -1,0 +1,36 @@
+"""What an operator does to tensors, read off its schema."""
+
+from typing import Any, NamedTuple
+
+
+class Operator(NamedTuple):
+    """What an operator does to its arguments.
+
+    Attributes:
+        func: the operator itself, kept alive because it is looked up by identity.
+        written: (position, name) of every argument that its schema says it writes to.
+        is_view: whether its result shares the first argument's storage.
+    """
+
+    func: Any
+    written: tuple[tuple[int, str], ...]
+    is_view: bool
+
+
+_OPERATORS: dict[int, Operator] = {}
+"""By identity of the operator: hashing one takes longer than marking a cell."""
+
+
+def describe(func: Any) -> Operator:
+    """Read off an operator's schema what it does; once for each operator."""
+    if (known := _OPERATORS.get(id(func))) is not None:
+        return known
+    written = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    returned = [result.alias_info for result in func._schema.returns if result.alias_info is not None]
+    is_view = any(not alias.is_write for alias in returned)
+    _OPERATORS[id(func)] = Operator(func, written, is_view)
+    return _OPERATORS[id(func)]

@@ -1,0 +1,327 @@
+"""Conversion: the weights of one ``convert_to_float8``, for what they do together."""
+
+import hashlib
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
+from f8sub.features.delayed.histories import LocalHistories, Replicas
+from f8sub.formats import Float8Format
+from f8sub.kernels.gemm.select import Plan, reference_warning
+from f8sub.torch_compat import graph_task, param_dtypes, resharded_to_part, running_ddp
+from f8sub.version import __version__
+from f8sub.weights.agreement import all_arrive
+from f8sub.weights.findings import non_finite
+from f8sub.weights.held_weights import HeldWeights
+from f8sub.weights.layout import ShardLayout, sharded_dims
+from f8sub.weights.rank_check import check_ranks
+from f8sub.weights.record import WeightRecord
+from f8sub.weights.scale_table import ScaleTable
+from f8sub.weights.shard import Shard
+from f8sub.weights.weight import master_of
+
+_SEEN = "float8_seen"
+"""Attribute of every module that ``convert_to_float8`` was given."""
+
+Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
+
+
+class Conversion:
+    """All weights of one ``convert_to_float8`` call, in an order that every rank agrees on.
+
+    Holds no module alive. A deep copy or a pickle of the model makes one of its own, which its layers enter as they
+    are made.
+
+    Attributes:
+        primary_weights: whether the weights become float8 once an optimizer has their masters.
+        idle_patterns: patterns of options given by patterns which decide for none of the layers, with reasons.
+        changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
+        steps: number of optimizer steps among them.
+        loaded_at: what ``steps`` was when a state dict was loaded last; its amax histories cover the steps before.
+        step_guards: what skips steps of these weights whose gradients are not finite; each lives with its optimizer.
+        told_of_reference: whether a warning said that GEMMs of these layers are slow on their GPU.
+        tables: of sharded weights, one for each process group that gathers them, set of ranks that share their scales,
+            and of those that they are on in all.
+    """
+
+    made: ClassVar[int] = 0
+    """How many there are or were: a module that was walked for them before the last one is walked again."""
+
+    histories_made: ClassVar[bool] = False
+    """Whether any layer ever had delayed scaling: until then this is all that the end of an optimizer step reads."""
+
+    def __init__(self, primary_weights: bool = False, idle_patterns: tuple[str, ...] = ()) -> None:
+        Conversion.made += 1
+        self.primary_weights = primary_weights
+        self.idle_patterns = idle_patterns
+        self._records: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, WeightRecord]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.changes = 0
+        self.steps = 0
+        self.loaded_at = 0
+        self.step_guards: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.told_of_reference = False
+        self.tables: dict[Ranks, ScaleTable] = {}
+        self._local = LocalHistories()
+        self._held = HeldWeights()
+        self._steps_rolled = 0
+        self._asked_at: dict[ScaleTable, int] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Conversion, (self.primary_weights, self.idle_patterns)
+
+    @staticmethod
+    def see(model: torch.nn.Module) -> None:
+        """Mark a model, and each part of it, as one that ``convert_to_float8`` was given, if only to leave it alone."""
+        for module in model.modules():
+            module.__dict__[_SEEN] = True  # copies for pipeline stages keep it
+
+    @staticmethod
+    def forget(model: torch.nn.Module) -> None:
+        """Take the mark off again."""
+        Conversion.made += 1
+        for module in model.modules():
+            module.__dict__.pop(_SEEN, None)
+
+    @staticmethod
+    def saw(model: torch.nn.Module) -> bool:
+        """Whether any part of the model was given to ``convert_to_float8``."""
+        return any(_SEEN in module.__dict__ for module in model.modules())
+
+    def add(
+        self, module: torch.nn.Module, name: str, fqn: str, format: Float8Format | None, gathered: bool
+    ) -> WeightRecord:
+        """Enter the parameter ``name`` of a module, which is a ``WeightOwner``; see ``WeightRecord``."""
+        record = WeightRecord(self, module, name, fqn, format, gathered)
+        self._records.setdefault(module, {})[name] = record
+        return record
+
+    def discard(self, module: torch.nn.Module) -> None:
+        """Take a module's weights out."""
+        self._records.pop(module, None)
+
+    def owns(self, module: torch.nn.Module) -> bool:
+        """Whether weights of a module are among these."""
+        return module in self._records
+
+    def record_of(self, module: torch.nn.Module, name: str) -> WeightRecord:
+        """The record of a module's parameter."""
+        return self._records[module][name]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._records.values()))
+
+    def __iter__(self) -> Iterator[WeightRecord]:
+        records = (record for of_module in self._records.values() for record in of_module.values())
+        return iter(sorted(records, key=lambda record: record.fqn))
+
+    def warn_of_reference(self, plans: Iterable[Plan]) -> None:
+        """Warn once a conversion where GEMMs on a GPU fall to the reference backend, see ``reference_warning``."""
+        if not self.told_of_reference and (message := reference_warning(plans)):
+            self.told_of_reference = True
+            warnings.warn(message, Float8Warning, stacklevel=4)
+
+    def refresh(self, *, asked: bool = False) -> None:
+        """Enter the weights that were sharded since the last look.
+
+        Which weights those are, every rank knows; that a known one got another local tensor, one rank alone may
+        (FSDP2 pads the short shards anew), so that is looked at where nothing is communicated.
+
+        Args:
+            asked: this is because of a call that a rank may have forgotten, so nothing is begun together before
+                all ranks came. Else it is before an all-gather, which no rank can forget.
+        """
+        records = list(self)
+        new = [(record, record.parameter) for record in records if not record.entered]
+        if sharded := [(record, w) for record, w in new if isinstance(w, DTensor) and sharded_dims(w)]:
+            self._enter(sharded, asked)
+        for record in records:
+            if record.shard is not None:
+                record.shard.follow(record)
+
+    def shard_of(self, record: WeightRecord) -> Shard:
+        """The shard of a weight that is about to be gathered.
+
+        Raises:
+            Float8ConfigError: the module's parameter is not what is gathered.
+        """
+        if not record.entered:
+            self.refresh()
+        if record.shard is None:
+            raise Float8ConfigError(
+                f"{record.fqn}: its weight is gathered but is not a sharded parameter of the layer "
+                f"({type(record.parameter).__name__}); assign weights before fully_shard"
+            )
+        record.shard.follow(record)
+        return record.shard
+
+    def roll(self) -> None:
+        """After an optimizer step: roll the histories that no all-gather will ask for.
+
+        Not during a backward pass, see ``ScaleTable.roll_due``; the next call does it.
+        """
+        since = max(self._steps_rolled, self.loaded_at)
+        if self.steps <= since or graph_task() != -1:
+            return
+        self._steps_rolled = self.steps
+        records = [record for record in self if record.module.states()]
+        if not records:
+            return
+        self.refresh()
+        for table in self.tables.values():
+            table.roll()
+        held = [
+            (record, state)
+            for record in records
+            for state in record.module.states()
+            if record.shard is None or state.recipe != record.module.plan.recipe
+        ]
+        self._local.roll(held, since=since)
+        self._held.skip(record for record, _ in held)
+
+    def replicate(self) -> bool:
+        """Have the ranks of DDP share what their amax histories see, if DDP runs the layers now.
+
+        Returns:
+            Whether there is no more to wait for: they do, or FSDP2 shards the layers.
+        """
+        is_sharded = any(record.entered for record in self)
+        if self._local.replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
+            self._local.replicas = Replicas(ddp)
+        return is_sharded or self._local.replicas is not None
+
+    def settle(self) -> None:
+        """Roll what is due and finish what is under way, before a state dict of the histories is taken or loaded."""
+        for (*_, ranks), table in self.tables.items():
+            if table.roll_due and self._all_settle(table, ranks):
+                table.reduce(tell=False)
+            table.settle_histories()
+
+    def _all_settle(self, table: ScaleTable, ranks: tuple[int, ...]) -> bool:
+        """Whether all ranks came to ``settle`` since the last optimizer step; asked once, not for every layer."""
+        if len(ranks) == 1 or self._asked_at.get(table) == self.steps:
+            return len(ranks) == 1
+        self._asked_at[table] = self.steps
+        if all_arrive(f"f8sub/{table.group_of(ranks).life}/settle/{self.steps}", len(ranks)):
+            return True
+        warnings.warn(
+            f"{table.shards[0].fqn}: a state dict was taken or loaded on some ranks only, after an optimizer step and "
+            "before precompute_scales(model); it lacks what the amax histories saw in that step. Call "
+            "precompute_scales(model) first, or take it on every rank",
+            Float8Warning,
+            stacklevel=2,
+        )
+        return False
+
+    def raise_local(self) -> None:
+        """Tell of NaN and infinity that this rank met in layers that are not sharded.
+
+        Raises:
+            Float8NumericsError: with the layers and operands.
+        """
+        for message in non_finite(self._local.non_finite(), self):
+            raise Float8NumericsError(message)
+
+    def check_held(self) -> None:
+        """Tell what the call before found in the weights that no table covers, and look at them again.
+
+        Raises:
+            Float8NumericsError: NaN or infinity; names the layers.
+        """
+        if held := [record for record in self if record.shard is None]:
+            self._held.check(held)
+
+    def _enter(self, new: list[tuple[WeightRecord, DTensor]], asked: bool) -> None:
+        _refuse_partly_resharded([record for record, _ in new])
+        layouts = {record: ShardLayout.of(weight) for record, weight in new}
+        dtypes = param_dtypes()
+        for key in dict.fromkeys(map(_ranks_of, layouts.values())):
+            members = [(record, weight) for record, weight in new if _ranks_of(layouts[record]) == key]
+            layout = layouts[members[0][0]]
+            ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
+            table = self.tables.get(key) or ScaleTable(self, layout)
+            described = [
+                {
+                    "layer": record.fqn,
+                    "f8sub": __version__,
+                    **record.module.weight_described(record.name, torch.device(layout.device)),
+                    "param_dtype": str(dtypes.get((record.module, record.name))),
+                }
+                for record, _ in members
+            ]
+            if world > 1:
+                if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
+                    continue
+                check_ranks(described, table.group_of(layout.ranks).of_next_call(), layout.device)
+                if len(layout.sharers) > 1:
+                    table.group_of(layout.sharers)  # now, when all of them are here
+            _entered[ranks] += 1
+            for record, weight in members:
+                record.entered = True
+                gathered_by = (record.module, record.name)
+                sent = record.gathered and gathered_by in dtypes
+                if sent or record.module.plan.recipe.delayed is not None:
+                    dtype = dtypes.get(gathered_by) or weight.dtype
+                    record.shard = self._shard(record, weight, layouts[record], dtype, table, sent)
+            if any(record.shard is not None and record.shard.table is table for record in self):
+                self.tables[key] = table
+                table.set_records([r for r in self if r.shard is not None and r.shard.table is table])
+
+    def _shard(
+        self,
+        record: WeightRecord,
+        weight: DTensor,
+        layout: ShardLayout,
+        dtype: torch.dtype,
+        table: ScaleTable,
+        sent: bool,
+    ) -> Shard:
+        local, format = weight._local_tensor, record.format
+        master = master_of(local)
+        if master is None or format is None:
+            raise Float8ConfigError(
+                f"{record.fqn}: FSDP2 would gather its weight in high precision, because it is a "
+                f"{type(local).__name__} that took the converted weight's place; assign weights before "
+                "convert_to_float8, or copy into them"
+            )
+        if sent and format.codes_per_byte > 1 and layout.dim != 0:
+            raise Float8ConfigError(
+                f"{record.fqn}: its weight is sharded by columns (Shard({layout.dim})), which FSDP2 "
+                f"puts together from one byte an element, and {format} has two in one; "
+                "shard it by rows, or convert with float8_all_gather=False"
+            )
+        if sent:
+            layout.check_lines_up(format.tile, record.fqn)
+        master.cell.record = record
+        shards = (other.shard for other in self if other.shard is not None)
+        tied = next((shard for shard in shards if shard.master.cell is master.cell), None)
+        recipe = record.module.plan.recipe
+        state = None if recipe.delayed is None else record.module.scaling_state(recipe)
+        return tied or Shard(record, master, layout, dtype, table, state, sent=sent)
+
+
+def _ranks_of(layout: ShardLayout) -> Ranks:
+    return layout.group, layout.sharers, layout.ranks
+
+
+def _refuse_partly_resharded(records: list[WeightRecord]) -> None:
+    """FSDP2 gathers anew what it kept of a weight after forward, without the hooks that would say what it is."""
+    found = resharded_to_part(record.module for record in records if record.gathered)
+    if fqns := sorted({record.fqn for record in records if record.module in found}):
+        raise Float8ConfigError(
+            f"{fqns[0]} and {len(fqns) - 1} more: sharded with reshard_after_forward=<int>, which FSDP2 does not do "
+            "for weights with all-gather hooks (torch raises NotImplementedError in backward); pass True or False to "
+            "fully_shard, or convert with float8_all_gather=False"
+        )
+
+
+_entered: Counter[str] = Counter()
+"""How many conversions were entered for each set of ranks: the next one is the same one on every rank."""

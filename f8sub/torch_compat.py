@@ -105,14 +105,21 @@ def resharded_to_part(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]
     return {param._module_info.module for group in partly for param in group.fsdp_params}.intersection(layers)
 
 
-def param_dtypes() -> dict[tuple[torch.nn.Module, str], torch.dtype | None]:
-    """The ``param_dtype`` of every parameter that FSDP2 gathers, by module and name: of all that share it."""
-    found = {}
+def param_dtypes(
+    modules: Iterable[torch.nn.Module],
+) -> dict[tuple[torch.nn.Module, str], torch.dtype | None]:
+    """The ``param_dtype`` of every parameter of ``modules`` that FSDP2 gathers, by module and name.
+
+    Of no other module: there may be models that nothing else holds any more.
+    """
+    found: dict[tuple[torch.nn.Module, str], torch.dtype | None] = {}
+    asked = set(modules)
     for group in _param_groups():
         for owners in (param._module_info for param in group.fsdp_params):
             of_param = [(owners.module, owners.param_name)]
             of_param += zip(owners.shared_modules, owners.shared_param_names, strict=True)
-            found.update(dict.fromkeys(of_param, group.mp_policy.param_dtype))
+            ours = [owner for owner in of_param if owner[0] in asked]
+            found.update(dict.fromkeys(ours, group.mp_policy.param_dtype))
     return found
 
 

@@ -12,6 +12,7 @@ import datetime
 import gc
 import json
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def trained(name: str, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer 
     if sharded:
         for module in (*model, model):
             module.reshard()
+        time.sleep(0.2)  # gloo's threads let go of the last all-gather's output after the ranks went on
     return model, optimizer
 
 

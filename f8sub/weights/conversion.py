@@ -242,7 +242,7 @@ class Conversion:
     def _enter(self, new: list[tuple[WeightRecord, DTensor]], asked: bool) -> None:
         _refuse_partly_resharded([record for record, _ in new])
         layouts = {record: ShardLayout.of(weight) for record, weight in new}
-        dtypes = param_dtypes()
+        dtypes = param_dtypes(record.module for record, _ in new)
         for key in dict.fromkeys(map(_ranks_of, layouts.values())):
             members = [(record, weight) for record, weight in new if _ranks_of(layouts[record]) == key]
             layout = layouts[members[0][0]]
@@ -264,13 +264,15 @@ class Conversion:
                 if len(layout.sharers) > 1:
                     table.group_of(layout.sharers)  # now, when all of them are here
             _entered[ranks] += 1
+            made = []  # the table will hold them
             for record, weight in members:
                 record.entered = True
                 gathered_by = (record.module, record.name)
                 sent = record.gathered and gathered_by in dtypes
                 if sent or record.module.plan.recipe.delayed is not None:
                     dtype = dtypes.get(gathered_by) or weight.dtype
-                    record.shard = self._shard(record, weight, layouts[record], dtype, table, sent)
+                    made.append(self._shard(record, weight, layouts[record], dtype, table, sent))
+                    record.shard = made[-1]
             if any(record.shard is not None and record.shard.table is table for record in self):
                 self.tables[key] = table
                 table.set_records([r for r in self if r.shard is not None and r.shard.table is table])

@@ -40,7 +40,10 @@ class WeightOwner(Protocol):
 
 
 class WeightRecord:
-    """What a weight is to FSDP2 and to a GEMM. Holds neither the module nor the conversion.
+    """What a weight is to FSDP2 and to a GEMM.
+
+    Holds neither the module, nor the conversion, nor the shard: tensors hold the record where no garbage collector
+    sees, and those lead back to the tensors, so that no model would ever be freed.
 
     Attributes:
         fqn: the weight's name in errors and reports: of its layer, where that has one weight.
@@ -48,7 +51,6 @@ class WeightRecord:
         format: of the rowwise codes; None where no GEMM reads the weight in float8.
         gathered: whether FSDP2 gathers the weight as float8.
         entered: whether the ranks that shard the weight compared it.
-        shard: this rank's part of it; None where it is not sharded, or gathered in high precision.
         last_step: the last optimizer step of the conversion that stepped this weight; 0 where there was none.
     """
 
@@ -63,8 +65,8 @@ class WeightRecord:
     ) -> None:
         self.fqn, self.name, self.format, self.gathered = fqn, name, format, gathered
         self.entered = False
-        self.shard: Shard | None = None
         self.last_step = 0
+        self._shard: weakref.ref[Shard] | None = None
         self._conversion, self._module = weakref.ref(conversion), weakref.ref(module)
 
     @property
@@ -77,6 +79,15 @@ class WeightRecord:
     def conversion(self) -> "Conversion | None":
         """The weights converted together with this one, while any of their modules is alive."""
         return self._conversion()
+
+    @property
+    def shard(self) -> "Shard | None":
+        """This rank's part of the weight; None where it is not sharded, or gathered in high precision."""
+        return None if self._shard is None else self._shard()
+
+    @shard.setter
+    def shard(self, shard: "Shard") -> None:
+        self._shard = weakref.ref(shard)
 
     @property
     def module(self) -> Any:

@@ -158,7 +158,7 @@ def byte_account(
     seen: set[object] = set()
     layers = []
     linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    sharded = {module for module, _ in param_dtypes()}
+    sharded = {module for module, _ in param_dtypes(linears.values())}
     for fqn, layer in linears.items():
         parent, _, name = fqn.rpartition(".")
         group = (parent, groups.get(name, (name,)))

@@ -9,7 +9,7 @@ f8sub.precompute_scales(model)              # after every step
 from f8sub import optim as optim
 from f8sub import tensor_parallel as tensor_parallel
 from f8sub.convert.convert import convert_from_float8, convert_to_float8
-from f8sub.convert.report import ConversionReport, LayerReport, conversion_report
+from f8sub.convert.report import ConversionReport, LayerReport
 from f8sub.errors import (
     Float8ConfigError,
     Float8NumericsError,
@@ -18,7 +18,9 @@ from f8sub.errors import (
     Float8Warning,
 )
 from f8sub.features.autocast.autocast import autocast
+from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision
+from f8sub.features.tools.conversion_report import conversion_report
 from f8sub.features.tools.find_nonfinite import find_nonfinite
 from f8sub.features.tools.step_guard import skip_step_if_nonfinite
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile

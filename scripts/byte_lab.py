@@ -24,6 +24,7 @@ from tables import Table, parser, write_between_markers, write_json
 from torch import nn
 
 import f8sub
+from f8sub.features.delayed.layers import states_of
 from f8sub.formats import Operand
 from f8sub.kernels.gemm import scaled_mm
 from f8sub.kernels.gemm.select import Plan
@@ -145,7 +146,7 @@ def plan_for_the_device(layer: f8sub.Float8Linear) -> None:
     with fake_h200():
         plan = Plan.make(layer.plan.recipe, torch.device("cuda", 0), "scaled_mm")
     layer.plan = dataclasses.replace(plan, device=torch.device("cpu"))
-    for state in layer.states():
+    for state in states_of(layer):
         state.is_known = True  # as it is after the first step
 
 

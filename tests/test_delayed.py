@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
+from f8sub.features.delayed import layers
 from f8sub.features.delayed.state import OPERANDS
 from f8sub.kernels import quantize_cpu, reference
 from f8sub.kernels.gemm import select
@@ -250,7 +251,6 @@ def test_the_weight_never_saturates():
                 layer.weight,
                 format,
                 torch.float32,
-                None,
                 state_of(layer).sources(stage=False, frozen=False).w,
             )
             found = reference.dequantize(operand, torch.float32)
@@ -296,10 +296,10 @@ def test_an_algorithm_that_returns_something_else_is_told(name):
 def test_recipes_that_differ_in_an_algorithm_share_no_state():
     first, second = (f8sub.get_recipe("delayed", amax_compute_algo=name) for name in ("max", "most_recent"))
     layer = layer_of(amax_compute_algo="max")
-    assert layer.scaling_state(first) is state_of(layer)
-    other = layer.scaling_state(second)
-    assert other is not layer.scaling_state(first)
-    assert layer.scaling_state(second) is other
+    assert layers.state_of(layer, first) is state_of(layer)
+    other = layers.state_of(layer, second)
+    assert other is not layers.state_of(layer, first)
+    assert layers.state_of(layer, second) is other
     run(layer, *data(1))
     assert not any(history.any() for history in other.histories)
     assert len({key for key in layer.state_dict() if key.endswith("history_x")}) == 2

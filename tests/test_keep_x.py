@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import f8sub
 from f8sub.features.delayed import state
+from f8sub.features.delayed.layers import states_of
 from tests.compiling import compile_blocks
 from tests.conversions import mlp, x_of
 from tests.data_sets import gaussian, generator
@@ -119,7 +120,7 @@ def test_a_delayed_scale_is_that_of_forward_though_histories_rolled_since(way):
         trained(model)
         x = tokens(7)
         y = model(x)
-        states = [state for layer in float8_layers(model) for state in layer.states()]
+        states = [state for layer in float8_layers(model) for state in states_of(layer)]
         before = torch.stack([state.scale for state in states])
         state.roll(states, torch.full((len(states), 3), 1e15))
         assert (torch.stack([state.scale for state in states]) < before / 100).all()
@@ -132,9 +133,9 @@ def test_a_delayed_scale_is_that_of_forward_though_histories_rolled_since(way):
 def test_backward_stages_no_amax_of_x(way):
     for model in (model_of("delayed", way), model_of("delayed", "float8")):
         y = model(tokens())
-        staged = [state.history_x.clone() for layer in float8_layers(model) for state in layer.states()]
+        staged = [state.history_x.clone() for layer in float8_layers(model) for state in states_of(layer)]
         y.backward(gaussian(tuple(y.shape), generator(9)))
-        after = [state.history_x for layer in float8_layers(model) for state in layer.states()]
+        after = [state.history_x for layer in float8_layers(model) for state in states_of(layer)]
         assert same(after, staged)
         assert all(history[0] > 0 for history in after)
 

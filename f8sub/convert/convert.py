@@ -20,16 +20,17 @@ from f8sub.convert.checks import (
 from f8sub.convert.filters import FilterFn, LayerKeepX, LayerRecipes, RecipeOrName, Selection
 from f8sub.convert.foreign_calls import refuse_foreign_recipe, refuse_unknown
 from f8sub.convert.linear_subclasses import float8_class, plain_class
-from f8sub.convert.report import SKIP_REASON, conversion_report, why_nothing
+from f8sub.convert.report import SKIP_REASON, layers_report, why_nothing
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
+from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.shared_input import close_scope, open_scope
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.precompute_scales import check_ranks_hook, replicate_hook, watch_optimizer_steps
+from f8sub.weights.precompute_scales import check_ranks_hook, guests_hook, watch_optimizer_steps
 from f8sub.weights.swap import take_place
 from f8sub.weights.weight import Weight
 
@@ -139,7 +140,7 @@ def _convert_selected(
         _convert(module, names[module], plan, layers, gathered[module], kept.of(names[module]))
     _wrap_weights(list(names), layers)
     _share_inputs(model)
-    _watch(model, layers, with_histories=any(plan.recipe.delayed is not None for plan in plans.values()))
+    _watch(model, layers)
     return model
 
 
@@ -155,7 +156,7 @@ def convert_from_float8(model: Model) -> Model:
             (module._forward_pre_hooks, open_scope),
             (module._forward_hooks, close_scope),
             (module._forward_pre_hooks, check_ranks_hook),
-            (module._forward_pre_hooks, replicate_hook),
+            (module._forward_pre_hooks, guests_hook),
         ):
             for key in [key for key, found in hooks.items() if getattr(found, "func", found) is hook]:
                 del hooks[key]
@@ -166,7 +167,8 @@ def convert_from_float8(model: Model) -> Model:
             if isinstance(weight, Weight):
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
-            module._modules.pop("scaling_states", None)
+            if sockets.scaling is not None:
+                sockets.scaling.leave(module)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
     Conversion.forget(model)
     return model
@@ -236,7 +238,7 @@ def _convert(
     module.float8_all_gather, module.keep_x = float8_all_gather, keep_x
     module.enter_weight()
     if plan.recipe.delayed is not None:
-        module.scaling_state(plan.recipe)
+        sockets.scaling_of(plan.recipe).enter(module, plan.recipe)
     module.__dict__.pop(SKIP_REASON, None)
 
 
@@ -279,17 +281,17 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _watch(model: torch.nn.Module, layers: Conversion, *, with_histories: bool) -> None:
+def _watch(model: torch.nn.Module, layers: Conversion) -> None:
     """Learn at forwards who shards or replicates the layers, and of every optimizer's steps."""
     Conversion.see(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
-    if with_histories:
-        model.register_forward_pre_hook(functools.partial(replicate_hook, layers))
+    if any(guest.is_needed for guest in layers.guests):
+        model.register_forward_pre_hook(functools.partial(guests_hook, layers))
     watch_optimizer_steps()
 
 
 def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
-    report = conversion_report(model)
+    report = layers_report(model)
     if any(layer.converted for layer in report.layers):
         _warn(f"convert_to_float8 was called again and found nothing more to convert: {report.summary}")
         return

@@ -3,9 +3,8 @@
 import math
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -13,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from f8sub.convert.defaults import MIN_DIM, is_small
 from f8sub.convert.other_weights import OtherWeights, active_share_of_linear, other_weights
 from f8sub.convert.patterns import kind_of
-from f8sub.features.tools.byte_account import SAVED_INPUTS, SHARED_INPUTS, ByteAccount, byte_account
 from f8sub.linear.float8_linear import Float8Linear
 
 SKIP_REASON = "float8_skip_reason"
@@ -59,7 +57,7 @@ class ConversionReport:
     Attributes:
         layers: every linear layer, in the model's order.
         idle_patterns: of options given by patterns, those that do nothing, with the reason.
-        bytes: the account of bytes, where a number of tokens was given; ``str()`` of it is a table.
+        bytes: the ``ByteAccount``, where a number of tokens was given; ``str()`` of it is a table.
         others: what multiplies by weights and is no nn.Linear; none of it is converted.
         parameters: how many the model has.
         parameters_in_float8: how many of them are weights of converted layers.
@@ -67,7 +65,7 @@ class ConversionReport:
 
     layers: tuple[LayerReport, ...]
     idle_patterns: tuple[str, ...] = ()
-    bytes: ByteAccount | None = None
+    bytes: Any = None
     others: tuple[OtherWeights, ...] = ()
     parameters: int = 0
     parameters_in_float8: int = 0
@@ -157,23 +155,8 @@ class _Weights(NamedTuple):
     multiplications: float | None
 
 
-def conversion_report(
-    model: torch.nn.Module,
-    tokens: int | None = None,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
-    saved_inputs: Iterable[str] = SAVED_INPUTS,
-) -> ConversionReport:
-    """What of ``model`` runs in float8, and why the rest does not; with ``tokens``, what it takes in bytes, too.
-
-    Args:
-        model: converted or not, sharded or not.
-        tokens: see ``byte_account``; the arguments after it likewise.
-        dtype: the high precision.
-        shared_inputs: groups of names of siblings that read one x.
-        saved_inputs: names of layers whose x is saved by what makes it.
-    """
+def layers_report(model: torch.nn.Module) -> ConversionReport:
+    """What of ``model``, converted or not, sharded or not, runs in float8, and why the rest does not."""
     rows: list[LayerReport] = []
     idle: list[str] = []
     for fqn, module in model.named_modules():
@@ -187,13 +170,11 @@ def conversion_report(
         sizes = module.in_features, module.out_features
         multiplications = sizes[0] * sizes[1] * active_share_of_linear(model, fqn)
         rows.append(LayerReport(fqn or "(root)", *sizes, converted, detail, multiplications))
-    account = None if tokens is None else byte_account(model, tokens, dtype, shared_inputs, saved_inputs)
     weights = {layer.weight for layer in model.modules() if isinstance(layer, Float8Linear)}
     return ConversionReport(
         tuple(rows),
         tuple(dict.fromkeys(idle)),
-        account,
-        other_weights(model),
+        others=other_weights(model),
         parameters=sum(p.numel() for p in model.parameters() if not is_lazy(p)),
         parameters_in_float8=sum(weight.numel() for weight in weights),
     )

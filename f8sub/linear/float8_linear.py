@@ -11,21 +11,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
-from f8sub.features.autocast.plan_in_use import contexts, plan_in_use, remember
-from f8sub.features.delayed.state import ScalingState, ScalingStates
-from f8sub.features.primary_weights.primary_weight import PrimaryWeight, primary_rowwise
-from f8sub.features.tensor_parallel.places import Places
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.gemm.select import Plan, gemm_nt
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT_SOURCES, Sources
+from f8sub.kernels.scales import Sources
+from f8sub.linear import sockets
 from f8sub.linear.saved_input import AUTO, GemmInput, Kept, as_matrix, present, quantize_x, x_columnwise
-from f8sub.recipe import GemmSpec, Recipe
+from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, untraced
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
+from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.weight import Weight, exported, local_tensor
 
@@ -42,7 +39,6 @@ class Float8Linear(torch.nn.Linear):
         converted: the layers of the same conversion, this one among them.
         float8_all_gather: whether FSDP2 gathers the weight as float8.
         keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``.
-        scaling_states: the past of x, w and dy under each recipe with delayed scaling; absent where there was none.
     """
 
     plan: Plan
@@ -50,7 +46,6 @@ class Float8Linear(torch.nn.Linear):
     converted: Conversion
     float8_all_gather: bool
     keep_x: str
-    scaling_states: torch.nn.ModuleList
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102
         x = input  # nn.Linear's name, which callers and sharding plans know it by
@@ -70,14 +65,15 @@ class Float8Linear(torch.nn.Linear):
         dtype = autocast_dtype(device) or x.dtype
         if self.plan.device.type != device:
             self.follow(x.device)
-        plan = plan_in_use(self) if contexts.entered else self.plan
-        places, adds_bias = None, True
-        sources = CURRENT_SOURCES if plan.recipe.delayed is None else self.sources(plan.recipe)
+        plan = sockets.contexts.plan_of(self) if sockets.contexts.entered else self.plan
+        places: sockets.Placed | None = None
+        adds_bias = True
+        sources = sockets.sources_of(self, plan.recipe)
         bias: torch.Tensor | None = self.bias
         if isinstance(weight, DTensor):
             if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
                 return _eagerly(self, x)
-            places = Places.of(self, weight, x)
+            places = sockets.placed(self, weight, x)
             sources, adds_bias = places.sources(self, plan, weight, x, sources), places.adds_bias
             x, weight, bias = places.local(x, weight, bias)
         y: torch.Tensor
@@ -85,8 +81,8 @@ class Float8Linear(torch.nn.Linear):
             y = apply(_Float8Matmul, x, weight, bias, plan, dtype, sources, self.keep_x, adds_bias)
         else:
             y = fprop(x, weight, bias if adds_bias else None, plan, dtype, sources, None)[0]
-        if contexts.entered:
-            remember(self, plan, y)
+        if sockets.contexts.entered:
+            sockets.contexts.remember(self, plan, y)
         return y if places is None else places.whole(y)
 
     def follow(self, device: torch.device) -> None:
@@ -110,34 +106,6 @@ class Float8Linear(torch.nn.Linear):
         if not self.weight.is_meta:
             self.follow(self.weight.device)
         return self
-
-    def scaling_state(self, recipe: Recipe) -> ScalingState:
-        """The state of a recipe with delayed scaling, begun at its first use; recipes that differ share none."""
-        states = self.states()
-        for state in states:
-            if state.recipe == recipe:
-                return state
-        if torch.compiler.is_compiling():
-            raise Float8ConfigError(
-                f"{self.fqn}: recipe {recipe.name!r} keeps amax histories, and the layer has none for it yet; run it "
-                "once in the same context before torch.compile"
-            )
-        state = ScalingState(recipe, local_tensor(self.weight).device).train(self.training)
-        self.scaling_states = ScalingStates([*states, state], self.fqn)
-        Conversion.histories_made = True
-        return state
-
-    def sources(self, recipe: Recipe) -> Sources:
-        """Where the scales of a forward that begins now come from, under a recipe with delayed scaling."""
-        state = self.scaling_state(recipe)
-        if not torch.compiler.is_compiling():
-            state.notice_writes()
-        frozen = self.training and not self.weight.requires_grad
-        return state.sources(stage=torch.is_grad_enabled() and self.training, frozen=frozen)
-
-    def states(self) -> list[ScalingState]:
-        """The states of all recipes with delayed scaling that the layer was run under."""
-        return list(self._modules.get("scaling_states") or ())  # type: ignore[arg-type]
 
     def enter_weight(self) -> WeightRecord:
         """Enter the weight among those that were converted together."""
@@ -181,12 +149,9 @@ class Float8Linear(torch.nn.Linear):
         local = local_tensor(weight)
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self.converted.changes += 1
-        self.converted.loaded_at = self.converted.steps
-        for index, state in enumerate(self.states()):
-            kept = any(key.startswith(f"{prefix}scaling_states.{index}.") for key in state_dict)
-            if f"{prefix}weight" in state_dict and not kept:
-                state.reset()
+        self.converted.loaded()
+        if sockets.scaling is not None:
+            sockets.scaling.loaded(self, state_dict, prefix)
         if isinstance(local, MasterWeight):
             if not isinstance(local_tensor(self.weight), MasterWeight):
                 self._remake_master()
@@ -345,12 +310,10 @@ def weight_rowwise(
     """
     if isinstance(w, Float8Tensor):
         return w.dequantize().to(dtype) if format is None else present(w.rowwise)
-    if isinstance(w, PrimaryWeight) and format is not None:
-        return primary_rowwise(w, format, dtype)
     if format is None:
         return w.to(dtype)
-    if isinstance(w, MasterWeight) and not sources.distributed:
-        return rowwise_of(w, format, dtype, None, sources.w)
+    if isinstance(w, Weight) and not sources.distributed:
+        return type(w).rowwise_codes(w, format, dtype, sources.w)
     return quantize_rowwise(_plain(w, dtype), format, sources.w)
 
 

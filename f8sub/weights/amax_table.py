@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.features.delayed.state import prior_of_weights
 from f8sub.kernels import quantize_cuda, shard_amaxes
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.weights.findings import sent_to
@@ -25,17 +24,17 @@ class AmaxTable:
 
     Args:
         shards: weights of one format, margin and dtype side by side.
-        staged: entries for what the amax histories staged.
+        regions: number of entries of each guest's region.
         device: type of the device that gathers.
 
     Attributes:
-        whole: all that is reduced when the histories roll: ``amax`` and then ``staged``.
+        whole: all that is reduced when regions are due: ``amax`` and then ``parts``.
         amax: the weights' amaxes, infinity for one that is not finite, and last a lane: 1 + the index of a weight
             that changed on some ranks only.
-        staged: what the histories staged.
+        parts: of the regions.
     """
 
-    def __init__(self, shards: Sequence[Shard], staged: int, device: str) -> None:
+    def __init__(self, shards: Sequence[Shard], regions: Sequence[int], device: str) -> None:
         self._shards = shards
         self._look_for(shards)
         self._places: list[Any] | None = None
@@ -46,9 +45,9 @@ class AmaxTable:
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
         slots = [size + -size % _SLOT for size in sizes]
         with torch.inference_mode(mode=False):
-            parts = [sum(slots) + 1, staged]
+            parts = [sum(slots) + 1, *regions]
             self.whole = torch.zeros(sum(parts), dtype=torch.float32, device=device)
-            self.amax, self.staged = self.whole.split(parts)
+            self.amax, *self.parts = self.whole.split(parts)
             self._scale = torch.ones(sum(slots), dtype=torch.float32, device=device)
             self._scale_inv = torch.ones_like(self._scale)
             start = 0
@@ -118,8 +117,7 @@ class AmaxTable:
             return
         first, last = shards[0].amax, shards[-1].amax
         part = slice(first.storage_offset(), last.storage_offset() + last.numel())
-        states = [shard.state for shard in shards if shard.state is not None]
-        prior = prior_of_weights(states, _SLOT) if states else None
+        prior = _side_by_side([shard.prior() for shard in shards if shard.prior is not None])
         self._write(shards[0], self.amax[part], self._scale[part], self._scale_inv[part], prior)
 
     def _write(
@@ -143,3 +141,13 @@ class AmaxTable:
         if shard.global_scale_inv is not None and made.global_scale_inv is not None:
             with _unsafe_preserve_version_counter(shard.global_scale_inv):
                 shard.global_scale_inv.copy_(made.global_scale_inv)
+
+
+def _side_by_side(priors: Sequence[PriorScale]) -> PriorScale | None:
+    """The prior scales of weights that lie side by side in the table, where zeros are between; None of none."""
+    if not priors:
+        return None
+    scales = torch.cat([prior.scale.view(1) for prior in priors])
+    spread = scales.new_zeros((len(priors) - 1) * _SLOT + 1)
+    spread[::_SLOT] = scales
+    return PriorScale(spread, priors[0].margin, priors[0].covers)

@@ -1,29 +1,30 @@
 """Conversion: the weights of one ``convert_to_float8``, for what they do together."""
 
+import functools
 import hashlib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.features.delayed.histories import LocalHistories, Replicas
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Float8Format
 from f8sub.kernels.gemm.select import Plan, reference_warning
-from f8sub.torch_compat import graph_task, param_dtypes, resharded_to_part, running_ddp
+from f8sub.torch_compat import param_dtypes, resharded_to_part
 from f8sub.version import __version__
 from f8sub.weights.agreement import all_arrive
-from f8sub.weights.findings import non_finite
+from f8sub.weights.exchange import Exchange
+from f8sub.weights.guests import Guest, makers
 from f8sub.weights.held_weights import HeldWeights
 from f8sub.weights.layout import ShardLayout, sharded_dims
+from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.rank_check import check_ranks
 from f8sub.weights.record import WeightRecord
-from f8sub.weights.scale_table import ScaleTable
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import master_of
 
@@ -44,18 +45,18 @@ class Conversion:
         idle_patterns: patterns of options given by patterns which decide for none of the layers, with reasons.
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
         steps: number of optimizer steps among them.
-        loaded_at: what ``steps`` was when a state dict was loaded last; its amax histories cover the steps before.
         step_guards: what skips steps of these weights whose gradients are not finite; each lives with its optimizer.
         told_of_reference: whether a warning said that GEMMs of these layers are slow on their GPU.
-        tables: of sharded weights, one for each process group that gathers them, set of ranks that share their scales,
-            and of those that they are on in all.
+        guests: what features do for these weights.
+        exchanges: of sharded weights, one for each process group that gathers them, set of ranks that share their
+            scales, and of those that they are on in all.
     """
 
     made: ClassVar[int] = 0
     """How many there are or were: a module that was walked for them before the last one is walked again."""
 
-    histories_made: ClassVar[bool] = False
-    """Whether any layer ever had delayed scaling: until then this is all that the end of an optimizer step reads."""
+    counts_steps: ClassVar[bool] = False
+    """Whether a guest of any conversion asks for optimizer steps: until then this is all that their end reads."""
 
     def __init__(self, primary_weights: bool = False, idle_patterns: tuple[str, ...] = ()) -> None:
         Conversion.made += 1
@@ -66,14 +67,12 @@ class Conversion:
         )
         self.changes = 0
         self.steps = 0
-        self.loaded_at = 0
         self.step_guards: weakref.WeakSet[Any] = weakref.WeakSet()
         self.told_of_reference = False
-        self.tables: dict[Ranks, ScaleTable] = {}
-        self._local = LocalHistories()
+        self.exchanges: dict[Ranks, Exchange] = {}
+        self.guests: list[Guest] = [make(self) for make in makers]
         self._held = HeldWeights()
-        self._steps_rolled = 0
-        self._asked_at: dict[ScaleTable, int] = {}
+        self._asked_at: dict[Exchange, int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Conversion, (self.primary_weights, self.idle_patterns)
@@ -163,75 +162,60 @@ class Conversion:
         record.shard.follow(record)
         return record.shard
 
-    def roll(self) -> None:
-        """After an optimizer step: roll the histories that no all-gather will ask for.
+    def loaded(self) -> None:
+        """Enter that a state dict was loaded into one of the modules."""
+        self.changes += 1
+        for guest in self.guests:
+            guest.loaded()
 
-        Not during a backward pass, see ``ScaleTable.roll_due``; the next call does it.
+    def count_step(self, records: Iterable[WeightRecord]) -> None:
+        """Enter that an optimizer has just stepped these weights.
+
+        Not before it changes them: LBFGS, and others that are given a closure, run the model within the step.
         """
-        since = max(self._steps_rolled, self.loaded_at)
-        if self.steps <= since or graph_task() != -1:
-            return
-        self._steps_rolled = self.steps
-        records = [record for record in self if record.module.states()]
-        if not records:
-            return
-        self.refresh()
-        for table in self.tables.values():
-            table.roll()
-        held = [
-            (record, state)
-            for record in records
-            for state in record.module.states()
-            if record.shard is None or state.recipe != record.module.plan.recipe
-        ]
-        self._local.roll(held, since=since)
-        self._held.skip(record for record, _ in held)
+        for guest in self.guests:
+            guest.before_count()
+        self.steps += 1
+        for record in records:
+            record.last_step = self.steps
+        for guest in self.guests:
+            guest.counted()
 
-    def replicate(self) -> bool:
-        """Have the ranks of DDP share what their amax histories see, if DDP runs the layers now.
-
-        Returns:
-            Whether there is no more to wait for: they do, or FSDP2 shards the layers.
-        """
-        is_sharded = any(record.entered for record in self)
-        if self._local.replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
-            self._local.replicas = Replicas(ddp)
-        return is_sharded or self._local.replicas is not None
+    def reduce_regions(self) -> None:
+        """Reduce the guests' regions that are due and that no all-gather will ask for."""
+        for exchange in self.exchanges.values():
+            exchange.reduce_regions()
 
     def settle(self) -> None:
-        """Roll what is due and finish what is under way, before a state dict of the histories is taken or loaded."""
-        for (*_, ranks), table in self.tables.items():
-            if table.roll_due and self._all_settle(table, ranks):
-                table.reduce(tell=False)
-            table.settle_histories()
+        """Reduce what is due and finish what is under way, before a state dict of guests is taken or loaded."""
+        for exchange in self.exchanges.values():
+            if exchange.regions_due and self._all_settle(exchange):
+                exchange.reduce(tell=False)
+            exchange.settle_regions()
 
-    def _all_settle(self, table: ScaleTable, ranks: tuple[int, ...]) -> bool:
+    def _all_settle(self, exchange: Exchange) -> bool:
         """Whether all ranks came to ``settle`` since the last optimizer step; asked once, not for every layer."""
-        if len(ranks) == 1 or self._asked_at.get(table) == self.steps:
+        ranks = exchange.ranks
+        if len(ranks) == 1 or self._asked_at.get(exchange) == self.steps:
             return len(ranks) == 1
-        self._asked_at[table] = self.steps
-        if all_arrive(f"f8sub/{table.group_of(ranks).life}/settle/{self.steps}", len(ranks)):
+        self._asked_at[exchange] = self.steps
+        if all_arrive(f"f8sub/{exchange.group_of(ranks).life}/settle/{self.steps}", len(ranks)):
             return True
         warnings.warn(
-            f"{table.shards[0].fqn}: a state dict was taken or loaded on some ranks only, after an optimizer step and "
-            "before precompute_scales(model); it lacks what the amax histories saw in that step. Call "
+            f"{exchange.shards[0].fqn}: a state dict was taken or loaded on some ranks only, after an optimizer step "
+            "and before precompute_scales(model); it lacks what the amax histories saw in that step. Call "
             "precompute_scales(model) first, or take it on every rank",
             Float8Warning,
             stacklevel=2,
         )
         return False
 
-    def raise_local(self) -> None:
-        """Tell of NaN and infinity that this rank met in layers that are not sharded.
-
-        Raises:
-            Float8NumericsError: with the layers and operands.
-        """
-        for message in non_finite(self._local.non_finite(), self):
-            raise Float8NumericsError(message)
+    def looked_at(self, records: Iterable[WeightRecord]) -> None:
+        """Leave weights, as they are now, out of ``check_held``: a guest has just looked at them."""
+        self._held.skip(records)
 
     def check_held(self) -> None:
-        """Tell what the call before found in the weights that no table covers, and look at them again.
+        """Tell what the call before found in the weights that no exchange covers, and look at them again.
 
         Raises:
             Float8NumericsError: NaN or infinity; names the layers.
@@ -247,7 +231,7 @@ class Conversion:
             members = [(record, weight) for record, weight in new if _ranks_of(layouts[record]) == key]
             layout = layouts[members[0][0]]
             ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
-            table = self.tables.get(key) or ScaleTable(self, layout)
+            exchange = self.exchanges.get(key) or Exchange(self, layout)
             described = [
                 {
                     "layer": record.fqn,
@@ -260,30 +244,35 @@ class Conversion:
             if world > 1:
                 if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
                     continue
-                check_ranks(described, table.group_of(layout.ranks).of_next_call(), layout.device)
+                check_ranks(described, exchange.group_of(layout.ranks).of_next_call(), layout.device)
                 if len(layout.sharers) > 1:
-                    table.group_of(layout.sharers)  # now, when all of them are here
+                    exchange.group_of(layout.sharers)  # now, when all of them are here
             _entered[ranks] += 1
-            made = []  # the table will hold them
+            made = []  # the exchange will hold them
             for record, weight in members:
                 record.entered = True
                 gathered_by = (record.module, record.name)
                 sent = record.gathered and gathered_by in dtypes
-                if sent or record.module.plan.recipe.delayed is not None:
+                priors = (guest.prior_of(record) for guest in self.guests)
+                prior = next((prior for prior in priors if prior is not None), None)
+                if sent or prior is not None:
                     dtype = dtypes.get(gathered_by) or weight.dtype
-                    made.append(self._shard(record, weight, layouts[record], dtype, table, sent))
+                    layout = layouts[record]
+                    shard = functools.partial(Shard, dtype=dtype, exchange=exchange, prior=prior, sent=sent)
+                    made.append(self._shard(record, weight, layout, shard, sent))
                     record.shard = made[-1]
-            if any(record.shard is not None and record.shard.table is table for record in self):
-                self.tables[key] = table
-                table.set_records([r for r in self if r.shard is not None and r.shard.table is table])
+            if any(record.shard is not None and record.shard.exchange is exchange for record in self):
+                self.exchanges[key] = exchange
+                exchange.set_records(
+                    [r for r in self if r.shard is not None and r.shard.exchange is exchange]
+                )
 
     def _shard(
         self,
         record: WeightRecord,
         weight: DTensor,
         layout: ShardLayout,
-        dtype: torch.dtype,
-        table: ScaleTable,
+        make: Callable[[WeightRecord, MasterWeight, ShardLayout], Shard],
         sent: bool,
     ) -> Shard:
         local, format = weight._local_tensor, record.format
@@ -305,9 +294,7 @@ class Conversion:
         master.cell.record = record
         shards = (other.shard for other in self if other.shard is not None)
         tied = next((shard for shard in shards if shard.master.cell is master.cell), None)
-        recipe = record.module.plan.recipe
-        state = None if recipe.delayed is None else record.module.scaling_state(recipe)
-        return tied or Shard(record, master, layout, dtype, table, state, sent=sent)
+        return tied or make(record, master, layout)
 
 
 def _ranks_of(layout: ShardLayout) -> Ranks:

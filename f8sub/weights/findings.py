@@ -2,18 +2,13 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from f8sub.errors import Float8NumericsError, Float8Warning
-from f8sub.features.delayed.state import OPERANDS, W
+from f8sub.weights.guests import Region
 from f8sub.weights.host_copy import HostCopy
-from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
-
-if TYPE_CHECKING:
-    from f8sub.weights.conversion import Conversion
 
 
 def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int]) -> torch.Tensor:
@@ -24,32 +19,32 @@ def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int]) -> tor
 
 
 class Findings:
-    """Of one reduction of a scale table.
+    """Of one reduction of an exchange.
 
     Args:
         amax: the table's amaxes of weights, and as the last entry the lane of one that changed on some ranks.
         shards: the weights.
-        met: float32, (layers, 3): not 0 where a layer's x or dy was not finite.
-        records: of the weights of these layers.
+        told: regions, each with what its ``read`` returned.
     """
 
     def __init__(
-        self, amax: torch.Tensor, shards: Sequence[Shard], met: torch.Tensor, records: Sequence[WeightRecord]
+        self, amax: torch.Tensor, shards: Sequence[Shard], told: Sequence[tuple[Region, torch.Tensor]]
     ) -> None:
-        self._copy = HostCopy(torch.cat([amax[:-1].isinf(), amax[-1:], met.flatten()]))
-        self._weights, self._shards, self._records = len(amax) - 1, shards, records
+        self._copy = HostCopy(torch.cat([amax[:-1].isinf(), amax[-1:], *(found for _, found in told)]))
+        self._sizes = [len(amax) - 1, 1, *(len(found) for _, found in told)]
+        self._shards, self._regions = shards, [region for region, _ in told]
 
     def tell(self) -> None:
         """Warn and raise as needed, on every rank alike.
 
         Raises:
-            Float8NumericsError: NaN or infinity in a weight, an x or a dy; names the layers.
+            Float8NumericsError: NaN or infinity in a weight, or what a region tells of; names the layers.
         """
         found = self._copy.read()
         if not found.any():
             return
-        weights, met = found[: self._weights], found[self._weights + 1 :]
-        if (alone := int(found[self._weights])) > 0:
+        weights, lane, *of_regions = found.split(self._sizes)
+        if (alone := int(lane)) > 0:
             warnings.warn(
                 f"{self._shards[alone - 1].fqn}: its weight changed on some ranks and not on others since scales "
                 "were computed; the ranks gathered it with the scales from before the change, and what those could "
@@ -59,12 +54,9 @@ class Findings:
                 stacklevel=5,
             )
         bad = [s.fqn for s in self._shards if weights[s.amax.storage_offset() :][: s.amax.numel()].any()]
-        messages = []
-        if bad:
-            messages.append(bad_weights(bad, "on this or another rank"))
-        if met.any():
-            operands = operands_met(self._records, met.view(-1, len(OPERANDS)))
-            messages += non_finite(operands, self._records[0].conversion)
+        messages = [bad_weights(bad, "on this or another rank")] if bad else []
+        for region, of_region in zip(self._regions, of_regions, strict=True):
+            messages += region.tell(of_region) if of_region.any() else []
         if messages:
             raise Float8NumericsError(". ".join(messages))
 
@@ -75,30 +67,4 @@ def bad_weights(fqns: Sequence[str], where: str) -> str:
         f"NaN or infinity in the master weight of {', '.join(fqns)} ({where}) when scales were last computed; its "
         "float8 codes have been NaN since. Restore the weights from a checkpoint, and look at the gradients of the "
         "optimizer step before: gradient norm, learning rate, loss scale"
-    )
-
-
-def operands_met(records: Sequence[WeightRecord], met: torch.Tensor) -> list[str]:
-    """``"dy of layers.1"`` for every entry of ``met``, (layers, 3), that is not 0."""
-    return [f"{OPERANDS[column]} of {records[row].fqn}" for row, column in met.nonzero().tolist()]
-
-
-def non_finite(operands: Sequence[str], conversion: "Conversion | None") -> list[str]:
-    """The error that operands are whose amax was left out of the histories, if they are one.
-
-    An x or a dy is a warning only where steps with gradients that are not finite are skipped.
-    """
-    harmless = [
-        o for o in operands if conversion and conversion.step_guards and not o.startswith(OPERANDS[W])
-    ]
-    if harmless:
-        warnings.warn(_left_out(harmless), Float8Warning, stacklevel=6)
-    return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
-
-
-def _left_out(operands: Sequence[str]) -> str:
-    return (
-        f"NaN or infinity in {', '.join(operands)} (on this or another rank) in the last steps; delayed scaling left "
-        "those amaxes out of its histories. Look at the data, the learning rate and the loss scale; where such steps "
-        "are skipped, as a GradScaler's are, f8sub.skip_step_if_nonfinite(optimizer) makes a warning of this"
     )

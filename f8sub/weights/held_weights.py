@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from f8sub.errors import Float8NumericsError
-from f8sub.features.delayed.histories import weight_amaxes
 from f8sub.torch_compat import is_capturing
-from f8sub.weights.findings import bad_weights
+from f8sub.weights.findings import bad_weights, sent_to
 from f8sub.weights.host_copy import HostCopy
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.record import State, WeightRecord
@@ -86,3 +85,14 @@ class HeldWeights:
             return None
         seen = master.owns_storage and not master.cell.replayed
         return None if seen and self._finite.get(record) == master.state else master
+
+
+def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Largest magnitude of each weight, (len(weights),), float32; 0 of an empty one, infinity or NaN as they are."""
+    plain = [weight.plain if isinstance(weight, MasterWeight) else weight.detach() for weight in weights]
+    filled = [row for row, weight in enumerate(plain) if weight.numel()]
+    amaxes = torch.zeros(len(plain), dtype=torch.float32, device=plain[0].device)
+    if filled:
+        norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)
+        amaxes.index_copy_(0, sent_to(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))
+    return amaxes

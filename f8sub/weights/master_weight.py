@@ -304,8 +304,8 @@ def rowwise_of(
     weight: MasterWeight,
     format: Float8Format,
     dtype: torch.dtype,
-    through: torch.dtype | None = None,
     source: LayerSource = CURRENT,
+    through: torch.dtype | None = None,
 ) -> Operand:
     """A master weight's rowwise operand, cast once and kept until the weight changes.
 
@@ -315,8 +315,8 @@ def rowwise_of(
         weight: (N, K), not sharded.
         format: format of the codes.
         dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
-        through: the weight is rounded to this before that; the dtype that it has in the model, where that is another.
         source: of the scale.
+        through: the weight is rounded to this before that; the dtype that it has in the model, where that is another.
     """
     if torch.compiler.is_compiling():
         return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, source)
@@ -338,6 +338,9 @@ def rowwise_of(
     # Under FakeTensorMode the codes of a real weight are fake, and must not outlive the mode.
     cell.cast = (key, operand) if owned and type(operand.data) is torch.Tensor else None
     return operand
+
+
+MasterWeight.rowwise_codes = staticmethod(rowwise_of)
 
 
 def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dtype) -> Operand | None:

@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from f8sub.errors import Float8ConfigError
 from f8sub.torch_compat import is_capturing, untraced
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.exchange import Exchange
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.scale_table import ScaleTable
 from f8sub.weights.weight import local_tensor
 
 
@@ -39,20 +40,20 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
     """
     for conversion in _conversions(_parts_of(model)):
         conversion.refresh(asked=True)
-        for table in conversion.tables.values():
-            _check_not_captured(table)
-        if Conversion.histories_made:
-            conversion.roll()
-            conversion.raise_local()
-        for table in conversion.tables.values():
-            table.request()
+        for exchange in conversion.exchanges.values():
+            _check_not_captured(exchange)
+        if Conversion.counts_steps:
+            for guest in conversion.guests:
+                guest.precompute()
+        for exchange in conversion.exchanges.values():
+            exchange.request()
         conversion.check_held()
 
 
-def _check_not_captured(table: ScaleTable) -> None:
-    if is_capturing(table.shards[0].amax):
+def _check_not_captured(exchange: Exchange) -> None:
+    if is_capturing(exchange.shards[0].amax):
         raise Float8ConfigError(
-            f"{table.shards[0].fqn}: precompute_scales(model) is called while a CUDA graph of its sharded weight is "
+            f"{exchange.shards[0].fqn}: precompute_scales(model) is called while a CUDA graph of its sharded weight is "
             "captured; capture forward and backward alone, and call it after each optimizer step, before the replay"
         )
 
@@ -110,10 +111,13 @@ def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any)
     _remove(check_ranks_hook, module)
 
 
-def replicate_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a converted model with amax histories, until it is known who shares them."""
-    if not torch.compiler.is_compiling() and conversion.replicate():
-        _remove(replicate_hook, module)
+def guests_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook of a converted model, until all guests saw what they wait for."""
+    if torch.compiler.is_compiling():
+        return
+    waiting = [guest for guest in conversion.guests if not guest.forward()]
+    if not waiting:
+        _remove(guests_hook, module)
 
 
 def _remove(function: Callable[..., None], module: torch.nn.Module) -> None:
@@ -138,7 +142,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    late = Conversion.histories_made or _has_closure(args, kwargs)
+    late = Conversion.counts_steps or _has_closure(args, kwargs)
     if late and _precompute_hook(optimizer) is None:
         _enter_step(optimizer, args, kwargs)
 
@@ -148,8 +152,8 @@ def _enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if _has_closure(args, kwargs):
         _mark_stale(optimizer)
     # An optimizer that steps others, as torchtitan's container does: their steps were entered.
-    if Conversion.histories_made and not hasattr(optimizer, "optimizers"):
-        _roll(optimizer)
+    if Conversion.counts_steps and not hasattr(optimizer, "optimizers"):
+        _count_step(optimizer)
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
@@ -194,25 +198,15 @@ def _mark_stale(optimizer: torch.optim.Optimizer, *, changed: bool = True) -> No
         conversion.changes += 1
 
 
-def _roll(optimizer: torch.optim.Optimizer) -> None:
-    """Count the step, and roll the amax histories of the layers whose weights the optimizer has just changed.
-
-    Not before it changes them: LBFGS, and others that are given a closure, run the model within the step.
-    """
+def _count_step(optimizer: torch.optim.Optimizer) -> None:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     weights = [local for p in parameters if isinstance(local := local_tensor(p), MasterWeight)]
-    records = [weight.record for weight in weights if weight.record is not None]
-    conversions = list(dict.fromkeys(c for record in records if (c := record.conversion) is not None))
-    for conversion in conversions:
-        for record in conversion:
-            for state in record.module.states():
-                state.notice_writes()  # what was loaded in place before this step does not cover it
-        conversion.steps += 1
-    for record in records:
-        if record.conversion is not None:
-            record.last_step = record.conversion.steps
-    for conversion in conversions:
-        conversion.roll()
+    of_conversion = defaultdict(list)
+    for weight in weights:
+        if weight.record is not None and (conversion := weight.record.conversion) is not None:
+            of_conversion[conversion].append(weight.record)
+    for conversion, records in of_conversion.items():
+        conversion.count_step(records)
 
 
 _Conversions = list[weakref.ref[Conversion]]

@@ -1,15 +1,15 @@
 """One rank's shard of a float8 weight: its tiles in the amax table, its codes for the wire."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.features.delayed.state import ScalingState
 from f8sub.formats import Float8Format, Operand, Tile
 from f8sub.kernels import quantize_cuda, reference
-from f8sub.kernels.scales import first_tile, scales_or_nan, shard_amax
+from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.shard_amaxes import Matrix
 from f8sub.torch_compat import graph_task, is_capturing
 from f8sub.weights.layout import ShardLayout, WireFormat
@@ -18,7 +18,7 @@ from f8sub.weights.record import State, WeightRecord
 from f8sub.weights.weight import Weight, master_of
 
 if TYPE_CHECKING:
-    from f8sub.weights.scale_table import ScaleTable
+    from f8sub.weights.exchange import Exchange
 
 
 class Shard:
@@ -33,15 +33,15 @@ class Shard:
         index: position in the order of its scale table.
         gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``.
-        table: that its scales come from.
+        exchange: that its scales come from.
         amax: float32 view of the scale table, one entry a ``wire.table_tile`` of the whole weight.
         scale: likewise.
         scale_inv: likewise, as the format stores it.
         part_scale_inv: those of ``layout.shape``, which the unsharded tensor holds unless the wire carries its own:
             this very tensor, written in place. Where that is not the whole weight, a copy of a part of ``scale_inv``.
         global_scale_inv: likewise, where the format's scales have two levels.
-        state: of delayed scaling; None for current scaling.
-        sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for its history.
+        prior: see ``Guest.prior_of``.
+        sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for a guest.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Shard:
         master: MasterWeight,
         layout: ShardLayout,
         dtype: torch.dtype,
-        table: "ScaleTable",
-        state: ScalingState | None,
+        exchange: "Exchange",
+        prior: Callable[[], PriorScale] | None,
         *,
         sent: bool,
     ) -> None:
@@ -59,7 +59,7 @@ class Shard:
             raise RuntimeError(f"{record.fqn}: a weight that no GEMM reads in float8 has no codes")
         self.fqn = record.fqn
         self.sent = sent
-        self.state = state
+        self.prior = prior
         self.master = master
         self.layout = layout
         self.wire = WireFormat(format, layout)
@@ -67,7 +67,7 @@ class Shard:
         self.index = 0
         self.gathers = 0
         self.dtype = dtype
-        self.table = table
+        self.exchange = exchange
         empty = torch.empty(0, dtype=torch.float32, device=layout.device)
         self.amax = self.scale = self.scale_inv = self.part_scale_inv = empty
         self.global_scale_inv: torch.Tensor | None = None
@@ -91,8 +91,8 @@ class Shard:
 
     @property
     def margin(self) -> float:
-        """Headroom of a first scale; -1, which no delayed scaling has, for current scaling."""
-        return -1.0 if self.state is None else self.state.scaling.margin_of("w")
+        """Headroom of a first scale; -1, which no prior scale has, where the amax makes all of it."""
+        return -1.0 if self.prior is None else self.prior().margin
 
     @property
     def stale(self) -> bool:

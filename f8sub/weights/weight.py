@@ -9,7 +9,7 @@ more often than once a pass.
 
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from f8sub.weights.shard import Shard
 
 Metadata = tuple["Shard", str | None]
-"""The shard, and the ticket of ``ScaleTable.gather_input``."""
+"""The shard, and the ticket of ``Exchange.gather_input``."""
 
 
 class Weight(torch.Tensor):
@@ -38,6 +38,9 @@ class Weight(torch.Tensor):
 
     keeps_codes: bool = False
     """Whether the codes that were cast stay for as long as the weight does."""
+
+    rowwise_codes: ClassVar[Callable[..., Operand]]
+    """The rowwise operand of (weight, format, dtype, source), unsharded; a function that torch.compile can read."""
 
     @property
     def record(self) -> WeightRecord | None:
@@ -73,7 +76,7 @@ class Weight(torch.Tensor):
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
         """The unsharded weight, rowwise only; its columnwise operand is made in backward and freed there.
 
-        Later calls find codes and scales already in place: both are views of memory that FSDP2 and the scale table
+        Later calls find codes and scales already in place: both are views of memory that FSDP2 and the exchange
         write to.
         """
         self._wire_record()
@@ -100,7 +103,7 @@ class Weight(torch.Tensor):
     ) -> tuple[Float8Tensor, tuple[torch.Tensor]] | None:
         (gathered,), (shard, ticket) = all_gather_outputs, metadata
         if ticket is not None:
-            shard.table.resolve(shard, self, gathered, ticket)
+            shard.exchange.resolve(shard, self, gathered, ticket)
         if out is not None:
             return None
         codes, scale_inv = shard.wire.unsharded(gathered)
@@ -134,7 +137,7 @@ def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor],
     if record.conversion is None:
         raise RuntimeError(f"{record.fqn}: its weight is gathered and its module is gone")
     shard = record.conversion.shard_of(record)
-    codes, ticket = shard.table.gather_input(shard, weight)
+    codes, ticket = shard.exchange.gather_input(shard, weight)
     return (codes,), (shard, ticket)
 
 

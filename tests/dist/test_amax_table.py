@@ -22,7 +22,7 @@ from tests.kernels.interpreted import needs_triton
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of each table, by name."""
-    for table in model.layers[0].converted.tables.values():
+    for table in model.layers[0].converted.exchanges.values():
         table.settle()
         for name in ("whole", "_scale", "_scale_inv"):
             yield name, getattr(table._entries, name).cpu().clone()

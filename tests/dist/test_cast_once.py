@@ -11,7 +11,7 @@ from torch import nn
 
 import f8sub
 from f8sub.weights import precompute_scales as precompute
-from f8sub.weights import scale_table
+from f8sub.weights import exchange
 from f8sub.weights import shard as shards
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.weights import master_weight
@@ -166,7 +166,7 @@ class Recorder:
             cast_into(*args)
 
         with pytest.MonkeyPatch.context() as monkeypatch:
-            for module in (scale_table, shards, precompute):
+            for module in (exchange, shards, precompute):
                 monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
             monkeypatch.setattr(shards.Shard, "_cast_into", recorded)
             yield
@@ -182,7 +182,7 @@ def gathered_inputs(model: nn.Module) -> list[torch.Tensor]:
     found = []
     for layer in model.layers:
         shard = layer.converted.shard_of(layer.converted.record_of(layer, "weight"))
-        found.append(shard.table.gather_input(shard, shard.master)[0].clone())
+        found.append(shard.exchange.gather_input(shard, shard.master)[0].clone())
     return found
 
 

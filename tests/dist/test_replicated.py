@@ -1,5 +1,6 @@
 """DistributedDataParallel, fully_shard, HSDP's shards of one and no wrapper at all: the same numbers."""
 
+from f8sub.features.delayed.layers import states_of
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def wrapped(model: nn.Module, wrapper: str, world: int) -> nn.Module:
 
 def histories(model: nn.Module) -> dict[str, torch.Tensor]:
     model.state_dict()  # what is under way is finished
-    states = [state for layer in float8_layers(model) for state in layer.states()]
+    states = [state for layer in float8_layers(model) for state in states_of(layer)]
     return {f"{i}.{name}": b.clone() for i, state in enumerate(states) for name, b in state.named_buffers()}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pretrain
 from torch.distributed.checkpoint import FileSystemWriter
 
-from f8sub.weights.scale_table import ScaleTable
+from f8sub.weights.exchange import Exchange
 
 STEP, RANK = 4, "1"
 MORTAL = os.environ["RANK"] == RANK and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -49,7 +49,7 @@ def halve_and_die(writer: FileSystemWriter) -> None:
 
 
 POINTS = {
-    "amax all-reduce": lambda: wrap(ScaleTable, "reduce", before=die),  # the other rank waits in it
+    "amax all-reduce": lambda: wrap(Exchange, "reduce", before=die),  # the other rank waits in it
     "async save": lambda: wrap(FileSystemWriter, "write_data", after=halve_and_die),
 }
 

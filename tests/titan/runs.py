@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from f8sub.features.delayed.layers import states_of
+
 
 def installed() -> str | None:
     """torchtitan's version without the last number, as in "0.3"."""
@@ -52,7 +54,7 @@ def ages(rank: int, world: int, arguments: list[str], folder: Path) -> list[int]
     trainer.train()
     layers = [m for m in trainer.model_parts[0].modules() if isinstance(m, f8sub.Float8Linear)]
     f8sub.precompute_scales(trainer.model_parts)
-    return [int((layer.states()[0].history_w[-3:] > 0).sum()) for layer in layers]
+    return [int((states_of(layer)[0].history_w[-3:] > 0).sum()) for layer in layers]
 
 
 def alone(test: Callable[..., None], titan: str = "titan") -> Callable[..., None]:

@@ -20,21 +20,13 @@ from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import Float8Format, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.saved_input import why_not_kept
+from f8sub.linear.sockets import contexts
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import constant_result, graph_task, is_executed, saved_tensors_hook
 
 if TYPE_CHECKING:
     from f8sub.linear.float8_linear import Float8Linear
-
-
-class _Contexts:
-    """Whether any context was ever entered: until then this is all that a layer reads."""
-
-    __slots__ = ("entered",)
-
-    def __init__(self) -> None:
-        self.entered = False
 
 
 class _Entry(threading.local):
@@ -55,7 +47,6 @@ class _Plans:
     """
 
 
-contexts = _Contexts()
 _plans = _Plans()
 _entry = _Entry()
 _lock = threading.Lock()
@@ -251,3 +242,6 @@ def _plan_of_repeated(layer: "Float8Linear") -> Plan:
         f"checkpointed function had it run with {names} before. Enter f8sub.autocast inside the "
         "checkpointed function"
     )
+
+
+contexts.plan_of, contexts.remember = plan_in_use, remember

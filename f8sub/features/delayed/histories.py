@@ -1,85 +1,111 @@
 """The amax histories of delayed scaling: rolled with a scale table's reduction, or on this rank alone."""
 
+import functools
+import warnings
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
+from f8sub.features.delayed.layers import state_of, states_of
 from f8sub.features.delayed.state import OPERANDS, ScalingState, Staged, W, roll
-from f8sub.torch_compat import broadcast_no_more, is_capturing, no_dispatch_modes, takes_uneven_inputs
-from f8sub.weights.findings import operands_met, sent_to
+from f8sub.kernels.scales import PriorScale
+from f8sub.torch_compat import (
+    broadcast_no_more,
+    graph_task,
+    is_capturing,
+    no_dispatch_modes,
+    running_ddp,
+    takes_uneven_inputs,
+)
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.findings import sent_to
 from f8sub.weights.groups import own_group
+from f8sub.weights.guests import makers
+from f8sub.weights.held_weights import weight_amaxes
 from f8sub.weights.host_copy import HostCopy
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.weight import local_tensor
 
-if TYPE_CHECKING:
-    from f8sub.weights.conversion import Conversion
-
 
 class Histories:
-    """The layers of one scale table that keep amax histories.
+    """The ``Region`` of the sharded layers of one exchange that keep amax histories.
 
-    Their staged amaxes and flags for NaN and infinity are a part of the table, (2, layers, 3) in all, and so of its
-    one all-reduce. A weight's amax is the table's own, and counts where an optimizer stepped the weight.
+    Their staged amaxes and flags for NaN and infinity, (2, layers, 3) in all. A weight's amax is the exchange's own,
+    and counts where an optimizer stepped the weight. Due once an optimizer step.
+
+    Args:
+        guest: of the conversion.
+        records: of the layers' weights, with a shard each.
+        device: type of the device that gathers.
     """
 
-    def __init__(self, records: Sequence[WeightRecord], device: str) -> None:
-        self.records = sorted(records, key=lambda record: record.fqn)
-        self.states = [record.module.scaling_state(record.module.plan.recipe) for record in self.records]
-        shared = [state.scaling.reduce_amax for state in self.states]
+    def __init__(self, guest: "DelayedGuest", records: Sequence[WeightRecord], device: str) -> None:
+        self.size = 2 * len(records) * len(OPERANDS)
+        self._guest = guest
+        self._records = sorted(records, key=lambda record: record.fqn)
+        self._states = [state_of(record.module, record.module.plan.recipe) for record in self._records]
+        shared = [state.scaling.reduce_amax for state in self._states]
         self._shared = None if all(shared) else torch.tensor(shared, dtype=torch.bool, device=device)[:, None]
-        shards = [record.shard for record in self.records if record.shard is not None]
-        positions = [shard.amax.storage_offset() for shard in shards]
-        self._shards = shards
-        self._weights = torch.tensor(positions, dtype=torch.int64, device=device)
-        self._own = self._stepped = torch.empty(0, dtype=torch.float32, device=device)
+        self._rolled_at = 0
+        self._weights = self._own = self._stepped = torch.empty(0, dtype=torch.float32, device=device)
 
-    @staticmethod
-    def size(layers: int) -> int:
-        """Number of entries in the table."""
-        return 2 * layers * len(OPERANDS)
+    @property
+    def due(self) -> bool:
+        """Whether an optimizer stepped, as every rank knows, since the histories rolled last.
 
-    def loaded_in_place(self, conversion: "Conversion") -> bool:
+        Never in a backward pass: what that recomputes has the forward's scales, though an optimizer steps in it.
+        """
+        return graph_task() == -1 and self._guest.steps > self._since and not self._loaded_in_place()
+
+    @property
+    def _since(self) -> int:
+        """The optimizer step that the histories cover."""
+        return max(self._rolled_at, self._guest.loaded_at)
+
+    def _loaded_in_place(self) -> bool:
         """Whether something else wrote to the buffers after the last optimizer step, as ``dcp.load`` does.
 
         What is in them then covers that step.
         """
-        written = [state.notice_writes() for state in self.states]
+        written = [state.notice_writes() for state in self._states]
         if any(written):
-            conversion.loaded_at = conversion.steps
+            self._guest.loaded_at = self._guest.steps
         return any(written)
 
-    def take(self, region: torch.Tensor, since: int) -> None:
-        """Write what was staged since optimizer step ``since`` into the table's ``region``, (size,)."""
-        stepped = [_stepped(shard.master, since) for shard in self._shards]
-        self._stepped = sent_to(region.device, stepped)
-        self._own, met = Staged.of(self.states)
+    def write(self, out: torch.Tensor) -> None:
+        """Write what was staged since the last step that is covered."""
+        shards = [record.shard for record in self._records if record.shard is not None]
+        if not len(self._weights):
+            positions = [int(shard.amax.storage_offset()) for shard in shards]
+            self._weights = torch.tensor(positions, dtype=torch.int64, device=out.device)
+        self._stepped = sent_to(out.device, [_stepped(shard.master, self._since) for shard in shards])
+        self._own, met = Staged.of(self._states)
         shared = self._own if self._shared is None else self._own * self._shared
-        region.copy_(torch.stack((shared, met)).flatten())
+        out.copy_(torch.stack((shared, met)).flatten())
+        self._rolled_at = self._guest.steps
 
-    def roll(self, region: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
-        """Roll with the reduced ``region``.
-
-        Args:
-            region: (size,).
-            weight_amax: the table's amaxes of weights; infinity for one that is not finite.
+    def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
+        """Roll with the reduced amaxes.
 
         Returns:
-            float32, (layers, 3): not 0 where NaN or infinity was met on any rank.
+            float32, (layers * 3,): not 0 where NaN or infinity was met on any rank.
         """
-        staged, met = region.view(2, -1, 3).clone().unbind()
+        staged, met = reduced.view(2, -1, 3).clone().unbind()
         if self._shared is not None:
             staged = torch.where(self._shared, staged, self._own)
         weights = weight_amax[self._weights]
         staged[:, W] = weights.where(weights.isfinite() & self._stepped, 0.0)
-        roll(self.states, staged)
-        return met
+        roll(self._states, staged)
+        return met.flatten()
+
+    def tell(self, found: torch.Tensor) -> list[str]:
+        """Errors of operands that were not finite."""
+        return self._guest.non_finite(operands_met(self._records, found.view(-1, len(OPERANDS))))
 
 
 class Replicas:
@@ -189,6 +215,117 @@ class LocalHistories:
             self._copy = None
 
 
+class DelayedGuest:
+    """The ``Guest`` of the conversion: rolls the histories of its layers, once an optimizer step.
+
+    Attributes:
+        loaded_at: the conversion's optimizer steps when a state dict was loaded last, which covers those.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.loaded_at = 0
+        self._conversion = weakref.ref(conversion)
+        self._local = LocalHistories()
+        self._rolled_at = 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the conversion's weights so far."""
+        conversion = self._conversion()
+        return 0 if conversion is None else conversion.steps
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any layer keeps histories."""
+        return any(self._states_of(record) for record in self._records())
+
+    def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
+        """The weight's scale of its history."""
+        recipe = record.module.plan.recipe
+        return None if recipe.delayed is None else functools.partial(state_of(record.module, recipe).prior, W)
+
+    def region(self, records: Sequence[WeightRecord], device: str) -> Histories | None:
+        """Of the layers that keep histories under their own recipe."""
+        with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
+        return Histories(self, with_histories, device) if with_histories else None
+
+    def forward(self) -> bool:
+        """Have the ranks of DDP share what the histories see, if DDP runs the layers now.
+
+        Returns:
+            Whether there is no more to wait for: they do, or FSDP2 shards the layers.
+        """
+        is_sharded = any(record.entered for record in self._records())
+        if self._local.replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
+            self._local.replicas = Replicas(ddp)
+        return is_sharded or self._local.replicas is not None
+
+    def loaded(self) -> None:
+        """What was loaded covers the steps before."""
+        self.loaded_at = self.steps
+
+    def before_count(self) -> None:
+        """Notice what was loaded in place before this step: it does not cover it."""
+        for record in self._records():
+            for state in self._states_of(record):
+                state.notice_writes()
+
+    def counted(self) -> None:
+        """Roll the histories that no all-gather will ask for.
+
+        Not during a backward pass, see ``Histories.due``; the next call does it.
+        """
+        conversion, since = self._conversion(), max(self._rolled_at, self.loaded_at)
+        if conversion is None or self.steps <= since or graph_task() != -1:
+            return
+        self._rolled_at = self.steps
+        if not self.is_needed:
+            return
+        conversion.refresh()
+        conversion.reduce_regions()
+        held = [
+            (record, state)
+            for record in conversion
+            for state in self._states_of(record)
+            if record.shard is None or state.recipe != record.module.plan.recipe
+        ]
+        self._local.roll(held, since=since)
+        conversion.looked_at(record for record, _ in held)
+
+    def precompute(self) -> None:
+        """Roll what is left, and tell of NaN and infinity that this rank met in layers that are not sharded.
+
+        Raises:
+            Float8NumericsError: with the layers and operands.
+        """
+        self.counted()
+        for message in self.non_finite(self._local.non_finite()):
+            raise Float8NumericsError(message)
+
+    def non_finite(self, operands: Sequence[str]) -> list[str]:
+        """The error that operands are whose amax was left out of the histories, if they are one.
+
+        An x or a dy is a warning only where steps with gradients that are not finite are skipped.
+        """
+        conversion = self._conversion()
+        skips = conversion is not None and len(conversion.step_guards) > 0
+        harmless = [o for o in operands if skips and not o.startswith(OPERANDS[W])]
+        if harmless:
+            warnings.warn(_left_out(harmless), Float8Warning, stacklevel=6)
+        return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
+
+    def _records(self) -> list[WeightRecord]:
+        conversion = self._conversion()
+        return [] if conversion is None else list(conversion)
+
+    @staticmethod
+    def _states_of(record: WeightRecord) -> list[ScalingState]:
+        return [] if record.module is None else states_of(record.module)
+
+
+makers.append(DelayedGuest)
+
+
 def _stepped(weight: torch.Tensor, since: int) -> bool:
     """Whether an optimizer stepped the weight after step ``since``; every rank knows that alike."""
     record = (
@@ -197,12 +334,14 @@ def _stepped(weight: torch.Tensor, since: int) -> bool:
     return record is not None and record.last_step > since
 
 
-def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Largest magnitude of each weight, (len(weights),), float32; 0 of an empty one, infinity or NaN as they are."""
-    plain = [weight.plain if isinstance(weight, MasterWeight) else weight.detach() for weight in weights]
-    filled = [row for row, weight in enumerate(plain) if weight.numel()]
-    amaxes = torch.zeros(len(plain), dtype=torch.float32, device=plain[0].device)
-    if filled:
-        norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)
-        amaxes.index_copy_(0, sent_to(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))
-    return amaxes
+def operands_met(records: Sequence[WeightRecord], met: torch.Tensor) -> list[str]:
+    """``"dy of layers.1"`` for every entry of ``met``, (layers, 3), that is not 0."""
+    return [f"{OPERANDS[column]} of {records[row].fqn}" for row, column in met.nonzero().tolist()]
+
+
+def _left_out(operands: Sequence[str]) -> str:
+    return (
+        f"NaN or infinity in {', '.join(operands)} (on this or another rank) in the last steps; delayed scaling left "
+        "those amaxes out of its histories. Look at the data, the learning rate and the loss scale; where such steps "
+        "are skipped, as a GradScaler's are, f8sub.skip_step_if_nonfinite(optimizer) makes a warning of this"
+    )

@@ -7,7 +7,7 @@ may come in any number. The histories of all layers roll together, once per opti
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -172,28 +172,6 @@ class ScalingState(torch.nn.Module):
         _scales_made.pop(self, None)
 
 
-class ScalingStates(torch.nn.ModuleList):
-    """The states of one layer.
-
-    Args:
-        states: one for each recipe.
-        fqn: the layer's name.
-    """
-
-    def __init__(self, states: Iterable[ScalingState] = (), fqn: str = "") -> None:
-        super().__init__(states)
-        self.fqn = fqn
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise AttributeError(
-                f"{self.fqn}: its amax histories were asked for a weight, as torch's ColwiseParallel and "
-                "RowwiseParallel ask all modules of a layer; delayed scaling takes Float8ColwiseParallel and "
-                "Float8RowwiseParallel of f8sub.tensor_parallel"
-            )
-        return super().__getattr__(name)
-
-
 class DelayedScales(NamedTuple):
     """The ``LayerSource`` of one operand of a layer with delayed scaling.
 
@@ -240,14 +218,6 @@ class DelayedScales(NamedTuple):
             self.state.stage(self.operand, amax)
             if event is not None:
                 self.state.x_past = hash((self.state.x_past, event))
-
-
-def prior_of_weights(states: Sequence[ScalingState], apart: int) -> PriorScale:
-    """The scales of w of states that have one margin, ``apart`` entries from one to the next, zeros between."""
-    scales = torch.stack([state.scale for state in states])[:, W]
-    spread = scales.new_zeros((len(states) - 1) * apart + 1)
-    spread[::apart] = scales
-    return PriorScale(spread, states[0].scaling.margin_of("w"), covers=True)
 
 
 class Staged(NamedTuple):

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.scales import CURRENT, LayerSource
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.operators import describe
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
@@ -264,20 +265,23 @@ class PrimaryWeight(Weight):
         return written[0] if targets and isinstance(out, MasterWeight) else out
 
 
-def primary_rowwise(weight: PrimaryWeight, format: Float8Format, dtype: torch.dtype) -> Operand:
+def primary_rowwise(
+    weight: PrimaryWeight, format: Float8Format, dtype: torch.dtype, source: LayerSource = CURRENT
+) -> Operand:
     """An unsharded primary weight's rowwise operand: its codes, cast anew after the master changed.
 
     Args:
         weight: (N, K).
         format: of the codes.
         dtype: the GEMM's high-precision dtype; values are rounded to it, after the weight's own, and then cast.
+        source: of the scale, where there is a master to cast.
 
     Raises:
         Float8ConfigError: the master was dropped and the codes left are of another format.
     """
     primary = weight.primary
     if primary.master is not None:
-        return rowwise_of(primary.master, format, dtype, through=primary.dtype)
+        return rowwise_of(primary.master, format, dtype, source, primary.dtype)
     kept: Operand | None = primary.codes.rowwise
     if kept is None or kept.format != format:
         raise Float8ConfigError(
@@ -285,6 +289,9 @@ def primary_rowwise(weight: PrimaryWeight, format: Float8Format, dtype: torch.dt
             f"{primary.codes!r}; use the recipe that it was converted with"
         )
     return kept
+
+
+PrimaryWeight.rowwise_codes = staticmethod(primary_rowwise)
 
 
 def _master_view(weight: PrimaryWeight) -> MasterWeight:

@@ -21,11 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.delayed.layers import states_of
 from f8sub.features.delayed.state import OPERANDS
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import ALL, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.scales import Sources
+from f8sub.linear import sockets
 from f8sub.recipe import OperandName, Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import constant_result
@@ -148,7 +150,7 @@ class Places(NamedTuple):
             Float8ConfigError: a recipe whose tiles the cuts go through, amax histories that a style distributed, or
                 an x in float8 that the recipe does not read.
         """
-        histories = layer.states()
+        histories = states_of(layer)
         if plan.recipe.delayed is not None and any(isinstance(state.scale, DTensor) for state in histories):
             raise Float8ConfigError(
                 f"{layer.fqn}: its style in parallelize_module's plan distributed its amax histories; "
@@ -259,3 +261,6 @@ def _checked_cut(number: int, fqn: str, operand: OperandName, dim: int, whole: i
             tile.check_cut(dim, whole, part, f"{fqn}: its {operand}")
     edges = [(tile.rows, tile.cols)[dim] for _, tile in seen]
     return any(edge == ALL or bool(whole and part % edge) for edge in edges)
+
+
+sockets.placement = Places

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.autocast.plan_in_use import contexts, plan_in_use
 from f8sub.features.tensor_parallel.places import Cut
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, why_not_derivable
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES, LayerSource
+from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -211,13 +211,17 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     Raises:
         Float8ConfigError: see ``check_can_be_sent``.
     """
-    plan = plan_in_use(layer) if contexts.entered else layer.plan
+    plan = sockets.contexts.plan_of(layer) if sockets.contexts.entered else layer.plan
     if plan.recipe.formats("x") == (None, None):
         return _placed(x, Replicate())
     format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
     device = "cpu" if x.is_cpu else x.device.type
     dtype = autocast_dtype(device) or x.dtype
-    sources = CURRENT_SOURCES if plan.recipe.delayed is None else layer.sources(plan.recipe)
+    sources = (
+        CURRENT_SOURCES
+        if plan.recipe.delayed is None
+        else sockets.scaling_of(plan.recipe).sources(layer, plan.recipe)
+    )
     tokens = Cut.of(x.device_mesh, 0, 0)
     gathered: DTensor = apply(_Gather, x, format, dtype, sources.x.over(tokens.across))
     return gathered

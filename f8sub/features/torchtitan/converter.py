@@ -14,8 +14,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module, ModuleList
 from torchtitan.tools.logging import logger
 
-from f8sub.convert.report import conversion_report
+from f8sub.features.delayed.layers import states_of
 from f8sub.features.delayed.state import ScalingState
+from f8sub.features.tools.conversion_report import conversion_report
 from f8sub.features.torchtitan.options import Options, convert
 from f8sub.features.torchtitan.scales import attach
 from f8sub.linear.float8_linear import Float8Linear
@@ -123,9 +124,9 @@ def _converted(model: BaseModel, options: Options) -> BaseModel:
     known = {type(module) for module in linears if type(module) is Linear or hasattr(module, "lora_a")}
     convert(model, options, known)
     for layer in model.modules():
-        if isinstance(layer, Float8Linear) and layer.states():
+        if isinstance(layer, Float8Linear) and states_of(layer):
             layer.scaling_states.__class__ = ModuleList
-            for state in layer.states():
+            for state in states_of(layer):
                 state.__class__ = _TitanScalingState
     logger.info(f"f8sub: {conversion_report(model).summary}")
     return model

@@ -7,8 +7,8 @@ import torch
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
-from f8sub.convert.report import conversion_report
 from f8sub.errors import Float8ConfigError
+from f8sub.features.tools.conversion_report import conversion_report
 from f8sub.features.torchtitan.options import Options, convert
 
 NAME = "f8sub"

@@ -1,9 +1,9 @@
-"""ScaleTable: the amaxes of the float8 weights that the same ranks shard, reduced by one all-reduce.
+"""Exchange: what the ranks that shard the same weights alike reduce together, by one all-reduce.
 
-    every shard's amaxes -> one flat table -> all-reduce(MAX) -> scales, in place
+    every shard's amaxes, and the guests' regions -> one flat table -> all-reduce(MAX) -> scales, in place
 
-What delayed scaling staged rides along once per optimizer step; that reduction is over all ranks that hold the layers,
-HSDP's replicas too, and rolls the histories. Any other one is of the weights alone, over the ranks that shard them.
+Regions that are due ride along; such a reduction is over all ranks that hold the layers, HSDP's replicas too. Any other
+one is of the weights alone, over the ranks that shard them.
 
 When the table is reduced is decided by what every rank knows, never by what one rank alone knows:
 
@@ -18,20 +18,21 @@ When the table is reduced is decided by what every rank knows, never by what one
   parallelism the ranks of one all-gather have a part of the weight; those of all parts agree over the store then.
 """
 
+import enum
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.features.delayed.histories import Histories
-from f8sub.torch_compat import graph_task, is_capturing
+from f8sub.torch_compat import is_capturing
 from f8sub.weights.agreement import all_arrive, all_told, tell
 from f8sub.weights.amax_table import AmaxTable
 from f8sub.weights.findings import Findings
 from f8sub.weights.groups import OwnGroup, own_group
+from f8sub.weights.guests import Region
 from f8sub.weights.layout import ShardLayout
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
@@ -44,12 +45,32 @@ _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
 
 
-class ScaleTable:
-    """Amaxes and scales of the weights that the same ranks shard alike, and what their layers staged.
+class Freshness(enum.Enum):
+    """The life of the scales, of which every rank knows the same: STALE, REDUCING, FRESH, and STALE again.
+
+    What one rank alone knows, that its shard was written to, is no part of it: see ``Shard.stale``.
+    """
+
+    STALE = enum.auto()
+    REDUCING = enum.auto()
+    FRESH = enum.auto()
+
+
+class _Reduction(NamedTuple):
+    """An all-reduce under way, None where one rank has it all, and the regions in it."""
+
+    work: dist.Work | None
+    regions: list[tuple[Region, torch.Tensor]]
+
+
+class Exchange:
+    """See the module's docstring.
 
     Attributes:
+        ranks: all that hold the layers.
+        shards: of the weights, in the order of the table.
         generation: number of reductions whose scales are in place.
-        gathers: whether FSDP2 gathers any of the weights as float8; else the table serves the histories alone.
+        gathers: whether FSDP2 gathers any of the weights as float8; else the exchange serves guests alone.
     """
 
     def __init__(self, conversion: "Conversion", layout: ShardLayout) -> None:
@@ -57,24 +78,21 @@ class ScaleTable:
         self.generation = 0
         self.gathers = False
         self.shards: list[Shard] = []
+        self.ranks = layout.ranks
         self._mesh_group = layout.group
         self._gather_world = layout.world
         self._sharers = layout.sharers
         self._world = len(layout.sharers)
-        self._ranks = layout.ranks
         self._device = layout.device
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
-        self._histories: Histories | None = None
-        self._steps_rolled = 0
-        self._rolling = False
-        self._work: dist.Work | None = None
-        self._unsettled = False
+        self._regions: list[Region] = []
+        self._under_way: _Reduction | None = None
         self._changes_covered = -1
         self._requests = 0
         self._requested = self._captured = self._warned = False
         self._changed_alone: set[int] = set()
         self._findings: list[Findings] = []
-        self._entries = AmaxTable([], 0, "cpu")
+        self._entries = AmaxTable([], [], "cpu")
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
         """Lay out the table: shards of one format side by side, the same order on every rank.
@@ -94,35 +112,36 @@ class ScaleTable:
             )
         self.settle()
         self.gathers = any(shard.sent for shard in shards)
-        with_histories = [record for record in records if record.shard is not None and record.shard.state]
         self.shards = sorted(shards, key=lambda s: (str(s.format), s.margin, str(s.dtype), s.fqn))
         device = self.shards[0].layout.device
-        self._entries = AmaxTable(self.shards, Histories.size(len(with_histories)), device)
-        self._histories = Histories(with_histories, device) if with_histories else None
+        of_guests = (guest.region(records, device) for guest in self.conversion.guests)
+        self._regions = [region for region in of_guests if region is not None]
+        self._entries = AmaxTable(self.shards, [region.size for region in self._regions], device)
         self._changes_covered = -1
 
     @property
-    def pending(self) -> bool:
-        """Whether the weights changed, as every rank knows, since the last reduction began."""
-        return self._changes_covered != self.conversion.changes
+    def state(self) -> Freshness:
+        """Where the scales are in their life, as every rank knows."""
+        if self._changes_covered != self.conversion.changes:
+            return Freshness.STALE
+        return Freshness.FRESH if self._under_way is None else Freshness.REDUCING
 
     @property
-    def roll_due(self) -> bool:
-        """Whether an optimizer stepped, as every rank knows, since the histories rolled last.
+    def due(self) -> bool:
+        """Whether there is something to reduce, as every rank knows: the weights changed, or a region is due."""
+        return self.state is Freshness.STALE or self.regions_due
 
-        Never in a backward pass: what that recomputes has the forward's scales, though an optimizer steps in it.
-        """
-        if self._histories is None or graph_task() != -1:
-            return False
-        rolled = max(self._steps_rolled, self.conversion.loaded_at)
-        return self.conversion.steps > rolled and not self._histories.loaded_in_place(self.conversion)
+    @property
+    def regions_due(self) -> bool:
+        """Whether a guest's region is due."""
+        return any(region.due for region in self._regions)
 
     def request(self) -> None:
         """Reduce now, on every rank that calls this, unless one of them does not."""
         if not self.gathers:
             self._tell(-1)
             return
-        if self.pending or self.roll_due or self._world == 1 or self._all_request():
+        if self.due or self._world == 1 or self._all_request():
             self.reduce()
         else:
             self._requested = True
@@ -133,9 +152,9 @@ class ScaleTable:
         self._requests += 1
         return all_arrive(self._place_of("request", self.generation, self._requests), self._world)
 
-    def roll(self) -> None:
-        """Roll the histories now where no all-gather will ask for scales."""
-        if not self.gathers and self.roll_due:
+    def reduce_regions(self) -> None:
+        """Reduce the regions that are due now, where no all-gather will ask for scales."""
+        if not self.gathers and self.regions_due:
             self.reduce(tell=False)
             self.settle()
 
@@ -151,42 +170,41 @@ class ScaleTable:
         self.settle()
         if tell:
             self._tell(None)
-        self._rolling = self.roll_due
-        table, group = self._entries.amax, self.group_of(self._sharers) if self._world > 1 else None
+        entries = self._entries
+        regions = [
+            (region, out) for region, out in zip(self._regions, entries.parts, strict=True) if region.due
+        ]
+        table, ranks = (entries.whole, self.ranks) if regions else (entries.amax, self._sharers)
+        work = None
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._entries.take_amaxes()
+            entries.take_amaxes()
             if self._changed_alone:
-                self._entries.amax[-1] = 1 + max(self._changed_alone)
+                entries.amax[-1] = 1 + max(self._changed_alone)
                 self._changed_alone.clear()
-            if self._rolling and self._histories is not None:
-                self._histories.take(self._entries.staged, max(self._steps_rolled, self.conversion.loaded_at))
-                table = self._entries.whole
-                group = self.group_of(self._ranks) if len(self._ranks) > 1 else None
-            if group is not None:
-                of_call = group.of_next_call()
-                self._work = dist.all_reduce(table, dist.ReduceOp.MAX, group=of_call, async_op=True)
+            for region, out in regions:
+                region.write(out)
+            if len(ranks) > 1:
+                group = self.group_of(ranks).of_next_call()
+                work = dist.all_reduce(table, dist.ReduceOp.MAX, group=group, async_op=True)
+        self._under_way = _Reduction(work, regions)
         self._changes_covered = self.conversion.changes
-        self._steps_rolled = self.conversion.steps if self._rolling else self._steps_rolled
         self._requested = False
-        self._unsettled = True
-        if group is None:
+        if work is None:
             self.settle()
 
     def settle(self) -> None:
         """Wait for the reduction under way, if there is one, and write the scales in place."""
-        if not self._unsettled:
+        if self._under_way is None:
             return
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        self._unsettled = False
+        work, regions = self._under_way
+        if work is not None:
+            work.wait()
+        self._under_way = None
         with torch.inference_mode(mode=False), torch.no_grad():
-            entries = self._entries
-            met, records = entries.staged[:0], []
-            if self._rolling and self._histories is not None:
-                met, records = self._histories.roll(entries.staged, entries.amax), self._histories.records
-            entries.write_scales()
-            self._findings = [*self._findings[-1:], Findings(entries.amax, self.shards, met, records)]
+            # Guests first: they may decide the scales of the weights.
+            told = [(region, region.read(out, self._entries.amax)) for region, out in regions]
+            self._entries.write_scales()
+            self._findings = [*self._findings[-1:], Findings(self._entries.amax, self.shards, told)]
         self.generation += 1
         self._requests = 0
 
@@ -196,9 +214,9 @@ class ScaleTable:
         for found in findings:
             found.tell()
 
-    def settle_histories(self) -> None:
-        """``settle`` where that rolls histories."""
-        if self._histories is not None:
+    def settle_regions(self) -> None:
+        """``settle`` where guests have regions."""
+        if self._regions:
             self.settle()
 
     def gather_input(self, shard: Shard, source: Weight) -> tuple[torch.Tensor, str | None]:
@@ -216,7 +234,7 @@ class ScaleTable:
         if is_capturing(source):
             self._check_capture(shard)
             return shard.cast(source, self.generation), None
-        if self.pending or self.roll_due:
+        if self.due:
             self._warn_missed()
             self.reduce()
         self.settle()
@@ -277,7 +295,7 @@ class ScaleTable:
         Raises:
             Float8ConfigError: something of that is left to do.
         """
-        if self.pending or self.roll_due or self._unsettled or self._stale(shard):
+        if self.due or self._under_way is not None or self._stale(shard):
             raise Float8ConfigError(
                 f"{shard.fqn}: a CUDA graph is captured while the scales of the weights are not in place yet; call "
                 "precompute_scales(model), run the model once as it will be captured, and then capture it. After "

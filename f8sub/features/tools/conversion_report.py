@@ -1,0 +1,32 @@
+"""conversion_report: what a conversion did, and what it takes in bytes."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from f8sub.convert.report import ConversionReport, layers_report
+from f8sub.features.tools.byte_account import SAVED_INPUTS, SHARED_INPUTS, byte_account
+
+
+def conversion_report(
+    model: torch.nn.Module,
+    tokens: int | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
+    saved_inputs: Iterable[str] = SAVED_INPUTS,
+) -> ConversionReport:
+    """What of ``model`` runs in float8, and why the rest does not; with ``tokens``, what it takes in bytes, too.
+
+    Args:
+        model: converted or not, sharded or not.
+        tokens: see ``byte_account``; the arguments after it likewise.
+        dtype: the high precision.
+        shared_inputs: groups of names of siblings that read one x.
+        saved_inputs: names of layers whose x is saved by what makes it.
+    """
+    report = layers_report(model)
+    if tokens is None:
+        return report
+    return dataclasses.replace(report, bytes=byte_account(model, tokens, dtype, shared_inputs, saved_inputs))

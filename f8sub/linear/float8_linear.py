@@ -15,14 +15,15 @@ from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels.gemm.select import Plan, gemm_nt
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import Sources
+from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear import sockets
 from f8sub.linear.saved_input import AUTO, GemmInput, Kept, as_matrix, present, quantize_x, x_columnwise
+from f8sub.linear.sockets import Placed, contexts, placed, sources_of
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, untraced
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise
+from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.weight import Weight, exported, local_tensor
 
@@ -65,15 +66,15 @@ class Float8Linear(torch.nn.Linear):
         dtype = autocast_dtype(device) or x.dtype
         if self.plan.device.type != device:
             self.follow(x.device)
-        plan = sockets.contexts.plan_of(self) if sockets.contexts.entered else self.plan
-        places: sockets.Placed | None = None
+        plan = contexts.plan_of(self) if contexts.entered else self.plan
+        places: Placed | None = None
         adds_bias = True
-        sources = sockets.sources_of(self, plan.recipe)
+        sources = CURRENT_SOURCES if plan.recipe.delayed is None else sources_of(self, plan.recipe)
         bias: torch.Tensor | None = self.bias
         if isinstance(weight, DTensor):
             if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
                 return _eagerly(self, x)
-            places = sockets.placed(self, weight, x)
+            places = placed(self, weight, x)
             sources, adds_bias = places.sources(self, plan, weight, x, sources), places.adds_bias
             x, weight, bias = places.local(x, weight, bias)
         y: torch.Tensor
@@ -81,8 +82,8 @@ class Float8Linear(torch.nn.Linear):
             y = apply(_Float8Matmul, x, weight, bias, plan, dtype, sources, self.keep_x, adds_bias)
         else:
             y = fprop(x, weight, bias if adds_bias else None, plan, dtype, sources, None)[0]
-        if sockets.contexts.entered:
-            sockets.contexts.remember(self, plan, y)
+        if contexts.entered:
+            contexts.remember(self, plan, y)
         return y if places is None else places.whole(y)
 
     def follow(self, device: torch.device) -> None:
@@ -312,7 +313,9 @@ def weight_rowwise(
         return w.dequantize().to(dtype) if format is None else present(w.rowwise)
     if format is None:
         return w.to(dtype)
-    if isinstance(w, Weight) and not sources.distributed:
+    if isinstance(w, MasterWeight) and not sources.distributed:
+        return rowwise_of(w, format, dtype, sources.w, None)
+    if isinstance(w, Weight) and not isinstance(w, MasterWeight):
         return type(w).rowwise_codes(w, format, dtype, sources.w)
     return quantize_rowwise(_plain(w, dtype), format, sources.w)
 

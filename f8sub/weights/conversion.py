@@ -65,6 +65,8 @@ class Conversion:
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, WeightRecord]] = (
             weakref.WeakKeyDictionary()
         )
+        self._unsharded: dict[WeightRecord, None] = {}
+        self._shards: dict[WeightRecord, Shard] = {}
         self.changes = 0
         self.steps = 0
         self.step_guards: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -101,11 +103,13 @@ class Conversion:
         """Enter the parameter ``name`` of a module, which is a ``WeightOwner``; see ``WeightRecord``."""
         record = WeightRecord(self, module, name, fqn, format, gathered)
         self._records.setdefault(module, {})[name] = record
+        self._unsharded[record] = None
         return record
 
     def discard(self, module: torch.nn.Module) -> None:
         """Take a module's weights out."""
-        self._records.pop(module, None)
+        for record in self._records.pop(module, {}).values():
+            self._unsharded.pop(record, None)
 
     def owns(self, module: torch.nn.Module) -> bool:
         """Whether weights of a module are among these."""
@@ -138,13 +142,11 @@ class Conversion:
             asked: this is because of a call that a rank may have forgotten, so nothing is begun together before
                 all ranks came. Else it is before an all-gather, which no rank can forget.
         """
-        records = list(self)
-        new = [(record, record.parameter) for record in records if not record.entered]
+        new = [(record, record.parameter) for record in self._unsharded if not record.entered]
         if sharded := [(record, w) for record, w in new if isinstance(w, DTensor) and sharded_dims(w)]:
-            self._enter(sharded, asked)
-        for record in records:
-            if record.shard is not None:
-                record.shard.follow(record)
+            self._enter(sorted(sharded, key=lambda each: each[0].fqn), asked)
+        for record, shard in self._shards.items():
+            shard.follow(record)
 
     def shard_of(self, record: WeightRecord) -> Shard:
         """The shard of a weight that is about to be gathered.
@@ -220,8 +222,8 @@ class Conversion:
         Raises:
             Float8NumericsError: NaN or infinity; names the layers.
         """
-        if held := [record for record in self if record.shard is None]:
-            self._held.check(held)
+        if self._unsharded:
+            self._held.check([record for record in self._unsharded if record.module is not None])
 
     def _enter(self, new: list[tuple[WeightRecord, DTensor]], asked: bool) -> None:
         _refuse_partly_resharded([record for record, _ in new])
@@ -248,7 +250,6 @@ class Conversion:
                 if len(layout.sharers) > 1:
                     exchange.group_of(layout.sharers)  # now, when all of them are here
             _entered[ranks] += 1
-            made = []  # the exchange will hold them
             for record, weight in members:
                 record.entered = True
                 gathered_by = (record.module, record.name)
@@ -259,13 +260,11 @@ class Conversion:
                     dtype = dtypes.get(gathered_by) or weight.dtype
                     layout = layouts[record]
                     shard = functools.partial(Shard, dtype=dtype, exchange=exchange, prior=prior, sent=sent)
-                    made.append(self._shard(record, weight, layout, shard, sent))
-                    record.shard = made[-1]
-            if any(record.shard is not None and record.shard.exchange is exchange for record in self):
+                    self._shards[record] = record.shard = self._shard(record, weight, layout, shard, sent)
+                    del self._unsharded[record]
+            if ours := [record for record, shard in self._shards.items() if shard.exchange is exchange]:
                 self.exchanges[key] = exchange
-                exchange.set_records(
-                    [r for r in self if r.shard is not None and r.shard.exchange is exchange]
-                )
+                exchange.set_records(sorted(ours, key=lambda record: record.fqn))
 
     def _shard(
         self,
@@ -292,8 +291,7 @@ class Conversion:
         if sent:
             layout.check_lines_up(format.tile, record.fqn)
         master.cell.record = record
-        shards = (other.shard for other in self if other.shard is not None)
-        tied = next((shard for shard in shards if shard.master.cell is master.cell), None)
+        tied = next((shard for shard in self._shards.values() if shard.master.cell is master.cell), None)
         return tied or make(record, master, layout)
 
 

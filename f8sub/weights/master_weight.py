@@ -340,9 +340,6 @@ def rowwise_of(
     return operand
 
 
-MasterWeight.rowwise_codes = staticmethod(rowwise_of)
-
-
 def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dtype) -> Operand | None:
     """What ``rowwise_of`` returned last and keeps, if it was asked for that; None in compiled code."""
     if torch.compiler.is_compiling() or weight.cell.cast is None:

@@ -40,7 +40,10 @@ class Weight(torch.Tensor):
     """Whether the codes that were cast stay for as long as the weight does."""
 
     rowwise_codes: ClassVar[Callable[..., Operand]]
-    """The rowwise operand of (weight, format, dtype, source), unsharded; a function that torch.compile can read."""
+    """The rowwise operand of (weight, format, dtype, source), unsharded; of MasterWeight that is ``rowwise_of``.
+
+    A static function: torch.compile takes a method of a tensor for an operator.
+    """
 
     @property
     def record(self) -> WeightRecord | None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
@@ -400,3 +401,13 @@ def test_the_host_kernel_is_the_specification(bits, past):
                 assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
                 assert torch.equal(a.scale_inv, b.scale_inv)
             assert torch.equal(found[2].view(torch.int32), expected[2].view(torch.int32)) or found[2].isnan()
+
+
+def test_a_pruned_layer_keeps_histories():
+    layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)), "delayed", skip_defaults=False)[0]
+    prune.l1_unstructured(layer, "weight", 0.3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    y = layer(gaussian((32, 64), generator(1)))
+    y.backward(gaussian((32, 64), generator(2)))
+    optimizer.step()
+    assert state_of(layer).scale[0] > 0

@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import f8sub
+from f8sub.weights.master_weight import MasterWeight
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.layers import K, N, dy_of, x_of
@@ -142,3 +143,15 @@ def test_masters_of_primary_weights_are_plain_there_too():
         assert type(held) is type(held.clone()) is torch.Tensor
         held.data.mul_(3)
         assert torch.equal(model(x), fresh_output(held, x))
+
+
+def test_a_state_dict_assigned_where_torch_swaps_tensors_makes_a_master_weight():
+    state = {"0.weight": gaussian((64, 64), generator(1)), "0.bias": torch.zeros(64)}
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)), skip_defaults=False)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(state, assign=True)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert isinstance(model[0].weight, MasterWeight)
+    assert model[0].weight.record is not None

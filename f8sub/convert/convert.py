@@ -134,13 +134,13 @@ def _convert_selected(
     if primary_weights:
         refuse_delayed(plans, names)
         refuse_high_precision(plans, names, gathered)
-    layers = Conversion(primary_weights, idle)
-    layers.warn_of_reference(plans.values())
+    conversion = Conversion(primary_weights, idle)
+    conversion.warn_of_reference(plans.values())
     for module, plan in plans.items():
-        _convert(module, names[module], plan, layers, gathered[module], kept.of(names[module]))
-    _wrap_weights(list(names), layers)
+        _convert(module, names[module], plan, conversion, gathered[module], kept.of(names[module]))
+    _wrap_weights(list(names), conversion)
     _share_inputs(model)
-    _watch(model, layers)
+    _watch(model, conversion)
     return model
 
 
@@ -231,10 +231,10 @@ def _plans(
 
 
 def _convert(
-    module: Any, fqn: str, plan: Plan, layers: Conversion, float8_all_gather: bool, keep_x: str
+    module: Any, fqn: str, plan: Plan, conversion: Conversion, float8_all_gather: bool, keep_x: str
 ) -> None:
     module.__class__ = float8_class(type(module))
-    module.plan, module.fqn, module.converted = plan, fqn or "(root)", layers
+    module.plan, module.fqn, module.converted = plan, fqn or "(root)", conversion
     module.float8_all_gather, module.keep_x = float8_all_gather, keep_x
     module.enter_weight()
     if plan.recipe.delayed is not None:
@@ -242,7 +242,7 @@ def _convert(
     module.__dict__.pop(SKIP_REASON, None)
 
 
-def _wrap_weights(modules: list[Any], layers: Conversion) -> None:
+def _wrap_weights(modules: list[Any], conversion: Conversion) -> None:
     """Make master weights of the layers' weights; tied ones stay tied."""
     made: dict[int, torch.nn.Parameter] = {}
     for module in modules:
@@ -251,7 +251,7 @@ def _wrap_weights(modules: list[Any], layers: Conversion) -> None:
             continue
         if id(weight) not in made:
             master = MasterWeight(weight.detach())
-            master.cell.record = layers.record_of(module, "weight")
+            master.cell.record = conversion.record_of(module, "weight")
             made[id(weight)] = torch.nn.Parameter(master, weight.requires_grad)
         _replace(module, made[id(weight)])
 
@@ -281,12 +281,12 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _watch(model: torch.nn.Module, layers: Conversion) -> None:
+def _watch(model: torch.nn.Module, conversion: Conversion) -> None:
     """Learn at forwards who shards or replicates the layers, and of every optimizer's steps."""
     Conversion.see(model)
-    model.register_forward_pre_hook(functools.partial(check_ranks_hook, layers))
-    if any(guest.is_needed for guest in layers.guests):
-        model.register_forward_pre_hook(functools.partial(guests_hook, layers))
+    model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
+    if any(guest.is_needed for guest in conversion.guests):
+        model.register_forward_pre_hook(functools.partial(guests_hook, conversion))
     watch_optimizer_steps()
 
 

@@ -37,7 +37,7 @@ class Float8Linear(torch.nn.Linear):
     Attributes:
         plan: the recipe and the backend of each GEMM, where no context asks for another.
         fqn: the layer's name in the model that was converted, for errors and reports.
-        converted: the layers of the same conversion, this one among them.
+        converted: the conversion that the weight is of.
         float8_all_gather: whether FSDP2 gathers the weight as float8.
         keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``.
     """
@@ -133,9 +133,9 @@ class Float8Linear(torch.nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        record = self.enter_weight()
-        if isinstance(self.weight, MasterWeight):
-            self.weight.cell.record = record
+        record, local = self.enter_weight(), local_tensor(self.weight)
+        if isinstance(local, MasterWeight):
+            local.cell.record = record
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.converted.settle()
@@ -147,13 +147,14 @@ class Float8Linear(torch.nn.Linear):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         weight = self.weight
-        local = local_tensor(weight)
+        local = local_tensor(weight)  # of another class after loading, where torch swaps the two
+        was_master = isinstance(local, MasterWeight)
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
         if sockets.scaling is not None:
             sockets.scaling.loaded(self, state_dict, prefix)
-        if isinstance(local, MasterWeight):
+        if was_master:
             if not isinstance(local_tensor(self.weight), MasterWeight):
                 self._remake_master()
         elif isinstance(local, Weight) and self.weight is not weight:

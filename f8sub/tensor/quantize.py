@@ -68,8 +68,8 @@ def quantize(
                 f"{format} takes rows of a multiple of {format.depth_multiple} elements, got {tuple(x.shape)}"
             )
     with torch.no_grad():
-        plain = getattr(x, "plain", None)  # a weight of f8sub has its values there
-        plain = x.detach() if plain is None else plain
+        # A weight of f8sub has its values there.
+        plain = getattr(x, "plain") if isinstance(getattr(type(x), "plain", None), property) else x.detach()  # noqa: B009
         if derive and col is not None and formats[0] is not None:
             cast = kernels.quantize(plain, formats[0], None, source).rowwise
             derived = None if cast is None else quantize_cuda.derive_columnwise(cast, col)

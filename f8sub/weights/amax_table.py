@@ -39,9 +39,7 @@ class AmaxTable:
         self._look_for(shards)
         self._places: list[Any] | None = None
         self._launches: list[Launch] = []
-        from_table = [shard for shard in shards if not shard.wire.carries_scales]
-        runs = itertools.groupby(from_table, key=lambda s: (s.format, s.margin, s.dtype))
-        self._runs = [list(run) for _, run in runs]
+        self.group_by_rule()
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
         slots = [size + -size % _SLOT for size in sizes]
         with torch.inference_mode(mode=False):
@@ -57,6 +55,12 @@ class AmaxTable:
                 shard.lay_out(*(part[start : start + size] for part in flat))
                 start += slots[index]
         self._in_parts = [shard for shard in shards if shard.has_part]
+
+    def group_by_rule(self) -> None:
+        """Find the weights side by side whose scales are made alike."""
+        from_table = [shard for shard in self._shards if not shard.wire.carries_scales]
+        runs = itertools.groupby(from_table, key=lambda s: (s.format, s.margin, s.dtype))
+        self._runs = [list(run) for _, run in runs]
 
     def take_amaxes(self) -> None:
         """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""

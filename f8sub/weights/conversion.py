@@ -46,6 +46,7 @@ class Conversion:
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
         steps: number of optimizer steps among them.
         step_guards: what skips steps of these weights whose gradients are not finite; each lives with its optimizer.
+        is_sharded: whether any of the weights is, by FSDP2 or tensor parallelism.
         told_of_reference: whether a warning said that GEMMs of these layers are slow on their GPU.
         guests: what features do for these weights.
         exchanges: of sharded weights, one for each process group that gathers them, set of ranks that share their
@@ -70,7 +71,7 @@ class Conversion:
         self.changes = 0
         self.steps = 0
         self.step_guards: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.told_of_reference = False
+        self.told_of_reference = self.is_sharded = False
         self.exchanges: dict[Ranks, Exchange] = {}
         self.guests: list[Guest] = [make(self) for make in makers]
         self._held = HeldWeights()
@@ -119,12 +120,13 @@ class Conversion:
         """The record of a module's parameter."""
         return self._records[module][name]
 
-    def __len__(self) -> int:
-        return sum(map(len, self._records.values()))
+    @property
+    def records(self) -> list[WeightRecord]:
+        """Those of modules that are alive, in no order."""
+        return [record for of_module in self._records.values() for record in of_module.values()]
 
     def __iter__(self) -> Iterator[WeightRecord]:
-        records = (record for of_module in self._records.values() for record in of_module.values())
-        return iter(sorted(records, key=lambda record: record.fqn))
+        return iter(sorted(self.records, key=lambda record: record.fqn))
 
     def warn_of_reference(self, plans: Iterable[Plan]) -> None:
         """Warn once a conversion where GEMMs on a GPU fall to the reference backend, see ``reference_warning``."""
@@ -171,17 +173,12 @@ class Conversion:
             guest.loaded()
 
     def count_step(self, records: Iterable[WeightRecord]) -> None:
-        """Enter that an optimizer has just stepped these weights.
-
-        Not before it changes them: LBFGS, and others that are given a closure, run the model within the step.
-        """
+        """Enter that an optimizer has just stepped these weights."""
         for guest in self.guests:
             guest.before_count()
         self.steps += 1
         for record in records:
             record.last_step = self.steps
-        for guest in self.guests:
-            guest.counted()
 
     def reduce_regions(self) -> None:
         """Reduce the guests' regions that are due and that no all-gather will ask for."""
@@ -250,6 +247,7 @@ class Conversion:
                 if len(layout.sharers) > 1:
                     exchange.group_of(layout.sharers)  # now, when all of them are here
             _entered[ranks] += 1
+            self.is_sharded = True
             for record, weight in members:
                 record.entered = True
                 gathered_by = (record.module, record.name)
@@ -257,14 +255,15 @@ class Conversion:
                 priors = (guest.prior_of(record) for guest in self.guests)
                 prior = next((prior for prior in priors if prior is not None), None)
                 if sent or prior is not None:
-                    dtype = dtypes.get(gathered_by) or weight.dtype
+                    dtype = dtypes.get(gathered_by)
                     layout = layouts[record]
                     shard = functools.partial(Shard, dtype=dtype, exchange=exchange, prior=prior, sent=sent)
                     self._shards[record] = record.shard = self._shard(record, weight, layout, shard, sent)
                     del self._unsharded[record]
             if ours := [record for record, shard in self._shards.items() if shard.exchange is exchange]:
                 self.exchanges[key] = exchange
-                exchange.set_records(sorted(ours, key=lambda record: record.fqn))
+                alive = (record for record in ours if record.module is not None)
+                exchange.set_records(sorted(alive, key=lambda record: record.fqn))
 
     def _shard(
         self,
@@ -276,21 +275,22 @@ class Conversion:
     ) -> Shard:
         local, format = weight._local_tensor, record.format
         master = master_of(local)
-        if master is None or format is None:
+        if master is None or (sent and not hasattr(local, "fsdp_pre_all_gather")):
             raise Float8ConfigError(
                 f"{record.fqn}: FSDP2 would gather its weight in high precision, because it is a "
                 f"{type(local).__name__} that took the converted weight's place; assign weights before "
                 "convert_to_float8, or copy into them"
             )
-        if sent and format.codes_per_byte > 1 and layout.dim != 0:
+        if sent and format is not None and format.codes_per_byte > 1 and layout.dim != 0:
             raise Float8ConfigError(
                 f"{record.fqn}: its weight is sharded by columns (Shard({layout.dim})), which FSDP2 "
                 f"puts together from one byte an element, and {format} has two in one; "
                 "shard it by rows, or convert with float8_all_gather=False"
             )
-        if sent:
+        if sent and format is not None:
             layout.check_lines_up(format.tile, record.fqn)
-        master.cell.record = record
+        if master.cell.record is None or master.cell.record.conversion is None:
+            master.cell.record = record  # else of another module's weight that is tied to this one
         tied = next((shard for shard in self._shards.values() if shard.master.cell is master.cell), None)
         return tied or make(record, master, layout)
 

@@ -32,7 +32,7 @@ from f8sub.weights.agreement import all_arrive, all_told, tell
 from f8sub.weights.amax_table import AmaxTable
 from f8sub.weights.findings import Findings
 from f8sub.weights.groups import OwnGroup, own_group
-from f8sub.weights.guests import Region
+from f8sub.weights.guests import Guest, Region
 from f8sub.weights.layout import ShardLayout
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
@@ -85,7 +85,7 @@ class Exchange:
         self._world = len(layout.sharers)
         self._device = layout.device
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
-        self._regions: list[Region] = []
+        self._of_guests: dict[Guest, Region] = {}
         self._under_way: _Reduction | None = None
         self._changes_covered = -1
         self._requests = 0
@@ -105,7 +105,7 @@ class Exchange:
         """
         shards = dict.fromkeys(record.shard for record in records if record.shard is not None)
         if any(shard.gathers for shard in shards):
-            new = next(shard.fqn for shard in shards if not shard.gathers)
+            new = next((shard.fqn for shard in shards if not shard.gathers), records[-1].fqn)
             raise Float8ConfigError(
                 f"{new}: its weight was sharded after other layers of the same model were trained or run; call "
                 "fully_shard on every part of a model before its first forward"
@@ -114,10 +114,22 @@ class Exchange:
         self.gathers = any(shard.sent for shard in shards)
         self.shards = sorted(shards, key=lambda s: (str(s.format), s.margin, str(s.dtype), s.fqn))
         device = self.shards[0].layout.device
-        of_guests = (guest.region(records, device) for guest in self.conversion.guests)
-        self._regions = [region for region in of_guests if region is not None]
+        of_guests = {
+            guest: guest.region(records, device, self._of_guests.get(guest))
+            for guest in self.conversion.guests
+        }
+        self._of_guests = {guest: region for guest, region in of_guests.items() if region is not None}
         self._entries = AmaxTable(self.shards, [region.size for region in self._regions], device)
         self._changes_covered = -1
+
+    def group_by_rule(self) -> None:
+        """Enter that weights have another dtype than before."""
+        self.settle()
+        self._entries.group_by_rule()
+
+    @property
+    def _regions(self) -> list[Region]:
+        return list(self._of_guests.values())
 
     @property
     def state(self) -> Freshness:
@@ -295,7 +307,7 @@ class Exchange:
         Raises:
             Float8ConfigError: something of that is left to do.
         """
-        if self.due or self._under_way is not None or self._stale(shard):
+        if self.state is not Freshness.FRESH or self.regions_due or self._stale(shard):
             raise Float8ConfigError(
                 f"{shard.fqn}: a CUDA graph is captured while the scales of the weights are not in place yet; call "
                 "precompute_scales(model), run the model once as it will be captured, and then capture it. After "

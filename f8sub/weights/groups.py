@@ -1,6 +1,6 @@
 """Process groups of f8sub's own: one user at a time, and kept for the next one when the user is gone.
 
-A group has one user at a time, because ranks need not reduce two scale tables in one order. A rank that forgets
+A group has one user at a time, because ranks need not reduce two exchanges in one order. A rank that forgets
 ``precompute_scales`` reduces before its next all-gather, when the others may have reduced the table of another model.
 On one group the tables' all-reduces would be paired wrongly; on a group of each its own they cannot be.
 

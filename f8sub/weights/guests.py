@@ -57,8 +57,14 @@ class Guest(Protocol):
     def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
         """What makes the weight's scale together with its amax, (1, 1); None for the amax alone."""
 
-    def region(self, records: Sequence[WeightRecord], device: str) -> Region | None:
-        """A region for the exchange of these sharded weights, made anew when there are more of them."""
+    def region(self, records: Sequence[WeightRecord], device: str, before: Region | None) -> Region | None:
+        """A region for the exchange of these sharded weights.
+
+        Args:
+            records: of the weights.
+            device: type of the device that gathers.
+            before: the guest's region of the exchange while it had fewer weights.
+        """
 
     def forward(self) -> bool:
         """A forward of the model begins; whether the guest has seen all of them that it needs."""

@@ -1,4 +1,4 @@
-"""HeldWeights: NaN and infinity in the weights that no scale table covers, found without waiting."""
+"""HeldWeights: NaN and infinity in the weights that no exchange covers, found without waiting."""
 
 import weakref
 from collections import defaultdict
@@ -72,7 +72,7 @@ class HeldWeights:
                 self._looks.append((weights, HostCopy(finite)))
 
     def skip(self, records: Iterable[WeightRecord]) -> None:
-        """Leave out weights, as they are now, that the amax histories have just looked at."""
+        """Leave out weights, as they are now, that a guest has just looked at."""
         for record in records:
             if (master := self._changed(record)) is not None:
                 self._finite[record] = master.state

@@ -288,7 +288,7 @@ _WRAPS = {
 }
 
 _HANDLINGS: dict[int, _Handling] = {}
-"""By identity of the operator, see ``describe``."""
+"""By identity of the operator, which ``describe`` keeps alive."""
 
 
 def _handling_of(func: Any) -> _Handling:

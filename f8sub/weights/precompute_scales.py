@@ -199,6 +199,10 @@ def _mark_stale(optimizer: torch.optim.Optimizer, *, changed: bool = True) -> No
 
 
 def _count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Enter which weights the optimizer has just changed.
+
+    Not before it changes them: LBFGS, and others that are given a closure, run the model within the step.
+    """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     weights = [local for p in parameters if isinstance(local := local_tensor(p), MasterWeight)]
     of_conversion = defaultdict(list)
@@ -207,12 +211,15 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
             of_conversion[conversion].append(weight.record)
     for conversion, records in of_conversion.items():
         conversion.count_step(records)
+    for conversion in of_conversion:
+        for guest in conversion.guests:
+            guest.counted()
 
 
 _Conversions = list[weakref.ref[Conversion]]
 
 _walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, _Conversions]] = weakref.WeakKeyDictionary()
-"""What ``_conversions`` found. A conversion may hold layers, which lead to the module: it is not held here."""
+"""What ``_conversions`` found. A conversion may lead to the module, and is not held here."""
 
 
 def _parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -28,7 +28,13 @@ def lies_in_rows(tile: Tile) -> bool:
 
 
 class WeightOwner(Protocol):
-    """A module with weights that f8sub casts."""
+    """A module with weights that f8sub casts.
+
+    Attributes:
+        converted: the conversion that they are of.
+    """
+
+    converted: "Conversion"
 
     def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
         """What every rank has to have alike of the weight of that name.

@@ -1,6 +1,7 @@
 """One rank's shard of a float8 weight: its tiles in the amax table, its codes for the wire."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,10 @@ class Shard:
         dropped: whether that happened; the codes and their scales stay as they are.
         layout: where it lies.
         wire: what is sent of it.
-        index: position in the order of its scale table.
+        index: position in the order of its exchange.
         gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
-        dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``.
-        exchange: that its scales come from.
-        amax: float32 view of the scale table, one entry a ``wire.table_tile`` of the whole weight.
+        dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
+        amax: float32 view of the amax table, one entry a ``wire.table_tile`` of the whole weight.
         scale: likewise.
         scale_inv: likewise, as the format stores it.
         part_scale_inv: those of ``layout.shape``, which the unsharded tensor holds unless the wire carries its own:
@@ -49,7 +49,7 @@ class Shard:
         record: WeightRecord,
         master: MasterWeight,
         layout: ShardLayout,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         exchange: "Exchange",
         prior: Callable[[], PriorScale] | None,
         *,
@@ -66,8 +66,10 @@ class Shard:
         self.dropped = False
         self.index = 0
         self.gathers = 0
-        self.dtype = dtype
-        self.exchange = exchange
+        own_dtype = master.dtype if record.parameter is None else record.parameter.dtype
+        self.dtype = dtype or own_dtype
+        self._follows_dtype = dtype is None
+        self._exchange = weakref.ref(exchange)
         empty = torch.empty(0, dtype=torch.float32, device=layout.device)
         self.amax = self.scale = self.scale_inv = self.part_scale_inv = empty
         self.global_scale_inv: torch.Tensor | None = None
@@ -78,6 +80,14 @@ class Shard:
         self._counted_state: State | None = None
         self._counted_gather = self._in_backward = self._expected_in_backward = 0
         self._kept: tuple[torch.Size, list[torch.Tensor]] | None = None
+
+    @property
+    def exchange(self) -> "Exchange":
+        """What its scales come from. Not held: a primary weight without a master holds its shard alone."""
+        exchange = self._exchange()
+        if exchange is None:
+            raise RuntimeError(f"{self.fqn}: its weight is gathered and its model is gone")
+        return exchange
 
     @property
     def format(self) -> Float8Format:
@@ -108,12 +118,15 @@ class Shard:
         copy of what the scales were computed from is not a change. The codes that are kept may be older than those
         scales, so they are cast anew in any case: ``MasterWeight.state`` is another one in another storage.
         """
-        local = getattr(record.parameter, "_local_tensor", None)  # None while it is unsharded
-        if local is self.master:
+        held = getattr(record.parameter, "_local_tensor", None)  # None while it is unsharded
+        if held is self.master:
             return
-        local = None if local is None else master_of(local)
-        if local is None or local.cell is self.master.cell:
+        local = None if held is None else master_of(held)
+        if held is None or local is None or local.cell is self.master.cell:
             return
+        if self._follows_dtype and held.dtype != self.dtype:
+            self.dtype = held.dtype
+            self.exchange.group_by_rule()
         was_fresh = not self.stale and local.cell.copies(self.master.cell, local.shape)
         self.master = local
         self._scaled_state = local.state if was_fresh else None

@@ -124,7 +124,8 @@ def _codes_to_wire(
     mp_policy: MixedPrecisionPolicy,
 ) -> tuple[tuple[torch.Tensor], Metadata]:
     record = weight._wire_record()
-    if record.conversion is None or not record.conversion.owns(module):
+    converted = getattr(module, "converted", None)
+    if converted is None or not converted.owns(module):
         raise Float8ConfigError(
             f"a {type(weight).__name__} is a parameter of a {type(module).__name__}; only a module that was converted "
             "can read the float8 that is gathered of it"

@@ -298,3 +298,10 @@ def test_quantize_of_what_the_recipe_keeps_in_high_precision_is_an_error():
     assert f8sub.quantize(matrix(), recipe, operand="w").columnwise is None
     with pytest.raises(f8sub.Float8ConfigError, match="nothing to quantize"):
         f8sub.quantize(matrix(), recipe, operand="dy")
+
+
+def test_quantize_reads_no_attribute_that_a_user_set():
+    x = gaussian((32, 32), generator(1))
+    expected = f8sub.quantize(x, "tensorwise")
+    x.plain = True
+    assert_same(f8sub.quantize(x, "tensorwise").rowwise, expected.rowwise)

@@ -1,9 +1,10 @@
-"""The amax histories of delayed scaling: rolled with a scale table's reduction, or on this rank alone."""
+"""The amax histories of delayed scaling: rolled with an exchange's reduction, or on this rank alone."""
 
 import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,16 +43,19 @@ class Histories:
         guest: of the conversion.
         records: of the layers' weights, with a shard each.
         device: type of the device that gathers.
+        rolled_at: the optimizer step that was the last when the histories rolled.
     """
 
-    def __init__(self, guest: "DelayedGuest", records: Sequence[WeightRecord], device: str) -> None:
+    def __init__(
+        self, guest: "DelayedGuest", records: Sequence[WeightRecord], device: str, rolled_at: int
+    ) -> None:
         self.size = 2 * len(records) * len(OPERANDS)
         self._guest = guest
         self._records = sorted(records, key=lambda record: record.fqn)
         self._states = [state_of(record.module, record.module.plan.recipe) for record in self._records]
         shared = [state.scaling.reduce_amax for state in self._states]
         self._shared = None if all(shared) else torch.tensor(shared, dtype=torch.bool, device=device)[:, None]
-        self._rolled_at = 0
+        self.rolled_at = rolled_at
         self._weights = self._own = self._stepped = torch.empty(0, dtype=torch.float32, device=device)
 
     @property
@@ -65,7 +69,7 @@ class Histories:
     @property
     def _since(self) -> int:
         """The optimizer step that the histories cover."""
-        return max(self._rolled_at, self._guest.loaded_at)
+        return max(self.rolled_at, self._guest.loaded_at)
 
     def _loaded_in_place(self) -> bool:
         """Whether something else wrote to the buffers after the last optimizer step, as ``dcp.load`` does.
@@ -87,7 +91,7 @@ class Histories:
         self._own, met = Staged.of(self._states)
         shared = self._own if self._shared is None else self._own * self._shared
         out.copy_(torch.stack((shared, met)).flatten())
-        self._rolled_at = self._guest.steps
+        self.rolled_at = self._guest.steps
 
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
         """Roll with the reduced amaxes.
@@ -189,7 +193,7 @@ class LocalHistories:
         with torch.no_grad():
             if self.replicas is not None:
                 self.replicas.share(held, both)
-            weights = [local_tensor(record.module._parameters[record.name]) for record in records]
+            weights = [local_tensor(getattr(record.module, record.name)) for record in records]
             counts = [
                 not record.entered and _stepped(weight, since)
                 for record, weight in zip(records, weights, strict=True)
@@ -244,10 +248,11 @@ class DelayedGuest:
         recipe = record.module.plan.recipe
         return None if recipe.delayed is None else functools.partial(state_of(record.module, recipe).prior, W)
 
-    def region(self, records: Sequence[WeightRecord], device: str) -> Histories | None:
+    def region(self, records: Sequence[WeightRecord], device: str, before: Any) -> Histories | None:
         """Of the layers that keep histories under their own recipe."""
         with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
-        return Histories(self, with_histories, device) if with_histories else None
+        rolled_at = 0 if before is None else before.rolled_at
+        return Histories(self, with_histories, device, rolled_at) if with_histories else None
 
     def forward(self) -> bool:
         """Have the ranks of DDP share what the histories see, if DDP runs the layers now.
@@ -255,7 +260,8 @@ class DelayedGuest:
         Returns:
             Whether there is no more to wait for: they do, or FSDP2 shards the layers.
         """
-        is_sharded = any(record.entered for record in self._records())
+        conversion = self._conversion()
+        is_sharded = conversion is not None and conversion.is_sharded
         if self._local.replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
             self._local.replicas = Replicas(ddp)
         return is_sharded or self._local.replicas is not None
@@ -311,12 +317,12 @@ class DelayedGuest:
         skips = conversion is not None and len(conversion.step_guards) > 0
         harmless = [o for o in operands if skips and not o.startswith(OPERANDS[W])]
         if harmless:
-            warnings.warn(_left_out(harmless), Float8Warning, stacklevel=6)
+            warnings.warn(_left_out(harmless), Float8Warning, stacklevel=8)
         return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
 
     def _records(self) -> list[WeightRecord]:
         conversion = self._conversion()
-        return [] if conversion is None else list(conversion)
+        return [] if conversion is None else conversion.records
 
     @staticmethod
     def _states_of(record: WeightRecord) -> list[ScalingState]:

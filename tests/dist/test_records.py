@@ -1,0 +1,166 @@
+"""Weights are known by their records: through ties, copies, moves and models that are converted in parts."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import f8sub
+from f8sub.features.delayed import histories
+from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+from tests.data_sets import gaussian, generator
+
+WIDTH = 32
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = (nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(2))
+        self.b[0].weight = self.a[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def pair() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def converted(model: nn.Module, recipe: str = "tensorwise", **options: object) -> nn.Module:
+    return f8sub.convert_to_float8(model, recipe, skip_defaults=False, **options)
+
+
+def losses(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        loss = model(gaussian((8, WIDTH), generator(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+        found.append(loss.item())
+    return found
+
+
+def tied(rank: int, world: int, recipe: str) -> list[list[float]]:
+    """Losses of a model that was converted as a whole, and in parts."""
+    whole, parts = converted(Tied(), recipe), Tied()
+    converted(parts.a, recipe)
+    converted(parts, recipe)
+    return [losses(fully_shard(model)) for model in (whole, parts)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_a_weight_that_two_conversions_share_trains_as_of_one(ranks, recipe):
+    for whole, parts in ranks(2, tied, recipe):
+        assert whole == parts
+
+
+def tied_apart(rank: int, world: int, gathered: tuple[bool, bool]) -> str:
+    model = Tied()
+    for part, float8_all_gather in zip((model.a, model.b), gathered, strict=True):
+        converted(part, "delayed", float8_all_gather=float8_all_gather)
+    fully_shard(model)
+    try:
+        losses(model)
+    except f8sub.Float8ConfigError as error:
+        return str(error)
+    model.unshard()
+    return type(model.a[0].weight).__name__
+
+
+def test_a_weight_that_two_conversions_gather_differently(ranks):
+    for name in ranks(2, tied_apart, (True, False)):
+        assert name == "Float8Tensor"
+    for text in ranks(2, tied_apart, (False, True)):
+        assert "would gather its weight in high precision" in text
+
+
+def copied(rank: int, world: int) -> list[torch.Tensor | bool]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": Float8ColwiseParallel(), "1": Float8RowwiseParallel()}
+    model = parallelize_module(converted(pair()), mesh["tp"], plan)
+    found = []
+    for each in (copy.deepcopy(model), model):
+        fully_shard(each, mesh=mesh["dp"])
+        found.append(each(gaussian((8, WIDTH), generator(1))).detach())
+        found.append(type(each[0].weight._local_tensor) is f8sub.Float8Tensor)  # the root stays unsharded
+    return found
+
+
+def test_a_copy_of_a_tensor_parallel_model_is_sharded_as_the_model(ranks):
+    for y, in_float8, expected, _ in ranks(2, copied):
+        assert in_float8
+        assert torch.equal(y, expected)
+
+
+def moved(rank: int, world: int) -> list[torch.Tensor]:
+    found = []
+    for first in (f8sub.precompute_scales, lambda model: None):
+        model = fully_shard(converted(pair().bfloat16()))
+        first(model)
+        model.to(torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+        f8sub.precompute_scales(model)
+        found.append(model(gaussian((8, WIDTH), generator(1))).detach())
+    return found
+
+
+def test_a_model_that_comes_to_another_dtype_is_rounded_to_that(ranks):
+    for late, early in ranks(2, moved):
+        assert torch.equal(late, early)
+
+
+def held(rank: int, world: int) -> list[bool]:
+    """Whether model, conversion and another layer's shard are gone while codes of one layer are held."""
+    model = fully_shard(converted(pair().requires_grad_(False), primary_weights=True))
+    f8sub.drop_high_precision(model)
+    model(gaussian((8, WIDTH), generator(1)))
+    conversion = model[0].converted
+    other = conversion.record_of(model[1], "weight").shard
+    references = [weakref.ref(each) for each in (model, conversion, other)]
+    weight = model[0].weight
+    del model, conversion, other
+    gc.collect()
+    gc.collect()
+    return [reference() is None for reference in references] + [weight.numel() > 0]
+
+
+def test_codes_that_are_held_hold_no_other_weight(ranks):
+    for found in ranks(2, held):
+        assert all(found)
+
+
+def sharded_in_parts(rank: int, world: int) -> int:
+    """How often histories roll when another layer is sharded after a step."""
+    model = converted(pair(), "delayed", float8_all_gather=False)
+    fully_shard(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(gaussian((8, WIDTH), generator(1))).square().mean().backward()
+    optimizer.step()
+    f8sub.precompute_scales(model)
+    rolled, roll = [], histories.roll
+    histories.roll = lambda states, staged: (rolled.append(len(states)), roll(states, staged))
+    fully_shard(model[1])
+    f8sub.precompute_scales(model)
+    model.state_dict()
+    histories.roll = roll
+    return len(rolled)
+
+
+def test_histories_do_not_roll_again_because_another_layer_is_sharded(ranks):
+    assert ranks(2, sharded_in_parts) == [0, 0]

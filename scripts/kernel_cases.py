@@ -86,7 +86,7 @@ class Case:
             known = self.name.endswith(" known")
             scale = torch.empty(1, 1, device="meta")
             past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
-            return launch.delayed_quantization(x, past, *formats)[0].launches
+            return launch.quantization_with_prior(x, past, *formats)[0].launches
         return launch.quantization(x, *formats).launches
 
 

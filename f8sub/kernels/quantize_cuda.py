@@ -99,7 +99,7 @@ def quantize(
         if prior is None:
             launches, row, col = _launch().quantization(x, rowwise, columnwise, amax)
         else:
-            (launches, row, col), largest = _launch().delayed_quantization(x, prior, rowwise, columnwise)
+            (launches, row, col), largest = _launch().quantization_with_prior(x, prior, rowwise, columnwise)
         for launch in launches:
             launch.run()
     return Quantized(row, col, largest)

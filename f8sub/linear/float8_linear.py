@@ -1,8 +1,17 @@
 """Float8Linear: ``y = x @ w.t() + bias`` with each of the three GEMMs run as the recipe says.
 
+[Note: from x, w and dy to y, dx and dw]
+
 x  --quantize--> rowwise, columnwise       saved for backward: columnwise only, 1 byte an element; see saved_input
 w  --quantize--> rowwise                   saved for backward: nothing; columnwise is derived there and freed
 dy --quantize--> rowwise, columnwise
+
+- A plan (``kernels/gemm/select.py``) is the recipe and the backend of each GEMM.
+- Sources (``kernels/scales.py``) say where the scales of x, w and dy come from in one call: of the current amax, or of
+  what a feature made before. They are made in forward and used in backward.
+- ``kernels/quantize.py`` picks the kernel that casts; ``saved_input.py`` decides what backward has of x, and
+  ``shared_input.py`` casts an x once that several layers read.
+- Features enter by ``sockets.py``: other scales, weights that are DTensors, other plans for a while.
 """
 
 from typing import Any
@@ -17,7 +26,7 @@ from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear import sockets
-from f8sub.linear.saved_input import AUTO, GemmInput, Kept, as_matrix, present, quantize_x, x_columnwise
+from f8sub.linear.saved_input import AUTO, GemmInput, Kept, as_matrix, cast_x, present, x_columnwise
 from f8sub.linear.sockets import Placed, contexts, placed, sources_of
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -274,9 +283,9 @@ def fprop(
     sources: Sources,
     keep_x: str | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Kept]:
-    """``y`` of ``x``'s leading dims, and what ``quantize_x`` saves of ``x``."""
+    """``y`` of ``x``'s leading dims, and what ``cast_x`` saves of ``x``."""
     recipe = plan.recipe
-    x_row, saved, kept = quantize_x(x, as_matrix(x, dtype), plan, sources, keep_x)
+    x_row, saved, kept = cast_x(x, as_matrix(x, dtype), plan, sources, keep_x)
     w_row = weight_rowwise(w, recipe.fprop.b, dtype, sources)
     y = gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
     if bias is not None:

@@ -24,7 +24,7 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource, Sources
-from f8sub.linear.shared_input import quantize_input
+from f8sub.linear.shared_input import cast_or_share
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_saved_by_its_maker
@@ -76,7 +76,7 @@ def reencodes(recipe: Recipe) -> bool:
     return not (rowwise is None or columnwise is None or rowwise.tile.is_transpose_of(columnwise.tile))
 
 
-def quantize_x(
+def cast_x(
     x: torch.Tensor, matrix: torch.Tensor, plan: Plan, sources: Sources, keep_x: str | None
 ) -> tuple[GemmInput, tuple[torch.Tensor, ...], Kept]:
     """What fprop reads of ``x``, what is saved of it for wgrad, and how that is to be read.
@@ -101,7 +101,7 @@ def quantize_x(
         how = HIGH_PRECISION if free else FLOAT8
     formats = rowwise, columnwise if how == FLOAT8 else None
     source = sources.x
-    made = quantize_input(x, matrix, formats, source, plan.any_layout, is_shared=not sources.distributed)
+    made = cast_or_share(x, matrix, formats, source, plan.any_layout, is_shared=not sources.distributed)
     row = made.rowwise
     if how is None:
         return row or matrix, (), CODES
@@ -135,7 +135,7 @@ def x_columnwise(
     """``x``'s columnwise operand, of what forward saved of it.
 
     Args:
-        saved: by ``quantize_x``.
+        saved: by ``cast_x``.
         kept: likewise.
         plan: of the call.
         dtype: the GEMM's high-precision dtype.

@@ -96,7 +96,7 @@ def _scope_of(x: torch.Tensor) -> _Scope | None:
     return scope if scope.hook is saved_tensors_hook() else None
 
 
-def quantize_input(
+def cast_or_share(
     x: torch.Tensor,
     matrix: torch.Tensor,
     formats: Formats,

@@ -194,7 +194,7 @@ class Conversion:
 
     def _all_settle(self, exchange: Exchange) -> bool:
         """Whether all ranks came to ``settle`` since the last optimizer step; asked once, not for every layer."""
-        ranks = exchange.ranks
+        ranks = exchange.layout.ranks
         if len(ranks) == 1 or self._asked_at.get(exchange) == self.steps:
             return len(ranks) == 1
         self._asked_at[exchange] = self.steps

@@ -1,21 +1,30 @@
 """Exchange: what the ranks that shard the same weights alike reduce together, by one all-reduce.
 
+[Note: from an optimizer step to scales]
+
     every shard's amaxes, and the guests' regions -> one flat table -> all-reduce(MAX) -> scales, in place
 
-Regions that are due ride along; such a reduction is over all ranks that hold the layers, HSDP's replicas too. Any other
-one is of the weights alone, over the ranks that shard them.
+- ``precompute_scales`` (``precompute_scales.py``) asks every exchange of a model for a reduction. The hooks in that
+  file tell the Conversion of optimizer steps.
+- The amax table (``amax_table.py``) is flat float32 memory, the same on every rank. Shards and unsharded weights look
+  at its parts, so that scales that are written there are theirs.
+- A region (``guests.py``) is a feature's part of the table. Regions that are due ride along. Such a reduction is over
+  all ranks that hold the layers, HSDP's replicas too; any other one is of the weights alone, over the ranks that
+  shard them.
+- Findings (``findings.py``) are what a reduction met that is worth telling: NaN, infinity, a weight that changed on
+  some ranks only. They are told by the next reduction, so that nothing waits for the device.
 
 When the table is reduced is decided by what every rank knows, never by what one rank alone knows:
 
 - An optimizer step or ``load_state_dict`` happened since the last reduction. Ranks that call precompute_scales reduce
-  there, a rank that forgot does it before its next all-gather: each rank once, on a process group of the table's
-  own, without waiting until the scales are needed, so other collectives in between cannot cross it.
+  there, a rank that forgot does it before its next all-gather: each rank once, on a process group of the table's own,
+  without waiting until the scales are needed, so other collectives in between cannot cross it.
 - precompute_scales is called without such an event: the ranks agree over the store that all of them did.
 - A shard changed in another way (an in-place operator, ``dcp.load``). One rank cannot know whether the others changed
-  theirs too, so it tells the store, joins the all-gather as it is, and reads the store again: the all-gather is
-  over, so every rank has passed the point where it would have said so. If all did, all reduce, and gather this
-  weight again. If not, the codes stand: those the old scale can hold are right, the others are NaN. Under tensor
-  parallelism the ranks of one all-gather have a part of the weight; those of all parts agree over the store then.
+  theirs too, so it tells the store, joins the all-gather as it is, and reads the store again: the all-gather is over,
+  so every rank has passed the point where it would have said so. If all did, all reduce, and gather this weight
+  again. If not, the codes stand: those the old scale can hold are right, the others are NaN. Under tensor parallelism
+  the ranks of one all-gather have a part of the weight; those of all parts agree over the store then.
 """
 
 import enum
@@ -67,7 +76,7 @@ class Exchange:
     """See the module's docstring.
 
     Attributes:
-        ranks: all that hold the layers.
+        layout: of one of the weights: whom it is gathered and shared with.
         shards: of the weights, in the order of the table.
         generation: number of reductions whose scales are in place.
         gathers: whether FSDP2 gathers any of the weights as float8; else the exchange serves guests alone.
@@ -78,12 +87,7 @@ class Exchange:
         self.generation = 0
         self.gathers = False
         self.shards: list[Shard] = []
-        self.ranks = layout.ranks
-        self._mesh_group = layout.group
-        self._gather_world = layout.world
-        self._sharers = layout.sharers
-        self._world = len(layout.sharers)
-        self._device = layout.device
+        self.layout = layout
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
         self._of_guests: dict[Guest, Region] = {}
         self._under_way: _Reduction | None = None
@@ -121,6 +125,11 @@ class Exchange:
         self._of_guests = {guest: region for guest, region in of_guests.items() if region is not None}
         self._entries = AmaxTable(self.shards, [region.size for region in self._regions], device)
         self._changes_covered = -1
+
+    @property
+    def _world(self) -> int:
+        """How many ranks share the scales."""
+        return len(self.layout.sharers)
 
     def group_by_rule(self) -> None:
         """Enter that weights have another dtype than before."""
@@ -186,7 +195,7 @@ class Exchange:
         regions = [
             (region, out) for region, out in zip(self._regions, entries.parts, strict=True) if region.due
         ]
-        table, ranks = (entries.whole, self.ranks) if regions else (entries.amax, self._sharers)
+        table, ranks = (entries.whole, self.layout.ranks) if regions else (entries.amax, self.layout.sharers)
         work = None
         with torch.inference_mode(mode=False), torch.no_grad():
             entries.take_amaxes()
@@ -255,7 +264,7 @@ class Exchange:
             self.reduce()
         if not (stale and self._stale(shard)):
             return shard.cast(source, self.generation), None
-        ticket = self._place_of(shard.index, shard.gathers, dist.get_process_group_ranks(self._mesh_group))
+        ticket = self._place_of(shard.index, shard.gathers, dist.get_process_group_ranks(self.layout.group))
         tell(ticket)
         return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
 
@@ -263,8 +272,8 @@ class Exchange:
         """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
         if gathered.is_cuda:
             torch.cuda.current_stream(gathered.device).synchronize()
-        changed = all_told(ticket, self._gather_world)
-        if changed and self._gather_world < self._world:
+        changed = all_told(ticket, self.layout.world)
+        if changed and self.layout.world < self._world:
             changed = all_arrive(self._place_of(shard.index, shard.gathers), self._world)
         if not changed:
             if shard.stale and shard.master.numel():
@@ -280,12 +289,12 @@ class Exchange:
 
     def _place_of(self, *what: object) -> str:
         """A name for what is under way, the same on all ranks and on none before them."""
-        return "/".join(map(str, ("f8sub", self.group_of(self._sharers).life, *what)))
+        return "/".join(map(str, ("f8sub", self.group_of(self.layout.sharers).life, *what)))
 
     def group_of(self, ranks: tuple[int, ...]) -> OwnGroup:
         """A process group of these ranks that nothing else uses; all of them call this together at first."""
         if ranks not in self._groups:
-            self._groups[ranks] = own_group(ranks, self._device)
+            self._groups[ranks] = own_group(ranks, self.layout.device)
         return self._groups[ranks]
 
     def _stale(self, shard: Shard) -> bool:

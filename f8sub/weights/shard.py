@@ -22,6 +22,35 @@ if TYPE_CHECKING:
     from f8sub.weights.exchange import Exchange
 
 
+class _Uses:
+    """Counts in how many all-gathers backward needs the codes of a weight, to know the last one.
+
+    In training that is in a step's last backward, where memory is short and the codes are of no more use.
+    Evaluations count for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._state: State | None = None
+        self._gather = self._in_backward = self._expected = 0
+
+    def is_last(self, state: State, gather: int) -> bool:
+        """Whether backward has now gathered the weight as often as it did of the weight that it gathered before.
+
+        Args:
+            state: of the weight.
+            gather: number of the all-gather.
+        """
+        if self._state != state:
+            self._state = state
+            self._expected = self._in_backward or self._expected
+            self._in_backward = 0
+        if graph_task() == -1:
+            return False
+        self._in_backward += self._gather != gather
+        self._gather = gather
+        return self._in_backward == self._expected
+
+
 class Shard:
     """One rank's shard of one weight, as the wire sees it.
 
@@ -77,8 +106,7 @@ class Shard:
         self._wire: torch.Tensor | None = None
         self._wire_key: tuple[State, int, torch.dtype] | None = None
         self._in_a_graph = False
-        self._counted_state: State | None = None
-        self._counted_gather = self._in_backward = self._expected_in_backward = 0
+        self._uses = _Uses()
         self._kept: tuple[torch.Size, list[torch.Tensor]] | None = None
 
     @property
@@ -219,7 +247,7 @@ class Shard:
     def cast(self, source: Weight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
-        They are let go with the last gather, see ``_is_last_gather``; one more casts once more.
+        They are let go with the last gather, see ``_Uses``; one more casts once more.
 
         While a CUDA graph is captured they are cast in any case, from memory that stays where it is into memory that
         does: each replay casts the weight as it is then.
@@ -250,28 +278,14 @@ class Shard:
                     self._cast_into(made, source.plain, beyond_range)
         self._wire_key = None if capturing or beyond_range is not None else key
         # A primary weight is its codes, and a graph writes to where they were when it was captured.
-        stays = self._in_a_graph or source.keeps_codes or not self._is_last_gather()
+        stays = (
+            self._in_a_graph or source.keeps_codes or not self._uses.is_last(self.master.state, self.gathers)
+        )
         self._wire = made if stays else None
         if not stays and made.is_cuda:
             # FSDP2 may read them on another stream than the one they were allocated on.
             made.record_stream(torch.cuda.current_stream(made.device))
         return made
-
-    def _is_last_gather(self) -> bool:
-        """Whether backward has gathered the weight as often as it did of the weight that it gathered before.
-
-        In training that is in a step's last backward, where memory is short and the codes are of no more use.
-        Evaluations count for nothing.
-        """
-        if self._counted_state != self.master.state:
-            self._counted_state = self.master.state
-            self._expected_in_backward = self._in_backward or self._expected_in_backward
-            self._in_backward = 0
-        if graph_task() == -1:
-            return False
-        self._in_backward += self._counted_gather != self.gathers
-        self._counted_gather = self.gathers
-        return self._in_backward == self._expected_in_backward
 
     def _empty_wire(self, shard: torch.Tensor) -> torch.Tensor:
         """Codes to cast ``shard`` into; zero where it is shorter."""

@@ -1,10 +1,21 @@
 """Weight: a parameter that codes are cast from, with the hooks by which FSDP2 gathers those.
 
-    shard --fsdp_pre_all_gather--> uint8 codes --all-gather--> --fsdp_post_all_gather--> Float8Tensor(rowwise)
+[Note: from a shard to an unsharded weight]
 
-One uint8 input for each weight, with scales either as metadata or in its rows: the only form that is right for uneven
-and empty shards, Shard(1), shard groups of one, HSDP, gloo and NCCL alike. The hooks keep nothing: FSDP2 calls them
-more often than once a pass.
+    MasterWeight --fsdp_pre_all_gather--> uint8 codes --all-gather--> --fsdp_post_all_gather--> Float8Tensor(rowwise)
+
+- A MasterWeight is a parameter's local tensor in high precision. Its cell (``record.py``) is shared by all views of a
+  storage and counts what was written to it.
+- A WeightRecord (``record.py``) is what a weight is, whatever tensor holds it: FSDP2 pads, moves and re-makes
+  tensors.
+- A Conversion (``conversion.py``) has the records of one ``convert_to_float8``. Before the first all-gather it enters
+  those that are sharded: it compares them across ranks, and gives each a shard and an exchange.
+- A Shard (``shard.py``) is this rank's part: where it lies, its scales, its codes, which are cast once a step.
+- The wire (``layout.py``) is what is sent of a shard: one uint8 matrix, with scales either in its rows or not sent.
+  That form alone is right for uneven and empty shards, Shard(1), shard groups of one, HSDP, gloo and NCCL alike.
+- An Exchange (``exchange.py``) has the scales; see the note there.
+
+The hooks keep nothing: FSDP2 calls them more often than once a pass.
 """
 
 import types

@@ -95,7 +95,7 @@ def test_scales_of_the_past(name, dtype, runs):
 @pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
 def test_scales_of_the_past_of_pairs(name, runs):
     pairs.check_pasts(name, "cuda")
-    assert "cast_pairs_with_past" in runs
+    assert "cast_pairs_with_prior" in runs
 
 
 def test_no_amax_is_looked_for_where_a_past_is_known(runs):

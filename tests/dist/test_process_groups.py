@@ -113,7 +113,7 @@ def test_a_model_is_freed_with_all_that_is_kept_for_it(ranks, options):
 
 def group_of(model: nn.Module) -> dist.ProcessGroup:
     (table,) = model.layers[0].converted.exchanges.values()
-    return table.group_of(table.ranks)._slot.group
+    return table.group_of(table.layout.ranks)._slot.group
 
 
 def in_another_order(rank: int, world: int) -> list[bool]:

@@ -158,7 +158,7 @@ def launches_with_a_past() -> list[list[str]]:
     x, scale, format = make("gaussian", SMALL, 4, torch.bfloat16), torch.ones(1, 1), FORMATS["tensorwise"]
     found = []
     for covers, known in ((False, False), (False, True), (True, True)):
-        plan, _ = launch.delayed_quantization(x, PriorScale(scale, 0.0, covers, known), format, format)
+        plan, _ = launch.quantization_with_prior(x, PriorScale(scale, 0.0, covers, known), format, format)
         found.append([each.kernel.fn.__name__ for each in plan.launches])
     return found
 

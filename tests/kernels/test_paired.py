@@ -116,8 +116,8 @@ def check_pasts(name: str, device: str = "cpu", parts: int = 3) -> None:
                     assert_same_bits(found[0], expected[0])
                     assert_same_bits(found[1], expected[1])
                     torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
-                    plan, _ = launch.delayed_quantization(part, past, row, col)
-                    is_paired = plan.launches[-1].kernel.fn.__name__ == "cast_pairs_with_past"
+                    plan, _ = launch.quantization_with_prior(part, past, row, col)
+                    is_paired = plan.launches[-1].kernel.fn.__name__ == "cast_pairs_with_prior"
                     assert is_paired == (col is not None)
 
 

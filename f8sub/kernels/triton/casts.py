@@ -19,7 +19,7 @@ from f8sub.kernels.triton.tiles import (
     magnitude_bits,
     place,
     scale_from_amax,
-    scale_from_past,
+    scale_from_prior,
     scaled,
     store_halves,
     store_transposed,
@@ -29,11 +29,11 @@ from f8sub.kernels.triton.tiles import (
 
 
 @triton.jit
-def amax_of_matrix(x_ptr, amax_ptr, past_ptr, SIZE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Maximum with what is there of finite elements; left alone where ``past_ptr`` points to a scale that is not 0."""
-    needed = past_ptr is None
-    if past_ptr is not None:
-        needed = tl.load(past_ptr) == 0.0
+def amax_of_matrix(x_ptr, amax_ptr, prior_ptr, SIZE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Maximum with what is there of finite elements; left alone where ``prior_ptr`` points to a scale that is not 0."""
+    needed = prior_ptr is None
+    if prior_ptr is not None:
+        needed = tl.load(prior_ptr) == 0.0
     if needed:
         start = tl.program_id(0).to(tl.int64) * BLOCK
         offsets = tl.arange(0, BLOCK)
@@ -94,7 +94,7 @@ def keep_amax_of_columns(amax_ptr, largest, col, N, COLS: tl.constexpr):
 def cast_with_one(
     x_ptr,
     amax_ptr,
-    past_ptr,
+    prior_ptr,
     largest_ptr,
     row_ptr,
     row_scale_inv_ptr,
@@ -113,28 +113,28 @@ def cast_with_one(
 ):
     """Codes with one scale, for each usage whose pointer is not None, and the scale's inverse.
 
-    The scale is that of the amax, or of the past where ``past_ptr`` is not None, which is there where ``amax_ptr`` is
-    None; then ``largest`` becomes the maximum with what is there of all elements. Tiles are taken last one first: what
-    an amax was made of last is still in L2.
+    The scale is that of the amax, or the prior one where ``prior_ptr`` is not None, which is there where ``amax_ptr``
+    is None; then ``largest`` becomes the maximum with what is there of all elements. Tiles are taken last one first:
+    what an amax was made of last is still in L2.
     """
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = place(index, M, N, ROWS, COLS)
     even, odd = load_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, "evict_first")
-    if past_ptr is None:
+    if prior_ptr is None:
         scale = scale_from_amax(tl.load(amax_ptr), TOP, POWER_OF_2)
     else:
-        scale = tl.load(past_ptr)
+        scale = tl.load(prior_ptr)
         if amax_ptr is not None:
-            scale = scale_from_past(scale, tl.load(amax_ptr), TOP, POWER_OF_2, HEADROOM, COVERS)
+            scale = scale_from_prior(scale, tl.load(amax_ptr), TOP, POWER_OF_2, HEADROOM, COVERS)
         bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd))
         tl.atomic_max(largest_ptr, tl.max(bits), sem="relaxed")
     even, odd = finite_or_nan(even), finite_or_nan(odd)
-    SATURATE: tl.constexpr = past_ptr is not None
+    SATURATE: tl.constexpr = prior_ptr is not None
     store_with_one(
         row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, CODES, ROWS, COLS, SATURATE, WHOLE
     )
-    # A scale of the past need not keep to the format's rule.
-    scale_inv = inverse(scale, POWER_OF_2 and past_ptr is None)
+    # A prior scale need not keep to the format's rule.
+    scale_inv = inverse(scale, POWER_OF_2 and prior_ptr is None)
     if row_ptr is not None:
         tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)
     if col_ptr is not None:

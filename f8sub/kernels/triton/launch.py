@@ -95,7 +95,7 @@ def quantization(
     return Plan(launches, row_operand, col_operand)
 
 
-def delayed_quantization(
+def quantization_with_prior(
     x: torch.Tensor, prior: PriorScale, rowwise: Float8Format | None, columnwise: Float8Format | None
 ) -> tuple[Plan, torch.Tensor]:
     """How to quantize a matrix with one prior scale: ``reference.quantize``.
@@ -254,7 +254,7 @@ def _amax_of_matrix(x: torch.Tensor, amax: torch.Tensor, prior: torch.Tensor | N
     arguments = {
         "x_ptr": x,
         "amax_ptr": amax,
-        "past_ptr": prior,
+        "prior_ptr": prior,
         "SIZE": x.numel(),
         "BLOCK": ELEMENTS,
         "WHOLE": x.numel() % ELEMENTS == 0,
@@ -274,7 +274,7 @@ def _cast_with_one(
     arguments = {
         "x_ptr": x,
         "amax_ptr": amax,
-        "past_ptr": None if prior is None else prior.scale,
+        "prior_ptr": None if prior is None else prior.scale,
         "largest_ptr": largest,
         **operands(row, col),
         **rule(format),
@@ -283,7 +283,7 @@ def _cast_with_one(
         **tiles_of(x, EDGE, EDGE),
     }
     if prior is not None and col is not None and is_paired(x, EDGE):
-        return Launch(paired.cast_pairs_with_past, programs_of(x, EDGE, EDGE), of_pairs(arguments))
+        return Launch(paired.cast_pairs_with_prior, programs_of(x, EDGE, EDGE), of_pairs(arguments))
     return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
 
 

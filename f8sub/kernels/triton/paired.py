@@ -24,7 +24,7 @@ from f8sub.kernels.triton.pairs import (
     store_columns_of_pairs,
     store_rows_of_pairs,
 )
-from f8sub.kernels.triton.tiles import inverse, place, scale_from_amax, scale_from_past
+from f8sub.kernels.triton.tiles import inverse, place, scale_from_amax, scale_from_prior
 
 
 @triton.jit
@@ -133,10 +133,10 @@ def quantize_paired_squares(
 
 
 @triton.jit
-def cast_pairs_with_past(
+def cast_pairs_with_prior(
     x_ptr,
     amax_ptr,
-    past_ptr,
+    prior_ptr,
     largest_ptr,
     row_ptr,
     row_scale_inv_ptr,
@@ -151,12 +151,12 @@ def cast_pairs_with_past(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """``casts.cast_with_one`` of a past, for columns, and for rows unless their pointer is None."""
+    """``casts.cast_with_one`` with a prior scale, for columns, and for rows unless their pointer is None."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = place(index, M, N, ROWS, COLS)
-    scale = tl.load(past_ptr)
+    scale = tl.load(prior_ptr)
     if amax_ptr is not None:
-        scale = scale_from_past(scale, tl.load(amax_ptr), TOP, POWER_OF_2, HEADROOM, COVERS)
+        scale = scale_from_prior(scale, tl.load(amax_ptr), TOP, POWER_OF_2, HEADROOM, COVERS)
     even, odd = load_pairs(x_ptr, row, col, N, ROWS, COLS, "evict_first")
     tl.atomic_max(largest_ptr, largest_bits(even, odd) << 16, sem="relaxed")
     store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, row, col, M, N, TOP, ROWS, COLS)

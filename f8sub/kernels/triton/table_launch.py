@@ -50,7 +50,7 @@ def scales(
     """How to make the scales of amaxes, see ``many.scales``."""
     arguments = {
         "amax_ptr": amax,
-        "past_ptr": None if prior is None else prior.scale,
+        "prior_ptr": None if prior is None else prior.scale,
         "scale_ptr": scale,
         "scale_inv_ptr": scale_inv,
         "SIZE": amax.numel(),

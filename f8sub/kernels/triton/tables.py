@@ -126,7 +126,7 @@ def largest_of_part(x_ptr, row, col, rows, cols, stride, HEIGHT: tl.constexpr, P
 @triton.jit
 def scales_of_many(
     amax_ptr,
-    past_ptr,
+    prior_ptr,
     scale_ptr,
     scale_inv_ptr,
     SIZE,
@@ -138,7 +138,7 @@ def scales_of_many(
 ):
     """Scales and their inverses of amaxes that are rounded to THROUGH; NaN of infinity.
 
-    Of the past where ``past_ptr`` is not None and there is one, lowered to what the amaxes need.
+    Of the prior scale where ``prior_ptr`` is not None and there is one, lowered to what the amaxes need.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE
@@ -146,11 +146,11 @@ def scales_of_many(
     is_finite = magnitude_bits(amax) < EXPONENT_BITS
     amax = tl.where(is_finite, amax, 0.0)
     scale = scale_from_amax(amax, TOP, POWER_OF_2)
-    if past_ptr is not None:
-        past = tl.load(past_ptr + i, mask=inside, other=1.0)
-        past = tl.where(past == 0.0, first_scale(amax, TOP, POWER_OF_2, HEADROOM), past)
-        scale = tl.where(amax == 0.0, past, tl.minimum(past, scale))
-    scale_inv = inverse(scale, POWER_OF_2 and past_ptr is None)
+    if prior_ptr is not None:
+        prior = tl.load(prior_ptr + i, mask=inside, other=1.0)
+        prior = tl.where(prior == 0.0, first_scale(amax, TOP, POWER_OF_2, HEADROOM), prior)
+        scale = tl.where(amax == 0.0, prior, tl.minimum(prior, scale))
+    scale_inv = inverse(scale, POWER_OF_2 and prior_ptr is None)
     nan = float("nan")
     tl.store(scale_ptr + i, tl.where(is_finite, scale, nan), mask=inside)
     tl.store(scale_inv_ptr + i, tl.where(is_finite, scale_inv, nan), mask=inside)

@@ -78,15 +78,15 @@ def first_scale(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.
 
 
 @triton.jit
-def scale_from_past(
-    past, amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr
+def scale_from_prior(
+    prior, amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr
 ):
     """``scales.scale_now``; HEADROOM is two to the power of the margin.
 
-    ``amax`` counts where there is no past, and where the scale COVERS it.
+    ``amax`` counts where there is no prior scale, and where the scale COVERS it.
     """
-    scale = past
-    if past == 0.0:
+    scale = prior
+    if prior == 0.0:
         scale = first_scale(amax, TOP, POWER_OF_2, HEADROOM)
     if COVERS:
         scale = tl.where(amax == 0.0, scale, tl.minimum(scale, scale_from_amax(amax, TOP, POWER_OF_2)))

@@ -119,8 +119,8 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
-    from f8sub.kernels.shard_amaxes import Matrix
     from f8sub.kernels.triton import table_launch
+    from f8sub.kernels.triton.shard_amaxes import Matrix
 
     whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
     amax, scale, scale_inv = torch.empty(3, 8192, device="meta")

@@ -181,7 +181,7 @@ def report(case: Case) -> Report:
 
 def fits(case: Case, capability: int) -> str | None:
     """Why a case's kernel does not run on GPUs of a compute capability; None where it does."""
-    from f8sub.kernels import quantize_cuda
+    from f8sub.kernels.triton import quantize_cuda
 
     has_pairs = divmod(capability, 10) >= quantize_cuda.OLDEST_WITH_PAIRS
     with mock.patch.object(quantize_cuda, "compares_pairs", return_value=has_pairs):
@@ -198,7 +198,7 @@ def fits(case: Case, capability: int) -> str | None:
 
 def tile_of(launch: Launch) -> int:
     """Elements that a program reads, or one step of its loop."""
-    from f8sub.kernels.quantize_cuda import EDGE
+    from f8sub.kernels.triton.quantize_cuda import EDGE
 
     arguments = launch.arguments
     if "PART" in arguments and launch.kernel.fn.__name__.endswith(("_rows", "_vectors")):

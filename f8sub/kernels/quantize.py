@@ -3,9 +3,10 @@
 import torch
 
 from f8sub.formats import Float8Format
-from f8sub.kernels import ops, quantize_cpu, quantize_cuda, reference
+from f8sub.kernels import ops, quantize_cpu, reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, ScaleSource
+from f8sub.kernels.triton import quantize_cuda
 
 
 def quantize(

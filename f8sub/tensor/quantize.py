@@ -5,8 +5,8 @@ import torch
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format
 from f8sub.kernels import quantize as kernels
-from f8sub.kernels import quantize_cuda
 from f8sub.kernels.scales import CURRENT, GivenScale, PriorScale, ScaleSource
+from f8sub.kernels.triton import quantize_cuda
 from f8sub.recipe import OperandName, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 

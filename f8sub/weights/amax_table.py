@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.kernels import quantize_cuda, shard_amaxes
 from f8sub.kernels.scales import PriorScale, scales_or_nan
+from f8sub.kernels.triton import quantize_cuda, shard_amaxes
 from f8sub.weights.findings import sent_to
 from f8sub.weights.shard import Shard
 

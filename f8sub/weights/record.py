@@ -56,6 +56,7 @@ class WeightRecord:
         name: of the parameter in its module.
         format: of the rowwise codes; None where no GEMM reads the weight in float8.
         gathered: whether FSDP2 gathers the weight as float8.
+        in_rows: whether a row on the wire is not one byte an element: it is packed, or its scales follow.
         entered: whether the ranks that shard the weight compared it.
         last_step: the last optimizer step of the conversion that stepped this weight; 0 where there was none.
     """
@@ -70,16 +71,11 @@ class WeightRecord:
         gathered: bool,
     ) -> None:
         self.fqn, self.name, self.format, self.gathered = fqn, name, format, gathered
+        self.in_rows = format is not None and (format.codes_per_byte > 1 or lies_in_rows(format.tile))
         self.entered = False
         self.last_step = 0
         self._shard: weakref.ref[Shard] | None = None
         self._conversion, self._module = weakref.ref(conversion), weakref.ref(module)
-
-    @property
-    def in_rows(self) -> bool:
-        """Whether a row on the wire is not one byte an element: it is packed, or its scales follow."""
-        format = self.format
-        return format is not None and (format.codes_per_byte > 1 or lies_in_rows(format.tile))
 
     @property
     def conversion(self) -> "Conversion | None":

@@ -9,9 +9,10 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.formats import Float8Format, Operand, Tile
-from f8sub.kernels import quantize_cuda, reference
+from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
-from f8sub.kernels.shard_amaxes import Matrix
+from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels.triton.shard_amaxes import Matrix
 from f8sub.torch_compat import graph_task, is_capturing
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.master_weight import MasterWeight

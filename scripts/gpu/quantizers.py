@@ -14,8 +14,9 @@ import torch
 from tables import Table
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
-from f8sub.kernels import quantize_cuda, reference
+from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.triton import quantize_cuda
 from gpu import shards
 from gpu.session import Session
 from gpu.timing import SETS, by_graph, by_launches, host_ms, in_turns, summary, wait

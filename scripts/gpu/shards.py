@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from f8sub import Float8Format, Operand
-from f8sub.kernels import quantize_cuda, scales, shard_amaxes
-from f8sub.kernels.shard_amaxes import Matrix
+from f8sub.kernels import scales
+from f8sub.kernels.triton import quantize_cuda, shard_amaxes
+from f8sub.kernels.triton.shard_amaxes import Matrix
 
 COUNT = 28
 """Weights of four Llama blocks."""

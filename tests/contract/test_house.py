@@ -14,8 +14,8 @@ VALUES = {"errors", "formats", "recipe", "recipes", "torch_compat", "version"}
 NAMES = {"__init__", "optim", "tensor_parallel", "titan"}
 """Modules under f8sub that give users the names of what the folders hold."""
 IN_A_CYCLE = {
-    "kernels.quantize_cuda",
-    "kernels.shard_amaxes",
+    "kernels.triton.quantize_cuda",
+    "kernels.triton.shard_amaxes",
     "kernels.triton.launch",
     "kernels.triton.recast_launch",
     "kernels.triton.table_launch",

@@ -5,9 +5,10 @@ import torch
 
 import f8sub
 from f8sub import Float8Format
-from f8sub.kernels import quantize_cuda, reference
+from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
 from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.triton import quantize_cuda
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels import test_paired as pairs

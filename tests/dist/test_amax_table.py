@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import f8sub
-from f8sub.kernels import quantize_cuda, shard_amaxes
+from f8sub.kernels.triton import quantize_cuda, shard_amaxes
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights
 from tests.kernels import interpreted

@@ -47,7 +47,7 @@ def _start() -> None:
 
 def take_any_device() -> None:
     """Have the kernels take what is on the CPU, whatever the machine has."""
-    from f8sub.kernels import quantize_cuda
+    from f8sub.kernels.triton import quantize_cuda
 
     def takes(x: torch.Tensor) -> bool:
         return type(x) is torch.Tensor and x.numel() > 0

@@ -5,8 +5,9 @@ import torch
 
 from f8sub import Float8Format
 from f8sub.formats import Operand
-from f8sub.kernels import quantize_cuda, reference
+from f8sub.kernels import reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
+from f8sub.kernels.triton import quantize_cuda
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401

@@ -5,9 +5,10 @@ import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1, Operand
-from f8sub.kernels import quantize_cuda, reference, scales
+from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm import block_scales, select
 from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.triton import quantize_cuda
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from f8sub.kernels import quantize_cuda, reference
+from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.triton import quantize_cuda
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import gaussian, generator
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401

@@ -14,7 +14,6 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
-from f8sub.kernels import quantize_cuda
 from f8sub.kernels.scales import (
     PriorScale,
     ReduceAmax,
@@ -23,6 +22,7 @@ from f8sub.kernels.scales import (
     scale_with_margin,
     smallest_scale,
 )
+from f8sub.kernels.triton import quantize_cuda
 from f8sub.recipe import DelayedScaling, OperandName, Recipe
 from f8sub.weights.host_copy import HostCopy
 

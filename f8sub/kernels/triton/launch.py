@@ -6,12 +6,11 @@ import torch
 import triton.language as tl
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import quantize_cuda
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
-from f8sub.kernels.quantize_cuda import EDGE, ROWWISE, TENSORWISE, VECTOR
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import blocks, casts, paired
+from f8sub.kernels.triton import blocks, casts, paired, quantize_cuda
 from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton.quantize_cuda import EDGE, ROWWISE, TENSORWISE, VECTOR
 
 REGISTERS = 128
 """Of a thread, the most with which an SM holds two programs of 8 warps."""

@@ -3,10 +3,10 @@
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels.quantize_cuda import EDGE, VECTOR
 from f8sub.kernels.triton import casts, launch, recasts
 from f8sub.kernels.triton.launch import Plan
 from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton.quantize_cuda import EDGE, VECTOR
 
 CODE_LINES = {"ROWS": 16, "COLS": 256, "STEPS": 32, "STAGES": 4}
 """Of ``amax_of_code_columns``: codes are half as large as bf16, so that as many bytes are on their way."""

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from f8sub.formats import Float8Format
-from f8sub.kernels.quantize_cuda import EDGE
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.shard_amaxes import Matrix
 from f8sub.kernels.triton import tables
 from f8sub.kernels.triton.launch import INPUTS, cdiv
 from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton.quantize_cuda import EDGE
+from f8sub.kernels.triton.shard_amaxes import Matrix
 
 BLOCK = 4096
 """Elements that a program has in registers: 32 of each of its threads."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from f8sub.formats import ALL, HIGH_PRECISION, Float8Format, Tile
-from f8sub.kernels import quantize_cuda
 from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.triton import quantize_cuda
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch

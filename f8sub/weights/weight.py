@@ -75,6 +75,9 @@ class Weight(torch.Tensor):
         """What a state dict holds of ``parameter``, whose local tensor this is: in the same memory, without a graph."""
         raise NotImplementedError
 
+    def was_gathered(self, shard: "Shard") -> None:
+        """Codes of the weight as it is, with scales of its own, were gathered from all ranks."""
+
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
         """This rank's codes, cast once a step: one uint8 tensor of ``WireFormat.padded_shape``, and metadata.
@@ -118,6 +121,8 @@ class Weight(torch.Tensor):
         (gathered,), (shard, ticket) = all_gather_outputs, metadata
         if ticket is not None:
             shard.exchange.resolve(shard, self, gathered, ticket)
+        else:
+            self.was_gathered(shard)
         if out is not None:
             return None
         codes, scale_inv = shard.wire.unsharded(gathered)

@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, LayerSource
-from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.operators import describe
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
 from f8sub.weights.record import WeightRecord
-from f8sub.weights.weight import Metadata, Weight, like_sharded
+from f8sub.weights.shard import Shard
+from f8sub.weights.weight import Weight, like_sharded
 
 aten = torch.ops.aten
 
@@ -174,21 +174,11 @@ class PrimaryWeight(Weight):
         view.copies_plainly = True
         return like_sharded(view, parameter)
 
-    def _from_wire(
-        self,
-        all_gather_outputs: tuple[torch.Tensor],
-        metadata: Metadata,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[Float8Tensor, tuple[torch.Tensor]] | None:
-        """As of any weight; a master that is to be dropped goes once its fresh codes were gathered."""
-        made = super()._from_wire(all_gather_outputs, metadata, param_dtype, out=out)
-        shard, ticket = metadata
-        if self.primary.dropping and ticket is None:
+    def was_gathered(self, shard: Shard) -> None:
+        """A master that is to be dropped goes once its fresh codes were gathered."""
+        if self.primary.dropping:
             shard.drop_master()
             self.primary.drop(shard)
-        return made
 
     @property
     def _traced(self) -> torch.Tensor:

@@ -95,7 +95,7 @@ def copied(rank: int, world: int) -> list[torch.Tensor | bool]:
     found = []
     for each in (copy.deepcopy(model), model):
         fully_shard(each, mesh=mesh["dp"])
-        found.append(each(gaussian((8, WIDTH), generator(1))).detach())
+        found.append(each(gaussian((8, WIDTH), generator(1))).detach() + 0)  # waits for the collective
         found.append(type(each[0].weight._local_tensor) is f8sub.Float8Tensor)  # the root stays unsharded
     return found
 

@@ -28,9 +28,6 @@ on_each_world = pytest.mark.parametrize(
 )
 """Worlds that divide the rows of small weights and worlds that do not; some have empty shards."""
 
-TOLD_LATE = ("mxfp8", "nvfp4")
-"""Rows are not one byte an element, so the hook is the one that FSDP2 tells less: param_dtype comes with the result."""
-
 
 def wire_of(recipe: str) -> tuple[object, ...]:
     """What decides how the weights of a recipe are sent."""

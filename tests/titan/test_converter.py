@@ -347,7 +347,7 @@ def test_a_copy_for_a_pipeline_stage_is_a_conversion_of_its_own():
     layer = stage.layers["0"].feed_forward.w1
     assert type(layer) is type(model.layers["0"].feed_forward.w1)
     assert layer.converted is not model.layers["0"].feed_forward.w1.converted
-    assert len(layer.converted) == 30
+    assert len(layer.converted.records) == 30
     assert stage.float8_precompute_scales
 
 

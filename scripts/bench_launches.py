@@ -21,8 +21,7 @@ from tables import Table, parser, write_json
 
 import f8sub
 from f8sub.formats import Operand
-from f8sub.kernels.gemm import triton_mm
-from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda
+from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda, triton_mm
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch

@@ -6,8 +6,8 @@ the GPU, in units of a budget derived from the tensor core's accumulator. Then s
 random data, two sets of operands in turn, CUDA graphs, medians of rounds in which all variants take turns. Of few rows
 a plain split-K kernel is timed as well.
 
-Writes ``f8sub/kernels/gemm/tables/GPU.json``, by which ``f8sub.kernels.gemm.select`` chooses from then on, and prints
-a table last.
+Writes ``f8sub/kernels/triton/gemm_tables/GPU.json``, by which ``f8sub.kernels.gemm.select`` chooses from then on, and
+prints a table last.
 
     python scripts/tune_gemm.py
 """
@@ -36,7 +36,8 @@ from tables import Table, parser
 
 from f8sub import Operand
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import block_scales, scaled_mm, table, triton_mm
+from f8sub.kernels.gemm import block_scales, scaled_mm
+from f8sub.kernels.triton import gemm_table, triton_mm
 from f8sub.kernels.triton.gemm_launch import Config
 
 PAIRS = {
@@ -79,7 +80,7 @@ def candidates(pairs: list[str], few: bool, many: bool) -> list[Candidate]:
     found = []
     for pair in pairs:
         for config in configs():
-            narrow = config.rows <= table.FEW_ROWS
+            narrow = config.rows <= gemm_table.FEW_ROWS
             if (few and narrow) or (many and not narrow):
                 found.append(Candidate(pair, config, narrow))
     return found
@@ -163,7 +164,7 @@ class Worker:
     def give(self, candidate: Candidate) -> None:
         """Have it check a candidate."""
         self.candidate, self.begun = candidate, time.monotonic()
-        alike = [shape for shape in self.shapes if (shape[0] <= table.FEW_ROWS) is candidate.few]
+        alike = [shape for shape in self.shapes if (shape[0] <= gemm_table.FEW_ROWS) is candidate.few]
         self.connection.send((candidate, alike))
 
     def taken(self) -> float | str | None:
@@ -262,12 +263,12 @@ def timed(
         runs["scaled_mm"] = lambda given: scaled_mm.gemm_nt(*given, torch.bfloat16, False)
     for config in right:
         runs[str(config)] = lambda given, config=config: triton_mm.multiply(*given, torch.bfloat16, config)
-    if shape[0] <= table.FEW_ROWS:
+    if shape[0] <= gemm_table.FEW_ROWS:
         for split in (4, 8):
             runs[f"plain split-K, {split}"] = SplitK(split)
     pool = torch.cuda.graph_pool_handle()
     calls = {name: captured(run, sets, pool) for name, run in runs.items()}
-    repeats = 1 if shape[0] > table.FEW_ROWS else 5
+    repeats = 1 if shape[0] > gemm_table.FEW_ROWS else 5
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -300,13 +301,13 @@ def product(
         rates["scaled_mm"] = round(figures["scaled_mm"]["tflops"], 1)
     if best is not None:
         rates["triton"] = round(figures[best]["tflops"], 1)
-    formats = dict(zip("ab", map(table.kind, PAIRS[pair]), strict=True))
+    formats = dict(zip("ab", map(gemm_table.kind, PAIRS[pair]), strict=True))
     config = None if best is None else asdict(ours[best])
     return {**formats, "shape": shape, "rates": rates, "config": config, "variants": figures}
 
 
 def show(products: list[dict], results: dict[Candidate, float | str]) -> None:
-    names = {tuple(map(table.kind, formats)): pair for pair, formats in PAIRS.items()}
+    names = {tuple(map(gemm_table.kind, formats)): pair for pair, formats in PAIRS.items()}
     rows = []
     for row in products:
         title = f"{names[row['a'], row['b']]}, {'x'.join(map(str, row['shape']))}"
@@ -348,7 +349,7 @@ def main() -> None:
     ):
         sys.exit(f"the kernels to be measured: triton {reason}")
     shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes]
-    few = {shape[0] <= table.FEW_ROWS for shape in shapes}
+    few = {shape[0] <= gemm_table.FEW_ROWS for shape in shapes}
     before, begun = machine(), time.monotonic()
     results = checked(candidates(arguments.pairs, True in few, False in few), shapes, arguments.jobs)
     print(f"{len(results)} candidates compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
@@ -359,7 +360,7 @@ def main() -> None:
                 c.config
                 for c, result in results.items()
                 if c.pair == pair
-                and c.few == (shape[0] <= table.FEW_ROWS)
+                and c.few == (shape[0] <= gemm_table.FEW_ROWS)
                 and not isinstance(result, str)
                 and result <= 1
             ]
@@ -370,9 +371,9 @@ def main() -> None:
                 flush=True,
             )
     gpu = torch.cuda.get_device_name()
-    path = arguments.out or table.file_of(gpu)
+    path = arguments.out or gemm_table.file_of(gpu)
     document = {"gpu": gpu, "before": before, "after": machine(), "products": products}
-    table.FOLDER.mkdir(exist_ok=True)
+    gemm_table.FOLDER.mkdir(exist_ok=True)
     with open(path, "w") as file:
         file.write(json.dumps(document, indent=1) + "\n")
     show(products, results)

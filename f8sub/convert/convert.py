@@ -20,7 +20,7 @@ from f8sub.convert.checks import (
 from f8sub.convert.filters import FilterFn, LayerKeepX, LayerRecipes, RecipeOrName, Selection
 from f8sub.convert.foreign_calls import refuse_foreign_recipe, refuse_unknown
 from f8sub.convert.linear_subclasses import float8_class, plain_class
-from f8sub.convert.report import SKIP_REASON, layers_report, why_nothing
+from f8sub.convert.nothing_converted import SKIP_REASON, why_nothing
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
@@ -291,11 +291,12 @@ def _watch(model: torch.nn.Module, conversion: Conversion) -> None:
 
 
 def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
-    report = layers_report(model)
-    if any(layer.converted for layer in report.layers):
-        _warn(f"convert_to_float8 was called again and found nothing more to convert: {report.summary}")
+    if count := sum(isinstance(module, Float8Linear) for module in model.modules()):
+        _warn(
+            f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8"
+        )
         return
-    message = f"convert_to_float8 found nothing to convert: {why_nothing(report)}"
+    message = f"convert_to_float8 found nothing to convert: {why_nothing(model)}"
     if strict:
         raise Float8ConfigError(message)
     Conversion.see(model)

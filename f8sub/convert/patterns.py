@@ -26,6 +26,11 @@ def kind_of(fqn: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
 
 
+def name_of(alike: list[str]) -> str:
+    """The name of one layer, or the kind of several."""
+    return alike[0] if len(alike) == 1 else kind_of(alike[0])
+
+
 def nearest(pattern: str, names: Iterable[str]) -> list[str]:
     """Parts of names that look like a pattern that matches none of them, the most similar first.
 

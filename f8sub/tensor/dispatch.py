@@ -18,7 +18,6 @@ from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Operand
 from f8sub.kernels.gemm.select import gemm_nt, select_gemm
 from f8sub.recipe import GemmSpec
-from f8sub.tensor import parts
 from f8sub.tensor.float8_tensor import ANY_OTHER, OPS, Float8Tensor, Handler
 from f8sub.tensor.operators import describe
 
@@ -42,8 +41,8 @@ def implements(*ops: Any) -> Callable[[Handler], Handler]:
 
 
 @implements(ANY_OTHER)
-def _in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any other operator: of the values that the codes stand for.
+def in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any other operator: of the values that the codes stand for, with a warning once an operator.
 
     Raises:
         NotImplementedError: it would write to codes.
@@ -84,7 +83,7 @@ def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Move to another device; of another dtype are high-precision values alone."""
     tensor: Float8Tensor = args[0]
     if kwargs.get("dtype") not in (None, tensor.dtype):
-        return _in_high_precision(func, args, kwargs)
+        return in_high_precision(func, args, kwargs)
     moved = {name: value for name, value in kwargs.items() if name != "dtype"}
     return tensor.map_buffers(lambda buffer: func(buffer, **moved))
 
@@ -99,7 +98,7 @@ def _view_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         tuple(strided[0]) != viewed.stride() or any(strided[1:]) or kwargs.get("storage_offset")
     )
     if viewed.shape[-1:] != tensor.shape[-1:] or viewed.numel() != tensor.numel() or apart:
-        return _in_high_precision(func, args, kwargs)
+        return in_high_precision(func, args, kwargs)
     out = tensor.map_buffers(aten.alias.default, leading=viewed.shape[:-1])
     return return_and_correct_aliasing(func, args, kwargs, out)
 
@@ -109,7 +108,7 @@ def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Transposing moves no bytes: rowwise and columnwise trade places."""
     tensor: Float8Tensor = args[0]
     if tensor.dim() != 2:
-        return _in_high_precision(func, args, kwargs)
+        return in_high_precision(func, args, kwargs)
     out = Float8Tensor(tensor.columnwise, tensor.rowwise, tensor.dtype)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
@@ -118,7 +117,7 @@ def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, first, second = args
     if tensor.dim() != 2:
-        return _in_high_precision(func, args, kwargs)
+        return in_high_precision(func, args, kwargs)
     if first % 2 == second % 2:
         return aten.alias.default(tensor)
     return aten.t.default(tensor)
@@ -129,66 +128,8 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``tensor.T`` calls."""
     tensor, dims = args
     if tensor.dim() != 2:
-        return _in_high_precision(func, args, kwargs)
+        return in_high_precision(func, args, kwargs)
     return _transpose(aten.transpose.int, (tensor, 0, 1 if dims[0] % 2 else 0), kwargs)
-
-
-@implements(aten.slice.Tensor)
-def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``tensor[3:7]``, ``narrow``."""
-    tensor, dim, *asked = (*args, 0)[:2] + args[2:]
-    lines = parts.lines_of(tensor, dim)
-    if lines is None or kwargs:
-        return _in_high_precision(func, args, kwargs)
-    start, stop, step = slice(*asked).indices(tensor.shape[dim])
-    if step == 1:
-        out = parts.cut(tensor, lines, start, max(start, stop))
-        return return_and_correct_aliasing(func, args, kwargs, out)
-    indices = torch.arange(start, stop, step, dtype=torch.int64, device=tensor.device)
-    return parts.pick(tensor, lines, indices)
-
-
-@implements(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``split``, ``chunk``."""
-    tensor, sizes, dim = (*args, 0)[:3]
-    dim = kwargs.get("dim", dim)
-    lines, whole = parts.lines_of(tensor, dim), tensor.shape[dim]
-    if lines is None:
-        return _in_high_precision(func, args, kwargs)
-    if isinstance(sizes, int):
-        sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)] or [0]
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [parts.cut(tensor, lines, start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-@implements(aten.index.Tensor, aten.index_select.default)
-def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``tensor[rows]`` and ``tensor[mask]`` of rows, ``index_select``."""
-    if func is aten.index.Tensor:
-        tensor, indices = args
-        index, dim = indices[0], 0
-        is_of_rows = len(indices) == 1 and index.dim() == 1
-    else:
-        tensor, dim, index = args
-        is_of_rows = True
-    lines = parts.lines_of(tensor, dim)
-    if lines is None or not is_of_rows:
-        return _in_high_precision(func, args, kwargs)
-    if index.dtype in (torch.bool, torch.uint8):
-        index = index.nonzero().flatten()
-    size = tensor.shape[dim]
-    return parts.pick(tensor, lines, torch.where(index < 0, index + size, index).long())
-
-
-@implements(aten.cat.default)
-def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``cat`` of Float8Tensors alone; of others too, all are read in high precision."""
-    tensors, dim = (*args, kwargs.get("dim", 0))[:2]
-    lines = parts.lines_of(tensors[0], dim) if isinstance(tensors[0], Float8Tensor) else None
-    if lines is None or not all(isinstance(tensor, Float8Tensor) for tensor in tensors):
-        return _in_high_precision(func, args, kwargs)
-    return parts.join(tensors, lines)
 
 
 @implements(aten.copy_.default)
@@ -196,7 +137,7 @@ def _copy_from(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``copy_`` of a Float8Tensor into another tensor."""
     target, source, *others = args
     if isinstance(target, Float8Tensor):
-        return _in_high_precision(func, args, kwargs)
+        return in_high_precision(func, args, kwargs)
     return func(target, source.dequantize(), *others, **kwargs)
 
 
@@ -213,7 +154,7 @@ def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``a @ b``: a's rows with b's columns."""
     a, b = args
     if not _are_matrices(a, b):
-        return _in_high_precision(func, args, kwargs)
+        return in_high_precision(func, args, kwargs)
     return _multiply(func, _usage(func, a, "rowwise"), _usage(func, b, "columnwise"), a.dtype)
 
 
@@ -222,7 +163,7 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``bias + a @ b``; the sum in high precision."""
     bias, a, b = args
     if kwargs or not _are_matrices(a, b):
-        return _in_high_precision(func, args, kwargs)
+        return in_high_precision(func, args, kwargs)
     return torch.add(bias, _mm(func, (a, b), {}))
 
 
@@ -231,7 +172,7 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x @ w.t() + bias``: rows of both. Seen whole only where autograd is off; it is addmm or mm otherwise."""
     x, w, bias = (*args, None)[:3]
     if not (isinstance(x, Float8Tensor) and isinstance(w, Float8Tensor)):
-        return _in_high_precision(func, args, kwargs)
+        return in_high_precision(func, args, kwargs)
     rows = aten.view.default(x, (-1, x.shape[-1]))
     y = _multiply(func, _usage(func, rows, "rowwise"), _usage(func, w, "rowwise"), x.dtype)
     y = y.view(*x.shape[:-1], w.shape[0])

@@ -20,7 +20,6 @@ from f8sub.version import __version__
 from f8sub.weights.agreement import all_arrive
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, makers
-from f8sub.weights.held_weights import HeldWeights
 from f8sub.weights.layout import ShardLayout, sharded_dims
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.rank_check import check_ranks
@@ -74,7 +73,6 @@ class Conversion:
         self.told_of_reference = self.is_sharded = False
         self.exchanges: dict[Ranks, Exchange] = {}
         self.guests: list[Guest] = [make(self) for make in makers]
-        self._held = HeldWeights()
         self._asked_at: dict[Exchange, int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -209,18 +207,10 @@ class Conversion:
         )
         return False
 
-    def looked_at(self, records: Iterable[WeightRecord]) -> None:
-        """Leave weights, as they are now, out of ``check_held``: a guest has just looked at them."""
-        self._held.skip(records)
-
-    def check_held(self) -> None:
-        """Tell what the call before found in the weights that no exchange covers, and look at them again.
-
-        Raises:
-            Float8NumericsError: NaN or infinity; names the layers.
-        """
-        if self._unsharded:
-            self._held.check([record for record in self._unsharded if record.module is not None])
+    @property
+    def unsharded(self) -> Iterable[WeightRecord]:
+        """The weights that no exchange covers."""
+        return self._unsharded
 
     def _enter(self, new: list[tuple[WeightRecord, DTensor]], asked: bool) -> None:
         _refuse_partly_resharded([record for record, _ in new])

@@ -47,15 +47,17 @@ class Region(Protocol):
         """Errors of what ``read`` returned, once that came to the host; may warn instead."""
 
 
-class Guest(Protocol):
-    """What a feature does for the weights of one conversion."""
+class Guest:
+    """What a feature does for the weights of one conversion; a feature overrides what it needs."""
 
     @property
     def is_needed(self) -> bool:
-        """Whether any layer of the conversion uses the feature."""
+        """Whether the model's forwards have to be seen."""
+        return False
 
     def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
         """What makes the weight's scale together with its amax, (1, 1); None for the amax alone."""
+        return None
 
     def region(self, records: Sequence[WeightRecord], device: str, before: Region | None) -> Region | None:
         """A region for the exchange of these sharded weights.
@@ -65,9 +67,11 @@ class Guest(Protocol):
             device: type of the device that gathers.
             before: the guest's region of the exchange while it had fewer weights.
         """
+        return None
 
     def forward(self) -> bool:
         """A forward of the model begins; whether the guest has seen all of them that it needs."""
+        return True
 
     def loaded(self) -> None:
         """A state dict was loaded into a module of the conversion."""
@@ -79,7 +83,14 @@ class Guest(Protocol):
         """It was counted."""
 
     def precompute(self) -> None:
-        """``precompute_scales`` is called, before anything is reduced.
+        """``precompute_scales`` is called, before anything is reduced; where a guest counts steps.
+
+        Raises:
+            Float8NumericsError: the guest knows of NaN or infinity.
+        """
+
+    def requested(self) -> None:
+        """``precompute_scales`` began all reductions.
 
         Raises:
             Float8NumericsError: the guest knows of NaN or infinity.

@@ -47,7 +47,8 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
                 guest.precompute()
         for exchange in conversion.exchanges.values():
             exchange.request()
-        conversion.check_held()
+        for guest in conversion.guests:
+            guest.requested()
 
 
 def _check_not_captured(exchange: Exchange) -> None:

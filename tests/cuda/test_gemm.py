@@ -7,7 +7,8 @@ import f8sub
 from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import scaled_mm, select, triton_mm
+from f8sub.kernels.gemm import scaled_mm, select
+from f8sub.kernels.triton import triton_mm
 from tests.budgets import excess
 from tests.cuda.products import exact, operand, promoted
 from tests.data_sets import generator, row_outliers

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
-from f8sub.weights import held_weights
+from f8sub.features.non_finite import held_weights
 from tests.data_sets import gaussian, generator
 from tests.dist.models import Stack, seed_weights, shard
 from tests.dist.wire import Wire

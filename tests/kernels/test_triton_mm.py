@@ -10,7 +10,8 @@ import f8sub
 from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile
 from f8sub.formats import Operand
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import measured, select, table, triton_mm
+from f8sub.kernels.gemm import select
+from f8sub.kernels.triton import gemm_table, measured, triton_mm
 from tests.budgets import excess
 from tests.data_sets import generator, make, row_outliers
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
@@ -18,7 +19,7 @@ from tests.oracle import Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-MEASURED = table.FOLDER
+MEASURED = gemm_table.FOLDER
 VECTOR, BLOCK = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
 VECTOR_OF_2 = Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2)
 LARGE, LARGE_E5M2 = Float8Format(E4M3, Tile(256, 256)), Float8Format(E5M2, Tile(256, 256))
@@ -147,8 +148,8 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    monkeypatch.setattr(table, "FOLDER", tmp_path)
-    caches = (table.of, triton_mm._why_not_device, measured._winner, triton_mm._config)
+    monkeypatch.setattr(gemm_table, "FOLDER", tmp_path)
+    caches = (gemm_table.of, triton_mm._why_not_device, measured._winner, triton_mm._config)
     for cache in caches:
         cache.cache_clear()
     yield tmp_path
@@ -212,7 +213,7 @@ def test_where_cublaslt_always_won_it_is_what_is_shown(hopper):
 
 @needs_triton
 def test_what_an_h200_takes_by_its_measurements(hopper, monkeypatch):
-    monkeypatch.setattr(table, "FOLDER", MEASURED)
+    monkeypatch.setattr(gemm_table, "FOLDER", MEASURED)
     blockwise, gridquant = f8sub.get_recipe("blockwise"), f8sub.get_recipe("gridquant")
     ours = blockwise.fprop, blockwise.dgrad, gridquant.fprop, gridquant.dgrad, gridquant.wgrad
     assert {select.select_gemm(spec, CUDA) for spec in ours} == {"measured"}

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import block_scales, table
+from f8sub.kernels.gemm import block_scales
+from f8sub.kernels.triton import gemm_table
 from tests.kernels.interpreted import needs_triton
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -44,15 +45,15 @@ def test_what_it_writes_is_what_is_looked_up(tune, monkeypatch, tmp_path):
     }
     shape = (8192, 4096, 14336)
     row = tune.product("1x128 x 1x128", shape, figures, [config])
-    monkeypatch.setattr(table, "FOLDER", tmp_path)
-    table.of.cache_clear()
-    table.file_of("Some GPU").write_text(tune.json.dumps({"products": [row]}))
-    (found,) = table.of("Some GPU", *tune.PAIRS["1x128 x 1x128"])
+    monkeypatch.setattr(gemm_table, "FOLDER", tmp_path)
+    gemm_table.of.cache_clear()
+    gemm_table.file_of("Some GPU").write_text(tune.json.dumps({"products": [row]}))
+    (found,) = gemm_table.of("Some GPU", *tune.PAIRS["1x128 x 1x128"])
     assert found.rates == {"scaled_mm": 900.0, "triton": 1000.0}
     assert found.winner == "triton"
     assert found.config == dataclasses.asdict(config)
-    assert table.of("Some GPU", *tune.PAIRS["256x256 x 256x256"]) == ()
-    table.of.cache_clear()
+    assert gemm_table.of("Some GPU", *tune.PAIRS["256x256 x 256x256"]) == ()
+    gemm_table.of.cache_clear()
 
 
 @needs_triton
@@ -67,11 +68,11 @@ def test_without_a_gpu_it_says_so():
 
 def test_measurements_in_the_package_can_be_read():
     """Of every GPU: winners and tiles are what the backends take."""
-    for path in table.FOLDER.glob("*.json"):
-        document = table.json.loads(path.read_text())
-        assert table.file_of(document["gpu"]) == path
+    for path in gemm_table.FOLDER.glob("*.json"):
+        document = gemm_table.json.loads(path.read_text())
+        assert gemm_table.file_of(document["gpu"]) == path
         assert document["products"]
         for row in document["products"]:
-            measured = table.Measured(tuple(row["shape"]), row["rates"], row["config"])
+            measured = gemm_table.Measured(tuple(row["shape"]), row["rates"], row["config"])
             assert measured.winner in ("scaled_mm", "triton")
             assert (row["config"] is None) == ("triton" not in row["rates"])

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.features.delayed.layers import state_of, states_of
 from f8sub.features.delayed.state import OPERANDS, ScalingState, Staged, W, roll
+from f8sub.features.non_finite.held_weights import looked_at, weight_amaxes
 from f8sub.kernels.scales import PriorScale
 from f8sub.torch_compat import (
     broadcast_no_more,
@@ -25,8 +26,7 @@ from f8sub.torch_compat import (
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.findings import sent_to
 from f8sub.weights.groups import own_group
-from f8sub.weights.guests import makers
-from f8sub.weights.held_weights import weight_amaxes
+from f8sub.weights.guests import Guest, makers
 from f8sub.weights.host_copy import HostCopy
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.record import WeightRecord
@@ -219,7 +219,7 @@ class LocalHistories:
             self._copy = None
 
 
-class DelayedGuest:
+class DelayedGuest(Guest):
     """The ``Guest`` of the conversion: rolls the histories of its layers, once an optimizer step.
 
     Attributes:
@@ -296,7 +296,7 @@ class DelayedGuest:
             if record.shard is None or state.recipe != record.module.plan.recipe
         ]
         self._local.roll(held, since=since)
-        conversion.looked_at(record for record, _ in held)
+        looked_at(conversion, [record for record, _ in held])
 
     def precompute(self) -> None:
         """Roll what is left, and tell of NaN and infinity that this rank met in layers that are not sharded.

@@ -8,7 +8,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.tools.conversion_report import conversion_report
+from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.torchtitan.options import Options, convert
 
 NAME = "f8sub"

@@ -12,8 +12,8 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import ops, reference
-from f8sub.kernels.gemm import measured, scaled_mm, triton_mm
-from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels.gemm import scaled_mm
+from f8sub.kernels.triton import measured, quantize_cuda, triton_mm
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.torch_compat import autocast_dtype
 

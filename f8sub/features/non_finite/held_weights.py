@@ -8,44 +8,44 @@ import torch
 
 from f8sub.errors import Float8NumericsError
 from f8sub.torch_compat import is_capturing
+from f8sub.weights.conversion import Conversion
 from f8sub.weights.findings import bad_weights, sent_to
+from f8sub.weights.guests import Guest, makers
 from f8sub.weights.host_copy import HostCopy
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.record import State, WeightRecord
 from f8sub.weights.weight import local_tensor, master_of
 
 
-class HeldWeights:
+class HeldWeights(Guest):
     """What a rank holds whole, alone or as a replica of DDP's; or its part of a weight gathered in high precision.
 
-    Each call looks at the weights that changed since the call before, and starts to copy what it found to the host.
-    The call after that tells, so that nothing waits for the device. Replicas are equal, so that they tell alike; of a
-    part that one rank alone holds, that rank tells.
+    Each call of ``precompute_scales`` looks at the weights that changed since the call before, and starts to copy what
+    it found to the host. The call after that tells, so that nothing waits for the device. Replicas are equal, so that
+    they tell alike; of a part that one rank alone holds, that rank tells.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, conversion: Conversion) -> None:
+        self._conversion = weakref.ref(conversion)
         self._finite: weakref.WeakKeyDictionary[WeightRecord, State] = weakref.WeakKeyDictionary()
         self._looks: list[tuple[list[tuple[weakref.ref[WeightRecord], State]], HostCopy]] = []
 
-    def check(self, records: Sequence[WeightRecord]) -> None:
-        """Tell what the call before found, and look at the weights of ``records`` that changed since.
+    def requested(self) -> None:
+        """Tell what the call before found, and look at the weights that changed since.
 
         Does nothing while a CUDA graph is captured, where nothing can be waited for: the next call does it.
 
         Raises:
             Float8NumericsError: NaN or infinity in a weight; names the layers.
         """
+        conversion = self._conversion()
+        records = [] if conversion is None else [r for r in conversion.unsharded if r.module is not None]
         weights = (record.parameter for record in records)
-        if not any(weight is not None and is_capturing(weight) for weight in weights):
+        if records and not any(weight is not None and is_capturing(weight) for weight in weights):
             self._tell()
             self._look(records)
 
     def _tell(self) -> None:
-        """Tell what the call before found.
-
-        Raises:
-            Float8NumericsError: NaN or infinity in a weight; names the layers.
-        """
         bad = []
         for weights, copy in self._looks:
             for (reference, state), is_finite in zip(weights, copy.read().tolist(), strict=True):
@@ -72,7 +72,7 @@ class HeldWeights:
                 self._looks.append((weights, HostCopy(finite)))
 
     def skip(self, records: Iterable[WeightRecord]) -> None:
-        """Leave out weights, as they are now, that a guest has just looked at."""
+        """Leave out weights, as they are now, that another guest has just looked at."""
         for record in records:
             if (master := self._changed(record)) is not None:
                 self._finite[record] = master.state
@@ -96,3 +96,13 @@ def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
         norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)
         amaxes.index_copy_(0, sent_to(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))
     return amaxes
+
+
+def looked_at(conversion: Conversion, records: Iterable[WeightRecord]) -> None:
+    """Leave weights, as they are now, out of the next look: another guest has just looked at them."""
+    for guest in conversion.guests:
+        if isinstance(guest, HeldWeights):
+            guest.skip(records)
+
+
+makers.append(HeldWeights)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from f8sub.convert.report import ConversionReport, layers_report
+from f8sub.features.report.report import ConversionReport, layers_report
 from f8sub.features.tools.byte_account import SAVED_INPUTS, SHARED_INPUTS, byte_account
 
 

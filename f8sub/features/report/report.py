@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from f8sub.convert import nothing_converted
 from f8sub.convert.defaults import MIN_DIM, is_small
-from f8sub.convert.other_weights import OtherWeights, active_share_of_linear, other_weights
-from f8sub.convert.patterns import kind_of
+from f8sub.convert.nothing_converted import SKIP_REASON
+from f8sub.convert.patterns import kind_of, name_of
+from f8sub.features.report.other_weights import OtherWeights, active_share_of_linear, other_weights
 from f8sub.linear.float8_linear import Float8Linear
-
-SKIP_REASON = "float8_skip_reason"
-"""Attribute that ``convert_to_float8`` leaves on a linear layer it did not convert."""
 
 NOT_SEEN = "convert_to_float8 has not seen it"
 
@@ -129,7 +128,7 @@ class ConversionReport:
             known = [each.multiplications for each in alike if each.multiplications is not None]
             flops = f"{sum(known) / max(self._multiplications, 1):.1%}" if known else "?"
             elements = f"{sum(each.elements for each in alike) / max(self.parameters, 1):.1%}"
-            name = _name_of([each.fqn for each in alike])
+            name = name_of([each.fqn for each in alike])
             lines.append(_row(name, f"{len(alike)} x", alike[0].shape, flops, elements))
         more = len(rows) - len(largest)
         return [*lines, f"  and {more} kinds of smaller layers"] if more else lines
@@ -180,39 +179,6 @@ def layers_report(model: torch.nn.Module) -> ConversionReport:
     )
 
 
-ADVICE = {
-    "loosen skip, filter_fqns or filter_fn": ("skip=", "filter_fqns=", "filter_fn"),
-    "give recipe a pattern that matches": ("no pattern of recipe",),
-    "pass skip_defaults=False": ("(default)",),
-    "pass a smaller min_dim": ("min_dim=",),
-}
-"""What to do where no layer was converted, by words of the reasons."""
-
-
-def why_nothing(report: ConversionReport) -> str:
-    """Why no layer of a model was converted, and what to do."""
-    classes = dict.fromkeys(other.detail.partition(":")[0] for other in report.others)
-    others = f"; nor does f8sub convert its {', '.join(classes)}" if classes else ""
-    if not report.layers:
-        return f"the model has no nn.Linear layer{others}. Pass strict=False if that is as it should be"
-    reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for layer in report.layers:
-        reasons[layer.detail][kind_of(layer.fqn)].append(layer.fqn)
-    listed = "; ".join(
-        f"{', '.join(map(_name_of, kinds.values()))}: {reason}" for reason, kinds in reasons.items()
-    )
-    advice = [
-        what for what, words in ADVICE.items() if any(word in reason for reason in reasons for word in words)
-    ]
-    do = ", ".join([*advice, "or pass strict=False"]).removeprefix("or ")
-    return f"0 of {len(report.layers)} linear layers ({listed}){others}. {do[0].upper()}{do[1:]}"
-
-
-def _name_of(alike: list[str]) -> str:
-    """The name of one layer, or the kind of several."""
-    return alike[0] if len(alike) == 1 else kind_of(alike[0])
-
-
 def _row(name: str, count: str, shape: str, flops: str, parameters: str) -> str:
     if len(name) > NAME_WIDTH:
         name = f"...{name[3 - NAME_WIDTH :]}"
@@ -225,3 +191,10 @@ def _shown(shape: tuple[int, ...]) -> str:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)
+
+
+def _classes_of_others(model: torch.nn.Module) -> list[str]:
+    return [other.detail.partition(":")[0] for other in other_weights(model)]
+
+
+nothing_converted.classes_of_others = _classes_of_others

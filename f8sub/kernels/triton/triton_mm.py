@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels.gemm import table
 from f8sub.kernels.gemm.block_scales import BLOCK, whole_blocks
+from f8sub.kernels.triton import gemm_table
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.gemm_launch import Config
@@ -85,7 +85,7 @@ def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
     from f8sub.kernels.triton.gemm_launch import Config
 
     rows, depth, cols = shape
-    if rows > table.FEW_ROWS:
+    if rows > gemm_table.FEW_ROWS:
         return Config(128, 256, stages=4, persistent=True, group=16)
     wide = next((edge for edge in (128, 64, 32) if cols >= edge * multiprocessors * 3 // 4), 32)
     tiles, blocks = -(-cols // wide), -(-depth // BLOCK)
@@ -99,7 +99,7 @@ def _config(a: Float8Format, b: Float8Format, device: torch.device, shape: tuple
 
     found = None
     if device.type == "cuda":
-        found = table.nearest(torch.cuda.get_device_name(device), a, b, shape)
+        found = gemm_table.nearest(torch.cuda.get_device_name(device), a, b, shape)
     if found is None or found.config is None:
         return default_config(shape, _multiprocessors(device))
     return Config(**found.config)

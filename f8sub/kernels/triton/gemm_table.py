@@ -1,7 +1,8 @@
 """What was measured of GEMMs with scales of blocks: which backend was faster, in which tiles, on which GPU.
 
-The measurements are files of ``f8sub/kernels/gemm/tables``, one a GPU, written by ``scripts/tune_gemm.py``. A shape's
-class is the measured shape that is nearest, in doublings of its dimensions, of those with few rows or with many.
+The measurements are files of ``f8sub/kernels/triton/gemm_tables``, one a GPU, written by ``scripts/tune_gemm.py``. A
+shape's class is the measured shape that is nearest, in doublings of its dimensions, of those with few rows or of those
+with many.
 """
 
 import functools
@@ -15,7 +16,7 @@ from typing import Any
 
 from f8sub.formats import Float8Format
 
-FOLDER = Path(__file__).parent / "tables"
+FOLDER = Path(__file__).parent / "gemm_tables"
 
 FEW_ROWS = 64
 """Up to as many rows of ``a`` a product is bound by the reading of ``b``."""

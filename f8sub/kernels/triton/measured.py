@@ -8,7 +8,8 @@ import functools
 import torch
 
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.gemm import scaled_mm, table, triton_mm
+from f8sub.kernels.gemm import scaled_mm
+from f8sub.kernels.triton import gemm_table, triton_mm
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
@@ -20,7 +21,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
         if reason is not None:
             return f"has to have both others, and {name} {reason}"
     gpu = torch.cuda.get_device_name(device)
-    found = table.of(gpu, a, b)
+    found = gemm_table.of(gpu, a, b)
     if not found:
         return f"has no measurement of {a} by {b} on {gpu}; scripts/tune_gemm.py makes them"
     if all(measured.winner == "scaled_mm" for measured in found):
@@ -52,5 +53,5 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
 def _winner(
     a: Float8Format, b: Float8Format, device: torch.device, shape: tuple[int, int, int]
 ) -> str | None:
-    found = table.nearest(torch.cuda.get_device_name(device), a, b, shape)
+    found = gemm_table.nearest(torch.cuda.get_device_name(device), a, b, shape)
     return None if found is None else found.winner

@@ -1,0 +1,1 @@
+"""NaN and infinity in weights that no exchange covers."""

@@ -1,0 +1,1 @@
+"""Parts of a ``Float8Tensor`` without quantizing anew: ``split``, ``cat``, indexing."""

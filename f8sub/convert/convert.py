@@ -31,8 +31,7 @@ from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import check_ranks_hook, guests_hook, watch_optimizer_steps
-from f8sub.weights.swap import take_place
-from f8sub.weights.weight import Weight
+from f8sub.weights.weight import Weight, take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

@@ -54,12 +54,11 @@ class AmaxTable:
                 flat = (self.amax, self._scale, self._scale_inv)
                 shard.lay_out(*(part[start : start + size] for part in flat))
                 start += slots[index]
-        self._in_parts = [shard for shard in shards if shard.has_part]
 
     def group_by_rule(self) -> None:
         """Find the weights side by side whose scales are made alike."""
         from_table = [shard for shard in self._shards if not shard.wire.carries_scales]
-        runs = itertools.groupby(from_table, key=lambda s: (s.format, s.margin, s.dtype))
+        runs = itertools.groupby(from_table, key=lambda s: s.rule)
         self._runs = [list(run) for _, run in runs]
 
     def take_amaxes(self) -> None:
@@ -104,14 +103,11 @@ class AmaxTable:
         return sent_to(self.amax.device, [int(shard.amax.storage_offset()) for shard in shards])
 
     def write_scales(self) -> None:
-        """Make the scales of the reduced amaxes, in place; dropped masters keep the scales of their codes."""
+        """Make the scales of the reduced amaxes, in place."""
         for shards in self._runs:
             self._write_scales(shards)
         for shard in self._shards:
-            if shard.dropped:
-                shard.keep_scales()
-        for shard in self._in_parts:
-            shard.write_part()
+            shard.scales_written()
 
     def _write_scales(self, shards: list[Shard]) -> None:
         """Make the scales of weights of one format and dtype, which lie side by side in the table."""

@@ -5,7 +5,7 @@ import hashlib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Float8Format
 from f8sub.kernels.gemm.select import Plan, reference_warning
+from f8sub.kernels.scales import PriorScale
 from f8sub.torch_compat import param_dtypes, resharded_to_part
 from f8sub.version import __version__
 from f8sub.weights.agreement import all_arrive
-from f8sub.weights.exchange import Exchange
-from f8sub.weights.guests import Guest, makers
+from f8sub.weights.exchange import Exchange, Region
 from f8sub.weights.layout import ShardLayout, sharded_dims
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.rank_check import check_ranks
+from f8sub.weights.ranks import check_ranks
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import master_of
@@ -31,6 +31,62 @@ _SEEN = "float8_seen"
 """Attribute of every module that ``convert_to_float8`` was given."""
 
 Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
+
+
+class Guest:
+    """What a feature does for the weights of one conversion; a feature overrides what it needs."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the model's forwards have to be seen."""
+        return False
+
+    def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
+        """What makes the weight's scale together with its amax, (1, 1); None for the amax alone."""
+        return None
+
+    def region(self, records: Sequence[WeightRecord], device: str, before: Region | None) -> Region | None:
+        """A region for the exchange of these sharded weights.
+
+        Args:
+            records: of the weights.
+            device: type of the device that gathers.
+            before: the guest's region of the exchange while it had fewer weights.
+        """
+        return None
+
+    def forward(self) -> bool:
+        """A forward of the model begins; whether the guest has seen all of them that it needs."""
+        return True
+
+    def loaded(self) -> None:
+        """A state dict was loaded into a module of the conversion."""
+
+    def before_count(self) -> None:
+        """An optimizer step of some of the weights is about to be counted."""
+
+    def counted(self) -> None:
+        """It was counted."""
+
+    def precompute(self) -> None:
+        """``precompute_scales`` is called, before anything is reduced; where a guest counts steps.
+
+        Raises:
+            Float8NumericsError: the guest knows of NaN or infinity.
+        """
+
+    def requested(self) -> None:
+        """``precompute_scales`` began all reductions.
+
+        Raises:
+            Float8NumericsError: the guest knows of NaN or infinity.
+        """
+
+
+MakeGuest = Callable[["Conversion"], Guest]
+
+makers: list[MakeGuest] = []
+"""What features have added: called once a conversion."""
 
 
 class Conversion:
@@ -214,7 +270,7 @@ class Conversion:
 
     def _enter(self, new: list[tuple[WeightRecord, DTensor]], asked: bool) -> None:
         _refuse_partly_resharded([record for record, _ in new])
-        layouts = {record: ShardLayout.of(weight) for record, weight in new}
+        layouts = {record: ShardLayout.of(weight, record.fqn) for record, weight in new}
         dtypes = param_dtypes(record.module for record, _ in new)
         for key in dict.fromkeys(map(_ranks_of, layouts.values())):
             members = [(record, weight) for record, weight in new if _ranks_of(layouts[record]) == key]

@@ -30,7 +30,7 @@ When the table is reduced is decided by what every rank knows, never by what one
 import enum
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,18 +40,52 @@ from f8sub.torch_compat import is_capturing
 from f8sub.weights.agreement import all_arrive, all_told, tell
 from f8sub.weights.amax_table import AmaxTable
 from f8sub.weights.findings import Findings
-from f8sub.weights.groups import OwnGroup, own_group
-from f8sub.weights.guests import Guest, Region
 from f8sub.weights.layout import ShardLayout
+from f8sub.weights.ranks import OwnGroup, own_group
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight
 
 if TYPE_CHECKING:
-    from f8sub.weights.conversion import Conversion
+    from f8sub.weights.conversion import Conversion, Guest
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
+
+
+class Region(Protocol):
+    """A part of an exchange's table that belongs to a feature. Which there are is alike on every rank.
+
+    Attributes:
+        size: number of its float32 entries.
+    """
+
+    size: int
+
+    @property
+    def due(self) -> bool:
+        """Whether it has something to reduce, as every rank knows."""
+
+    def write(self, out: torch.Tensor) -> None:
+        """Write what this rank knows.
+
+        Args:
+            out: float32, (size,); of what the ranks write the maximum is taken.
+        """
+
+    def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
+        """Take the maximum; before the scales of the weights are made, which it may decide.
+
+        Args:
+            reduced: float32, (size,).
+            weight_amax: float32, the reduced amaxes of all weights; infinity for one that is not finite.
+
+        Returns:
+            float32, of one dimension, of a length that never changes: not 0 where there is something to tell.
+        """
+
+    def tell(self, found: torch.Tensor) -> list[str]:
+        """Errors of what ``read`` returned, once that came to the host; may warn instead."""
 
 
 class Freshness(enum.Enum):
@@ -116,7 +150,7 @@ class Exchange:
             )
         self.settle()
         self.gathers = any(shard.sent for shard in shards)
-        self.shards = sorted(shards, key=lambda s: (str(s.format), s.margin, str(s.dtype), s.fqn))
+        self.shards = sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn))
         device = self.shards[0].layout.device
         of_guests = {
             guest: guest.region(records, device, self._of_guests.get(guest))
@@ -305,7 +339,7 @@ class Exchange:
         """
         if shard.wire.carries_scales:
             return False
-        if self._requested or shard.dropped or shard.stale or shard.master.numel():
+        if self._requested or shard.stale or shard.shows_changes:
             return self._requested or shard.stale
         others = [other for other in self.shards if other.master.numel()]
         return self._world > 1 and (not others or any(other.stale for other in others))

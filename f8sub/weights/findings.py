@@ -1,14 +1,17 @@
-"""What a reduction finds that is worth telling: NaN, infinity, and weights that changed on some ranks only."""
+"""What a reduction met that is worth telling, read from the device without waiting for it."""
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from f8sub.errors import Float8NumericsError, Float8Warning
-from f8sub.weights.guests import Region
-from f8sub.weights.host_copy import HostCopy
+from f8sub.torch_compat import no_dispatch_modes
 from f8sub.weights.shard import Shard
+
+if TYPE_CHECKING:
+    from f8sub.weights.exchange import Region
 
 
 def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int]) -> torch.Tensor:
@@ -16,6 +19,41 @@ def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int]) -> tor
     dtype = torch.bool if all(isinstance(value, bool) for value in values) else torch.int64
     there = torch.tensor(values, dtype=dtype, device="cpu")
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
+
+
+class HostCopy:
+    """A small tensor on its way to the host, which nothing waits for before it is read.
+
+    A tensor without memory (on meta, under FakeTensorMode) reads as zeros.
+    """
+
+    def __init__(self, found: torch.Tensor) -> None:
+        self._found = found
+        self._event: torch.cuda.Event | None = None
+        if type(found) is not torch.Tensor or found.is_meta:
+            with no_dispatch_modes():
+                self._found = torch.zeros(found.shape, dtype=found.dtype, device="cpu")
+        elif found.is_cuda:
+            self._event = torch.cuda.Event()
+            self._found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
+            self._event.record()
+
+    @property
+    def there(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> torch.Tensor:
+        """The values, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._found
+
+    def item(self) -> Any:
+        """The value of its one element."""
+        with no_dispatch_modes():
+            return self.read().item()
 
 
 class Findings:
@@ -28,7 +66,7 @@ class Findings:
     """
 
     def __init__(
-        self, amax: torch.Tensor, shards: Sequence[Shard], told: Sequence[tuple[Region, torch.Tensor]]
+        self, amax: torch.Tensor, shards: Sequence[Shard], told: Sequence[tuple["Region", torch.Tensor]]
     ) -> None:
         self._copy = HostCopy(torch.cat([amax[:-1].isinf(), amax[-1:], *(found for _, found in told)]))
         self._sizes = [len(amax) - 1, 1, *(len(found) for _, found in told)]

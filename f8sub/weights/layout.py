@@ -1,11 +1,13 @@
 """Where one rank's shard lies in a weight, and the bytes it sends of it."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, Tile
 from f8sub.torch_compat import all_gather
 from f8sub.weights.record import lies_in_rows
@@ -15,15 +17,19 @@ from f8sub.weights.record import lies_in_rows
 class ShardLayout:
     """Where a rank's shard lies in the whole weight.
 
+    A weight with leading dimensions, (E, N, K) of experts, counts as the matrix (E * N, K); it is sharded along the
+    first or the last dimension.
+
     Tensor parallelism cuts the whole weight into parts first, and ``fully_shard`` shards each of them: what FSDP2 puts
     together is then the rank's part, whose scales are the whole weight's all the same.
 
     Attributes:
-        whole: (N, K) of the whole weight.
-        shape: (N, K) of what FSDP2 puts together: the whole weight, or the rank's tensor-parallel part of it.
+        whole: (rows, columns) of the whole weight.
+        shape: (rows, columns) of what FSDP2 puts together: the whole weight, or the rank's tensor-parallel part of it.
+        inner: dimensions between the first and the last, (N,) of (E, N, K).
         origin: (row, column) of that part's first element in the whole weight.
         cuts: (dimension, extent of a full part) of each tensor-parallel cut.
-        dim: the dimension FSDP2 shards along.
+        dim: the dimension of the matrix that FSDP2 shards along.
         chunk: extent of a full shard along ``dim``; FSDP2 pads shorter ones to it.
         offset: (row, column) of the shard's first element in the whole weight.
         group: the ranks that hold the other shards of ``shape``.
@@ -35,6 +41,7 @@ class ShardLayout:
 
     whole: tuple[int, int]
     shape: tuple[int, int]
+    inner: tuple[int, ...]
     origin: tuple[int, int]
     cuts: tuple[tuple[int, int], ...]
     dim: int
@@ -47,33 +54,43 @@ class ShardLayout:
     device: str
 
     @classmethod
-    def of(cls, weight: DTensor) -> "ShardLayout":
+    def of(cls, weight: DTensor, fqn: str = "a layer") -> "ShardLayout":
         """Read the layout off a sharded weight.
 
         The first mesh dimension that shards it is ``fully_shard``'s, whose mesh comes before the tensor-parallel one.
         One that tensor parallelism alone shards has the same layout and is never gathered.
+
+        Raises:
+            Float8ConfigError: it is sharded along a dimension between the first and the last.
         """
-        mesh = weight.device_mesh
-        dims = sharded_dims(weight)
+        mesh, dims = weight.device_mesh, sharded_dims(weight)
         first, *tensor_parallel = dims
-        start, size, cuts = [0, 0], list(weight.shape), []
+        if not set(dims.values()) <= {0, weight.dim() - 1}:
+            raise Float8ConfigError(
+                f"{fqn}: its weight {tuple(weight.shape)} is sharded as {weight.placements}; shard the first or the "
+                "last dimension"
+            )
+        inner = tuple(weight.shape[1:-1])
+        rows = math.prod(inner)  # of the matrix, for each index of the first dimension
+        start, size, cuts = [0, 0], [weight.shape[0] * rows, weight.shape[-1]], []
         shape, origin, chunk = size.copy(), start.copy(), 0
         for mesh_dim in (*tensor_parallel, first):
-            shape, origin, dim = size.copy(), start.copy(), dims[mesh_dim]
-            chunk = -(
-                -size[dim] // mesh.size(mesh_dim)
-            )  # torch.chunk's rule, which FSDP2 and DTensor shard by
+            dim, each = (0, rows) if dims[mesh_dim] == 0 else (1, 1)
+            shape, origin = size.copy(), start.copy()
+            # torch.chunk's rule, which FSDP2 and DTensor shard by
+            chunk = -(-size[dim] // (each * mesh.size(mesh_dim))) * each
             before = min(mesh.get_local_rank(mesh_dim) * chunk, size[dim])
             start[dim], size[dim] = start[dim] + before, min(chunk, size[dim] - before)
             cuts.append((dim, chunk))
         here = tuple(mesh.get_coordinate() or ())
         alike = tuple(slice(None) if i in dims else place for i, place in enumerate(here))
         return cls(
-            whole=(weight.shape[0], weight.shape[1]),
+            whole=(weight.shape[0] * rows, weight.shape[-1]),
             shape=(shape[0], shape[1]),
+            inner=inner,
             origin=(origin[0], origin[1]),
             cuts=tuple(cuts[:-1]),
-            dim=dims[first],
+            dim=cuts[-1][0],
             chunk=chunk,
             offset=(start[0], start[1]),
             group=mesh.get_group(first),
@@ -82,6 +99,15 @@ class ShardLayout:
             ranks=tuple(mesh.mesh.flatten().tolist()),
             device=mesh.device_type,
         )
+
+    @property
+    def leading(self) -> tuple[int, ...] | None:
+        """All dimensions but the last of what FSDP2 puts together; None for a matrix."""
+        return (self.shape[0] // math.prod(self.inner), *self.inner) if self.inner else None
+
+    def matrix(self, shard: torch.Tensor) -> torch.Tensor:
+        """A shard without leading dimensions."""
+        return shard.view(shard.shape[0] * math.prod(self.inner), shard.shape[-1]) if self.inner else shard
 
     def check_lines_up(self, tile: Tile, fqn: str) -> None:
         """That every tensor-parallel part consists of whole tiles, or lies within one.
@@ -119,10 +145,8 @@ class WireFormat:
     others cross shards: they are made from the amax table, on every rank alike, and not sent.
 
     Attributes:
-        format: of the codes: w's rowwise format.
+        format: w's rowwise format.
         layout: of the shards.
-
-    Attributes that follow:
         carries_scales: whether the scales follow the codes.
     """
 
@@ -151,7 +175,7 @@ class WireFormat:
     def scales_of(self, rows: torch.Tensor) -> torch.Tensor:
         """The part of rows on the wire that holds their scales, as these are stored: a view."""
         cols = self.layout.shape[1]
-        start = _aligned(self._codes_end(cols))
+        start = _aligned(cols // self.format.codes_per_byte)
         stored_as = self.format.scale_rule.stored_as
         count = self.format.tile.scale_shape((1, cols))[1] * stored_as.itemsize
         return rows[:, start : start + count].view(stored_as)
@@ -180,18 +204,16 @@ class WireFormat:
             gathered: uint8; the shards one after the other, padding included.
         """
         rows, cols = self.layout.shape
-        width = self.padded_shape[1] if self.layout.dim == 0 else self._codes_end(cols)
+        codes_end = cols // self.format.codes_per_byte
+        width = self.padded_shape[1] if self.layout.dim == 0 else codes_end
         # Shard(1) arrives with the bytes already in the whole weight's order and only its shape lost.
         whole = gathered.view(-1)[: rows * width].view(rows, width)
-        codes = whole[:, : self._codes_end(cols)].view(self.format.dtype)
+        codes = whole[:, :codes_end].view(self.format.dtype)
         return codes, self.scales_of(whole) if self.carries_scales else None
-
-    def _codes_end(self, cols: int) -> int:
-        return cols // self.format.codes_per_byte
 
 
 def bytes_on_the_wire(format: Float8Format, shape: tuple[int, int]) -> int:
-    """Of a whole weight of ``shape``, sharded by rows that the ranks divide."""
+    """Bytes of a whole weight of ``shape`` that is sharded by rows which the ranks divide."""
     return shape[0] * _bytes_of_row(format, shape[1], lies_in_rows(format.tile))
 
 

@@ -1,6 +1,5 @@
 """One rank's shard of a float8 weight: its tiles in the amax table, its codes for the wire."""
 
-import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.formats import Float8Format, Operand, Tile
+from f8sub.formats import Float8Format
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.triton import quantize_cuda
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 class _Uses:
     """Counts in how many all-gathers backward needs the codes of a weight, to know the last one.
 
-    In training that is in a step's last backward, where memory is short and the codes are of no more use.
+    In training the last one is in a step's last backward, where memory is short and the codes are not needed again.
     Evaluations count for nothing.
     """
 
@@ -35,12 +34,7 @@ class _Uses:
         self._gather = self._in_backward = self._expected = 0
 
     def is_last(self, state: State, gather: int) -> bool:
-        """Whether backward has now gathered the weight as often as it did of the weight that it gathered before.
-
-        Args:
-            state: of the weight.
-            gather: number of the all-gather.
-        """
+        """Whether backward has gathered this state of the weight as often as the state before it."""
         if self._state != state:
             self._state = state
             self._expected = self._in_backward or self._expected
@@ -56,22 +50,17 @@ class Shard:
     """One rank's shard of one weight, as the wire sees it.
 
     Attributes:
-        fqn: name of the layer.
-        master: the high-precision shard; empty once it was dropped.
-        dropped: whether that happened; the codes and their scales stay as they are.
-        layout: where it lies.
-        wire: what is sent of it.
         index: position in the order of its exchange.
         gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
+        prior: see ``Guest.prior_of``.
+        sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for a guest.
         amax: float32 view of the amax table, one entry a ``wire.table_tile`` of the whole weight.
         scale: likewise.
         scale_inv: likewise, as the format stores it.
-        part_scale_inv: those of ``layout.shape``, which the unsharded tensor holds unless the wire carries its own:
-            this very tensor, written in place. Where that is not the whole weight, a copy of a part of ``scale_inv``.
-        global_scale_inv: likewise, where the format's scales have two levels.
-        prior: see ``Guest.prior_of``.
-        sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for a guest.
+        part_scale_inv: the scales of ``layout.shape``, which the unsharded tensor holds unless the wire carries its
+            own. Under tensor parallelism a copy of a part of ``scale_inv``, else that very tensor.
+        global_scale_inv: (1, 1), where the format's scales have two levels.
     """
 
     def __init__(
@@ -87,28 +76,21 @@ class Shard:
     ) -> None:
         if (format := record.format) is None:
             raise RuntimeError(f"{record.fqn}: a weight that no GEMM reads in float8 has no codes")
-        self.fqn = record.fqn
-        self.sent = sent
-        self.prior = prior
-        self.master = master
-        self.layout = layout
+        self.fqn, self.master, self.layout, self.prior, self.sent = record.fqn, master, layout, prior, sent
         self.wire = WireFormat(format, layout)
-        self.dropped = False
-        self.index = 0
-        self.gathers = 0
-        own_dtype = master.dtype if record.parameter is None else record.parameter.dtype
-        self.dtype = dtype or own_dtype
+        self.index = self.gathers = 0
+        self.dtype = dtype or (master.dtype if record.parameter is None else record.parameter.dtype)
         self._follows_dtype = dtype is None
         self._exchange = weakref.ref(exchange)
-        empty = torch.empty(0, dtype=torch.float32, device=layout.device)
-        self.amax = self.scale = self.scale_inv = self.part_scale_inv = empty
+        self.amax = self.scale = self.scale_inv = self.part_scale_inv = torch.empty(
+            0, dtype=torch.float32, device=layout.device
+        )
         self.global_scale_inv: torch.Tensor | None = None
         self._scaled_state: State | None = None
         self._wire: torch.Tensor | None = None
         self._wire_key: tuple[State, int, torch.dtype] | None = None
         self._in_a_graph = False
         self._uses = _Uses()
-        self._kept: tuple[torch.Size, list[torch.Tensor]] | None = None
 
     @property
     def exchange(self) -> "Exchange":
@@ -120,8 +102,13 @@ class Shard:
 
     @property
     def format(self) -> Float8Format:
-        """Of the codes that are gathered: w's rowwise format."""
+        """The format of the codes: w's rowwise format."""
         return self.wire.format
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The shard in high precision, as a matrix."""
+        return self.layout.matrix(self.master.plain)
 
     @property
     def table_shape(self) -> tuple[int, int]:
@@ -129,16 +116,22 @@ class Shard:
         return self.wire.table_tile.scale_shape(self.layout.whole)
 
     @property
-    def margin(self) -> float:
-        """Headroom of a first scale; -1, which no prior scale has, where the amax makes all of it."""
-        return -1.0 if self.prior is None else self.prior().margin
+    def rule(self) -> tuple[Float8Format, float, torch.dtype]:
+        """What the scales depend on besides the amax: format, headroom of a first scale, dtype.
+
+        The headroom is -1, which no prior scale has, where the amax alone makes the scale.
+        """
+        return self.format, -1.0 if self.prior is None else self.prior().margin, self.dtype
 
     @property
     def stale(self) -> bool:
         """Whether the shard changed since its amax was taken."""
-        if self.dropped:
-            return False
         return self._scaled_state != self.master.state or not self.master.owns_storage
+
+    @property
+    def shows_changes(self) -> bool:
+        """Whether a change of the weight is always a change of this shard; ``dcp.load`` writes to no empty one."""
+        return self.master.numel() > 0
 
     def follow(self, record: WeightRecord) -> None:
         """Turn to the local tensor that the parameter holds now.
@@ -148,10 +141,10 @@ class Shard:
         scales, so they are cast anew in any case: ``MasterWeight.state`` is another one in another storage.
         """
         held = getattr(record.parameter, "_local_tensor", None)  # None while it is unsharded
-        if held is self.master:
+        if held is self.master or held is None:
             return
-        local = None if held is None else master_of(held)
-        if held is None or local is None or local.cell is self.master.cell:
+        local = master_of(held)
+        if local is None or local.cell is self.master.cell:
             return
         if self._follows_dtype and held.dtype != self.dtype:
             self.dtype = held.dtype
@@ -166,35 +159,18 @@ class Shard:
         tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.table_shape[1]
         row, col = first_tile(tile, offset)
         entry = int(self.amax.storage_offset()) + row * in_a_row + col
-        return Matrix(self.master.plain, tile, offset, entry, in_a_row)
+        return Matrix(self.values, tile, offset, entry, in_a_row)
 
     def write_amax(self) -> None:
         """Write the amax of every tile the shard touches into the table, which is zero there."""
-        shard, offset = self.master.plain, self.layout.offset
-        if shard.numel() == 0:
-            return
-        touched = shard_amax(shard, self.wire.table_tile, offset)
-        row, col = first_tile(self.wire.table_tile, offset)
-        self.amax[row : row + touched.shape[0], col : col + touched.shape[1]] = touched
+        if self.master.numel():
+            touched = shard_amax(self.values, self.wire.table_tile, self.layout.offset)
+            row, col = first_tile(self.wire.table_tile, self.layout.offset)
+            self.amax[row : row + touched.shape[0], col : col + touched.shape[1]] = touched
 
     def mark_scaled(self) -> None:
         """Remember which state of the shard its amax was taken from."""
         self._scaled_state = self.master.state
-
-    def drop_master(self) -> None:
-        """Keep the codes just cast, and the scales they were cast with, in place of the high-precision shard."""
-        if not self.dropped:
-            self._kept = self.master.shape, [scales.clone() for scales in self._scales]
-            self.master = MasterWeight(self.master.plain.new_empty(0, self.layout.shape[1]))
-            self.dropped = True
-
-    def keep_scales(self) -> None:
-        """Write back the scales that the codes of a dropped master were cast with, over those that were just made."""
-        if self._kept is None:
-            return
-        for scales, kept in zip(self._scales, self._kept[1], strict=True):
-            with _unsafe_preserve_version_counter(scales):
-                scales.copy_(kept)
 
     def lay_out(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Take the weight's entries of the table, flat, as its own; scales of other dtypes have a tensor apart."""
@@ -207,43 +183,16 @@ class Shard:
         self.global_scale_inv = (
             torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None
         )
+        part = self.layout.tiles_of_part(self.scale_inv, self.wire.table_tile)
         self.part_scale_inv = self.scale_inv
-        if self.has_part:
-            self.part_scale_inv = self._scales_of_part.clone(memory_format=torch.contiguous_format)
+        if part.shape != self.scale_inv.shape:
+            self.part_scale_inv = part.clone(memory_format=torch.contiguous_format)
 
-    @property
-    def has_part(self) -> bool:
-        """Whether ``part_scale_inv`` is a copy, which ``write_part`` brings up to date."""
-        tiles = self.wire.table_tile.scale_shape(self.layout.shape)
-        return not self.wire.carries_scales and tiles != self.table_shape
-
-    def write_part(self) -> None:
-        """Copy the scales of the rank's tensor-parallel part from those of the whole weight."""
-        with _unsafe_preserve_version_counter(self.part_scale_inv):
-            self.part_scale_inv.copy_(self._scales_of_part)
-
-    @property
-    def _scales_of_part(self) -> torch.Tensor:
-        return self.layout.tiles_of_part(self.scale_inv, self.format.tile)
-
-    @property
-    def _scales(self) -> list[torch.Tensor]:
-        return [s for s in (self.scale, self.scale_inv, self.global_scale_inv) if s is not None]
-
-    def dequantize(self) -> torch.Tensor:
-        """float32 values of the codes that were kept, in the shard's shape."""
-        if self._kept is None or self._wire is None:
-            raise RuntimeError(f"{self.fqn}: codes are dequantized only after the master was dropped")
-        shape = self._kept[0]
-        rows = self._wire[: shape[0]]
-        codes = rows[:, : shape[1] // self.format.codes_per_byte].view(self.format.dtype)
-        if self.wire.carries_scales:
-            return reference.dequantize(Operand(codes, self.wire.scales_of(rows), self.format), torch.float32)
-        # Tiles of the whole weight need not begin where the shard does: a scale for each element.
-        scale_inv = reference.spread(self.scale_inv.float(), self.format.tile, shape, self.layout.offset)
-        format = dataclasses.replace(self.format, tile=Tile(1, 1))
-        operand = Operand(codes, scale_inv.expand(shape), format, self.global_scale_inv)
-        return reference.dequantize(operand, torch.float32)
+    def scales_written(self) -> None:
+        """The table made new scales, in place: bring those of the rank's tensor-parallel part up to date."""
+        if self.part_scale_inv is not self.scale_inv:
+            with _unsafe_preserve_version_counter(self.part_scale_inv):
+                self.part_scale_inv.copy_(self.layout.tiles_of_part(self.scale_inv, self.wire.table_tile))
 
     def cast(self, source: Weight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
@@ -264,34 +213,30 @@ class Shard:
             uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.
         """
         key = (self.master.state, 0 if self.wire.carries_scales else generation, self.dtype)
-        if self.dropped and self._wire is not None:
-            return self._wire
         capturing = is_capturing(source)
         self._in_a_graph |= capturing
         is_known = (
             key == self._wire_key and beyond_range is None and self.master.owns_storage and not capturing
         )
-        made = self._wire
-        if made is None or not is_known:
+        codes = self._wire
+        if codes is None or not is_known:
             with torch.inference_mode(mode=False):
-                made = self._empty_wire(source.plain) if made is None else made
-                if source.plain.numel():
-                    self._cast_into(made, source.plain, beyond_range)
+                values = self.layout.matrix(source.plain)
+                if codes is None:
+                    make = torch.empty if values.shape == self.wire.padded_shape else torch.zeros
+                    codes = make(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
+                if values.numel():
+                    self._cast_into(codes, values, beyond_range)
         self._wire_key = None if capturing or beyond_range is not None else key
         # A primary weight is its codes, and a graph writes to where they were when it was captured.
         stays = (
             self._in_a_graph or source.keeps_codes or not self._uses.is_last(self.master.state, self.gathers)
         )
-        self._wire = made if stays else None
-        if not stays and made.is_cuda:
+        self._wire = codes if stays else None
+        if not stays and codes.is_cuda:
             # FSDP2 may read them on another stream than the one they were allocated on.
-            made.record_stream(torch.cuda.current_stream(made.device))
-        return made
-
-    def _empty_wire(self, shard: torch.Tensor) -> torch.Tensor:
-        """Codes to cast ``shard`` into; zero where it is shorter."""
-        make = torch.empty if shard.shape == self.wire.padded_shape else torch.zeros
-        return make(self.wire.padded_shape, dtype=torch.uint8, device=shard.device)
+            codes.record_stream(torch.cuda.current_stream(codes.device))
+        return codes
 
     def _cast_into(self, wire: torch.Tensor, shard: torch.Tensor, beyond_range: float | None) -> None:
         format = self.format

@@ -128,7 +128,7 @@ class Weight(torch.Tensor):
         codes, scale_inv = shard.wire.unsharded(gathered)
         scale_inv = shard.part_scale_inv if scale_inv is None else scale_inv
         rowwise = Operand(codes, scale_inv, shard.format, shard.global_scale_inv)
-        return Float8Tensor(rowwise, None, param_dtype), (gathered,)
+        return Float8Tensor(rowwise, None, param_dtype, shard.layout.leading), (gathered,)
 
 
 def _codes_to_wire(
@@ -187,3 +187,27 @@ def exported(weight: torch.Tensor) -> torch.Tensor:
     """A weight, or an optimizer's master of one, as a state dict holds it: in the same memory, without a graph."""
     local = local_tensor(weight)
     return local.exported_as(weight) if isinstance(local, Weight) else weight.detach()
+
+
+def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
+    """Make the Python object ``old`` be what ``new`` is, with what users and autograd left on it.
+
+    Optimizers, ties and modules that hold ``old`` then hold the new one. ``new`` gets gradient, hooks and attributes
+    in any case.
+
+    Returns:
+        False where torch cannot swap the two, because something else refers to the tensor (a weak reference, an
+        autograd graph); the caller then has to replace the reference itself.
+    """
+    new.grad = old.grad
+    new._backward_hooks = old._backward_hooks
+    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    own: Any = getattr(type(old), "OWN_ATTRIBUTES", ())
+    for name, value in vars(old).items():
+        if name not in own:
+            setattr(new, name, value)
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:
+        return False
+    return True

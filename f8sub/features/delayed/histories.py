@@ -23,12 +23,10 @@ from f8sub.torch_compat import (
     running_ddp,
     takes_uneven_inputs,
 )
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.findings import sent_to
-from f8sub.weights.groups import own_group
-from f8sub.weights.guests import Guest, makers
-from f8sub.weights.host_copy import HostCopy
+from f8sub.weights.conversion import Conversion, Guest, makers
+from f8sub.weights.findings import HostCopy, sent_to
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.ranks import own_group
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.weight import local_tensor
 

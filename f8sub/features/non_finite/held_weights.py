@@ -8,10 +8,8 @@ import torch
 
 from f8sub.errors import Float8NumericsError
 from f8sub.torch_compat import is_capturing
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.findings import bad_weights, sent_to
-from f8sub.weights.guests import Guest, makers
-from f8sub.weights.host_copy import HostCopy
+from f8sub.weights.conversion import Conversion, Guest, makers
+from f8sub.weights.findings import HostCopy, bad_weights, sent_to
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.record import State, WeightRecord
 from f8sub.weights.weight import local_tensor, master_of

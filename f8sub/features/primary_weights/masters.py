@@ -11,8 +11,7 @@ from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
 from f8sub.weights.record import Cell
-from f8sub.weights.swap import take_place
-from f8sub.weights.weight import like_sharded, local_tensor, master_of
+from f8sub.weights.weight import like_sharded, local_tensor, master_of, take_place
 
 
 def is_primary(parameter: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.primary_weights.dropped_shard import DroppedShard
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, LayerSource
 from f8sub.tensor.operators import describe
@@ -176,9 +177,8 @@ class PrimaryWeight(Weight):
 
     def was_gathered(self, shard: Shard) -> None:
         """A master that is to be dropped goes once its fresh codes were gathered."""
-        if self.primary.dropping:
-            shard.drop_master()
-            self.primary.drop(shard)
+        if self.primary.dropping and not isinstance(shard, DroppedShard):
+            self.primary.drop(DroppedShard.of(shard))
 
     @property
     def _traced(self) -> torch.Tensor:

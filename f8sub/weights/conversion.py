@@ -1,6 +1,5 @@
 """Conversion: the weights of one ``convert_to_float8``, for what they do together."""
 
-import functools
 import hashlib
 import warnings
 import weakref
@@ -21,16 +20,16 @@ from f8sub.version import __version__
 from f8sub.weights.agreement import all_arrive
 from f8sub.weights.exchange import Exchange, Region
 from f8sub.weights.layout import ShardLayout, sharded_dims
-from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.ranks import check_ranks
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
-from f8sub.weights.weight import master_of
+from f8sub.weights.weight import local_tensor, master_of
 
 _SEEN = "float8_seen"
 """Attribute of every module that ``convert_to_float8`` was given."""
 
 Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
+ParamDtypes = dict[tuple[torch.nn.Module, str], torch.dtype | None]
 
 
 class Guest:
@@ -97,15 +96,13 @@ class Conversion:
 
     Attributes:
         primary_weights: whether the weights become float8 once an optimizer has their masters.
-        idle_patterns: patterns of options given by patterns which decide for none of the layers, with reasons.
+        idle_patterns: patterns of options that decide for none of the layers, with reasons.
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
         steps: number of optimizer steps among them.
-        step_guards: what skips steps of these weights whose gradients are not finite; each lives with its optimizer.
-        is_sharded: whether any of the weights is, by FSDP2 or tensor parallelism.
-        told_of_reference: whether a warning said that GEMMs of these layers are slow on their GPU.
-        guests: what features do for these weights.
-        exchanges: of sharded weights, one for each process group that gathers them, set of ranks that share their
-            scales, and of those that they are on in all.
+        step_guards: what skips steps whose gradients are not finite; each lives with its optimizer.
+        is_sharded: whether FSDP2 or tensor parallelism shards any of the weights.
+        exchanges: one for each process group that gathers weights, set of ranks that share their scales, and set of
+            all ranks that hold them.
     """
 
     made: ClassVar[int] = 0
@@ -126,10 +123,9 @@ class Conversion:
         self.changes = 0
         self.steps = 0
         self.step_guards: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.told_of_reference = self.is_sharded = False
+        self.is_sharded = self._told_of_reference = False
         self.exchanges: dict[Ranks, Exchange] = {}
         self.guests: list[Guest] = [make(self) for make in makers]
-        self._asked_at: dict[Exchange, int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Conversion, (self.primary_weights, self.idle_patterns)
@@ -155,7 +151,7 @@ class Conversion:
     def add(
         self, module: torch.nn.Module, name: str, fqn: str, format: Float8Format | None, gathered: bool
     ) -> WeightRecord:
-        """Enter the parameter ``name`` of a module, which is a ``WeightOwner``; see ``WeightRecord``."""
+        """Enter the parameter ``name`` of a module, which is a ``WeightOwner``."""
         record = WeightRecord(self, module, name, fqn, format, gathered)
         self._records.setdefault(module, {})[name] = record
         self._unsharded[record] = None
@@ -167,7 +163,7 @@ class Conversion:
             self._unsharded.pop(record, None)
 
     def owns(self, module: torch.nn.Module) -> bool:
-        """Whether weights of a module are among these."""
+        """Whether weights of ``module`` are among these."""
         return module in self._records
 
     def record_of(self, module: torch.nn.Module, name: str) -> WeightRecord:
@@ -176,7 +172,7 @@ class Conversion:
 
     @property
     def records(self) -> list[WeightRecord]:
-        """Those of modules that are alive, in no order."""
+        """The weights of modules that are alive, in no order."""
         return [record for of_module in self._records.values() for record in of_module.values()]
 
     def __iter__(self) -> Iterator[WeightRecord]:
@@ -184,8 +180,8 @@ class Conversion:
 
     def warn_of_reference(self, plans: Iterable[Plan]) -> None:
         """Warn once a conversion where GEMMs on a GPU fall to the reference backend, see ``reference_warning``."""
-        if not self.told_of_reference and (message := reference_warning(plans)):
-            self.told_of_reference = True
+        if not self._told_of_reference and (message := reference_warning(plans)):
+            self._told_of_reference = True
             warnings.warn(message, Float8Warning, stacklevel=4)
 
     def refresh(self, *, asked: bool = False) -> None:
@@ -242,26 +238,7 @@ class Conversion:
     def settle(self) -> None:
         """Reduce what is due and finish what is under way, before a state dict of guests is taken or loaded."""
         for exchange in self.exchanges.values():
-            if exchange.regions_due and self._all_settle(exchange):
-                exchange.reduce(tell=False)
-            exchange.settle_regions()
-
-    def _all_settle(self, exchange: Exchange) -> bool:
-        """Whether all ranks came to ``settle`` since the last optimizer step; asked once, not for every layer."""
-        ranks = exchange.layout.ranks
-        if len(ranks) == 1 or self._asked_at.get(exchange) == self.steps:
-            return len(ranks) == 1
-        self._asked_at[exchange] = self.steps
-        if all_arrive(f"f8sub/{exchange.group_of(ranks).life}/settle/{self.steps}", len(ranks)):
-            return True
-        warnings.warn(
-            f"{exchange.shards[0].fqn}: a state dict was taken or loaded on some ranks only, after an optimizer step "
-            "and before precompute_scales(model); it lacks what the amax histories saw in that step. Call "
-            "precompute_scales(model) first, or take it on every rank",
-            Float8Warning,
-            stacklevel=2,
-        )
-        return False
+            exchange.settle_for_state_dict()
 
     @property
     def unsharded(self) -> Iterable[WeightRecord]:
@@ -273,10 +250,39 @@ class Conversion:
         layouts = {record: ShardLayout.of(weight, record.fqn) for record, weight in new}
         dtypes = param_dtypes(record.module for record, _ in new)
         for key in dict.fromkeys(map(_ranks_of, layouts.values())):
-            members = [(record, weight) for record, weight in new if _ranks_of(layouts[record]) == key]
-            layout = layouts[members[0][0]]
-            ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
+            members = [record for record, _ in new if _ranks_of(layouts[record]) == key]
+            layout = layouts[members[0]]
             exchange = self.exchanges.get(key) or Exchange(self, layout)
+            if not self._compared(members, layout, dtypes, exchange, asked):
+                continue
+            self.is_sharded = True
+            for record in members:
+                record.entered = True
+                if shard := self._shard(record, layouts[record], dtypes, exchange):
+                    self._shards[record] = record.shard = shard
+                    del self._unsharded[record]
+            if ours := [record for record, shard in self._shards.items() if shard.exchange is exchange]:
+                self.exchanges[key] = exchange
+                alive = (record for record in ours if record.module is not None)
+                exchange.set_records(sorted(alive, key=lambda record: record.fqn))
+
+    def _compared(
+        self,
+        members: list[WeightRecord],
+        layout: ShardLayout,
+        dtypes: ParamDtypes,
+        exchange: Exchange,
+        asked: bool,
+    ) -> bool:
+        """Compare weights across the ranks that hold them; False where ``asked`` and some rank did not come.
+
+        Raises:
+            Float8RankMismatchError: ranks that were converted differently.
+        """
+        ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
+        if world > 1:
+            if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
+                return False
             described = [
                 {
                     "layer": record.fqn,
@@ -284,42 +290,24 @@ class Conversion:
                     **record.module.weight_described(record.name, torch.device(layout.device)),
                     "param_dtype": str(dtypes.get((record.module, record.name))),
                 }
-                for record, _ in members
+                for record in members
             ]
-            if world > 1:
-                if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
-                    continue
-                check_ranks(described, exchange.group_of(layout.ranks).of_next_call(), layout.device)
-                if len(layout.sharers) > 1:
-                    exchange.group_of(layout.sharers)  # now, when all of them are here
-            _entered[ranks] += 1
-            self.is_sharded = True
-            for record, weight in members:
-                record.entered = True
-                gathered_by = (record.module, record.name)
-                sent = record.gathered and gathered_by in dtypes
-                priors = (guest.prior_of(record) for guest in self.guests)
-                prior = next((prior for prior in priors if prior is not None), None)
-                if sent or prior is not None:
-                    dtype = dtypes.get(gathered_by)
-                    layout = layouts[record]
-                    shard = functools.partial(Shard, dtype=dtype, exchange=exchange, prior=prior, sent=sent)
-                    self._shards[record] = record.shard = self._shard(record, weight, layout, shard, sent)
-                    del self._unsharded[record]
-            if ours := [record for record, shard in self._shards.items() if shard.exchange is exchange]:
-                self.exchanges[key] = exchange
-                alive = (record for record in ours if record.module is not None)
-                exchange.set_records(sorted(alive, key=lambda record: record.fqn))
+            check_ranks(described, exchange.group_of(layout.ranks).of_next_call(), layout.device)
+            if len(layout.sharers) > 1:
+                exchange.group_of(layout.sharers)  # now, when all of them are here
+        _entered[ranks] += 1
+        return True
 
     def _shard(
-        self,
-        record: WeightRecord,
-        weight: DTensor,
-        layout: ShardLayout,
-        make: Callable[[WeightRecord, MasterWeight, ShardLayout], Shard],
-        sent: bool,
-    ) -> Shard:
-        local, format = weight._local_tensor, record.format
+        self, record: WeightRecord, layout: ShardLayout, dtypes: ParamDtypes, exchange: Exchange
+    ) -> Shard | None:
+        """The shard of a weight that is gathered as float8 or has a prior scale; None of any other."""
+        gathered_by = record.module, record.name
+        sent = record.gathered and gathered_by in dtypes
+        prior = next((prior for guest in self.guests if (prior := guest.prior_of(record))), None)
+        if not sent and prior is None:
+            return None
+        local, format = local_tensor(record.module._parameters[record.name]), record.format
         master = master_of(local)
         if master is None or (sent and not hasattr(local, "fsdp_pre_all_gather")):
             raise Float8ConfigError(
@@ -327,18 +315,18 @@ class Conversion:
                 f"{type(local).__name__} that took the converted weight's place; assign weights before "
                 "convert_to_float8, or copy into them"
             )
-        if sent and format is not None and format.codes_per_byte > 1 and layout.dim != 0:
-            raise Float8ConfigError(
-                f"{record.fqn}: its weight is sharded by columns (Shard({layout.dim})), which FSDP2 "
-                f"puts together from one byte an element, and {format} has two in one; "
-                "shard it by rows, or convert with float8_all_gather=False"
-            )
         if sent and format is not None:
+            if format.codes_per_byte > 1 and layout.dim != 0:
+                raise Float8ConfigError(
+                    f"{record.fqn}: its weight is sharded by columns (Shard({layout.dim})), which FSDP2 "
+                    f"puts together from one byte an element, and {format} has two in one; "
+                    "shard it by rows, or convert with float8_all_gather=False"
+                )
             layout.check_lines_up(format.tile, record.fqn)
         if master.cell.record is None or master.cell.record.conversion is None:
             master.cell.record = record  # else of another module's weight that is tied to this one
         tied = next((shard for shard in self._shards.values() if shard.master.cell is master.cell), None)
-        return tied or make(record, master, layout)
+        return tied or Shard(record, master, layout, dtypes.get(gathered_by), exchange, prior, sent=sent)
 
 
 def _ranks_of(layout: ShardLayout) -> Ranks:

@@ -54,10 +54,10 @@ _RANGE_SLACK = 1.0 + 2.0**-4
 
 
 class Region(Protocol):
-    """A part of an exchange's table that belongs to a feature. Which there are is alike on every rank.
+    """A feature's part of an exchange's table; every rank has the same regions.
 
     Attributes:
-        size: number of its float32 entries.
+        size: number of float32 entries.
     """
 
     size: int
@@ -67,11 +67,7 @@ class Region(Protocol):
         """Whether it has something to reduce, as every rank knows."""
 
     def write(self, out: torch.Tensor) -> None:
-        """Write what this rank knows.
-
-        Args:
-            out: float32, (size,); of what the ranks write the maximum is taken.
-        """
+        """Write what this rank knows, float32, (size,); the maximum over the ranks is taken of it."""
 
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
         """Take the maximum; before the scales of the weights are made, which it may decide.
@@ -100,7 +96,7 @@ class Freshness(enum.Enum):
 
 
 class _Reduction(NamedTuple):
-    """An all-reduce under way, None where one rank has it all, and the regions in it."""
+    """An all-reduce under way (None on a single rank), and the regions in it."""
 
     work: dist.Work | None
     regions: list[tuple[Region, torch.Tensor]]
@@ -110,8 +106,8 @@ class Exchange:
     """See the module's docstring.
 
     Attributes:
-        layout: of one of the weights: whom it is gathered and shared with.
-        shards: of the weights, in the order of the table.
+        layout: of one of the weights: the ranks that gather and share it.
+        shards: in the order of the table.
         generation: number of reductions whose scales are in place.
         gathers: whether FSDP2 gathers any of the weights as float8; else the exchange serves guests alone.
     """
@@ -123,10 +119,11 @@ class Exchange:
         self.shards: list[Shard] = []
         self.layout = layout
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
-        self._of_guests: dict[Guest, Region] = {}
+        self._regions: dict[Guest, Region] = {}
         self._under_way: _Reduction | None = None
         self._changes_covered = -1
         self._requests = 0
+        self._asked_at = -1
         self._requested = self._captured = self._warned = False
         self._changed_alone: set[int] = set()
         self._findings: list[Findings] = []
@@ -152,27 +149,18 @@ class Exchange:
         self.gathers = any(shard.sent for shard in shards)
         self.shards = sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn))
         device = self.shards[0].layout.device
-        of_guests = {
-            guest: guest.region(records, device, self._of_guests.get(guest))
+        self._regions = {
+            guest: region
             for guest in self.conversion.guests
+            if (region := guest.region(records, device, self._regions.get(guest))) is not None
         }
-        self._of_guests = {guest: region for guest, region in of_guests.items() if region is not None}
-        self._entries = AmaxTable(self.shards, [region.size for region in self._regions], device)
+        self._entries = AmaxTable(self.shards, [region.size for region in self._regions.values()], device)
         self._changes_covered = -1
-
-    @property
-    def _world(self) -> int:
-        """How many ranks share the scales."""
-        return len(self.layout.sharers)
 
     def group_by_rule(self) -> None:
         """Enter that weights have another dtype than before."""
         self.settle()
         self._entries.group_by_rule()
-
-    @property
-    def _regions(self) -> list[Region]:
-        return list(self._of_guests.values())
 
     @property
     def state(self) -> Freshness:
@@ -189,23 +177,23 @@ class Exchange:
     @property
     def regions_due(self) -> bool:
         """Whether a guest's region is due."""
-        return any(region.due for region in self._regions)
+        return any(region.due for region in self._regions.values())
 
     def request(self) -> None:
         """Reduce now, on every rank that calls this, unless one of them does not."""
         if not self.gathers:
             self._tell(-1)
             return
-        if self.due or self._world == 1 or self._all_request():
+        self._requested = not (self.due or self._all_request())
+        if not self._requested:
             self.reduce()
-        else:
-            self._requested = True
         if self._captured:
             self.settle()  # the replay of a graph waits for no reduction that began outside of it
 
     def _all_request(self) -> bool:
         self._requests += 1
-        return all_arrive(self._place_of("request", self.generation, self._requests), self._world)
+        world = len(self.layout.sharers)
+        return world == 1 or all_arrive(self._place_of("request", self.generation, self._requests), world)
 
     def reduce_regions(self) -> None:
         """Reduce the regions that are due now, where no all-gather will ask for scales."""
@@ -227,7 +215,9 @@ class Exchange:
             self._tell(None)
         entries = self._entries
         regions = [
-            (region, out) for region, out in zip(self._regions, entries.parts, strict=True) if region.due
+            (region, out)
+            for region, out in zip(self._regions.values(), entries.parts, strict=True)
+            if region.due
         ]
         table, ranks = (entries.whole, self.layout.ranks) if regions else (entries.amax, self.layout.sharers)
         work = None
@@ -269,10 +259,29 @@ class Exchange:
         for found in findings:
             found.tell()
 
-    def settle_regions(self) -> None:
-        """``settle`` where guests have regions."""
+    def settle_for_state_dict(self) -> None:
+        """Reduce the regions that are due, if all ranks take or load a state dict now, and write what they make."""
+        if self.regions_due and self._all_settle():
+            self.reduce(tell=False)
         if self._regions:
             self.settle()
+
+    def _all_settle(self) -> bool:
+        """Whether all ranks came here since the last optimizer step; asked once, not for every layer."""
+        ranks, step = self.layout.ranks, self.conversion.steps
+        if len(ranks) == 1 or self._asked_at == step:
+            return len(ranks) == 1
+        self._asked_at = step
+        if all_arrive(f"f8sub/{self.group_of(ranks).life}/settle/{step}", len(ranks)):
+            return True
+        warnings.warn(
+            f"{self.shards[0].fqn}: a state dict was taken or loaded on some ranks only, after an optimizer step "
+            "and before precompute_scales(model); it lacks what the amax histories saw in that step. Call "
+            "precompute_scales(model) first, or take it on every rank",
+            Float8Warning,
+            stacklevel=2,
+        )
+        return False
 
     def gather_input(self, shard: Shard, source: Weight) -> tuple[torch.Tensor, str | None]:
         """One rank's bytes for the all-gather of one weight.
@@ -294,7 +303,7 @@ class Exchange:
             self.reduce()
         self.settle()
         stale = self._stale(shard)
-        if stale and self._world == 1:
+        if stale and len(self.layout.sharers) == 1:
             self.reduce()
         if not (stale and self._stale(shard)):
             return shard.cast(source, self.generation), None
@@ -307,8 +316,8 @@ class Exchange:
         if gathered.is_cuda:
             torch.cuda.current_stream(gathered.device).synchronize()
         changed = all_told(ticket, self.layout.world)
-        if changed and self.layout.world < self._world:
-            changed = all_arrive(self._place_of(shard.index, shard.gathers), self._world)
+        if changed and self.layout.world < len(self.layout.sharers):
+            changed = all_arrive(self._place_of(shard.index, shard.gathers), len(self.layout.sharers))
         if not changed:
             if shard.stale and shard.master.numel():
                 self._changed_alone.add(shard.index)
@@ -316,9 +325,6 @@ class Exchange:
         if self._stale(shard):
             self.reduce()
         self.settle()
-        self._gather_again(shard, source, gathered)
-
-    def _gather_again(self, shard: Shard, source: Weight, gathered: torch.Tensor) -> None:
         shard.wire.gather(shard.cast(source, self.generation), gathered)
 
     def _place_of(self, *what: object) -> str:
@@ -342,7 +348,7 @@ class Exchange:
         if self._requested or shard.stale or shard.shows_changes:
             return self._requested or shard.stale
         others = [other for other in self.shards if other.master.numel()]
-        return self._world > 1 and (not others or any(other.stale for other in others))
+        return len(self.layout.sharers) > 1 and (not others or any(other.stale for other in others))
 
     def _check_capture(self, shard: Shard) -> None:
         """A CUDA graph records casts alone: what ranks agree on and reduce happens between its replays.

@@ -1,5 +1,6 @@
 """torchtitan 0.3 on CPUs and gloo: as a script, its command line (``torchrun -m tests.features.torchtitan.cpu
---module ...``); for the tests, runs in forked ranks. No function of torchtitan is replaced; what it takes from its environment is set first.
+--module ...``); for the tests, runs in forked ranks. No function of torchtitan is replaced: it takes all from its
+environment, which is set first.
 
 Importing this changes what torchtitan believes the device to be: nothing imports it but ranks.
 """

@@ -1,4 +1,4 @@
-"""Delayed scaling across ranks: one all-reduce a step over all ranks that hold a layer, and the same bits everywhere."""
+"""Delayed scaling across ranks: one all-reduce a step over all ranks that hold a layer, and the same bits on each."""
 
 import copy
 import warnings

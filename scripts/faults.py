@@ -102,7 +102,6 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         [
             "tests/weights/ranks/test_wire.py::test_all_reduces_with_and_without_precompute_scales",
             "tests/weights/ranks/test_stale_scales.py::test_sharded",
-            "tests/weights/ranks/test_stale_scales.py::test_sharded_dcp_load",
             "tests/faults/ranks/test_inputs.py::test_a_moving_average_is_swapped_in_and_out_without_precompute_scales",
         ],
     ),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils import _pytree as pytree
 
 import f8sub
 from tests.data_sets import gaussian, generator, spread_columns
@@ -110,3 +111,35 @@ def precompute(model: nn.Module) -> None:
     """``precompute_scales`` of a model that may be the plain one beside a converted one."""
     if float8_layers(model):
         f8sub.precompute_scales(model)
+
+
+def train(
+    model: nn.Module,
+    rank: int = 0,
+    *,
+    steps: int = 3,
+    microbatches: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
+    """A Transformer's losses in every microbatch of a few steps, of AdamW where no optimizer is given."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    precompute(model)
+    for step in range(steps):
+        for micro in range(microbatches):
+            loss = loss_of(model, microbatches * step + micro, rank)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        precompute(model)
+    return losses
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Whether two trees of tensors and values are the same, bitwise."""
+    (leaves, tree), (others, other_tree) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
+    return tree == other_tree and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(leaves, others, strict=True)
+    )

@@ -12,6 +12,15 @@ from tests.selection import long_but
 ONE_RECIPE_A_WIRE = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 """One scale, rows and blocks from the amax table; scales that follow the row's codes; two codes a byte."""
 
+PER_LAYER = {
+    "blocks.1.[gu]*": "rowwise_with_gw_hp",
+    "blocks.1.o": "mxfp8",
+    "blocks.1.v": "nvfp4",
+    "blocks.1.down": "blockwise",
+    "blocks.0": "rowwise",
+    "*": "tensorwise",
+}
+"""Each of them in the blocks of a Transformer."""
 
 QUICK = ("tensorwise", "mxfp8", "delayed")
 """Recipes of the default suite where a test runs on each: a scale from the amax table, scales that follow the codes,

@@ -115,6 +115,21 @@ class KernelOfItsOwn(torch.optim.Optimizer):
                     memory[:] = [group["factor"] * value for value in memory]
 
 
+class BypassingDispatch(torch.optim.Optimizer):
+    """Writes where no operator of the weight's shows it, as generated code does."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                weight = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                with torch._C._DisableTorchDispatch():
+                    torch.ops.aten.mul_.Scalar(weight, 20.0)
+
+
 @torch.no_grad()
 def through_its_state_dict(model: nn.Module, folder: str) -> None:
     torch._foreach_mul_([model.state_dict()["layers.0.weight"]], 20.0)
@@ -126,6 +141,7 @@ MUTATIONS: dict[str, Mutation] = {
     "adamw-loop": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=False),
     "sgd": optimizer_step(torch.optim.SGD, lr=3e3),
     "kernel-of-its-own": optimizer_step(KernelOfItsOwn, factor=20.0),
+    "bypassing-dispatch": optimizer_step(BypassingDispatch),
     "sgd-momentum-foreach": optimizer_step(torch.optim.SGD, lr=3e3, momentum=0.9, foreach=True),
     "load_state_dict": load_state_dict,
     "set_model_state_dict": set_state_dict,
@@ -138,11 +154,53 @@ MUTATIONS: dict[str, Mutation] = {
     "init": initialized_again,
     "foreach": foreach,
 }
-on_each_mutation = pytest.mark.parametrize("mutation", MUTATIONS, ids=list(MUTATIONS))
 
 
 def inputs() -> torch.Tensor:
     return gaussian((32, COLUMNS), generator(3))
+
+
+def compiled_optimizer(model: nn.Module, folder: str) -> None:
+    """torchao's 8-bit AdamW compiles its step with Inductor."""
+    from torchao.optim import AdamW8bit
+
+    torch._inductor.config.compile_threads = 1
+    optimizer = AdamW8bit(model.parameters(), lr=3.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assign_data(model: nn.Module, folder: str) -> None:
+    model.layers[0].weight.data = new_weights(model)["layers.0.weight"]
+
+
+def assign_data_then_write_to_it(model: nn.Module, folder: str) -> None:
+    """The tensor assigned is a plain one: nothing shows that it was written to."""
+    weight = gaussian((ROWS, COLUMNS), generator(8))
+    model.layers[0].weight.data = weight
+    model(inputs())
+    weight.mul_(20.0)
+
+
+def vector_to_parameters(model: nn.Module, folder: str) -> None:
+    vector = new_weights(model)["layers.0.weight"].flatten()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def vector_to_parameters_then_write(model: nn.Module, folder: str) -> None:
+    vector = gaussian((ROWS * COLUMNS,), generator(8))
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    model(inputs())
+    vector.mul_(20.0)
+
+
+REBOUND: dict[str, Mutation] = {
+    "assigned-data": assign_data,
+    "assigned-data-then-write": assign_data_then_write_to_it,
+    "vector": vector_to_parameters,
+    "vector-then-write": vector_to_parameters_then_write,
+}
+ALL = {"dcp.load": dcp_load, "compiled": compiled_optimizer, **MUTATIONS, **REBOUND}
 
 
 def full_weight(model: nn.Module) -> torch.Tensor:
@@ -172,11 +230,11 @@ def used(recipe: str, sharded: bool) -> nn.Module:
     return model
 
 
-def after(mutate: Mutation, folder: str, recipe: str, sharded: bool, precompute: bool) -> torch.Tensor:
+def after(mutation: str, folder: str, recipe: str, sharded: bool, precompute: bool) -> torch.Tensor:
     """y after the change; asserts that it is right, and that old scales would not have been."""
     model = used(recipe, sharded)
     before = full_weight(model).clone()
-    mutate(model, folder)
+    ALL[mutation](model, folder)
     growth = full_weight(model).abs().amax() / before.abs().amax()
     assert growth > FATAL, f"this change would not show: the amax grew by {growth:.2f}"
     with warnings.catch_warnings():
@@ -190,8 +248,7 @@ def after(mutate: Mutation, folder: str, recipe: str, sharded: bool, precompute:
 
 
 def on_a_rank(rank: int, world: int, mutation: str, recipe: str, folder: str) -> list[torch.Tensor]:
-    mutate = dcp_load if mutation == "dcp.load" else MUTATIONS[mutation]
-    return [after(mutate, f"{folder}/{p}", recipe, sharded=True, precompute=p) for p in (False, True)]
+    return [after(mutation, f"{folder}/{p}", recipe, sharded=True, precompute=p) for p in (False, True)]
 
 
 def assert_alike(results: list[list[torch.Tensor]]) -> None:
@@ -200,15 +257,10 @@ def assert_alike(results: list[list[torch.Tensor]]) -> None:
             assert torch.equal(y, results[0][0])
 
 
-@on_each_mutation
+@pytest.mark.parametrize("mutation", [*MUTATIONS, "dcp.load"])
 @on_each_recipe
 def test_sharded(ranks, recipe, mutation, tmp_path):
     assert_alike(ranks(2, on_a_rank, mutation, recipe, str(tmp_path)))
-
-
-@on_each_recipe
-def test_sharded_dcp_load(ranks, recipe, tmp_path):
-    assert_alike(ranks(2, on_a_rank, "dcp.load", recipe, str(tmp_path)))
 
 
 def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder: str) -> list[torch.Tensor]:
@@ -230,10 +282,20 @@ def test_sharded_with_a_rank_that_holds_nothing(ranks, mutation, tmp_path):
     assert_alike(ranks(7, on_a_rank_of_many, mutation, "rowwise", str(tmp_path)))
 
 
-@on_each_mutation
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *REBOUND])
 @on_each_recipe
 def test_unsharded(recipe, mutation, tmp_path):
-    after(MUTATIONS[mutation], str(tmp_path), recipe, sharded=False, precompute=False)
+    after(mutation, str(tmp_path), recipe, sharded=False, precompute=False)
+
+
+def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:
+    after("compiled", folder, recipe, sharded=False, precompute=False)
+
+
+@pytest.mark.parametrize("recipe", long_but(["tensorwise"], ["tensorwise", "mxfp8"]))
+def test_a_compiled_optimizer_step(ranks, recipe, tmp_path):
+    assert_alike(ranks(2, on_a_rank, "compiled", recipe, str(tmp_path)))
+    ranks(1, compiled_unsharded, recipe, str(tmp_path))
 
 
 def loaded_on_uneven_shards(rank: int, world: int, recipe: str) -> list[torch.Tensor]:
@@ -263,44 +325,6 @@ def test_a_state_dict_loaded_into_uneven_shards(ranks, recipe, world):
         assert torch.equal(sharded, alone)
 
 
-def assign_data(model: nn.Module, folder: str) -> None:
-    model.layers[0].weight.data = new_weights(model)["layers.0.weight"]
-
-
-def assign_data_then_write_to_it(model: nn.Module, folder: str) -> None:
-    """The tensor assigned is a plain one: nothing shows that it was written to."""
-    weight = gaussian((ROWS, COLUMNS), generator(8))
-    model.layers[0].weight.data = weight
-    model(inputs())
-    weight.mul_(20.0)
-
-
-def vector_to_parameters(model: nn.Module, folder: str) -> None:
-    vector = new_weights(model)["layers.0.weight"].flatten()
-    nn.utils.vector_to_parameters(vector, model.parameters())
-
-
-def vector_to_parameters_then_write(model: nn.Module, folder: str) -> None:
-    vector = gaussian((ROWS * COLUMNS,), generator(8))
-    nn.utils.vector_to_parameters(vector, model.parameters())
-    model(inputs())
-    vector.mul_(20.0)
-
-
-REBOUND = {
-    "data": assign_data,
-    "data-then-write": assign_data_then_write_to_it,
-    "vector": vector_to_parameters,
-    "vector-then-write": vector_to_parameters_then_write,
-}
-
-
-@pytest.mark.parametrize("mutation", REBOUND, ids=list(REBOUND))
-@on_each_recipe
-def test_a_storage_that_was_replaced(recipe, mutation, tmp_path):
-    after(REBOUND[mutation], str(tmp_path), recipe, sharded=False, precompute=False)
-
-
 def converted_dtype(rank: int, world: int, recipe: str, sharded: bool) -> list[float]:
     """Another dtype, then a change through the new weight. FSDP2 itself takes one until its first forward."""
     model = (prepared if sharded else used)(recipe, sharded).to(torch.bfloat16)
@@ -325,66 +349,3 @@ def test_another_dtype_sharded(ranks, recipe):
     first, second = ranks(2, converted_dtype, recipe, True)
     assert first == second
     assert min(first) >= least_decibels(recipe)
-
-
-class Unseen(torch.optim.Optimizer):
-    """Writes where no operator of the weight's shows it, as generated code does."""
-
-    def __init__(self, parameters) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                weight = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                with torch._C._DisableTorchDispatch():
-                    torch.ops.aten.mul_.Scalar(weight, 20.0)
-
-
-unseen = optimizer_step(Unseen)
-
-
-def unseen_on_a_rank(rank: int, world: int, recipe: str, folder: str) -> list[torch.Tensor]:
-    return [after(unseen, folder, recipe, sharded=True, precompute=p) for p in (False, True)]
-
-
-@on_each_recipe
-def test_an_optimizer_step_that_bypasses_dispatch_sharded(ranks, recipe, tmp_path):
-    assert_alike(ranks(2, unseen_on_a_rank, recipe, str(tmp_path)))
-
-
-@on_each_recipe
-def test_an_optimizer_step_that_bypasses_dispatch_unsharded(recipe, tmp_path):
-    after(unseen, str(tmp_path), recipe, sharded=False, precompute=False)
-
-
-def compiled_optimizer(model: nn.Module, folder: str) -> None:
-    """torchao's 8-bit AdamW compiles its step with Inductor."""
-    from torchao.optim import AdamW8bit
-
-    torch._inductor.config.compile_threads = 1
-    optimizer = AdamW8bit(model.parameters(), lr=3.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def compiled_on_a_rank(rank: int, world: int, recipe: str, folder: str) -> list[torch.Tensor]:
-    return [after(compiled_optimizer, folder, recipe, sharded=True, precompute=p) for p in (False, True)]
-
-
-def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:
-    after(compiled_optimizer, folder, recipe, sharded=False, precompute=False)
-
-
-on_each_compiled = pytest.mark.parametrize("recipe", long_but(["tensorwise"], ["tensorwise", "mxfp8"]))
-
-
-@on_each_compiled
-def test_a_compiled_optimizer_step_sharded(ranks, recipe, tmp_path):
-    assert_alike(ranks(2, compiled_on_a_rank, recipe, str(tmp_path)))
-
-
-@on_each_compiled
-def test_a_compiled_optimizer_step_unsharded(ranks, recipe, tmp_path):
-    ranks(1, compiled_unsharded, recipe, str(tmp_path))

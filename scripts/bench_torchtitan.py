@@ -159,7 +159,7 @@ def table(arguments: argparse.Namespace, found: dict[str, dict[str, float]], whe
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
-    from tests.titan.gloo import make_assets
+    from tests.features.torchtitan.gloo import make_assets
 
     arguments = parsed()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -4,25 +4,25 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "NaN or infinity in an x": (
         "NaN in its row of y and nowhere else; named by `find_nonfinite`",
         [
-            "tests/dist/test_non_finite.py::test_a_bad_activation_does_not_flush_the_rest",
+            "tests/weights/ranks/test_non_finite.py::test_a_bad_activation_does_not_flush_the_rest",
             "tests/contract/test_linear_numerics.py::test_non_finite_elements_stay_where_they_are",
-            "tests/faults/test_find_nonfinite.py::test_the_first_layer_role_and_rank",
+            "tests/features/tools/ranks/test_find_nonfinite.py::test_the_first_layer_role_and_rank",
         ],
     ),
     "NaN or infinity in one rank's shard": (
         "NaN codes on all ranks at once, then an error that names the layer",
         [
-            "tests/dist/test_non_finite.py::test_one_rank_s_bad_element_is_everyone_s",
-            "tests/dist/test_non_finite.py::test_a_bad_element_shows_on_every_rank_without_precompute_scales_too",
+            "tests/weights/ranks/test_non_finite.py::test_one_rank_s_bad_element_is_everyone_s",
+            "tests/weights/ranks/test_non_finite.py::test_a_bad_element_shows_on_every_rank_without_precompute_scales_too",
         ],
     ),
     "NaN or infinity in a gradient": (
         "the step is none, bitwise, on all ranks; or the first layer, role and rank are named",
         [
-            "tests/dist/test_non_finite.py::test_a_bad_cotangent_shows_in_its_row_of_dx_and_spares_the_others",
-            "tests/faults/test_skip_step.py::test_a_run_with_bad_steps_is_the_run_without_them",
-            "tests/faults/test_skip_step.py::test_one_rank_s_bad_batch_skips_the_step_of_all",
-            "tests/faults/test_find_nonfinite.py::test_gradients_that_overflow_on_the_way",
+            "tests/weights/ranks/test_non_finite.py::test_a_bad_cotangent_shows_in_its_row_of_dx_and_spares_the_others",
+            "tests/features/tools/ranks/test_step_guard.py::test_a_run_with_bad_steps_is_the_run_without_them",
+            "tests/features/tools/ranks/test_step_guard.py::test_one_rank_s_bad_batch_skips_the_step_of_all",
+            "tests/features/tools/ranks/test_find_nonfinite.py::test_gradients_that_overflow_on_the_way",
         ],
     ),
     "zero tensors, rows, blocks": (
@@ -50,12 +50,12 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         "(0, N); zero gradients, bitwise what a loss of weight 0 gives",
         [
             "tests/test_linear.py::test_a_batch_of_no_rows",
-            "tests/faults/test_inputs.py::test_a_batch_of_no_rows_on_one_rank_alone",
+            "tests/faults/ranks/test_inputs.py::test_a_batch_of_no_rows_on_one_rank_alone",
         ],
     ),
     "rows that the ranks do not divide, fewer rows than ranks": (
         "gathered bitwise as the whole weight is quantized",
-        ["tests/dist/test_gathered_weight.py::test_some_ranks_short_and_some_empty"],
+        ["tests/weights/ranks/test_gathered_weight.py::test_some_ranks_short_and_some_empty"],
     ),
     "dims that are no multiple of 16": (
         "the layer is skipped, with the reason",
@@ -81,29 +81,28 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "a rank with another recipe, format, option, dtype or f8sub": (
         "`Float8RankMismatchError` on all ranks within 5 s, with ranks and fields",
         [
-            "tests/dist/test_rank_mismatch.py::test_a_rank_converted_differently",
-            "tests/dist/test_rank_mismatch.py::test_a_rank_with_another_version",
-            "tests/dist/test_rank_mismatch.py::test_a_replica_that_differs_is_not_averaged_with_the_others",
-            "tests/dist/test_rank_mismatch.py::test_a_rank_with_another_dtype",
-            "tests/dist/test_rank_mismatch.py::test_ranks_that_shard_with_another_policy",
+            "tests/weights/ranks/test_rank_mismatch.py::test_a_rank_converted_differently",
+            "tests/weights/ranks/test_rank_mismatch.py::test_a_rank_with_another_version",
+            "tests/weights/ranks/test_rank_mismatch.py::test_a_replica_that_differs_is_not_averaged_with_the_others",
+            "tests/weights/ranks/test_rank_mismatch.py::test_a_rank_with_another_dtype",
+            "tests/weights/ranks/test_rank_mismatch.py::test_ranks_that_shard_with_another_policy",
         ],
     ),
     "one rank alone calls or forgets `precompute_scales`, or writes to its shard": (
         "no rank waits; right numbers, or NaN and a warning on all",
         [
-            "tests/dist/test_wire.py::test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting",
-            "tests/dist/test_wire.py::test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting",
-            "tests/dist/test_wire.py::test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting",
-            "tests/faults/test_alone.py::test_in_the_middle_of_a_run",
+            "tests/weights/ranks/test_wire.py::test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting",
+            "tests/weights/ranks/test_wire.py::test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting",
+            "tests/weights/ranks/test_wire.py::test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting",
+            "tests/faults/ranks/test_alone.py::test_in_the_middle_of_a_run",
         ],
     ),
     "all ranks forget it; weights loaded, swapped, written to": (
         "the next forward uses what the weights are, on all ranks alike",
         [
-            "tests/dist/test_wire.py::test_all_reduces_with_and_without_precompute_scales",
-            "tests/dist/test_stale_scales.py::test_sharded",
-            "tests/dist/test_stale_scales.py::test_sharded_dcp_load",
-            "tests/faults/test_inputs.py::test_a_moving_average_is_swapped_in_and_out_without_precompute_scales",
+            "tests/weights/ranks/test_wire.py::test_all_reduces_with_and_without_precompute_scales",
+            "tests/weights/ranks/test_stale_scales.py::test_sharded",
+            "tests/faults/ranks/test_inputs.py::test_a_moving_average_is_swapped_in_and_out_without_precompute_scales",
         ],
     ),
     "deepcopy, pickle, flatten": (
@@ -119,27 +118,27 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         [
             "tests/test_linear.py::test_no_grad_and_inference_mode_give_the_same_y",
             "tests/test_linear.py::test_training_after_inference_mode",
-            "tests/faults/test_inputs.py::test_inference_mode_between_and_after_training_steps",
+            "tests/faults/ranks/test_inputs.py::test_inference_mode_between_and_after_training_steps",
         ],
     ),
     "a checkpoint read where f8sub is not, or into a bf16 model": (
         "plain tensors, bitwise",
         [
-            "tests/dist/test_checkpoint.py::test_a_process_without_f8sub_reads_a_sharded_model",
-            "tests/dist/test_checkpoint.py::test_a_bf16_checkpoint_into_a_float8_model_and_back",
+            "tests/weights/ranks/test_checkpoint.py::test_a_process_without_f8sub_reads_a_sharded_model",
+            "tests/weights/ranks/test_checkpoint.py::test_a_bf16_checkpoint_into_a_float8_model_and_back",
         ],
     ),
     "saved by 4 ranks, resumed by 2, 3 and HSDP (2, 2)": (
         "codes and histories bitwise equal",
-        ["tests/faults/test_elastic.py::test_codes_and_histories_are_those_that_were_saved"],
+        ["tests/faults/ranks/test_elastic.py::test_codes_and_histories_are_those_that_were_saved"],
     ),
     "kill -9 in the amax all-reduce, in a save in the background": (
         "torchrun restarts; losses and checkpoint bitwise the uninterrupted run's",
-        ["tests/faults/test_kill.py::test_the_run_goes_on_from_the_last_whole_checkpoint"],
+        ["tests/faults/ranks/test_kill.py::test_the_run_goes_on_from_the_last_whole_checkpoint"],
     ),
     "ranks that were restarted beside the dead ones' store": (
         "they agree among themselves",
-        ["tests/faults/test_restarted.py::test_each_life_agrees_for_itself"],
+        ["tests/faults/ranks/test_restarted.py::test_each_life_agrees_for_itself"],
     ),
     "a pickle that runs code, in place of a file or signed": (
         "refused; no code runs",
@@ -154,7 +153,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         [
             "tests/recipes/test_pretrain_checkpoint.py::test_a_broken_checkpoint_is_refused_on_all_ranks",
             "tests/recipes/test_pretrain_checkpoint.py::test_a_save_cut_short_leaves_nothing_that_looks_whole",
-            "tests/faults/test_corruption.py::test_each_of_600_damages_is_refused_clearly_or_loads_right",
+            "tests/faults/ranks/test_corruption.py::test_each_of_600_damages_is_refused_clearly_or_loads_right",
         ],
     ),
     "a disk that is full on one rank": (
@@ -165,7 +164,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     ),
     "gradient accumulation, resharding, prefetch, offload, activation checkpointing": (
         "losses bitwise those without the float8 all-gather",
-        ["tests/dist/test_fsdp_modes.py::test_on_is_off"],
+        ["tests/weights/ranks/test_fsdp_modes.py::test_on_is_off"],
     ),
     "tied, shared and frozen weights": (
         "cast and gathered once, or skipped with the reason",
@@ -190,8 +189,8 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "any shape, dtype, recipe and number of ranks (hypothesis)": (
         "sharded is unsharded, bitwise; nothing is not finite",
         [
-            "tests/faults/test_properties.py::test_sharded_is_unsharded",
-            "tests/faults/test_properties.py::test_sharded_is_unsharded_of_more",
+            "tests/faults/ranks/test_properties.py::test_sharded_is_unsharded",
+            "tests/faults/ranks/test_properties.py::test_sharded_is_unsharded_of_more",
         ],
     ),
 }

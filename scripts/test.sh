@@ -4,10 +4,10 @@
 #   ./scripts/test.sh                  # everything but the long tests
 #   ./scripts/test.sh --all            # everything
 #   ./scripts/test.sh --quick          # does f8sub work on this machine? 1 minute
-#   ./scripts/test.sh tests/dist -k x  # one pytest process with these arguments
+#   ./scripts/test.sh tests/weights -k x  # one pytest process with these arguments
 #
 # Without arguments for pytest, two pytest processes run side by side: "ranks" runs the tests that fork ranks or start
-# training jobs, "one" all others.
+# training jobs, "one" all others. The first stand in folders named ranks, in tests/recipes and in torchtitan's folder.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,7 +41,8 @@ run_lane() {  # name, arguments of pytest
     F8SUB_TEST_LANE=$name $python -m pytest -q "${selection[@]}" "$@" 2>&1 | tee "$logs/$name" |
         while IFS= read -r line; do printf '%s\n' "$line"; done
 }
-with_ranks=(tests/dist tests/recipes tests/titan)
+mapfile -t with_ranks < <(find tests -type d -name ranks | sort)
+with_ranks+=(tests/recipes tests/features/torchtitan)
 run_lane ranks "${with_ranks[@]}" &
 ranks=$!
 status=0

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.dist.models import precompute, seed_weights
+from tests.models import precompute, seed_weights
 
 WIDTH, HIDDEN = 32, 48
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.ranks import Nursery
+from tests.ranks import Nursery
 from tests.reporting import GPU_TESTS, Reporting, gpu_tests_left_out
 
 torch.set_num_threads(1)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.dist.models import seed_weights
 from tests.layers import K, M, N, dy_of, x_of
+from tests.models import seed_weights
 
 RECIPES = f8sub.recipe_names()
 OWN, OTHER = "tensorwise", "rowwise"

@@ -5,7 +5,7 @@ from torch import nn
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
+from tests.models import seed_weights
 
 K, N = 32, 48
 

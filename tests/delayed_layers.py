@@ -7,7 +7,7 @@ from torch import nn
 import f8sub
 from f8sub.features.delayed.state import ScalingState
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
+from tests.models import seed_weights
 
 K, N, M = 32, 48, 16
 FORMAT = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}

@@ -12,7 +12,7 @@ from torch import nn
 import f8sub
 from f8sub.formats import why_not_derivable
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
+from tests.models import seed_weights
 
 RECIPES = f8sub.recipe_names()
 WAYS = ("float8", "high_precision", "recompute")

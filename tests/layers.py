@@ -6,7 +6,7 @@ from torch import nn
 import f8sub
 from tests import oracle
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
+from tests.models import seed_weights
 
 K, N, M = 32, 48, 24
 

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from f8sub.features.autocast import plan_in_use
 from tests.context_blocks import OTHER, OWN, Block, block, on_each_recipe, results, same, under
-from tests.dist.models import seed_weights
 from tests.layers import K, M, N, dy_of, x_of
+from tests.models import seed_weights
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from tests.compiling import compile_blocks
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
+from tests.models import seed_weights
 
 WIDTH = 32
 OWN, OTHER = "tensorwise", "rowwise"

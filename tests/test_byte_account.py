@@ -14,8 +14,8 @@ from f8sub.features.tools.byte_account import Bytes
 from f8sub.linear import float8_linear
 from tests.conversions import mlp
 from tests.data_sets import gaussian, generator
-from tests.dist.models import Stack, float8_layers, seed_weights
 from tests.kept_x import WIDTH, Blocks, is_derivable, model_of, nodes_of
+from tests.models import Stack, float8_layers, seed_weights
 
 RECIPES = f8sub.recipe_names()
 WAYS = ("auto", "float8", "high_precision", "recompute")

@@ -12,8 +12,8 @@ from tests import oracle
 from tests.compiling import HIDDEN, WIDTH, SavedShapes, compile_blocks, decibels, differences, mlps, train
 from tests.counting import FLOAT8
 from tests.data_sets import gaussian, generator
-from tests.dist.models import Transformer, seed_weights
 from tests.layers import in_float8
+from tests.models import Transformer, seed_weights
 from tests.selection import long_but
 
 RECIPES = f8sub.recipe_names()

@@ -11,7 +11,7 @@ import f8sub
 from f8sub.kernels.gemm import scaled_mm
 from tests.compiling import SHAPES, WIDTH, Compiler, compile_blocks, decibels, differences, gained, train
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
+from tests.models import seed_weights
 from tests.selection import long_but
 
 SHORT = [("True", "tensorwise"), ("None", "mxfp8"), ("marked", "blockwise")]

@@ -13,7 +13,7 @@ import f8sub
 from f8sub.weights.master_weight import MasterWeight
 from tests.conversions import K, Mlp, N, converted, mlp, reasons, x_of
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
+from tests.models import seed_weights
 
 RECIPES = f8sub.recipe_names()
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)

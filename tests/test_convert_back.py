@@ -12,7 +12,7 @@ from torch import nn
 import f8sub
 from tests.conversions import K, Mlp, converted, mlp, x_of
 from tests.data_sets import gaussian, generator
-from tests.dist.models import Transformer
+from tests.models import Transformer
 
 RECIPES = f8sub.recipe_names()
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)

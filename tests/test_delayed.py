@@ -37,7 +37,7 @@ from tests.delayed_layers import (
     step,
 )
 from tests.delayed_simulation import FP8_MAX, Simulation
-from tests.dist.models import Stack, seed_weights
+from tests.models import Stack, seed_weights
 
 ALGORITHMS = {
     "max": ("max", "max"),

@@ -22,7 +22,7 @@ from tests.delayed_layers import (
     state_of,
     step,
 )
-from tests.dist.models import seed_weights
+from tests.models import seed_weights
 from tests.selection import long_but
 
 

@@ -11,7 +11,7 @@ import f8sub
 from f8sub.features.delayed import histories
 from f8sub.weights import master_weight
 from tests.data_sets import gaussian, generator
-from tests.dist.models import Transformer, transformer
+from tests.models import Transformer, transformer
 from tests.op_recorder import OpRecorder
 
 RECIPES = ("rowwise", "blockwise", "gridquant", "mxfp8", "nvfp4")

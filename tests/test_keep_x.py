@@ -15,7 +15,6 @@ from f8sub.features.delayed.layers import states_of
 from tests.compiling import compile_blocks
 from tests.conversions import mlp, x_of
 from tests.data_sets import gaussian, generator
-from tests.dist.models import float8_layers, seed_weights
 from tests.kept_x import (
     RE_ENCODED,
     RECIPES,
@@ -32,6 +31,7 @@ from tests.kept_x import (
     tokens,
     trained,
 )
+from tests.models import float8_layers, seed_weights
 from tests.selection import long_but
 from tests.test_saved_bytes import leaf
 

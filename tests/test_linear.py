@@ -8,8 +8,8 @@ from torch import nn
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
 from tests.layers import K, M, N, assert_close, dy_of, gradients, in_float8, made, x_of
+from tests.models import seed_weights
 
 RECIPES = f8sub.recipe_names()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
-from tests.dist.models import Block, seed_weights
 from tests.layers import K, M, N, dy_of, gradients, in_float8, made, x_of
+from tests.models import Block, seed_weights
 
 RECIPES = f8sub.recipe_names()
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)

@@ -13,7 +13,7 @@ from tests import oracle
 from tests.budgets import excess, gamma
 from tests.compiling import Mlps, compile_blocks, differences, train
 from tests.data_sets import gaussian, generator, make
-from tests.dist.models import seed_weights
+from tests.models import seed_weights
 
 OPTIONS = {
     "stochastic": {"stochastic_rounding": True},

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim.lr_scheduler import LambdaLR
 
 import f8sub
-from tests.dist.models import seed_weights
 from tests.layers import K, N, dy_of, x_of
+from tests.models import seed_weights
 
 OPTIMIZERS = {
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),

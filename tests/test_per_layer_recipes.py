@@ -10,7 +10,7 @@ from torch import nn
 import f8sub
 from tests.conversions import converted, mlp, reasons, x_of
 from tests.data_sets import gaussian, generator
-from tests.dist.models import Transformer, seed_weights
+from tests.models import Transformer, seed_weights
 
 RECIPES = f8sub.recipe_names()
 

@@ -5,8 +5,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
-from tests.dist.models import float8_layers
 from tests.layers import K, x_of
+from tests.models import float8_layers
 from tests.selection import long_but
 from tests.test_primary_weights import RECIPES, made, on_each_recipe, step, wrapped
 

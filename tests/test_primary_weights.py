@@ -14,8 +14,8 @@ import f8sub
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
-from tests.dist.models import float8_layers, seed_weights
 from tests.layers import K, N, dy_of, x_of
+from tests.models import float8_layers, seed_weights
 
 RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
 DTYPES = [torch.float32, torch.bfloat16]

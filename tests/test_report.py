@@ -6,7 +6,7 @@ from torch import nn
 
 import f8sub
 from tests.conversions import K, N, mlp
-from tests.dist.models import Transformer
+from tests.models import Transformer
 
 
 def report_of(model: nn.Module, **options) -> f8sub.ConversionReport:

@@ -9,7 +9,7 @@ from torch import nn
 import f8sub
 from tests import oracle
 from tests.data_sets import gaussian, generator
-from tests.dist.models import Stack, seed_weights, shard
+from tests.models import Stack, seed_weights, shard
 
 RECIPES = f8sub.recipe_names()
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)

@@ -14,8 +14,8 @@ from f8sub.linear import shared_input
 from tests import oracle
 from tests.counting import FLOAT8, Float8Work
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
 from tests.layers import in_float8
+from tests.models import seed_weights
 
 RECIPES = f8sub.recipe_names()
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)

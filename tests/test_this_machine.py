@@ -11,7 +11,7 @@ from tests import oracle
 from tests.budgets import excess
 from tests.compiling import compile_blocks, mlps, train
 from tests.data_sets import gaussian, generator
-from tests.dist.models import BF16, loss_of, shard, take_step, transformer
+from tests.models import BF16, loss_of, shard, take_step, transformer
 
 DEVICE = "cuda" if torch.cuda.device_count() else "cpu"
 ORACLE_RECIPES = [name for name in f8sub.recipe_names() if name in oracle.RECIPES]

@@ -10,7 +10,7 @@ import f8sub
 from tests import oracle
 from tests.budgets import excess
 from tests.data_sets import make
-from tests.dist.models import BF16, Transformer, float8_layers, loss_of, seed_weights, shard, take_step
+from tests.models import BF16, Transformer, float8_layers, loss_of, seed_weights, shard, take_step
 
 RECIPES = list(oracle.RECIPES)
 COMBINATIONS = [

@@ -15,7 +15,7 @@ from f8sub.formats import E2M1
 from tests import oracle
 from tests.budgets import excess
 from tests.data_sets import DATA_SETS, gaussian, generator, lognormal, make, spread_columns
-from tests.dist.models import BF16, Stack
+from tests.models import BF16, Stack
 from tests.selection import long_but
 from tests.specs import spec_of
 

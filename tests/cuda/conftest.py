@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.ranks import Nursery
-from tests.titan import runs
+from tests.features.torchtitan import runs
+from tests.ranks import Nursery
 
 HERE = Path(__file__).parent
 OLDEST = (8, 9)

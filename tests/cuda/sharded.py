@@ -8,9 +8,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import f8sub
 from tests.cuda.products import bits
 from tests.data_sets import gaussian, generator
-from tests.dist.models import BF16, float8_layers, precompute, shard, transformer
-from tests.dist.test_losses import SPREAD, optimizer_of
-from tests.dist.wire import Wire
+from tests.models import BF16, float8_layers, precompute, shard, transformer
+from tests.weights.ranks.test_losses import SPREAD, optimizer_of
+from tests.wire import Wire
 
 STEPS, BATCH, WIDTH, CLASSES = 6, 8, 32, 11
 

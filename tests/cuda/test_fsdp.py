@@ -16,7 +16,7 @@ from tests.cuda.sharded import (
     train,
 )
 from tests.cuda.test_linear import NoSync
-from tests.dist.models import BF16, shard
+from tests.models import BF16, shard
 
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 

@@ -9,7 +9,7 @@ import f8sub
 from tests.cuda.products import RECIPES
 from tests.cuda.sharded import BATCH, CLASSES, WIDTH
 from tests.data_sets import gaussian, generator
-from tests.dist.models import BF16, shard, transformer
+from tests.models import BF16, shard, transformer
 
 CURRENT = [recipe for recipe in RECIPES if f8sub.get_recipe(recipe).delayed is None]
 STEPS = 5

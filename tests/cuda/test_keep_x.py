@@ -8,8 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.dist.models import seed_weights
 from tests.kept_x import EXACT, model_of
+from tests.models import seed_weights
 
 WIDTH, HEADS, TOKENS = 256, 4, 128
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)

@@ -6,7 +6,7 @@ import torch
 import f8sub
 from tests.cuda.sharded import model_on_gpu, train
 from tests.cuda.test_linear import NoSync
-from tests.dist.models import BF16, shard
+from tests.models import BF16, shard
 
 
 def guarded_steps(rank: int, world: int) -> tuple[int, bool]:

@@ -1,6 +1,6 @@
 """torchtitan 0.2's trainer with f8sub on GPUs and NCCL: debug Llama, real text, a tokenizer trained on the spot.
 
-torchtitan 0.3 does not import on torch 2.11. What a run is told to do is in ``tests/titan/jobs_0_2.py``.
+torchtitan 0.3 does not import on torch 2.11. What a run is told to do is in ``tests/features/torchtitan/jobs_0_2.py``.
 """
 
 import shutil
@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.cuda import titan
-from tests.titan import runs
-from tests.titan.jobs_0_2 import job_file
-from tests.titan.test_0_2 import LINEAR_ELEMENTS, gathered, last
+from tests.features.torchtitan import runs
+from tests.features.torchtitan.jobs_0_2 import job_file
+from tests.features.torchtitan.test_0_2 import LINEAR_ELEMENTS, gathered, last
 
 RECIPES = (
     "tensorwise",

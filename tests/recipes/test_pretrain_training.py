@@ -14,9 +14,9 @@ from traffic import count_traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
-from tests.dist.wires import gathered_bytes
 from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
 from tests.selection import long_but
+from tests.wires import gathered_bytes
 
 RECIPES = ("", "tensorwise", "nvfp4", "delayed")
 QUICK = ("delayed",)

@@ -11,7 +11,7 @@ import bench_torchtitan
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.titan import runs
+from tests.features.torchtitan import runs
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -66,7 +66,7 @@ def test_arms_differ_in_what_they_are_about():
 )
 def test_it_trains_on_cpus(tmp_path):
     figures = tmp_path / "figures.json"
-    on_cpus = ("--gpus", "2", "--program", "tests.titan.cpu_0_2", "--f8sub.emulate")
+    on_cpus = ("--gpus", "2", "--program", "tests.features.torchtitan.cpu_0_2", "--f8sub.emulate")
     arms = ("--arms", "f8sub tensorwise eager", "bf16 eager")  # the latter has no such option
     done = subprocess.run(
         [sys.executable, "scripts/bench_torchtitan.py", *on_cpus, *SMALL, "--json", str(figures), *arms],

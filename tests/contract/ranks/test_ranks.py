@@ -1,0 +1,150 @@
+"""The harness itself: it must report, never hang."""
+
+import faulthandler
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks as harness
+from tests.ranks import RankFailure
+
+
+def _sum_of_ranks(rank: int, world: int) -> tuple[int, float, int]:
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total)
+    weight = torch.ones(4, requires_grad=True)
+    (weight * 2).sum().backward()
+    return os.getpid(), total.item(), torch.get_num_threads()
+
+
+@pytest.mark.parametrize("world", [1, 2, 7], ids="world{}".format)
+def test_results_come_back_in_the_order_of_the_ranks(ranks, world):
+    pids, totals, threads = zip(*ranks(world, _sum_of_ranks), strict=True)
+    assert len(set(pids)) == world
+    assert totals == (world * (world - 1) / 2,) * world
+    assert threads == (1,) * world
+
+
+def _rank_one_fails(rank: int, world: int) -> None:
+    if rank == 1:
+        raise ValueError("rank one has a reason")
+
+
+def test_a_failure_names_the_rank_and_its_reason(ranks):
+    with pytest.raises(RankFailure, match=r"(?s)1 of 3 ranks failed.*rank 1: .*rank one has a reason"):
+        ranks(3, _rank_one_fails)
+
+
+def _process(rank: int, world: int) -> int:
+    return os.getpid()
+
+
+def test_a_file_has_the_same_ranks_until_one_of_them_fails(ranks):
+    first = ranks(2, _process)
+    alone = ranks(1, _process)
+    assert ranks(2, _process) == first
+    with pytest.raises(
+        RankFailure, match=r"These ranks had run \d+ tests of tests/contract/ranks/test_ranks\.py before"
+    ):
+        ranks(2, _rank_one_dies)
+    assert not set(ranks(2, _process)) & {*first, *alone}
+    assert ranks(1, _process) == alone
+
+
+_alarms: list[int] = []
+
+
+def _records_alarms(rank: int, world: int) -> None:
+    alarm = signal.alarm
+
+    def recorded(seconds: int) -> int:
+        _alarms.append(seconds)
+        return alarm(seconds)
+
+    signal.alarm = recorded
+
+
+def _recorded_alarms(rank: int, world: int) -> list[int]:
+    return _alarms
+
+
+def test_ranks_have_no_alarm_while_they_wait_for_the_next_test(ranks):
+    ranks(4, _records_alarms)
+    assert ranks(4, _recorded_alarms) == [[0, int(harness.DEADLINE) + 5]] * 4
+
+
+@pytest.mark.own_ranks
+def test_ranks_of_their_own_are_new_ones(ranks):
+    assert not set(ranks(2, _process)) & set(ranks(2, _process))
+
+
+def test_ranks_do_not_live_for_ever(ranks):
+    assert len({ranks(1, _process)[0] for _ in range(harness.SHARED_BY + 1)}) == 2
+
+
+def _rank_one_dies(rank: int, world: int) -> None:
+    if rank == 1:
+        os._exit(3)
+
+
+def test_a_rank_that_dies_is_reported(ranks):
+    with pytest.raises(RankFailure, match="rank 1: died without an answer"):
+        ranks(2, _rank_one_dies)
+
+
+def _sleeps(rank: int, world: int) -> None:
+    time.sleep(600 * rank)
+
+
+def test_a_rank_that_hangs_is_killed_and_shows_where_it_stood(ranks):
+    with pytest.raises(RankFailure, match=r"(?s)rank 1: no answer within 4 s; killed.*in _sleeps"):
+        ranks(2, _sleeps, timeout=4.0)
+
+
+def _says_something_later(rank: int, world: int) -> None:
+    faulthandler.dump_traceback(file=2)
+    print("after the first", flush=True)
+    time.sleep(600)
+
+
+def test_what_a_rank_says_after_it_showed_where_it_stood_is_told_too(ranks):
+    with pytest.raises(RankFailure, match=r"(?s)in _says_something_later.*after the first") as raised:
+        ranks(1, _says_something_later, timeout=4.0)
+    assert "in _run_rank" not in str(raised.value)
+
+
+def test_a_child_that_does_not_end_is_left_behind():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    assert not harness._is_reaped(pid, 0.1)
+    os.kill(pid, signal.SIGKILL)
+    assert harness._is_reaped(pid, 10)
+
+
+def test_a_nursery_that_does_not_answer_is_a_failure(monkeypatch):
+    monkeypatch.setattr(harness, "ANSWERED_WITHIN", 0.5)
+    nursery = harness.Nursery.start()
+    os.kill(nursery.pid, signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(RankFailure, match="_sum_of_ranks: the process that forks ranks does not answer"):
+            nursery.run(1, _sum_of_ranks, timeout=0.5)
+    nursery.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(nursery.pid, 0)
+
+
+def _big(rank: int, world: int, data: torch.Tensor) -> torch.Tensor:
+    return data + rank
+
+
+def test_large_arguments_and_results_pass(ranks):
+    data = torch.arange(1 << 20, dtype=torch.float32)
+    first, second = ranks(2, _big, data)
+    assert torch.equal(first, data)
+    assert torch.equal(second, data + 1)

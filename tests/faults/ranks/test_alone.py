@@ -1,0 +1,61 @@
+"""One rank does something alone in the middle of a run: nobody waits, and the losses stay right."""
+
+import datetime
+import warnings
+
+import pytest
+import torch
+
+import f8sub
+from f8sub.weights import agreement
+from tests.data_sets import gaussian, generator
+from tests.models import Stack, seed_weights, shard
+
+STEPS, STEP = 14, 10
+
+
+def act(kind: str, model: torch.nn.Module) -> None:
+    if kind == "calls":
+        f8sub.precompute_scales(model)
+    elif kind == "writes":
+        with torch.no_grad():
+            model.layers[0].weight.to_local().mul_(1.001)
+
+
+def run(rank: int, world: int, recipe: str, kind: str, odd: int) -> list[float]:
+    """Every loss; rank ``odd`` alone does what ``kind`` says at step ``STEP``."""
+    agreement.PATIENCE = datetime.timedelta(milliseconds=300)  # however long ranks wait, the losses are right
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe=recipe))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    f8sub.precompute_scales(model)
+    losses: list[float] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        for step in range(STEPS):
+            alone = step == STEP and rank == odd
+            if alone:
+                act(kind, model)
+            loss = (model(gaussian((16, 32), generator(step))) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not (alone and kind == "forgets"):
+                f8sub.precompute_scales(model)
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["calls", "forgets", "writes"])
+@pytest.mark.parametrize(("recipe", "odd"), [("tensorwise", 2), ("delayed", 0)])
+def test_in_the_middle_of_a_run(ranks, recipe, kind, odd):
+    found = ranks(3, run, recipe, kind, odd)
+    usual = ranks(3, run, recipe, "nothing", odd)[0]
+    for losses in found:
+        assert losses == found[0]
+        if (
+            kind == "writes"
+        ):  # a thousandth, once: other weights from there on, and nothing that is not finite
+            assert losses[:STEP] == usual[:STEP]
+            assert losses == pytest.approx(usual, rel=0.05)
+        else:
+            assert losses == usual

@@ -1,0 +1,121 @@
+"""Saved by four ranks, resumed by another number of them: the same codes and histories, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint import Checkpoints
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.models import float8_layers, transformer
+from tests.selection import long_but
+from tests.wires import ONE_RECIPE_A_WIRE
+
+DEFAULT = ("tensorwise", "mxfp8", "delayed")
+CASES = [(recipe, *world) for recipe in DEFAULT for world in ((2, 1), (3, 1), (4, 2))]
+CASES += [(recipe, 3, 1) for recipe in ONE_RECIPE_A_WIRE if recipe not in DEFAULT]
+"""Recipe, ranks and replicas."""
+STEPS = 2
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def sharded(
+    world: int, recipe: str, replicas: int = 1, spread: float = 0.0
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=names)
+    mesh = mesh if replicas > 1 else mesh["shard"]
+    model = transformer(recipe, spread=spread)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int) -> None:
+    for step in range(steps):
+        model(gaussian((2, 4, 32), generator(10 * step + rank))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    states = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    return found | {f"optimizer.{name}": v for name, v in states.items() if isinstance(v, torch.Tensor)}
+
+
+def what_is_gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Codes and scales of every gathered weight, and every history."""
+    found = {name: value.clone() for name, value in model.named_buffers() if "scaling_states" in name}
+    for block in model.blocks:
+        block.unshard()
+    for layer in float8_layers(model):
+        rowwise = layer.weight.rowwise
+        for index, tensor in enumerate(rowwise.tensors):
+            found[f"{layer.fqn}.{index}"] = tensor.contiguous().view(torch.uint8).clone()
+    for block in model.blocks:
+        block.reshard()
+    return found
+
+
+def save(rank: int, world: int, folder: str, recipe: str) -> dict[str, torch.Tensor]:
+    model, optimizer = sharded(world, recipe)
+    f8sub.precompute_scales(model)
+    train(model, optimizer, rank, STEPS)
+    Checkpoints(Path(folder)).save(STEPS, tensors(model, optimizer), {"step": STEPS})
+    return what_is_gathered(model)
+
+
+def resume(
+    rank: int, world: int, folder: str, recipe: str, replicas: int
+) -> tuple[dict[str, torch.Tensor], float]:
+    """What is gathered after loading over other weights whose scales were in use, and a loss that goes on from it."""
+    model, optimizer = sharded(world, recipe, replicas, spread=2.0)
+    f8sub.precompute_scales(model)
+    train(model, optimizer, rank, 1)
+    filled = tensors(model, optimizer)
+    state = Checkpoints(Path(folder)).load(f"step-{STEPS:08d}", filled)
+    set_model_state_dict(
+        model, {n.removeprefix("model."): v for n, v in filled.items() if n.startswith("model.")}
+    )
+    states = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    states |= {n.removeprefix("optimizer."): v for n, v in filled.items() if n.startswith("optimizer.")}
+    set_optimizer_state_dict(model, optimizer, states, options=FLAT)
+    f8sub.precompute_scales(model)
+    assert state == {"step": STEPS}
+    gathered = what_is_gathered(model)
+    train(model, optimizer, rank, 1)
+    return gathered, model(gaussian((2, 4, 32), generator(1))).sum().isfinite().item()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return {}
+
+
+@pytest.mark.parametrize(("recipe", "world", "replicas"), long_but([(r, 3, 1) for r in DEFAULT], CASES))
+def test_codes_and_histories_are_those_that_were_saved(
+    ranks, saved, tmp_path_factory, recipe, world, replicas
+):
+    if recipe not in saved:
+        folder = tmp_path_factory.mktemp(recipe)
+        saved[recipe] = folder, ranks(4, save, str(folder), recipe)[0]
+    folder, expected = saved[recipe]
+    assert any("scaling_states" in name for name in expected) == (recipe == "delayed")
+    for found, goes_on in ranks(world, resume, str(folder), recipe, replicas):
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        assert goes_on

@@ -1,0 +1,183 @@
+"""Recipe contexts under FSDP2: what the gathered weight allows, and bitwise what a model of that recipe computes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import f8sub
+from tests.counting import Float8Work
+from tests.data_sets import gaussian, generator
+from tests.models import (
+    BF16,
+    Stack,
+    Transformer,
+    float8_layers,
+    loss_of,
+    seed_weights,
+    shard,
+    take_step,
+    transformer,
+)
+
+Losses = list[float]
+STEPS = 3
+NO_GEMM = f8sub.get_recipe("rowwise").with_high_precision(fprop=True, dgrad=True, wgrad=True)
+ANY = {"rowwise": "rowwise", "tensorwise": "tensorwise", "disabled": NO_GEMM}
+
+
+def model_of(
+    recipe: str | f8sub.Recipe | None, *, all_gather: bool = True, checkpointed: bool = False
+) -> nn.Module:
+    model = transformer(recipe, spread=2.0, all_gather=all_gather)
+    if checkpointed:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block)
+    return shard(model, BF16)
+
+
+def train(model: nn.Module, rank: int, entered: Callable[[], f8sub.autocast] | None = None) -> Losses:
+    """A few steps, each forward inside a context, each backward outside of it; the evaluation too."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    entered, losses = entered or f8sub.autocast, []
+    for step in range(STEPS):
+        f8sub.precompute_scales(model)
+        with entered():
+            loss = loss_of(model, step, rank)
+        losses.append(take_step(optimizer, loss))
+    return losses
+
+
+def of_name(name: str) -> Callable[[], f8sub.autocast]:
+    return lambda: f8sub.autocast(enabled=False) if ANY[name] is NO_GEMM else f8sub.autocast(ANY[name])
+
+
+def gathered_in_high_precision(rank: int, world: int, name: str, checkpointed: bool) -> tuple[Losses, Losses]:
+    model = model_of("tensorwise", all_gather=False, checkpointed=checkpointed)
+    return train(model, rank, of_name(name)), train(model_of(ANY[name], all_gather=False), rank)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("name", ANY, ids=list(ANY))
+def test_any_recipe_where_the_weight_is_gathered_in_high_precision(ranks, name, checkpointed):
+    """The weight was rounded to the policy's param_dtype and nothing else: as in a model of that recipe alone."""
+    for found, expected in ranks(2, gathered_in_high_precision, name, checkpointed):
+        assert found == expected
+        assert len(set(found)) == len(found)
+
+
+def same_wire_format(rank: int, world: int, checkpointed: bool) -> list[Losses]:
+    inside = train(
+        model_of("rowwise", checkpointed=checkpointed), rank, lambda: f8sub.autocast("rowwise_with_gw_hp")
+    )
+    return [inside, train(model_of("rowwise_with_gw_hp"), rank), train(model_of("rowwise"), rank)]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_a_recipe_that_reads_what_was_gathered(ranks, checkpointed):
+    for inside, alone, own in ranks(2, same_wire_format, checkpointed):
+        assert inside == alone
+        assert inside != own
+
+
+def layer_of(recipe: str) -> nn.Module:
+    return shard(f8sub.convert_to_float8(seed_weights(Transformer(blocks=1), 2.0), recipe=recipe))
+
+
+def disabled(rank: int, world: int, recipe: str) -> tuple[bool, bool, bool]:
+    """Whether y, dx and dw of one layer are those of a plain layer with the dequantized weight."""
+    weight = seed_weights(Transformer(blocks=1), 2.0).blocks[0].q.weight.detach()
+    plain = nn.Linear(32, 32, bias=False)
+    with torch.no_grad():
+        plain.weight.copy_(f8sub.quantize(weight, recipe, operand="w", columnwise=False).dequantize())
+    stack = nn.Module()
+    stack.layers = nn.ModuleList([nn.Linear(32, 32, bias=False)])
+    with torch.no_grad():
+        stack.layers[0].weight.copy_(weight)
+    sharded = shard(f8sub.convert_to_float8(stack, recipe=recipe))
+    f8sub.precompute_scales(sharded)
+    found = []
+    for layer in (sharded.layers[0], plain):
+        x = gaussian((16, 32), generator(1)).requires_grad_()
+        with f8sub.autocast(enabled=False):
+            y = layer(x)
+        y.backward(gaussian((16, 32), generator(2)))
+        dw = layer.weight.grad
+        found.append((y, x.grad, dw.full_tensor() if hasattr(dw, "full_tensor") else dw))
+    return tuple(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("recipe", f8sub.recipe_names(), ids=f8sub.recipe_names())
+def test_disabled_with_a_float8_wire_is_the_dequantized_weight(ranks, recipe):
+    assert ranks(2, disabled, recipe) == [(True, True, True)] * 2
+
+
+def refused(rank: int, world: int) -> tuple[str, str, bool]:
+    """The messages for another wire format and for columns that cannot be derived; the model still runs."""
+    tensorwise, rowwise = (f8sub.get_recipe(name) for name in ("tensorwise", "rowwise"))
+    no_fprop = rowwise.with_high_precision(fprop=True)
+    model, messages = layer_of("tensorwise"), []
+    for recipe in (rowwise, no_fprop):
+        try:
+            with f8sub.autocast(recipe):
+                model(gaussian((4, 4, 32), generator(1)))
+        except f8sub.Float8ConfigError as error:
+            messages.append(str(error))
+    with f8sub.autocast(tensorwise.with_high_precision(fprop=True)):
+        y = model(gaussian((4, 4, 32), generator(1)))
+    y.backward(gaussian(tuple(y.shape), generator(2)).to(y.dtype))
+    return *messages, all(layer.weight.grad is not None for layer in float8_layers(model))
+
+
+def test_a_recipe_that_cannot_read_what_was_gathered_is_refused(ranks):
+    for format, columns, runs in ranks(2, refused):
+        for message in (format, columns):
+            assert message.startswith("blocks.0.q: recipe 'rowwise")
+            assert "rowwise e4m3 (power-of-two scales)" in message
+            assert "gathered or kept of it is tensorwise e4m3" in message
+            assert "convert with float8_all_gather=False" in message
+        assert "its fprop reads the weight as" in format
+        assert "its dgrad reads the weight as" in columns
+        assert runs
+
+
+def compiled(rank: int, world: int) -> list[Losses]:
+    torch._dynamo.reset()
+    found = []
+    for compile in (False, True):
+        model = transformer("rowwise", spread=2.0)
+        if compile:
+            model.blocks[0].compile(backend="aot_eager", fullgraph=True)
+        found.append(train(shard(model, BF16), rank, lambda: f8sub.autocast("rowwise_with_gw_hp")))
+    return found
+
+
+@pytest.mark.long
+def test_around_compiled_blocks(ranks):
+    for eager, found in ranks(2, compiled):
+        assert found == eager
+
+
+def backward_of(rank: int, world: int) -> list[tuple[torch.Tensor, list[tuple[int, ...]]]]:
+    """dx of one layer and the casts of its backward, outside of contexts and with fprop in high precision."""
+    stack = f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe="tensorwise")
+    sharded, found = shard(stack, BF16), []
+    f8sub.precompute_scales(sharded)
+    recipe = stack.layers[0].plan.recipe
+    for entered in (f8sub.autocast(), f8sub.autocast(recipe.with_high_precision(fprop=True))):
+        x = gaussian((16, 32), generator(1)).bfloat16().requires_grad_()
+        with entered:
+            y = sharded(x)
+        with Float8Work() as work:
+            y.backward(gaussian((16, 48), generator(2)).bfloat16())
+        found.append((x.grad, work.casts))
+    return found
+
+
+def test_dgrad_reads_the_gathered_codes_where_fprop_reads_what_they_stand_for(ranks):
+    """It transposes their bytes: no weight is cast a second time."""
+    for (own_dx, own_casts), (dx, casts) in ranks(2, backward_of):
+        assert torch.equal(dx, own_dx)
+        assert casts == own_casts == [(16, 48)]

@@ -1,0 +1,387 @@
+"""Delayed scaling across ranks: one all-reduce a step over all ranks that hold a layer, and the same bits on each."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.delayed_simulation import FP8_MAX, Simulation
+from tests.models import BF16, Stack, seed_weights, shard
+from tests.wire import Wire
+from tests.wires import on_each_world
+
+WIDTHS = (32, 48, 80, 32)
+STEPS = 5
+on_and_off = pytest.mark.parametrize("all_gather", [True, False], ids=["float8-wire", "high-precision-wire"])
+
+
+def model_of(all_gather: bool = True, **options) -> nn.Module:
+    recipe = f8sub.get_recipe("delayed", **{"amax_history_len": 3, **options})
+    return f8sub.convert_to_float8(seed_weights(Stack(*WIDTHS)), recipe=recipe, float8_all_gather=all_gather)
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = generator(100 * step + rank)
+    size = 4.0 ** ((3 * step + rank) % 4)
+    return size * gaussian((8, WIDTHS[0]), rng), size * gaussian((8, WIDTHS[-1]), rng)
+
+
+def states_of(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    model.state_dict()  # what is under way is finished before a state is read
+    states = [layer.scaling_states[0] for layer in model.layers]
+    return [
+        {"history": torch.stack(state.histories, 1), "scale": state.scale.clone(), "age": state.age.clone()}
+        for state in states
+    ]
+
+
+def assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
+    for layer, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert [(layer, name) for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def train(
+    model: nn.Module, rank: int, steps: int = STEPS, precompute: bool = True
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Outputs of every step, and the all-reduces of amaxes in each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    f8sub.precompute_scales(model)
+    outputs, reduces = [], []
+    for step in range(steps):
+        x, dy = batch(step, rank)
+        y = model(x)
+        y.backward(dy.to(y.dtype))
+        outputs.append(y.detach())
+        with Wire() as wire:
+            optimizer.step()
+            optimizer.zero_grad()
+            if precompute:
+                f8sub.precompute_scales(model)
+        reduces.append(wire.all_reduces)
+    return outputs, reduces
+
+
+def unsharded(world: int, steps: int = STEPS, **options) -> tuple[list[list[torch.Tensor]], list[dict]]:
+    """Every rank's outputs, of one process that runs them as microbatches: staging is their maximum."""
+    model = model_of(**options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    outputs: list[list[torch.Tensor]] = [[] for _ in range(world)]
+    for step in range(steps):
+        for rank in range(world):
+            x, dy = batch(step, rank)
+            y = model(x)
+            y.backward(dy)
+            outputs[rank].append(y.detach())
+        for parameter in model.parameters():
+            parameter.grad /= world
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs, states_of(model)
+
+
+def sharded(rank: int, world: int, all_gather: bool) -> tuple:
+    model = shard(model_of(all_gather))
+    outputs, reduces = train(model, rank)
+    return outputs, reduces, states_of(model)
+
+
+@on_and_off
+@on_each_world
+def test_sharded_is_unsharded(ranks, world, all_gather):
+    """Worlds beyond 2 sum gradients in another order; the histories of x's first layer are theirs all the same."""
+    results = ranks(world, sharded, all_gather)
+    expected, expected_states = unsharded(world)
+    for rank, (outputs, reduces, states) in enumerate(results):
+        assert reduces == [int(world > 1)] * STEPS
+        assert_same(states, results[0][2])
+        assert torch.equal(states[0]["history"][:, 0], expected_states[0]["history"][:, 0])
+        assert torch.equal(states[0]["scale"][0], expected_states[0]["scale"][0])
+        if world <= 2:
+            assert_same(states, expected_states)
+            assert all(torch.equal(a, b) for a, b in zip(outputs, expected[rank], strict=True))
+
+
+def bf16(rank: int, world: int) -> tuple:
+    arms = []
+    for all_gather in (True, False):
+        model = shard(model_of(all_gather), BF16)
+        arms.append((train(model, rank)[0], states_of(model)))
+    return tuple(arms)
+
+
+def test_on_is_off_in_bf16(ranks):
+    for (on, on_states), (off, off_states) in ranks(3, bf16):
+        assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True))
+        assert_same(on_states, off_states)
+
+
+def hsdp(rank: int, world: int, reduce_amax: bool) -> tuple:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    model = model_of(reduce_amax=reduce_amax)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    _, reduces = train(model, rank)
+    return reduces, states_of(model)
+
+
+def amaxes_of_x(world: int) -> list[list[float]]:
+    return [[batch(step, rank)[0].abs().max().item() for rank in range(world)] for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("world", [2, 4], ids=["2x1", "2x2"])
+def test_replicas_share_their_histories(ranks, world):
+    results = ranks(world, hsdp, True)
+    tensor = Simulation(3, FP8_MAX["e4m3"])
+    for amaxes in amaxes_of_x(world):
+        tensor.stage(max(amaxes))
+        tensor.update()
+    for reduces, states in results:
+        assert reduces == [1] * STEPS
+        assert_same(states, results[0][1])
+        assert states[0]["history"][:, 0].tolist() == tensor.history
+        assert states[0]["scale"][0].item() == tensor.scale
+
+
+def test_without_reduce_amax_each_rank_keeps_its_own_x_and_shares_w(ranks):
+    results = ranks(4, hsdp, False)
+    for rank, (reduces, states) in enumerate(results):
+        tensor = Simulation(3, FP8_MAX["e4m3"])
+        for amaxes in amaxes_of_x(4):
+            tensor.stage(amaxes[rank])
+            tensor.update()
+        assert reduces == [1] * STEPS
+        assert states[0]["history"][:, 0].tolist() == tensor.history
+        for layer, first in zip(states, results[0][1], strict=True):
+            assert torch.equal(layer["history"][:, 1], first["history"][:, 1])
+            assert torch.equal(layer["scale"][1], first["scale"][1])
+    assert not torch.equal(results[0][1][0]["history"], results[1][1][0]["history"])
+
+
+def changes_without_a_step(rank: int, world: int) -> tuple:
+    """Requests, unannounced changes and load_state_dict: scales of the weights only, and nothing rolls."""
+    model = shard(model_of())
+    train(model, rank, 2)
+    before = states_of(model)
+    f8sub.precompute_scales(model)
+    with torch.no_grad():
+        model.layers[0].weight.mul_(100.0)
+    x, _ = batch(9, rank)
+    with torch.no_grad():
+        grown = model.layers[0](x)
+    exact = x @ model.layers[0].weight.full_tensor().t()
+    saturated = (grown - exact).norm() / exact.norm()
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    f8sub.precompute_scales(model)
+    with torch.no_grad():
+        model(x)
+    return before, states_of(model), saturated.item()
+
+
+def test_only_an_optimizer_step_rolls(ranks):
+    for before, after, saturated in ranks(2, changes_without_a_step):
+        assert_same(after, before)
+        assert saturated < 0.1
+
+
+def forgotten(rank: int, world: int, all_gather: bool) -> tuple:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        model = shard(model_of(all_gather))
+        outputs, _ = train(model, rank, precompute=False)
+        with torch.no_grad():
+            model(batch(0, 0)[0])
+    return outputs, states_of(model)
+
+
+@on_and_off
+def test_precompute_scales_forgotten_costs_nothing_but_overlap(ranks, all_gather):
+    for (outputs, states), (expected, _, expected_states) in zip(
+        ranks(2, forgotten, all_gather), ranks(2, sharded, all_gather), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert_same(states, expected_states)
+
+
+def spoiled(rank: int, world: int, operand: str, all_gather: bool) -> tuple:
+    model = shard(model_of(all_gather))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train(model, rank, 2)
+    x, dy = batch(2, rank)
+    if rank == 1:
+        (x if operand == "x" else dy)[1, 2] = float("inf")
+    layer = model.layers[0 if operand == "x" else -1]
+    layer(x if operand == "x" else gaussian((8, WIDTHS[-2]), generator(0))).backward(
+        dy if operand == "dy" else gaussian((8, WIDTHS[1]), generator(0))
+    )
+    for parameter in model.parameters():
+        parameter.grad = None
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer.step()
+    f8sub.precompute_scales(model)
+    finite = all(state["history"].isfinite().all() for state in states_of(model))
+    try:
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        optimizer.step()
+        f8sub.precompute_scales(model)
+    except f8sub.Float8NumericsError as error:
+        return finite, str(error)
+    return finite, "no error"
+
+
+@on_and_off
+@pytest.mark.parametrize("operand", ["x", "dy"])
+def test_one_rank_s_bad_activation_is_told_on_every_rank(ranks, operand, all_gather):
+    name = f"{operand} of layers.{0 if operand == 'x' else len(WIDTHS) - 2} "
+    for finite, message in ranks(2, spoiled, operand, all_gather):
+        assert finite
+        assert name in message
+        assert "master weight" not in message
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def recomputed(rank: int, world: int) -> tuple:
+    model = model_of()
+    model.layers = nn.ModuleList(Checkpointed(layer) for layer in model.layers)
+    model = shard(model)
+    outputs, _ = train(model, rank)
+    model.layers = nn.ModuleList(layer.block for layer in model.layers)
+    return outputs, states_of(model)
+
+
+def test_activation_checkpointing_changes_nothing(ranks):
+    for (outputs, states), (expected, _, expected_states) in zip(
+        ranks(2, recomputed), ranks(2, sharded, True), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert_same(states, expected_states)
+
+
+def compiled(rank: int, world: int, all_gather: bool) -> tuple:
+    model = model_of(all_gather)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    model = shard(model)
+    outputs, reduces = train(model, rank)
+    return outputs, reduces, states_of(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("all_gather", [True, False], ids=["float8-wire", "high-precision-wire"])
+def test_compiled_blocks_are_eager_ones(ranks, all_gather):
+    for (outputs, reduces, states), (expected, _, expected_states) in zip(
+        ranks(2, compiled, all_gather), ranks(2, sharded, all_gather), strict=True
+    ):
+        assert reduces == [1] * STEPS
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert_same(states, expected_states)
+
+
+def save(rank: int, world: int, folder: str) -> tuple:
+    model = shard(model_of())
+    train(model, rank, 3)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    return states_of(model), [batch_output(model, 7)]
+
+
+def batch_output(model: nn.Module, step: int) -> torch.Tensor:
+    with torch.no_grad():
+        return model(batch(step, 0)[0])
+
+
+def load(rank: int, world: int, folder: str, assign: bool) -> tuple:
+    model = shard(seed_other())
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state, assign=assign)
+    f8sub.precompute_scales(model)
+    return states_of(model), [batch_output(model, 7)]
+
+
+def seed_other() -> nn.Module:
+    model = model_of()
+    seed_weights(model, seed=5)
+    return model
+
+
+@pytest.mark.parametrize("world", [1, 2, 3], ids=["world1", "world2", "world3"])
+def test_dcp_restores_bitwise_on_any_number_of_ranks(ranks, world, tmp_path):
+    saved, outputs = ranks(2, save, str(tmp_path))[0]
+    for states, found in ranks(world, load, str(tmp_path), False):
+        assert_same(states, saved)
+        assert torch.equal(found[0], outputs[0])
+
+
+def two_meshes(rank: int, world: int) -> tuple:
+    """One layer on the shards of a replica only, the others on replicas too: two tables, each on its own ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = model_of()
+    fully_shard(model.layers[0], mesh=mesh["shard"])
+    for layer in model.layers[1:]:
+        fully_shard(layer, mesh=mesh)
+    f8sub.precompute_scales(model)
+    _, reduces = train(model, rank)
+    return reduces, states_of(model), dist.get_rank() // 2
+
+
+def test_layers_of_two_meshes_are_reduced_over_their_own_ranks(ranks):
+    results = ranks(4, two_meshes)
+    for reduces, states, replica in results:
+        assert reduces == [2] * STEPS
+        assert_same(states[:1], results[2 * replica][1][:1])
+        assert torch.equal(states[1]["history"][:, 0], results[0][1][1]["history"][:, 0])
+    assert not torch.equal(results[0][1][0]["history"], results[2][1][0]["history"])
+
+
+def policies(rank: int, world: int) -> None:
+    """Weights that FSDP2 keeps unsharded between forward and backward use the scales they were gathered with."""
+    arms = []
+    for reshard in (True, False):
+        model = model_of()
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy())
+        fully_shard(model)
+        arms.append((train(model, rank)[0], states_of(model)))
+    (a, a_states), (b, b_states) = arms
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert_same(a_states, b_states)
+
+
+def test_reshard_after_forward_changes_nothing(ranks):
+    ranks(2, policies)
+
+
+def load_before_the_roll(rank: int, world: int) -> tuple:
+    """A state dict that is loaded between a step and precompute_scales has the histories of steps of its own."""
+    model = shard(model_of())
+    train(model, rank, 2)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    before = states_of(model)
+    x, dy = batch(2, rank)
+    model(x).backward(dy)
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    model.load_state_dict(saved)
+    f8sub.precompute_scales(model)
+    return before, states_of(model)
+
+
+def test_a_loaded_history_does_not_roll_for_the_step_before(ranks):
+    for before, after in ranks(2, load_before_the_roll):
+        assert_same(after, before)

@@ -1,0 +1,388 @@
+"""Float8 primary weights under FSDP2: the losses of high-precision weights, bit for bit, and what is kept of them."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import f8sub
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight
+from f8sub.weights.master_weight import MasterWeight
+from tests.data_sets import gaussian, generator
+from tests.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard
+from tests.selection import long_but
+from tests.wire import Wire
+from tests.wires import on_each
+
+STEPS, WIDTH, CLASSES, SPREAD = 20, 32, 11, 4.0
+RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
+POLICIES = {"fp32": None, "bf16": BF16}
+on_each_recipe = on_each(RECIPES)
+
+
+def made(recipe: str, primary: bool, dtype: torch.dtype = torch.float32, hidden: int = 48) -> nn.Module:
+    model = seed_weights(Transformer(hidden=hidden, blocks=1), SPREAD).to(dtype)
+    return f8sub.convert_to_float8(model, recipe=recipe, primary_weights=primary)
+
+
+def optimizer_of(model: nn.Module, masters: bool) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    return f8sub.optim.MasterWeights(optimizer) if masters else optimizer
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    rng = generator(1000 * step + rank)
+    x, target = gaussian((8, 4, WIDTH), rng), torch.randint(CLASSES, (32,), generator=rng)
+    dtype = next(model.parameters()).dtype
+    return F.cross_entropy(model(x.to(dtype)).flatten(0, 1).float(), target)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        f8sub.precompute_scales(model)
+        loss = loss_of(model, step, rank)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def with_and_without(
+    rank: int, world: int, recipe: str, policy: str, dtype: torch.dtype, steps: int
+) -> list[tuple[list[float], list[torch.Tensor]]]:
+    results = []
+    for primary in (True, False):
+        # 80 rows on 3 ranks: shards that FSDP2 pads, and tiles that lie in two of them.
+        model = shard(made(recipe, primary, dtype, hidden=80), POLICIES[policy])
+        optimizer = optimizer_of(model, masters=primary or dtype != torch.float32)
+        losses = trained(model, optimizer, rank, range(steps))
+        kinds = {type(layer.weight.to_local()) for layer in float8_layers(model)}
+        assert all(issubclass(kind, PrimaryWeight) == primary for kind in kinds)
+        results.append((losses, [p.full_tensor().detach() for p in model.parameters()]))
+    return results
+
+
+DTYPES = {
+    "fp32": (torch.float32, "fp32"),
+    "fp32-policy-bf16": (torch.float32, "bf16"),
+    "bf16": (torch.bfloat16, "fp32"),
+}
+CASES = [
+    *((recipe, "fp32-policy-bf16", 3) for recipe in RECIPES),
+    *((RECIPES[-1], dtypes, world) for dtypes in ("fp32", "bf16") for world in (1, 2, 3)),
+]
+
+
+QUICK = [("tensorwise", "fp32-policy-bf16", 3), (RECIPES[-1], "bf16", 2)]
+
+
+@pytest.mark.parametrize(("recipe", "dtypes", "world"), long_but(QUICK, CASES))
+def test_losses_are_those_of_high_precision_weights(ranks, recipe, dtypes, world):
+    """Of float32 weights, and of bf16 weights with float32 masters."""
+    dtype, policy = DTYPES[dtypes]
+    steps = STEPS if recipe == RECIPES[-1] else 5
+    for (losses, weights), (expected, expected_weights) in ranks(
+        world, with_and_without, recipe, policy, dtype, steps
+    ):
+        assert losses == expected
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True))
+        assert len(set(losses)) == steps
+
+
+def counted(rank: int, world: int, recipe: str, primary: bool) -> tuple[int, int]:
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(64, 96, 32)), recipe, primary_weights=primary))
+    optimizer = optimizer_of(model, masters=primary)
+    x = gaussian((8, 64), generator(rank))
+    f8sub.precompute_scales(model)
+    for _ in range(2):
+        with Wire() as wire:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            f8sub.precompute_scales(model)
+    return wire.all_reduces, wire.gathered
+
+
+@on_each_recipe
+def test_a_step_reduces_once_and_gathers_what_high_precision_weights_do(ranks, recipe):
+    found, expected = ranks(2, counted, recipe, True), ranks(2, counted, recipe, False)
+    assert found == expected
+    assert [all_reduces for all_reduces, _ in found] == [1, 1]
+
+
+def prepared(
+    rank: int, recipe: str, dtype: torch.dtype, steps: range
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = shard(made(recipe, True, dtype, hidden=80))
+    optimizer = optimizer_of(model, masters=True)
+    trained(model, optimizer, rank, steps)
+    return model, optimizer
+
+
+def saved_and_trained_on(rank: int, world: int, recipe: str, dtype: torch.dtype, folder: str) -> dict:
+    model, optimizer = prepared(rank, recipe, dtype, range(2))
+    weights, states = get_state_dict(model, optimizer)
+    for entries in states["state"].values():
+        kinds = [type(value.to_local()) for value in entries.values() if value.dim()]
+        assert all(kind is torch.Tensor or issubclass(kind, MasterWeight) for kind in kinds)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    return {"losses": trained(model, optimizer, rank, range(2, 5))}
+
+
+def resumed(rank: int, world: int, recipe: str, dtype: torch.dtype, folder: str) -> dict:
+    """Into a model with other weights, whose optimizer has not stepped or has."""
+    losses = []
+    for steps in (range(0), range(7, 9)):
+        model, optimizer = prepared(rank, recipe, dtype, steps)
+        with torch.no_grad():
+            for layer in float8_layers(model):
+                layer.weight.mul_(3.0)
+        weights, states = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+        masters = [state["master"].full_tensor() for state in optimizer.state.values() if "master" in state]
+        losses.append(trained(model, optimizer, rank, range(2, 5)))
+    return {"losses": losses[0], "again": losses[1], "masters": masters}
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str
+)
+def test_resumed_losses_are_bitwise_the_same_and_checkpoints_reshard(ranks, dtype, tmp_path):
+    recipe, folder = "rowwise", str(tmp_path)
+    expected = ranks(3, saved_and_trained_on, recipe, dtype, folder)
+    found = ranks(3, resumed, recipe, dtype, folder)
+    assert [r["losses"] for r in found] == [r["losses"] for r in expected]
+    assert [r["again"] for r in found] == [r["losses"] for r in expected]
+    masters = ranks(2, resumed, recipe, dtype, folder)[0]["masters"]
+    assert all(torch.equal(a, b) for a, b in zip(masters, found[0]["masters"], strict=True))
+    assert len(masters) == (7 if dtype == torch.float32 else 16)
+
+
+def initialized_on_meta(rank: int, world: int) -> list[list[float]]:
+    losses = []
+    for on_meta in (True, False):
+        with torch.device("meta" if on_meta else "cpu"):
+            model = Transformer(blocks=1)
+        f8sub.convert_to_float8(model, primary_weights=True)
+        if not on_meta:
+            seed_weights(model, SPREAD)
+        shard(model)
+        if on_meta:
+            model.to_empty(device="cpu")
+            full = seed_weights(Transformer(blocks=1), SPREAD).state_dict()
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(
+                    torch.distributed.tensor.distribute_tensor(
+                        full[name], parameter.device_mesh, parameter.placements
+                    )
+                )
+        losses.append(trained(model, optimizer_of(model, masters=True), rank, range(3)))
+    return losses
+
+
+def test_a_model_made_on_meta_trains_from_its_initial_values(ranks):
+    for on_meta, expected in ranks(3, initialized_on_meta):
+        assert on_meta == expected
+
+
+def wrapped_late(rank: int, world: int, dtype: torch.dtype) -> tuple[list[list[float]], list[bool]]:
+    """MasterWeights after a first evaluation, which FSDP2's lazy initialization comes with."""
+    losses = []
+    for late in (True, False):
+        model = shard(made("tensorwise", True, dtype, hidden=80))
+        optimizer = optimizer_of(model, masters=False)
+        if late:
+            with torch.no_grad():
+                loss_of(model, 0, rank)
+        before = [StorageWeakRef(layer.weight.to_local().untyped_storage()) for layer in float8_layers(model)]
+        optimizer = f8sub.optim.MasterWeights(optimizer)
+        freed = [storage.expired() for storage in before]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", f8sub.Float8Warning)
+            losses.append(trained(model, optimizer, rank, range(3)))
+    return losses, freed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(ranks, dtype):
+    for (late, early), freed in ranks(3, wrapped_late, dtype):
+        assert late == early
+        # Float32 values became the master where they were.
+        assert all(freed) == (dtype == torch.bfloat16)
+
+
+def unfrozen(rank: int, world: int, primary: bool) -> list[tuple[list[float], set[torch.dtype]]]:
+    """A layer that is frozen for two steps: from before its master was made, or from after."""
+    found = []
+    for frozen_first in (True, False):
+        model = shard(made("tensorwise", primary, torch.bfloat16, hidden=80))
+        model.blocks[0].up.requires_grad_(not frozen_first)
+        optimizer = optimizer_of(model, masters=True)
+        model.blocks[0].up.requires_grad_(False)
+        losses = trained(model, optimizer, rank, range(2))
+        model.blocks[0].up.requires_grad_(True)
+        losses += trained(model, optimizer, rank, range(2, 5))
+        found.append((losses, {master.dtype for master in optimizer.optimizer.param_groups[0]["params"]}))
+    return found
+
+
+@pytest.mark.parametrize("primary", [True, False], ids=["primary", "bf16"])
+def test_a_weight_that_is_unfrozen_gets_its_master_in_the_first_step(ranks, primary):
+    for late, early in ranks(3, unfrozen, primary):
+        assert late == early
+        assert late[1] == {torch.float32}
+
+
+def loaded_and_assigned(rank: int, world: int) -> dict[str, list]:
+    source = seed_weights(Transformer(hidden=80, blocks=1), SPREAD, seed=5)
+    results = {}
+    for name in ("load", "copy", "expected"):
+        model = shard(made("tensorwise", name != "expected", hidden=80))
+        optimizer = optimizer_of(model, masters=name != "expected")
+        trained(model, optimizer, rank, range(1))
+        state = shard(copy.deepcopy(source)).state_dict()
+        if name == "copy":
+            with torch.no_grad():
+                for key, parameter in model.named_parameters():
+                    parameter.copy_(state[key])
+        else:
+            model.load_state_dict(state)
+        results[name] = trained(model, optimizer, rank, range(1, 4))
+        results[f"{name} weights"] = [p.full_tensor().detach() for p in model.parameters()]
+    return results
+
+
+def test_values_loaded_and_written_after_the_first_step_reach_the_masters(ranks):
+    for found in ranks(3, loaded_and_assigned):
+        assert found["load"] == found["copy"] == found["expected"]
+        for name in ("load", "copy"):
+            pairs = zip(found[f"{name} weights"], found["expected weights"], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def frozen(rank: int, world: int, recipe: str, dtype: torch.dtype) -> dict:
+    """The first block's weights frozen and dropped: the same losses as with high-precision weights, also frozen."""
+    results = {}
+    for primary in (True, False):
+        model = made(recipe, primary, dtype, hidden=80)
+        for layer in float8_layers(model)[:4]:
+            layer.weight.requires_grad_(False)
+        shard(model)
+        held = [StorageWeakRef(la.weight.to_local().untyped_storage()) for la in float8_layers(model)[:4]]
+        optimizer = optimizer_of(model, masters=primary or dtype == torch.bfloat16)
+        if primary:
+            f8sub.drop_high_precision(model)
+        results[primary] = trained(model, optimizer, rank, range(4))
+        if primary:
+            results["freed"] = [storage.expired() for storage in held]
+            results["gathered"] = [layer.weight.full_tensor() for layer in float8_layers(model)[:4]]
+        else:
+            weights = [layer.weight.full_tensor() for layer in float8_layers(model)[:4]]
+            results["expected"] = [f8sub.quantize(w, recipe, operand="w").dequantize() for w in weights]
+    return results
+
+
+@on_each_recipe
+def test_frozen_weights_keep_their_codes_alone_and_change_nothing(ranks, recipe):
+    for dtype in (torch.float32, torch.bfloat16) if recipe == "tensorwise" else (torch.bfloat16,):
+        for found in ranks(3, frozen, recipe, dtype):
+            assert found[True] == found[False]
+            assert all(found["freed"])
+            assert all(torch.equal(a, b) for a, b in zip(found["gathered"], found["expected"], strict=True))
+
+
+def dropped_in_use(rank: int, world: int, recipe: str) -> tuple[list[float], int]:
+    """Losses of a frozen model before and after its masters are dropped, and the amax all-reduces since then."""
+    model = shard(made(recipe, primary=True, hidden=80).requires_grad_(False))
+    f8sub.precompute_scales(model)
+    losses = [loss_of(model, 0, rank).item()]
+    model.reshard()
+    f8sub.drop_high_precision(model)
+    with Wire() as wire:
+        for _ in range(2):
+            losses.append(loss_of(model, 0, rank).item())
+            model.reshard()
+    assert all(layer.weight.to_local().primary.master is None for layer in float8_layers(model))
+    return losses, wire.all_reduces
+
+
+@on_each_recipe
+def test_weights_that_are_dropped_in_use_are_as_before_without_new_scales(ranks, recipe):
+    for losses, all_reduces in ranks(3, dropped_in_use, recipe):
+        assert len(set(losses)) == 1
+        assert all_reduces == 0
+
+
+def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[bool], list[float]]:
+    """Whether a trained model's shards have their codes still after backward gathered them last, and losses before and
+    after its masters are dropped."""
+    model = shard(made(recipe, primary=True))
+    trained(model, optimizer_of(model, masters=True), rank, range(3))
+    shards = [la.converted.shard_of(la.converted.record_of(la, "weight")) for la in float8_layers(model)]
+    held = [of_layer._wire is not None for of_layer in shards]
+    f8sub.precompute_scales(model)
+    losses = [loss_of(model, 0, rank).item()]
+    model.requires_grad_(False)
+    f8sub.drop_high_precision(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return held, [*losses, loss_of(model, 0, rank).item()]
+
+
+@on_each_recipe
+def test_a_primary_weight_keeps_its_codes_from_step_to_step(ranks, recipe):
+    for held, losses in ranks(2, dropped_after_training, recipe):
+        assert all(held)
+        assert len(set(losses)) == 1
+
+
+def run_in_mode(rank: int, world: int, mode: str) -> list[list[float]]:
+    losses = []
+    for primary in (True, False):
+        model, options = made("tensorwise", primary, hidden=80), {}
+        if mode == "CPU offload":
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        elif mode == "HSDP":
+            options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        elif mode == "columns":
+            options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() == 2 else None
+        else:
+            model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+        for module in (*model.blocks, model):
+            fully_shard(module, **options)
+        losses.append(trained(model, optimizer_of(model, masters=primary), rank, range(3)))
+    return losses
+
+
+@pytest.mark.parametrize("mode", ["CPU offload", "HSDP", "columns", "activation checkpointing"])
+def test_each_way_of_running_fsdp(ranks, mode):
+    for found, expected in ranks(4 if mode == "HSDP" else 2, run_in_mode, mode):
+        assert found == expected
+
+
+def replaced(rank: int, world: int) -> str:
+    model, optimizer = prepared(rank, "tensorwise", torch.float32, range(1))
+    model.to_empty(device="cpu")
+    try:
+        optimizer.step()
+    except f8sub.Float8ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_made_anew_under_their_masters_are_reported_on_every_rank(ranks):
+    assert all("no longer is the float8 weight" in message for message in ranks(2, replaced))

@@ -1,0 +1,412 @@
+"""Sequence parallelism: x crosses the wire as float8, and is the x that one rank would have quantized."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import f8sub
+from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from tests.data_sets import gaussian, generator, lognormal, spread_columns
+from tests.features.tensor_parallel.ranks.test_tensor_parallel import decibels, mesh_of
+from tests.wire import Wire
+from tests.wires import on_each
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+WIDTH, HIDDEN, BATCH, TOKENS = 64, 512, 2, 12
+on_each_recipe = on_each(RECIPES)
+
+
+class GatedMLP(nn.Module):
+    """Two layers that share an x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x).relu() * self.up(x))
+
+
+def mlp(recipe: str | None) -> nn.Module:
+    model, rng = nn.Sequential(GatedMLP()), generator(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(spread_columns(lognormal(tuple(parameter.shape), rng), 2.0) / 40)
+    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
+
+
+OF_TOKENS = Shard(1)
+ONE_GATHER = {
+    "": PrepareFloat8ModuleInput(
+        input_layouts=OF_TOKENS, desired_input_layouts=Replicate(), fwd_config_submodule_fqn="up"
+    ),
+    "gate": Float8ColwiseParallel(),
+    "up": Float8ColwiseParallel(),
+    "down": Float8RowwiseParallel(output_layouts=OF_TOKENS),
+}
+PLANS = {
+    "one gather a layer": {
+        "0.gate": Float8ColwiseParallel(input_layouts=OF_TOKENS),
+        "0.up": Float8ColwiseParallel(input_layouts=OF_TOKENS),
+        "0.down": Float8RowwiseParallel(output_layouts=OF_TOKENS),
+    },
+    "one gather": {f"0.{name}".removesuffix("."): style for name, style in ONE_GATHER.items()},
+    "high precision": {
+        "0.gate": ColwiseParallel(input_layouts=OF_TOKENS),
+        "0.up": ColwiseParallel(input_layouts=OF_TOKENS),
+        "0.down": RowwiseParallel(output_layouts=OF_TOKENS),
+    },
+}
+
+
+def parallel(recipe: str, plan: str, mesh: DeviceMesh) -> nn.Module:
+    model = parallelize_module(mlp(recipe), mesh["tp"], PLANS[plan])
+    return fully_shard(model, mesh=mesh["dp"]) if mesh.ndim > 1 else model
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (BATCH, TOKENS, WIDTH)
+    return lognormal(shape, generator(6)), lognormal(shape, generator(7))
+
+
+def products_of(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    found = {"y": y.detach() + 0, "dx": x.grad}  # y is on its way still
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return found
+
+
+def products(
+    rank: int, world: int, recipe: str, plan: str, shape: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
+    """Of this rank's tokens; all data-parallel ranks are given the same batch."""
+    mesh = mesh_of(*shape)
+    degree, place = mesh["tp"].size(), mesh["tp"].get_local_rank()
+    return products_of(
+        parallel(recipe, plan, mesh), *(t.tensor_split(degree, dim=1)[place] for t in inputs())
+    )
+
+
+def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: bool) -> None:
+    """Bitwise but for sums of float32 over ranks, and for columns that are re-scaled from rows.
+
+    Those columns are of a rank's part of the weight, and of an x that came as rows.
+    """
+    expected = products_of(mlp(recipe), *inputs())
+    row, col = f8sub.get_recipe(recipe).formats("w")
+    least = dict.fromkeys(expected, math.inf) | {
+        "y": 125,
+        "dx": 125 if row.tile.is_transpose_of(col.tile) else 85,
+    }
+    row, col = f8sub.get_recipe(recipe).formats("x")
+    if sent_in_float8 and not row.tile.is_transpose_of(col.tile):
+        least |= {"0.gate.weight": 100, "0.up.weight": 100}
+    for name, right in expected.items():
+        parts = [of_rank[name] for of_rank in found]
+        whole = torch.cat(parts, 1) if name in ("y", "dx") else parts[0]
+        assert decibels(whole, right) >= least[name], name
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)], ids=["world2", "world4"])
+@pytest.mark.parametrize("plan", PLANS)
+@on_each_recipe
+def test_products_are_the_unsharded_layer_s(ranks, recipe, plan, world):
+    found = ranks(world, products, recipe, plan, (world,))
+    check(found, recipe, sent_in_float8=plan != "high precision")
+
+
+@on_each_recipe
+def test_with_fully_shard(ranks, recipe):
+    found = ranks(4, products, recipe, "one gather", (2, 2))
+    check(found[:2], recipe, sent_in_float8=True)
+    check(found[2:], recipe, sent_in_float8=True)
+
+
+def uneven(rank: int, world: int, recipe: str, plan: str, tokens: int) -> list[str]:
+    """Of 11 tokens rank 0 has 6 and rank 1 has 5; of 1 token rank 1 has none."""
+    mesh = mesh_of(world)
+    model = parallel(recipe, plan, mesh)
+    x, dy = (t[:, :tokens] for t in inputs())
+    expected = products_of(mlp(recipe), x, dy)
+    x, dy = (distribute_tensor(t.contiguous(), mesh, [OF_TOKENS]) for t in (x, dy))
+    y = model(x.requires_grad_())
+    y.backward(dy.to_local())
+    shape, stride = dy.shape, dy.stride()
+    y = DTensor.from_local(y.detach() + 0, mesh, [OF_TOKENS], run_check=False, shape=shape, stride=stride)
+    found = {"y": y, "dx": x.grad} | {name: parameter.grad for name, parameter in model.named_parameters()}
+    return [name for name, t in found.items() if decibels(t.full_tensor(), expected[name]) < 85]
+
+
+@pytest.mark.parametrize("tokens", [11, 1])
+@pytest.mark.parametrize("plan", ["one gather a layer", "one gather"])
+@on_each_recipe
+def test_uneven_tokens(ranks, recipe, plan, tokens):
+    assert ranks(2, uneven, recipe, plan, tokens) == [[], []]
+
+
+def in_high_precision(rank: int, world: int, plan: str) -> float:
+    model, x = parallel("tensorwise", plan, mesh_of(world)), inputs()[0]
+    with f8sub.autocast(enabled=False):
+        y = model(x.tensor_split(world, dim=1)[rank])
+    expected = mlp(None)(x).tensor_split(world, dim=1)[rank]
+    return decibels(y.detach() + 0, expected.detach())
+
+
+@pytest.mark.parametrize("plan", ["one gather a layer", "one gather"])
+def test_a_context_in_high_precision_gathers_x_in_high_precision(ranks, plan):
+    assert min(ranks(2, in_high_precision, plan)) > 125
+
+
+def one_plan_for_two_blocks(rank: int, world: int) -> list[float]:
+    recipe = {"0": "rowwise", "1": "tensorwise"}
+    plan = {f"*.{name}".removesuffix("."): style for name, style in ONE_GATHER.items()}
+    whole, model = (
+        f8sub.convert_to_float8(nn.Sequential(mlp(None)[0], mlp(None)[0]), recipe=recipe) for _ in "12"
+    )
+    parallelize_module(model, mesh_of(world)["tp"], plan)
+    x = inputs()[0]
+    y = model(x.tensor_split(world, dim=1)[rank])
+    return decibels(y.detach() + 0, whole(x).tensor_split(world, dim=1)[rank].detach())
+
+
+def test_one_style_serves_blocks_of_different_recipes(ranks):
+    assert min(ranks(2, one_plan_for_two_blocks)) > 85
+
+
+def sent(rank: int, world: int, recipe: str, plan: str) -> tuple[int, int, int]:
+    """All-gathers and reduce-scatters of a forward and backward, and bytes that forward's all-gathers bring."""
+    model = parallel(recipe, plan, mesh_of(world))
+    x, dy = (t.tensor_split(world, dim=1)[rank] for t in inputs())
+    x = x.clone().requires_grad_()
+    with Wire() as wire:
+        y = model(x)
+        bytes_in = world * wire.output_bytes["all_gather_into_tensor"]
+        gathers = wire.calls["all_gather_into_tensor"]
+        y.backward(dy)
+    return gathers, wire.calls["reduce_scatter_tensor"], bytes_in
+
+
+@on_each_recipe
+def test_x_is_gathered_once_as_one_byte_an_element(ranks, recipe):
+    rows = BATCH * TOKENS
+    scales = {"tensorwise": 0, "rowwise": 4, "blockwise": 4, "mxfp8": 2}[recipe]
+    assert ranks(2, sent, recipe, "one gather") == [(1, 2, rows * (WIDTH + scales))] * 2
+    assert ranks(2, sent, recipe, "one gather a layer") == [(2, 3, 2 * rows * (WIDTH + scales))] * 2
+    assert ranks(2, sent, recipe, "high precision") == [(2, 3, 2 * rows * 4 * WIDTH)] * 2
+
+
+def compiled_and_eager(rank: int, world: int, recipe: str, plan: str, fullgraph: bool) -> list[str]:
+    """What differs in compiled code."""
+    x, dy = (t.tensor_split(2, dim=1)[rank % 2] for t in inputs())
+    shape = (2,) if world == 2 else (2, 2)
+    eager = products_of(parallel(recipe, plan, mesh_of(*shape)), x, dy)
+    model = parallel(recipe, plan, mesh_of(*shape))
+    model[0].compile(backend="aot_eager", fullgraph=fullgraph)
+    compiled = products_of(model, x, dy)
+    return [name for name in eager if not torch.equal(eager[name], compiled[name])]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plan", "world"),
+    [("one gather", 4), ("high precision", 2)],
+    ids=["one gather-sharded", "high precision"],
+)
+def test_compiled(ranks, plan, world):
+    """In one graph without DTensors of float8, of x or of gathered weights; layers with those run in eager."""
+    fullgraph = plan == "high precision" and world == 2
+    found = ranks(world, compiled_and_eager, "rowwise", plan, fullgraph)
+    assert found == [[]] * world
+
+
+def checkpointed(rank: int, world: int, recipe: str) -> bool:
+    model, (x, dy) = parallel(recipe, "one gather", mesh_of(world)), inputs()
+    x, dy = (t.tensor_split(world, dim=1)[rank] for t in (x, dy))
+    plain = products_of(model, x, dy)
+    model.zero_grad()
+    again = x.clone().requires_grad_()
+    checkpoint(model, again, use_reentrant=False).backward(dy)
+    with torch.no_grad():
+        y = model(x) + 0
+    return torch.equal(again.grad, plain["dx"]) and torch.equal(y, plain["y"])
+
+
+def test_checkpointed_and_without_grad(ranks):
+    assert ranks(2, checkpointed, "rowwise") == [True, True]
+
+
+def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
+    """Histories and scales of every layer after three steps; of an unsharded model where ``how`` says so."""
+    model = f8sub.convert_to_float8(mlp(None), recipe=f8sub.get_recipe("delayed", amax_history_len=4))
+    tokens = slice(None)
+    if how != "unsharded":
+        mesh = mesh_of(2, 2) if world == 4 else mesh_of(2)
+        plan = PLANS["one gather a layer"] if how == "sequence parallel" else PLAN_WHOLE
+        parallelize_module(model, mesh["tp"], plan)
+        if world == 4:
+            fully_shard(model, mesh=mesh["dp"])
+        if how == "sequence parallel":
+            place = mesh["tp"].get_local_rank()
+            tokens = slice(place * TOKENS // 2, (place + 1) * TOKENS // 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for step in range(3):
+        f8sub.precompute_scales(model)
+        x, dy = ((1.0 + step) * t[:, tokens] for t in inputs())
+        model(x.requires_grad_()).backward(dy)
+        optimizer.step()
+        optimizer.zero_grad()
+    f8sub.precompute_scales(model)
+    model[0].up.converted.settle()
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+PLAN_WHOLE = {
+    "0.gate": Float8ColwiseParallel(),
+    "0.up": Float8ColwiseParallel(),
+    "0.down": Float8RowwiseParallel(),
+}
+
+
+@pytest.mark.parametrize("world", [2, 4], ids=["alone", "with fully_shard"])
+@pytest.mark.parametrize("how", ["tensor parallel", "sequence parallel"])
+def test_amax_histories_are_the_unsharded_model_s(ranks, how, world):
+    expected = delayed_steps(0, 1, "unsharded")
+    for found in ranks(world, delayed_steps, how):
+        assert len(found) == len(expected)
+        for buffer, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(buffer, right, rtol=1e-4, atol=0)
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    mesh, messages = mesh_of(world)["tp"], []
+    of_tokens = {"input_layouts": OF_TOKENS}
+    prepare = {**of_tokens, "desired_input_layouts": Replicate()}
+    two = f8sub.convert_to_float8(mlp(None), recipe={"0.gate": "rowwise", "*": "tensorwise"})
+    for model, plan in (
+        (mlp(None), {"0.up": Float8ColwiseParallel()}),
+        (mlp(None), {"0": PrepareFloat8ModuleInput(**prepare)}),
+        (mlp("rowwise_with_gw_hp"), {"0.up": Float8ColwiseParallel(**of_tokens)}),
+        (mlp("gridquant"), {"0.up": Float8ColwiseParallel(**of_tokens)}),
+        (mlp("nvfp4"), {"0.up": Float8ColwiseParallel(**of_tokens)}),
+        (two, {"0": PrepareFloat8ModuleInput(**prepare)}),
+        (mlp("tensorwise"), {"0": PrepareFloat8ModuleInput(**prepare, float8_dtype=torch.float8_e5m2)}),
+        (mlp("delayed"), {"0": PrepareFloat8ModuleInput(**prepare)}),
+    ):
+        with pytest.raises(f8sub.Float8ConfigError) as refusal:
+            parallelize_module(model, mesh, plan)
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_what_cannot_be_sent_is_told_before_training(ranks):
+    parts = [
+        ("Float8ColwiseParallel", "got Linear"),
+        ("PrepareFloat8ModuleInput", "no converted layers"),
+        ("0.up", "reads x in high precision"),
+        ("0.up", "several tokens"),
+        ("0.up", "two elements in a byte"),
+        ("0.gate", "fwd_config_submodule_fqn"),
+        ("0.", "float8_e5m2"),
+        ("0.", "own past"),
+    ]
+    for messages in ranks(2, refusals):
+        for message, expected in zip(messages, parts, strict=True):
+            assert all(part in message for part in expected), message
+
+
+def of_torch_s_styles(rank: int, world: int) -> list[str]:
+    """One takes the histories' list for a linear layer, the other distributes what is in it."""
+    mesh, x = mesh_of(world)["tp"], inputs()[0]
+    with pytest.raises(AttributeError) as at_once:
+        parallelize_module(mlp("delayed"), mesh, {"0.down": RowwiseParallel()})
+    model = parallelize_module(mlp("delayed"), mesh, {"0.gate": ColwiseParallel()})
+    with pytest.raises(f8sub.Float8ConfigError) as at_forward:
+        model(x)
+    return [str(at_once.value), str(at_forward.value)]
+
+
+def test_torch_s_styles_of_delayed_scaling_are_told_of(ranks):
+    for at_once, at_forward in ranks(2, of_torch_s_styles):
+        assert "0.down" in at_once
+        assert "0.gate" in at_forward
+        assert "Float8RowwiseParallel" in at_once
+        assert "Float8ColwiseParallel" in at_forward
+
+
+README = (Path(__file__).parents[4] / "README.md").read_text()
+SECTION = README.partition("## Tensor and sequence parallelism\n")[2].partition("\n## ")[0]
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w1(x).relu() * self.w3(x))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed_forward = FeedForward()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.feed_forward(x)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Residual(), Residual())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def readme_losses(rank: int, world: int, example: str) -> list[float]:
+    torch.manual_seed(0)
+    mesh = mesh_of(2, 2)
+    names = {"model": Blocks(), "mesh": mesh, "f8sub": f8sub, "fully_shard": fully_shard}
+    exec(example, names)
+    model, losses = names["model"], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    x, target = (gaussian((BATCH, TOKENS, WIDTH), generator(seed)) for seed in (1, 2))
+    x, target = (t.tensor_split(2, dim=1)[mesh["tp"].get_local_rank()] for t in (x, target))
+    for _ in range(8):
+        f8sub.precompute_scales(model)
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_example_of_the_readme_trains(ranks):
+    (example,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+    for losses in ranks(4, readme_losses, example):
+        assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_sibling_whose_wgrad_reads_x_in_high_precision_dequantizes_what_was_gathered(ranks):
+    recipes = {"0.gate": "rowwise_with_gw_hp", "*": "rowwise"}
+    expected = products_of(mlp(recipes), *inputs())
+    for found in ranks(2, products, recipes, "one gather", (2,)):
+        for name in ("0.gate.weight", "0.up.weight"):
+            assert decibels(found[name], expected[name]) > 25

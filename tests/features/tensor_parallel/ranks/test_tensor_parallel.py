@@ -1,0 +1,436 @@
+"""Tensor parallelism: scales and codes are those of the whole matrices, whatever the number of ranks."""
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import f8sub
+from f8sub.formats import why_not_derivable
+from tests.data_sets import generator, lognormal, spread_columns
+from tests.models import BF16, Transformer, loss_of, seed_weights, take_step
+from tests.wire import Wire
+from tests.wires import on_each
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "mxfp8")
+MESHES = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "2 replicas 1x2": (2, 1, 2)}
+on_each_recipe = on_each(RECIPES)
+on_each_mesh = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+
+WIDTH, HIDDEN = 64, 512
+
+
+class MLP(nn.Module):
+    """One layer that is cut by rows, one by columns; the bias of each the other way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def mlp(recipe: str | None) -> nn.Module:
+    model = MLP()
+    rng = generator(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(spread_columns(lognormal(tuple(parameter.shape), rng), 2.0) / 40)
+        model.up.weight[-1, 0] = model.down.weight[-1, -1] = 3.0
+    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """The last dimension is tensor parallelism's, the one before it fully_shard's, the first one its replicas'."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp")[-len(shape) :])
+
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def two_dimensional(recipe: str, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+    model = parallelize_module(mlp(recipe), mesh["tp"], PLAN)
+    data = mesh["replicas", "dp"] if mesh.ndim == 3 else mesh["dp"]
+    return fully_shard(model, mesh=data, mp_policy=policy or MixedPrecisionPolicy())
+
+
+def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    (placement,), mesh = like.placements, like.device_mesh
+    return whole.tensor_split(mesh.size(), dim=placement.dim)[mesh.get_local_rank()]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def differences(model: nn.Module, whole: nn.Module, recipe: str) -> list[str]:
+    """What of the gathered parts is not the part of the whole weight's codes, and of what those stand for."""
+    found = []
+    for name in ("up", "down"):
+        weight = getattr(model, name).weight
+        assert isinstance(weight, DTensor)
+        gathered = weight._local_tensor
+        full = getattr(whole, name).weight.detach().to(gathered.dtype)
+        expected = f8sub.quantize(full, recipe, operand="w", columnwise=False)
+        same = torch.equal(bits(gathered.rowwise_data), bits(part_of(expected.rowwise_data, weight)))
+        found += [] if same else [f"{name}: codes"]
+        values = part_of(expected.dequantize(), weight)
+        found += [] if torch.equal(gathered.clone().dequantize(), values) else [f"{name}: values"]
+    return found
+
+
+def gathered_codes(
+    rank: int, world: int, recipe: str, shape: tuple[int, ...], policy: MixedPrecisionPolicy | None
+) -> list[list[str]]:
+    """First; after a change that precompute_scales was called for; after one that each rank finds by itself."""
+    model = two_dimensional(recipe, mesh_of(*shape), policy)
+    whole, found = mlp(None), []
+    for announced in (True, True, False):
+        if announced:
+            f8sub.precompute_scales(model)
+        model.unshard()
+        found.append(differences(model, whole, recipe))
+        model.reshard()
+        with torch.no_grad():
+            for sharded, plain in zip(model.parameters(), whole.parameters(), strict=True):
+                sharded.to_local().mul_(3.0)
+                plain.mul_(3.0)
+    return found
+
+
+@pytest.mark.parametrize("policy", [pytest.param(None, marks=pytest.mark.long), BF16], ids=["fp32", "bf16"])
+@on_each_mesh
+@on_each_recipe
+def test_gathered_codes_are_a_part_of_the_whole_weight_s(ranks, recipe, shape, policy):
+    for found in ranks(math.prod(shape), gathered_codes, recipe, shape, policy):
+        assert found == [[], [], []]
+
+
+def products(model: nn.Module, batch: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """y, dx and the parameters' gradients, whole."""
+    x = batch.clone().requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    found = {"y": y.detach(), "dx": x.grad}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[f"{name}.grad"] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return found
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return lognormal((3, 8, WIDTH), generator(6)), lognormal((3, 8, WIDTH), generator(7))
+
+
+def spread_products(rank: int, world: int, recipe: str, how: str) -> dict[str, torch.Tensor]:
+    if how == "with fully_shard":
+        model = two_dimensional(recipe, mesh_of(2, 2))
+    elif how == "gathered in high precision":
+        mesh = mesh_of(2, 2)
+        model = f8sub.convert_to_float8(mlp(None), recipe=recipe, float8_all_gather=False)
+        model = fully_shard(parallelize_module(model, mesh["tp"], PLAN), mesh=mesh["dp"])
+    else:
+        model = parallelize_module(mlp(recipe), mesh_of(2)["tp"], PLAN)
+    return products(model, *inputs())
+
+
+def decibels(found: torch.Tensor, expected: torch.Tensor) -> float:
+    error = (found.double() - expected.double()).norm()
+    return math.inf if error == 0 else 20 * (expected.double().norm() / error).log10().item()
+
+
+@pytest.mark.parametrize("how", ["with fully_shard", "gathered in high precision", "alone"])
+@on_each_recipe
+def test_products_are_the_unsharded_layer_s(ranks, recipe, how):
+    """dw bitwise; y and dx but for the order of a sum of float32 over ranks.
+
+    Where the weight's columns are re-scaled, a rank does so by the columns of its own part: they keep as much or more.
+    All ranks are given the same batch, so that fully_shard's mean of gradients changes nothing.
+    """
+    expected = products(mlp(recipe), *inputs())
+    row, col = f8sub.get_recipe(recipe).formats("w")
+    transposed = row.tile.is_transpose_of(col.tile)
+    assert why_not_derivable(row, col) is None
+    for found in ranks(2 if how == "alone" else 4, spread_products, recipe, how):
+        assert found.keys() == expected.keys()
+        assert [
+            name for name in found if ".grad" in name and not torch.equal(found[name], expected[name])
+        ] == []
+        assert decibels(found["y"], expected["y"]) > 125
+        assert decibels(found["dx"], expected["dx"]) > (125 if transposed else 85)
+
+
+def of_tokens(rank: int, world: int, recipe: str) -> dict[str, torch.Tensor]:
+    """A whole weight and each rank's tokens; what comes out of it, whole."""
+    mesh = mesh_of(world)
+    layer = distribute_module(mlp(recipe).up, mesh)
+    x, dy = (DTensor.from_local(t, mesh, [Replicate()]) for t in inputs())
+    x = x.redistribute(placements=[Shard(1)]).detach().requires_grad_()
+    y = layer(x)
+    assert y.placements == (Shard(1),)
+    y.backward(torch.cat([dy] * (HIDDEN // WIDTH), 2).redistribute(placements=[Shard(1)]))
+    grads = {name: parameter.grad.full_tensor() for name, parameter in layer.named_parameters()}
+    return {"y": y.detach().full_tensor(), "dx": x.grad.full_tensor()} | grads
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_tokens_of_a_whole_weight(ranks, recipe):
+    """Scales of all tokens are reduced; blocks of tokens are each rank's own."""
+    layer, (x, dy) = mlp(recipe).up, inputs()
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(torch.cat([dy] * (HIDDEN // WIDTH), 2))
+    expected = {"y": y.detach(), "dx": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    for found in ranks(2, of_tokens, recipe):
+        assert torch.equal(found["y"], expected["y"])
+        assert torch.equal(found["dx"], expected["dx"])
+        assert decibels(found["weight"], expected["weight"]) > (25 if recipe == "blockwise" else 125)
+        assert decibels(found["bias"], expected["bias"]) > 125
+
+
+def used_before_it_is_distributed(rank: int, world: int, src_data_rank: int | None) -> tuple:
+    """dx of a second step: alone and spread over the ranks."""
+    found = []
+    for spread in (False, True):
+        layer = mlp("rowwise").up
+        x, dy = inputs()
+        dy = torch.cat([dy] * (HIDDEN // WIDTH), 2)
+        layer(x)
+        if spread:
+            mesh = mesh_of(world)
+            for name, parameter in list(layer.named_parameters()):
+                whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=src_data_rank)
+                layer.register_parameter(name, nn.Parameter(whole))
+            x, dy = (DTensor.from_local(t, mesh, [Replicate()]) for t in (x, dy))
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+        for _ in range(2):
+            x = x.detach().requires_grad_()
+            layer(x).backward(dy)
+            optimizer.step()
+        found.append(x.grad.full_tensor() if spread else x.grad)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("src_data_rank", [0, None])
+def test_codes_from_before_a_weight_was_distributed_are_not_used(ranks, src_data_rank):
+    for alone, spread in ranks(2, used_before_it_is_distributed, src_data_rank):
+        assert torch.equal(alone, spread)
+
+
+def after_a_compiled_step(rank: int, world: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """y after compiled code wrote to the weights, which counts no version of a DTensor's part; and a new model's y."""
+    mesh, (x, dy) = mesh_of(world), inputs()
+    model, twin = (parallelize_module(mlp(recipe), mesh, PLAN) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(2):
+        model(x).backward(dy)
+        step()
+    twin.load_state_dict(model.state_dict())
+    return tuple(each(x).detach() + 0 for each in (model, twin))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_a_weight_that_compiled_code_wrote_to_is_cast_anew(ranks, recipe):
+    for found, right in ranks(2, after_a_compiled_step, recipe):
+        assert torch.equal(found, right)
+
+
+class Writes(nn.Module):
+    """Writes to the x that its two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first(x)
+        return self.second(x.mul_(3.0))
+
+
+def written_between_siblings(rank: int, world: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    model, mesh = f8sub.convert_to_float8(seed_weights(Writes()), recipe=recipe), mesh_of(world)
+    for layer in (model.first, model.second):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0)]))
+    x = lognormal((16, WIDTH), generator(6))
+    with torch.no_grad():
+        found = model(DTensor.from_local(x.clone(), mesh, [Replicate()]))
+        right = model.second(DTensor.from_local(x * 3.0, mesh, [Replicate()]))
+    return found.full_tensor(), right.full_tensor()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_an_x_that_was_written_to_is_cast_anew(ranks, recipe):
+    for found, right in ranks(2, written_between_siblings, recipe):
+        assert torch.equal(found, right)
+
+
+def counted(rank: int, world: int, recipe: str) -> dict[str, int]:
+    model = two_dimensional(recipe, mesh_of(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        with Wire() as wire:
+            f8sub.precompute_scales(model)
+            loss = model(inputs()[0].requires_grad_()).square().mean()
+            gathered = wire.gathered
+            loss.backward()
+            optimizer.step()
+    return {**wire.calls, "gathered": gathered}
+
+
+@on_each(["tensorwise", "rowwise", "blockwise"])
+def test_bytes_and_collectives_of_a_step(ranks, recipe):
+    codes = 2 * WIDTH * HIDDEN // 2
+    biases = 4 * (HIDDEN // 2 + WIDTH)
+    # Over tensor-parallel ranks: y of down, dx of up. Where tiles reach over them also x of down and dy of up.
+    amaxes = 0 if recipe == "blockwise" else 2
+    for calls in ranks(4, counted, recipe):
+        assert calls["gathered"] == codes + biases
+        assert calls["allreduce_"] == 1
+        assert calls["all_reduce"] == 2 + amaxes
+
+
+WHOLE = {"output_layouts": Replicate()}
+BLOCK_PLAN = {
+    **{f"blocks.*.{name}": ColwiseParallel(**WHOLE) for name in ("q", "k", "v")},
+    "blocks.*.o": RowwiseParallel(input_layouts=Replicate()),
+    "blocks.*.gate": ColwiseParallel(),
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+}
+
+
+def transformer(recipe: str) -> nn.Module:
+    return f8sub.convert_to_float8(seed_weights(Transformer(hidden=64)), recipe=recipe)
+
+
+def losses(model: nn.Module, data_rank: int) -> list[float]:
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False), []
+    for step in range(5):
+        f8sub.precompute_scales(model)
+        found.append(take_step(optimizer, loss_of(model, step, data_rank)))
+    return found
+
+
+def trained(rank: int, world: int, recipe: str, shape: tuple[int, int]) -> list[float]:
+    mesh = mesh_of(*shape)
+    model = parallelize_module(transformer(recipe), mesh["tp"], BLOCK_PLAN)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    return losses(fully_shard(model, mesh=mesh["dp"]), 0)
+
+
+@pytest.mark.parametrize("shape", [pytest.param((1, 2), marks=pytest.mark.long), (2, 2)], ids=["1x2", "2x2"])
+@on_each(["tensorwise", "rowwise", "blockwise"])
+def test_losses_are_the_unsharded_model_s(ranks, recipe, shape):
+    expected = losses(transformer(recipe), 0)
+    for found in ranks(math.prod(shape), trained, recipe, shape):
+        assert found[0] == pytest.approx(expected[0], rel=1e-4)
+        assert found == pytest.approx(expected, rel=5e-3)
+
+
+def saved_and_loaded(rank: int, world: int, folder: str) -> list[str]:
+    model = two_dimensional("rowwise", mesh_of(2, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().mul_(2.0)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    other = two_dimensional("rowwise", mesh_of(4, 1))
+    f8sub.precompute_scales(other)
+    dcp.load(state := other.state_dict(), checkpoint_id=folder)
+    other.load_state_dict(state)
+    whole = mlp(None)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(2.0)
+    f8sub.precompute_scales(other)
+    other.unshard()
+    return differences(other, whole, "rowwise")
+
+
+def test_checkpoints_are_plain_tensors_of_any_mesh(ranks, tmp_path):
+    assert ranks(4, saved_and_loaded, str(tmp_path)) == [[]] * 4
+    files = [path for path in Path(tmp_path).iterdir() if path.is_file()]
+    assert files
+    assert not any(b"f8sub" in path.read_bytes() for path in files)
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    mesh = mesh_of(2)["tp"]
+    messages = []
+    plain = parallelize_module(mlp("tensorwise"), mesh, {"up": ColwiseParallel()})
+    with pytest.raises(f8sub.Float8ConfigError) as refusal:
+        plain.up.forward(inputs()[0])
+    messages.append(str(refusal.value))
+    wide = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 384)), recipe="blockwise")
+    parallelize_module(wide, mesh, {"0": ColwiseParallel()})
+    with pytest.raises(f8sub.Float8ConfigError) as refusal:
+        wide(inputs()[0])
+    messages.append(str(refusal.value))
+    packed = parallelize_module(mlp("nvfp4"), mesh, PLAN)
+    with pytest.raises(f8sub.Float8ConfigError) as refusal:
+        packed(inputs()[0])
+    return [*messages, str(refusal.value)]
+
+
+def test_what_cannot_be_spread_is_told(ranks):
+    for plain, misaligned, packed in ranks(2, refusals):
+        assert "up: its weight has placements" in plain
+        assert "parallelize_module" in plain
+        assert "parts of 192 of 384 rows" in misaligned
+        assert "a tile has 128" in misaligned.replace("scale's tile", "tile")
+        assert "two-level scales" in packed
+
+
+def changed_on_one_part_only(rank: int, world: int) -> tuple[bool, list[str]]:
+    """Whether values that the old scale cannot hold are NaN, and what is warned of."""
+    mesh = mesh_of(2, 2)
+    model = two_dimensional("tensorwise", mesh)
+    f8sub.precompute_scales(model)
+    model.unshard()
+    model.reshard()
+    if mesh["tp"].get_local_rank() == 0:
+        with torch.no_grad():
+            model.up.weight.to_local().mul_(100.0)
+    model.unshard()
+    gathered = model.up.weight._local_tensor.clone().dequantize()
+    model.reshard()
+    dist.barrier()  # ranks whose part changed waited to hear of the others
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        f8sub.precompute_scales(model)
+        f8sub.precompute_scales(model)
+    return bool(gathered.isnan().any()), [str(warning.message) for warning in caught]
+
+
+def test_a_weight_changed_on_some_tensor_parallel_ranks_is_visible(ranks):
+    found = ranks(4, changed_on_one_part_only)
+    assert [nan for nan, _ in found] == [True, False, True, False]
+    assert all(any("up" in message for message in messages) for _, messages in found)
+
+
+def in_one_part_only(rank: int, world: int) -> str:
+    model = two_dimensional("rowwise", mesh_of(2, 2))
+    with torch.no_grad():
+        if rank == 3:
+            model.down.weight.to_local()[0, 0] = torch.nan
+    f8sub.precompute_scales(model)
+    with pytest.raises(f8sub.Float8NumericsError) as error:
+        f8sub.precompute_scales(model)
+    return str(error.value)
+
+
+def test_nan_in_one_part_raises_on_every_rank(ranks):
+    assert all("down" in message for message in ranks(4, in_one_part_only))

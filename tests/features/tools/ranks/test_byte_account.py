@@ -1,0 +1,152 @@
+"""The account of bytes under FSDP2 is what crosses the wire, what shards take, and what is gathered."""
+
+import gc
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.features.tensor_parallel.ranks.test_tensor_parallel import MLP, mesh_of
+from tests.kept_x import nodes_of
+from tests.models import BF16, Stack, float8_layers, seed_weights, shard
+from tests.test_byte_account import made_in_backward, storages
+from tests.wire import Wire
+from tests.wires import ONE_RECIPE_A_WIRE, on_each
+
+WIDTHS = {2: (64, 96, 48), 3: (64, 80, 16)}
+TOKENS = 16
+on_each_wire = on_each(ONE_RECIPE_A_WIRE)
+
+
+def stack(world: int, recipe: str | None, **options) -> nn.Module:
+    model = seed_weights(Stack(*WIDTHS[world]))
+    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe, **options)
+
+
+def run(model: nn.Module) -> int:
+    """Bytes that the all-gathers of a forward fill."""
+    x = gaussian((TOKENS, model.layers[0].in_features), generator(1))
+    with torch.no_grad(), Wire() as wire:
+        model(x)
+    return wire.gathered
+
+
+def kept_since(before: dict[int, int], expected: int) -> int:
+    """Bytes of codes that are there and were not before, once gloo's threads let go of what they received."""
+    for _ in range(500):
+        kept = sum(size for address, size in code_storages().items() if address not in before)
+        if kept == expected:
+            break
+        time.sleep(0.01)
+    return kept
+
+
+def code_storages() -> dict[int, int]:
+    """What ranks send lies in bytes; scale tables have other dtypes."""
+    gc.collect()
+    storages = [
+        thing.untyped_storage()
+        for thing in gc.get_objects()
+        if type(thing) is torch.Tensor and thing.dtype is torch.uint8
+    ]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _measured(rank: int, world: int, recipe: str, policy, all_gather: bool) -> list[tuple[int, int]]:
+    before, dtype = code_storages(), torch.float32 if policy is None else torch.bfloat16
+    model = shard(stack(world, recipe, float8_all_gather=all_gather), policy)
+    f8sub.precompute_scales(model)
+    run(model)
+    unsharded = []
+
+    def look(layer: nn.Module, args: object) -> None:
+        weight = layer.weight
+        held = weight.rowwise_data if isinstance(weight, f8sub.Float8Tensor) else weight
+        unsharded.append(held.untyped_storage().nbytes())
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in float8_layers(model)]
+    wire = run(model)
+    for hook in hooks:
+        hook.remove()
+    for module in (*model.layers, model):
+        module.reshard()
+    account = f8sub.conversion_report(model, TOKENS, dtype=dtype).bytes
+    kept = kept_since(before, account.here.codes)
+    masters = [layer.weight._local_tensor.untyped_storage().nbytes() for layer in float8_layers(model)]
+    plain = run(shard(stack(world, None), policy))
+    return [
+        (account.here.wire, wire),
+        (account.here.wire, sum(unsharded)),
+        (account.here.master, sum(masters)),
+        (account.here.codes, kept),
+        (account.high_precision.wire, plain),
+    ]
+
+
+@pytest.mark.parametrize(("world", "policy"), [(2, BF16), (3, None)], ids=["2-bf16", "3-fp32"])
+@on_each_wire
+def test_sharded_weights(ranks, recipe, policy, world):
+    for found in ranks(world, _measured, recipe, policy, True):
+        assert all(predicted == measured for predicted, measured in found), found
+
+
+def test_weights_gathered_in_high_precision(ranks):
+    for found in ranks(2, _measured, "tensorwise", BF16, False):
+        assert all(predicted == measured for predicted, measured in found), found
+
+
+def _in_backward(rank: int, world: int, recipe: str, all_gather: bool) -> tuple[int, int]:
+    model = f8sub.convert_to_float8(seed_weights(Stack(64, 96)), recipe=recipe, float8_all_gather=all_gather)
+    model = shard(model, BF16)
+    f8sub.precompute_scales(model)
+    gathered: list[torch.Tensor] = []
+    (layer,) = float8_layers(model)
+    layer.register_forward_pre_hook(lambda layer, args: gathered.append(layer.weight))
+    y = model(gaussian((TOKENS, 64), generator(1)).requires_grad_())
+    saved = next(tensors for node, tensors in nodes_of(y) if "Float8Matmul" in node.name())
+    kept = storages(tensor for tensor in saved if type(tensor) is torch.Tensor)
+    for weight in gathered:
+        whole = isinstance(weight, f8sub.Float8Tensor)
+        kept |= storages([weight.rowwise_data, weight.rowwise_scale_inv] if whole else [weight])
+    here = f8sub.conversion_report(model, TOKENS).bytes.here
+    return here.transient - here.wire, made_in_backward(y, kept)
+
+
+@pytest.mark.parametrize("all_gather", [True, False], ids=["float8", "high precision"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "gridquant"])
+def test_operands_that_backward_makes(ranks, recipe, all_gather):
+    # A weight that is re-encoded is cast by rows first, which no GEMM of backward reads.
+    by_rows = 96 * 64 + 96 * 4 if recipe == "rowwise" and not all_gather else 0
+    for predicted, made in ranks(2, _in_backward, recipe, all_gather):
+        assert 0 <= predicted - made - by_rows <= 3 * 4
+
+
+def _before_and_after(rank: int, world: int, recipe: str) -> tuple[int, int]:
+    model = stack(world, recipe)
+    before = f8sub.conversion_report(model, TOKENS).bytes.here
+    after = f8sub.conversion_report(shard(model), TOKENS).bytes.here
+    return (before.wire, before.saved), (after.wire, after.saved)
+
+
+@on_each_wire
+def test_the_wire_is_told_before_the_model_is_sharded(ranks, recipe):
+    for before, after in ranks(2, _before_and_after, recipe):
+        assert before == after
+
+
+def _tensor_parallel(rank: int, world: int) -> tuple[int, int, int]:
+    model = f8sub.convert_to_float8(MLP())
+    parallelize_module(model, mesh_of(world), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    here = f8sub.conversion_report(model, TOKENS).bytes.here
+    return here.master, sum(
+        p._local_tensor.untyped_storage().nbytes() for p in (model.up.weight, model.down.weight)
+    )
+
+
+def test_tensor_parallel_parts(ranks):
+    for predicted, measured in ranks(2, _tensor_parallel):
+        assert predicted == measured

@@ -1,0 +1,157 @@
+"""The first layer, role and rank of NaN or infinity, for a fault injected at each of them."""
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.models import Stack, precompute, seed_weights, shard, transformer
+from tests.wires import on_each
+
+RECIPES = ("tensorwise", "rowwise", "mxfp8", "nvfp4", "delayed")
+
+
+class Spoil(torch.autograd.Function):
+    """The identity, with one bad element in the value or in its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, in_forward):
+        ctx.in_forward = in_forward
+        x = x.clone()
+        if in_forward:
+            x.view(-1)[5] = torch.inf
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.clone()
+        if not ctx.in_forward:
+            dy.view(-1)[7] = torch.nan
+        return dy, None
+
+
+def spoil(model: torch.nn.Module, role: str) -> None:
+    layer = model.blocks[1].up
+    if role == "x":
+        layer.register_forward_pre_hook(lambda module, args: Spoil.apply(args[0], True))
+    elif role == "w":
+        with torch.no_grad():
+            layer.weight.to_local()[2, 3] = torch.nan
+    elif role == "y":
+        with torch.no_grad():
+            layer.bias.to_local()[0] = -torch.inf
+    elif role == "dy":
+        layer.register_forward_hook(lambda module, args, y: Spoil.apply(y, False))
+
+
+ROLES = ("x", "w", "y", "dy")
+
+
+def found(rank: int, world: int, recipe: str | None, role: str, checkpointed: bool) -> str:
+    model = transformer(recipe)
+    if checkpointed:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    precompute(model)
+    if rank == world - 1:
+        spoil(model, role)
+    with f8sub.find_nonfinite(model) as search:
+        model(gaussian((2, 4, 32), generator(rank))).square().mean().backward()
+    return str(search).replace("_checkpoint_wrapped_module.", "")
+
+
+def expected(role: str, world: int) -> str:
+    """The last rank is the bad one; but a bias is gathered in high precision, so all have it."""
+    where = f"ranks {', '.join(map(str, range(world)))}" if role == "y" else f"rank {world - 1}"
+    return f"{role} of blocks.1.up on {where}"
+
+
+@pytest.mark.parametrize("role", ROLES)
+@on_each(RECIPES)
+def test_the_first_layer_role_and_rank(ranks, recipe, role):
+    assert ranks(3, found, recipe, role, False) == [expected(role, 3)] * 3
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_under_activation_checkpointing(ranks, role):
+    assert ranks(2, found, "tensorwise", role, True) == [expected(role, 2)] * 2
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_model_that_was_not_converted(ranks, role):
+    assert ranks(2, found, None, role, False) == [expected(role, 2)] * 2
+
+
+@on_each(RECIPES)
+def test_gradients_that_overflow_on_the_way(recipe):
+    """Products beyond the dtype: the layer's dy is finite, and its dx or dw is not."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 32)).half(), recipe=recipe)
+    x = (100 * gaussian((64, 32), generator(0))).half().requires_grad_()
+    with f8sub.find_nonfinite(model) as search:
+        model(x).backward(torch.full((64, 32), 3e4, dtype=torch.float16))
+    assert search.first is not None
+    assert (search.first.layer, search.first.ranks) == ("layers.0", (0,))
+    assert search.first.role in ("dx", "dw")
+
+
+def of_parts(rank: int, world: int) -> str:
+    """dy is finite; dx overflows in the half of the columns that rank 1 has."""
+    model = Stack(32, 32, 32)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.weight.copy_(torch.eye(32))
+        model.layers[1].weight[:, 16:] *= 4.0
+    model = f8sub.convert_to_float8(model.half())
+    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+    x = gaussian((8, 32), generator(0)).half().requires_grad_()
+    with f8sub.find_nonfinite(model) as search:
+        model(x).backward(torch.full((8, 32), 3e4, dtype=torch.float16))
+    return str(search)
+
+
+def test_a_tensor_parallel_layer_s_own_gradients(ranks):
+    assert ranks(2, of_parts) == ["dx of layers.1 on rank 1"] * 2
+
+
+def nothing(rank: int, world: int) -> tuple[str, bool]:
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 32))))
+    hooks = len(model.layers[0]._forward_hooks), len(model.layers[0]._forward_pre_hooks)
+    with f8sub.find_nonfinite(model) as search:
+        model(gaussian((4, 32), generator(0))).square().mean().backward()
+    layer = model.layers[0]
+    return str(search), (len(layer._forward_hooks), len(layer._forward_pre_hooks)) == hooks
+
+
+def test_where_there_is_nothing_to_find(ranks):
+    assert ranks(2, nothing) == [("every tensor is finite", True)] * 2
+
+
+def test_compiled_blocks_run_eagerly_inside():
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 32, 32)))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = gaussian((4, 32), generator(0))
+    compiled(x)
+    x[1, 1] = torch.nan
+    with f8sub.find_nonfinite(model) as search:
+        model.layers[0](input=x)
+    assert str(search) == "x of layers.0 on rank 0"
+    with f8sub.find_nonfinite(model) as search:
+        y = compiled(x)
+        y.backward(gaussian(tuple(y.shape), generator(2)))
+    assert str(search) == "x of layers.0 on rank 0"
+
+
+def test_an_exception_inside_passes_through():
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 32)))
+    with pytest.raises(KeyError), f8sub.find_nonfinite(model) as search:
+        raise KeyError
+    assert search.first is None
+    assert not model.layers[0]._forward_hooks

@@ -1,0 +1,62 @@
+"""torchtitan 0.3 on CPUs and gloo: as a script, its command line (``torchrun -m tests.features.torchtitan.cpu
+--module ...``); for the tests, runs in forked ranks. No function of torchtitan is replaced: it takes all from its
+environment, which is set first.
+
+Importing this changes what torchtitan believes the device to be: nothing imports it but ranks.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.features.torchtitan import gloo  # first: it sets what the others read when they are imported
+
+# isort: split
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torchtitan.tools import utils
+
+utils.device_type, utils.device_module = "cpu", gloo.CpuDevice("cpu_device")
+if not hasattr(dist, "set_timeout"):  # torch before 2.14 has it under another name
+    dist.set_timeout = lambda timeout, group=None: _set_pg_timeout(timeout, group)
+
+import torchtitan.train  # noqa: E402
+import torchtitan.trainer  # noqa: E402
+from torchtitan.tools.logging import init_logger  # noqa: E402
+
+from tests.features.torchtitan import configs  # noqa: E402
+
+torchtitan.trainer.time = gloo.without_sleep(torchtitan.trainer.time)
+
+
+def configured(arguments: list[str], folder: Path) -> Any:
+    """A config of ``configs``, with options as of the command line, which takes seconds to parse.
+
+    Args:
+        arguments: the config's name and, after a colon, its arguments; then ``section.field=value``. Values are JSON.
+        folder: where a run takes its assets from and leaves everything.
+    """
+    (name, _, given), *options = arguments[0].partition(":"), *arguments[1:]
+    config = getattr(configs, name)(**json.loads(given or "{}"))
+    config.hf_assets_path, config.dataloader.dataset_path = str(folder / "tokenizer"), str(folder / "data")
+    config.dump_folder = str(folder)
+    for option in options:
+        path, _, value = option.partition("=")
+        *sections, field = path.split(".")
+        section = functools.reduce(getattr, sections, config)
+        getattr(section, field)  # of that name
+        setattr(section, field, json.loads(value))
+    if config.parallelism.context_parallel_degree > 1:
+        configs.with_sequence_parallel_attention(config)
+    return config
+
+
+def trainer_of(rank: int, arguments: list[str], folder: Path) -> Any:
+    gloo.as_rank(rank, folder)
+    init_logger()
+    return configured(arguments, folder).build()
+
+
+if __name__ == "__main__":
+    torchtitan.train.main()

@@ -1,0 +1,74 @@
+"""Bodies for ranks of the ``titan`` fixture. Nothing here imports torchtitan before a rank runs it."""
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from f8sub.features.delayed.layers import states_of
+
+
+def installed() -> str | None:
+    """torchtitan's version without the last number, as in "0.3"."""
+    try:
+        return importlib.metadata.version("torchtitan").rpartition(".")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+CPU = {"0.3": "tests.features.torchtitan.cpu", "0.2": "tests.features.torchtitan.cpu_0_2"}
+"""What makes each version run on CPUs."""
+
+
+def make_assets(rank: int, world: int, folder: Path) -> None:
+    from tests.features.torchtitan import gloo
+
+    gloo.make_assets(rank, world, folder)
+
+
+def trainer_of(rank: int, arguments: list[str], folder: Path) -> Any:
+    return importlib.import_module(CPU[installed()]).trainer_of(rank, arguments, folder)
+
+
+def train(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
+    from tests.features.torchtitan import gloo
+
+    return gloo.train(trainer_of(rank, arguments, folder))
+
+
+def count(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
+    from tests.features.torchtitan import gloo
+
+    return gloo.train(trainer_of(rank, arguments, folder), count=True)
+
+
+def ages(rank: int, world: int, arguments: list[str], folder: Path) -> list[int]:
+    """Of each float8 layer after a run of 3 steps, how many of its weight's last 3 amaxes there are."""
+    import f8sub
+
+    trainer = trainer_of(rank, arguments, folder)
+    trainer.train()
+    layers = [m for m in trainer.model_parts[0].modules() if isinstance(m, f8sub.Float8Linear)]
+    f8sub.precompute_scales(trainer.model_parts)
+    return [int((states_of(layer)[0].history_w[-3:] > 0).sum()) for layer in layers]
+
+
+def alone(test: Callable[..., None], titan: str = "titan") -> Callable[..., None]:
+    """A test that runs in a process of its own that has torchtitan; ``titan`` names the fixture of its version."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        arguments.pop(titan)(1, _call, test.__module__, test.__name__, arguments)
+
+    own = inspect.signature(test)
+    fixture = inspect.Parameter(titan, inspect.Parameter.KEYWORD_ONLY)
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), fixture])  # type: ignore[attr-defined]
+    return run
+
+
+def _call(rank: int, world: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(sys.modules[module], name).__wrapped__(**arguments)

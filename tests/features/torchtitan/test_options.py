@@ -1,0 +1,145 @@
+"""Options of recipes and of what is kept of x, as torchtitan 0.3's users say them."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import f8sub
+from f8sub.features.torchtitan.options import Options
+from tests.features.torchtitan.runs import alone
+from tests.features.torchtitan.test_converter import converted, converter, debugmodel, on_meta
+from tests.features.torchtitan.test_training import NVFP4, last, long
+
+
+def from_the_command_line(*options: str) -> Any:
+    """The model of a command line's config, built as the trainer does."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.override import apply_overrides
+
+    config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *options])
+    taken = config.model_spec.model  # before overrides, as the trainer does
+    apply_overrides(config.override, config)
+    return on_meta(taken)
+
+
+def recipe_of(model: torch.nn.Module, name: str = "feed_forward.w1") -> f8sub.Recipe:
+    return model.layers["0"].get_submodule(name).plan.recipe
+
+
+RECIPES = {
+    "delayed": {"margin": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent"},
+    "gridquant": {"block": 128, "dy": "float8_e4m3fn"},
+    "nvfp4": {"stochastic_rounding": True, "hadamard": True},
+    "blockwise": {"power_of_2_scales": False},
+}
+
+
+@alone
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipes_options_on_the_command_line(name):
+    given = RECIPES[name]
+    said = json.dumps({"recipe_name": name, "recipe_options": given})
+    recipe = recipe_of(from_the_command_line("--override.imports", f"f8sub.titan.float8={said}"))
+    expected = {key: torch.float8_e4m3fn if key == "dy" else value for key, value in given.items()}
+    assert recipe == f8sub.get_recipe(name, **expected)
+    assert recipe != f8sub.get_recipe(name)
+
+
+@alone
+def test_all_three_together():
+    said = {
+        "recipe_name": {"feed_forward": "delayed", "*": "gridquant"},
+        "recipe_options": {"delayed": {"margin": 1.5}, "gridquant": {"block": 64}},
+        "keep_x": {"wo": "high_precision"},
+    }
+    model = from_the_command_line("--override.imports", f"f8sub.titan.float8={json.dumps(said)}")
+    assert recipe_of(model) == f8sub.get_recipe("delayed", margin=1.5)
+    assert recipe_of(model, "attention.wo") == f8sub.get_recipe("gridquant", block=64)
+    assert model.layers["0"].attention.wo.keep_x == "high_precision"
+
+
+@alone
+def test_a_recipe_of_the_leading_layers_alone():
+    """As torchtitan's configs of nvfp4 leave their last layers, and no pattern matches what has no number."""
+    model = on_meta(debugmodel(converter(recipe_name={"layers.[0-4]": "nvfp4"})))
+    found = {fqn.split(".")[1] for fqn in converted(model)}
+    assert found == {"0", "1", "2", "3", "4"}
+    assert len(converted(model)) == 5 * 5
+
+
+@alone
+@pytest.mark.parametrize("option", ["recipe_name", "keep_x"])
+def test_a_pattern_that_decides_for_no_layer_is_named(option):
+    idle = {"feed_forward.w4": {"recipe_name": "rowwise", "keep_x": "float8"}[option]}
+    rest = {"recipe_name": {"*": "tensorwise"}, "keep_x": {}}[option]
+    with pytest.warns(f8sub.Float8Warning, match=r"feed_forward\.w4.*matches no linear layer"):
+        on_meta(debugmodel(converter(**{option: {**idle, **rest}})))
+
+
+@alone
+def test_in_code_options_are_any_values_and_configs_are_json_all_the_same():
+    def largest(history: torch.Tensor) -> torch.Tensor:
+        return history.amax(0)
+
+    for name, given in (
+        ("gridquant", {"dy": torch.float8_e4m3fn}),
+        ("delayed", {"amax_compute_algo": largest}),
+    ):
+        config = debugmodel(converter(recipe_name=name, recipe_options=given))
+        assert recipe_of(on_meta(config)) == f8sub.get_recipe(name, **given)
+        said = json.loads(json.dumps(config.to_dict()))["float8"]
+        assert said["recipe_name"] == name
+        assert said["recipe_options"].keys() == given.keys()
+    recipe = f8sub.get_recipe("delayed", margin=3)
+    assert recipe_of(on_meta(debugmodel(converter(recipe_name=recipe)))) == recipe
+
+
+MISTAKES = [
+    ({"recipe_name": "delayed", "recipe_options": {"margn": 2}}, r"margn.*it has \['margin'"),
+    ({"recipe_name": "delayed", "recipe_options": {"margin": "2"}}, r"margin is .* got '2'"),
+    ({"recipe_name": "delayed", "recipe_options": {"fp8_format": ["E4M3"]}}, r"'fp8_format': \['E4M3'\]"),
+    ({"recipe_name": "gridquant", "recipe_options": {"block": 0}}, r"'block': 0.*'gridquant'"),
+    ({"recipe_name": "gridquant", "recipe_options": {"dy": "float8"}}, r"'dy': 'float8'.*float8_e5m2"),
+    ({"recipe_name": "nvfp4", "recipe_options": {"hadamard": "yes"}}, r"hadamard .*True or False.*'yes'"),
+    ({"recipe_options": {"block": 128}}, r"'tensorwise' has no options \['block'\]"),
+    ({"recipe_options": [2]}, r"recipe_options=\[2\] is no mapping"),
+    ({"recipe_name": {"*": "delayed"}, "recipe_options": {"margin": 2}}, r"'margin': 2; .*\['delayed'\]"),
+    ({"recipe_name": {"*": "delayed"}, "recipe_options": {"nvfp4": {}}}, r"'nvfp4': \{\}; .*\['delayed'\]"),
+    ({"keep_x": "float16"}, r"keep_x='float16' is none of 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), MISTAKES)
+def test_a_mistake_names_the_option(options, says):
+    with pytest.raises(f8sub.Float8ConfigError, match=says):
+        Options(**options)
+
+
+@alone
+def test_a_mistake_on_the_command_line_is_an_error_before_a_model_is_built():
+    said = json.dumps(MISTAKES[0][0])
+    with pytest.raises(Exception, match="margn") as raised:
+        from_the_command_line("--override.imports", f"f8sub.titan.float8={said}")
+    errors = [raised.value]
+    while errors[-1] is not None:
+        errors.append(errors[-1].__cause__ or errors[-1].__context__)
+    assert any(isinstance(error, f8sub.Float8ConfigError) for error in errors)
+
+
+@long
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("delayed", {"margin": 3, "amax_history_len": 2}),
+        ("gridquant", {"block": 64}),
+        ("nvfp4", {"hadamard": True}),
+    ],
+)
+def test_a_recipes_options_train(train, name, options):
+    said = json.dumps({"recipe_name": name, "recipe_options": options}, separators=(",", ":"))
+    default = NVFP4 if name == "nvfp4" else f'f8sub:{{"recipe_name":"{name}"}}'
+    ours = train(2, f"f8sub:{said}")
+    assert ours != train(2, default)
+    assert abs(last(ours) - last(train(2, "bf16"))) < 4e-3

@@ -1,0 +1,145 @@
+"""Small models of the shapes FSDP2 meets in practice, with weights that do not depend on the rank."""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils import _pytree as pytree
+
+import f8sub
+from tests.data_sets import gaussian, generator, spread_columns
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    """Pre-norm attention whose q, k, v share one x, then a gated MLP whose two inputs share another."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, hidden), nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        x = x + self.o(F.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h)))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Transformer(nn.Module):
+    """Blocks and a head named ``lm_head``, which conversion leaves alone."""
+
+    def __init__(self, width: int = 32, hidden: int = 48, blocks: int = 2, classes: int = 11) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
+        self.lm_head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+class Stack(nn.Module):
+    """Linear layers without a bias, each a block of its own: every gathered byte is a weight's."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.layers = nn.ModuleList(nn.Linear(fan_in, fan_out, bias=False) for fan_in, fan_out in pairs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def seed_weights(model: nn.Module, spread: float = 0.0, seed: int = 0) -> nn.Module:
+    """The same random parameters on every rank; the columns of matrices spread over ``e ** spread``."""
+    rng = generator(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = gaussian(tuple(parameter.shape), rng)
+            if parameter.dim() == 2:
+                parameter.copy_(spread_columns(noise / parameter.shape[1] ** 0.5, spread))
+            else:
+                parameter.copy_(0.1 * noise + ("norm" in name and name.endswith("weight")))
+    return model
+
+
+def transformer(recipe: str | None, *, spread: float = 0.0, all_gather: bool = True) -> nn.Module:
+    model = seed_weights(Transformer(), spread)
+    if recipe is None:
+        return model
+    return f8sub.convert_to_float8(model, recipe=recipe, float8_all_gather=all_gather)
+
+
+def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, **options: Any) -> nn.Module:
+    """``fully_shard`` on each block, then on the root, as training scripts do."""
+    policy = policy or MixedPrecisionPolicy()
+    for block in getattr(model, "blocks", None) or model.layers:
+        fully_shard(block, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy, **options)
+
+
+def float8_layers(model: nn.Module) -> list[f8sub.Float8Linear]:
+    return [module for module in model.modules() if isinstance(module, f8sub.Float8Linear)]
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """A Transformer's loss on the tokens of one rank in one step."""
+    rng = generator(10 * step + rank)
+    logits = model(gaussian((4, 4, 32), rng)).flatten(0, 1).float()
+    return F.cross_entropy(logits, torch.randint(11, (16,), generator=rng))
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+    """Backward and step; the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def precompute(model: nn.Module) -> None:
+    """``precompute_scales`` of a model that may be the plain one beside a converted one."""
+    if float8_layers(model):
+        f8sub.precompute_scales(model)
+
+
+def train(
+    model: nn.Module,
+    rank: int = 0,
+    *,
+    steps: int = 3,
+    microbatches: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
+    """A Transformer's losses in every microbatch of a few steps, of AdamW where no optimizer is given."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    precompute(model)
+    for step in range(steps):
+        for micro in range(microbatches):
+            loss = loss_of(model, microbatches * step + micro, rank)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        precompute(model)
+    return losses
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Whether two trees of tensors and values are the same, bitwise."""
+    (leaves, tree), (others, other_tree) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
+    return tree == other_tree and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(leaves, others, strict=True)
+    )

@@ -1,0 +1,406 @@
+"""Ranks forked from one warm process, about a tenth of a second for two of them; gloo, or NCCL with a GPU each.
+
+``Nursery.start()`` forks a helper once, after collection and before the first test: torch and every test
+module are imported in it, and no test has left threads or autograd workers behind. For each request it forks
+the ranks, which meet through a file, run ``body(rank, world, *args)`` and send back a pickled result. Ranks
+that miss the deadline are killed by their own ids, after each wrote where it stood; each also carries an
+alarm of its own.
+
+The tests of a file use the same ranks, one after another, unless they are marked ``own_ranks``: half of what a short
+body costs is a new process that does everything for the first time. If one rank fails, none of its group is used again.
+"""
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib
+import itertools
+import os
+import pickle
+import re
+import select
+import selectors
+import shutil
+import signal
+import struct
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HEADER = struct.Struct("!Q")
+REAPED_WITHIN = 10.0
+"""Seconds after which a killed rank is left behind: one that hangs in a driver's call may not end at all."""
+DEADLINE = 300.0
+"""Seconds that ranks have: so many that only ranks that wait for ever miss it, however busy the machine is."""
+SHARED_BY = 40
+"""Bodies that run in the same ranks: each may leave process groups with their threads and descriptors behind."""
+ANSWERED_WITHIN = 60.0
+"""Seconds, beside the ranks' own, after which the nursery is taken for lost."""
+
+
+class RankFailure(AssertionError):
+    """At least one rank raised, died or missed the deadline; the message holds every traceback."""
+
+
+@dataclass
+class Request:
+    """What ranks do: one body for all; with ``gpus``, rank r on device r; with ``file``, in that file's ranks."""
+
+    world: int
+    body: Callable[..., Any]
+    args: tuple[Any, ...]
+    timeout: float
+    gpus: bool = False
+    file: str | None = None
+
+
+@dataclass
+class Reply:
+    """One rank's result, or the text of what went wrong."""
+
+    result: Any = None
+    error: str | None = None
+
+
+@dataclass
+class Child:
+    """A forked rank as the nursery sees it."""
+
+    rank: int
+    pid: int
+    reader: int
+    writer: int
+    received: bytearray = field(default_factory=bytearray)
+    finished: bool = False
+
+    @property
+    def answered(self) -> bool:
+        if len(self.received) < HEADER.size:
+            return False
+        return len(self.received) >= HEADER.size + HEADER.unpack_from(self.received)[0]
+
+
+def _write(descriptor: int, payload: bytes) -> None:
+    message = memoryview(HEADER.pack(len(payload)) + payload)
+    while message:
+        message = message[os.write(descriptor, message) :]
+
+
+def _read_exactly(descriptor: int, count: int) -> bytes:
+    chunks = bytearray()
+    while len(chunks) < count:
+        chunk = os.read(descriptor, min(count - len(chunks), 1 << 20))
+        if not chunk:
+            raise EOFError("the other end of the pipe is closed")
+        chunks += chunk
+    return bytes(chunks)
+
+
+def _read(descriptor: int) -> bytes:
+    (count,) = HEADER.unpack(_read_exactly(descriptor, HEADER.size))
+    return _read_exactly(descriptor, count)
+
+
+def _run_rank(rank: int, request: Request, folder: Path, reader: int, writer: int) -> None:
+    """The whole life of one rank; never returns to the code that forked it."""
+    with open(folder / f"output{rank}", "a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    faulthandler.enable(2)
+    filters = warnings.filters[:]
+    for number in itertools.count():
+        signal.alarm(int(request.timeout) + 5)
+        faulthandler.dump_traceback_later(request.timeout * 0.75, file=2)
+        try:
+            warnings.filters[:] = filters
+            _prepare(rank, request, folder / f"store{number}")
+            payload = pickle.dumps(Reply(result=request.body(rank, request.world, *request.args)))
+        except BaseException:
+            _write(writer, pickle.dumps(Reply(error=traceback.format_exc())))
+            return  # at once: the others learn from the closed connection
+        _write(writer, payload)
+        # A rank may wait longer for the next test than a test may take.
+        signal.alarm(0)
+        faulthandler.cancel_dump_traceback_later()
+        following: Request | None = pickle.loads(_read(reader))
+        if following is None:
+            break
+        request = following
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()  # leaving while another rank still reads would look like a crash to it
+
+
+def _prepare(rank: int, request: Request, store: Path) -> None:
+    """What a body finds; of an earlier one in the same ranks, what it let go of is freed."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _strict_warnings(request.gpus)
+    if request.gpus:
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if dist.is_initialized():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        gc.collect()
+        return
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if request.gpus else "gloo",
+        store=dist.FileStore(str(store), request.world),
+        rank=rank,
+        world_size=request.world,
+        timeout=datetime.timedelta(seconds=request.timeout),
+    )
+
+
+def _strict_warnings(gpus: bool) -> None:
+    """Ranks fail on an unexpected Float8Warning, as the pytest process does."""
+    import f8sub
+
+    warnings.simplefilter("error", f8sub.Float8Warning)
+    if gpus:  # every recipe is run on every GPU, those of other GPUs by the reference
+        warnings.filterwarnings("ignore", ".*no native float8 GEMM")
+
+
+class Group:
+    """Ranks that meet: forked for a first request, given others of the same world while none of them fails."""
+
+    def __init__(self, request: Request) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._bodies = 0
+        self._children: list[Child] = []
+        for rank in range(request.world):
+            self._children.append(self._fork(rank, request))
+
+    def _fork(self, rank: int, request: Request) -> Child:
+        (request_reader, request_writer), (reply_reader, reply_writer) = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(request_writer)
+                os.close(reply_reader)
+                _run_rank(rank, request, self._folder, request_reader, reply_writer)
+            finally:
+                os._exit(0)
+        os.close(request_reader)
+        os.close(reply_writer)
+        return Child(rank, pid, reply_reader, request_writer)
+
+    def run(self, request: Request) -> list[Reply]:
+        """The replies to a request; the first is the one that the ranks were forked for."""
+        if self._bodies:
+            for child in self._children:
+                child.received.clear()
+                os.truncate(self._folder / f"output{child.rank}", 0)
+            self._send(request)
+        _collect(self._children, lambda child: child.answered, request.timeout)
+        replies = [self._reply_of(child, request) for child in self._children]
+        self._bodies += 1
+        return replies
+
+    def _reply_of(self, child: Child, request: Request) -> Reply:
+        reply = _reply_of(child, self._folder, request.timeout)
+        if reply.error is not None and self._bodies:
+            reply.error += f"\nThese ranks had run {self._bodies} tests of {request.file} before."
+        return reply
+
+    def _send(self, request: Request | None) -> None:
+        message = pickle.dumps(request)
+        for child in self._children:
+            with contextlib.suppress(BrokenPipeError):
+                _write(child.writer, message)
+
+    def is_spent(self, replies: list[Reply]) -> bool:
+        return self._bodies >= SHARED_BY or any(reply.error is not None for reply in replies)
+
+    def end(self, within: float) -> None:
+        """Wait so many seconds for the ranks to leave, then kill those that have not."""
+        self._send(None)  # not by closing the pipe alone: ranks forked later have the other end, too
+        _collect(self._children, lambda child: False, within)
+        for child in self._children:
+            if not child.finished:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+            _is_reaped(child.pid, REAPED_WITHIN)
+            os.close(child.reader)
+            os.close(child.writer)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _collect(children: list[Child], is_done: Callable[[Child], bool], timeout: float) -> None:
+    """Reads from every rank until that is done, or the rank closes its pipe, or the time is up."""
+    deadline = time.monotonic() + timeout
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            if not child.finished:
+                selector.register(child.reader, selectors.EVENT_READ, child)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                chunk = os.read(key.fd, 1 << 20)
+                key.data.received += chunk
+                key.data.finished = not chunk
+                if not chunk or is_done(key.data):
+                    selector.unregister(key.fd)
+
+
+def _reply_of(child: Child, folder: Path, timeout: float) -> Reply:
+    lines = _IDLE.sub("", (folder / f"output{child.rank}").read_text(errors="replace")).splitlines()
+    output = "\n".join(_without_pytests_frames(lines)[-90:])
+    if not child.answered and not child.finished:
+        return Reply(error=f"no answer within {timeout:.0f} s; killed.\n{output}")
+    if not child.answered:
+        return Reply(error=f"died without an answer.\n{output}")
+    reply: Reply = pickle.loads(bytes(child.received[HEADER.size :]))
+    if reply.error is not None and output:
+        reply.error += f"--- its output ---\n{output}"
+    return reply
+
+
+_IDLE = re.compile(r"Thread \S+ \(most recent call first\):\n  <no Python frame>\n\n?")
+"""A thread of no Python in a traceback of all: dozens of a process that uses a GPU."""
+
+
+def _without_pytests_frames(lines: list[str]) -> list[str]:
+    """Of a traceback of where a rank stood, the frames below the rank's own are pytest's."""
+    kept, below = [], False
+    for line in lines:
+        below = "in _run_rank" in line or (below and line.startswith("  File "))
+        if not below:
+            kept.append(line)
+    return kept
+
+
+def _is_reaped(pid: int, within: float) -> bool:
+    """Whether a child has ended within so many seconds."""
+    deadline = time.monotonic() + within
+    while os.waitpid(pid, os.WNOHANG)[0] != pid:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+class Server:
+    """In the nursery: the ranks of one file, by how many they are."""
+
+    def __init__(self) -> None:
+        self._file: str | None = None
+        self._shared: dict[int, Group] = {}
+
+    def serve(self, request: Request) -> list[Reply]:
+        if request.file != self._file:
+            self.end()
+        self._file = request.file
+        group = self._shared.pop(request.world, None) or Group(request)
+        replies = group.run(request)
+        if request.file is None or group.is_spent(replies):
+            # Ranks that answered leave together; of others there may be one that never does.
+            all_well = all(reply.error is None for reply in replies)
+            group.end(within=request.timeout if all_well else 0)
+        else:
+            self._shared[request.world] = group
+        return replies
+
+    def end(self) -> None:
+        for group in self._shared.values():
+            group.end(within=REAPED_WITHIN)
+        self._shared.clear()
+
+
+class Nursery:
+    """The warm process that ranks are forked from."""
+
+    def __init__(self, pid: int, requests: int, replies: int) -> None:
+        self.pid, self._requests, self._replies = pid, requests, replies
+        self._lost = False
+
+    @classmethod
+    def start(cls, *modules: str) -> "Nursery":
+        """Fork it; ``modules`` are imported in it too, once for all ranks."""
+        request_reader, request_writer = os.pipe()
+        reply_reader, reply_writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(request_writer)
+                os.close(reply_reader)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                # A second that each rank's fully_shard would spend, and another of each that compiles.
+                for module in ("torch._dynamo", "torch._inductor.compile_fx", *modules):
+                    importlib.import_module(module)
+                # What is imported lives as long as the ranks do: their collections, a second each, need not look.
+                gc.freeze()
+                server = Server()
+                while True:
+                    try:
+                        request = pickle.loads(_read(request_reader))
+                    except EOFError:
+                        break
+                    if request is None:
+                        break
+                    _write(reply_writer, pickle.dumps(server.serve(request)))
+                server.end()
+            finally:
+                os._exit(0)
+        os.close(request_reader)
+        os.close(reply_writer)
+        return cls(pid, request_writer, reply_reader)
+
+    def run(
+        self,
+        world: int,
+        body: Callable[..., Any],
+        *args: Any,
+        timeout: float = DEADLINE,
+        gpus: bool = False,
+        file: str | None = None,
+    ) -> list[Any]:
+        """``body(rank, world, *args)`` on ``world`` ranks; the results in the order of the ranks.
+
+        Args:
+            world: number of ranks.
+            body: a function of a module.
+            args: what it is given.
+            timeout: seconds until ranks that have not answered are killed.
+            gpus: whether rank r is on device r.
+            file: the test file whose ranks run it, which other tests of the file may have used before; None for
+                ranks of its own.
+        """
+        if not self._lost:
+            _write(self._requests, pickle.dumps(Request(world, body, args, timeout, gpus, file)))
+            self._lost = not select.select([self._replies], [], [], timeout + ANSWERED_WITHIN)[0]
+        if self._lost:
+            raise RankFailure(
+                f"{body.__name__}: the process that forks ranks does not answer; it is asked no more"
+            )
+        replies: list[Reply] = pickle.loads(_read(self._replies))
+        errors = [
+            f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None
+        ]
+        if errors:
+            raise RankFailure(
+                f"{len(errors)} of {world} ranks failed in {body.__name__}\n" + "\n".join(errors)
+            )
+        return [reply.result for reply in replies]
+
+    def stop(self) -> None:
+        if self._lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            _is_reaped(self.pid, REAPED_WITHIN)
+            return
+        # Not by closing the pipe alone: a process forked later has the other end, too.
+        _write(self._requests, pickle.dumps(None))
+        os.close(self._requests)
+        os.close(self._replies)
+        os.waitpid(self.pid, 0)

@@ -1,0 +1,125 @@
+"""The amax table that kernels fill: what torch's operators fill it with, bitwise, on every rank and for every recipe.
+
+The kernels are interpreted, in ranks that were forked before anything imported triton.
+"""
+
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import f8sub
+from f8sub.kernels.triton import quantize_cuda, shard_amaxes
+from tests.data_sets import gaussian, generator
+from tests.kernels import interpreted
+from tests.kernels.interpreted import needs_triton
+from tests.models import Stack, seed_weights
+
+
+def tables_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of each table, by name."""
+    for table in model.layers[0].converted.exchanges.values():
+        table.settle()
+        for name in ("whole", "_scale", "_scale_inv"):
+            yield name, getattr(table._entries, name).cpu().clone()
+
+
+def change(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for number, layer in enumerate(model.layers):
+            local = layer.weight.to_local()
+            noise = gaussian(tuple(local.shape), generator(10 * step + number)) * (step < 3)
+            local.copy_(0.25 * noise.to(local) + (0.5 + number))
+            if step == 2 and local.numel():
+                local[-1, 0] = (float("nan"), float("inf"), 3.0)[number]
+        if step == 3:
+            master = model.layers[0].weight._local_tensor
+            master.data = 2.0 * master.plain
+
+
+def steps(recipe: str, columns: bool, device: str) -> list[tuple[str, torch.Tensor]]:
+    """Tables after the first call, a change, with NaN and infinity in shards, and after a weight got other memory."""
+    model = f8sub.convert_to_float8(
+        seed_weights(Stack(96, 304, 160, 48)).bfloat16().to(device), recipe=recipe
+    )
+    model.layers[1].float()
+    placement = (lambda parameter: Shard(1)) if columns else None
+    for layer in model.layers:
+        fully_shard(layer, shard_placement_fn=placement)
+    fully_shard(model)
+    found = []
+    for step in range(4):
+        change(model, step)
+        try:
+            f8sub.precompute_scales(model)
+        except f8sub.Float8NumericsError:
+            assert step == 3
+            f8sub.precompute_scales(model)
+        found += tables_of(model)
+    return found
+
+
+def differences(recipe: str, columns: bool, device: str) -> tuple[list[str], list[str], int]:
+    """Tensors that differ from what torch's operators make, kernels launched, and how often launches were planned."""
+    from f8sub.kernels.triton import launcher
+
+    launched: list[str] = []
+    run = launcher.Launch.run
+
+    def counted(self: launcher.Launch) -> None:
+        launched.append(self.kernel.fn.__name__)
+        run(self)
+
+    planned = mock.Mock(wraps=shard_amaxes.amaxes)
+    with (
+        mock.patch.object(launcher.Launch, "run", counted),
+        mock.patch.object(shard_amaxes, "amaxes", planned),
+    ):
+        found = steps(recipe, columns, device)
+    with mock.patch.object(quantize_cuda, "takes", return_value=False):
+        expected = steps(recipe, columns, device)
+    wrong = [
+        name
+        for (name, ours), (_, right) in zip(found, expected, strict=True)
+        if not bool(((ours == right) | (ours.isnan() & right.isnan())).all())
+    ]
+    assert len(expected) == 12
+    assert any(tensor.isinf().any() for _, tensor in expected)
+    return wrong, launched, planned.call_count
+
+
+def interpreted_differences(
+    rank: int, world: int, recipe: str, columns: bool
+) -> tuple[list[str], list[str], int]:
+    # What decides whether kernels are interpreted is read when triton's own are defined.
+    for name in list(sys.modules):
+        if name.startswith(("triton", "f8sub.kernels.triton.")) and not name.startswith("triton._C"):
+            del sys.modules[name]
+    interpreted._start()
+    return differences(recipe, columns, "cpu")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("recipe", "world", "columns"),
+    [
+        ("tensorwise", 2, False),
+        ("delayed", 1, False),
+        pytest.param("rowwise", 3, False, marks=pytest.mark.long),
+        ("blockwise", 3, False),
+        pytest.param("blockwise", 2, True, marks=pytest.mark.long),
+        pytest.param("gridquant", 2, False, marks=pytest.mark.long),
+        ("mxfp8", 2, False),
+    ],
+)
+def test_tables_are_those_of_torchs_operators(ranks, recipe, world, columns):
+    for wrong, launched, planned in ranks(world, interpreted_differences, recipe, columns):
+        assert wrong == []
+        assert launched.count("amaxes_of_many") in (4, 8)
+        assert launched.count("scales_of_many") >= 4 * (recipe != "mxfp8")
+        assert planned == 2

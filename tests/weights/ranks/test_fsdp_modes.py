@@ -1,0 +1,287 @@
+"""Each way of running FSDP2: the losses with the float8 all-gather are those without it, bit for bit."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.models import BF16, Transformer, loss_of, seed_weights, shard, transformer
+from tests.selection import long_but
+from tests.wire import Wire
+from tests.wires import ONE_RECIPE_A_WIRE, PER_LAYER
+
+STEPS, MICROBATCHES = 2, 2
+How = Callable[[nn.Module], nn.Module]
+
+
+def with_options(**options) -> How:
+    return lambda model: shard(model, **options)
+
+
+def with_policy(**policy: torch.dtype) -> How:
+    return lambda model: shard(model, MixedPrecisionPolicy(**policy))
+
+
+def on_mesh(*shape: int) -> How:
+    return lambda model: shard(
+        model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    )
+
+
+def on_two_meshes(model: nn.Module) -> nn.Module:
+    """One block over all ranks, the other over pairs: two tables of scales."""
+    flat = init_device_mesh("cpu", (4,))
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.blocks[0], mesh=flat)
+    fully_shard(model.blocks[1], mesh=pairs)
+    return fully_shard(model, mesh=flat)
+
+
+def prefetching(model: nn.Module) -> nn.Module:
+    model = shard(model)
+    model.set_modules_to_forward_prefetch([model.blocks[0]])
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+    return model
+
+
+def frozen_first_block(model: nn.Module) -> nn.Module:
+    model.blocks[0].requires_grad_(False)
+    return shard(model)
+
+
+def matrices_by_columns(parameter: nn.Parameter) -> Shard:
+    """The head's 11 classes included: 32 columns are even for 2 ranks, the only way Shard(1) goes."""
+    return Shard(1) if parameter.dim() == 2 else Shard(0)
+
+
+def ignored(model: nn.Module) -> nn.Module:
+    """Weights that stay whole on every rank, cast there; nobody reduces their gradients, so they are frozen."""
+    kept = [model.blocks[0].q.weight, model.blocks[1].down.weight]
+    for parameter in kept:
+        parameter.requires_grad_(False)
+    return shard(model, ignored_params=set(kept))
+
+
+def tied_in_one_group(model: nn.Module) -> nn.Module:
+    """Two blocks are one group, in which two layers have one weight."""
+    fully_shard(list(model.blocks))
+    return fully_shard(model)
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    return shard(model)
+
+
+def selectively_checkpointed(model: nn.Module) -> nn.Module:
+    """The products are kept, and all else is computed again."""
+
+    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        kept = op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    return shard(model)
+
+
+def unsharded_by_hand(model: nn.Module) -> nn.Module:
+    """Gathered before forward, one of them without waiting, and kept between forward and backward."""
+    model = shard(model)
+
+    def gather(module: nn.Module, args: object) -> None:
+        module.blocks[0].unshard(async_op=True)
+        module.blocks[1].unshard()
+
+    model.register_forward_pre_hook(gather)
+    return model
+
+
+def made_on_meta(model: nn.Module) -> nn.Module:
+    """``to_empty``, and then the model's own init; ``model`` itself is on meta."""
+    model = shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            nn.init.trunc_normal_(parameter, std=0.2)
+        else:
+            nn.init.constant_(parameter, float("norm" in name and name.endswith("weight")))
+    return model
+
+
+MODES: dict[str, tuple[int, How]] = {
+    "bf16": (2, with_options(policy=BF16)),
+    "reduce-bf16": (2, with_policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)),
+    "reduce-fp32": (2, with_policy(reduce_dtype=torch.float32)),
+    "fp16": (2, with_policy(param_dtype=torch.float16)),
+    "reshard-never": (2, with_options(reshard_after_forward=False)),
+    "kept-after-backward": (2, with_options(reshard_after_forward=False)),
+    "root-alone": (2, functools.partial(fully_shard, mp_policy=BF16)),
+    "hsdp": (4, on_mesh(2, 2)),
+    "shards-of-one": (2, on_mesh(2, 1)),
+    "two-meshes": (4, on_two_meshes),
+    "columns": (2, with_options(shard_placement_fn=matrices_by_columns)),
+    "uneven-and-empty": (5, with_options()),
+    "checkpointed": (2, checkpointed),
+    "selectively-checkpointed": (2, selectively_checkpointed),
+    "prefetching": (2, prefetching),
+    "unsharded-by-hand": (2, unsharded_by_hand),
+    "offloaded": (2, with_options(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "frozen": (2, frozen_first_block),
+    "ignored": (2, ignored),
+    "tied-in-one-group": (2, tied_in_one_group),
+    "made-on-meta": (2, made_on_meta),
+}
+REDUCTIONS = {"two-meshes": 2, "shards-of-one": 0}
+"""All-reduces of amaxes a step where there is not one."""
+
+
+def model_of(recipe: str, mode: str, all_gather: bool) -> nn.Module:
+    if mode == "made-on-meta":
+        with torch.device("meta"):
+            model = Transformer()
+    else:
+        # 16 rows on 5 ranks: the last one has none.
+        model = seed_weights(Transformer(hidden=16 if mode == "uneven-and-empty" else 48), 2.0)
+    if mode == "tied-in-one-group":
+        model.blocks[1].o.weight = model.blocks[0].q.weight
+    chosen = PER_LAYER if recipe == "per-layer" else recipe
+    return f8sub.convert_to_float8(model, recipe=chosen, float8_all_gather=all_gather)
+
+
+def train(
+    model: nn.Module, rank: int, *, synchronized: bool = False, kept: bool = False
+) -> tuple[list[float], list[int]]:
+    """Losses of every microbatch and of an evaluation after each step, and the all-reduces of amaxes.
+
+    Args:
+        model: sharded.
+        rank: which tokens it is given.
+        synchronized: gradients are reduced at every microbatch, not at the last alone.
+        kept: weights stay gathered from one microbatch to the next.
+    """
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    losses, reductions = [], []
+    f8sub.precompute_scales(model)
+    for step in range(STEPS):
+        for micro in range(MICROBATCHES):
+            last = micro == MICROBATCHES - 1
+            model.set_requires_gradient_sync(synchronized or last)
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last or not kept)
+            loss = loss_of(model, MICROBATCHES * step + micro, rank)
+            loss.backward()
+            losses.append(loss.item())
+        meshes = {parameter.device_mesh for parameter in optimizer.param_groups[0]["params"]}
+        for mesh in meshes:  # gradient norms of two meshes cannot be stacked
+            of_mesh = [p for p in model.parameters() if getattr(p, "device_mesh", None) == mesh]
+            torch.nn.utils.clip_grad_norm_(of_mesh, 1.0)
+        with Wire() as wire:
+            optimizer.step()
+            optimizer.zero_grad()
+            f8sub.precompute_scales(model)
+        reductions.append(wire.all_reduces)
+        with torch.no_grad():
+            losses.append(model(gaussian((2, 4, 32), generator(step))).float().sum().item())
+    return losses, reductions
+
+
+def on_and_off(rank: int, world: int, recipe: str, mode: str) -> list[tuple[list[float], list[int]]]:
+    # Every other mode with gradients that are reduced at every microbatch.
+    synchronized = list(MODES).index(mode) % 2 == 0
+    how, kept = MODES[mode][1], mode == "kept-after-backward"
+    return [
+        train(how(model_of(recipe, mode, all_gather)), rank, synchronized=synchronized, kept=kept)
+        for all_gather in (True, False)
+    ]
+
+
+# Tables of rows and blocks differ from a table of one scale a weight where shards lie otherwise.
+LONG = ("reduce-fp32", "fp16", "shards-of-one", "kept-after-backward", "two-meshes")
+CASES = [("tensorwise", mode) for mode in MODES if mode not in LONG]
+CASES += [
+    ("rowwise", "uneven-and-empty"),
+    ("mxfp8", "offloaded"),
+    ("delayed", "bf16"),
+    ("per-layer", "bf16"),
+]
+MORE = [("tensorwise", mode) for mode in LONG]
+MORE += [(r, m) for r in ONE_RECIPE_A_WIRE for m in ("bf16", "prefetching", "offloaded", "frozen")]
+MORE += [("rowwise", mode) for mode in ("hsdp", "columns", "fp16")]
+MORE += [("blockwise", mode) for mode in ("columns", "uneven-and-empty")]
+MORE += [("per-layer", "uneven-and-empty")]
+MORE += [
+    ("delayed", mode)
+    for mode in (
+        *("prefetching", "offloaded", "frozen", "two-meshes"),
+        *("hsdp", "columns", "uneven-and-empty", "ignored", "made-on-meta"),
+    )
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("recipe", "mode"), long_but(CASES, dict.fromkeys(CASES + MORE)))
+def test_on_is_off(ranks, recipe, mode):
+    """With one all-reduce of amaxes a step, which the high-precision all-gather needs for histories alone."""
+    for (on, reductions), (off, without) in ranks(MODES[mode][0], on_and_off, recipe, mode):
+        assert on == off
+        assert len(set(on)) == len(on)
+        least = REDUCTIONS.get(mode, 1)
+        assert reductions == [max(least, 1) if recipe == "delayed" else least] * STEPS
+        assert without == (reductions if recipe == "delayed" else [0] * STEPS)
+
+
+def checkpointed_and_compiled(rank: int, world: int, recipe: str) -> list[list[float]]:
+    """Each block checkpointed: eager, compiled within its checkpoint, compiled around it."""
+    arms = []
+    for compiled in ("no", "within", "around"):
+        torch._dynamo.reset()
+        model = transformer(recipe, spread=2.0)
+        for index, block in enumerate(model.blocks):
+            if compiled == "around":
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            if compiled != "no":
+                block.compile(backend="aot_eager", fullgraph=True)
+            if compiled != "around":
+                model.blocks[index] = checkpoint_wrapper(block)
+        arms.append(train(shard(model, BF16), rank, synchronized=True)[0])
+    return arms
+
+
+@pytest.mark.long
+def test_checkpointed_and_compiled(ranks):
+    for eager, within, around in ranks(2, checkpointed_and_compiled, "delayed"):
+        assert within == eager
+        assert around == eager
+
+
+def resharded_to_pairs(rank: int, world: int, recipe: str) -> tuple[str, list[float], list[float]]:
+    """The refusal with the float8 all-gather; losses without it, resharded to pairs and to all."""
+    arms = [
+        train(shard(model_of(recipe, "", False), reshard_after_forward=pair), rank)[0] for pair in (2, True)
+    ]
+    model = shard(model_of(recipe, "", True), reshard_after_forward=2)
+    with pytest.raises(f8sub.Float8ConfigError) as refusal:
+        model(torch.zeros(1, 4, 32))
+    return str(refusal.value), *arms
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("mxfp8", marks=pytest.mark.long)])
+def test_resharding_to_a_part_is_refused_before_training(ranks, recipe):
+    for refusal, part, whole in ranks(4, resharded_to_pairs, recipe):
+        assert "blocks.0" in refusal
+        assert "reshard_after_forward" in refusal
+        assert part == whole

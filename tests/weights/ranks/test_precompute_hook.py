@@ -1,0 +1,110 @@
+"""``register_precompute_hook``: one all-reduce a step and no warning, however the optimizer is stepped."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import f8sub
+from tests.models import loss_of, shard, transformer
+from tests.wire import Wire
+
+STEPS = 3
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: passes steps on, and was never constructed as an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> None:
+        self.optimizer.step(closure)
+
+
+def train(recipe: str, stepped: str, rank: int) -> tuple[list[float], list[int]]:
+    """Losses, and the all-reduces from one step to the next."""
+    hooked = not stepped.startswith("by hand")
+    model = shard(transformer(recipe))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    f8sub.precompute_scales(model)
+    stepping = Wrapper(optimizer) if stepped == "through a wrapper" else optimizer
+    if hooked:
+        handle = f8sub.register_precompute_hook(stepping, model)
+    losses: list[float] = []
+
+    def run_model(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    reduced = []
+    for step in range(STEPS):
+        with Wire() as wire:
+            if "with a closure" in stepped:
+                stepping.step(lambda step=step: run_model(step))
+            else:
+                run_model(step)
+                stepping.step()
+            if not hooked:
+                f8sub.precompute_scales(model)
+        reduced.append(wire.all_reduces)
+    if hooked:
+        handle.remove()
+        with Wire() as wire:
+            optimizer.step()
+        assert wire.all_reduces == 0
+        f8sub.precompute_scales(model)
+    return losses, reduced
+
+
+def train_each(rank: int, world: int, recipe: str) -> dict[str, tuple[list[float], list[int]]]:
+    """A Float8Warning raises: that scales were not precomputed, above all."""
+    ways = ("by hand", "by hand, with a closure", "hooked", "hooked, with a closure", "through a wrapper")
+    return {stepped: train(recipe, stepped, rank) for stepped in ways}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_one_all_reduce_a_step(ranks, recipe):
+    for found in ranks(2, train_each, recipe):
+        losses, _ = found["by hand"]
+        assert len(set(losses)) == STEPS
+        assert found == dict.fromkeys(found, (losses, [1] * STEPS))
+
+
+def converted() -> torch.nn.Module:
+    return f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Linear(32, 32)))
+
+
+@pytest.mark.parametrize("asked", ["call", "hook"])
+def test_a_model_that_was_never_converted_is_refused(asked):
+    plain = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(plain.parameters())
+
+    def ask(model: object) -> str:
+        with pytest.raises(f8sub.Float8ConfigError) as refusal:
+            f8sub.precompute_scales(model) if asked == "call" else f8sub.register_precompute_hook(
+                optimizer, model
+            )
+        return str(refusal.value)
+
+    assert "convert_to_float8" in ask(plain)
+    assert "Sequential at index 1 of 3" in ask([converted(), plain, converted()])
+    assert "got a SGD" in ask(optimizer)
+    assert "got a int at index 2 of 3" in ask(iter([converted(), converted(), 3]))
+    once = converted()
+    f8sub.precompute_scales(once)
+    assert "convert_to_float8" in ask(f8sub.convert_from_float8(once))
+    optimizer.step()
+
+
+def test_what_conversion_left_alone_and_parts_of_a_converted_model_are_not_refused():
+    with pytest.warns(f8sub.Float8Warning, match="nothing to convert"):
+        left = f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Embedding(8, 8)), strict=False)
+    model = f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Embedding(8, 32), torch.nn.Linear(32, 32)))
+    stages = [torch.nn.Sequential(copy.deepcopy(model)[i]) for i in range(2)]
+    for given in (left, model, model[0], stages, stages[0], [], torch.nn.ModuleList(stages), converted()):
+        f8sub.precompute_scales(given)

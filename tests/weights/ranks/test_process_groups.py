@@ -1,0 +1,200 @@
+"""f8sub's own process groups: one user at a time, used again when that is gone, never mistaken for each other."""
+
+import functools
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.layers import dy_of
+from tests.models import Stack, seed_weights, shard
+
+MODELS = 50
+
+
+def taken() -> tuple[int, int, int]:
+    """File descriptors, threads and process groups of this process."""
+    gc.collect()
+    return (
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        len(dist.distributed_c10d._world.pg_map),
+    )
+
+
+def model_of(recipe: str = "tensorwise", seed: int = 0) -> nn.Module:
+    return f8sub.convert_to_float8(seed_weights(Stack(16, 32, 16), seed=seed), recipe=recipe)
+
+
+def sharded() -> None:
+    model = fully_shard(model_of())
+    f8sub.precompute_scales(model)
+    y = model(gaussian((4, 16), generator(1)))
+    y.backward(dy_of(y))
+
+
+@functools.cache
+def replicated() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def on_replicas() -> None:
+    model = fully_shard(model_of("delayed"), mesh=replicated())
+    y = model(gaussian((4, 16), generator(1)))
+    y.backward(dy_of(y))
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+
+
+def in_ddp() -> None:
+    model = DistributedDataParallel(model_of("delayed"))
+    y = model(gaussian((4, 16), generator(1)))
+    y.backward(dy_of(y))
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+
+
+USES = {"fsdp": (sharded, 2, MODELS), "hsdp": (on_replicas, 4, 5), "ddp": (in_ddp, 2, 5)}
+
+
+def of_many_models(rank: int, world: int, use: str) -> list[tuple[int, int, int]]:
+    build, _, count = USES[use]
+    build()
+    gc.collect()
+    gc.freeze()  # what was imported: f8sub looks for each model's garbage
+    before = taken()
+    for _ in range(count):
+        build()
+    return [before, taken()]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("use", USES, ids=list(USES))
+def test_one_model_after_another_takes_no_more_than_the_first(ranks, use):
+    for before, after in ranks(USES[use][1], of_many_models, use, timeout=60.0):
+        assert after == before
+
+
+def freed(rank: int, world: int, options: dict[str, object]) -> list[bool]:
+    """Whether the model and what f8sub keeps for its layers are gone after one collection of garbage."""
+    gc.disable()
+
+    def train() -> tuple[weakref.ref, ...]:
+        model = shard(f8sub.convert_to_float8(seed_weights(Stack(16, 32, 16)), **options))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if options.get("primary_weights"):
+            optimizer = f8sub.optim.MasterWeights(optimizer)
+        for _ in range(2):
+            f8sub.precompute_scales(model)
+            y = model(gaussian((4, 16), generator(1)))
+            y.backward(dy_of(y))
+            optimizer.step()
+        return weakref.ref(model), weakref.ref(model.layers[0].converted)
+
+    found = train()
+    gc.collect()
+    return [reference() is None for reference in found]
+
+
+FREED = ({"recipe": "tensorwise"}, {"recipe": "delayed"}, {"primary_weights": True})
+
+
+@pytest.mark.parametrize("options", FREED, ids=["tensorwise", "delayed", "primary"])
+def test_a_model_is_freed_with_all_that_is_kept_for_it(ranks, options):
+    assert ranks(2, freed, options) == [[True, True]] * 2
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup:
+    (table,) = model.layers[0].converted.exchanges.values()
+    return table.group_of(table.layout.ranks)._slot.group
+
+
+def in_another_order(rank: int, world: int) -> list[bool]:
+    """Two models at once, whose reductions rank 1 begins in the other order."""
+    widths = [(16, 32, 16), (16, 32, 32)]
+    models, alone = (
+        [f8sub.convert_to_float8(seed_weights(Stack(*w)), "tensorwise") for w in widths] for _ in range(2)
+    )
+    for model in models:
+        fully_shard(model)
+        f8sub.precompute_scales(model)
+    for model in (*models, *alone):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        torch.optim.SGD(model.parameters(), lr=3.0).step()
+    for model in reversed(models) if rank else models:
+        f8sub.precompute_scales(model)
+    x = gaussian((4, 16), generator(1))
+    return [torch.equal(a(x), b(x)) for a, b in zip(models, alone, strict=True)]
+
+
+def test_models_that_live_at_once_are_reduced_in_any_order(ranks):
+    assert ranks(2, in_another_order) == [[True, True]] * 2
+
+
+def kept_on_one_rank(rank: int, world: int) -> tuple[bool, bool, bool]:
+    """Whether the group of a model that is gone on all ranks but one, then on all, is used for the next."""
+    first = shard(model_of())
+    f8sub.precompute_scales(first)
+    group = group_of(first)
+    if rank:
+        del first
+    second = shard(model_of())
+    f8sub.precompute_scales(second)
+    while_kept = group_of(second) is group
+    first = None
+    third = shard(model_of())
+    f8sub.precompute_scales(third)
+    x = gaussian((4, 16), generator(1))
+    return while_kept, group_of(third) is group, torch.equal(third(x), model_of()(x))
+
+
+def test_a_group_is_used_again_once_it_is_free_on_all_ranks(ranks):
+    assert ranks(3, kept_on_one_rank) == [(False, True, True)] * 3
+
+
+def used_more_often_on_one_rank(rank: int, world: int) -> tuple[bool, bool]:
+    """The first model ends with a reduction that rank 1 alone began, and that pairs with none."""
+    first = shard(model_of())
+    f8sub.precompute_scales(first)
+    for parameter in first.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.SGD(first.parameters(), lr=1.0).step()
+    if rank:
+        f8sub.precompute_scales(first)
+    group = group_of(first)
+    del first, parameter
+    second = shard(model_of(seed=3))
+    f8sub.precompute_scales(second)
+    x = gaussian((4, 16), generator(1))
+    return group_of(second) is group, torch.equal(second(x), model_of(seed=3)(x))
+
+
+def test_a_group_whose_collectives_do_not_pair_is_used_no_more(ranks):
+    assert ranks(2, used_more_often_on_one_rank) == [(False, True)] * 2
+
+
+def begun_again(rank: int, world: int, folder: str) -> list[bool]:
+    found = []
+    for life in range(3):
+        model, alone = shard(model_of(seed=life)), model_of(seed=life)
+        f8sub.precompute_scales(model)
+        x = gaussian((4, 16), generator(life))
+        found += [torch.equal(model(x), alone(x)), group_of(model) in dist.distributed_c10d._world.pg_map]
+        del model
+        dist.barrier()
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/store{life}", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return found
+
+
+def test_process_groups_that_were_destroyed_are_not_used_again(ranks, tmp_path):
+    assert ranks(2, begun_again, str(tmp_path)) == [[True] * 6] * 2

@@ -1,0 +1,116 @@
+"""A module that reads a weight itself, where FSDP2 gathers that in float8: right, dequantized, with one warning."""
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.models import BF16, precompute
+from tests.wires import on_each
+
+# What is told once a process is told to each test.
+pytestmark = pytest.mark.own_ranks
+
+ROWS, COLS = 80, 48
+RECIPES = ["tensorwise", "blockwise", "mxfp8", "nvfp4"]
+
+
+class Reader(nn.Module):
+    """Reads the weight of a layer in every way but by calling the layer; calls the layer too where it is told to."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(COLS, ROWS, bias=False)
+        self.calls = calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layer.weight
+        y = F.linear(x, weight) + x @ weight.t()
+        penalty = (
+            weight.float().pow(2).sum()
+            + torch.linalg.norm(weight).float()
+            + (weight * 2).abs().mean().float()
+        )
+        penalty = penalty + weight[5].float().sum() + weight.flatten()[7].float()
+        y = y + penalty.to(y.dtype)
+        return y + self.layer(x) if self.calls else y
+
+
+def made(values: torch.Tensor, recipe: str | None, gathered: bool, calls: bool) -> nn.Module:
+    model = nn.Sequential(Reader(calls))
+    with torch.no_grad():
+        model[0].layer.weight.copy_(values)
+    if recipe is None:
+        return model
+    return f8sub.convert_to_float8(model, recipe=recipe, float8_all_gather=gathered)
+
+
+def run(model: nn.Module, policy: Any) -> list[torch.Tensor]:
+    """y, dx and dw of two steps; every rank has the same x, so that the mean of gradients is each one's."""
+    fully_shard(model[0], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    precompute(model)
+    found = []
+    for step in range(2):
+        x = gaussian((16, COLS), generator(step)).requires_grad_()
+        y = model(x)
+        y.backward(gaussian((16, ROWS), generator(10 + step)).to(y.dtype))
+        dw = model[0].layer.weight.grad.full_tensor()
+        found += [y.detach(), x.grad, dw.clone()]
+        model.zero_grad()
+    return found
+
+
+def values_of_codes(recipe: str, policy: Any) -> torch.Tensor:
+    weight = gaussian((ROWS, COLS), generator(7)).to(policy.param_dtype)
+    return f8sub.quantize(weight, recipe, operand="w", columnwise=False).dequantize().float()
+
+
+def compared(rank: int, world: int, recipe: str) -> dict[str, list[bool]]:
+    """Whether each result is that of plain FSDP2, where its weight is what the codes stand for."""
+    weight, found = gaussian((ROWS, COLS), generator(7)), {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        gathered = run(made(weight, recipe, gathered=True, calls=False), BF16)
+    plain = run(made(values_of_codes(recipe, BF16), None, gathered=False, calls=False), BF16)
+    found["gathered in float8"] = [torch.equal(a, b) for a, b in zip(gathered, plain, strict=True)]
+    high = run(made(weight, recipe, gathered=False, calls=False), BF16)
+    plain = run(made(weight, None, gathered=False, calls=False), BF16)
+    found["gathered in bf16"] = [torch.equal(a, b) for a, b in zip(high, plain, strict=True)]
+    return found
+
+
+@on_each(RECIPES)
+def test_values_and_gradients_are_plain_fsdps(ranks, recipe):
+    """Bitwise, of the weight that the codes stand for; and of the weight itself where that is gathered."""
+    for found in ranks(2, compared, recipe):
+        assert found == {"gathered in float8": [True] * 6, "gathered in bf16": [True] * 6}
+
+
+def warned(rank: int, world: int) -> tuple[list[str], list[float]]:
+    """What is said in two steps of a module that calls the layer too, and how far the gradients are from plain ones."""
+    weight = gaussian((ROWS, COLS), generator(7))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", f8sub.Float8Warning)
+        found = run(made(weight, "tensorwise", gathered=True, calls=True), BF16)
+    plain = run(made(weight, None, gathered=False, calls=True), BF16)
+    said = [f"{w.message} {w.filename}" for w in caught if issubclass(w.category, f8sub.Float8Warning)]
+    return said, [((a - b).norm() / b.norm()).item() for a, b in zip(found, plain, strict=True)]
+
+
+def test_it_says_so_once_for_each_operator_and_gradients_of_both_uses_meet(ranks):
+    for said, errors in ranks(2, warned):
+        operators = [
+            re.match(r"(aten\.\S+) reads Float8Tensor\(\((80, 48|48, 80)\)", text)[1] for text in said
+        ]
+        assert len(operators) == len(set(operators))
+        assert said[0].endswith("test_read_weights.py")
+        assert {"aten.mm.default", "aten._to_copy.default", "aten.mul.Tensor"} <= set(operators)
+        assert max(errors) < 0.06

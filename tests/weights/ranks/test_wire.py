@@ -1,0 +1,393 @@
+"""What crosses the wire: one byte an element, one all-reduce a step, and never a rank that waits for ever."""
+
+import datetime
+import itertools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import f8sub
+from f8sub.weights import agreement
+from tests.data_sets import gaussian, generator
+from tests.models import BF16, Stack, seed_weights, shard
+from tests.wire import Wire
+from tests.wires import ONE_RECIPE_A_WIRE, gathered_bytes, least_decibels, on_each, wire_of
+
+RECIPES = f8sub.recipe_names()
+WIDTHS = (64, 96, 48, 64)
+on_each_recipe = on_each(RECIPES)
+on_each_wire = on_each(ONE_RECIPE_A_WIRE)
+
+
+def test_every_recipe_s_wire_is_tested():
+    assert {wire_of(recipe) for recipe in RECIPES} == {wire_of(recipe) for recipe in ONE_RECIPE_A_WIRE}
+
+
+def stack(recipe: str | None, widths: tuple[int, ...] = WIDTHS) -> nn.Module:
+    model = seed_weights(Stack(*widths))
+    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
+
+
+def forward_bytes(model: nn.Module) -> int:
+    with Wire() as wire:
+        model(gaussian((16, model.layers[0].in_features), generator(1)))
+    return wire.gathered
+
+
+def gathered(rank: int, world: int, recipe: str, widths: tuple[int, ...]) -> dict[str, int]:
+    found = {}
+    for name, policy in (("fp32", None), ("bf16", BF16)):
+        float8 = shard(stack(recipe, widths), policy)
+        f8sub.precompute_scales(float8)
+        forward_bytes(float8)  # scales in rows: FSDP2 tells its param_dtype after the first gather
+        found[f"float8 of {name}"] = forward_bytes(float8)
+        found[name] = forward_bytes(shard(stack(None, widths), policy))
+    return found
+
+
+@on_each_recipe
+def test_a_weight_is_gathered_as_one_byte_an_element(ranks, recipe):
+    shapes = list(itertools.pairwise(WIDTHS))
+    numel = sum(fan_in * fan_out for fan_in, fan_out in shapes)
+    float8 = sum(gathered_bytes(recipe, fan_out, fan_in) for fan_in, fan_out in shapes)
+    for found in ranks(2, gathered, recipe, WIDTHS):
+        assert found == {
+            "float8 of fp32": float8,
+            "float8 of bf16": float8,
+            "fp32": 4 * numel,
+            "bf16": 2 * numel,
+        }
+
+
+@on_each_recipe
+def test_an_uneven_weight_is_gathered_with_its_padding_and_no_more(ranks, recipe):
+    padded = 3 * 27 * 64 + 3 * 6 * 80
+    float8 = gathered_bytes(recipe, 3 * 27, 64) + gathered_bytes(recipe, 3 * 6, 80)
+    for found in ranks(3, gathered, recipe, (64, 80, 16)):
+        assert found == {
+            "float8 of fp32": float8,
+            "float8 of bf16": float8,
+            "fp32": 4 * padded,
+            "bf16": 2 * padded,
+        }
+
+
+def gathered_after_a_load(rank: int, world: int, recipe: str) -> tuple[int, int]:
+    """Bytes of a forward, and of one after ``load_state_dict``."""
+    model = shard(stack(recipe), BF16)
+    f8sub.precompute_scales(model)
+    forward_bytes(model)
+    usual = forward_bytes(model)
+    model.load_state_dict({name: 8 * value for name, value in model.state_dict().items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        return usual, forward_bytes(model)
+
+
+@on_each_recipe
+def test_after_a_load_nothing_is_gathered_twice(ranks, recipe):
+    """All ranks loaded, and each knows that of the others: they make scales before the gather, and not after it."""
+    for usual, after in ranks(2, gathered_after_a_load, recipe):
+        assert after == usual
+
+
+def bytes_an_element(rank: int, world: int, recipe: str, size: int) -> float:
+    """All that one weight sends in a step, scales and the amaxes that are reduced to make them included."""
+    model = shard(stack(recipe, (size, size)))
+    for _ in range(2):
+        f8sub.precompute_scales(model)
+        model.layers[0].unshard()
+        model.layers[0].reshard()
+    with Wire() as wire:
+        f8sub.precompute_scales(model)
+        model.layers[0].unshard()
+    reduced = sum(count for name, count in wire.output_bytes.items() if "allreduce" in name)
+    return (wire.gathered + reduced) / size**2
+
+
+@on_each_recipe
+def test_bytes_an_element_of_a_large_weight(ranks, recipe):
+    limit = {"mxfp8": 1.04, "nvfp4": 0.6}.get(recipe, 1.02)
+    for found in ranks(2, bytes_an_element, recipe, 4096):
+        assert 0.5 < found <= limit, found
+
+
+def train(rank: int, world: int, recipe: str, precompute: bool, steps: int) -> dict:
+    """All-reduces and gathered bytes of each step, the warnings of the run, its losses."""
+    model = shard(stack(recipe))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    all_reduces, gathered_bytes, losses = [], [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            with Wire() as wire:
+                if precompute:
+                    f8sub.precompute_scales(model)
+                loss = model(gaussian((16, WIDTHS[0]), generator(step + 100 * rank))).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            all_reduces.append(wire.all_reduces)
+            gathered_bytes.append(wire.gathered)
+            losses.append(loss.item())
+    messages = [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
+    return {"all_reduces": all_reduces, "gathered": gathered_bytes, "warnings": messages, "losses": losses}
+
+
+def both_ways(rank: int, world: int, recipe: str, steps: int) -> tuple[dict, dict]:
+    return train(rank, world, recipe, True, steps), train(rank, world, recipe, False, steps)
+
+
+@on_each_recipe
+def test_all_reduces_with_and_without_precompute_scales(ranks, recipe):
+    weights = len(WIDTHS) - 1
+    float8 = sum(gathered_bytes(recipe, fan_out, fan_in) for fan_in, fan_out in itertools.pairwise(WIDTHS))
+    for called, forgotten in ranks(2, both_ways, recipe, 4):
+        assert called["all_reduces"][1:] == [1, 1, 1]
+        assert called["gathered"][1:] == [2 * float8] * 3
+        assert called["warnings"] == []
+        assert all(count <= weights for count in forgotten["all_reduces"][1:])
+        assert len(forgotten["warnings"]) == 1
+        assert "precompute_scales" in forgotten["warnings"][0]
+        assert forgotten["losses"] == called["losses"]
+
+
+def expected_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """In float64 with the weights as they are now on all ranks."""
+    for parameter in model.parameters():
+        x = x.double() @ parameter.full_tensor().double().t()
+    return x
+
+
+def relative_error(model: nn.Module, y: torch.Tensor, x: torch.Tensor) -> float:
+    expected = expected_of(model, x)
+    return ((y.double() - expected).norm() / expected.norm()).item()
+
+
+def verdict(model: nn.Module, y: torch.Tensor, x: torch.Tensor) -> str:
+    visible = y.isnan()
+    y = torch.where(visible, expected_of(model, x).to(y.dtype), y)
+    if relative_error(model, y, x) > 10 ** (-least_decibels(model.layers[0].plan.recipe.name) / 20):
+        return "wrong"
+    return "right or NaN" if visible.any() else "right"
+
+
+def outcome(model: nn.Module, forward: Callable[[], torch.Tensor], x: torch.Tensor) -> str:
+    """ "right", "right or NaN", "wrong" or the name of f8sub's error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        try:
+            y = forward()
+        except (f8sub.Float8RankMismatchError, f8sub.Float8NumericsError) as error:
+            return type(error).__name__
+        return verdict(model, y, x)
+
+
+def wait_shortly() -> None:
+    """In this rank: whatever ranks decide, the outcome is right, so that nothing depends on how long they wait."""
+    agreement.PATIENCE = datetime.timedelta(milliseconds=300)
+
+
+def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
+    """A model one step into training, its weights changed since its scales were computed."""
+    model = shard(stack(recipe, (64, 96)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    f8sub.precompute_scales(model)
+    x = gaussian((16, 64), generator(3))
+    (3 * model(x).square().sum()).backward()
+    optimizer.step()
+    return model, x
+
+
+def unprepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
+    """A model that was just sharded."""
+    return shard(stack(recipe, (64, 96))), gaussian((16, 64), generator(3))
+
+
+def one_rank_forgets(
+    rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool, at_once: bool
+) -> str:
+    wait_shortly()
+    model, x = (unprepared if at_once else prepared)(recipe)
+
+    def forward() -> torch.Tensor:
+        if rank != forgetful:
+            f8sub.precompute_scales(model)
+        if with_all_reduce:
+            loss = torch.tensor([1.0 + rank])
+            dist.all_reduce(loss)
+            assert loss.item() == world * (world + 1) / 2, f"the user's own all-reduce gave {loss.item()}"
+        return model(x)
+
+    return outcome(model, forward, x)
+
+
+def assert_nobody_waits(outcomes: list[str], *allowed: str) -> None:
+    """A rank that waits for one that never comes has no outcome: the ranks' deadline ends the test."""
+    assert len(set(outcomes)) == 1, outcomes
+    assert outcomes[0] in allowed, outcomes
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["after-a-step", "at-the-first-call"])
+@pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
+@pytest.mark.parametrize("forgetful", [0, 1], ids=["rank0-forgets", "rank1-forgets"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
+    ranks, recipe, forgetful, with_all_reduce, at_once
+):
+    outcomes = ranks(2, one_rank_forgets, recipe, forgetful, with_all_reduce, at_once)
+    assert_nobody_waits(outcomes, "right", "Float8RankMismatchError")
+
+
+def calls_once_more(rank: int, world: int, recipe: str, with_all_reduce: bool) -> list[str]:
+    """Rank 0 calls precompute_scales again though nothing changed; then both change the weights and call it."""
+    wait_shortly()
+    model, x = prepared(recipe)
+    f8sub.precompute_scales(model)
+
+    def forward() -> torch.Tensor:
+        if rank == 0:
+            f8sub.precompute_scales(model)
+        if with_all_reduce:
+            dist.all_reduce(torch.tensor([1.0]))
+        return model(x)
+
+    found = [outcome(model, forward, x)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().mul_(8.0)
+    f8sub.precompute_scales(model)
+    return [*found, outcome(model, lambda: model(x), x)]
+
+
+@pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
+@on_each_wire
+def test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting(ranks, recipe, with_all_reduce):
+    for outcomes in zip(*ranks(2, calls_once_more, recipe, with_all_reduce), strict=True):
+        assert_nobody_waits(list(outcomes), "right")
+
+
+def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[str]:
+    """Another rank forgets at each step, with the user's own collectives before and after the forward."""
+    model, x = unprepared(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    f8sub.precompute_scales(model)
+    found = []
+    for step in range(2 * world):
+        mine = torch.tensor([1.0 + rank])
+        dist.all_reduce(mine)
+        assert mine.item() == world * (world + 1) / 2
+        found.append(outcome(model, lambda: model(x), x))
+        model(x).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad.to_local().normal_().mul_(4.0**step)  # training would make y, and the test, vanish
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % world != rank:
+            f8sub.precompute_scales(model)
+    return found
+
+
+@on_each_wire
+def test_ranks_that_take_turns_in_forgetting(ranks, recipe):
+    for outcomes in zip(*ranks(3, takes_turns_in_forgetting, recipe), strict=True):
+        assert_nobody_waits(list(outcomes), "right")
+
+
+def one_rank_changes_its_shard(rank: int, world: int, recipe: str, precompute: bool) -> list:
+    """The outcome of the next forward, and of the one after a precompute_scales."""
+    model, x = prepared(recipe)
+    f8sub.precompute_scales(model)
+    model(x)
+    if rank == 0:
+        with torch.no_grad():
+            model.layers[0].weight.to_local().mul_(4.0)
+
+    def forward_after_precompute() -> torch.Tensor:
+        f8sub.precompute_scales(model)
+        return model(x)
+
+    return [
+        outcome(model, forward_after_precompute if precompute else (lambda: model(x)), x),
+        outcome(model, forward_after_precompute, x),
+    ]
+
+
+@on_each_wire
+def test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting(ranks, recipe):
+    """Until scales are computed again no rank uses a code that the old scale cannot hold: it is NaN.
+
+    e2m1 has no NaN: there the code is the largest, and the next precompute_scales says so, see below.
+    """
+    first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, False), strict=True)
+    clamped = ["wrong"] if recipe == "nvfp4" else []
+    assert_nobody_waits(first, "right", "right or NaN", "Float8RankMismatchError", *clamped)
+    assert_nobody_waits(second, "right")
+
+
+def four_bit_weight_before_and_after(rank: int, world: int) -> list[torch.Tensor]:
+    """What is gathered before rank 0 alone makes its rows larger, and after that."""
+    model, _ = unprepared("nvfp4")
+    f8sub.precompute_scales(model)
+    layer, found = model.layers[0], []
+    for factor in (1.0, 4.0):
+        if rank == 0:
+            with torch.no_grad():
+                layer.weight.to_local().mul_(factor)
+        layer.unshard()
+        found.append(layer.weight.dequantize())
+        layer.reshard()
+    return found
+
+
+def test_four_bit_codes_that_an_old_scale_cannot_hold_are_the_largest(ranks):
+    for before, after in ranks(2, four_bit_weight_before_and_after):
+        mine, theirs = after.split(len(after) // 2)
+        assert torch.equal(theirs, before[len(mine) :])
+        assert (mine.abs() >= before[: len(mine)].abs()).all()
+        # Each 16x16 tile of it has elements that were beyond a quarter of the range.
+        tiles = mine.unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
+        largest = tiles.abs().amax((1, 3), keepdim=True)
+        assert ((tiles.abs() == largest).sum((1, 3)) > 16).all()
+        assert torch.equal(
+            largest,
+            before.unflatten(0, (-1, 16))
+            .unflatten(2, (-1, 16))[: len(tiles)]
+            .abs()
+            .amax((1, 3), keepdim=True),
+        )
+
+
+@on_each_wire
+def test_precompute_scales_sees_what_one_rank_changed(ranks, recipe):
+    first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, True), strict=True)
+    assert_nobody_waits(first, "right")
+    assert_nobody_waits(second, "right")
+
+
+def reports_a_change_on_one_rank(rank: int, world: int, recipe: str) -> list[str]:
+    model, x = prepared(recipe)
+    f8sub.precompute_scales(model)
+    model(x)
+    if rank == 0:
+        with torch.no_grad():
+            model.layers[0].weight.to_local().mul_(4.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(x)
+        for _ in range(2):
+            f8sub.precompute_scales(model)
+            model(x)
+    return [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
+
+
+@on_each_wire
+def test_a_change_on_one_rank_is_reported_on_every_rank(ranks, recipe):
+    """Unless its scales cross the wire with its codes, which then are right."""
+    for messages in ranks(2, reports_a_change_on_one_rank, recipe):
+        assert len(messages) == (0 if recipe == "mxfp8" else 1), messages
+        assert all("layers.0" in message for message in messages)

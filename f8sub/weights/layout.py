@@ -109,6 +109,10 @@ class ShardLayout:
         """A shard without leading dimensions."""
         return shard.view(shard.shape[0] * math.prod(self.inner), shard.shape[-1]) if self.inner else shard
 
+    def stacked(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes for the wire with the shard's leading dimensions, which FSDP2 compares on ranks with a short shard."""
+        return codes.unflatten(0, (-1, *self.inner)) if self.inner else codes
+
     def check_lines_up(self, tile: Tile, fqn: str) -> None:
         """That every tensor-parallel part consists of whole tiles, or lies within one.
 

@@ -158,7 +158,7 @@ def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor],
         raise RuntimeError(f"{record.fqn}: its weight is gathered and its module is gone")
     shard = record.conversion.shard_of(record)
     codes, ticket = shard.exchange.gather_input(shard, weight)
-    return (codes,), (shard, ticket)
+    return (shard.layout.stacked(codes),), (shard, ticket)
 
 
 preset_signature(_codes_to_wire)

@@ -243,6 +243,8 @@ class DelayedGuest(Guest):
 
     def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
         """The weight's scale of its history."""
+        if not states_of(record.module):
+            return None
         recipe = record.module.plan.recipe
         return None if recipe.delayed is None else functools.partial(state_of(record.module, recipe).prior, W)
 

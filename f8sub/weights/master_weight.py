@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.quantize import quantize
@@ -89,13 +90,13 @@ class MasterWeight(Weight):
         super().__init__()
 
     @property
+    @override
     def record(self) -> WeightRecord | None:
-        """Of the weight; None where it is no module's."""
         return self.cell.record
 
     @property
+    @override
     def master(self) -> "MasterWeight":
-        """Itself."""
         return self
 
     @property

@@ -28,21 +28,12 @@ def lies_in_rows(tile: Tile) -> bool:
 
 
 class WeightOwner(Protocol):
-    """A module with weights that f8sub casts.
-
-    Attributes:
-        converted: the conversion that they are of.
-    """
+    """A module with weights that f8sub casts."""
 
     converted: "Conversion"
 
     def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
-        """What every rank has to have alike of the weight of that name.
-
-        Args:
-            name: of the parameter.
-            device: that gathers it, which may be another than when the module was converted.
-        """
+        """What every rank must have alike of the parameter ``name``, which ``device`` gathers."""
 
 
 class WeightRecord:
@@ -52,13 +43,13 @@ class WeightRecord:
     sees, and those lead back to the tensors, so that no model would ever be freed.
 
     Attributes:
-        fqn: the weight's name in errors and reports: of its layer, where that has one weight.
-        name: of the parameter in its module.
-        format: of the rowwise codes; None where no GEMM reads the weight in float8.
+        fqn: the name in errors and reports: the layer's, where that has one weight.
+        name: the parameter's name in its module.
+        format: the rowwise codes' format; None where no GEMM reads the weight in float8.
         gathered: whether FSDP2 gathers the weight as float8.
         in_rows: whether a row on the wire is not one byte an element: it is packed, or its scales follow.
         entered: whether the ranks that shard the weight compared it.
-        last_step: the last optimizer step of the conversion that stepped this weight; 0 where there was none.
+        last_step: the last optimizer step of the conversion that stepped this weight; 0 for none.
     """
 
     def __init__(
@@ -107,13 +98,12 @@ class Cell:
     """What all views of one storage share.
 
     Attributes:
-        number: another one for every cell of this process. FSDP2 gives a weight new storages, whose counts of writes
-            may be those of the old one.
+        number: unique in this process. FSDP2 gives a weight new storages, whose counts of writes may be the old one's.
         epoch: number of operators that wrote to the storage.
         storage: that storage, referred to weakly, so that its address cannot become another one's;
             ``p.data = t`` replaces a weight's storage without any operator running.
         cast: the codes cast last and what they were cast from, see ``rowwise_of``.
-        record: of the weight; of one of them where modules share it; None where it is no module's.
+        record: the weight's; one of them where modules share it; None where it is no module's.
         replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
         taken: whether an optimizer holds the weight as the master of a primary weight.
         shared: whether plain tensors may lie in the storage, such as a state dict's: who writes to those is not seen.

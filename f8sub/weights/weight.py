@@ -58,7 +58,7 @@ class Weight(torch.Tensor):
 
     @property
     def record(self) -> WeightRecord | None:
-        """Of the weight; None where it is no module's."""
+        """The weight's record; None where it is no module's."""
         raise NotImplementedError
 
     @property

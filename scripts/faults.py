@@ -20,7 +20,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         "the step is none, bitwise, on all ranks; or the first layer, role and rank are named",
         [
             "tests/weights/ranks/test_non_finite.py::test_a_bad_cotangent_shows_in_its_row_of_dx_and_spares_the_others",
-            "tests/features/tools/ranks/test_step_guard.py::test_a_run_with_bad_steps_is_the_run_without_them",
+            "tests/features/tools/test_step_guard.py::test_a_run_with_bad_steps_is_the_run_without_them",
             "tests/features/tools/ranks/test_step_guard.py::test_one_rank_s_bad_batch_skips_the_step_of_all",
             "tests/features/tools/ranks/test_find_nonfinite.py::test_gradients_that_overflow_on_the_way",
         ],
@@ -93,7 +93,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         [
             "tests/weights/ranks/test_wire.py::test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting",
             "tests/weights/ranks/test_wire.py::test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting",
-            "tests/weights/ranks/test_wire.py::test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting",
+            "tests/weights/ranks/test_wire.py::test_a_weight_that_one_rank_changed_is_reported_and_leaves_nobody_waiting",
             "tests/faults/ranks/test_alone.py::test_in_the_middle_of_a_run",
         ],
     ),

@@ -92,10 +92,16 @@ def float8_layers(model: nn.Module) -> list[f8sub.Float8Linear]:
     return [module for module in model.modules() if isinstance(module, f8sub.Float8Linear)]
 
 
+def shard_of(layer: f8sub.Float8Linear) -> Any:
+    """What is sent of a layer's weight."""
+    return layer.converted.shard_of(layer.converted.record_of(layer, "weight"))
+
+
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """A Transformer's loss on the tokens of one rank in one step."""
     rng = generator(10 * step + rank)
-    logits = model(gaussian((4, 4, 32), rng)).flatten(0, 1).float()
+    x = gaussian((4, 4, 32), rng).to(next(model.parameters()).dtype)
+    logits = model(x).flatten(0, 1).float()
     return F.cross_entropy(logits, torch.randint(11, (16,), generator=rng))
 
 
@@ -117,15 +123,19 @@ def train(
     model: nn.Module,
     rank: int = 0,
     *,
+    start: int = 0,
     steps: int = 3,
     microbatches: int = 1,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
-    """A Transformer's losses in every microbatch of a few steps, of AdamW where no optimizer is given."""
+    """A Transformer's losses in every microbatch of a few steps, of AdamW where no optimizer is given.
+
+    Each step from number ``start`` on has tokens of its own.
+    """
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     precompute(model)
-    for step in range(steps):
+    for step in range(start, start + steps):
         for micro in range(microbatches):
             loss = loss_of(model, microbatches * step + micro, rank)
             loss.backward()

@@ -59,7 +59,7 @@ def losses_on_and_off(rank: int, world: int, recipe: str) -> tuple[list[float], 
     found = []
     for all_gather in (True, False):
         model = shard(model_on_gpu(recipe, all_gather=all_gather), BF16)
-        found.append(train(model, optimizer_of(model), rank))
+        found.append(train(model, optimizer_of(model.parameters()), rank))
     return tuple(found)
 
 
@@ -72,7 +72,7 @@ def offloaded_losses(rank: int, world: int, recipe: str) -> tuple[list[float], l
         for block in model.blocks:
             fully_shard(block, mp_policy=BF16, **policy)
         fully_shard(model, mp_policy=BF16, **policy)
-        found.append(train(model, optimizer_of(model), rank))
+        found.append(train(model, optimizer_of(model.parameters()), rank))
     return tuple(found)
 
 
@@ -101,7 +101,7 @@ def non_finite(rank: int, world: int, recipe: str) -> tuple[list[bool], str]:
 def all_reduces_of_a_step(rank: int, world: int, recipe: str) -> tuple[int, int]:
     """All-reduces of three optimizer steps, and bytes gathered in high precision and in float8."""
     model = shard(model_on_gpu(recipe), BF16)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model.parameters())
     train(model, optimizer, rank, steps=2)
     with Wire() as wire:
         train(model, optimizer, rank, steps=3)

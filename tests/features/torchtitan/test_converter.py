@@ -65,24 +65,7 @@ def test_every_recipe_converts_the_blocks_and_not_the_head(recipe):
     assert layer.plan.recipe == get_recipe(recipe)
     assert layer.float8_all_gather == (None not in get_recipe(recipe).formats("w"))
     assert plain_linears(config)
-    assert (
-        len({id(layer.converted) for layer in model.modules() if isinstance(layer, f8sub.Float8Linear)}) == 1
-    )
-
-
-@alone
-def test_recipes_by_layer():
-    names = {"layers.*.feed_forward": "rowwise", "*": "tensorwise"}
-    model = on_meta(debugmodel(converter(recipe_name=names)))
-    assert model.layers["3"].feed_forward.w2.plan.recipe.name == "rowwise"
-    assert model.layers["3"].attention.wo.plan.recipe.name == "tensorwise"
-
-
-@alone
-def test_what_is_kept_of_x_by_layer():
-    model = on_meta(debugmodel(converter(keep_x={"wo": "high_precision"})))
-    assert model.layers["0"].attention.wo.keep_x == "high_precision"
-    assert model.layers["0"].feed_forward.w2.keep_x == "auto"
+    assert len({id(model.get_submodule(fqn).converted) for fqn in converted(model)}) == 1
 
 
 @alone
@@ -107,7 +90,6 @@ def test_ready_made_configs_of_other_models_too(name, left):
 def test_large_ready_made_configs_are_torchtitans_own_with_float8(name):
     from torchtitan.components.quantization import float8
     from torchtitan.models import deepseek_v3, llama3, qwen3
-    from torchtitan.models.common.linear import Linear
 
     from f8sub import titan
 
@@ -119,7 +101,7 @@ def test_large_ready_made_configs_are_torchtitans_own_with_float8(name):
     )
     config = getattr(titan, f"{name}_f8sub")()
     assert isinstance(config.model_spec.model, type(stock.model_spec.model))
-    for field in (
+    for field in [
         "training",
         "parallelism",
         "optimizer",
@@ -127,21 +109,17 @@ def test_large_ready_made_configs_are_torchtitans_own_with_float8(name):
         "hf_assets_path",
         "checkpoint",
         "loss",
-    ):
+    ]:
         assert getattr(config, field) == getattr(stock, field), field
     assert config.activation_checkpoint == stock.activation_checkpoint
     assert "float8" in config.model_spec.model.to_dict()
-    assert all(type(c) is Linear.Config for _, c, _, _ in config.model_spec.model.traverse(Linear.Config))
+    assert plain_linears(config.model_spec.model)
 
 
 @alone
-def test_filters_leave_layers_alone():
+def test_filters_leave_layers_alone_and_the_head_is_converted_on_request():
     model = on_meta(debugmodel(converter(filter_fqns=["attention", "layers.0."])))
     assert sorted(converted(model)) == sorted(f"layers.{i}.{n}" for i in range(1, 6) for n in DENSE[2:])
-
-
-@alone
-def test_the_head_on_request():
     assert "lm_head" in converted(on_meta(debugmodel(converter(skip_defaults=False))))
 
 
@@ -341,32 +319,27 @@ def test_checkpoints_have_the_stock_models_keys(recipe):
 
 
 @alone
-def test_a_copy_for_a_pipeline_stage_is_a_conversion_of_its_own():
-    model = on_meta(debugmodel(converter()))
-    stage = copy.deepcopy(model)
-    layer = stage.layers["0"].feed_forward.w1
-    assert type(layer) is type(model.layers["0"].feed_forward.w1)
-    assert layer.converted is not model.layers["0"].feed_forward.w1.converted
-    assert len(layer.converted.records) == 30
-    assert stage.float8_precompute_scales
-
-
-@alone
-def test_a_layer_pickles_by_the_class_it_had():
-    layer = on_meta(debugmodel(converter())).layers["0"].feed_forward.w1.to_empty(device="cpu")
-    torch.nn.init.normal_(layer.weight)
-    again = pickle.loads(pickle.dumps(layer))
-    x = torch.randn(16, 256)
-    assert type(again) is type(layer)
-    assert torch.equal(again(x), layer(x))
-
-
-@alone
-def test_back_to_torchtitans_own_class():
+def test_copies_pickles_and_the_way_back():
+    """A copy, as for a pipeline stage, is a conversion of its own."""
     from torchtitan.models.common.linear import Linear
 
-    model = f8sub.convert_from_float8(on_meta(debugmodel(converter())))
-    assert converted(model) == []
+    model = on_meta(debugmodel(converter()))
+    layer = model.layers["0"].feed_forward.w1
+    stage = copy.deepcopy(model)
+    copied = stage.layers["0"].feed_forward.w1
+    assert type(copied) is type(layer)
+    assert copied.converted is not layer.converted
+    assert len(copied.converted.records) == 30
+    assert stage.float8_precompute_scales
+
+    copied.to_empty(device="cpu")
+    torch.nn.init.normal_(copied.weight)
+    again = pickle.loads(pickle.dumps(copied))
+    x = torch.randn(16, 256)
+    assert type(again) is type(copied)
+    assert torch.equal(again(x), copied(x))
+
+    assert converted(f8sub.convert_from_float8(model)) == []
     assert type(model.layers["0"].feed_forward.w1) is Linear
 
 

@@ -81,28 +81,20 @@ def test_losses_are_as_near_to_bf16s_as_torchtitans_own_converters(train, mesh):
     assert abs(ours - bf16) < 1.5 * abs(peer - bf16) + 1e-3
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=long) for mesh in ("1", "fsdp2", "fsdp2-tp2")])
-def test_the_command_line_alone_does_what_the_converter_does(train, mesh):
-    world, options = MESHES[mesh]
-    assert train(world, f"bf16 {FROM_THE_COMMAND_LINE} {options}") == train(world, f"f8sub {options}")
+OTHERS = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed")
 
 
 @long
 @pytest.mark.parametrize(
-    "recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8", "nvfp4", "delayed"]
+    ("mesh", "recipe"),
+    [
+        *(("fsdp2", recipe) for recipe in (*OTHERS, "gridquant", "nvfp4")),
+        *(pytest.param("spmd-tp2", recipe, marks=of_torch_2_14) for recipe in OTHERS),
+    ],
 )
-def test_other_recipes(train, recipe):
-    bf16 = last(train(2, "bf16"))
-    ours = last(train(2, f'f8sub:{{"recipe_name":"{recipe}"}}'))
-    assert ours != last(train(2, "f8sub"))
-    assert abs(ours - bf16) < 4e-3
-
-
-@long
-@of_torch_2_14
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed"])
-def test_other_recipes_of_parts_that_are_no_dtensors(train, recipe):
-    world, options = MESHES["spmd-tp2"]
+def test_other_recipes(train, mesh, recipe):
+    """With ``spmd-tp2`` parts are no DTensors."""
+    world, options = MESHES[mesh]
     bf16 = last(train(world, f"bf16 {options}"))
     ours = last(train(world, f'f8sub:{{"recipe_name":"{recipe}"}} {options}'))
     assert ours != last(train(world, f"f8sub {options}"))
@@ -110,45 +102,36 @@ def test_other_recipes_of_parts_that_are_no_dtensors(train, recipe):
 
 
 @long
-@pytest.mark.parametrize("ac", ["full", "selective"])
-@pytest.mark.parametrize("mesh", ["fsdp2", "tp2"])
-def test_activation_checkpointing_changes_no_bit(train, ac, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "changed", "usual"),
+    [
+        *((mesh, f"bf16 {FROM_THE_COMMAND_LINE}", "f8sub") for mesh in ("1", "fsdp2", "fsdp2-tp2")),
+        *((mesh, f"f8sub_{ac}_ac", "f8sub") for ac in ("full", "selective") for mesh in ("fsdp2", "tp2")),
+        ("fsdp2", f"f8sub {COMPILED}", "f8sub"),
+        ("fsdp2", f"f8sub_selective_ac {COMPILED}", "f8sub"),
+        ("fsdp2", f"{NVFP4} {COMPILED}", NVFP4),
+        pytest.param("spmd-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),
+        pytest.param("spmd-fsdp2-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),
+    ],
+)
+def test_what_changes_no_bit(train, mesh, changed, usual):
+    """The command line alone instead of the converter, activation checkpointing, compiling."""
     world, options = MESHES[mesh]
-    assert train(world, f"f8sub_{ac}_ac {options}") == train(world, f"f8sub {options}")
+    assert train(world, f"{changed} {options}") == train(world, f"{usual} {options}")
 
 
 @long
-@pytest.mark.parametrize("config", ["f8sub", "f8sub_selective_ac"])
-def test_compiling_changes_no_bit(train, config):
-    assert train(2, f"{config} {COMPILED}") == train(2, "f8sub")
-
-
-@long
-def test_compiling_changes_no_bit_of_nvfp4(train):
-    assert train(2, f"{NVFP4} {COMPILED}") == train(2, NVFP4)
-
-
-@long
-def test_nvfp4_cut_by_tensor_parallelism_is_an_error_that_names_the_layer(titan, assets):
-    with pytest.raises(
-        RankFailure, match=r"layers\.0\.\S+: tensor parallelism cuts its w, and recipe 'nvfp4'"
-    ):
-        titan(2, runs.train, f"{NVFP4} {TP}".split(), assets)
-
-
-@long
-@of_torch_2_14
-@pytest.mark.parametrize("mesh", ["spmd-tp2", "spmd-fsdp2-tp2"])
-def test_compiling_tensor_parallel_blocks_changes_no_bit(train, mesh):
-    world, options = MESHES[mesh]
-    assert train(world, f"f8sub {options} {COMPILED}") == train(world, f"f8sub {options}")
-
-
-@long
-@pytest.mark.parametrize("config", ["f8sub", "f8sub_hooked"])
-def test_tensor_parallelism_of_dtensors_compiled_is_an_error_before_the_first_step(titan, assets, config):
-    with pytest.raises(RankFailure, match=r"which torch\.compile cannot trace"):
-        titan(2, runs.train, f"{config} {TP} {COMPILED}".split(), assets)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (f"{NVFP4} {TP}", r"layers\.0\.\S+: tensor parallelism cuts its w, and recipe 'nvfp4'"),
+        (f"f8sub {TP} {COMPILED}", r"which torch\.compile cannot trace"),
+        (f"f8sub_hooked {TP} {COMPILED}", r"which torch\.compile cannot trace"),
+    ],
+)
+def test_what_is_refused_before_the_first_step(titan, assets, arguments, message):
+    with pytest.raises(RankFailure, match=message):
+        titan(2, runs.train, arguments.split(), assets)
 
 
 def parts_of_scales(rank: int, world: int, arguments: list[str], folder: Path) -> tuple[int, int, int]:
@@ -188,13 +171,10 @@ def test_chunked_loss_with_the_head_in_float8_too(train):
     assert abs(last(with_head) - last(bf16)) < 4e-3
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        mesh(name)
-        for name in ("fsdp2", "hsdp2x2", "fsdp2-tp2", "spmd-fsdp2", "spmd-hsdp2x2", "spmd-fsdp2-tp2")
-    ],
-)
+COUNTED = ("fsdp2", "hsdp2x2", "fsdp2-tp2", "spmd-fsdp2", "spmd-hsdp2x2", "spmd-fsdp2-tp2")
+
+
+@pytest.mark.parametrize("mesh", [mesh(name) for name in COUNTED])
 def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scales(titan, assets, mesh):
     world, options = MESHES[mesh]
     arguments = f"{options} training.steps=3".split()
@@ -206,12 +186,9 @@ def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scale
     assert gathered(before) > 2 * linear
     assert gathered(after) == gathered(before) - linear
     if "tp" not in mesh:  # there, x and dy that are cut have amaxes of their own
-        extra = {
-            key: n - bf16["calls"][step][key]
-            for key, n in ours["calls"][step].items()
-            if key[0] == "allreduce"
-        }
-        assert {key: n for key, n in extra.items() if n} == {("allreduce", "float32"): 1}
+        more = Counter(ours["calls"][step])
+        more.subtract(bf16["calls"][step])
+        assert {k: n for k, n in more.items() if n and k[0] == "allreduce"} == {("allreduce", "float32"): 1}
 
 
 @long
@@ -238,11 +215,8 @@ def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
     def run(config: str) -> dict[int, float]:
         return titan(world, runs.train, f"{config} {saving}".split(), tmp_path)[-1]["losses"]
 
-    for config, other in (
-        ("f8sub", "bf16"),
-        ("bf16", "f8sub"),
-        *([(NVFP4, "bf16")] if mesh == "fsdp2" else []),
-    ):
+    of_nvfp4 = [(NVFP4, "bf16")] if mesh == "fsdp2" else []
+    for config, other in (("f8sub", "bf16"), ("bf16", "f8sub"), *of_nvfp4):
         whole = train(world, f"{config} {options}")
         first = run(f"{config} training.steps=3 lr_scheduler.total_steps=5")
         assert first == {step: whole[step] for step in (1, 2, 3)}
@@ -295,27 +269,14 @@ def test_40_steps_are_as_near_to_bf16s_as_torchtitans_own_converters(titan, asse
 @long
 def test_torchtitans_command_line_under_torchrun(assets, tmp_path):
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
+    module = "-m tests.features.torchtitan.cpu --module tests.features.torchtitan.configs --config bf16"
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-        *(
-            "-m",
-            "tests.features.torchtitan.cpu",
-            "--module",
-            "tests.features.torchtitan.configs",
-            "--config",
-            "bf16",
-        ),
-        *(
-            "--hf_assets_path",
-            str(tmp_path / "tokenizer"),
-            "--dataloader.dataset_path",
-            str(tmp_path / "data"),
-        ),
-        *("--dump_folder", str(tmp_path), "--training.steps", "2", "--override.imports"),
-        *(
-            'f8sub.titan.float8={"recipe_name": "tensorwise", "emulate": true}',
-            "f8sub.titan.precompute_scales",
-        ),
+        *(sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]),
+        *(*module.split(), "--hf_assets_path", tmp_path / "tokenizer"),
+        *("--dataloader.dataset_path", tmp_path / "data", "--dump_folder", tmp_path),
+        *("--training.steps", "2", "--override.imports"),
+        'f8sub.titan.float8={"recipe_name": "tensorwise", "emulate": true}',
+        "f8sub.titan.precompute_scales",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

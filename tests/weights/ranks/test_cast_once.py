@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.weights import exchange, master_weight
 from f8sub.weights import precompute_scales as precompute
 from f8sub.weights import shard as shards
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, loss_of, seed_weights, shard, transformer
+from tests.models import Stack, float8_layers, loss_of, seed_weights, shard, shard_of, train, transformer
 from tests.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4")
@@ -52,21 +51,6 @@ def prefetching(model: nn.Module) -> None:
     model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
 
 
-def train(model: nn.Module, rank: int) -> list[float]:
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    f8sub.precompute_scales(model)
-    for step in range(STEPS):
-        for micro in range(MICROBATCHES):
-            model.set_is_last_backward(micro == MICROBATCHES - 1)
-            loss = loss_of(model, MICROBATCHES * step + micro, rank)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        f8sub.precompute_scales(model)
-    return losses
-
-
 def with_and_without(rank: int, world: int, recipe: str) -> tuple:
     found = []
     for forget in (False, True):
@@ -76,7 +60,7 @@ def with_and_without(rank: int, world: int, recipe: str) -> tuple:
                 forget_casts(monkeypatch)
             model = shard(transformer(recipe, spread=2.0))
             prefetching(model)
-            found.append((train(model, rank), casts))
+            found.append((train(model, rank, steps=STEPS, microbatches=MICROBATCHES), casts))
     return tuple(found)
 
 
@@ -91,11 +75,7 @@ def test_once_a_step_for_all_microbatches_with_prefetching(ranks, recipe):
 
 def holds_codes(model: nn.Module) -> set[bool]:
     """Of the model's shards, whether codes of theirs are kept."""
-    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    return {
-        layer.converted.shard_of(layer.converted.record_of(layer, "weight"))._wire is not None
-        for layer in layers
-    }
+    return {shard_of(layer)._wire is not None for layer in float8_layers(model)}
 
 
 def held(
@@ -181,11 +161,8 @@ class Recorder:
 
 def gathered_inputs(model: nn.Module) -> list[torch.Tensor]:
     """This rank's codes as they are gathered now."""
-    found = []
-    for layer in model.layers:
-        shard = layer.converted.shard_of(layer.converted.record_of(layer, "weight"))
-        found.append(shard.exchange.gather_input(shard, shard.master)[0].clone())
-    return found
+    shards = [shard_of(layer) for layer in model.layers]
+    return [shard.exchange.gather_input(shard, shard.master)[0].clone() for shard in shards]
 
 
 def captured(rank: int, world: int, recipe: str) -> tuple[str, int, bool, bool]:
@@ -212,9 +189,7 @@ def captured(rank: int, world: int, recipe: str) -> tuple[str, int, bool, bool]:
     recorded = len(graph.casts)
     optimizer.step()
     f8sub.precompute_scales(model)
-    of_layers = [
-        layer.converted.shard_of(layer.converted.record_of(layer, "weight")) for layer in model.layers
-    ]
+    of_layers = [shard_of(layer) for layer in model.layers]
     with graph.capture(), pytest.raises(f8sub.Float8ConfigError, match="call it after each optimizer step"):
         f8sub.precompute_scales(model)
     graph.replay()

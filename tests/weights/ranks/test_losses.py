@@ -1,63 +1,73 @@
-"""Twenty AdamW steps: the same losses with the float8 all-gather, without it, and without sharding.
+"""AdamW steps under each wrapper: the same losses with the float8 all-gather, without it, and without sharding.
 
 What may differ between a sharded and an unsharded run is the order in which gradients are summed. One rank
 sums nothing and two ranks add two numbers, so an unsharded run that adds the two ranks' gradients has the
 same sums, and equality is bitwise. Three ranks may sum in another order: there the losses must be close.
 """
 
+from typing import Any
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
-from tests.data_sets import gaussian, generator
-from tests.models import BF16, shard, transformer
+from tests.models import BF16, equal, loss_of, shard, train, transformer
 from tests.selection import long_but
 from tests.wires import ONE_RECIPE_A_WIRE, QUICK, on_each
 
-STEPS, BATCH, WIDTH, CLASSES = 10, 8, 32, 11
-RECIPES = ONE_RECIPE_A_WIRE
-POLICIES = {"fp32": None, "bf16": BF16}
+STEPS = {"bf16": 10, "fp32": 4}
 SPREAD = 4.0
-on_each_recipe = on_each(RECIPES)
-on_each_recipe_and_policy = pytest.mark.parametrize(
-    ("recipe", "policy"),
-    long_but([(r, "bf16") for r in QUICK], [*((r, "bf16") for r in RECIPES), ("tensorwise", "fp32")]),
-)
+OTHERS = ("tensorwise", "rowwise", "blockwise", "delayed")
+"""Recipes that are trained without a policy, under each wrapper."""
+CASES = [*((r, "bf16") for r in ONE_RECIPE_A_WIRE), *((r, "fp32") for r in OTHERS)]
+CHOSEN = [*((r, "bf16") for r in QUICK), ("tensorwise", "fp32"), ("delayed", "fp32")]
+
+Result = tuple[list[float], list[torch.Tensor]]
 
 
-def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rng = generator(1000 * step + rank)
-    return gaussian((BATCH, 4, WIDTH), rng), torch.randint(CLASSES, (BATCH * 4,), generator=rng)
+def made(recipe: str, all_gather: bool = True) -> nn.Module:
+    chosen = f8sub.get_recipe("delayed", amax_history_len=3) if recipe == "delayed" else recipe
+    return transformer(chosen, spread=SPREAD, all_gather=all_gather)
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    x, target = batch(step, rank)
-    return F.cross_entropy(model(x).flatten(0, 1).float(), target)
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+def wrapped(recipe: str, policy: str) -> dict[str, nn.Module]:
+    if policy == "bf16":
+        return {"on": shard(made(recipe), BF16), "off": shard(made(recipe, False), BF16)}
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(), 1), mesh_dim_names=("r", "s"))
+    return {
+        "on": shard(made(recipe)),
+        "off": shard(made(recipe, False)),
+        "shards of one": shard(made(recipe), mesh=mesh),
+        "DDP": DistributedDataParallel(made(recipe)),
+    }
 
 
-def sharded(
-    rank: int, world: int, recipe: str, policy: str, all_gather: bool
-) -> tuple[list[float], list[torch.Tensor]]:
-    model = shard(transformer(recipe, spread=SPREAD, all_gather=all_gather), POLICIES[policy])
-    optimizer, losses = optimizer_of(model), []
-    for step in range(STEPS):
-        f8sub.precompute_scales(model)
-        loss = loss_of(model, step, rank)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, [parameter.full_tensor().detach() for parameter in model.parameters()]
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor + 0
 
 
-def on_and_off(rank: int, world: int, recipe: str, policy: str) -> tuple:
-    return tuple(sharded(rank, world, recipe, policy, all_gather) for all_gather in (True, False))
+def state_of(model: nn.Module) -> list[torch.Tensor]:
+    """Weights and, of delayed scaling, histories and scales."""
+    model.state_dict()  # what is under way is finished
+    return [whole(tensor) for tensor in (*model.parameters(), *model.buffers())]
+
+
+def on_a_rank(rank: int, world: int, recipe: str, policy: str) -> dict[str, Result]:
+    return {
+        name: (
+            train(model, rank, steps=STEPS[policy], optimizer=optimizer_of(model.parameters())),
+            state_of(model),
+        )
+        for name, model in wrapped(recipe, policy).items()
+    }
 
 
 class Bf16Copies(nn.Module):
@@ -66,7 +76,7 @@ class Bf16Copies(nn.Module):
     def __init__(self, recipe: str) -> None:
         super().__init__()
         self.masters = list(transformer(None, spread=SPREAD).parameters())
-        self.model = transformer(recipe, spread=SPREAD).bfloat16()
+        self.model = made(recipe).bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x.bfloat16())
@@ -86,15 +96,11 @@ class Bf16Copies(nn.Module):
 
 def unsharded(recipe: str, policy: str, ranks: int) -> tuple[list[list[float]], list[torch.Tensor]]:
     """Losses of each rank's part of the batch, in one process."""
-    if policy == "bf16":
-        model = Bf16Copies(recipe)
-        parameters = model.masters
-    else:
-        model = transformer(recipe, spread=SPREAD)
-        parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+    model = Bf16Copies(recipe) if policy == "bf16" else made(recipe)
+    parameters = model.masters if policy == "bf16" else list(model.parameters())
+    optimizer = optimizer_of(parameters)
     losses: list[list[float]] = [[] for _ in range(ranks)]
-    for step in range(STEPS):
+    for step in range(STEPS[policy]):
         if policy == "bf16":
             model.copy_masters()
         for rank in range(ranks):
@@ -107,37 +113,36 @@ def unsharded(recipe: str, policy: str, ranks: int) -> tuple[list[list[float]], 
             parameter.grad /= ranks
         optimizer.step()
         optimizer.zero_grad()
-    return losses, [parameter.detach() for parameter in parameters]
+    return losses, parameters if policy == "bf16" else state_of(model)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("world", [1, 2], ids=["world1", "world2"])
-@on_each_recipe_and_policy
-def test_on_off_and_unsharded_are_bitwise_equal(ranks, recipe, policy, world):
-    results = ranks(world, on_and_off, recipe, policy)
-    expected_losses, expected_weights = unsharded(recipe, policy, world)
-    for rank, ((on, on_weights), (off, off_weights)) in enumerate(results):
-        assert on == off
-        assert all(torch.equal(a, b) for a, b in zip(on_weights, off_weights, strict=True))
-        if policy == "bf16" and f8sub.get_recipe(recipe).delayed is not None:
+@pytest.mark.parametrize(("recipe", "policy"), long_but(CHOSEN, [*CASES, ("delayed", "bf16")]))
+def test_each_wrapper_is_the_unsharded_run(ranks, recipe, policy, world):
+    expected_losses, expected = unsharded(recipe, policy, world)
+    for rank, found in enumerate(ranks(world, on_a_rank, recipe, policy)):
+        losses, state = found["on"]
+        assert len(set(losses)) == len(losses)
+        assert [name for name in found if not equal(found[name], found["on"])] == []
+        if (recipe, policy) == ("delayed", "bf16"):
             continue  # the optimizer of Bf16Copies steps none of the converted weights
-        assert on == expected_losses[rank]
-        assert all(torch.equal(a, b) for a, b in zip(on_weights, expected_weights, strict=True))
-        assert on[-1] < on[0]
+        assert losses == expected_losses[rank]
+        assert equal(state, [whole(tensor) for tensor in expected])
 
 
-@pytest.mark.parametrize("recipe", long_but(["tensorwise"], RECIPES))
+@pytest.mark.parametrize("recipe", long_but(["tensorwise"], ONE_RECIPE_A_WIRE))
 def test_three_ranks_are_close_and_on_is_still_off(ranks, recipe):
-    results = ranks(3, on_and_off, recipe, "bf16")
-    expected_losses, _ = unsharded(recipe, "bf16", 3)
-    for rank, ((on, _), (off, _)) in enumerate(results):
-        assert on == off
-        assert on[0] == expected_losses[rank][0]
-        torch.testing.assert_close(torch.tensor(on), torch.tensor(expected_losses[rank]), rtol=5e-3, atol=0)
+    expected, _ = unsharded(recipe, "bf16", 3)
+    for rank, found in enumerate(ranks(3, on_a_rank, recipe, "bf16")):
+        assert equal(found["on"], found["off"])
+        on = found["on"][0]
+        assert on[0] == expected[rank][0]
+        torch.testing.assert_close(torch.tensor(on), torch.tensor(expected[rank]), rtol=5e-3, atol=0)
 
 
-@on_each_recipe
+@on_each(ONE_RECIPE_A_WIRE)
 def test_a_high_precision_run_has_other_losses(recipe):
     """What makes the equalities above mean something: float8 shows in the losses."""
-    model = transformer(None, spread=SPREAD)
     losses, _ = unsharded(recipe, "fp32", 1)
-    assert loss_of(model, 0, 0).item() != losses[0][0]
+    assert loss_of(transformer(None, spread=SPREAD), 0, 0).item() != losses[0][0]

@@ -1,7 +1,5 @@
 """Pipeline stages with process groups of their own: a weight is cast once for all microbatches; losses are the same."""
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,10 +14,10 @@ from torch.distributed.pipelining import (
 )
 
 import f8sub
-from f8sub.weights.shard import Shard
 from tests.data_sets import gaussian, generator
 from tests.models import Block, seed_weights
 from tests.selection import long_but
+from tests.weights.ranks.test_cast_once import count_casts
 from tests.wire import Wire
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
@@ -75,15 +73,8 @@ def train(rank: int, world: int, recipe: str, schedule: str, all_gather: bool) -
     optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.5)
     losses: list[float] = []
     reduces: list[int] = []
-    casts: Counter[str] = Counter()
-    cast_into = Shard._cast_into
-
-    def counted(self: Shard, *args: object) -> None:
-        casts[self.fqn] += 1
-        cast_into(self, *args)
-
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Shard, "_cast_into", counted)
+        casts = count_casts(monkeypatch)
         f8sub.precompute_scales(modules)
         for step in range(STEPS):
             x, target = batch(step, mesh["dp"].get_local_rank())

@@ -1,19 +1,15 @@
 """Weights are known by their records: through ties, copies, moves and models that are converted in parts."""
 
-import copy
 import gc
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 import f8sub
 from f8sub.features.delayed import histories
-from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 from tests.data_sets import gaussian, generator
 
 WIDTH = 32
@@ -86,24 +82,6 @@ def test_a_weight_that_two_conversions_gather_differently(ranks):
         assert name == "Float8Tensor"
     for text in ranks(2, tied_apart, (False, True)):
         assert "would gather its weight in high precision" in text
-
-
-def copied(rank: int, world: int) -> list[torch.Tensor | bool]:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    plan = {"0": Float8ColwiseParallel(), "1": Float8RowwiseParallel()}
-    model = parallelize_module(converted(pair()), mesh["tp"], plan)
-    found = []
-    for each in (copy.deepcopy(model), model):
-        fully_shard(each, mesh=mesh["dp"])
-        found.append(each(gaussian((8, WIDTH), generator(1))).detach() + 0)  # waits for the collective
-        found.append(type(each[0].weight._local_tensor) is f8sub.Float8Tensor)  # the root stays unsharded
-    return found
-
-
-def test_a_copy_of_a_tensor_parallel_model_is_sharded_as_the_model(ranks):
-    for y, in_float8, expected, _ in ranks(2, copied):
-        assert in_float8
-        assert torch.equal(y, expected)
 
 
 def moved(rank: int, world: int) -> list[torch.Tensor]:

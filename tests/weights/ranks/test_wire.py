@@ -39,60 +39,33 @@ def forward_bytes(model: nn.Module) -> int:
 
 
 def gathered(rank: int, world: int, recipe: str, widths: tuple[int, ...]) -> dict[str, int]:
+    """Bytes of the first forward, and of one after ``load_state_dict``."""
     found = {}
     for name, policy in (("fp32", None), ("bf16", BF16)):
         float8 = shard(stack(recipe, widths), policy)
         f8sub.precompute_scales(float8)
-        forward_bytes(float8)  # scales in rows: FSDP2 tells its param_dtype after the first gather
         found[f"float8 of {name}"] = forward_bytes(float8)
         found[name] = forward_bytes(shard(stack(None, widths), policy))
-    return found
-
-
-@on_each_recipe
-def test_a_weight_is_gathered_as_one_byte_an_element(ranks, recipe):
-    shapes = list(itertools.pairwise(WIDTHS))
-    numel = sum(fan_in * fan_out for fan_in, fan_out in shapes)
-    float8 = sum(gathered_bytes(recipe, fan_out, fan_in) for fan_in, fan_out in shapes)
-    for found in ranks(2, gathered, recipe, WIDTHS):
-        assert found == {
-            "float8 of fp32": float8,
-            "float8 of bf16": float8,
-            "fp32": 4 * numel,
-            "bf16": 2 * numel,
-        }
-
-
-@on_each_recipe
-def test_an_uneven_weight_is_gathered_with_its_padding_and_no_more(ranks, recipe):
-    padded = 3 * 27 * 64 + 3 * 6 * 80
-    float8 = gathered_bytes(recipe, 3 * 27, 64) + gathered_bytes(recipe, 3 * 6, 80)
-    for found in ranks(3, gathered, recipe, (64, 80, 16)):
-        assert found == {
-            "float8 of fp32": float8,
-            "float8 of bf16": float8,
-            "fp32": 4 * padded,
-            "bf16": 2 * padded,
-        }
-
-
-def gathered_after_a_load(rank: int, world: int, recipe: str) -> tuple[int, int]:
-    """Bytes of a forward, and of one after ``load_state_dict``."""
-    model = shard(stack(recipe), BF16)
-    f8sub.precompute_scales(model)
-    forward_bytes(model)
-    usual = forward_bytes(model)
-    model.load_state_dict({name: 8 * value for name, value in model.state_dict().items()})
+    float8.load_state_dict({name: 8 * value for name, value in float8.state_dict().items()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", f8sub.Float8Warning)
-        return usual, forward_bytes(model)
+        return {**found, "after a load": forward_bytes(float8)}
 
 
+@pytest.mark.parametrize(
+    ("widths", "world", "rows"),
+    [(WIDTHS, 2, WIDTHS[1:]), ((64, 80, 16), 3, (3 * 27, 3 * 6))],
+    ids=["even", "uneven"],
+)
 @on_each_recipe
-def test_after_a_load_nothing_is_gathered_twice(ranks, recipe):
-    """All ranks loaded, and each knows that of the others: they make scales before the gather, and not after it."""
-    for usual, after in ranks(2, gathered_after_a_load, recipe):
-        assert after == usual
+def test_a_weight_is_gathered_once_as_one_byte_an_element(ranks, recipe, widths, world, rows):
+    """With its padding and no more. All ranks know that all loaded: they make scales before the gather."""
+    shapes = list(zip(rows, widths, strict=False))
+    numel, float8 = sum(a * b for a, b in shapes), sum(gathered_bytes(recipe, *shape) for shape in shapes)
+    expected = {"fp32": 4 * numel, "bf16": 2 * numel} | dict.fromkeys(
+        ("float8 of fp32", "float8 of bf16", "after a load"), float8
+    )
+    assert ranks(world, gathered, recipe, widths) == [expected] * world
 
 
 def bytes_an_element(rank: int, world: int, recipe: str, size: int) -> float:
@@ -178,18 +151,16 @@ def verdict(model: nn.Module, y: torch.Tensor, x: torch.Tensor) -> str:
 
 def outcome(model: nn.Module, forward: Callable[[], torch.Tensor], x: torch.Tensor) -> str:
     """ "right", "right or NaN", "wrong" or the name of f8sub's error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
-        try:
-            y = forward()
-        except (f8sub.Float8RankMismatchError, f8sub.Float8NumericsError) as error:
-            return type(error).__name__
-        return verdict(model, y, x)
+    try:
+        return verdict(model, forward(), x)
+    except (f8sub.Float8RankMismatchError, f8sub.Float8NumericsError) as error:
+        return type(error).__name__
 
 
 def wait_shortly() -> None:
     """In this rank: whatever ranks decide, the outcome is right, so that nothing depends on how long they wait."""
     agreement.PATIENCE = datetime.timedelta(milliseconds=300)
+    warnings.simplefilter("ignore", f8sub.Float8Warning)
 
 
 def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
@@ -273,6 +244,7 @@ def test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting(ran
 
 def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[str]:
     """Another rank forgets at each step, with the user's own collectives before and after the forward."""
+    wait_shortly()
     model, x = unprepared(recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     f8sub.precompute_scales(model)
@@ -298,8 +270,10 @@ def test_ranks_that_take_turns_in_forgetting(ranks, recipe):
         assert_nobody_waits(list(outcomes), "right")
 
 
-def one_rank_changes_its_shard(rank: int, world: int, recipe: str, precompute: bool) -> list:
-    """The outcome of the next forward, and of the one after a precompute_scales."""
+def one_rank_changes_its_shard(
+    rank: int, world: int, recipe: str, precompute: bool
+) -> tuple[list[str], list[str]]:
+    """Outcomes of the next forward, and of two more after a precompute_scales each; what the ranks are told."""
     model, x = prepared(recipe)
     f8sub.precompute_scales(model)
     model(x)
@@ -307,26 +281,36 @@ def one_rank_changes_its_shard(rank: int, world: int, recipe: str, precompute: b
         with torch.no_grad():
             model.layers[0].weight.to_local().mul_(4.0)
 
-    def forward_after_precompute() -> torch.Tensor:
+    def after_precompute() -> torch.Tensor:
         f8sub.precompute_scales(model)
         return model(x)
 
-    return [
-        outcome(model, forward_after_precompute if precompute else (lambda: model(x)), x),
-        outcome(model, forward_after_precompute, x),
-    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = outcome(model, after_precompute if precompute else lambda: model(x), x)
+        found = [first, *(outcome(model, after_precompute, x) for _ in range(2))]
+    return found, [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
 
 
+@pytest.mark.parametrize("precompute", [False, True], ids=["forgotten", "precompute"])
 @on_each_wire
-def test_a_rank_that_alone_sees_a_stale_weight_leaves_nobody_waiting(ranks, recipe):
+def test_a_weight_that_one_rank_changed_is_reported_and_leaves_nobody_waiting(ranks, recipe, precompute):
     """Until scales are computed again no rank uses a code that the old scale cannot hold: it is NaN.
 
-    e2m1 has no NaN: there the code is the largest, and the next precompute_scales says so, see below.
+    e2m1 has no NaN: there the code is the largest, and the next precompute_scales says so, see below. Scales that cross
+    the wire with their codes are right at once, and nothing is reported.
     """
-    first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, False), strict=True)
+    outcomes, messages = zip(*ranks(2, one_rank_changes_its_shard, recipe, precompute), strict=True)
+    first, *others = zip(*outcomes, strict=True)
     clamped = ["wrong"] if recipe == "nvfp4" else []
-    assert_nobody_waits(first, "right", "right or NaN", "Float8RankMismatchError", *clamped)
-    assert_nobody_waits(second, "right")
+    usual = [] if precompute else ["right or NaN", "Float8RankMismatchError", *clamped]
+    assert_nobody_waits(list(first), "right", *usual)
+    for later in others:
+        assert_nobody_waits(list(later), "right")
+    if not precompute:
+        for told in messages:
+            assert len(told) == (0 if recipe == "mxfp8" else 1), told
+            assert all("layers.0" in message for message in told)
 
 
 def four_bit_weight_before_and_after(rank: int, world: int) -> list[torch.Tensor]:
@@ -350,44 +334,9 @@ def test_four_bit_codes_that_an_old_scale_cannot_hold_are_the_largest(ranks):
         assert torch.equal(theirs, before[len(mine) :])
         assert (mine.abs() >= before[: len(mine)].abs()).all()
         # Each 16x16 tile of it has elements that were beyond a quarter of the range.
-        tiles = mine.unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
-        largest = tiles.abs().amax((1, 3), keepdim=True)
-        assert ((tiles.abs() == largest).sum((1, 3)) > 16).all()
-        assert torch.equal(
-            largest,
-            before.unflatten(0, (-1, 16))
-            .unflatten(2, (-1, 16))[: len(tiles)]
-            .abs()
-            .amax((1, 3), keepdim=True),
+        tiles, tiles_before = (
+            rows.abs().unflatten(0, (-1, 16)).unflatten(2, (-1, 16)) for rows in (mine, before[: len(mine)])
         )
-
-
-@on_each_wire
-def test_precompute_scales_sees_what_one_rank_changed(ranks, recipe):
-    first, second = zip(*ranks(2, one_rank_changes_its_shard, recipe, True), strict=True)
-    assert_nobody_waits(first, "right")
-    assert_nobody_waits(second, "right")
-
-
-def reports_a_change_on_one_rank(rank: int, world: int, recipe: str) -> list[str]:
-    model, x = prepared(recipe)
-    f8sub.precompute_scales(model)
-    model(x)
-    if rank == 0:
-        with torch.no_grad():
-            model.layers[0].weight.to_local().mul_(4.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model(x)
-        for _ in range(2):
-            f8sub.precompute_scales(model)
-            model(x)
-    return [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
-
-
-@on_each_wire
-def test_a_change_on_one_rank_is_reported_on_every_rank(ranks, recipe):
-    """Unless its scales cross the wire with its codes, which then are right."""
-    for messages in ranks(2, reports_a_change_on_one_rank, recipe):
-        assert len(messages) == (0 if recipe == "mxfp8" else 1), messages
-        assert all("layers.0" in message for message in messages)
+        largest = tiles.amax((1, 3), keepdim=True)
+        assert ((tiles == largest).sum((1, 3)) > 16).all()
+        assert torch.equal(largest, tiles_before.amax((1, 3), keepdim=True))

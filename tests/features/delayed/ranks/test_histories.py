@@ -9,13 +9,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.delayed_simulation import FP8_MAX, Simulation
-from tests.models import BF16, Stack, seed_weights, shard
+from tests.models import Stack, equal, seed_weights, shard
 from tests.wire import Wire
 from tests.wires import on_each_world
 
@@ -42,11 +42,6 @@ def states_of(model: nn.Module) -> list[dict[str, torch.Tensor]]:
         {"history": torch.stack(state.histories, 1), "scale": state.scale.clone(), "age": state.age.clone()}
         for state in states
     ]
-
-
-def assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
-    for layer, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert [(layer, name) for name in a if not torch.equal(a[name], b[name])] == []
 
 
 def train(
@@ -102,34 +97,16 @@ def test_sharded_is_unsharded(ranks, world, all_gather):
     expected, expected_states = unsharded(world)
     for rank, (outputs, reduces, states) in enumerate(results):
         assert reduces == [int(world > 1)] * STEPS
-        assert_same(states, results[0][2])
+        assert equal(states, results[0][2])
         assert torch.equal(states[0]["history"][:, 0], expected_states[0]["history"][:, 0])
         assert torch.equal(states[0]["scale"][0], expected_states[0]["scale"][0])
         if world <= 2:
-            assert_same(states, expected_states)
-            assert all(torch.equal(a, b) for a, b in zip(outputs, expected[rank], strict=True))
-
-
-def bf16(rank: int, world: int) -> tuple:
-    arms = []
-    for all_gather in (True, False):
-        model = shard(model_of(all_gather), BF16)
-        arms.append((train(model, rank)[0], states_of(model)))
-    return tuple(arms)
-
-
-def test_on_is_off_in_bf16(ranks):
-    for (on, on_states), (off, off_states) in ranks(3, bf16):
-        assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True))
-        assert_same(on_states, off_states)
+            assert equal((outputs, states), (expected[rank], expected_states))
 
 
 def hsdp(rank: int, world: int, reduce_amax: bool) -> tuple:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    model = model_of(reduce_amax=reduce_amax)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = shard(model_of(reduce_amax=reduce_amax), mesh=mesh)
     _, reduces = train(model, rank)
     return reduces, states_of(model)
 
@@ -147,7 +124,7 @@ def test_replicas_share_their_histories(ranks, world):
         tensor.update()
     for reduces, states in results:
         assert reduces == [1] * STEPS
-        assert_same(states, results[0][1])
+        assert equal(states, results[0][1])
         assert states[0]["history"][:, 0].tolist() == tensor.history
         assert states[0]["scale"][0].item() == tensor.scale
 
@@ -189,27 +166,8 @@ def changes_without_a_step(rank: int, world: int) -> tuple:
 
 def test_only_an_optimizer_step_rolls(ranks):
     for before, after, saturated in ranks(2, changes_without_a_step):
-        assert_same(after, before)
+        assert equal(after, before)
         assert saturated < 0.1
-
-
-def forgotten(rank: int, world: int, all_gather: bool) -> tuple:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
-        model = shard(model_of(all_gather))
-        outputs, _ = train(model, rank, precompute=False)
-        with torch.no_grad():
-            model(batch(0, 0)[0])
-    return outputs, states_of(model)
-
-
-@on_and_off
-def test_precompute_scales_forgotten_costs_nothing_but_overlap(ranks, all_gather):
-    for (outputs, states), (expected, _, expected_states) in zip(
-        ranks(2, forgotten, all_gather), ranks(2, sharded, all_gather), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
-        assert_same(states, expected_states)
 
 
 def spoiled(rank: int, world: int, operand: str, all_gather: bool) -> tuple:
@@ -257,48 +215,42 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def recomputed(rank: int, world: int) -> tuple:
-    model = model_of()
-    model.layers = nn.ModuleList(Checkpointed(layer) for layer in model.layers)
-    model = shard(model)
-    outputs, _ = train(model, rank)
-    model.layers = nn.ModuleList(layer.block for layer in model.layers)
-    return outputs, states_of(model)
-
-
-def test_activation_checkpointing_changes_nothing(ranks):
-    for (outputs, states), (expected, _, expected_states) in zip(
-        ranks(2, recomputed), ranks(2, sharded, True), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
-        assert_same(states, expected_states)
-
-
-def compiled(rank: int, world: int, all_gather: bool) -> tuple:
+def in_mode(rank: int, world: int, mode: str, all_gather: bool) -> tuple:
     model = model_of(all_gather)
-    for layer in model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
-    model = shard(model)
-    outputs, reduces = train(model, rank)
+    if mode == "compiled":
+        for layer in model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+    elif mode == "checkpointed":
+        model.layers = nn.ModuleList(Checkpointed(layer) for layer in model.layers)
+    model = shard(model, reshard_after_forward=mode != "reshard-never")
+    warnings.simplefilter("ignore" if mode == "forgotten" else "error", f8sub.Float8Warning)
+    outputs, reduces = train(model, rank, precompute=mode != "forgotten")
+    if mode == "forgotten":
+        with torch.no_grad():
+            model(batch(0, 0)[0])
+        reduces = [1] * STEPS
+    elif mode == "checkpointed":
+        model.layers = nn.ModuleList(layer.block for layer in model.layers)
     return outputs, reduces, states_of(model)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("all_gather", [True, False], ids=["float8-wire", "high-precision-wire"])
-def test_compiled_blocks_are_eager_ones(ranks, all_gather):
-    for (outputs, reduces, states), (expected, _, expected_states) in zip(
-        ranks(2, compiled, all_gather), ranks(2, sharded, all_gather), strict=True
-    ):
-        assert reduces == [1] * STEPS
-        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
-        assert_same(states, expected_states)
+@on_and_off
+@pytest.mark.parametrize(
+    "mode", ["forgotten", "checkpointed", "reshard-never", pytest.param("compiled", marks=pytest.mark.long)]
+)
+def test_each_mode_is_the_usual_run(ranks, mode, all_gather):
+    """precompute_scales that is forgotten costs nothing but overlap, and reductions elsewhere in the step.
+
+    Weights that FSDP2 keeps unsharded between forward and backward use the scales they were gathered with.
+    """
+    assert equal(ranks(2, in_mode, mode, all_gather), ranks(2, sharded, all_gather))
 
 
 def save(rank: int, world: int, folder: str) -> tuple:
     model = shard(model_of())
     train(model, rank, 3)
     dcp.save(model.state_dict(), checkpoint_id=folder)
-    return states_of(model), [batch_output(model, 7)]
+    return states_of(model), batch_output(model, 7)
 
 
 def batch_output(model: nn.Module, step: int) -> torch.Tensor:
@@ -306,27 +258,19 @@ def batch_output(model: nn.Module, step: int) -> torch.Tensor:
         return model(batch(step, 0)[0])
 
 
-def load(rank: int, world: int, folder: str, assign: bool) -> tuple:
-    model = shard(seed_other())
+def load(rank: int, world: int, folder: str) -> tuple:
+    model = shard(seed_weights(model_of(), seed=5))
     state = model.state_dict()
     dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state, assign=assign)
+    model.load_state_dict(state)
     f8sub.precompute_scales(model)
-    return states_of(model), [batch_output(model, 7)]
-
-
-def seed_other() -> nn.Module:
-    model = model_of()
-    seed_weights(model, seed=5)
-    return model
+    return states_of(model), batch_output(model, 7)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3], ids=["world1", "world2", "world3"])
 def test_dcp_restores_bitwise_on_any_number_of_ranks(ranks, world, tmp_path):
-    saved, outputs = ranks(2, save, str(tmp_path))[0]
-    for states, found in ranks(world, load, str(tmp_path), False):
-        assert_same(states, saved)
-        assert torch.equal(found[0], outputs[0])
+    saved = ranks(2, save, str(tmp_path))[0]
+    assert all(equal(found, saved) for found in ranks(world, load, str(tmp_path)))
 
 
 def two_meshes(rank: int, world: int) -> tuple:
@@ -345,27 +289,9 @@ def test_layers_of_two_meshes_are_reduced_over_their_own_ranks(ranks):
     results = ranks(4, two_meshes)
     for reduces, states, replica in results:
         assert reduces == [2] * STEPS
-        assert_same(states[:1], results[2 * replica][1][:1])
+        assert equal(states[:1], results[2 * replica][1][:1])
         assert torch.equal(states[1]["history"][:, 0], results[0][1][1]["history"][:, 0])
     assert not torch.equal(results[0][1][0]["history"], results[2][1][0]["history"])
-
-
-def policies(rank: int, world: int) -> None:
-    """Weights that FSDP2 keeps unsharded between forward and backward use the scales they were gathered with."""
-    arms = []
-    for reshard in (True, False):
-        model = model_of()
-        for layer in model.layers:
-            fully_shard(layer, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy())
-        fully_shard(model)
-        arms.append((train(model, rank)[0], states_of(model)))
-    (a, a_states), (b, b_states) = arms
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert_same(a_states, b_states)
-
-
-def test_reshard_after_forward_changes_nothing(ranks):
-    ranks(2, policies)
 
 
 def load_before_the_roll(rank: int, world: int) -> tuple:
@@ -384,4 +310,4 @@ def load_before_the_roll(rank: int, world: int) -> tuple:
 
 def test_a_loaded_history_does_not_roll_for_the_step_before(ranks):
     for before, after in ranks(2, load_before_the_roll):
-        assert_same(after, before)
+        assert equal(after, before)

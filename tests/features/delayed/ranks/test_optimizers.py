@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.features.delayed.ranks.test_histories import assert_same, batch, model_of, on_and_off, states_of
-from tests.models import shard
+from tests.features.delayed.ranks.test_histories import batch, model_of, on_and_off, states_of
+from tests.models import equal, shard
 
 STEPS = 4
 
@@ -37,8 +37,7 @@ def sharded(rank: int, world: int, frozen: bool, all_gather: bool) -> list[dict[
 @pytest.mark.parametrize("frozen", [False, True], ids=["two-optimizers", "one-layer-frozen"])
 def test_each_history_rolls_with_the_steps_of_its_own_weight(ranks, frozen, all_gather):
     expected = train(model_of(), range(2), frozen)
-    for states in ranks(2, sharded, frozen, all_gather):
-        assert_same(states, expected)
+    assert equal(ranks(2, sharded, frozen, all_gather), [expected] * 2)
     w = [(state["history"][:, 1] != 0).sum() for state in expected]
     assert w == [0 if frozen else 2, 2, 2]
     x = batch(STEPS - 1, 0)[0].abs().max(), batch(STEPS - 1, 1)[0].abs().max()

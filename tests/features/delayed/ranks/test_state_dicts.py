@@ -13,7 +13,6 @@ import f8sub
 from f8sub.weights import agreement
 from tests.features.delayed.ranks.test_histories import (
     STEPS,
-    assert_same,
     batch,
     model_of,
     on_and_off,
@@ -21,7 +20,7 @@ from tests.features.delayed.ranks.test_histories import (
     states_of,
     train,
 )
-from tests.models import shard
+from tests.models import equal, shard
 from tests.selection import long_but
 
 
@@ -53,12 +52,11 @@ def state_dicts_before_precompute(rank: int, world: int, all_gather: bool, load:
 def test_a_state_dict_between_a_step_and_precompute_scales_changes_nothing(ranks, load):
     """It has the step's amaxes of all ranks, whatever is gathered."""
     expected, _, expected_states = ranks(2, sharded, True)[0]
-    off = ranks(2, state_dicts_before_precompute, False, load)
-    for rank, (outputs, histories, states) in enumerate(ranks(2, state_dicts_before_precompute, True, load)):
-        assert_same(states, expected_states)
-        assert_same(histories, off[rank][1])
-        if rank == 0:
-            assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    on, off = (ranks(2, state_dicts_before_precompute, gather, load) for gather in (True, False))
+    assert equal(on[0][0], expected)
+    for (_, histories, states), (_, expected_histories, _) in zip(on, off, strict=True):
+        assert equal(states, expected_states)
+        assert equal(histories, expected_histories)
 
 
 def taken_on_one_rank(rank: int, world: int) -> tuple:
@@ -78,7 +76,7 @@ def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(ranks):
     (expected, _) = ranks(2, trained_twice)
     for rank, (told, states) in enumerate(ranks(2, taken_on_one_rank)):
         assert len(told) == rank
-        assert_same(states, expected)
+        assert equal(states, expected)
 
 
 def trained_twice(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
@@ -87,7 +85,7 @@ def trained_twice(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
     return states_of(model)
 
 
-def loaded_in_place(rank: int, world: int, all_gather: bool, compiled: bool) -> tuple:
+def loaded_in_place(rank: int, world: int, all_gather: bool, compiled: bool) -> list[tuple]:
     """A run that goes on from another's state as ``dcp.load`` does it: the tensors of a state dict are written to.
 
     Torch steps the optimizer once before that, with gradients of zeros, so that it has a state to write to.
@@ -106,13 +104,14 @@ def loaded_in_place(rank: int, world: int, all_gather: bool, compiled: bool) -> 
             value.copy_(saved[name])
     model.load_state_dict(loaded)
     resumed, expected = states_of(model), states_of(trained)
-    return (resumed, expected, *(train(each, rank, 2)[0] + states_of(each) for each in (model, trained)))
+    return [
+        (resumed, train(model, rank, 2)[0], states_of(model)),
+        (expected, train(trained, rank, 2)[0], states_of(trained)),
+    ]
 
 
 @on_and_off
 @pytest.mark.parametrize("compiled", long_but([False], [False, True]), ids=["eager", "compiled"])
 def test_a_run_goes_on_from_what_was_loaded_in_place(ranks, all_gather, compiled):
-    for resumed, expected, found, wanted in ranks(2, loaded_in_place, all_gather, compiled):
-        assert_same(resumed, expected)
-        assert all(torch.equal(a, b) for a, b in zip(found[:2], wanted[:2], strict=True))
-        assert_same(found[2:], wanted[2:])
+    for resumed, expected in ranks(2, loaded_in_place, all_gather, compiled):
+        assert equal(resumed, expected)

@@ -6,27 +6,36 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard
+from tests.models import (
+    BF16,
+    Stack,
+    Transformer,
+    equal,
+    float8_layers,
+    loss_of,
+    seed_weights,
+    shard,
+    shard_of,
+    train,
+)
 from tests.selection import long_but
 from tests.wire import Wire
 from tests.wires import on_each
 
-STEPS, WIDTH, CLASSES, SPREAD = 20, 32, 11, 4.0
+STEPS, SPREAD = 20, 4.0
 RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
-POLICIES = {"fp32": None, "bf16": BF16}
 on_each_recipe = on_each(RECIPES)
 
 
@@ -40,34 +49,25 @@ def optimizer_of(model: nn.Module, masters: bool) -> torch.optim.Optimizer:
     return f8sub.optim.MasterWeights(optimizer) if masters else optimizer
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    rng = generator(1000 * step + rank)
-    x, target = gaussian((8, 4, WIDTH), rng), torch.randint(CLASSES, (32,), generator=rng)
-    dtype = next(model.parameters()).dtype
-    return F.cross_entropy(model(x.to(dtype)).flatten(0, 1).float(), target)
+def shard_in(mode: str, model: nn.Module, policy: MixedPrecisionPolicy | None) -> nn.Module:
+    if mode == "CPU offload":
+        return shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    if mode == "HSDP":
+        return shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    if mode == "columns":
+        return shard(model, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    if mode == "activation checkpointing":
+        model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    return shard(model, policy)
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        f8sub.precompute_scales(model)
-        loss = loss_of(model, step, rank)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def with_and_without(
-    rank: int, world: int, recipe: str, policy: str, dtype: torch.dtype, steps: int
-) -> list[tuple[list[float], list[torch.Tensor]]]:
-    results = []
+def with_and_without(rank: int, world: int, recipe: str, dtypes: str, mode: str, steps: int) -> list[tuple]:
+    results, (dtype, policy) = [], DTYPES[dtypes]
     for primary in (True, False):
         # 80 rows on 3 ranks: shards that FSDP2 pads, and tiles that lie in two of them.
-        model = shard(made(recipe, primary, dtype, hidden=80), POLICIES[policy])
+        model = shard_in(mode, made(recipe, primary, dtype, hidden=80), policy)
         optimizer = optimizer_of(model, masters=primary or dtype != torch.float32)
-        losses = trained(model, optimizer, rank, range(steps))
+        losses = train(model, rank, steps=steps, optimizer=optimizer)
         kinds = {type(layer.weight.to_local()) for layer in float8_layers(model)}
         assert all(issubclass(kind, PrimaryWeight) == primary for kind in kinds)
         results.append((losses, [p.full_tensor().detach() for p in model.parameters()]))
@@ -75,30 +75,27 @@ def with_and_without(
 
 
 DTYPES = {
-    "fp32": (torch.float32, "fp32"),
-    "fp32-policy-bf16": (torch.float32, "bf16"),
-    "bf16": (torch.bfloat16, "fp32"),
+    "fp32": (torch.float32, None),
+    "fp32-policy-bf16": (torch.float32, BF16),
+    "bf16": (torch.bfloat16, None),
 }
+MODES = ("CPU offload", "HSDP", "columns", "activation checkpointing")
+QUICK = [("tensorwise", "fp32-policy-bf16", 3, "usual"), (RECIPES[-1], "bf16", 2, "usual")]
+QUICK += [("tensorwise", "fp32", 4 if mode == "HSDP" else 2, mode) for mode in MODES]
 CASES = [
-    *((recipe, "fp32-policy-bf16", 3) for recipe in RECIPES),
-    *((RECIPES[-1], dtypes, world) for dtypes in ("fp32", "bf16") for world in (1, 2, 3)),
+    *QUICK,
+    *((recipe, "fp32-policy-bf16", 3, "usual") for recipe in RECIPES),
+    *((RECIPES[-1], dtypes, world, "usual") for dtypes in ("fp32", "bf16") for world in (1, 2, 3)),
 ]
 
 
-QUICK = [("tensorwise", "fp32-policy-bf16", 3), (RECIPES[-1], "bf16", 2)]
-
-
-@pytest.mark.parametrize(("recipe", "dtypes", "world"), long_but(QUICK, CASES))
-def test_losses_are_those_of_high_precision_weights(ranks, recipe, dtypes, world):
+@pytest.mark.parametrize(("recipe", "dtypes", "world", "mode"), long_but(QUICK, dict.fromkeys(CASES)))
+def test_losses_are_those_of_high_precision_weights(ranks, recipe, dtypes, world, mode):
     """Of float32 weights, and of bf16 weights with float32 masters."""
-    dtype, policy = DTYPES[dtypes]
     steps = STEPS if recipe == RECIPES[-1] else 5
-    for (losses, weights), (expected, expected_weights) in ranks(
-        world, with_and_without, recipe, policy, dtype, steps
-    ):
-        assert losses == expected
-        assert all(torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True))
-        assert len(set(losses)) == steps
+    for found, expected in ranks(world, with_and_without, recipe, dtypes, mode, steps):
+        assert equal(found, expected)
+        assert len(set(found[0])) == steps
 
 
 def counted(rank: int, world: int, recipe: str, primary: bool) -> tuple[int, int]:
@@ -127,7 +124,7 @@ def prepared(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = shard(made(recipe, True, dtype, hidden=80))
     optimizer = optimizer_of(model, masters=True)
-    trained(model, optimizer, rank, steps)
+    train(model, rank, start=steps.start, steps=len(steps), optimizer=optimizer)
     return model, optimizer
 
 
@@ -138,7 +135,7 @@ def saved_and_trained_on(rank: int, world: int, recipe: str, dtype: torch.dtype,
         kinds = [type(value.to_local()) for value in entries.values() if value.dim()]
         assert all(kind is torch.Tensor or issubclass(kind, MasterWeight) for kind in kinds)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    return {"losses": trained(model, optimizer, rank, range(2, 5))}
+    return {"losses": train(model, rank, start=2, steps=3, optimizer=optimizer)}
 
 
 def resumed(rank: int, world: int, recipe: str, dtype: torch.dtype, folder: str) -> dict:
@@ -153,7 +150,7 @@ def resumed(rank: int, world: int, recipe: str, dtype: torch.dtype, folder: str)
         dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
         masters = [state["master"].full_tensor() for state in optimizer.state.values() if "master" in state]
-        losses.append(trained(model, optimizer, rank, range(2, 5)))
+        losses.append(train(model, rank, start=2, steps=3, optimizer=optimizer))
     return {"losses": losses[0], "again": losses[1], "masters": masters}
 
 
@@ -167,7 +164,7 @@ def test_resumed_losses_are_bitwise_the_same_and_checkpoints_reshard(ranks, dtyp
     assert [r["losses"] for r in found] == [r["losses"] for r in expected]
     assert [r["again"] for r in found] == [r["losses"] for r in expected]
     masters = ranks(2, resumed, recipe, dtype, folder)[0]["masters"]
-    assert all(torch.equal(a, b) for a, b in zip(masters, found[0]["masters"], strict=True))
+    assert equal(masters, found[0]["masters"])
     assert len(masters) == (7 if dtype == torch.float32 else 16)
 
 
@@ -184,12 +181,9 @@ def initialized_on_meta(rank: int, world: int) -> list[list[float]]:
             model.to_empty(device="cpu")
             full = seed_weights(Transformer(blocks=1), SPREAD).state_dict()
             for name, parameter in model.named_parameters():
-                parameter.data.copy_(
-                    torch.distributed.tensor.distribute_tensor(
-                        full[name], parameter.device_mesh, parameter.placements
-                    )
-                )
-        losses.append(trained(model, optimizer_of(model, masters=True), rank, range(3)))
+                whole = distribute_tensor(full[name], parameter.device_mesh, parameter.placements)
+                parameter.data.copy_(whole)
+        losses.append(train(model, rank, steps=3, optimizer=optimizer_of(model, masters=True)))
     return losses
 
 
@@ -212,7 +206,7 @@ def wrapped_late(rank: int, world: int, dtype: torch.dtype) -> tuple[list[list[f
         freed = [storage.expired() for storage in before]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", f8sub.Float8Warning)
-            losses.append(trained(model, optimizer, rank, range(3)))
+            losses.append(train(model, rank, steps=3, optimizer=optimizer))
     return losses, freed
 
 
@@ -232,9 +226,9 @@ def unfrozen(rank: int, world: int, primary: bool) -> list[tuple[list[float], se
         model.blocks[0].up.requires_grad_(not frozen_first)
         optimizer = optimizer_of(model, masters=True)
         model.blocks[0].up.requires_grad_(False)
-        losses = trained(model, optimizer, rank, range(2))
+        losses = train(model, rank, steps=2, optimizer=optimizer)
         model.blocks[0].up.requires_grad_(True)
-        losses += trained(model, optimizer, rank, range(2, 5))
+        losses += train(model, rank, start=2, steps=3, optimizer=optimizer)
         found.append((losses, {master.dtype for master in optimizer.optimizer.param_groups[0]["params"]}))
     return found
 
@@ -246,13 +240,13 @@ def test_a_weight_that_is_unfrozen_gets_its_master_in_the_first_step(ranks, prim
         assert late[1] == {torch.float32}
 
 
-def loaded_and_assigned(rank: int, world: int) -> dict[str, list]:
+def loaded_and_assigned(rank: int, world: int) -> dict[str, tuple]:
     source = seed_weights(Transformer(hidden=80, blocks=1), SPREAD, seed=5)
     results = {}
     for name in ("load", "copy", "expected"):
         model = shard(made("tensorwise", name != "expected", hidden=80))
         optimizer = optimizer_of(model, masters=name != "expected")
-        trained(model, optimizer, rank, range(1))
+        train(model, rank, steps=1, optimizer=optimizer)
         state = shard(copy.deepcopy(source)).state_dict()
         if name == "copy":
             with torch.no_grad():
@@ -260,17 +254,15 @@ def loaded_and_assigned(rank: int, world: int) -> dict[str, list]:
                     parameter.copy_(state[key])
         else:
             model.load_state_dict(state)
-        results[name] = trained(model, optimizer, rank, range(1, 4))
-        results[f"{name} weights"] = [p.full_tensor().detach() for p in model.parameters()]
+        losses = train(model, rank, start=1, steps=3, optimizer=optimizer)
+        results[name] = losses, [p.full_tensor().detach() for p in model.parameters()]
     return results
 
 
 def test_values_loaded_and_written_after_the_first_step_reach_the_masters(ranks):
     for found in ranks(3, loaded_and_assigned):
-        assert found["load"] == found["copy"] == found["expected"]
-        for name in ("load", "copy"):
-            pairs = zip(found[f"{name} weights"], found["expected weights"], strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs)
+        assert equal(found["load"], found["expected"])
+        assert equal(found["copy"], found["expected"])
 
 
 def frozen(rank: int, world: int, recipe: str, dtype: torch.dtype) -> dict:
@@ -285,7 +277,7 @@ def frozen(rank: int, world: int, recipe: str, dtype: torch.dtype) -> dict:
         optimizer = optimizer_of(model, masters=primary or dtype == torch.bfloat16)
         if primary:
             f8sub.drop_high_precision(model)
-        results[primary] = trained(model, optimizer, rank, range(4))
+        results[primary] = train(model, rank, steps=4, optimizer=optimizer)
         if primary:
             results["freed"] = [storage.expired() for storage in held]
             results["gathered"] = [layer.weight.full_tensor() for layer in float8_layers(model)[:4]]
@@ -301,7 +293,7 @@ def test_frozen_weights_keep_their_codes_alone_and_change_nothing(ranks, recipe)
         for found in ranks(3, frozen, recipe, dtype):
             assert found[True] == found[False]
             assert all(found["freed"])
-            assert all(torch.equal(a, b) for a, b in zip(found["gathered"], found["expected"], strict=True))
+            assert equal(found["gathered"], found["expected"])
 
 
 def dropped_in_use(rank: int, world: int, recipe: str) -> tuple[list[float], int]:
@@ -330,9 +322,8 @@ def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[boo
     """Whether a trained model's shards have their codes still after backward gathered them last, and losses before and
     after its masters are dropped."""
     model = shard(made(recipe, primary=True))
-    trained(model, optimizer_of(model, masters=True), rank, range(3))
-    shards = [la.converted.shard_of(la.converted.record_of(la, "weight")) for la in float8_layers(model)]
-    held = [of_layer._wire is not None for of_layer in shards]
+    train(model, rank, steps=3, optimizer=optimizer_of(model, masters=True))
+    held = [shard_of(layer)._wire is not None for layer in float8_layers(model)]
     f8sub.precompute_scales(model)
     losses = [loss_of(model, 0, rank).item()]
     model.requires_grad_(False)
@@ -348,30 +339,6 @@ def test_a_primary_weight_keeps_its_codes_from_step_to_step(ranks, recipe):
     for held, losses in ranks(2, dropped_after_training, recipe):
         assert all(held)
         assert len(set(losses)) == 1
-
-
-def run_in_mode(rank: int, world: int, mode: str) -> list[list[float]]:
-    losses = []
-    for primary in (True, False):
-        model, options = made("tensorwise", primary, hidden=80), {}
-        if mode == "CPU offload":
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        elif mode == "HSDP":
-            options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        elif mode == "columns":
-            options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() == 2 else None
-        else:
-            model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-        for module in (*model.blocks, model):
-            fully_shard(module, **options)
-        losses.append(trained(model, optimizer_of(model, masters=primary), rank, range(3)))
-    return losses
-
-
-@pytest.mark.parametrize("mode", ["CPU offload", "HSDP", "columns", "activation checkpointing"])
-def test_each_way_of_running_fsdp(ranks, mode):
-    for found, expected in ranks(4 if mode == "HSDP" else 2, run_in_mode, mode):
-        assert found == expected
 
 
 def replaced(rank: int, world: int) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -9,85 +10,40 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
-from tests.data_sets import gaussian, generator, lognormal, spread_columns
-from tests.features.tensor_parallel.ranks.test_tensor_parallel import decibels, mesh_of
+from f8sub.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
+from tests.data_sets import gaussian, generator
+from tests.features.tensor_parallel.models import (
+    BATCH,
+    OF_TOKENS,
+    ONE_GATHER,
+    PLANS,
+    TOKENS,
+    WIDTH,
+    FeedForward,
+    decibels,
+    feed_forward,
+    inputs,
+    mesh_of,
+    products_of,
+)
+from tests.selection import long_but
 from tests.wire import Wire
 from tests.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-WIDTH, HIDDEN, BATCH, TOKENS = 64, 512, 2, 12
 on_each_recipe = on_each(RECIPES)
-
-
-class GatedMLP(nn.Module):
-    """Two layers that share an x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate(x).relu() * self.up(x))
-
-
-def mlp(recipe: str | None) -> nn.Module:
-    model, rng = nn.Sequential(GatedMLP()), generator(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(spread_columns(lognormal(tuple(parameter.shape), rng), 2.0) / 40)
-    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
-
-
-OF_TOKENS = Shard(1)
-ONE_GATHER = {
-    "": PrepareFloat8ModuleInput(
-        input_layouts=OF_TOKENS, desired_input_layouts=Replicate(), fwd_config_submodule_fqn="up"
-    ),
-    "gate": Float8ColwiseParallel(),
-    "up": Float8ColwiseParallel(),
-    "down": Float8RowwiseParallel(output_layouts=OF_TOKENS),
-}
-PLANS = {
-    "one gather a layer": {
-        "0.gate": Float8ColwiseParallel(input_layouts=OF_TOKENS),
-        "0.up": Float8ColwiseParallel(input_layouts=OF_TOKENS),
-        "0.down": Float8RowwiseParallel(output_layouts=OF_TOKENS),
-    },
-    "one gather": {f"0.{name}".removesuffix("."): style for name, style in ONE_GATHER.items()},
-    "high precision": {
-        "0.gate": ColwiseParallel(input_layouts=OF_TOKENS),
-        "0.up": ColwiseParallel(input_layouts=OF_TOKENS),
-        "0.down": RowwiseParallel(output_layouts=OF_TOKENS),
-    },
-}
+SENT = ("one gather a layer", "one gather", "high precision")
+"""Plans that are given each rank's tokens."""
 
 
 def parallel(recipe: str, plan: str, mesh: DeviceMesh) -> nn.Module:
-    model = parallelize_module(mlp(recipe), mesh["tp"], PLANS[plan])
+    model = parallelize_module(feed_forward(recipe), mesh["tp"], PLANS[plan])
     return fully_shard(model, mesh=mesh["dp"]) if mesh.ndim > 1 else model
-
-
-def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (BATCH, TOKENS, WIDTH)
-    return lognormal(shape, generator(6)), lognormal(shape, generator(7))
-
-
-def products_of(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.backward(dy)
-    found = {"y": y.detach() + 0, "dx": x.grad}  # y is on its way still
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
 
 
 def products(
@@ -106,7 +62,7 @@ def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: 
 
     Those columns are of a rank's part of the weight, and of an x that came as rows.
     """
-    expected = products_of(mlp(recipe), *inputs())
+    expected = products_of(feed_forward(recipe), *inputs())
     row, col = f8sub.get_recipe(recipe).formats("w")
     least = dict.fromkeys(expected, math.inf) | {
         "y": 125,
@@ -114,26 +70,25 @@ def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: 
     }
     row, col = f8sub.get_recipe(recipe).formats("x")
     if sent_in_float8 and not row.tile.is_transpose_of(col.tile):
-        least |= {"0.gate.weight": 100, "0.up.weight": 100}
+        least |= {"0.w1.weight": 100, "0.w3.weight": 100}
     for name, right in expected.items():
         parts = [of_rank[name] for of_rank in found]
         whole = torch.cat(parts, 1) if name in ("y", "dx") else parts[0]
         assert decibels(whole, right) >= least[name], name
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)], ids=["world2", "world4"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "shape"),
+    long_but(
+        [*((plan, (2,)) for plan in SENT), ("one gather", (2, 2))],
+        [*((plan, (world,)) for plan in SENT for world in (2, 4)), ("one gather", (2, 2))],
+    ),
+)
 @on_each_recipe
-def test_products_are_the_unsharded_layer_s(ranks, recipe, plan, world):
-    found = ranks(world, products, recipe, plan, (world,))
-    check(found, recipe, sent_in_float8=plan != "high precision")
-
-
-@on_each_recipe
-def test_with_fully_shard(ranks, recipe):
-    found = ranks(4, products, recipe, "one gather", (2, 2))
-    check(found[:2], recipe, sent_in_float8=True)
-    check(found[2:], recipe, sent_in_float8=True)
+def test_products_are_the_unsharded_layer_s(ranks, recipe, plan, shape):
+    found = ranks(math.prod(shape), products, recipe, plan, shape)
+    for start in range(0, len(found), shape[-1]):
+        check(found[start : start + shape[-1]], recipe, sent_in_float8=plan != "high precision")
 
 
 def uneven(rank: int, world: int, recipe: str, plan: str, tokens: int) -> list[str]:
@@ -141,7 +96,7 @@ def uneven(rank: int, world: int, recipe: str, plan: str, tokens: int) -> list[s
     mesh = mesh_of(world)
     model = parallel(recipe, plan, mesh)
     x, dy = (t[:, :tokens] for t in inputs())
-    expected = products_of(mlp(recipe), x, dy)
+    expected = products_of(feed_forward(recipe), x, dy)
     x, dy = (distribute_tensor(t.contiguous(), mesh, [OF_TOKENS]) for t in (x, dy))
     y = model(x.requires_grad_())
     y.backward(dy.to_local())
@@ -162,7 +117,7 @@ def in_high_precision(rank: int, world: int, plan: str) -> float:
     model, x = parallel("tensorwise", plan, mesh_of(world)), inputs()[0]
     with f8sub.autocast(enabled=False):
         y = model(x.tensor_split(world, dim=1)[rank])
-    expected = mlp(None)(x).tensor_split(world, dim=1)[rank]
+    expected = feed_forward(None)(x).tensor_split(world, dim=1)[rank]
     return decibels(y.detach() + 0, expected.detach())
 
 
@@ -175,7 +130,8 @@ def one_plan_for_two_blocks(rank: int, world: int) -> list[float]:
     recipe = {"0": "rowwise", "1": "tensorwise"}
     plan = {f"*.{name}".removesuffix("."): style for name, style in ONE_GATHER.items()}
     whole, model = (
-        f8sub.convert_to_float8(nn.Sequential(mlp(None)[0], mlp(None)[0]), recipe=recipe) for _ in "12"
+        f8sub.convert_to_float8(nn.Sequential(feed_forward(None)[0], feed_forward(None)[0]), recipe=recipe)
+        for _ in "12"
     )
     parallelize_module(model, mesh_of(world)["tp"], plan)
     x = inputs()[0]
@@ -251,11 +207,13 @@ def test_checkpointed_and_without_grad(ranks):
 
 def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
     """Histories and scales of every layer after three steps; of an unsharded model where ``how`` says so."""
-    model = f8sub.convert_to_float8(mlp(None), recipe=f8sub.get_recipe("delayed", amax_history_len=4))
+    model = f8sub.convert_to_float8(
+        feed_forward(None), recipe=f8sub.get_recipe("delayed", amax_history_len=4)
+    )
     tokens = slice(None)
     if how != "unsharded":
         mesh = mesh_of(2, 2) if world == 4 else mesh_of(2)
-        plan = PLANS["one gather a layer"] if how == "sequence parallel" else PLAN_WHOLE
+        plan = PLANS["one gather a layer" if how == "sequence parallel" else "whole tokens"]
         parallelize_module(model, mesh["tp"], plan)
         if world == 4:
             fully_shard(model, mesh=mesh["dp"])
@@ -270,15 +228,8 @@ def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     f8sub.precompute_scales(model)
-    model[0].up.converted.settle()
+    model[0].w3.converted.settle()
     return [buffer.clone() for buffer in model.buffers()]
-
-
-PLAN_WHOLE = {
-    "0.gate": Float8ColwiseParallel(),
-    "0.up": Float8ColwiseParallel(),
-    "0.down": Float8RowwiseParallel(),
-}
 
 
 @pytest.mark.parametrize("world", [2, 4], ids=["alone", "with fully_shard"])
@@ -286,25 +237,26 @@ PLAN_WHOLE = {
 def test_amax_histories_are_the_unsharded_model_s(ranks, how, world):
     expected = delayed_steps(0, 1, "unsharded")
     for found in ranks(world, delayed_steps, how):
-        assert len(found) == len(expected)
-        for buffer, right in zip(found, expected, strict=True):
-            torch.testing.assert_close(buffer, right, rtol=1e-4, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
 def refusals(rank: int, world: int) -> list[str]:
     mesh, messages = mesh_of(world)["tp"], []
     of_tokens = {"input_layouts": OF_TOKENS}
     prepare = {**of_tokens, "desired_input_layouts": Replicate()}
-    two = f8sub.convert_to_float8(mlp(None), recipe={"0.gate": "rowwise", "*": "tensorwise"})
+    two = f8sub.convert_to_float8(feed_forward(None), recipe={"0.w1": "rowwise", "*": "tensorwise"})
     for model, plan in (
-        (mlp(None), {"0.up": Float8ColwiseParallel()}),
-        (mlp(None), {"0": PrepareFloat8ModuleInput(**prepare)}),
-        (mlp("rowwise_with_gw_hp"), {"0.up": Float8ColwiseParallel(**of_tokens)}),
-        (mlp("gridquant"), {"0.up": Float8ColwiseParallel(**of_tokens)}),
-        (mlp("nvfp4"), {"0.up": Float8ColwiseParallel(**of_tokens)}),
+        (feed_forward(None), {"0.w3": Float8ColwiseParallel()}),
+        (feed_forward(None), {"0": PrepareFloat8ModuleInput(**prepare)}),
+        (feed_forward("rowwise_with_gw_hp"), {"0.w3": Float8ColwiseParallel(**of_tokens)}),
+        (feed_forward("gridquant"), {"0.w3": Float8ColwiseParallel(**of_tokens)}),
+        (feed_forward("nvfp4"), {"0.w3": Float8ColwiseParallel(**of_tokens)}),
         (two, {"0": PrepareFloat8ModuleInput(**prepare)}),
-        (mlp("tensorwise"), {"0": PrepareFloat8ModuleInput(**prepare, float8_dtype=torch.float8_e5m2)}),
-        (mlp("delayed"), {"0": PrepareFloat8ModuleInput(**prepare)}),
+        (
+            feed_forward("tensorwise"),
+            {"0": PrepareFloat8ModuleInput(**prepare, float8_dtype=torch.float8_e5m2)},
+        ),
+        (feed_forward("delayed"), {"0": PrepareFloat8ModuleInput(**prepare)}),
     ):
         with pytest.raises(f8sub.Float8ConfigError) as refusal:
             parallelize_module(model, mesh, plan)
@@ -316,10 +268,10 @@ def test_what_cannot_be_sent_is_told_before_training(ranks):
     parts = [
         ("Float8ColwiseParallel", "got Linear"),
         ("PrepareFloat8ModuleInput", "no converted layers"),
-        ("0.up", "reads x in high precision"),
-        ("0.up", "several tokens"),
-        ("0.up", "two elements in a byte"),
-        ("0.gate", "fwd_config_submodule_fqn"),
+        ("0.w3", "reads x in high precision"),
+        ("0.w3", "several tokens"),
+        ("0.w3", "two elements in a byte"),
+        ("0.w1", "fwd_config_submodule_fqn"),
         ("0.", "float8_e5m2"),
         ("0.", "own past"),
     ]
@@ -332,8 +284,8 @@ def of_torch_s_styles(rank: int, world: int) -> list[str]:
     """One takes the histories' list for a linear layer, the other distributes what is in it."""
     mesh, x = mesh_of(world)["tp"], inputs()[0]
     with pytest.raises(AttributeError) as at_once:
-        parallelize_module(mlp("delayed"), mesh, {"0.down": RowwiseParallel()})
-    model = parallelize_module(mlp("delayed"), mesh, {"0.gate": ColwiseParallel()})
+        parallelize_module(feed_forward("delayed"), mesh, {"0.w2": RowwiseParallel()})
+    model = parallelize_module(feed_forward("delayed"), mesh, {"0.w1": ColwiseParallel()})
     with pytest.raises(f8sub.Float8ConfigError) as at_forward:
         model(x)
     return [str(at_once.value), str(at_forward.value)]
@@ -341,24 +293,14 @@ def of_torch_s_styles(rank: int, world: int) -> list[str]:
 
 def test_torch_s_styles_of_delayed_scaling_are_told_of(ranks):
     for at_once, at_forward in ranks(2, of_torch_s_styles):
-        assert "0.down" in at_once
-        assert "0.gate" in at_forward
+        assert "0.w2" in at_once
+        assert "0.w1" in at_forward
         assert "Float8RowwiseParallel" in at_once
         assert "Float8ColwiseParallel" in at_forward
 
 
 README = (Path(__file__).parents[4] / "README.md").read_text()
 SECTION = README.partition("## Tensor and sequence parallelism\n")[2].partition("\n## ")[0]
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(self.w1(x).relu() * self.w3(x))
 
 
 class Residual(nn.Module):
@@ -370,19 +312,11 @@ class Residual(nn.Module):
         return x + self.feed_forward(x)
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Residual(), Residual())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
 def readme_losses(rank: int, world: int, example: str) -> list[float]:
     torch.manual_seed(0)
     mesh = mesh_of(2, 2)
-    names = {"model": Blocks(), "mesh": mesh, "f8sub": f8sub, "fully_shard": fully_shard}
+    model = nn.Sequential(OrderedDict(layers=nn.Sequential(Residual(), Residual())))
+    names = {"model": model, "mesh": mesh, "f8sub": f8sub, "fully_shard": fully_shard}
     exec(example, names)
     model, losses = names["model"], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -405,8 +339,8 @@ def test_the_example_of_the_readme_trains(ranks):
 
 
 def test_a_sibling_whose_wgrad_reads_x_in_high_precision_dequantizes_what_was_gathered(ranks):
-    recipes = {"0.gate": "rowwise_with_gw_hp", "*": "rowwise"}
-    expected = products_of(mlp(recipes), *inputs())
+    recipes = {"0.w1": "rowwise_with_gw_hp", "*": "rowwise"}
+    expected = products_of(feed_forward(recipes), *inputs())
     for found in ranks(2, products, recipes, "one gather", (2,)):
-        for name in ("0.gate.weight", "0.up.weight"):
+        for name in ("0.w1.weight", "0.w3.weight"):
             assert decibels(found[name], expected[name]) > 25

@@ -1,5 +1,6 @@
 """Tensor parallelism: scales and codes are those of the whole matrices, whatever the number of ranks."""
 
+import copy
 import math
 import warnings
 from pathlib import Path
@@ -9,15 +10,29 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
 from f8sub.formats import why_not_derivable
-from tests.data_sets import generator, lognormal, spread_columns
-from tests.models import BF16, Transformer, loss_of, seed_weights, take_step
+from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+from tests.data_sets import gaussian, generator, lognormal
+from tests.features.tensor_parallel.models import (
+    BATCH,
+    HIDDEN,
+    MLP,
+    PLAN,
+    TOKENS,
+    WIDTH,
+    decibels,
+    filled,
+    inputs,
+    mesh_of,
+    products_of,
+)
+from tests.models import BF16, Stack, Transformer, equal, seed_weights, train
 from tests.wire import Wire
 from tests.wires import on_each
 
@@ -26,37 +41,16 @@ MESHES = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "2 replicas 1x2": (2, 1, 
 on_each_recipe = on_each(RECIPES)
 on_each_mesh = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 
-WIDTH, HIDDEN = 64, 512
 
-
-class MLP(nn.Module):
-    """One layer that is cut by rows, one by columns; the bias of each the other way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
+FLOAT8_PLAN = {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()}
 
 
 def mlp(recipe: str | None) -> nn.Module:
-    model = MLP()
-    rng = generator(5)
+    """The largest element of each weight is in the part of the last rank."""
+    model = filled(MLP())
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(spread_columns(lognormal(tuple(parameter.shape), rng), 2.0) / 40)
         model.up.weight[-1, 0] = model.down.weight[-1, -1] = 3.0
     return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
-
-
-def mesh_of(*shape: int) -> DeviceMesh:
-    """The last dimension is tensor parallelism's, the one before it fully_shard's, the first one its replicas'."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp")[-len(shape) :])
-
-
-PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def two_dimensional(recipe: str, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -118,22 +112,6 @@ def test_gathered_codes_are_a_part_of_the_whole_weight_s(ranks, recipe, shape, p
         assert found == [[], [], []]
 
 
-def products(model: nn.Module, batch: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """y, dx and the parameters' gradients, whole."""
-    x = batch.clone().requires_grad_()
-    y = model(x)
-    y.backward(dy)
-    found = {"y": y.detach(), "dx": x.grad}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        found[f"{name}.grad"] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
-
-
-def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    return lognormal((3, 8, WIDTH), generator(6)), lognormal((3, 8, WIDTH), generator(7))
-
-
 def spread_products(rank: int, world: int, recipe: str, how: str) -> dict[str, torch.Tensor]:
     if how == "with fully_shard":
         model = two_dimensional(recipe, mesh_of(2, 2))
@@ -143,12 +121,7 @@ def spread_products(rank: int, world: int, recipe: str, how: str) -> dict[str, t
         model = fully_shard(parallelize_module(model, mesh["tp"], PLAN), mesh=mesh["dp"])
     else:
         model = parallelize_module(mlp(recipe), mesh_of(2)["tp"], PLAN)
-    return products(model, *inputs())
-
-
-def decibels(found: torch.Tensor, expected: torch.Tensor) -> float:
-    error = (found.double() - expected.double()).norm()
-    return math.inf if error == 0 else 20 * (expected.double().norm() / error).log10().item()
+    return products_of(model, *inputs())
 
 
 @pytest.mark.parametrize("how", ["with fully_shard", "gathered in high precision", "alone"])
@@ -159,15 +132,13 @@ def test_products_are_the_unsharded_layer_s(ranks, recipe, how):
     Where the weight's columns are re-scaled, a rank does so by the columns of its own part: they keep as much or more.
     All ranks are given the same batch, so that fully_shard's mean of gradients changes nothing.
     """
-    expected = products(mlp(recipe), *inputs())
+    expected = products_of(mlp(recipe), *inputs())
     row, col = f8sub.get_recipe(recipe).formats("w")
     transposed = row.tile.is_transpose_of(col.tile)
     assert why_not_derivable(row, col) is None
     for found in ranks(2 if how == "alone" else 4, spread_products, recipe, how):
         assert found.keys() == expected.keys()
-        assert [
-            name for name in found if ".grad" in name and not torch.equal(found[name], expected[name])
-        ] == []
+        assert [name for name in found if "." in name and not torch.equal(found[name], expected[name])] == []
         assert decibels(found["y"], expected["y"]) > 125
         assert decibels(found["dx"], expected["dx"]) > (125 if transposed else 85)
 
@@ -316,12 +287,9 @@ def transformer(recipe: str) -> nn.Module:
     return f8sub.convert_to_float8(seed_weights(Transformer(hidden=64)), recipe=recipe)
 
 
-def losses(model: nn.Module, data_rank: int) -> list[float]:
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False), []
-    for step in range(5):
-        f8sub.precompute_scales(model)
-        found.append(take_step(optimizer, loss_of(model, step, data_rank)))
-    return found
+def losses(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    return train(model, steps=5, optimizer=optimizer)
 
 
 def trained(rank: int, world: int, recipe: str, shape: tuple[int, int]) -> list[float]:
@@ -329,13 +297,13 @@ def trained(rank: int, world: int, recipe: str, shape: tuple[int, int]) -> list[
     model = parallelize_module(transformer(recipe), mesh["tp"], BLOCK_PLAN)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
-    return losses(fully_shard(model, mesh=mesh["dp"]), 0)
+    return losses(fully_shard(model, mesh=mesh["dp"]))
 
 
 @pytest.mark.parametrize("shape", [pytest.param((1, 2), marks=pytest.mark.long), (2, 2)], ids=["1x2", "2x2"])
 @on_each(["tensorwise", "rowwise", "blockwise"])
 def test_losses_are_the_unsharded_model_s(ranks, recipe, shape):
-    expected = losses(transformer(recipe), 0)
+    expected = losses(transformer(recipe))
     for found in ranks(math.prod(shape), trained, recipe, shape):
         assert found[0] == pytest.approx(expected[0], rel=1e-4)
         assert found == pytest.approx(expected, rel=5e-3)
@@ -369,20 +337,16 @@ def test_checkpoints_are_plain_tensors_of_any_mesh(ranks, tmp_path):
 
 def refusals(rank: int, world: int) -> list[str]:
     mesh = mesh_of(2)["tp"]
-    messages = []
     plain = parallelize_module(mlp("tensorwise"), mesh, {"up": ColwiseParallel()})
-    with pytest.raises(f8sub.Float8ConfigError) as refusal:
-        plain.up.forward(inputs()[0])
-    messages.append(str(refusal.value))
     wide = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 384)), recipe="blockwise")
     parallelize_module(wide, mesh, {"0": ColwiseParallel()})
-    with pytest.raises(f8sub.Float8ConfigError) as refusal:
-        wide(inputs()[0])
-    messages.append(str(refusal.value))
     packed = parallelize_module(mlp("nvfp4"), mesh, PLAN)
-    with pytest.raises(f8sub.Float8ConfigError) as refusal:
-        packed(inputs()[0])
-    return [*messages, str(refusal.value)]
+    messages = []
+    for forward in (plain.up.forward, wide, packed):
+        with pytest.raises(f8sub.Float8ConfigError) as refusal:
+            forward(inputs()[0])
+        messages.append(str(refusal.value))
+    return messages
 
 
 def test_what_cannot_be_spread_is_told(ranks):
@@ -434,3 +398,53 @@ def in_one_part_only(rank: int, world: int) -> str:
 
 def test_nan_in_one_part_raises_on_every_rank(ranks):
     assert all("down" in message for message in ranks(4, in_one_part_only))
+
+
+def account(rank: int, world: int) -> tuple[int, int]:
+    """Bytes of master weights: as the report tells them, and as they are."""
+    model = parallelize_module(f8sub.convert_to_float8(MLP()), mesh_of(world), PLAN)
+    told = f8sub.conversion_report(model, BATCH * TOKENS).bytes.here.master
+    weights = (model.up.weight, model.down.weight)
+    return told, sum(weight._local_tensor.untyped_storage().nbytes() for weight in weights)
+
+
+def test_bytes_that_the_report_tells(ranks):
+    for told, measured in ranks(2, account):
+        assert told == measured
+
+
+def overflow_in_one_part(rank: int, world: int) -> str:
+    """dy is finite; dx overflows in the half of the columns that rank 1 has."""
+    model = Stack(32, 32, 32)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.weight.copy_(torch.eye(32))
+        model.layers[1].weight[:, 16:] *= 4.0
+    model = f8sub.convert_to_float8(model.half())
+    parallelize_module(model, mesh_of(world), {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
+    x = gaussian((8, 32), generator(0)).half().requires_grad_()
+    with f8sub.find_nonfinite(model) as search:
+        model(x).backward(torch.full((8, 32), 3e4, dtype=torch.float16))
+    return str(search)
+
+
+def test_gradients_that_overflow_in_one_part_are_found_there(ranks):
+    assert ranks(2, overflow_in_one_part) == ["dx of layers.1 on rank 1"] * 2
+
+
+def copied(rank: int, world: int) -> list[tuple[torch.Tensor, bool]]:
+    mesh, found = mesh_of(1, 2), []
+    model = parallelize_module(mlp("tensorwise"), mesh["tp"], FLOAT8_PLAN)
+    for each in (copy.deepcopy(model), model):
+        fully_shard(each, mesh=mesh["dp"])
+        y = each(inputs()[0]).detach() + 0  # waits for the collective
+        found.append(
+            (y, type(each.up.weight._local_tensor) is f8sub.Float8Tensor)
+        )  # the root stays unsharded
+    return found
+
+
+def test_a_copy_of_a_tensor_parallel_model_is_sharded_as_the_model(ranks):
+    for found, expected in ranks(2, copied):
+        assert found[1]
+        assert equal(found, expected)

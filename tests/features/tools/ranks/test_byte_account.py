@@ -6,11 +6,9 @@ import time
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.features.tensor_parallel.ranks.test_tensor_parallel import MLP, mesh_of
 from tests.kept_x import nodes_of
 from tests.models import BF16, Stack, float8_layers, seed_weights, shard
 from tests.test_byte_account import made_in_backward, storages
@@ -136,17 +134,3 @@ def _before_and_after(rank: int, world: int, recipe: str) -> tuple[int, int]:
 def test_the_wire_is_told_before_the_model_is_sharded(ranks, recipe):
     for before, after in ranks(2, _before_and_after, recipe):
         assert before == after
-
-
-def _tensor_parallel(rank: int, world: int) -> tuple[int, int, int]:
-    model = f8sub.convert_to_float8(MLP())
-    parallelize_module(model, mesh_of(world), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    here = f8sub.conversion_report(model, TOKENS).bytes.here
-    return here.master, sum(
-        p._local_tensor.untyped_storage().nbytes() for p in (model.up.weight, model.down.weight)
-    )
-
-
-def test_tensor_parallel_parts(ranks):
-    for predicted, measured in ranks(2, _tensor_parallel):
-        assert predicted == measured

@@ -3,9 +3,7 @@
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
 from tests.data_sets import gaussian, generator
@@ -99,26 +97,6 @@ def test_gradients_that_overflow_on_the_way(recipe):
     assert search.first is not None
     assert (search.first.layer, search.first.ranks) == ("layers.0", (0,))
     assert search.first.role in ("dx", "dw")
-
-
-def of_parts(rank: int, world: int) -> str:
-    """dy is finite; dx overflows in the half of the columns that rank 1 has."""
-    model = Stack(32, 32, 32)
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.weight.copy_(torch.eye(32))
-        model.layers[1].weight[:, 16:] *= 4.0
-    model = f8sub.convert_to_float8(model.half())
-    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
-    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
-    x = gaussian((8, 32), generator(0)).half().requires_grad_()
-    with f8sub.find_nonfinite(model) as search:
-        model(x).backward(torch.full((8, 32), 3e4, dtype=torch.float16))
-    return str(search)
-
-
-def test_a_tensor_parallel_layer_s_own_gradients(ranks):
-    assert ranks(2, of_parts) == ["dx of layers.1 on rank 1"] * 2
 
 
 def nothing(rank: int, world: int) -> tuple[str, bool]:

@@ -1,0 +1,112 @@
+"""What the tests of tensor parallelism cut into parts, and how far their results are from the whole model's."""
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import f8sub
+from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from tests.data_sets import generator, lognormal, spread_columns
+
+WIDTH, HIDDEN, BATCH, TOKENS = 64, 512, 2, 12
+
+
+class MLP(nn.Module):
+    """One layer that is cut by rows, one by columns; the bias of each the other way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class FeedForward(nn.Module):
+    """Two layers that share an x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN)
+        self.w2 = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w1(x).relu() * self.w3(x))
+
+
+OF_TOKENS = Shard(1)
+ONE_GATHER = {
+    "": PrepareFloat8ModuleInput(
+        input_layouts=OF_TOKENS, desired_input_layouts=Replicate(), fwd_config_submodule_fqn="w3"
+    ),
+    "w1": Float8ColwiseParallel(),
+    "w3": Float8ColwiseParallel(),
+    "w2": Float8RowwiseParallel(output_layouts=OF_TOKENS),
+}
+PLANS = {
+    "one gather a layer": {
+        "0.w1": Float8ColwiseParallel(input_layouts=OF_TOKENS),
+        "0.w3": Float8ColwiseParallel(input_layouts=OF_TOKENS),
+        "0.w2": Float8RowwiseParallel(output_layouts=OF_TOKENS),
+    },
+    "one gather": {f"0.{name}".removesuffix("."): style for name, style in ONE_GATHER.items()},
+    "high precision": {
+        "0.w1": ColwiseParallel(input_layouts=OF_TOKENS),
+        "0.w3": ColwiseParallel(input_layouts=OF_TOKENS),
+        "0.w2": RowwiseParallel(output_layouts=OF_TOKENS),
+    },
+    "whole tokens": {
+        "0.w1": Float8ColwiseParallel(),
+        "0.w3": Float8ColwiseParallel(),
+        "0.w2": Float8RowwiseParallel(),
+    },
+}
+"""For a FeedForward that is the first module of a Sequential."""
+
+
+def filled(model: nn.Module, recipe: str | None = None, **options: object) -> nn.Module:
+    """Weights whose columns are of very different sizes, converted where a recipe is given."""
+    rng = generator(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(spread_columns(lognormal(tuple(parameter.shape), rng), 2.0) / 40)
+    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe, **options)
+
+
+def feed_forward(recipe: str | None, **options: object) -> nn.Module:
+    return filled(nn.Sequential(FeedForward()), recipe, **options)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """The last dimension is tensor parallelism's, the one before it fully_shard's, the first one its replicas'."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp")[-len(shape) :])
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (BATCH, TOKENS, WIDTH)
+    return lognormal(shape, generator(6)), lognormal(shape, generator(7))
+
+
+def products_of(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """y, dx and, by their names, the whole gradients of the parameters."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    found = {"y": y.detach() + 0, "dx": x.grad}  # y is on its way still
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return found
+
+
+def decibels(found: torch.Tensor, expected: torch.Tensor) -> float:
+    error = (found.double() - expected.double()).norm()
+    return math.inf if error == 0 else 20 * (expected.double().norm() / error).log10().item()

@@ -81,11 +81,8 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "a rank with another recipe, format, option, dtype or f8sub": (
         "`Float8RankMismatchError` on all ranks within 5 s, with ranks and fields",
         [
-            "tests/weights/ranks/test_rank_mismatch.py::test_a_rank_converted_differently",
-            "tests/weights/ranks/test_rank_mismatch.py::test_a_rank_with_another_version",
+            "tests/weights/ranks/test_rank_mismatch.py::test_a_rank_that_differs",
             "tests/weights/ranks/test_rank_mismatch.py::test_a_replica_that_differs_is_not_averaged_with_the_others",
-            "tests/weights/ranks/test_rank_mismatch.py::test_a_rank_with_another_dtype",
-            "tests/weights/ranks/test_rank_mismatch.py::test_ranks_that_shard_with_another_policy",
         ],
     ),
     "one rank alone calls or forgets `precompute_scales`, or writes to its shard": (

@@ -67,11 +67,13 @@ def manifest_of(step):
     return json.loads((step / "manifest.json").read_text())
 
 
+def write_manifest(step, files):
+    (step / "manifest.json").write_text(json.dumps({**manifest_of(step), "files": files}))
+
+
 def sign(step):
     """Make the manifest agree with the files, as someone who wants to do harm would."""
-    manifest = manifest_of(step)
-    manifest["files"] = {name: checkpoint._digest(step / name) for name in manifest["files"]}
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(step, {name: checkpoint._digest(step / name) for name in manifest_of(step)["files"]})
 
 
 def test_what_is_saved_is_loaded(ranks, folder):
@@ -109,15 +111,13 @@ def flip_a_bit(step):
 
 
 def escape(step):
-    manifest = manifest_of(step)
-    manifest["files"]["../evil"] = manifest["files"][".metadata"]
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    files = manifest_of(step)["files"]
+    write_manifest(step, {**files, "../evil": files[".metadata"]})
 
 
 def drop_the_index(step):
-    manifest = manifest_of(step)
-    del manifest["files"][".metadata"]
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    files = manifest_of(step)["files"]
+    write_manifest(step, {name: digest for name, digest in files.items() if name != ".metadata"})
 
 
 def link_outside(step):

@@ -10,8 +10,7 @@ import torch
 from checkpoint import MANIFEST, CheckpointError, Checkpoints
 from torch.distributed.checkpoint import FileSystemWriter
 
-from tests.recipes.runs import changed, losses, quick_settings, train
-from tests.recipes.test_pretrain_checkpoint import STATE, load, newest, save, some_tensors
+from tests.recipes.test_pretrain_checkpoint import STATE, load, save, some_tensors
 
 ASYNCHRONOUS = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
@@ -85,11 +84,7 @@ def full_disk(rank, world, folder, where, asynchronous):
     checkpoints = Checkpoints(folder, asynchronous=asynchronous)
     checkpoints.save(1, some_tensors(world, 1), STATE)
     checkpoints.wait()
-    kept = {
-        "_digest": checkpoint._digest,
-        "_write_at_once": checkpoint._write_at_once,
-        "_remove": checkpoint._remove,
-    }
+    kept = {name: getattr(checkpoint, name) for name in ("_digest", "_write_at_once", "_remove")}
     write_data = FileSystemWriter.write_data
     if rank == (world - 1 if where in ("write_data", "_digest") else 0):
         setattr(FileSystemWriter if where == "write_data" else checkpoint, where, fail)
@@ -118,15 +113,3 @@ def test_a_full_disk_is_an_error_on_all_ranks(ranks, tmp_path, where, asynchrono
     assert f"was not written (rank {odd}: [Errno 28] No space left on device)" in message
     assert found == "step-00000001"
     assert later == "step-00000002"
-
-
-@pytest.mark.long
-def test_a_run_saved_in_the_background_resumes_bitwise(ranks, tmp_path):
-    options = "--float8.recipe delayed --checkpoint.interval 2 --checkpoint.async_mode async"
-    settings = quick_settings(tmp_path, options)
-    assert ranks(2, train, settings) == [True, True]
-    whole = losses(settings)
-    resumed = changed(settings, "checkpoint", resume="step-00000002")
-    assert ranks(2, train, resumed) == [True, True]
-    assert losses(settings) == whole
-    assert ranks(1, newest, tmp_path / "checkpoints")[0] == ("step-00000004", {})

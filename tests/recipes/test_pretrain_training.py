@@ -67,12 +67,24 @@ def test_weights_and_buffers_are_those_of_transformers(ranks, tmp_path):
         assert found[name].mean() == pytest.approx(weight.mean().item(), abs=0.002), name
 
 
-@on_each_recipe
-def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, recipe):
-    settings = quick_settings(tmp_path, f"{float8_options(recipe)} --checkpoint.interval 2")
+IN_FLOAT16 = "--float8.enabled false --training.dtype float16"
+IN_BACKGROUND = "--float8.recipe delayed --checkpoint.async_mode async"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(pytest.param(float8_options(r), marks=() if r in QUICK else pytest.mark.long) for r in RECIPES),
+        pytest.param(IN_FLOAT16, marks=pytest.mark.long),
+        pytest.param(IN_BACKGROUND, marks=pytest.mark.long),
+    ],
+)
+def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, options):
+    settings = quick_settings(tmp_path, f"{options} --checkpoint.interval 2")
     assert ranks(2, train, settings) == [True, True]
     whole, last = losses(settings), (tmp_path / "checkpoints/step-00000004/__1_0.distcp").read_bytes()
     assert len(whole) == 4
+    assert whole[-1] < whole[0] - 0.3
     resumed = changed(settings, "checkpoint", resume="step-00000002")
     assert ranks(2, train, resumed) == [True, True]
     assert losses(settings) == whole
@@ -167,18 +179,6 @@ def overflow(rank, world, settings):
 def test_float16_skips_a_step_that_overflows_on_one_rank(ranks, tmp_path):
     settings = quick_settings(tmp_path, "--float8.enabled false --training.dtype float16")
     assert ranks(2, overflow, settings) == [(True, True, 2.0**15)] * 2
-
-
-@pytest.mark.long
-def test_float16_trains_and_saves_its_scale(ranks, tmp_path):
-    options = "--float8.enabled false --training.dtype float16 --checkpoint.interval 2"
-    settings = quick_settings(tmp_path, options)
-    ranks(2, train, settings)
-    assert losses(settings)[-1] < losses(settings)[0] - 0.3
-    resumed = changed(settings, "checkpoint", resume="step-00000002", interval=0)
-    whole = losses(settings)
-    ranks(2, train, resumed)
-    assert losses(settings) == whole
 
 
 def no_loss(rank, world, settings):

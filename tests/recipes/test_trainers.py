@@ -2,7 +2,7 @@
 a plain FSDP2 loop that was not interrupted."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -83,18 +83,17 @@ def recorded(script: ModuleType, *, empty: bool = False) -> Iterator[Record]:
         yield record
 
 
+def weights_of(model: torch.nn.Module, read: Callable[[DTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    return {name: (read(v) if isinstance(v, DTensor) else v).clone() for name, v in state.items()}
+
+
 def local_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: (value.to_local() if isinstance(value, DTensor) else value).clone()
-        for name, value in model.state_dict().items()
-    }
+    return weights_of(model, DTensor.to_local)
 
 
 def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in model.state_dict().items()
-    }
+    return weights_of(model, DTensor.full_tensor)
 
 
 def uninterrupted(
@@ -137,10 +136,7 @@ def check_wire(record: Record, model: Any, loaded_by_a_step: int = 0) -> None:
     others = sum(p.numel() for p in block.parameters()) - linear
     assert linear > 100 * others > 0
     in_float8 = record.gathered.count(linear + 2 * others)
-    assert in_float8 == 2 * len(model.model.layers) * len(record.batches), (
-        linear + 2 * others,
-        record.gathered,
-    )
+    assert in_float8 == 2 * len(model.model.layers) * len(record.batches), record.gathered
     assert linear * 2 + 2 * others not in record.gathered
     assert record.amax_all_reduces == 2 * (STEPS + 1) + loaded_by_a_step
 
@@ -168,20 +164,10 @@ def check_plain(sharded: Path, key: str | None, expected: dict[str, torch.Tensor
 
 
 def as_torchrun_would(rank: int, world: int) -> None:
-    names = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": world,
-        "GROUP_RANK": 0,
-    }
-    others = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "test",
-        "OMP_NUM_THREADS": "1",
-    }
-    os.environ.update({name: str(value) for name, value in names.items()} | others)
+    of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    of_job = {"GROUP_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in {**of_rank, **of_job}.items()})
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
 
 
 def plainly(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
@@ -260,14 +246,8 @@ def by_trainer(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     with recorded(hf_trainer) as record:
 
         def trainer_of(steps: int) -> Any:
-            options = hf_trainer.arguments(
-                folder,
-                use_cpu=True,
-                max_steps=steps,
-                save_steps=STEPS,
-                lr_scheduler_type="constant",
-                disable_tqdm=True,
-            )
+            more = {"max_steps": steps, "save_steps": STEPS, "lr_scheduler_type": "constant"}
+            options = hf_trainer.arguments(folder, use_cpu=True, disable_tqdm=True, **more)
             let_accelerate_shard_on_cpus()
             return hf_trainer.build_trainer(options)
 
@@ -292,14 +272,8 @@ def by_lightning(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     with recorded(lightning_fsdp2) as record:
 
         def trainer_of(steps: int) -> Any:
-            return lightning_fsdp2.build_trainer(
-                folder,
-                max_steps=steps,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
+            quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger")
+            return lightning_fsdp2.build_trainer(folder, max_steps=steps, **dict.fromkeys(quiet, False))
 
         first, trainer = lightning_fsdp2.Float8Module(), trainer_of(STEPS)
         trainer.fit(first, DataLoader(Tokens(), batch_size=8))

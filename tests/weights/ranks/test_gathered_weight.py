@@ -15,7 +15,8 @@ from f8sub.convert import filters
 from f8sub.weights.shard import Shard as ShardToSend
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
-from tests.models import BF16, Stack, seed_weights, shard
+from tests.models import BF16, Stack, equal, seed_weights, shard
+from tests.ranks import RankFailure
 from tests.selection import long_but
 from tests.wires import ONE_RECIPE_A_WIRE, QUICK
 
@@ -89,21 +90,20 @@ def products(model: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return y.detach(), x.grad
 
 
+DTYPES = {"fp32": (MixedPrecisionPolicy(), torch.float32), "bf16": (BF16, torch.bfloat16)}
+
+
 def through_a_model(rank: int, world: int, recipe: str) -> dict[str, list[str]]:
     found = {}
     for rows in ROWS:
-        for name, policy, dtype in (("fp32", None, torch.float32), ("bf16", BF16, torch.bfloat16)):
-            weight = full_weight(rows).to(dtype)
-            model = with_weight(recipe, rows)
-            fully_shard(model, **({} if policy is None else {"mp_policy": policy}))
+        for name, (policy, dtype) in DTYPES.items():
+            model = fully_shard(with_weight(recipe, rows), mp_policy=policy)
             f8sub.precompute_scales(model)
-            unsharded = with_weight(recipe, rows).to(dtype)
-            y, dx = products(model, dtype)
-            right_y, right_dx = products(unsharded, dtype)
+            results = products(model, dtype)
             model.unshard()
-            wrong = differences(model.layers[0].weight, recipe, weight)
-            wrong += [] if torch.equal(y, right_y) else ["y"]
-            wrong += [] if torch.equal(dx, right_dx) else ["dx"]
+            wrong = differences(model.layers[0].weight, recipe, full_weight(rows).to(dtype))
+            unsharded = with_weight(recipe, rows).to(dtype)
+            wrong += [] if equal(results, products(unsharded, dtype)) else ["y or dx"]
             found[f"{rows} rows of {name}"] = wrong
     return found
 
@@ -120,9 +120,8 @@ def any_number_of_rows(rank: int, world: int, recipe: str) -> dict[str, list[str
     filters.MULTIPLE = 1
     found = {}
     for rows in ODD_ROWS:
-        for name, policy, dtype in (("fp32", None, torch.float32), ("bf16", BF16, torch.bfloat16)):
-            model = with_weight(recipe, rows)
-            fully_shard(model, **({} if policy is None else {"mp_policy": policy}))
+        for name, (policy, dtype) in DTYPES.items():
+            model = fully_shard(with_weight(recipe, rows), mp_policy=policy)
             for precompute in (True, False):
                 if precompute:
                     f8sub.precompute_scales(model)
@@ -165,53 +164,38 @@ def test_rows_past_a_short_shard_are_zero(ranks, recipe):
     assert not past[2].any()
 
 
-def sharded_by_columns(rank: int, world: int, recipe: str) -> list[str]:
+def laid_out(layout: str, model: nn.Module) -> nn.Module:
+    if layout == "columns":
+        return fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
+    replicas = int(layout.split()[0])
+    shape = (replicas, dist.get_world_size() // replicas)
+    return fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+
+
+def gathered(rank: int, world: int, recipe: str, layout: str) -> list[str]:
     """What differs at first, and after each rank changed its shard without saying so."""
-    model = with_weight(recipe, 64)
-    fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
+    model, found = laid_out(layout, with_weight(recipe, 80)), []
     f8sub.precompute_scales(model)
-    model.unshard()
-    found = differences(model.layers[0].weight, recipe, full_weight(64))
-    model.reshard()
-    with torch.no_grad():
-        model.layers[0].weight.to_local().mul_(3.0)
-    model.unshard()
-    return found + differences(model.layers[0].weight, recipe, 3.0 * full_weight(64))
+    for factor in (1.0, 3.0):
+        with torch.no_grad():
+            model.layers[0].weight.to_local().mul_(factor)
+        model.unshard()
+        found += differences(model.layers[0].weight, recipe, factor * full_weight(80))
+        dist.barrier()
+        model.reshard()
+    return found
 
 
-@pytest.mark.parametrize("world", [2, 3], ids=["world2", "world3"])
+@pytest.mark.parametrize(
+    ("layout", "world"), [("columns", 2), ("columns", 3), ("2 replicas", 4), ("4 replicas", 4)]
+)
 @on_each_recipe
-def test_sharded_by_columns(ranks, recipe, world):
-    if f8sub.get_recipe(recipe).fprop.b.codes_per_byte > 1:
-        for message in ranks(world, refused_by_columns, recipe):
-            assert "layers.0" in message
-            assert "shard it by rows" in message
-        return
-    assert ranks(world, sharded_by_columns, recipe) == [[]] * world
-
-
-def refused_by_columns(rank: int, world: int, recipe: str) -> str:
-    model = with_weight(recipe, 64)
-    fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
-    with pytest.raises(f8sub.Float8ConfigError) as refusal:
-        f8sub.precompute_scales(model)
-    return str(refusal.value)
-
-
-def hybrid(rank: int, world: int, recipe: str, replicas: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    model = with_weight(recipe, 80)
-    fully_shard(model, mesh=mesh)
-    f8sub.precompute_scales(model)
-    model.unshard()
-    dist.barrier()
-    return differences(model.layers[0].weight, recipe, full_weight(80))
-
-
-@pytest.mark.parametrize("replicas", [2, 4], ids=["2-replicas-of-2-shards", "4-replicas-of-1-shard"])
-@on_each_recipe
-def test_hybrid_sharding(ranks, recipe, replicas):
-    assert ranks(4, hybrid, recipe, replicas) == [[]] * 4
+def test_shards_of_columns_and_of_replicas(ranks, recipe, layout, world):
+    if layout == "columns" and f8sub.get_recipe(recipe).fprop.b.codes_per_byte > 1:
+        with pytest.raises(RankFailure, match=r"Float8ConfigError: layers\.0.*shard it by rows"):
+            ranks(world, gathered, recipe, layout)
+    else:
+        assert ranks(world, gathered, recipe, layout) == [[]] * world
 
 
 def places_of_scales(rank: int, world: int, recipe: str) -> list[int]:

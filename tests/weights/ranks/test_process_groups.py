@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.layers import dy_of
 from tests.models import Stack, seed_weights, shard
-
-MODELS = 50
 
 
 def taken() -> tuple[int, int, int]:
@@ -35,50 +34,43 @@ def model_of(recipe: str = "tensorwise", seed: int = 0) -> nn.Module:
     return f8sub.convert_to_float8(seed_weights(Stack(16, 32, 16), seed=seed), recipe=recipe)
 
 
-def sharded() -> None:
-    model = fully_shard(model_of())
-    f8sub.precompute_scales(model)
-    y = model(gaussian((4, 16), generator(1)))
-    y.backward(dy_of(y))
-
-
 @functools.cache
 def replicated() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def on_replicas() -> None:
-    model = fully_shard(model_of("delayed"), mesh=replicated())
-    y = model(gaussian((4, 16), generator(1)))
-    y.backward(dy_of(y))
-    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+def use(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        f8sub.precompute_scales(model)
+        y = model(gaussian((4, 16), generator(1)))
+        y.backward(dy_of(y))
+        optimizer.step()
 
 
-def in_ddp() -> None:
-    model = DistributedDataParallel(model_of("delayed"))
-    y = model(gaussian((4, 16), generator(1)))
-    y.backward(dy_of(y))
-    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+USES: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    "fsdp": (lambda: fully_shard(model_of()), 2, 50),
+    "hsdp": (lambda: fully_shard(model_of("delayed"), mesh=replicated()), 4, 5),
+    "ddp": (lambda: DistributedDataParallel(model_of("delayed")), 2, 5),
+}
+"""What makes a model, on how many ranks, and how many of them."""
 
 
-USES = {"fsdp": (sharded, 2, MODELS), "hsdp": (on_replicas, 4, 5), "ddp": (in_ddp, 2, 5)}
-
-
-def of_many_models(rank: int, world: int, use: str) -> list[tuple[int, int, int]]:
-    build, _, count = USES[use]
-    build()
+def of_many_models(rank: int, world: int, name: str) -> list[tuple[int, int, int]]:
+    build, _, count = USES[name]
+    use(build())
     gc.collect()
     gc.freeze()  # what was imported: f8sub looks for each model's garbage
     before = taken()
     for _ in range(count):
-        build()
+        use(build())
     return [before, taken()]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("use", USES, ids=list(USES))
-def test_one_model_after_another_takes_no_more_than_the_first(ranks, use):
-    for before, after in ranks(USES[use][1], of_many_models, use, timeout=60.0):
+@pytest.mark.parametrize("name", USES)
+def test_one_model_after_another_takes_no_more_than_the_first(ranks, name):
+    for before, after in ranks(USES[name][1], of_many_models, name, timeout=60.0):
         assert after == before
 
 

@@ -19,24 +19,21 @@ import itertools
 import os
 import pickle
 import re
-import select
-import selectors
 import shutil
 import signal
-import struct
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-HEADER = struct.Struct("!Q")
 REAPED_WITHIN = 10.0
 """Seconds after which a killed rank is left behind: one that hangs in a driver's call may not end at all."""
 DEADLINE = 300.0
@@ -77,40 +74,25 @@ class Child:
 
     rank: int
     pid: int
-    reader: int
-    writer: int
-    received: bytearray = field(default_factory=bytearray)
+    connection: Connection
+    reply: Reply | None = None
     finished: bool = False
 
-    @property
-    def answered(self) -> bool:
-        if len(self.received) < HEADER.size:
-            return False
-        return len(self.received) >= HEADER.size + HEADER.unpack_from(self.received)[0]
+
+def _send(connection: Connection, message: Any) -> None:
+    """Pickled plainly: ``Connection.send`` would have torch share tensors' memory."""
+    connection.send_bytes(pickle.dumps(message))
 
 
-def _write(descriptor: int, payload: bytes) -> None:
-    message = memoryview(HEADER.pack(len(payload)) + payload)
-    while message:
-        message = message[os.write(descriptor, message) :]
+def _receive(connection: Connection) -> Any:
+    """Raises EOFError where the other end is closed."""
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except ConnectionResetError as error:
+        raise EOFError from error
 
 
-def _read_exactly(descriptor: int, count: int) -> bytes:
-    chunks = bytearray()
-    while len(chunks) < count:
-        chunk = os.read(descriptor, min(count - len(chunks), 1 << 20))
-        if not chunk:
-            raise EOFError("the other end of the pipe is closed")
-        chunks += chunk
-    return bytes(chunks)
-
-
-def _read(descriptor: int) -> bytes:
-    (count,) = HEADER.unpack(_read_exactly(descriptor, HEADER.size))
-    return _read_exactly(descriptor, count)
-
-
-def _run_rank(rank: int, request: Request, folder: Path, reader: int, writer: int) -> None:
+def _run_rank(rank: int, request: Request, folder: Path, connection: Connection) -> None:
     """The whole life of one rank; never returns to the code that forked it."""
     with open(folder / f"output{rank}", "a") as output:
         os.dup2(output.fileno(), 1)
@@ -125,13 +107,13 @@ def _run_rank(rank: int, request: Request, folder: Path, reader: int, writer: in
             _prepare(rank, request, folder / f"store{number}")
             payload = pickle.dumps(Reply(result=request.body(rank, request.world, *request.args)))
         except BaseException:
-            _write(writer, pickle.dumps(Reply(error=traceback.format_exc())))
+            _send(connection, Reply(error=traceback.format_exc()))
             return  # at once: the others learn from the closed connection
-        _write(writer, payload)
+        connection.send_bytes(payload)
         # A rank may wait longer for the next test than a test may take.
         signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
-        following: Request | None = pickle.loads(_read(reader))
+        following: Request | None = _receive(connection)
         if following is None:
             break
         request = following
@@ -183,27 +165,25 @@ class Group:
             self._children.append(self._fork(rank, request))
 
     def _fork(self, rank: int, request: Request) -> Child:
-        (request_reader, request_writer), (reply_reader, reply_writer) = os.pipe(), os.pipe()
+        mine, its_own = Pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                os.close(request_writer)
-                os.close(reply_reader)
-                _run_rank(rank, request, self._folder, request_reader, reply_writer)
+                mine.close()
+                _run_rank(rank, request, self._folder, its_own)
             finally:
                 os._exit(0)
-        os.close(request_reader)
-        os.close(reply_writer)
-        return Child(rank, pid, reply_reader, request_writer)
+        its_own.close()
+        return Child(rank, pid, mine)
 
     def run(self, request: Request) -> list[Reply]:
         """The replies to a request; the first is the one that the ranks were forked for."""
         if self._bodies:
             for child in self._children:
-                child.received.clear()
+                child.reply = None
                 os.truncate(self._folder / f"output{child.rank}", 0)
             self._send(request)
-        _collect(self._children, lambda child: child.answered, request.timeout)
+        _collect(self._children, request.timeout)
         replies = [self._reply_of(child, request) for child in self._children]
         self._bodies += 1
         return replies
@@ -215,10 +195,9 @@ class Group:
         return reply
 
     def _send(self, request: Request | None) -> None:
-        message = pickle.dumps(request)
         for child in self._children:
             with contextlib.suppress(BrokenPipeError):
-                _write(child.writer, message)
+                _send(child.connection, request)
 
     def is_spent(self, replies: list[Reply]) -> bool:
         return self._bodies >= SHARED_BY or any(reply.error is not None for reply in replies)
@@ -226,44 +205,40 @@ class Group:
     def end(self, within: float) -> None:
         """Wait so many seconds for the ranks to leave, then kill those that have not."""
         self._send(None)  # not by closing the pipe alone: ranks forked later have the other end, too
-        _collect(self._children, lambda child: False, within)
+        _collect(self._children, within, until_closed=True)
         for child in self._children:
             if not child.finished:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
             _is_reaped(child.pid, REAPED_WITHIN)
-            os.close(child.reader)
-            os.close(child.writer)
+            child.connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _collect(children: list[Child], is_done: Callable[[Child], bool], timeout: float) -> None:
-    """Reads from every rank until that is done, or the rank closes its pipe, or the time is up."""
+def _collect(children: list[Child], timeout: float, until_closed: bool = False) -> None:
+    """Waits for every rank's reply, or until it closes its connection, or the time is up."""
     deadline = time.monotonic() + timeout
-    with selectors.DefaultSelector() as selector:
-        for child in children:
-            if not child.finished:
-                selector.register(child.reader, selectors.EVENT_READ, child)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                chunk = os.read(key.fd, 1 << 20)
-                key.data.received += chunk
-                key.data.finished = not chunk
-                if not chunk or is_done(key.data):
-                    selector.unregister(key.fd)
+    awaited = {child.connection: child for child in children if not child.finished}
+    while awaited and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(awaited), left):
+            child = awaited[connection]
+            try:
+                child.reply = _receive(connection)
+            except EOFError:
+                child.finished = True
+            if child.finished or not until_closed:
+                del awaited[connection]
 
 
 def _reply_of(child: Child, folder: Path, timeout: float) -> Reply:
     lines = _IDLE.sub("", (folder / f"output{child.rank}").read_text(errors="replace")).splitlines()
     output = "\n".join(_without_pytests_frames(lines)[-90:])
-    if not child.answered and not child.finished:
-        return Reply(error=f"no answer within {timeout:.0f} s; killed.\n{output}")
-    if not child.answered:
-        return Reply(error=f"died without an answer.\n{output}")
-    reply: Reply = pickle.loads(bytes(child.received[HEADER.size :]))
-    if reply.error is not None and output:
-        reply.error += f"--- its output ---\n{output}"
-    return reply
+    if child.reply is None:
+        how = "died without an answer" if child.finished else f"no answer within {timeout:.0f} s; killed"
+        return Reply(error=f"{how}.\n{output}")
+    if child.reply.error is not None and output:
+        child.reply.error += f"--- its output ---\n{output}"
+    return child.reply
 
 
 _IDLE = re.compile(r"Thread \S+ \(most recent call first\):\n  <no Python frame>\n\n?")
@@ -320,20 +295,18 @@ class Server:
 class Nursery:
     """The warm process that ranks are forked from."""
 
-    def __init__(self, pid: int, requests: int, replies: int) -> None:
-        self.pid, self._requests, self._replies = pid, requests, replies
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.pid, self._connection = pid, connection
         self._lost = False
 
     @classmethod
     def start(cls, *modules: str) -> "Nursery":
         """Fork it; ``modules`` are imported in it too, once for all ranks."""
-        request_reader, request_writer = os.pipe()
-        reply_reader, reply_writer = os.pipe()
+        mine, its_own = Pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                os.close(request_writer)
-                os.close(reply_reader)
+                mine.close()
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 # A second that each rank's fully_shard would spend, and another of each that compiles.
                 for module in ("torch._dynamo", "torch._inductor.compile_fx", *modules):
@@ -341,20 +314,14 @@ class Nursery:
                 # What is imported lives as long as the ranks do: their collections, a second each, need not look.
                 gc.freeze()
                 server = Server()
-                while True:
-                    try:
-                        request = pickle.loads(_read(request_reader))
-                    except EOFError:
-                        break
-                    if request is None:
-                        break
-                    _write(reply_writer, pickle.dumps(server.serve(request)))
+                with contextlib.suppress(EOFError):
+                    while (request := _receive(its_own)) is not None:
+                        _send(its_own, server.serve(request))
                 server.end()
             finally:
                 os._exit(0)
-        os.close(request_reader)
-        os.close(reply_writer)
-        return cls(pid, request_writer, reply_reader)
+        its_own.close()
+        return cls(pid, mine)
 
     def run(
         self,
@@ -377,13 +344,13 @@ class Nursery:
                 ranks of its own.
         """
         if not self._lost:
-            _write(self._requests, pickle.dumps(Request(world, body, args, timeout, gpus, file)))
-            self._lost = not select.select([self._replies], [], [], timeout + ANSWERED_WITHIN)[0]
+            _send(self._connection, Request(world, body, args, timeout, gpus, file))
+            self._lost = not self._connection.poll(timeout + ANSWERED_WITHIN)
         if self._lost:
             raise RankFailure(
                 f"{body.__name__}: the process that forks ranks does not answer; it is asked no more"
             )
-        replies: list[Reply] = pickle.loads(_read(self._replies))
+        replies: list[Reply] = _receive(self._connection)
         errors = [
             f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None
         ]
@@ -400,7 +367,6 @@ class Nursery:
             _is_reaped(self.pid, REAPED_WITHIN)
             return
         # Not by closing the pipe alone: a process forked later has the other end, too.
-        _write(self._requests, pickle.dumps(None))
-        os.close(self._requests)
-        os.close(self._replies)
+        _send(self._connection, None)
+        self._connection.close()
         os.waitpid(self.pid, 0)

@@ -96,24 +96,17 @@ def test_a_rank_that_dies_is_reported(ranks):
         ranks(2, _rank_one_dies)
 
 
-def _sleeps(rank: int, world: int) -> None:
-    time.sleep(600 * rank)
+def _hangs(rank: int, world: int) -> None:
+    if rank == 1:
+        faulthandler.dump_traceback(file=2)
+        print("after it showed where it stood", flush=True)
+        time.sleep(600)
 
 
-def test_a_rank_that_hangs_is_killed_and_shows_where_it_stood(ranks):
-    with pytest.raises(RankFailure, match=r"(?s)rank 1: no answer within 4 s; killed.*in _sleeps"):
-        ranks(2, _sleeps, timeout=4.0)
-
-
-def _says_something_later(rank: int, world: int) -> None:
-    faulthandler.dump_traceback(file=2)
-    print("after the first", flush=True)
-    time.sleep(600)
-
-
-def test_what_a_rank_says_after_it_showed_where_it_stood_is_told_too(ranks):
-    with pytest.raises(RankFailure, match=r"(?s)in _says_something_later.*after the first") as raised:
-        ranks(1, _says_something_later, timeout=4.0)
+def test_a_rank_that_hangs_is_killed_and_shows_where_it_stood_and_all_that_it_said(ranks):
+    told = r"(?s)rank 1: no answer within 4 s; killed.*in _hangs.*after it showed where it stood"
+    with pytest.raises(RankFailure, match=told) as raised:
+        ranks(2, _hangs, timeout=4.0)
     assert "in _run_rank" not in str(raised.value)
 
 

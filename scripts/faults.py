@@ -187,7 +187,6 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         "sharded is unsharded, bitwise; nothing is not finite",
         [
             "tests/faults/ranks/test_properties.py::test_sharded_is_unsharded",
-            "tests/faults/ranks/test_properties.py::test_sharded_is_unsharded_of_more",
         ],
     ),
 }

@@ -1,8 +1,11 @@
 """Small models of the shapes FSDP2 meets in practice, with weights that do not depend on the rank."""
 
 import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -127,17 +130,19 @@ def train(
     steps: int = 3,
     microbatches: int = 1,
     optimizer: torch.optim.Optimizer | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[float]:
     """A Transformer's losses in every microbatch of a few steps, of AdamW where no optimizer is given.
 
-    Each step from number ``start`` on has tokens of its own.
+    Each step from number ``start`` on has tokens of its own; ``around`` makes the context of each forward.
     """
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     precompute(model)
     for step in range(start, start + steps):
         for micro in range(microbatches):
-            loss = loss_of(model, microbatches * step + micro, rank)
+            with around():
+                loss = loss_of(model, microbatches * step + micro, rank)
             loss.backward()
             losses.append(loss.item())
         optimizer.step()
@@ -153,3 +158,10 @@ def equal(found: Any, expected: Any) -> bool:
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
         for a, b in zip(leaves, others, strict=True)
     )
+
+
+def refusal(kind: type[Exception], call: Callable[..., Any], *args: Any) -> str:
+    """The text of the error of that kind which the call ends with."""
+    with pytest.raises(kind) as error:
+        call(*args)
+    return str(error.value)

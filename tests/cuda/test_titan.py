@@ -17,7 +17,8 @@ import torch
 from tests.cuda import titan
 from tests.features.torchtitan import runs
 from tests.features.torchtitan.jobs_0_2 import job_file
-from tests.features.torchtitan.test_0_2 import LINEAR_ELEMENTS, gathered, last
+from tests.features.torchtitan.runs import gathered, last
+from tests.features.torchtitan.test_0_2 import LINEAR_ELEMENTS
 
 RECIPES = (
     "tensorwise",

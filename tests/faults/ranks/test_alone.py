@@ -52,9 +52,7 @@ def test_in_the_middle_of_a_run(ranks, recipe, kind, odd):
     usual = ranks(3, run, recipe, "nothing", odd)[0]
     for losses in found:
         assert losses == found[0]
-        if (
-            kind == "writes"
-        ):  # a thousandth, once: other weights from there on, and nothing that is not finite
+        if kind == "writes":  # a thousandth, once: other weights from there on, and all is finite
             assert losses[:STEP] == usual[:STEP]
             assert losses == pytest.approx(usual, rel=0.05)
         else:

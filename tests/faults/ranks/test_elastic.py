@@ -1,5 +1,6 @@
 """Saved by four ranks, resumed by another number of them: the same codes and histories, bit for bit."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import f8sub
-from tests.data_sets import gaussian, generator
-from tests.models import float8_layers, transformer
+from tests.models import equal, float8_layers, shard, train, transformer
 from tests.selection import long_but
 from tests.wires import ONE_RECIPE_A_WIRE
 
@@ -36,19 +35,8 @@ def sharded(
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=names)
     mesh = mesh if replicas > 1 else mesh["shard"]
-    model = transformer(recipe, spread=spread)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = shard(transformer(recipe, spread=spread), mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int) -> None:
-    for step in range(steps):
-        model(gaussian((2, 4, 32), generator(10 * step + rank))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        f8sub.precompute_scales(model)
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -73,8 +61,7 @@ def what_is_gathered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def save(rank: int, world: int, folder: str, recipe: str) -> dict[str, torch.Tensor]:
     model, optimizer = sharded(world, recipe)
-    f8sub.precompute_scales(model)
-    train(model, optimizer, rank, STEPS)
+    train(model, rank, steps=STEPS, optimizer=optimizer)
     Checkpoints(Path(folder)).save(STEPS, tensors(model, optimizer), {"step": STEPS})
     return what_is_gathered(model)
 
@@ -84,21 +71,21 @@ def resume(
 ) -> tuple[dict[str, torch.Tensor], float]:
     """What is gathered after loading over other weights whose scales were in use, and a loss that goes on from it."""
     model, optimizer = sharded(world, recipe, replicas, spread=2.0)
-    f8sub.precompute_scales(model)
-    train(model, optimizer, rank, 1)
+    train(model, rank, steps=1, optimizer=optimizer)
     filled = tensors(model, optimizer)
     state = Checkpoints(Path(folder)).load(f"step-{STEPS:08d}", filled)
-    set_model_state_dict(
-        model, {n.removeprefix("model."): v for n, v in filled.items() if n.startswith("model.")}
+    weights, own = (
+        {name.removeprefix(prefix): v for name, v in filled.items() if name.startswith(prefix)}
+        for prefix in ("model.", "optimizer.")
     )
-    states = get_optimizer_state_dict(model, optimizer, options=FLAT)
-    states |= {n.removeprefix("optimizer."): v for n, v in filled.items() if n.startswith("optimizer.")}
+    set_model_state_dict(model, weights)
+    states = get_optimizer_state_dict(model, optimizer, options=FLAT) | own
     set_optimizer_state_dict(model, optimizer, states, options=FLAT)
     f8sub.precompute_scales(model)
     assert state == {"step": STEPS}
     gathered = what_is_gathered(model)
-    train(model, optimizer, rank, 1)
-    return gathered, model(gaussian((2, 4, 32), generator(1))).sum().isfinite().item()
+    (loss,) = train(model, rank, steps=1, optimizer=optimizer)
+    return gathered, math.isfinite(loss)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +103,5 @@ def test_codes_and_histories_are_those_that_were_saved(
     folder, expected = saved[recipe]
     assert any("scaling_states" in name for name in expected) == (recipe == "delayed")
     for found, goes_on in ranks(world, resume, str(folder), recipe, replicas):
-        assert found.keys() == expected.keys()
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        assert equal(found, expected)
         assert goes_on

@@ -70,7 +70,13 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def check(ranks, world: int, examples: int) -> None:
+MORE = [pytest.param(*case, marks=pytest.mark.long) for case in ((1, 20), (3, 40), (7, 20))]
+
+
+@pytest.mark.parametrize(("world", "examples"), [(2, 8), (3, 8), (5, 8), *MORE])
+def test_sharded_is_unsharded(ranks, world, examples):
+    """More rows than ranks and fewer, shards that are short and shards that are empty."""
+
     @settings(
         max_examples=examples,
         deadline=None,
@@ -79,19 +85,7 @@ def check(ranks, world: int, examples: int) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(case=cases)
-    def sharded_is_unsharded(case):
+    def check(case):
         assert ranks(world, differences, case) == [[]] * world
 
-    sharded_is_unsharded()
-
-
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_sharded_is_unsharded(ranks, world):
-    check(ranks, world, 8)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("world", "examples"), [(1, 20), (3, 40), (7, 20)])
-def test_sharded_is_unsharded_of_more(ranks, world, examples):
-    """More rows than ranks and fewer, shards that are short and shards that are empty."""
-    check(ranks, world, examples)
+    check()

@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,23 @@ def ages(rank: int, world: int, arguments: list[str], folder: Path) -> list[int]
     layers = [m for m in trainer.model_parts[0].modules() if isinstance(m, f8sub.Float8Linear)]
     f8sub.precompute_scales(trainer.model_parts)
     return [int((states_of(layer)[0].history_w[-3:] > 0).sum()) for layer in layers]
+
+
+def last(losses: dict[int, float]) -> float:
+    """The loss of the last of five steps."""
+    assert list(losses) == [1, 2, 3, 4, 5]
+    return losses[5]
+
+
+def gathered(bytes: Counter[tuple[str, str]]) -> int:
+    return sum(count for (kind, _), count in bytes.items() if kind == "allgather")
+
+
+def more_all_reduces(ours: dict[str, Any], bf16: dict[str, Any], step: int) -> dict[tuple[str, str], int]:
+    """By kind and dtype: those of one run that another does not have."""
+    more = Counter(ours["calls"][step])
+    more.subtract(bf16["calls"][step])
+    return {key: n for key, n in more.items() if n and key[0] == "allreduce"}
 
 
 def alone(test: Callable[..., None], titan: str = "titan") -> Callable[..., None]:

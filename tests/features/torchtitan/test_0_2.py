@@ -4,7 +4,6 @@ import functools
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import f8sub
 from f8sub.features.torchtitan import scales
 from tests.features.torchtitan import pipelined, runs
 from tests.features.torchtitan.jobs_0_2 import job_file
+from tests.features.torchtitan.runs import gathered, last, more_all_reduces
 from tests.ranks import RankFailure
 
 pytestmark = pytest.mark.usefixtures("titan_0_2")
@@ -91,14 +91,6 @@ def test_the_section_is_parsed_and_the_command_line_wins(tmp_path):
     assert set(found) == {f"layers.1.{name}" for name in ("feed_forward.w1", "feed_forward.w3")} | {
         f"layers.1.attention.{name}" for name in ("wq", "wk", "wv", "wo")
     }
-
-
-@alone
-def test_recipes_by_layer(tmp_path):
-    section = '[f8sub.recipe_name]\n"layers.*.feed_forward" = "rowwise"\n"*" = "tensorwise"'
-    found = layers(converted_by(parsed(tmp_path, section)))
-    assert found["layers.1.feed_forward.w2"].plan.recipe.name == "rowwise"
-    assert found["layers.1.attention.wo"].plan.recipe.name == "tensorwise"
 
 
 @alone
@@ -182,11 +174,6 @@ def test_a_config_without_the_section_is_an_error_that_says_how_to_have_it(tmp_p
         converted_by(config)
 
 
-def last(losses: dict[int, float]) -> float:
-    assert list(losses) == [1, 2, 3, 4, 5]
-    return losses[5]
-
-
 @pytest.mark.parametrize(
     "mesh", ["1", "fsdp2", *(pytest.param(name, marks=long) for name in list(MESHES)[2:])]
 )
@@ -259,16 +246,7 @@ def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scale
     assert gathered(bf16["bytes"][step]) > 2 * linear
     assert gathered(ours["bytes"][step]) == gathered(bf16["bytes"][step]) - linear
     if mesh == "fsdp2":  # with tensor parallelism, x and dy that are cut have amaxes of their own
-        extra = {
-            key: n - bf16["calls"][step][key]
-            for key, n in ours["calls"][step].items()
-            if key[0] == "allreduce"
-        }
-        assert {key: n for key, n in extra.items() if n} == {("allreduce", "float32"): 1}
-
-
-def gathered(bytes: Counter[tuple[str, str]]) -> int:
-    return sum(count for (kind, _), count in bytes.items() if kind == "allgather")
+        assert more_all_reduces(ours, bf16, step) == {("allreduce", "float32"): 1}
 
 
 def parts_of_scales(rank: int, world: int, arguments: list[str], folder: Path) -> tuple[int, list[int], int]:

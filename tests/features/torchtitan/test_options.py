@@ -8,9 +8,9 @@ import torch
 
 import f8sub
 from f8sub.features.torchtitan.options import Options
-from tests.features.torchtitan.runs import alone
+from tests.features.torchtitan.runs import alone, last
 from tests.features.torchtitan.test_converter import converted, converter, debugmodel, on_meta
-from tests.features.torchtitan.test_training import NVFP4, last, long
+from tests.features.torchtitan.test_training import NVFP4, long
 
 
 def from_the_command_line(*options: str) -> Any:

@@ -6,7 +6,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.torch_version import TorchVersion
 
 import f8sub
 from tests.features.torchtitan import runs
+from tests.features.torchtitan.runs import gathered, last, more_all_reduces
 from tests.ranks import RankFailure
 
 pytestmark = pytest.mark.usefixtures("titan")
@@ -65,11 +65,6 @@ def mesh(name: str) -> Any:
 
 LINEAR_ELEMENTS = 2 * 256 * (768 + 256 + 3 * 768)
 """Of the converted weights of two blocks."""
-
-
-def last(losses: dict[int, float]) -> float:
-    assert list(losses) == [1, 2, 3, 4, 5]
-    return losses[5]
 
 
 @pytest.mark.parametrize("mesh", [mesh(name) for name in MESHES])
@@ -186,9 +181,7 @@ def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scale
     assert gathered(before) > 2 * linear
     assert gathered(after) == gathered(before) - linear
     if "tp" not in mesh:  # there, x and dy that are cut have amaxes of their own
-        more = Counter(ours["calls"][step])
-        more.subtract(bf16["calls"][step])
-        assert {k: n for k, n in more.items() if n and k[0] == "allreduce"} == {("allreduce", "float32"): 1}
+        assert more_all_reduces(ours, bf16, step) == {("allreduce", "float32"): 1}
 
 
 @long
@@ -197,10 +190,6 @@ def test_nvfp4s_weights_cross_the_wire_as_half_a_byte(titan, assets):
     bf16, ours = (titan(2, runs.count, [name, "training.steps=3"], assets)[0] for name in ("bf16", NVFP4))
     elements = LINEAR_ELEMENTS // 2 * 2  # gathered for forward, and for backward
     assert gathered(ours["bytes"][2]) == gathered(bf16["bytes"][2]) - 2 * elements + elements // 2
-
-
-def gathered(bytes: Counter[tuple[str, str]]) -> int:
-    return sum(count for (kind, _), count in bytes.items() if kind == "allgather")
 
 
 @long

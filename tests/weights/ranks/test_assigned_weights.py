@@ -7,6 +7,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import f8sub
 from tests.data_sets import gaussian, generator
+from tests.models import refusal
 
 
 def plain() -> nn.Module:
@@ -58,11 +59,7 @@ def assigned_by_hand(rank: int, world: int) -> str:
     model = f8sub.convert_to_float8(plain())
     model[1].weight = nn.Parameter(torch.randn(64, 48))
     fully_shard(model)
-    try:
-        f8sub.precompute_scales(model)
-    except f8sub.Float8ConfigError as error:
-        return str(error)
-    return "no error"
+    return refusal(f8sub.Float8ConfigError, f8sub.precompute_scales, model)
 
 
 def test_a_parameter_put_in_its_place_is_refused(ranks):

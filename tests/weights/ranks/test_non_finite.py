@@ -8,7 +8,7 @@ from torch import nn
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, seed_weights, shard
+from tests.models import Stack, refusal, seed_weights, shard
 from tests.wire import Wire
 from tests.wires import ONE_RECIPE_A_WIRE, on_each
 
@@ -35,11 +35,8 @@ def spoiled(rank: int, world: int, recipe: str, value: str) -> tuple[bool, list[
         poisoned.append(layer.weight.dequantize().isnan().any().item())
         layer.reshard()
     assert model(x).isnan().any()
-    try:
-        f8sub.precompute_scales(model)
-    except f8sub.Float8NumericsError as error:
-        return clean, poisoned, wire.all_reduces, str(error)
-    return clean, poisoned, wire.all_reduces, "no error"
+    error = refusal(f8sub.Float8NumericsError, f8sub.precompute_scales, model)
+    return clean, poisoned, wire.all_reduces, error
 
 
 @pytest.mark.parametrize("world", [2, 3], ids=["world2", "world3"])

@@ -7,16 +7,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import f8sub
 from f8sub.weights import conversion
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, Stack, seed_weights, shard
+from tests.models import BF16, Stack, refusal, seed_weights, shard
 
 # These ranks pretend to be different: what one test changes in the library, others must not find.
 pytestmark = pytest.mark.own_ranks
 
-
 E4M3_DY = f8sub.get_recipe("gridquant", dy=torch.float8_e4m3fn)
-
 POLICY, DTYPE, VERSION = "policy", "dtype", "version"
-
 OPTIONS = {
     "recipe": ({"recipe": "tensorwise"}, {"recipe": "rowwise"}, "recipe rowwise, fprop rowwise e4m3"),
     "format": ({"recipe": "gridquant"}, {"recipe": E4M3_DY}, "dgrad 256x256 e4m3 by"),
@@ -29,22 +26,22 @@ OPTIONS = {
     DTYPE: ({}, {}, "dtype torch.bfloat16."),
     POLICY: ({}, {}, "param_dtype torch.bfloat16."),
 }
+"""What the usual ranks and the odd one are converted with, and what is told of that."""
 
 
 def converted(rank: int, world: int, option: str, precompute: bool) -> str:
     """The error; the last rank is the odd one."""
     usual, odd, _ = OPTIONS[option]
-    is_odd = rank == world - 1
-    if is_odd and option == VERSION:
+    differing = option if rank == world - 1 else None
+    if differing == VERSION:
         conversion.__version__ = "0.0.9"
-    model = seed_weights(Stack(64, 96, 64)).to(
-        torch.bfloat16 if is_odd and option == DTYPE else torch.float32
-    )
-    f8sub.convert_to_float8(model, **(odd if is_odd else usual))
-    shard(model, BF16 if is_odd and option == POLICY else None)
-    with pytest.raises(f8sub.Float8RankMismatchError) as error:
-        f8sub.precompute_scales(model) if precompute else model(gaussian((16, 64), generator(1)))
-    return str(error.value)
+    model = seed_weights(Stack(64, 96, 64)).to(torch.bfloat16 if differing == DTYPE else torch.float32)
+    f8sub.convert_to_float8(model, **(odd if differing else usual))
+    shard(model, BF16 if differing == POLICY else None)
+    call, given = model, gaussian((16, 64), generator(1))
+    if precompute:
+        call, given = f8sub.precompute_scales, model
+    return refusal(f8sub.Float8RankMismatchError, call, given)
 
 
 @pytest.mark.parametrize("precompute", [True, False], ids=["at-precompute", "at-first-forward"])
@@ -63,11 +60,8 @@ def other_replica(rank: int, world: int, replicas: int) -> str:
     shards = world // replicas
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
     recipe = "rowwise" if rank >= world - shards else "tensorwise"
-    model = f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64)), recipe=recipe)
-    shard(model, mesh=mesh)
-    with pytest.raises(f8sub.Float8RankMismatchError) as error:
-        model(gaussian((16, 64), generator(1)))
-    return str(error.value)
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64)), recipe=recipe), mesh=mesh)
+    return refusal(f8sub.Float8RankMismatchError, model, gaussian((16, 64), generator(1)))
 
 
 @pytest.mark.parametrize("replicas", [2, 4], ids=["2-replicas-of-2-shards", "4-replicas-of-1-shard"])

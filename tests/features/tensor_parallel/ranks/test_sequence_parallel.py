@@ -31,6 +31,7 @@ from tests.features.tensor_parallel.models import (
     mesh_of,
     products_of,
 )
+from tests.models import refusal
 from tests.selection import long_but
 from tests.wire import Wire
 from tests.wires import on_each
@@ -258,9 +259,7 @@ def refusals(rank: int, world: int) -> list[str]:
         ),
         (feed_forward("delayed"), {"0": PrepareFloat8ModuleInput(**prepare)}),
     ):
-        with pytest.raises(f8sub.Float8ConfigError) as refusal:
-            parallelize_module(model, mesh, plan)
-        messages.append(str(refusal.value))
+        messages.append(refusal(f8sub.Float8ConfigError, parallelize_module, model, mesh, plan))
     return messages
 
 

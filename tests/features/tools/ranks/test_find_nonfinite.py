@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, precompute, seed_weights, shard, transformer
-from tests.wires import on_each
+from tests.selection import long_but
+from tests.wires import QUICK, on_each
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8", "nvfp4", "delayed")
 
@@ -49,15 +49,12 @@ def spoil(model: torch.nn.Module, role: str) -> None:
 ROLES = ("x", "w", "y", "dy")
 
 
-def found(rank: int, world: int, recipe: str | None, role: str, checkpointed: bool) -> str:
-    model = transformer(recipe)
-    if checkpointed:
+def found(rank: int, world: int, case: str, role: str) -> str:
+    model = transformer({"not converted": None, "checkpointed": "tensorwise"}.get(case, case))
+    if case == "checkpointed":
         for index, block in enumerate(model.blocks):
             model.blocks[index] = checkpoint_wrapper(block)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    precompute(model)
+    precompute(shard(model))
     if rank == world - 1:
         spoil(model, role)
     with f8sub.find_nonfinite(model) as search:
@@ -72,19 +69,11 @@ def expected(role: str, world: int) -> str:
 
 
 @pytest.mark.parametrize("role", ROLES)
-@on_each(RECIPES)
-def test_the_first_layer_role_and_rank(ranks, recipe, role):
-    assert ranks(3, found, recipe, role, False) == [expected(role, 3)] * 3
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_under_activation_checkpointing(ranks, role):
-    assert ranks(2, found, "tensorwise", role, True) == [expected(role, 2)] * 2
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_a_model_that_was_not_converted(ranks, role):
-    assert ranks(2, found, None, role, False) == [expected(role, 2)] * 2
+@pytest.mark.parametrize(
+    "case", long_but([*QUICK, "checkpointed", "not converted"], [*RECIPES, "checkpointed", "not converted"])
+)
+def test_the_first_layer_role_and_rank(ranks, case, role):
+    assert ranks(3, found, case, role) == [expected(role, 3)] * 3
 
 
 @on_each(RECIPES)

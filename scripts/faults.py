@@ -89,7 +89,6 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         "no rank waits; right numbers, or NaN and a warning on all",
         [
             "tests/weights/ranks/test_wire.py::test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting",
-            "tests/weights/ranks/test_wire.py::test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting",
             "tests/weights/ranks/test_wire.py::test_a_weight_that_one_rank_changed_is_reported_and_leaves_nobody_waiting",
             "tests/faults/ranks/test_alone.py::test_in_the_middle_of_a_run",
         ],
@@ -99,7 +98,6 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         [
             "tests/weights/ranks/test_wire.py::test_all_reduces_with_and_without_precompute_scales",
             "tests/weights/ranks/test_stale_scales.py::test_sharded",
-            "tests/faults/ranks/test_inputs.py::test_a_moving_average_is_swapped_in_and_out_without_precompute_scales",
         ],
     ),
     "deepcopy, pickle, flatten": (

@@ -21,6 +21,8 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Block(nn.Module):
     """Pre-norm attention whose q, k, v share one x, then a gated MLP whose two inputs share another."""
 
+    attention: Callable[..., torch.Tensor] = staticmethod(F.scaled_dot_product_attention)
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -30,7 +32,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm1(x)
-        x = x + self.o(F.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h)))
+        x = x + self.o(self.attention(self.q(h), self.k(h), self.v(h)))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 

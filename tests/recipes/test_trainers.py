@@ -185,11 +185,6 @@ def plainly(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     return saved
 
 
-def test_the_plain_loop(ranks, tmp_path):
-    saved = ranks(2, plainly, str(tmp_path))[0]
-    check_plain(tmp_path / "dcp", "model", saved)
-
-
 def let_accelerate_shard_on_cpus() -> None:
     """It has FSDP for accelerators only, and asks for no more than their name."""
     PartialState(cpu=True)
@@ -262,11 +257,6 @@ def by_trainer(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     return saved
 
 
-def test_the_trainer_of_transformers(ranks, tmp_path):
-    saved = ranks(2, by_trainer, str(tmp_path))[0]
-    check_plain(tmp_path / f"checkpoint-{STEPS}" / "pytorch_model_fsdp_0", "model", saved)
-
-
 def by_lightning(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     as_torchrun_would(rank, world)
     with recorded(lightning_fsdp2) as record:
@@ -286,6 +276,16 @@ def by_lightning(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     return saved
 
 
-def test_lightning(ranks, tmp_path):
-    saved = ranks(2, by_lightning, str(tmp_path))[0]
-    check_plain(tmp_path / "saved.ckpt", "state_dict", saved)
+TRAINERS = {
+    "plain": (plainly, "dcp", "model"),
+    "transformers": (by_trainer, f"checkpoint-{STEPS}/pytorch_model_fsdp_0", "model"),
+    "lightning": (by_lightning, "saved.ckpt", "state_dict"),
+}
+"""What trains, and where its checkpoint is, under which key."""
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_bits_of_a_plain_loop_and_a_checkpoint_of_plain_tensors(ranks, tmp_path, name):
+    body, saved_at, key = TRAINERS[name]
+    saved = ranks(2, body, str(tmp_path))[0]
+    check_plain(tmp_path / saved_at, key, saved)

@@ -46,7 +46,7 @@ def run(rank: int, world: int, recipe: str, kind: str, odd: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["calls", "forgets", "writes"])
-@pytest.mark.parametrize(("recipe", "odd"), [("tensorwise", 2), ("delayed", 0)])
+@pytest.mark.parametrize(("recipe", "odd"), [("tensorwise", 2), ("mxfp8", 1), ("delayed", 0)])
 def test_in_the_middle_of_a_run(ranks, recipe, kind, odd):
     found = ranks(3, run, recipe, kind, odd)
     usual = ranks(3, run, recipe, "nothing", odd)[0]

@@ -1,13 +1,10 @@
 """Batches, modes and weights that one meets under FSDP2 and not alone."""
 
-import warnings
-
-import pytest
 import torch
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, seed_weights, shard
+from tests.models import Stack, equal, seed_weights, shard
 from tests.wires import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
@@ -37,9 +34,8 @@ def empty_batch(rank: int, world: int, recipe: str, empty: bool) -> list[torch.T
 def test_a_batch_of_no_rows_on_one_rank_alone(ranks, recipe):
     """It takes part in every collective and adds nothing to the gradients, bit for bit."""
     found, expected = (ranks(3, empty_batch, recipe, empty)[0] for empty in (True, False))
-    for a, b in zip(found, expected, strict=True):
-        assert a.isfinite().all()
-        assert torch.equal(a, b)
+    assert all(gradient.isfinite().all() for gradient in found)
+    assert equal(found, expected)
 
 
 def inference(rank: int, world: int, recipe: str) -> list[torch.Tensor]:
@@ -72,36 +68,3 @@ def test_inference_mode_between_and_after_training_steps(ranks, recipe):
         assert torch.equal(first, y)
         assert torch.equal(stepped, expected)
         assert not torch.equal(first, stepped)
-
-
-def swapped(rank: int, world: int, recipe: str, how: str) -> list[torch.Tensor]:
-    """y with the average's weights swapped in, and after they were swapped out again."""
-    model = model_of(recipe)
-    f8sub.precompute_scales(model)
-    x = gaussian((8, 32), generator(0))
-    average = [20 * p.detach().to_local().clone().flip(-1) for p in model.parameters()]
-    found = [model(x)]
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
-        for _ in range(2):
-            for parameter, other in zip(model.parameters(), average, strict=True):
-                local = parameter.to_local()
-                kept = local.clone()
-                (local.data if how == "data" else local).copy_(other)
-                other.copy_(kept)
-            found.append(model(x))
-    expected = model_of(recipe)
-    with torch.no_grad():
-        for parameter in expected.parameters():
-            parameter.to_local().copy_(20 * parameter.to_local().flip(-1))
-    f8sub.precompute_scales(expected)
-    return [*found, expected(x)]
-
-
-@pytest.mark.parametrize("how", ["copy", "data"])
-@on_each(ONE_RECIPE_A_WIRE)
-def test_a_moving_average_is_swapped_in_and_out_without_precompute_scales(ranks, recipe, how):
-    for before, averaged, after, expected in ranks(3, swapped, recipe, how):
-        assert torch.equal(averaged, expected)
-        assert torch.equal(after, before)
-        assert not torch.equal(averaged, before)

@@ -197,7 +197,7 @@ def test_a_script_with_another_recipe_and_its_options(assets, tmp_path):
 def test_both_arms_of_the_convergence_test_train_and_are_compared(assets, tmp_path):
     """By the two commands of the page, and the third, which reads what they logged."""
     batch = ("--training.local_batch_size", "2", "--training.global_batch_size", "8")
-    runs = []
+    runs, told = [], {}
     for arm in ("bf16", "float8"):
         folder = tmp_path / arm
         folder.mkdir()
@@ -205,9 +205,14 @@ def test_both_arms_of_the_convergence_test_train_and_are_compared(assets, tmp_pa
             f"convergence.sh {arm}", assets, folder, *batch, "--compile.no-enable", *ON_TORCH_2_13
         )
         assert "gradient accumulation steps 2" in said
+        told[arm] = [float(loss) for loss in re.findall(r"step: +\d +loss: +([\d.]+)", said)]
         assert ("linear layers in float8" in said) == (arm == "float8")
         runs += ["--recorded", arm, str(folder)]
     figures = tmp_path / "figures.json"
     compared = [sys.executable, ROOT / "scripts" / "loss_compare.py", "--folder", tmp_path, *runs]
     subprocess.run([*compared, "--json", figures], check=True, timeout=600)
-    assert 0 < abs(json.loads(figures.read_text())["gaps"]["float8"]["gap_percent"]) < 0.05
+    found = json.loads(figures.read_text())
+    assert found["logged"] == [1, 2, 3]
+    for arm, losses in told.items():
+        assert found["train_losses"][arm] == [pytest.approx(losses, abs=1e-4)]
+    assert 0 < abs(found["gaps"]["float8"]["gap_percent"]) < 0.05

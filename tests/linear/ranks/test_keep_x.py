@@ -8,45 +8,35 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from tests.kept_x import Blocks, model_of, same, trained
-from tests.models import BF16, refusal
+from tests.models import BF16, refusal, shard
 
-CASES = [("tensorwise", "recompute"), ("gridquant", "recompute")]
-CASES += [
-    (r, "high_precision") for r in ("tensorwise", "delayed", "rowwise", "blockwise", "gridquant", "mxfp8")
+HIGH = ("tensorwise", "delayed", "rowwise", "blockwise", "gridquant", "mxfp8")
+CASES = [
+    *((recipe, "recompute", "usual") for recipe in ("tensorwise", "gridquant")),
+    *((recipe, "high_precision", "usual") for recipe in HIGH),
+    *((recipe, "auto", "usual") for recipe in ("tensorwise", "delayed")),
+    ("tensorwise", "auto", "checkpointed"),
+    ("delayed", "high_precision", "checkpointed"),
+    pytest.param("delayed", "high_precision", "compiled", marks=pytest.mark.long),
 ]
-CASES += [("tensorwise", "auto"), ("delayed", "auto")]
-on_each_case = pytest.mark.parametrize(("recipe", "way"), CASES, ids=["-".join(case) for case in CASES])
 
 
-def _sharded(rank: int, world: int, recipe: str, way: str, policy, compiled: bool, checkpointed: bool):
+def _sharded(rank: int, world: int, recipe: str, way: str, mode: str) -> bool:
     results = []
     for keep_x in (way, "float8"):
         model = model_of(recipe, keep_x, Blocks(2))
-        for block in model.blocks:
-            if compiled and keep_x == way:
+        if mode == "compiled" and keep_x == way:
+            for block in model.blocks:
                 block.compile(backend="aot_eager", fullgraph=True)
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-        f8sub.precompute_scales(model)
-        run = functools.partial(checkpoint, model, use_reentrant=False) if checkpointed else model
-        found = trained(model, run)
-        results.append([t.full_tensor() if hasattr(t, "full_tensor") else t for t in found])
+        f8sub.precompute_scales(shard(model, BF16))
+        run = functools.partial(checkpoint, model, use_reentrant=False) if mode == "checkpointed" else model
+        results.append([t.full_tensor() if hasattr(t, "full_tensor") else t for t in trained(model, run)])
     return same(*results)
 
 
-@on_each_case
-def test_fully_shard(ranks, recipe, way):
-    assert ranks(2, _sharded, recipe, way, BF16, False, False) == [True, True]
-
-
-@pytest.mark.parametrize(("recipe", "way"), [("tensorwise", "auto"), ("delayed", "high_precision")])
-def test_fully_shard_checkpointed(ranks, recipe, way):
-    assert ranks(2, _sharded, recipe, way, BF16, False, True) == [True, True]
-
-
-@pytest.mark.long
-def test_fully_shard_compiled(ranks):
-    assert ranks(2, _sharded, "delayed", "high_precision", BF16, True, False) == [True, True]
+@pytest.mark.parametrize(("recipe", "way", "mode"), CASES)
+def test_what_is_kept_makes_no_difference(ranks, recipe, way, mode):
+    assert ranks(2, _sharded, recipe, way, mode) == [True, True]
 
 
 def _differently(rank: int, world: int) -> str:

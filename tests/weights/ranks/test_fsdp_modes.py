@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -14,13 +16,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, Transformer, loss_of, seed_weights, shard, transformer
+from tests.models import BF16, Transformer, float8_layers, loss_of, seed_weights, shard, transformer
 from tests.selection import long_but
 from tests.wire import Wire
 from tests.wires import ONE_RECIPE_A_WIRE, PER_LAYER
 
 STEPS, MICROBATCHES = 2, 2
 How = Callable[[nn.Module], nn.Module]
+Result = tuple[list[float], list[int], set[bool]]
 
 
 def with_options(**options) -> How:
@@ -122,6 +125,19 @@ def made_on_meta(model: nn.Module) -> nn.Module:
     return model
 
 
+def over_whole_sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Of this rank's queries to all ranks' keys and values, each (batch, tokens, width)."""
+    k, v = (all_gather_tensor_autograd(part.contiguous(), 1, dist.group.WORLD) for part in (k, v))
+    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+
+def context_parallel(model: nn.Module) -> nn.Module:
+    """Each rank has a part of each sequence; torch's own ``context_parallel`` has no attention for CPUs."""
+    for block in model.blocks:
+        block.attention = over_whole_sequences
+    return shard(model)
+
+
 MODES: dict[str, tuple[int, How]] = {
     "bf16": (2, with_options(policy=BF16)),
     "reduce-bf16": (2, with_policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)),
@@ -142,6 +158,7 @@ MODES: dict[str, tuple[int, How]] = {
     "offloaded": (2, with_options(offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "frozen": (2, frozen_first_block),
     "ignored": (2, ignored),
+    "context-parallel": (2, context_parallel),
     "tied-in-one-group": (2, tied_in_one_group),
     "made-on-meta": (2, made_on_meta),
 }
@@ -162,10 +179,10 @@ def model_of(recipe: str, mode: str, all_gather: bool) -> nn.Module:
     return f8sub.convert_to_float8(model, recipe=chosen, float8_all_gather=all_gather)
 
 
-def train(
-    model: nn.Module, rank: int, *, synchronized: bool = False, kept: bool = False
-) -> tuple[list[float], list[int]]:
-    """Losses of every microbatch and of an evaluation after each step, and the all-reduces of amaxes.
+def train(model: nn.Module, rank: int, *, synchronized: bool = False, kept: bool = False) -> Result:
+    """Losses of every microbatch and of an evaluation after each step.
+
+    And the all-reduces of amaxes of each step, and whether layers had weights in the float8 format of their own recipe.
 
     Args:
         model: sharded.
@@ -174,7 +191,14 @@ def train(
         kept: weights stay gathered from one microbatch to the next.
     """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    losses, reductions = [], []
+    losses, reductions, in_float8 = [], [], set()
+
+    def look(layer: nn.Module, args: object) -> None:
+        gathered, format = layer.weight, layer.plan.recipe.fprop.b
+        in_float8.add(isinstance(gathered, f8sub.Float8Tensor) and gathered.rowwise.format == format)
+
+    for layer in float8_layers(model):
+        layer.register_forward_pre_hook(look)
     f8sub.precompute_scales(model)
     for step in range(STEPS):
         for micro in range(MICROBATCHES):
@@ -196,10 +220,10 @@ def train(
         reductions.append(wire.all_reduces)
         with torch.no_grad():
             losses.append(model(gaussian((2, 4, 32), generator(step))).float().sum().item())
-    return losses, reductions
+    return losses, reductions, in_float8
 
 
-def on_and_off(rank: int, world: int, recipe: str, mode: str) -> list[tuple[list[float], list[int]]]:
+def on_and_off(rank: int, world: int, recipe: str, mode: str) -> list[Result]:
     # Every other mode with gradients that are reduced at every microbatch.
     synchronized = list(MODES).index(mode) % 2 == 0
     how, kept = MODES[mode][1], mode == "kept-after-backward"
@@ -216,11 +240,12 @@ CASES += [
     ("rowwise", "uneven-and-empty"),
     ("mxfp8", "offloaded"),
     ("delayed", "bf16"),
+    ("delayed", "context-parallel"),
     ("per-layer", "bf16"),
 ]
 MORE = [("tensorwise", mode) for mode in LONG]
 MORE += [(r, m) for r in ONE_RECIPE_A_WIRE for m in ("bf16", "prefetching", "offloaded", "frozen")]
-MORE += [("rowwise", mode) for mode in ("hsdp", "columns", "fp16")]
+MORE += [("rowwise", mode) for mode in ("hsdp", "columns", "fp16", "context-parallel")]
 MORE += [("blockwise", mode) for mode in ("columns", "uneven-and-empty")]
 MORE += [("per-layer", "uneven-and-empty")]
 MORE += [
@@ -236,8 +261,10 @@ MORE += [
 @pytest.mark.parametrize(("recipe", "mode"), long_but(CASES, dict.fromkeys(CASES + MORE)))
 def test_on_is_off(ranks, recipe, mode):
     """With one all-reduce of amaxes a step, which the high-precision all-gather needs for histories alone."""
-    for (on, reductions), (off, without) in ranks(MODES[mode][0], on_and_off, recipe, mode):
+    for (on, reductions, in_float8), (off, without, never) in ranks(MODES[mode][0], on_and_off, recipe, mode):
         assert on == off
+        assert in_float8 == ({True, False} if mode == "ignored" else {True})
+        assert never == {False}
         assert len(set(on)) == len(on)
         least = REDUCTIONS.get(mode, 1)
         assert reductions == [max(least, 1) if recipe == "delayed" else least] * STEPS

@@ -23,31 +23,34 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-def train(recipe: str, stepped: str, rank: int) -> tuple[list[float], list[int]]:
+WAYS = ("by hand", "by hand, with a closure", "hooked", "hooked, with a closure", "through a wrapper")
+
+
+def train_in(way: str, recipe: str, rank: int) -> tuple[list[float], list[int]]:
     """Losses, and the all-reduces from one step to the next."""
-    hooked = not stepped.startswith("by hand")
+    hooked = not way.startswith("by hand")
     model = shard(transformer(recipe))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     f8sub.precompute_scales(model)
-    stepping = Wrapper(optimizer) if stepped == "through a wrapper" else optimizer
+    stepping = Wrapper(optimizer) if way == "through a wrapper" else optimizer
     if hooked:
         handle = f8sub.register_precompute_hook(stepping, model)
     losses: list[float] = []
+    reduced = []
 
-    def run_model(step: int) -> torch.Tensor:
+    def run_model() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, step, rank)
+        loss = loss_of(model, len(losses), rank)
         loss.backward()
         losses.append(loss.item())
         return loss
 
-    reduced = []
-    for step in range(STEPS):
+    for _ in range(STEPS):
         with Wire() as wire:
-            if "with a closure" in stepped:
-                stepping.step(lambda step=step: run_model(step))
+            if "with a closure" in way:
+                stepping.step(run_model)
             else:
-                run_model(step)
+                run_model()
                 stepping.step()
             if not hooked:
                 f8sub.precompute_scales(model)
@@ -63,8 +66,7 @@ def train(recipe: str, stepped: str, rank: int) -> tuple[list[float], list[int]]
 
 def train_each(rank: int, world: int, recipe: str) -> dict[str, tuple[list[float], list[int]]]:
     """A Float8Warning raises: that scales were not precomputed, above all."""
-    ways = ("by hand", "by hand, with a closure", "hooked", "hooked, with a closure", "through a wrapper")
-    return {stepped: train(recipe, stepped, rank) for stepped in ways}
+    return {way: train_in(way, recipe, rank) for way in WAYS}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

@@ -214,34 +214,6 @@ def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
     assert_nobody_waits(outcomes, "right", "Float8RankMismatchError")
 
 
-def calls_once_more(rank: int, world: int, recipe: str, with_all_reduce: bool) -> list[str]:
-    """Rank 0 calls precompute_scales again though nothing changed; then both change the weights and call it."""
-    wait_shortly()
-    model, x = prepared(recipe)
-    f8sub.precompute_scales(model)
-
-    def forward() -> torch.Tensor:
-        if rank == 0:
-            f8sub.precompute_scales(model)
-        if with_all_reduce:
-            dist.all_reduce(torch.tensor([1.0]))
-        return model(x)
-
-    found = [outcome(model, forward, x)]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.to_local().mul_(8.0)
-    f8sub.precompute_scales(model)
-    return [*found, outcome(model, lambda: model(x), x)]
-
-
-@pytest.mark.parametrize("with_all_reduce", [False, True], ids=["alone", "user-all-reduce-between"])
-@on_each_wire
-def test_a_rank_that_calls_precompute_scales_once_more_leaves_nobody_waiting(ranks, recipe, with_all_reduce):
-    for outcomes in zip(*ranks(2, calls_once_more, recipe, with_all_reduce), strict=True):
-        assert_nobody_waits(list(outcomes), "right")
-
-
 def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[str]:
     """Another rank forgets at each step, with the user's own collectives before and after the forward."""
     wait_shortly()

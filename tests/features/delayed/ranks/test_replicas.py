@@ -10,24 +10,15 @@ from torch.nn.parallel import DistributedDataParallel
 import f8sub
 from f8sub.features.delayed.layers import states_of
 from tests.data_sets import gaussian, generator
-from tests.models import equal, float8_layers, refusal, seed_weights
+from tests.models import Stack, equal, float8_layers, refusal, seed_weights
 from tests.wire import Wire
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
 def replicas(**options: Any) -> nn.Module:
     recipe = f8sub.get_recipe("delayed", amax_history_len=3, **options)
-    return DistributedDataParallel(f8sub.convert_to_float8(seed_weights(Mlp()), recipe=recipe))
+    return DistributedDataParallel(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe=recipe))
 
 
 def histories(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -90,7 +81,7 @@ def bad_on_one_rank(rank: int, world: int) -> str:
 
 def test_one_replica_s_bad_activation_is_told_on_every_rank(ranks):
     for message in ranks(2, bad_on_one_rank):
-        assert "x of up" in message
+        assert "x of layers.0" in message
 
 
 def of_uneven_inputs(rank: int, world: int) -> str:
@@ -107,5 +98,5 @@ def of_uneven_inputs(rank: int, world: int) -> str:
 def test_ranks_that_may_step_differently_often_are_refused(ranks):
     """Those with more inputs would wait for the others."""
     for message in ranks(2, of_uneven_inputs):
-        assert "down" in message
+        assert "layers.1" in message
         assert "ddp.join()" in message

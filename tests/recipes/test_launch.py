@@ -26,15 +26,6 @@ def job(folder: Path, options: str = "") -> list[str | Path]:
     return ["recipes/pretrain.py", *QUICK.split(), *options.split(), *own]
 
 
-def launched(*command: str | Path, **variables: str) -> str:
-    """What a run that succeeds wrote."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=environment(**variables), cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture
 def expected(ranks, tmp_path):
     """The losses of two ranks on one host, by options."""
@@ -78,9 +69,7 @@ def test_slurm_starts_torchrun_on_every_node_of_the_job(tmp_path, expected):
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    output = launched(
-        LAUNCHERS / "slurm.sh",
-        *job(tmp_path / "run"),
+    variables = environment(
         PATH=f"{commands}:{environment()['PATH']}",
         NPROC_PER_NODE="1",
         SLURM_SUBMIT_DIR=str(ROOT),
@@ -88,7 +77,10 @@ def test_slurm_starts_torchrun_on_every_node_of_the_job(tmp_path, expected):
         SLURM_JOB_NUM_NODES="2",
         SLURM_JOB_NODELIST="host[0-1]",
     )
-    assert "2 ranks on cpu" in output
+    command = [LAUNCHERS / "slurm.sh", *job(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=variables, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on cpu" in done.stdout
     settings = quick_settings(tmp_path / "run")
     assert losses(settings) == expected()
     assert [record["amax_all_reduces"] for record in records(settings)] == [1] * settings.training.steps

@@ -55,28 +55,6 @@ def test_a_file_has_the_same_ranks_until_one_of_them_fails(ranks):
     assert ranks(1, _process) == alone
 
 
-_alarms: list[int] = []
-
-
-def _records_alarms(rank: int, world: int) -> None:
-    alarm = signal.alarm
-
-    def recorded(seconds: int) -> int:
-        _alarms.append(seconds)
-        return alarm(seconds)
-
-    signal.alarm = recorded
-
-
-def _recorded_alarms(rank: int, world: int) -> list[int]:
-    return _alarms
-
-
-def test_ranks_have_no_alarm_while_they_wait_for_the_next_test(ranks):
-    ranks(4, _records_alarms)
-    assert ranks(4, _recorded_alarms) == [[0, int(harness.DEADLINE) + 5]] * 4
-
-
 @pytest.mark.own_ranks
 def test_ranks_of_their_own_are_new_ones(ranks):
     assert not set(ranks(2, _process)) & set(ranks(2, _process))
@@ -108,16 +86,6 @@ def test_a_rank_that_hangs_is_killed_and_shows_where_it_stood_and_all_that_it_sa
     with pytest.raises(RankFailure, match=told) as raised:
         ranks(2, _hangs, timeout=4.0)
     assert "in _run_rank" not in str(raised.value)
-
-
-def test_a_child_that_does_not_end_is_left_behind():
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(600)
-        os._exit(0)
-    assert not harness._is_reaped(pid, 0.1)
-    os.kill(pid, signal.SIGKILL)
-    assert harness._is_reaped(pid, 10)
 
 
 def test_a_nursery_that_does_not_answer_is_a_failure(monkeypatch):

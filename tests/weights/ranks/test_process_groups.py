@@ -30,8 +30,14 @@ def taken() -> tuple[int, int, int]:
     )
 
 
-def model_of(recipe: str = "tensorwise", seed: int = 0) -> nn.Module:
-    return f8sub.convert_to_float8(seed_weights(Stack(16, 32, 16), seed=seed), recipe=recipe)
+def model_of(recipe: str = "tensorwise", seed: int = 0, **options: object) -> nn.Module:
+    return f8sub.convert_to_float8(seed_weights(Stack(16, 32, 16), seed=seed), recipe=recipe, **options)
+
+
+def prepared(seed: int = 0) -> nn.Module:
+    model = shard(model_of(seed=seed))
+    f8sub.precompute_scales(model)
+    return model
 
 
 @functools.cache
@@ -39,8 +45,10 @@ def replicated() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def use(model: nn.Module) -> None:
+def use(model: nn.Module, masters: bool = False) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if masters:
+        optimizer = f8sub.optim.MasterWeights(optimizer)
     for _ in range(2):
         f8sub.precompute_scales(model)
         y = model(gaussian((4, 16), generator(1)))
@@ -78,19 +86,12 @@ def freed(rank: int, world: int, options: dict[str, object]) -> list[bool]:
     """Whether the model and what f8sub keeps for its layers are gone after one collection of garbage."""
     gc.disable()
 
-    def train() -> tuple[weakref.ref, ...]:
-        model = shard(f8sub.convert_to_float8(seed_weights(Stack(16, 32, 16)), **options))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        if options.get("primary_weights"):
-            optimizer = f8sub.optim.MasterWeights(optimizer)
-        for _ in range(2):
-            f8sub.precompute_scales(model)
-            y = model(gaussian((4, 16), generator(1)))
-            y.backward(dy_of(y))
-            optimizer.step()
+    def used() -> tuple[weakref.ref, ...]:
+        model = shard(model_of(**options))
+        use(model, masters="primary_weights" in options)
         return weakref.ref(model), weakref.ref(model.layers[0].converted)
 
-    found = train()
+    found = used()
     gc.collect()
     return [reference() is None for reference in found]
 
@@ -133,17 +134,14 @@ def test_models_that_live_at_once_are_reduced_in_any_order(ranks):
 
 def kept_on_one_rank(rank: int, world: int) -> tuple[bool, bool, bool]:
     """Whether the group of a model that is gone on all ranks but one, then on all, is used for the next."""
-    first = shard(model_of())
-    f8sub.precompute_scales(first)
+    first = prepared()
     group = group_of(first)
     if rank:
         del first
-    second = shard(model_of())
-    f8sub.precompute_scales(second)
+    second = prepared()
     while_kept = group_of(second) is group
     first = None
-    third = shard(model_of())
-    f8sub.precompute_scales(third)
+    third = prepared()
     x = gaussian((4, 16), generator(1))
     return while_kept, group_of(third) is group, torch.equal(third(x), model_of()(x))
 
@@ -154,8 +152,7 @@ def test_a_group_is_used_again_once_it_is_free_on_all_ranks(ranks):
 
 def used_more_often_on_one_rank(rank: int, world: int) -> tuple[bool, bool]:
     """The first model ends with a reduction that rank 1 alone began, and that pairs with none."""
-    first = shard(model_of())
-    f8sub.precompute_scales(first)
+    first = prepared()
     for parameter in first.parameters():
         parameter.grad = torch.zeros_like(parameter)
     torch.optim.SGD(first.parameters(), lr=1.0).step()
@@ -163,8 +160,7 @@ def used_more_often_on_one_rank(rank: int, world: int) -> tuple[bool, bool]:
         f8sub.precompute_scales(first)
     group = group_of(first)
     del first, parameter
-    second = shard(model_of(seed=3))
-    f8sub.precompute_scales(second)
+    second = prepared(seed=3)
     x = gaussian((4, 16), generator(1))
     return group_of(second) is group, torch.equal(second(x), model_of(seed=3)(x))
 
@@ -176,8 +172,7 @@ def test_a_group_whose_collectives_do_not_pair_is_used_no_more(ranks):
 def begun_again(rank: int, world: int, folder: str) -> list[bool]:
     found = []
     for life in range(3):
-        model, alone = shard(model_of(seed=life)), model_of(seed=life)
-        f8sub.precompute_scales(model)
+        model, alone = prepared(seed=life), model_of(seed=life)
         x = gaussian((4, 16), generator(life))
         found += [torch.equal(model(x), alone(x)), group_of(model) in dist.distributed_c10d._world.pg_map]
         del model

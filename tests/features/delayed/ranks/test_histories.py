@@ -111,37 +111,33 @@ def hsdp(rank: int, world: int, reduce_amax: bool) -> tuple:
     return reduces, states_of(model)
 
 
-def amaxes_of_x(world: int) -> list[list[float]]:
-    return [[batch(step, rank)[0].abs().max().item() for rank in range(world)] for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("world", [2, 4], ids=["2x1", "2x2"])
-def test_replicas_share_their_histories(ranks, world):
-    results = ranks(world, hsdp, True)
+def simulated(amaxes: list[float]) -> Simulation:
     tensor = Simulation(3, FP8_MAX["e4m3"])
-    for amaxes in amaxes_of_x(world):
-        tensor.stage(max(amaxes))
+    for amax in amaxes:
+        tensor.stage(amax)
         tensor.update()
-    for reduces, states in results:
+    return tensor
+
+
+def of_w(state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return state["history"][:, 1], state["scale"][1]
+
+
+@pytest.mark.parametrize("reduce_amax", [True, False])
+@pytest.mark.parametrize("world", [2, 4], ids=["2x1", "2x2"])
+def test_replicas_share_their_histories(ranks, world, reduce_amax):
+    """Without ``reduce_amax`` each rank keeps those of its own x, and shares those of w."""
+    results = ranks(world, hsdp, reduce_amax)
+    amaxes = [[batch(step, rank)[0].abs().max().item() for step in range(STEPS)] for rank in range(world)]
+    largest = [max(of_ranks) for of_ranks in zip(*amaxes, strict=True)]
+    first = results[0][1]
+    for rank, (reduces, states) in enumerate(results):
+        tensor = simulated(largest if reduce_amax else amaxes[rank])
         assert reduces == [1] * STEPS
-        assert equal(states, results[0][1])
         assert states[0]["history"][:, 0].tolist() == tensor.history
         assert states[0]["scale"][0].item() == tensor.scale
-
-
-def test_without_reduce_amax_each_rank_keeps_its_own_x_and_shares_w(ranks):
-    results = ranks(4, hsdp, False)
-    for rank, (reduces, states) in enumerate(results):
-        tensor = Simulation(3, FP8_MAX["e4m3"])
-        for amaxes in amaxes_of_x(4):
-            tensor.stage(amaxes[rank])
-            tensor.update()
-        assert reduces == [1] * STEPS
-        assert states[0]["history"][:, 0].tolist() == tensor.history
-        for layer, first in zip(states, results[0][1], strict=True):
-            assert torch.equal(layer["history"][:, 1], first["history"][:, 1])
-            assert torch.equal(layer["scale"][1], first["scale"][1])
-    assert not torch.equal(results[0][1][0]["history"], results[1][1][0]["history"])
+        assert equal([of_w(state) for state in states], [of_w(state) for state in first])
+        assert equal(states, first) == (reduce_amax or rank == 0)
 
 
 def changes_without_a_step(rank: int, world: int) -> tuple:

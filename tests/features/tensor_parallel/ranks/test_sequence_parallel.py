@@ -1,5 +1,6 @@
 """Sequence parallelism: x crosses the wire as float8, and is the x that one rank would have quantized."""
 
+import functools
 import math
 import re
 from collections import OrderedDict
@@ -166,44 +167,34 @@ def test_x_is_gathered_once_as_one_byte_an_element(ranks, recipe):
     assert ranks(2, sent, recipe, "high precision") == [(2, 3, 2 * rows * 4 * WIDTH)] * 2
 
 
-def compiled_and_eager(rank: int, world: int, recipe: str, plan: str, fullgraph: bool) -> list[str]:
-    """What differs in compiled code."""
-    x, dy = (t.tensor_split(2, dim=1)[rank % 2] for t in inputs())
+def in_mode(rank: int, world: int, mode: str, plan: str) -> list[str]:
+    """What differs from an eager run."""
     shape = (2,) if world == 2 else (2, 2)
-    eager = products_of(parallel(recipe, plan, mesh_of(*shape)), x, dy)
-    model = parallel(recipe, plan, mesh_of(*shape))
-    model[0].compile(backend="aot_eager", fullgraph=fullgraph)
-    compiled = products_of(model, x, dy)
-    return [name for name in eager if not torch.equal(eager[name], compiled[name])]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("plan", "world"),
-    [("one gather", 4), ("high precision", 2)],
-    ids=["one gather-sharded", "high precision"],
-)
-def test_compiled(ranks, plan, world):
-    """In one graph without DTensors of float8, of x or of gathered weights; layers with those run in eager."""
-    fullgraph = plan == "high precision" and world == 2
-    found = ranks(world, compiled_and_eager, "rowwise", plan, fullgraph)
-    assert found == [[]] * world
-
-
-def checkpointed(rank: int, world: int, recipe: str) -> bool:
-    model, (x, dy) = parallel(recipe, "one gather", mesh_of(world)), inputs()
-    x, dy = (t.tensor_split(world, dim=1)[rank] for t in (x, dy))
-    plain = products_of(model, x, dy)
-    model.zero_grad()
-    again = x.clone().requires_grad_()
-    checkpoint(model, again, use_reentrant=False).backward(dy)
+    x, dy = (t.tensor_split(2, dim=1)[rank % 2] for t in inputs())
+    usual = products_of(parallel("rowwise", plan, mesh_of(*shape)), x, dy)
+    model = parallel("rowwise", plan, mesh_of(*shape))
+    if mode == "compiled":
+        # DTensors of float8, of x or of gathered weights, run in eager; without them there is one graph.
+        model[0].compile(backend="aot_eager", fullgraph=plan == "high precision" and world == 2)
+    else:
+        model[0].forward = functools.partial(checkpoint, model[0].forward, use_reentrant=False)
+    found = products_of(model, x, dy)
     with torch.no_grad():
-        y = model(x) + 0
-    return torch.equal(again.grad, plain["dx"]) and torch.equal(y, plain["y"])
+        found["y without gradients"] = model(x) + 0
+    usual["y without gradients"] = usual["y"]
+    return [name for name in usual if not torch.equal(usual[name], found[name])]
 
 
-def test_checkpointed_and_without_grad(ranks):
-    assert ranks(2, checkpointed, "rowwise") == [True, True]
+@pytest.mark.parametrize(
+    ("mode", "plan", "world"),
+    [
+        ("checkpointed", "one gather", 2),
+        pytest.param("compiled", "one gather", 4, marks=pytest.mark.long),
+        pytest.param("compiled", "high precision", 2, marks=pytest.mark.long),
+    ],
+)
+def test_each_mode_is_the_eager_run(ranks, mode, plan, world):
+    assert ranks(world, in_mode, mode, plan) == [[]] * world
 
 
 def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:

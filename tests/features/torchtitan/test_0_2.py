@@ -185,55 +185,18 @@ def test_losses_are_as_near_to_bf16s_as_torchtitans_own_converters(train, mesh):
     assert abs(ours - bf16) < 1.5 * abs(peer - bf16) + 1e-3
 
 
-@long
-@pytest.mark.parametrize(
-    "recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8", "nvfp4", "delayed"]
-)
-def test_other_recipes(train, recipe):
-    bf16 = last(train(2, "bf16 "))
-    ours = last(train(2, f"f8sub --f8sub.recipe_name={recipe}"))
-    assert ours != last(train(2, "f8sub "))
-    assert abs(ours - bf16) < 4e-3
-
-
-@long
-def test_a_recipes_options_train(train):
-    default = "f8sub --f8sub.recipe_name=delayed"
-    ours = train(2, f"{default} --f8sub.recipe_options margin 3 amax_history_len 2")
-    assert ours != train(2, default)
-    assert abs(last(ours) - last(train(2, "bf16 "))) < 4e-3
+FULL = "--activation_checkpoint.mode=full"
+SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op"
 
 
 @long
 @pytest.mark.parametrize(
-    ("recipe", "says"),
-    [
-        ("nvfp4", r"layers\.0\.\S+: tensor parallelism cuts its w, and recipe 'nvfp4'"),
-        ("gridquant", r"layers\.0\.\S+: its w is cut into parts of 384 of 768 rows"),
-        ("delayed", r"layers\.0\.\S+: .* takes Float8ColwiseParallel and Float8RowwiseParallel"),
-    ],
+    ("mesh", "changed"),
+    [("fsdp2", COMPILED), *((m, ac) for m in ("fsdp2", "tp2") for ac in (FULL, SELECTIVE))],
 )
-def test_a_recipe_that_tensor_parallelism_cannot_cut_is_an_error_that_names_the_layer(
-    titan_0_2, assets, recipe, says
-):
-    with pytest.raises(RankFailure, match=says):
-        titan_0_2(2, runs.train, ["f8sub", f"--f8sub.recipe_name={recipe}", TP], assets)
-
-
-@long
-@pytest.mark.parametrize("mesh", ["fsdp2", "tp2"])
-@pytest.mark.parametrize("ac", ["full", "selective"])
-def test_activation_checkpointing_changes_no_bit(train, ac, mesh):
+def test_what_changes_no_bit(train, mesh, changed):
     world, options = MESHES[mesh]
-    checkpointed = (
-        f"f8sub {options} --activation_checkpoint.mode={ac} --activation_checkpoint.selective_ac_option=op"
-    )
-    assert train(world, checkpointed) == train(world, f"f8sub {options}")
-
-
-@long
-def test_compiling_changes_no_bit(train):
-    assert train(2, f"f8sub {COMPILED}") == train(2, "f8sub ")
+    assert train(world, f"f8sub {options} {changed}") == train(world, f"f8sub {options}")
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("fsdp2-tp2", marks=long)])

@@ -1,15 +1,11 @@
 """Weights are known by their records: through ties, copies, moves and models that are converted in parts."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
-from f8sub.features.delayed import histories
 from tests.data_sets import gaussian, generator
 
 WIDTH = 32
@@ -101,44 +97,3 @@ def moved(rank: int, world: int) -> list[torch.Tensor]:
 def test_a_model_that_comes_to_another_dtype_is_rounded_to_that(ranks):
     for late, early in ranks(2, moved):
         assert torch.equal(late, early)
-
-
-def held(rank: int, world: int) -> list[bool]:
-    """Whether model, conversion and another layer's shard are gone while codes of one layer are held."""
-    model = fully_shard(converted(pair().requires_grad_(False), primary_weights=True))
-    f8sub.drop_high_precision(model)
-    model(gaussian((8, WIDTH), generator(1)))
-    conversion = model[0].converted
-    other = conversion.record_of(model[1], "weight").shard
-    references = [weakref.ref(each) for each in (model, conversion, other)]
-    weight = model[0].weight
-    del model, conversion, other
-    gc.collect()
-    gc.collect()
-    return [reference() is None for reference in references] + [weight.numel() > 0]
-
-
-def test_codes_that_are_held_hold_no_other_weight(ranks):
-    for found in ranks(2, held):
-        assert all(found)
-
-
-def sharded_in_parts(rank: int, world: int) -> int:
-    """How often histories roll when another layer is sharded after a step."""
-    model = converted(pair(), "delayed", float8_all_gather=False)
-    fully_shard(model[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(gaussian((8, WIDTH), generator(1))).square().mean().backward()
-    optimizer.step()
-    f8sub.precompute_scales(model)
-    rolled, roll = [], histories.roll
-    histories.roll = lambda states, staged: (rolled.append(len(states)), roll(states, staged))
-    fully_shard(model[1])
-    f8sub.precompute_scales(model)
-    model.state_dict()
-    histories.roll = roll
-    return len(rolled)
-
-
-def test_histories_do_not_roll_again_because_another_layer_is_sharded(ranks):
-    assert ranks(2, sharded_in_parts) == [0, 0]

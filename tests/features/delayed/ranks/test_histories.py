@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
+from f8sub.features.delayed import histories
 from tests.data_sets import gaussian, generator
 from tests.delayed_simulation import FP8_MAX, Simulation
 from tests.models import Stack, equal, refusal, seed_weights, shard
@@ -336,3 +338,19 @@ def test_each_history_rolls_with_the_steps_of_its_own_weight(ranks, frozen, all_
     assert w == [0 if frozen else 2, 2, 2]
     x = batch(STEPS - 2, 0)[0].abs().max(), batch(STEPS - 2, 1)[0].abs().max()
     assert expected[0]["history"][-1, 0] == max(x)
+
+
+def sharded_in_parts(rank: int, world: int) -> int:
+    """How often histories roll when another layer is sharded after a step."""
+    model = model_of(all_gather=False)
+    fully_shard(model.layers[0])
+    train(model, rank, 1)
+    with mock.patch.object(histories, "roll", wraps=histories.roll) as roll:
+        fully_shard(model.layers[1])
+        f8sub.precompute_scales(model)
+        model.state_dict()
+    return roll.call_count
+
+
+def test_histories_do_not_roll_again_because_another_layer_is_sharded(ranks):
+    assert ranks(2, sharded_in_parts) == [0, 0]

@@ -1,7 +1,9 @@
 """Float8 primary weights under FSDP2: the losses of high-precision weights, bit for bit, and what is kept of them."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -350,3 +352,23 @@ def replaced(rank: int, world: int) -> str:
 
 def test_weights_made_anew_under_their_masters_are_reported_on_every_rank(ranks):
     assert all("no longer is the float8 weight" in message for message in ranks(2, replaced))
+
+
+def held(rank: int, world: int) -> list[bool]:
+    """Whether model, conversion and another layer's shard are gone while codes of one layer are held."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 32, 32)), primary_weights=True)
+    fully_shard(model.requires_grad_(False))
+    f8sub.drop_high_precision(model)
+    model(gaussian((8, 32), generator(1)))
+    conversion, other = model.layers[0].converted, shard_of(model.layers[1])
+    references = [weakref.ref(each) for each in (model, conversion, other)]
+    weight = model.layers[0].weight
+    del model, conversion, other
+    gc.collect()
+    gc.collect()
+    return [reference() is None for reference in references] + [weight.numel() > 0]
+
+
+def test_codes_that_are_held_hold_no_other_weight(ranks):
+    for found in ranks(2, held):
+        assert all(found)

@@ -104,9 +104,7 @@ def train(model: nn.Module, make: Callable[..., torch.optim.Optimizer], rank: in
     return losses
 
 
-def on_and_off(
-    rank: int, world: int, name: str, options: Implementation, recipes: tuple[str, ...], compiled: bool
-) -> tuple[str, dict]:
+def on_and_off(rank: int, world: int, name: str, options: Implementation, compiled: bool) -> tuple[str, dict]:
     """Why the plain model cannot be trained so, or losses of each recipe with and without the float8 all-gather."""
 
     more = FEWER_RUNS if name == "LBFGS" else {}
@@ -126,40 +124,33 @@ def on_and_off(
         return f"torch cannot, on the plain model: {type(error).__name__}: {str(error)[:200]}", {}
     return "", {
         recipe: [train(model_of(recipe, all_gather), make, rank) for all_gather in (True, False)]
-        for recipe in recipes
+        for recipe in RECIPES
     }
 
 
-def check(results: list[tuple[str, dict]], recipes: tuple[str, ...]) -> None:
-    if reason := results[0][0]:
-        pytest.skip(reason)
-    for _, losses in results:
-        assert set(losses) == set(recipes)
-        for recipe, (on, off) in losses.items():
-            assert on == off, recipe
-            assert len(set(on)) == len(on), recipe
-
-
-def case_id(name: str, options: Implementation) -> str:
-    return "-".join([name, *(f"{option}={value}" for option, value in options.items())])
+def case(name: str, options: Implementation, compiled: bool) -> Any:
+    """A parameter of the test, with a readable name."""
+    words = [name, *(f"{option}={value}" for option, value in options.items()), *["compiled"] * compiled]
+    quick = (name, options) in ONE_OF_EACH_KIND and not compiled
+    marks = () if quick else pytest.mark.long
+    return pytest.param(name, options, compiled, id="-".join(words), marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "compiled"),
     [
-        pytest.param(*case, id=case_id(*case), marks=() if case in ONE_OF_EACH_KIND else pytest.mark.long)
-        for case in CASES
+        *(case(name, options, False) for name, options in CASES),
+        *(case(name, ONLY, True) for name in ("AdamW", "LBFGS", "torchao.AdamW8bit")),
     ],
 )
-def test_on_is_off(ranks, name, options):
-    check(ranks(2, on_and_off, name, options, RECIPES, False), RECIPES)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["AdamW", "LBFGS", "torchao.AdamW8bit"])
-def test_on_is_off_compiled(ranks, name):
-    """Compiled steps write to the weights where no operator shows it; to weights of any recipe alike."""
-    recipes = ("tensorwise", "delayed") if name == "AdamW" else ("tensorwise",)
-    check(ranks(2, on_and_off, name, ONLY, recipes, True), recipes)
+def test_on_is_off(ranks, name, options, compiled):
+    """Compiled steps write to the weights where no operator shows it."""
+    results = ranks(2, on_and_off, name, options, compiled)
+    if reason := results[0][0]:
+        pytest.skip(reason)
+    for _, losses in results:
+        assert set(losses) == set(RECIPES)
+        for recipe, (on, off) in losses.items():
+            assert on == off, recipe
+            assert len(set(on)) == len(on), recipe

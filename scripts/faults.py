@@ -119,7 +119,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "a checkpoint read where f8sub is not, or into a bf16 model": (
         "plain tensors, bitwise",
         [
-            "tests/weights/ranks/test_checkpoint.py::test_a_process_without_f8sub_reads_a_sharded_model",
+            "tests/weights/ranks/test_checkpoint.py::test_a_process_without_f8sub_reads_a_model",
             "tests/weights/ranks/test_checkpoint.py::test_a_bf16_checkpoint_into_a_float8_model_and_back",
         ],
     ),

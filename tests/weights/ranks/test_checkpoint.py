@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import Transformer, seed_weights, shard, transformer
+from tests.models import Transformer, seed_weights, shard, train, transformer
 from tests.wires import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = ONE_RECIPE_A_WIRE
@@ -50,25 +49,17 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def stepped(model: nn.Module, rank: int) -> torch.optim.Optimizer:
     """One training step, so that scales, codes and optimizer states exist."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    f8sub.precompute_scales(model)
-    model(gaussian((4, 4, 32), generator(rank))).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train(model, rank, steps=1, optimizer=optimizer)
     return optimizer
 
 
-def save_as_expected(state: dict[str, torch.Tensor], folder: Path) -> None:
-    """New tensors, made from numbers."""
-    torch.save(
-        {name: torch.tensor((value + 0).tolist()) for name, value in state.items()}, folder / "expected.pt"
-    )
-
-
-def save_every_format(rank: int, world: int, recipe: str, folder: str) -> None:
-    model = shard(transformer(recipe))
+def save_every_format(rank: int, world: int, folder: str, sharded: bool) -> None:
+    model = transformer(RECIPES[0])
+    if sharded:
+        shard(model)
     optimizer = stepped(model, rank)
-    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/dcp")
-    state = full_state(model)
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/dcp", no_dist=not sharded)
+    state = full_state(model) if sharded else model.state_dict()
     for parameter_state in get_optimizer_state_dict(model, optimizer)["state"].values():
         for value in parameter_state.values():
             local = value.to_local() if hasattr(value, "to_local") else value
@@ -76,31 +67,20 @@ def save_every_format(rank: int, world: int, recipe: str, folder: str) -> None:
     if rank == 0:
         torch.save(state, f"{folder}/model.pt")
         save_file(state, f"{folder}/model.safetensors")
-        save_as_expected(state, Path(folder))
+        new = {name: torch.tensor((value + 0).tolist()) for name, value in state.items()}  # made from numbers
+        torch.save(new, f"{folder}/expected.pt")
 
 
-def read_without_f8sub(folder: Path) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", WITHOUT_F8SUB, str(folder)], capture_output=True, text=True, timeout=600
-    )
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "unsharded"])
+def test_a_process_without_f8sub_reads_a_model(ranks, tmp_path, sharded):
+    if sharded:
+        ranks(2, save_every_format, str(tmp_path), True)
+    else:
+        save_every_format(0, 1, str(tmp_path), False)
+    command = [sys.executable, "-c", WITHOUT_F8SUB, str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "tensors without f8sub" in finished.stdout
-
-
-def test_a_process_without_f8sub_reads_a_sharded_model(ranks, tmp_path):
-    ranks(2, save_every_format, RECIPES[0], str(tmp_path))
-    read_without_f8sub(tmp_path)
-
-
-def test_a_process_without_f8sub_reads_an_unsharded_model(tmp_path):
-    model = transformer(RECIPES[0])
-    stepped(model, 0)
-    state = model.state_dict()
-    torch.save(state, tmp_path / "model.pt")
-    save_file(state, tmp_path / "model.safetensors")
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    save_as_expected(state, tmp_path)
-    read_without_f8sub(tmp_path)
 
 
 def to_plain_and_back(rank: int, world: int, recipe: str, folder: str) -> dict[str, list[str]]:

@@ -22,17 +22,17 @@ Under torchrun the slice is sharded over all ranks, of which the first one's fig
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from typing import Any
 
 import torch
-from gpu import gemms, linears, quantizers, slices, variants
-from gpu.machine import machine
-from gpu.session import Session
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from tables import write_json
+
+from scripts.bench.gpu import gemms, linears, quantizers, slices, variants
+from scripts.bench.gpu.session import Session
+from scripts.bench.machine import machine
+from scripts.table import progress, write_json
 
 GROUPS = {
     "quantize": quantizers.group,
@@ -81,12 +81,7 @@ def main() -> None:
             figures = {"figures": session.figures, "failed": session.failed}
             write_json(arguments.json, {**found, "after": machine(device), **figures})
 
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, disable=not (console.is_terminal and is_first), transient=True
-    ) as progress:
-        task = progress.add_task("", total=None)
+    with progress() if is_first else contextlib.nullcontext(lambda what: None) as begin:
         session = Session(
             device=device,
             tiny=arguments.tiny or device.type == "cpu",
@@ -95,7 +90,7 @@ def main() -> None:
             only=arguments.only,
             save=save,
             ranks=slices.world_size(),
-            begin=lambda what: progress.update(task, description=what),
+            begin=begin,
         )
         for name in arguments.group:
             GROUPS[name](session)

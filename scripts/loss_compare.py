@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from recorded_runs import arms_of
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -44,15 +43,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from tables import Table, parser, write_between_markers, write_json
 
 import f8sub
+from scripts.recorded_runs import arms_of, read_run
+from scripts.table import ROOT, Table, finish, parser
 
-ROOT = Path(__file__).parents[1]
 TRAINER = ROOT / "recipes" / "pretrain.py"
-sys.path.append(str(TRAINER.parent))
-from metrics import read_metrics  # noqa: E402
-
 BASELINE = "bf16"
 YARDSTICK = "float32"
 CONFIDENCE = 0.95
@@ -135,14 +131,13 @@ class Results:
             except BaseException:
                 process.kill()
                 raise
-        records = read_metrics(lines) if lines.exists() else []
-        if process.returncode or not records or "eval_loss" not in records[-1]:
+        if process.returncode or (recorded := read_run(lines)).held_out is None:
             raise RuntimeError(f"{run.arm}, seed {run.seed}: {' '.join(command)}\n{log.read_text()[-3000:]}")
         kept = {
             "settings": chosen,
             "seconds": time.monotonic() - started,
-            "losses": [record["loss"] for record in records if "loss" in record],
-            "eval_loss": records[-1]["eval_loss"],
+            "losses": list(recorded.training.values()),
+            "eval_loss": recorded.held_out,
         }
         partial = self._path(run).with_suffix(".partial")
         partial.write_text(json.dumps(kept) + "\n")
@@ -156,15 +151,10 @@ class Results:
 def train_missing(results: Results, runs: list[Run]) -> None:
     """Train what is not there yet, with a bar for all and one for the run at hand."""
     missing = [run for run in runs if results.load(run) is None]
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    console = Console()
-    with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
+    times = TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn()
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times, console=Console()
+    ) as bar:
         whole = bar.add_task("steps of all runs", total=len(missing) * results.steps)
         for position, run in enumerate(missing):
             one = bar.add_task(f"{run.arm}, seed {run.seed}", total=results.steps)
@@ -175,7 +165,9 @@ def train_missing(results: Results, runs: list[Run]) -> None:
 
             kept = results.train(run, show)
             bar.remove_task(one)
-            console.print(f"{run.arm}, seed {run.seed}: {kept['eval_loss']:.4f} in {kept['seconds']:.0f} s")
+            bar.console.print(
+                f"{run.arm}, seed {run.seed}: {kept['eval_loss']:.4f} in {kept['seconds']:.0f} s"
+            )
 
 
 @functools.cache
@@ -185,10 +177,10 @@ def student_t_quantile(probability: float, degrees: int) -> float:
     def above_median(t: float) -> float:
         grid = torch.linspace(0, t, 20001, dtype=torch.float64)
         density = (1 + grid.square() / degrees) ** (-(degrees + 1) / 2)
-        scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(
-            degrees * math.pi
+        log_scale = (
+            math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(degrees * math.pi) / 2
         )
-        return scale * float(torch.trapezoid(density, grid))
+        return math.exp(log_scale) * float(torch.trapezoid(density, grid))
 
     low, high = 0.0, 1000.0
     for _ in range(60):
@@ -222,18 +214,19 @@ def gaps(losses: dict[str, list[float]]) -> dict[str, dict[str, float | None]]:
 def report(results: Results, arms: list[str], seeds: list[int]) -> dict[str, Any]:
     """The figures of all arms, each trained with all seeds."""
     kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in arms}
-    losses = {arm: [run["eval_loss"] for run in runs if run] for arm, runs in kept.items()}
-    curves = {arm: [run["losses"] for run in runs if run] for arm, runs in kept.items()}
-    seconds = {arm: [run["seconds"] for run in runs if run] for arm, runs in kept.items()}
+
+    def each(figure: str) -> dict[str, list[Any]]:
+        return {arm: [run[figure] for run in runs if run] for arm, runs in kept.items()}
+
     return {
         "measure": "Held-out loss",
         "steps": results.steps,
         "logged": list(range(1, results.steps + 1)),
         "seeds": seeds,
-        "eval_losses": losses,
-        "gaps": gaps(losses),
-        "train_losses": curves,
-        "seconds": seconds,
+        "eval_losses": each("eval_loss"),
+        "gaps": gaps(each("eval_loss")),
+        "train_losses": each("losses"),
+        "seconds": each("seconds"),
     }
 
 
@@ -308,20 +301,14 @@ def smoothed(losses: list[list[float]]) -> torch.Tensor:
 
 
 def main() -> None:
-    made = parser(__doc__)
+    made = parser(__doc__, "loss_compare")
     made.add_argument("--recipes", nargs="+", default=f8sub.recipe_names(), choices=f8sub.recipe_names())
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
-    made.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "loss_compare", help="of the finished runs"
-    )
-    made.add_argument(
-        "--recorded",
-        nargs="+",
-        action="append",
-        metavar=("ARM", "RUN"),
-        help="compare these and train nothing",
-    )
+    folder = ROOT / "runs" / "loss_compare"
+    made.add_argument("--folder", type=Path, default=folder, help="of the finished runs")
+    recorded = {"nargs": "+", "action": "append", "metavar": ("ARM", "RUN")}
+    made.add_argument("--recorded", **recorded, help="compare these and train nothing")
     arguments = made.parse_args()
     if arguments.recorded:
         if arguments.write_readme:
@@ -333,21 +320,15 @@ def main() -> None:
         arguments.folder.mkdir(parents=True, exist_ok=True)
     else:
         figures = trained(arguments)
-    found = table(figures)
-    found.show()
+    finish(arguments, figures, table(figures))
     draw(figures, arguments.folder / "loss.png")
     print(f"Plot: {arguments.folder / 'loss.png'}")
-    if arguments.json:
-        write_json(arguments.json, figures)
-    if arguments.write_readme:
-        write_between_markers("loss_compare", found.markdown())
 
 
 def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of the runs that the command line asks for, once those that are missing are trained."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM")
-    )  # as Ctrl-C does: with the run it started
+    # As Ctrl-C does: with the run it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     arms = [BASELINE, YARDSTICK, *arguments.recipes]
     results = Results(arguments.folder, arguments.steps)
     train_missing(results, [Run(arm, seed) for seed in arguments.seeds for arm in arms])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,15 +49,13 @@ def read_run(path: Path) -> Recorded:
     Raises:
         ValueError: there is no training loss.
     """
-    series: dict[str, dict[int, float]] = {name: {} for name in (*TRAINING, *HELD_OUT)}
-    files = [path] if path.is_file() else sorted(path.rglob("metrics.jsonl"))
-    for file in files:
+    names = (*TRAINING, *HELD_OUT)
+    series = read_tensorboard(path, names) if path.is_dir() else {name: {} for name in names}
+    for file in [path] if path.is_file() else sorted(path.rglob("metrics.jsonl")):
         for line in file.read_text().splitlines():
             record = json.loads(line)
             for name in series.keys() & record.keys():
                 series[name][int(record["step"])] = float(record[name])
-    if path.is_dir():
-        read_tensorboard(path, series)
     training, held_out = (
         next((series[name] for name in names if series[name]), {}) for names in (TRAINING, HELD_OUT)
     )
@@ -68,17 +67,19 @@ def read_run(path: Path) -> Recorded:
     return Recorded(training, held_out[max(held_out)] if held_out else None)
 
 
-def read_tensorboard(folder: Path, series: dict[str, dict[int, float]]) -> None:
-    """Add to ``series``, name -> step -> value, what event files anywhere in a folder have by these names."""
+def read_tensorboard(folder: Path, names: Iterable[str]) -> dict[str, dict[int, float]]:
+    """Name -> step -> value, of what event files anywhere in a folder have by these names; a later file counts."""
+    series: dict[str, dict[int, float]] = {name: {} for name in names}
     files = sorted(folder.rglob("events.out.tfevents.*"))
     if not files:
-        return
+        return series
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for file in files:
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()  # 0: all of them
         for name in series.keys() & set(events.Tags()["scalars"]):
             series[name] |= {event.step: event.value for event in events.Scalars(name)}
+    return series
 
 
 def arms_of(given: list[list[str]], baseline: str) -> dict[str, list[Recorded]]:

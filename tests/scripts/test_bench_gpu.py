@@ -1,35 +1,21 @@
 """The GPU benchmark runs to its end where there is no GPU, says so, and times nothing that is wrong."""
 
-import json
-import os
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
-from gpu import gemms, graphs, linears, llama, quantizers, slices, timing, variants
-from gpu.session import Session
 
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
 from f8sub.weights import master_weight
+from scripts.bench import timing
+from scripts.bench.gpu import gemms, graphs, linears, llama, quantizers, slices, variants
+from scripts.bench.gpu.session import Session
 from tests.op_recorder import OpRecorder
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 CPU = torch.device("cpu")
 GRAPHED = "f8sub blockwise compiled graphed"
 COMPARED = ["f8sub rowwise eager", "f8sub tensorwise eager", "torchao rowwise_with_gw_hp*"]
-
-
-def run(*options: str, by: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *by, str(SCRIPTS / "bench_gpu.py"), *options],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "CUDA_VISIBLE_DEVICES": ""},
-    )
 
 
 def session(**changes) -> Session:
@@ -38,12 +24,11 @@ def session(**changes) -> Session:
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory) -> tuple[dict, str]:
+def everything(run_script) -> tuple[dict, str]:
     """All groups, tiny: what they write and print."""
-    output = tmp_path_factory.mktemp("bench") / "figures.json"
-    finished = run("--rounds", "2", "--only", *COMPARED, GRAPHED, "--json", str(output))
+    finished = run_script("bench_gpu.py", "--rounds", "2", "--only", *COMPARED, GRAPHED)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(output.read_text()), finished.stdout
+    return finished.figures, finished.stdout
 
 
 @pytest.mark.long
@@ -124,16 +109,14 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.mark.long
-def test_a_slice_of_two_ranks(everything, tmp_path, monkeypatch):
+def test_a_slice_of_two_ranks(everything, run_script):
     """Told once, and the same losses: every rank has the same tokens."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # what is compiled was compiled for one rank
-    output = tmp_path / "figures.json"
-    finished = run(
-        *("--group", "slice", "--rounds", "2", "--only", COMPARED[1], "--json", str(output)), by=TORCHRUN
-    )
+    options = ("--group", "slice", "--rounds", "2", "--only", COMPARED[1])
+    # What is compiled was compiled for one rank.
+    finished = run_script("bench_gpu.py", *options, by=TORCHRUN, TORCHDYNAMO_DISABLE="1")
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.count("CPU, one of 2 ranks") == 2
-    found = json.loads(output.read_text())
+    found = finished.figures
     (rows,), (alone,) = (figures["figures"]["slice"]["tokens"].values() for figures in (found, everything[0]))
     ranks = [figures["figures"]["slice"]["ranks"] for figures in (found, everything[0])]
     assert (ranks, found["failed"]) == ([2, 1], {})
@@ -142,8 +125,8 @@ def test_a_slice_of_two_ranks(everything, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_other_groups_are_of_one_rank():
-    finished = run("--group", "quantize", "slice", by=TORCHRUN)
+def test_the_other_groups_are_of_one_rank(run_script):
+    finished = run_script("bench_gpu.py", "--group", "quantize", "slice", by=TORCHRUN)
     assert finished.returncode != 0
     assert "--group slice alone" in finished.stderr
 

@@ -2,16 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
-import loss_compare
 import pytest
 import torch
-from loss_compare import Results, Run
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "loss_compare.py"
+from scripts import loss_compare
+from scripts.loss_compare import Results, Run
 
 
 @pytest.mark.parametrize(
@@ -92,33 +88,28 @@ def test_a_finished_run_counts_only_with_the_settings_it_had(tmp_path):
 def test_a_run_that_fails_says_why_and_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(loss_compare, "settings", lambda run, steps: ["--training.steps", "none"])
     results = Results(tmp_path, 1)
-    (tmp_path / "rowwise-seed0" / "checkpoints" / "step-00000001").mkdir(
-        parents=True
-    )  # of a run that was stopped
+    stopped = tmp_path / "rowwise-seed0" / "checkpoints"
+    (stopped / "step-00000001").mkdir(parents=True)
     with pytest.raises(RuntimeError, match=r"rowwise, seed 0.*pretrain\.py(.|\n)*training\.steps"):
         results.train(Run("rowwise", 0), lambda step: None)
     assert results.load(Run("rowwise", 0)) is None
-    assert not (tmp_path / "rowwise-seed0" / "checkpoints").exists()
+    assert not stopped.exists()
 
 
 @pytest.mark.long
-def test_trains_each_arm_once_and_shows_the_gaps(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--recipes", "rowwise", "--seeds", "0", "--steps", "2"]
-    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "figures.json")]
-    environment = {"PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-
-    def run() -> str:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+def test_trains_each_arm_once_and_shows_the_gaps(tmp_path, run_script):
+    def run():
+        options = ("--recipes", "rowwise", "--seeds", "0", "--steps", "2", "--folder", tmp_path)
+        finished = run_script("loss_compare.py", *options, OMP_NUM_THREADS="1")
         assert finished.returncode == 0, finished.stderr[-3000:]
-        return finished.stdout
+        return finished
 
-    assert "rowwise, seed 0" in run()
+    assert "rowwise, seed 0" in run().stdout
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-seed?.json")}
     assert len(written) == 3
-    output = run()
+    again = run()
     assert {path: path.stat().st_mtime_ns for path in written} == written
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert set(figures["gaps"]) == {"float32", "rowwise"}
-    assert all(len(losses) == 1 for losses in figures["eval_losses"].values())
-    assert loss_compare.interval(figures["gaps"]["rowwise"]) in output
+    assert set(again.figures["gaps"]) == {"float32", "rowwise"}
+    assert all(len(losses) == 1 for losses in again.figures["eval_losses"].values())
+    assert loss_compare.interval(again.figures["gaps"]["rowwise"]) in again.stdout
     assert (tmp_path / "loss.png").stat().st_size > 1000

@@ -3,14 +3,11 @@
 import json
 import math
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from recorded_runs import arms_of, read_run
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "loss_compare.py"
+from scripts.recorded_runs import arms_of, read_run
 
 
 def tensorboard(folder: Path, name: str, losses: dict[int, float]) -> Path:
@@ -84,16 +81,9 @@ def test_arms_that_cannot_be_compared(tmp_path):
 
 
 @pytest.mark.long
-def test_arms_are_compared_by_the_same_statistics_and_drawn(tmp_path):
+def test_arms_are_compared_by_the_same_statistics_and_drawn(tmp_path, run_script):
     """Of what torchtitan logs: paired differences of 1, 2 and 3 per cent, whose interval is that of a t-test."""
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--folder",
-        str(tmp_path),
-        "--json",
-        str(tmp_path / "figures.json"),
-    ]
+    options = ["--folder", str(tmp_path)]
     ratios = {"bf16": (1.0, 1.0, 1.0), "float8": (1.01, 1.02, 1.03)}
     for arm, factors in ratios.items():
         runs = [
@@ -104,19 +94,20 @@ def test_arms_are_compared_by_the_same_statistics_and_drawn(tmp_path):
             )
             for seed, factor in enumerate(factors)
         ]
-        command += ["--recorded", arm, *map(str, runs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+        options += ["--recorded", arm, *map(str, runs)]
+    done = run_script("loss_compare.py", *options)
     assert done.returncode == 0, done.stderr
     assert "+1.98 ± " in done.stdout
-    figures = json.loads((tmp_path / "figures.json").read_text())
     differences = [100 * math.log(factor) for factor in ratios["float8"]]
     half_width = 4.30265 * statistics.stdev(differences) / math.sqrt(3)
-    assert figures["gaps"]["float8"]["gap_percent"] == pytest.approx(statistics.mean(differences), rel=1e-5)
-    assert figures["gaps"]["float8"]["half_width_percent"] == pytest.approx(half_width, rel=1e-4)
-    assert figures["steps"] == 200
+    assert done.figures["gaps"]["float8"]["gap_percent"] == pytest.approx(
+        statistics.mean(differences), rel=1e-5
+    )
+    assert done.figures["gaps"]["float8"]["half_width_percent"] == pytest.approx(half_width, rel=1e-4)
+    assert done.figures["steps"] == 200
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
-    done = subprocess.run(command[:-2], capture_output=True, text=True, check=False, timeout=600)
+    done = run_script("loss_compare.py", *options[:-2])
     assert done.returncode == 2
     assert "runs of each arm" in done.stderr
     assert "Traceback" not in done.stderr

@@ -7,11 +7,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import triton
@@ -39,15 +38,6 @@ TYPES = {
     torch.uint8: "u8",
     torch.uint16: "u16",
 }
-
-
-class Case(Protocol):
-    """One kernel; ``words`` say what it is."""
-
-    words: str
-
-
-AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 def compiled(launch: Launch, capability: int = CAPABILITY) -> Any:
@@ -106,37 +96,26 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def chosen(cases: Sequence[AnyCase], arguments: argparse.Namespace) -> list[AnyCase]:
+def chosen(cases: Iterable[Any], arguments: argparse.Namespace) -> list[Any]:
     return [case for case in cases if case.words.startswith(tuple(arguments.only))]
 
 
 def side_by_side(
-    function: Callable[[AnyCase], Any], cases: Sequence[AnyCase], arguments: argparse.Namespace
-) -> dict[AnyCase, Any]:
+    function: Callable[[Any], Any], cases: list[Any], arguments: argparse.Namespace
+) -> dict[Any, Any]:
     """What a function says of each case."""
     with ProcessPoolExecutor(arguments.jobs) as pool:
         return dict(zip(cases, pool.map(function, cases), strict=True))
 
 
 def tell(
-    found: dict[AnyCase, Any],
-    name: Callable[[AnyCase, Any], str],
+    found: list[tuple[str, dict[str, Any]]],
     columns: Sequence[tuple[str, str]],
     arguments: argparse.Namespace,
-    of_case: Callable[[AnyCase], dict[str, Any]],
-) -> None:
-    """Print what kernels compiled to, and exit with status 1 where one misses something.
-
-    Args:
-        found: dataclasses whose ``missed`` has reasons.
-        name: of a kernel's row.
-        columns: of the table, by the fields of those.
-        arguments: of the command line.
-        of_case: what the JSON file has of a case.
-    """
-    rows = [(name(case, report), asdict(report)) for case, report in found.items()]
-    figures = [{**of_case(case), **asdict(report)} for case, report in found.items()]
-    finish(arguments, figures, Table.of(f"sm_{CAPABILITY}a, triton {triton.__version__}", rows, columns))
-    wrong = [f"{row}: {', '.join(r['missed'])}" for row, r in rows if r["missed"]]
+) -> NoReturn:
+    """Print kernels' names and reports, and exit with status 1 where one has a reason in its ``missed``."""
+    title = f"sm_{CAPABILITY}a, triton {triton.__version__}"
+    finish(arguments, [figures for _, figures in found], Table.of(title, found, columns))
+    wrong = [f"{name}: {', '.join(figures['missed'])}" for name, figures in found if figures["missed"]]
     print("\n".join(wrong) if wrong else f"{len(found)} kernels, none misses what it is held to")
     sys.exit(bool(wrong))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,13 +66,7 @@ def configs() -> list[Config]:
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel.
-
-    Attributes:
-        pair: ``PAIRS``' name of the formats.
-        out: ``DTYPES``' name of the result's.
-        config: the tiles.
-    """
+    """One kernel: ``PAIRS``' name of its formats, ``DTYPES``' name of its result's, and its tiles."""
 
     pair: str
     out: str
@@ -82,31 +76,6 @@ class Case:
     def words(self) -> str:
         """What it is, in words."""
         return f"{self.pair} -> {self.out}, {self.config}"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a kernel compiled to.
-
-    Attributes:
-        registers: a thread's, of those that multiply.
-        spilled: loads and stores of spilled registers.
-        undefined: instructions that read R1, the stack's pointer, which a kernel without a stack only loads.
-        shared: bytes of shared memory a program.
-        products: float8 tensor core instructions.
-        descriptors: loads by the tensor memory accelerator.
-        resized: places where warps change their number of registers.
-        missed: what it is held to and misses.
-    """
-
-    registers: int
-    spilled: int
-    undefined: int
-    shared: int
-    products: int
-    descriptors: int
-    resized: int
-    missed: tuple[str, ...] = ()
 
 
 def cases() -> list[Case]:
@@ -142,7 +111,7 @@ def is_serialized(sass: str) -> bool:
     return sum("gsb0" in product for product in products) * STEPS > len(products)
 
 
-def report(case: Case) -> Report:
+def report(case: Case) -> dict[str, Any]:
     """Compile a case and look at it."""
     made = compiler.compiled(launch_of(case))
     sass, _ = compiler.disassembled(made.asm["cubin"])
@@ -150,33 +119,35 @@ def report(case: Case) -> Report:
     def count(pattern: str) -> int:
         return len(re.findall(pattern, sass))
 
-    found = Report(
-        registers=1 + max(map(int, re.findall(r"\bR(\d+)\b", sass))),
-        spilled=count(r"\b(?:LDL|STL)\b"),
-        undefined=compiler.undefined(sass),
-        shared=made.metadata.shared,
-        products=count(r"\bQGMMA\."),
-        descriptors=count(r"\bUTMALDG\."),
-        resized=count(r"\bUSETMAXREG\b"),
-    )
-    is_specialized = found.resized > 0 and "ttg.warp_specialize" in made.asm["ttgir"]
-    return replace(found, missed=tuple(missed(case, found, sass, is_specialized)))
+    found = {
+        "case": case.words,
+        **asdict(case.config),
+        "registers": 1 + max(map(int, re.findall(r"\bR(\d+)\b", sass))),  # of a thread that multiplies
+        "spilled": count(r"\b(?:LDL|STL)\b"),  # loads and stores
+        "undefined": compiler.undefined(sass),
+        "shared": made.metadata.shared,  # bytes a program
+        "products": count(r"\bQGMMA\."),  # float8 tensor core instructions
+        "descriptors": count(r"\bUTMALDG\."),  # loads by the tensor memory accelerator
+        "resized": count(r"\bUSETMAXREG\b"),  # where warps change their number of registers
+    }
+    is_specialized = found["resized"] > 0 and "ttg.warp_specialize" in made.asm["ttgir"]
+    return {**found, "missed": list(missed(case, found, sass, is_specialized))}
 
 
-def missed(case: Case, found: Report, sass: str, is_specialized: bool) -> Iterator[str]:
+def missed(case: Case, found: dict[str, Any], sass: str, is_specialized: bool) -> Iterator[str]:
     """What a kernel is held to and does not keep."""
-    if found.spilled:
-        yield f"{found.spilled} loads and stores of spilled registers"
-    elif found.undefined:
-        yield f"{found.undefined} instructions read R1, which ptxas puts for a register it lost"
-    if not found.products or re.search(r"\bHGMMA\.|\bHMMA\.", sass):
+    if found["spilled"]:
+        yield f"{found['spilled']} loads and stores of spilled registers"
+    elif found["undefined"]:
+        yield f"{found['undefined']} instructions read R1, which ptxas puts for a register it lost"
+    if not found["products"] or re.search(r"\bHGMMA\.|\bHMMA\.", sass):
         yield "multiplies without float8 tensor core instructions alone"
     if is_serialized(sass):
         yield "waits for every tensor core instruction by itself, which ptxas makes of sums read too early"
-    if found.descriptors < 2:
+    if found["descriptors"] < 2:
         yield "loads operands without the tensor memory accelerator"
-    if found.shared > SHARED[CAPABILITY]:
-        yield f"takes {found.shared} bytes of shared memory of {SHARED[CAPABILITY]}"
+    if found["shared"] > SHARED[CAPABILITY]:
+        yield f"takes {found['shared']} bytes of shared memory of {SHARED[CAPABILITY]}"
     if case.config.persistent and not is_specialized:
         yield "warps are not specialized"
 
@@ -184,11 +155,7 @@ def missed(case: Case, found: Report, sass: str, is_specialized: bool) -> Iterat
 def main() -> None:
     arguments = compiler.options(__doc__).parse_args()
     found = compiler.side_by_side(report, compiler.chosen(cases(), arguments), arguments)
-
-    def of_case(case: Case) -> dict[str, Any]:
-        return {"case": case.words, **asdict(case.config)}
-
-    compiler.tell(found, lambda case, _: case.words, TABLE, arguments, of_case)
+    compiler.tell([(case.words, r) for case, r in found.items()], TABLE, arguments)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ import functools
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from scripts.bench.compiled import compiler
 from scripts.bench.compiled.cases import WHOLE, Case, cases
-from scripts.bench.compiled.compiler import CAPABILITY, SHARED, WARP, compiled
+from scripts.bench.compiled.compiler import CAPABILITY, SHARED, WARP
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
@@ -44,49 +44,11 @@ TABLE = (
 )
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a kernel compiled to.
-
-    Attributes:
-        registers: a thread's.
-        spilled: bytes of local memory a thread.
-        shared: bytes of shared memory a program.
-        instructions: of a program's threads, an element of its tile; of a loop, once.
-        wide_loads: 128-bit loads from global memory, into shared memory too.
-        narrow_loads: the others, of amaxes and scales.
-        wide_stores: 128-bit stores, 64-bit ones where a thread has 8 codes.
-        narrow_stores: the others, of scales.
-        transposed: ldmatrix with .trans, each of up to four 8x8 matrices.
-        byte_loads: of single bytes from shared memory.
-        flushes: float32 instructions that flush subnormals.
-        undefined: see ``compiler.undefined``.
-        transposes: whether it makes a columnwise operand.
-        missed: what it is held to and misses.
-    """
-
-    kernel: str
-    registers: int
-    spilled: int
-    shared: int
-    instructions: int
-    wide_loads: int
-    narrow_loads: int
-    wide_stores: int
-    narrow_stores: int
-    transposed: int
-    byte_loads: int
-    flushes: int
-    undefined: int
-    transposes: bool
-    missed: tuple[str, ...] = ()
-
-
-def report(case: Case) -> Report:
+def report(case: Case) -> dict[str, Any]:
     """Compile a case and look at it."""
     launch = case.launches()[case.index]
     name, threads = launch.kernel.fn.__name__, launch.options["num_warps"] * WARP
-    made = compiled(launch)
+    made = compiler.compiled(launch)
     sass, usage = compiler.disassembled(made.asm["cubin"])
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", sass, re.MULTILINE)
 
@@ -95,28 +57,29 @@ def report(case: Case) -> Report:
 
     registers, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "LOCAL"))
     tile = tile_of(launch)
-    # Of a row a thread has 8 elements at a time: faster than with 16, measured.
+    # Of a row a thread has 8 elements at a time: faster than with 16, measured. Its codes are 64 bits.
     by_8 = re.search("paired_.*vectors", name) is not None or tile < 16 * threads
-    by_bytes = {16: count(r"STG\b.*\.128"), 8: count(r"STG\b.*\.64") if by_8 else 0}
-    wide_loads, wide_stores = count(r"LDG(STS)?\b.*\.128"), sum(by_bytes.values())
-    found = Report(
-        kernel=name,
-        registers=registers,
-        spilled=local + 4 * count(r"(LDL|STL)\b"),
-        shared=made.metadata.shared,
-        instructions=len(opcodes) * threads // tile,
-        wide_loads=wide_loads,
-        narrow_loads=count(r"LDG(STS)?\b") - wide_loads,
-        wide_stores=wide_stores,
-        narrow_stores=count(r"STG\b") - wide_stores,
-        transposed=count(r"LDSM\b.*\.M?T"),
-        byte_loads=count(r"LDS\.[US]8"),
-        flushes=made.asm["ptx"].count(".ftz.") - made.asm["ptx"].count(RECIPROCAL),
-        undefined=compiler.undefined(sass),
-        transposes=name == "transpose_codes" or makes(launch, COLUMNS) > 0,
-    )
-    stored = sum(width * number for width, number in by_bytes.items())
-    return replace(found, missed=tuple(missed(launch, found, tile, stored)))
+    stores = {16: count(r"STG\b.*\.128"), 8: count(r"STG\b.*\.64") if by_8 else 0}
+    wide_loads, wide_stores = count(r"LDG(STS)?\b.*\.128"), sum(stores.values())
+    found = {
+        **asdict(case),
+        "kernel": name,
+        "registers": registers,  # a thread's
+        "spilled": local + 4 * count(r"(LDL|STL)\b"),  # bytes a thread
+        "shared": made.metadata.shared,  # bytes a program
+        "instructions": len(opcodes) * threads // tile,  # an element of a program's tile; of a loop, once
+        "wide_loads": wide_loads,  # from global memory, into shared memory too
+        "narrow_loads": count(r"LDG(STS)?\b") - wide_loads,  # of amaxes and scales
+        "wide_stores": wide_stores,
+        "narrow_stores": count(r"STG\b") - wide_stores,  # of scales
+        "transposed": count(r"LDSM\b.*\.M?T"),  # each of up to four 8x8 matrices
+        "byte_loads": count(r"LDS\.[US]8"),  # from shared memory
+        "flushes": made.asm["ptx"].count(".ftz.") - made.asm["ptx"].count(RECIPROCAL),
+        "undefined": compiler.undefined(sass),
+        "transposes": name == "transpose_codes" or makes(launch, COLUMNS) > 0,
+    }
+    stored = sum(width * number for width, number in stores.items())
+    return {**found, "missed": list(missed(launch, found, tile, stored))}
 
 
 def fits(case: Case, capability: int) -> str | None:
@@ -127,7 +90,7 @@ def fits(case: Case, capability: int) -> str | None:
     with mock.patch.object(quantize_cuda, "compares_pairs", return_value=has_pairs):
         launch = case.launches()[case.index]
     try:
-        shared = compiled(launch, capability).metadata.shared
+        shared = compiler.compiled(launch, capability).metadata.shared
     except Exception as error:
         reasons = [line for line in str(error).splitlines() if "error" in line.lower()]
         return f"{launch.kernel.fn.__name__}: {(reasons or [str(error)])[-1]}"
@@ -152,30 +115,30 @@ def tile_of(launch: Launch) -> int:
     return int(arguments.get("BLOCK", arguments.get("ROWS", edge) * arguments.get("COLS", edge)))
 
 
-def missed(launch: Launch, found: Report, tile: int, stored: int) -> Iterator[str]:
+def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Iterator[str]:
     """What a kernel is held to and does not keep; ``stored`` bytes are what a thread writes with wide stores."""
     arguments, threads = launch.arguments, launch.options["num_warps"] * WARP
     codes = "codes_ptr" in arguments
-    writes = found.transposes if codes else makes(launch, (*ROWS, *COLUMNS))
+    writes = found["transposes"] if codes else makes(launch, (*ROWS, *COLUMNS))
     sources = [arguments[name] for name in SOURCES if name in arguments]
     size = 1 if codes else sum(source.dtype.itemsize for source in sources or [arguments["amax_ptr"]])
     if "matrices_ptr" in arguments:
         # Lines and blocks of 4 bytes, 2 and 2 an element, each by itself; those that are not aligned by elements.
         size = 2 * (4 + 2 + 2) * arguments["ALIGNED"]
-    if found.spilled:
-        yield f"spills {found.spilled} bytes"
-    if found.wide_loads * 16 * threads < tile * size:
-        yield f"reads {tile * size} bytes of a tile with {found.wide_loads} 128-bit loads"
+    if found["spilled"]:
+        yield f"spills {found['spilled']} bytes"
+    if found["wide_loads"] * 16 * threads < tile * size:
+        yield f"reads {tile * size} bytes of a tile with {found['wide_loads']} 128-bit loads"
     if stored * threads < tile * writes:
         yield f"writes {tile * writes} bytes of a tile, {stored * threads} of them with wide stores"
-    if found.transposes and not found.transposed:
+    if found["transposes"] and not found["transposed"]:
         yield "transposes without ldmatrix"
-    if found.byte_loads:
-        yield f"{found.byte_loads} loads of single bytes from shared memory"
-    if found.flushes:
-        yield f"{found.flushes} instructions flush subnormals"
-    if found.undefined and not found.spilled:
-        yield f"{found.undefined} instructions read R1, which ptxas puts for a register it lost"
+    if found["byte_loads"]:
+        yield f"{found['byte_loads']} loads of single bytes from shared memory"
+    if found["flushes"]:
+        yield f"{found['flushes']} instructions flush subnormals"
+    if found["undefined"] and not found["spilled"]:
+        yield f"{found['undefined']} instructions read R1, which ptxas puts for a register it lost"
 
 
 def main() -> None:
@@ -191,7 +154,7 @@ def main() -> None:
         print("\n".join(wrong) if wrong else f"{len(chosen)} kernels, all run on sm_{arguments.capability}")
         sys.exit(bool(wrong))
     found = compiler.side_by_side(report, chosen, arguments)
-    compiler.tell(found, lambda case, r: f"{case.words}: {r.kernel}", TABLE, arguments, asdict)
+    compiler.tell([(f"{case.words}: {r['kernel']}", r) for case, r in found.items()], TABLE, arguments)
 
 
 if __name__ == "__main__":

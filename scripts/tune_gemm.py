@@ -76,7 +76,9 @@ class Candidate:
 
 def candidates(pairs: list[str], few: set[bool]) -> list[Candidate]:
     """All of the classes of shapes in ``few``."""
-    found = [Candidate(pair, config, config.rows <= gemm_table.FEW_ROWS) for pair in pairs for config in configs()]
+    found = [
+        Candidate(pair, config, config.rows <= gemm_table.FEW_ROWS) for pair in pairs for config in configs()
+    ]
     return [candidate for candidate in found if candidate.few in few]
 
 

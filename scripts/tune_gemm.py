@@ -14,30 +14,33 @@ prints a table last.
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 from rich.progress import Progress
 
-from f8sub import Operand
+from f8sub import Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales, scaled_mm
 from f8sub.kernels.triton import gemm_table, triton_mm
 from f8sub.kernels.triton.gemm_launch import Config
-from scripts.bench.compiled.gemms import E4M3, GRID, GRID_E5M2, SQUARE, VECTOR, configs
+from scripts.bench.formats import E4M3, FORMATS
 from scripts.bench.machine import machine
 from scripts.bench.split_k import SplitK
 from scripts.bench.timing import Run, by_graph, in_turns, summary
 from scripts.table import Table, parser, write_json
 
+VECTOR, SQUARE = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
+GRID, GRID_E5M2 = FORMATS["256x256"], FORMATS["256x256 e5m2"]
 PAIRS = {
     "1x128 x 128x128": (VECTOR, SQUARE),
     "1x128 x 1x128": (VECTOR, VECTOR),
@@ -61,8 +64,15 @@ STEP = 32
 """float8 products that one instruction of Hopper's tensor cores adds to an accumulator."""
 
 SETS = 2
-SECONDS = 60
-"""What a candidate may take to be compiled and checked before it counts as hanging."""
+SECONDS = 90
+"""What a process may take to start, compile and check a candidate before that counts as hanging."""
+
+
+def configs() -> list[Config]:
+    """The tiles to choose from: of many rows, then of few."""
+    persistent = [Config(128, 256, 4, persistent=True, group=group) for group in (16, 8, 32)]
+    few = [Config(64, cols, stages, group=1) for cols, stages in ((32, 8), (64, 6), (64, 8), (128, 6))]
+    return [*persistent, *few, *(Config(64, cols, 6, group=1, parts=2) for cols in (64, 128))]
 
 
 @dataclass(frozen=True)
@@ -133,80 +143,39 @@ def check(candidate: Candidate, shapes: list[tuple[int, int, int]]) -> float:
     return worst
 
 
-def serve(connection: Connection) -> None:
-    """Check what comes, until None does."""
-    while (given := connection.recv()) is not None:
-        try:
-            connection.send(check(*given))
-        except Exception as error:
-            connection.send(f"{type(error).__name__}: {str(error)[:300]}")
+def serve(connection: Connection, candidate: Candidate, shapes: list[tuple[int, int, int]]) -> None:
+    try:
+        connection.send(check(candidate, shapes))
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {str(error)[:300]}")
 
 
-class Worker:
-    """A process that checks one candidate at a time."""
-
-    def __init__(self, context: Any, shapes: list[tuple[int, int, int]]) -> None:
-        self.context, self.shapes = context, shapes
-        self.start()
-
-    def start(self) -> None:
-        """Begin another process."""
-        self.connection, other = self.context.Pipe()
-        self.process = self.context.Process(target=serve, args=(other,), daemon=True)
-        self.process.start()
-        self.candidate: Candidate | None = None
-        self.begun = 0.0
-
-    def give(self, candidate: Candidate) -> None:
-        """Have it check a candidate."""
-        self.candidate, self.begun = candidate, time.monotonic()
-        alike = [shape for shape in self.shapes if (shape[0] <= gemm_table.FEW_ROWS) is candidate.few]
-        self.connection.send((candidate, alike))
-
-    def taken(self) -> float | str | None:
-        """The result, once it is there; a reason where it took too long or the process died."""
-        try:
-            if self.connection.poll():
-                result: float | str = self.connection.recv()
-                return result
-        except EOFError:
-            self.start()
-            return "its process died"
-        if not self.process.is_alive():
-            self.start()
-            return "its process died"
-        if time.monotonic() - self.begun > SECONDS:
-            self.process.kill()
-            self.process.join()
-            self.start()
-            return f"no result in {SECONDS} seconds"
-        return None
+def checked_alone(candidate: Candidate, shapes: list[tuple[int, int, int]]) -> float | str:
+    """What ``check`` finds in a process of its own; a reason where that died or took too long."""
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe()
+    alike = [shape for shape in shapes if (shape[0] <= gemm_table.FEW_ROWS) is candidate.few]
+    process = context.Process(target=serve, args=(other, candidate, alike), daemon=True)
+    process.start()
+    other.close()
+    try:
+        result: float | str = f"no result in {SECONDS} seconds"
+        return connection.recv() if connection.poll(SECONDS) else result
+    except EOFError:
+        return "its process died"
+    finally:
+        process.kill()
+        process.join()
 
 
 def checked(
     chosen: list[Candidate], shapes: list[tuple[int, int, int]], jobs: int
 ) -> dict[Candidate, float | str]:
     """What ``check`` finds of each, ``jobs`` of them at a time."""
-    context = multiprocessing.get_context("spawn")
-    workers = [Worker(context, shapes) for _ in range(min(jobs, len(chosen)))]
-    waiting, results = list(chosen), {}
-    with Progress(disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("compile and check", total=len(chosen))
-        while len(results) < len(chosen):
-            for worker in workers:
-                if worker.candidate is None:
-                    if waiting:
-                        worker.give(waiting.pop(0))
-                    continue
-                result = worker.taken()
-                if result is not None:
-                    results[worker.candidate] = result
-                    worker.candidate = None
-                    progress.advance(task)
-            time.sleep(0.02)
-    for worker in workers:
-        worker.connection.send(None)
-    return results
+    with ThreadPoolExecutor(jobs) as pool, Progress(disable=not sys.stderr.isatty()) as progress:
+        results = pool.map(functools.partial(checked_alone, shapes=shapes), chosen)
+        shown = progress.track(results, total=len(chosen), description="compile and check")
+        return dict(zip(chosen, shown, strict=True))
 
 
 def timed(

@@ -28,9 +28,6 @@ def by_graph(run: Run, sets: Sequence[Any], pool: Any) -> Callable[[], float]:
     """Milliseconds a call of ``run``: a CUDA graph of one call a set, replayed once by each call.
 
     All graphs share the memory of ``pool``: their results are not looked at, and one runs at a time.
-
-    Raises:
-        RuntimeError: ``run`` does what a graph cannot record.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.interpreted import needs_triton
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts" / "bench" / "compiled"
+SCRIPTS = ROOT / "tests" / "kernels" / "compiled"
 
 
 def reported(folder: Path, *arguments: str, script: str = "kernels.py") -> list[dict]:

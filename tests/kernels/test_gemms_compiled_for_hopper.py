@@ -29,7 +29,7 @@ def test_those_of_blockwise_and_of_a_gradient_in_e5m2(tmp_path):
 @needs_triton
 def test_products_that_wait_for_every_instruction_are_told():
     """Four instructions of a block as ptxas 12.8 writes them, and as it does after its warning C7514."""
-    report = importlib.import_module("scripts.bench.compiled.gemms")
+    report = importlib.import_module("tests.kernels.compiled.gemms")
     first, later = (
         "QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR12], RZ, !UPT",
         "QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR24], R88",

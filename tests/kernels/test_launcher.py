@@ -74,7 +74,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def launched_twice(words: str) -> None:
-    from scripts.bench.compiled import cases
+    from tests.kernels.compiled import cases
 
     case = next(case for case in cases.cases(cases.WHOLE) if case.words == words)
     by_triton = compiled_by_triton()

@@ -288,7 +288,7 @@ def test_another_backend_is_found_and_a_wrong_one_not_timed(monkeypatch):
 
 def test_a_wrong_layer_is_not_timed():
     variant = variants.Variant("f8sub", "rowwise", False)
-    layer = linears.build(variant, 32, 48, CPU)
+    layer = linears.Layer(variant, 32, 48, CPU)
     given = torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
     right = linears.right_of(given, 48)
     assert set(linears.check(layer, given, right)) == {"y", "dx", "dw"}
@@ -348,7 +348,7 @@ def test_kernels_are_told_by_the_trace_of_the_profiler():
 
 def test_the_weight_is_cast_before_every_call():
     """Codes are kept until a weight changes; a benchmark that left that out would time less than a step."""
-    layer = linears.build(variants.Variant("f8sub", "tensorwise", False), 32, 48, CPU)
+    layer = linears.Layer(variants.Variant("f8sub", "tensorwise", False), 32, 48, CPU)
     given = torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
 
     def operators() -> int:

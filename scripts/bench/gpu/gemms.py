@@ -15,7 +15,7 @@ from f8sub import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
 from f8sub.kernels.quantize import quantize
-from scripts.bench.compiled.cases import FORMATS
+from scripts.bench.formats import FORMATS
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, in_turns, sqnr, summary, without_host
 from scripts.table import Table
@@ -83,11 +83,7 @@ def problems(shape: tuple[int, ...]) -> list[Problem]:
 
 
 def check(name: str, found: torch.Tensor, a: Operand, b: Operand, floor: float) -> float:
-    """SQNR in dB against the product of the codes in float64.
-
-    Raises:
-        RuntimeError: it is below ``floor``.
-    """
+    """SQNR in dB against the product of the codes in float64; an error where it is below ``floor``."""
     right = reference.dequantize(a, torch.float64) @ reference.dequantize(b, torch.float64).t()
     reached = sqnr(found, right)
     if not reached >= floor:
@@ -144,10 +140,9 @@ def measure(problem: Problem, session: Session, skipped: dict[str, str]) -> dict
             timers[name] = without_host(run, sets, device, pool)
     results: dict[str, dict] = {}
     for name, times in in_turns(timers, session.rounds).items():
-        row: dict[str, float] = summary(times)
-        row["tflops"] = problem.tflop / row["median_ms"] * 1e3
-        row["sqnr_db"] = runs[name][2]
-        results[name] = row
+        row = summary(times)
+        tflops = problem.tflop / row["median_ms"] * 1e3
+        results[name] = {**row, "tflops": tflops, "sqnr_db": runs[name][2]}
     for row in results.values():
         row["over_bf16"] = row["tflops"] / results["bf16"]["tflops"]
     return results

@@ -43,9 +43,6 @@ def record(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.T
 
     Returns:
         What replays it, the tensor that every replay writes the result to, and the bytes that the graph keeps.
-
-    Raises:
-        RuntimeError: ``run`` does what a graph cannot record.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -64,8 +61,7 @@ def record(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.T
 class GraphedStep:
     """All of a trainer's step as one CUDA graph; a call copies a batch to where the graph reads it, and replays.
 
-    Attributes:
-        bytes: of GPU memory that the graph keeps for what is allocated in a step.
+    ``bytes`` of GPU memory are what the graph keeps for what is allocated in a step.
     """
 
     def __init__(self, trainer: Trainer, batch: Batch) -> None:
@@ -82,11 +78,7 @@ class GraphedStep:
 
 
 def recorded(trainer: Trainer, batches: Sequence[Batch]) -> tuple[GraphedStep, dict[str, Any]]:
-    """The trainer's step as a graph, and its figures.
-
-    Raises:
-        RuntimeError: it cannot be recorded, or does not train as launched steps do.
-    """
+    """The trainer's step as a graph, and its figures; an error where it does not train as launched steps do."""
     restore = trainer.saved()
 
     def losses(step: Step) -> list[float]:
@@ -102,19 +94,15 @@ def recorded(trainer: Trainer, batches: Sequence[Batch]) -> tuple[GraphedStep, d
 def compare(graphed: list[float], launched: list[float], again: list[float]) -> dict[str, Any]:
     """Losses of the same steps: replayed, and launched twice.
 
+    An error where they differ and launched ones do not, or differ by more than ``LARGEST_ERROR``.
+
     Returns:
         All of ``graphed`` and ``launched``, and the largest difference as a part of how far the losses moved.
-
-    Raises:
-        RuntimeError: they differ, where launched ones do not; or by more than ``LARGEST_ERROR``, where those do.
     """
     errors = [abs(a - b) for a, b in zip(graphed, launched, strict=True)]
     moved = max(launched) - min(launched)
     bound = 0.0 if again == launched else LARGEST_ERROR * moved
     if not all(error <= bound for error in errors):
         raise RuntimeError(f"losses of replayed steps {graphed}, of launched ones {launched} and {again}")
-    return {
-        "losses": graphed,
-        "launched_losses": launched,
-        "error": max(errors) / moved if any(errors) else 0.0,
-    }
+    error = max(errors) / moved if any(errors) else 0.0
+    return {"losses": graphed, "launched_losses": launched, "error": error}

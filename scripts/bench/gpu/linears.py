@@ -8,7 +8,6 @@ The weight counts as changed before every call. y, dx and dw are compared with b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,60 +55,46 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
 class Layer:
-    """A variant's layer.
+    """A variant's layer; its weight is the same for every variant."""
 
-    Attributes:
-        step: forward and backward by x and dy; returns y, dx and dw.
-        changed: has the weight count as changed.
-        stepped: what an optimizer's step is followed by; histories of amaxes roll.
-    """
+    def __init__(self, variant: Variant, fan_in: int, fan_out: int, device: torch.device) -> None:
+        self.variant = variant
+        self._model = variant.convert(nn.Sequential(plain(fan_in, fan_out, device)), sharded=False)
+        self._weight = self._model[0].weight
+        self._called = variant.compile(self._model[0], device)
 
-    variant: Variant
-    step: Callable[[Given], tuple[torch.Tensor, ...]]
-    changed: Callable[[], None]
-    stepped: Callable[[], None]
-
-
-def build(variant: Variant, fan_in: int, fan_out: int, device: torch.device) -> Layer:
-    """The same weight for every variant."""
-    torch.manual_seed(0)
-    plain = nn.Linear(fan_in, fan_out, bias=False, dtype=torch.bfloat16, device=device)
-    model = variant.convert(nn.Sequential(plain), sharded=False)
-    layer = model[0]
-    called = variant.compile(layer, device)
-
-    def step(given: Given) -> tuple[torch.Tensor, ...]:
+    def step(self, given: Given) -> tuple[torch.Tensor, ...]:
+        """Forward and backward: y, dx and dw."""
         x, dy = given
-        y = called(x)
-        return y, *torch.autograd.grad(y, (x, layer.weight), dy)
+        y = self._called(x)
+        return y, *torch.autograd.grad(y, (x, self._weight), dy)
 
-    return Layer(variant, step, lambda: variant.mark_changed(model), lambda: variant.precompute(model))
+    def changed(self) -> None:
+        """Have the weight count as changed."""
+        self.variant.mark_changed(self._model)
+
+    def stepped(self) -> None:
+        """What an optimizer's step is followed by; histories of amaxes roll."""
+        self.variant.precompute(self._model)
+
+
+def plain(fan_in: int, fan_out: int, device: torch.device) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(fan_in, fan_out, bias=False, dtype=torch.bfloat16, device=device)
 
 
 def right_of(given: Given, fan_out: int) -> tuple[torch.Tensor, ...]:
-    """y, dx and dw in float32, of the very weight that ``build`` draws."""
-    x, dy = (tensor.detach().float() for tensor in given)
-    torch.manual_seed(0)
-    w = (
-        nn.Linear(x.shape[1], fan_out, bias=False, dtype=torch.bfloat16, device=x.device)
-        .weight.detach()
-        .float()
-    )
+    """y, dx and dw in float32."""
+    w = plain(given[0].shape[1], fan_out, given[0].device).weight
+    x, dy, w = (tensor.detach().float() for tensor in (*given, w))
     return x @ w.t(), dy @ w, dy.t() @ x
 
 
 def check(layer: Layer, given: Given, right: tuple[torch.Tensor, ...]) -> dict[str, float]:
-    """SQNR of y, dx and dw, in dB.
-
-    Raises:
-        RuntimeError: one is below the variant's floor.
-    """
-    found = {
-        name: sqnr(tensor.detach(), exact)
-        for name, tensor, exact in zip(("y", "dx", "dw"), layer.step(given), right, strict=True)
-    }
+    """SQNR of y, dx and dw, in dB; an error where one is below the variant's floor."""
+    pairs = zip(("y", "dx", "dw"), layer.step(given), right, strict=True)
+    found = {name: sqnr(tensor.detach(), exact) for name, tensor, exact in pairs}
     if not min(found.values()) >= layer.variant.floor_db:
         raise RuntimeError(f"{layer.variant.name}: {found} dB, at least {layer.variant.floor_db}")
     return found
@@ -152,7 +137,7 @@ def measure(shape: tuple[int, ...], variants: list[Variant], session: Session) -
     timers: dict[tuple[str, str], Callable[[], float]] = {}
     for variant in variants:
         with session.attempt(f"linear {shape} {variant.name}"):
-            layer = build(variant, fan_in, fan_out, device)
+            layer = Layer(variant, fan_in, fan_out, device)
             row = inspect(layer, sets, right, device)
             timers[variant.name, "launched"] = by_launches(layer.step, sets, device, layer.changed)
             rows[variant.name] = row

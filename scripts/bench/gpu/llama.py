@@ -69,19 +69,12 @@ def ligers_modules() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """One of the sets that take turns.
+    """One of the sets that take turns."""
 
-    Attributes:
-        hidden: (1, tokens, hidden), bfloat16; requires its gradient.
-        cotangent: of the same shape.
-        tokens: (1, tokens), int64.
-        targets: (tokens,), int64.
-    """
-
-    hidden: torch.Tensor
-    cotangent: torch.Tensor
-    tokens: torch.Tensor
-    targets: torch.Tensor
+    hidden: torch.Tensor  # (1, tokens, hidden), bfloat16; requires its gradient
+    cotangent: torch.Tensor  # of the same shape
+    tokens: torch.Tensor  # (1, tokens), int64
+    targets: torch.Tensor  # (tokens,), int64
 
     @classmethod
     def random(cls, size: str, tokens: int, device: torch.device) -> Batch:
@@ -96,12 +89,8 @@ class Trainer:
     """A variant's model and optimizer: float32 weights, gathered for bfloat16 as torchtitan does, AdamW fused.
 
     Of a graphed variant bfloat16 weights that are not sharded: under FSDP2 ``precompute_scales`` has work to do after
-    each step, findings that the host reads for one, and is called between replays, not recorded.
-
-    Attributes:
-        variant: how its linear layers run.
-        blocks: how many there are.
-        probes: the blocks' first and last weights by name, whose gradients are compared.
+    each step, findings that the host reads for one, and is called between replays, not recorded. ``probes`` are the
+    blocks' first and last weights by name, whose gradients are compared.
     """
 
     def __init__(self, variant: Variant, size: str, tokens: int, device: torch.device, blocks: int) -> None:

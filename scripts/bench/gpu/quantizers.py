@@ -16,8 +16,8 @@ from f8sub import Float8Format, Operand
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda
-from scripts.bench.compiled import cases
-from scripts.bench.compiled.cases import USAGES
+from scripts.bench import formats
+from scripts.bench.formats import USAGES
 from scripts.bench.gpu import shards
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host
@@ -28,7 +28,7 @@ SHAPES = ["8192x4096", "8192x14336", "14336x4096", "8192x28672"]
 
 TINY = ["48x160"]
 
-FORMATS = {name: format for name, format in cases.FORMATS.items() if name != "tensorwise e5m2"}
+FORMATS = {name: format for name, format in formats.FORMATS.items() if name != "tensorwise e5m2"}
 READ_TWICE = {("tensorwise", name) for name in USAGES} | {("rowwise", "both"), ("rowwise", "column")}
 """Those whose amax spans more than a program reads: the matrix is read once for it and once to be cast."""
 
@@ -120,11 +120,7 @@ def quantizer_of(quantize: Callable, formats: tuple) -> Callable[[torch.Tensor],
 
 
 def check(bench: Bench, given: Any) -> None:
-    """That a bench's result is what is expected.
-
-    Raises:
-        RuntimeError: it is not; nothing of it would be worth timing.
-    """
+    """An error where a bench's result is not what is expected: nothing of it would be worth timing."""
     if bench.expected is None:
         return
     expected = bench.expected(given)
@@ -160,11 +156,13 @@ def measure(shape: tuple[int, ...], session: Session) -> dict[str, dict]:
     size = shape[0] * shape[1]
     results = {}
     for bench in chosen:
-        found: dict[str, float] = summary(times[bench.name])
-        found["bytes_an_element"] = bench.bytes
-        found["gb_per_s"] = bench.bytes * size / found["median_ms"] / 1e6
-        found["host_us"] = host_ms(bench.run, given[bench.inputs][0], device) * 1e3
-        results[bench.name] = found
+        row = summary(times[bench.name])
+        results[bench.name] = {
+            **row,
+            "bytes_an_element": bench.bytes,
+            "gb_per_s": bench.bytes * size / row["median_ms"] / 1e6,
+            "host_us": host_ms(bench.run, given[bench.inputs][0], device) * 1e3,
+        }
     wait(device)
     for row in results.values():
         row["of_copy"] = row["gb_per_s"] / results["copy"]["gb_per_s"]

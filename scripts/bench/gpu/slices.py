@@ -84,11 +84,7 @@ def floor_db(blocks: int) -> float:
 
 
 def check(trainer: Trainer, batch: Batch, right: tuple[float, dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Loss and the gradients' SQNR in dB.
-
-    Raises:
-        RuntimeError: they are not bf16's within what float8 explains.
-    """
+    """Loss and the gradients' SQNR in dB; an error where they are not bf16's within what float8 explains."""
     loss, gradients = first_step(trainer, batch)
     found = {"loss": loss, **{name: sqnr(gradients[name], right[1][name]) for name in gradients}}
     if not abs(loss / right[0] - 1) <= LARGEST_LOSS_ERROR:
@@ -208,8 +204,8 @@ def group(session: Session) -> None:
     allow_recompiles()
     variants, skipped = chosen(session.only, session.device)
     of_kind = {
-        "tokens": [variant for variant in variants if not variant.graphed],
-        "graphed": [variant for variant in variants if variant.graphed],
+        kind: [variant for variant in variants if variant.graphed == (kind == "graphed")]
+        for kind in ("tokens", "graphed")
     }
     if session.ranks > 1:
         skipped.update((variant.name, "a captured step is of one rank") for variant in of_kind.pop("graphed"))

@@ -38,21 +38,13 @@ FLOOR_OF_FOUR_BITS_DB = 10.0
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the linear layers.
+    """One way to run the linear layers."""
 
-    Attributes:
-        library: ``"bf16"``, ``"torchao"`` or ``"f8sub"``.
-        recipe: of the library; empty for bf16.
-        compiled: by ``torch.compile``, else eager.
-        graphed: a whole step as one CUDA graph, of a model that is not sharded.
-        liger: transformers' norms and feed-forwards replaced by Liger-Kernel's; of the slice alone.
-    """
-
-    library: str
-    recipe: str
+    library: str  # "bf16", "torchao" or "f8sub"
+    recipe: str  # empty for bf16
     compiled: bool
-    graphed: bool = False
-    liger: bool = False
+    graphed: bool = False  # a whole step as one CUDA graph, of a model that is not sharded
+    liger: bool = False  # transformers' norms and feed-forwards are Liger-Kernel's; of the slice alone
 
     @property
     def name(self) -> str:
@@ -166,22 +158,15 @@ def chosen(
     for pattern in only:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"--only {pattern!r} matches none of {names}")
-    found, skipped = [], {}
     candidates = [v for v in all_variants() if not (of_layers and (v.graphed or v.liger))]
     asked = [
         v for v in candidates if (any(fnmatch.fnmatch(v.name, p) for p in only) if only else v.is_default)
     ]
     compared = {v.graphed for v in asked} or {False}
-    for variant in candidates:
-        if variant in asked or (
-            variant.library == BF16 and variant.graphed in compared and not variant.liger
-        ):
-            reason = variant.why_not(device)
-            if reason is None:
-                found.append(variant)
-            else:
-                skipped[variant.name] = reason
-    return found, skipped
+    baselines = [v for v in candidates if v.library == BF16 and v.graphed in compared and not v.liger]
+    reasons = {v: v.why_not(device) for v in candidates if v in asked or v in baselines}
+    skipped = {variant.name: reason for variant, reason in reasons.items() if reason is not None}
+    return [variant for variant in reasons if variant.name not in skipped], skipped
 
 
 def allow_recompiles() -> None:

@@ -5,7 +5,7 @@ core instructions that no other instruction is made to wait for one by one, both
 accelerator; of persistent kernels warps that are given different numbers of registers; and no more shared memory than
 Hopper has.
 
-    python scripts/bench/compiled/gemms.py
+    python tests/kernels/compiled/gemms.py
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from f8sub import ALL, Float8Format, Operand, Tile
-from scripts.bench.compiled import compiler
-from scripts.bench.compiled.cases import E4M3, FORMATS
-from scripts.bench.compiled.compiler import CAPABILITY, SHARED
+from scripts import tune_gemm
+from scripts.bench.formats import E4M3
+from scripts.tune_gemm import SQUARE, VECTOR, configs
+from tests.kernels.compiled import compiler
+from tests.kernels.compiled.compiler import CAPABILITY, SHARED
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.gemm_launch import Config
@@ -32,13 +34,8 @@ STEPS = 4
 MULTIPROCESSORS = 132
 """Of an H200."""
 
-VECTOR, SQUARE = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
-GRID, GRID_E5M2 = FORMATS["256x256"], FORMATS["256x256 e5m2"]
 PAIRS = {
-    "1x128 x 128x128": (VECTOR, SQUARE),
-    "1x128 x 1x128": (VECTOR, VECTOR),
-    "256x256 x 256x256": (GRID, GRID),
-    "256x256 e5m2 x 256x256": (GRID_E5M2, GRID),
+    **tune_gemm.PAIRS,
     "row x 128x128": (Float8Format(E4M3, Tile(1, ALL)), SQUARE),
     "128x128 x 1x128": (SQUARE, VECTOR),
 }
@@ -53,15 +50,6 @@ TABLE = (
     ("UTMALDG", "{descriptors}"),
     ("USETMAXREG", "{resized}"),
 )
-
-
-def configs() -> list[Config]:
-    """The tiles that ``scripts/tune_gemm.py`` chooses from: of many rows, then of few."""
-    from f8sub.kernels.triton.gemm_launch import Config
-
-    persistent = [Config(128, 256, 4, persistent=True, group=group) for group in (16, 8, 32)]
-    few = [Config(64, cols, stages, group=1) for cols, stages in ((32, 8), (64, 6), (64, 8), (128, 6))]
-    return [*persistent, *few, *(Config(64, cols, 6, group=1, parts=2) for cols in (64, 128))]
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ no spilled register; matrices read and codes written by 128-bit accesses (by 64-
 paired vectors); 8-bit tiles transposed with ldmatrix and read from shared memory in no single bytes; no subnormal
 float32 flushed; no register read that was never written.
 
-    python scripts/bench/compiled/kernels.py
-    python scripts/bench/compiled/kernels.py --capability 89
+    python tests/kernels/compiled/kernels.py
+    python tests/kernels/compiled/kernels.py --capability 89
 
 Of other GPUs it tells whether all kernels that they run compile and fit into shared memory; they are held to no more.
 """
@@ -21,9 +21,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from scripts.bench.compiled import compiler
-from scripts.bench.compiled.cases import WHOLE, Case, cases
-from scripts.bench.compiled.compiler import CAPABILITY, SHARED, WARP
+from tests.kernels.compiled import compiler
+from tests.kernels.compiled.cases import WHOLE, Case, cases
+from tests.kernels.compiled.compiler import CAPABILITY, SHARED, WARP
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch

@@ -8,29 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
+from scripts.bench.formats import E4M3, FORMATS, USAGES
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WHOLE, RAGGED = (8192, 4096), (8208, 4112)
 """Of whole tiles, and of rows that begin at multiples of 16 bytes only."""
 
 INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FORMATS = {
-    "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
-    "tensorwise e5m2": Float8Format(E5M2, Tile(ALL, ALL)),
-    "rowwise": Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),
-    "1x128": Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2),
-    "1x128 float": Float8Format(E4M3, Tile(1, 128)),
-    "128x128": Float8Format(E4M3, Tile(128, 128), ScaleRule.POWER_OF_2),
-    "256x256": Float8Format(E4M3, Tile(256, 256)),
-    "256x256 e5m2": Float8Format(E5M2, Tile(256, 256)),
-}
-USAGES = {"both": (True, True), "row": (True, False), "column": (False, True)}
 
 
 @dataclass(frozen=True)

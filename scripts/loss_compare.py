@@ -45,7 +45,7 @@ from rich.progress import (
 )
 
 import f8sub
-from scripts.recorded_runs import arms_of, read_run
+from scripts.recorded_runs import Recorded, arms_of, read_run
 from scripts.table import ROOT, Table, finish, parser
 
 TRAINER = ROOT / "recipes" / "pretrain.py"
@@ -109,11 +109,7 @@ class Results:
         return kept if kept["settings"] == settings(run, self.steps) else None
 
     def train(self, run: Run, on_step: Callable[[int], None]) -> dict[str, Any]:
-        """Train in a process of its own, keep its losses and return them.
-
-        Raises:
-            RuntimeError: it did not come to its end; the message carries the end of its output.
-        """
+        """Train in a process of its own, keep its losses and return them."""
         chosen, dump, started = settings(run, self.steps), self._path(run).with_suffix(""), time.monotonic()
         shutil.rmtree(dump, ignore_errors=True)
         dump.mkdir(parents=True)
@@ -149,25 +145,22 @@ class Results:
 
 
 def train_missing(results: Results, runs: list[Run]) -> None:
-    """Train what is not there yet, with a bar for all and one for the run at hand."""
+    """Train what is not there yet, with a bar."""
     missing = [run for run in runs if results.load(run) is None]
     times = TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times, console=Console()
     ) as bar:
-        whole = bar.add_task("steps of all runs", total=len(missing) * results.steps)
+        task = bar.add_task("", total=len(missing) * results.steps)
         for position, run in enumerate(missing):
-            one = bar.add_task(f"{run.arm}, seed {run.seed}", total=results.steps)
+            name = f"{run.arm}, seed {run.seed}"
+            bar.update(task, description=f"{name}, steps of all runs")
 
-            def show(step: int, position: int = position, one: Any = one) -> None:
-                bar.update(one, completed=step)
-                bar.update(whole, completed=position * results.steps + step)
+            def show(step: int, position: int = position) -> None:
+                bar.update(task, completed=position * results.steps + step)
 
             kept = results.train(run, show)
-            bar.remove_task(one)
-            bar.console.print(
-                f"{run.arm}, seed {run.seed}: {kept['eval_loss']:.4f} in {kept['seconds']:.0f} s"
-            )
+            bar.console.print(f"{name}: {kept['eval_loss']:.4f} in {kept['seconds']:.0f} s")
 
 
 @functools.cache
@@ -211,28 +204,8 @@ def gaps(losses: dict[str, list[float]]) -> dict[str, dict[str, float | None]]:
     }
 
 
-def report(results: Results, arms: list[str], seeds: list[int]) -> dict[str, Any]:
-    """The figures of all arms, each trained with all seeds."""
-    kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in arms}
-
-    def each(figure: str) -> dict[str, list[Any]]:
-        return {arm: [run[figure] for run in runs if run] for arm, runs in kept.items()}
-
-    return {
-        "measure": "Held-out loss",
-        "steps": results.steps,
-        "logged": list(range(1, results.steps + 1)),
-        "seeds": seeds,
-        "eval_losses": each("eval_loss"),
-        "gaps": gaps(each("eval_loss")),
-        "train_losses": each("losses"),
-        "seconds": each("seconds"),
-    }
-
-
-def report_recorded(given: list[list[str]]) -> dict[str, Any]:
-    """The figures of runs that were trained elsewhere; see ``recorded_runs.arms_of``."""
-    arms = arms_of(given, BASELINE)
+def report(arms: dict[str, list[Recorded]], seeds: list[int]) -> dict[str, Any]:
+    """The figures of all arms, each with all seeds."""
     first = arms[BASELINE][0]
     logged = sorted(first.training)
     losses = {arm: [run.final for run in runs] for arm, runs in arms.items()}
@@ -240,7 +213,7 @@ def report_recorded(given: list[list[str]]) -> dict[str, Any]:
         "measure": "Mean of the last training losses" if first.held_out is None else "Held-out loss",
         "steps": logged[-1],
         "logged": logged,
-        "seeds": list(range(len(arms[BASELINE]))),
+        "seeds": seeds,
         "eval_losses": losses,
         "gaps": gaps(losses),
         "train_losses": {
@@ -260,7 +233,6 @@ def table(figures: dict[str, Any]) -> Table:
 
 
 def interval(gap: dict[str, float | None]) -> str:
-    """A gap in a table's cell."""
     half_width = "" if gap["half_width_percent"] is None else f" ± {gap['half_width_percent']:.2f}"
     return f"{gap['gap_percent']:+.2f}{half_width} %"
 
@@ -283,11 +255,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         )
     for axes in (curves, final):
         axes.axhline(0, color="tab:gray", linewidth=0.8)
-    curves.set(
-        xlabel="step",
-        ylabel=f"gap, % of {BASELINE}",
-        title=f"training loss, mean of {SMOOTHED_STEPS} that were logged",
-    )
+    title = f"training loss, mean of {SMOOTHED_STEPS} that were logged"
+    curves.set(xlabel="step", ylabel=f"gap, % of {BASELINE}", title=title)
     curves.legend()
     final.set(title=f"{figures['measure'].lower()} at the end")
     final.set_xticks(range(len(figures["gaps"])), list(figures["gaps"]), rotation=90)
@@ -314,9 +283,10 @@ def main() -> None:
         if arguments.write_readme:
             made.error("--write-readme is for the runs that this script trains")
         try:
-            figures = report_recorded(arguments.recorded)
+            arms = arms_of(arguments.recorded, BASELINE)
         except ValueError as error:
             made.error(str(error))
+        figures = report(arms, list(range(len(arms[BASELINE]))))
         arguments.folder.mkdir(parents=True, exist_ok=True)
     else:
         figures = trained(arguments)
@@ -329,10 +299,16 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of the runs that the command line asks for, once those that are missing are trained."""
     # As Ctrl-C does: with the run it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
-    arms = [BASELINE, YARDSTICK, *arguments.recipes]
-    results = Results(arguments.folder, arguments.steps)
-    train_missing(results, [Run(arm, seed) for seed in arguments.seeds for arm in arms])
-    return report(results, arms, arguments.seeds)
+    results, seeds = Results(arguments.folder, arguments.steps), arguments.seeds
+    names = [BASELINE, YARDSTICK, *arguments.recipes]
+    train_missing(results, [Run(arm, seed) for seed in seeds for arm in names])
+    kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in names}
+    arms = {
+        arm: [Recorded(dict(enumerate(run["losses"], 1)), run["eval_loss"]) for run in runs if run]
+        for arm, runs in kept.items()
+    }
+    seconds = {arm: [run["seconds"] for run in runs if run] for arm, runs in kept.items()}
+    return {**report(arms, seeds), "seconds": seconds}
 
 
 if __name__ == "__main__":

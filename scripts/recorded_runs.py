@@ -19,15 +19,10 @@ LAST = 0.1
 
 
 class Recorded(NamedTuple):
-    """One run.
+    """One run."""
 
-    Attributes:
-        training: step -> training loss.
-        held_out: the last held-out loss; None where none was logged.
-    """
-
-    training: dict[int, float]
-    held_out: float | None
+    training: dict[int, float]  # loss by step
+    held_out: float | None  # the last one; None where none was logged
 
     @property
     def final(self) -> float:
@@ -42,12 +37,8 @@ class Recorded(NamedTuple):
 def read_run(path: Path) -> Recorded:
     """Read a run's losses.
 
-    Args:
-        path: a file of JSON lines with ``step`` and a loss; or a folder, with such a ``metrics.jsonl`` or TensorBoard's
-            event files anywhere in it. Where a run was resumed, the later file says what a step's loss is.
-
-    Raises:
-        ValueError: there is no training loss.
+    ``path`` is a file of JSON lines with ``step`` and a loss; or a folder, with such a ``metrics.jsonl`` or
+    TensorBoard's event files anywhere in it. Where a run was resumed, the later file says what a step's loss is.
     """
     names = (*TRAINING, *HELD_OUT)
     series = read_tensorboard(path, names) if path.is_dir() else {name: {} for name in names}
@@ -83,14 +74,9 @@ def read_tensorboard(folder: Path, names: Iterable[str]) -> dict[str, dict[int, 
 
 
 def arms_of(given: list[list[str]], baseline: str) -> dict[str, list[Recorded]]:
-    """The runs of each arm, in the order of its seeds.
+    """The runs of each arm, in the order of its seeds; an error where they cannot be compared with ``baseline``.
 
-    Args:
-        given: of each arm its name, and the files or folders of its runs.
-        baseline: the arm that others are compared with.
-
-    Raises:
-        ValueError: arms that cannot be compared: none is the baseline, or seeds or logged steps differ.
+    ``given`` has of each arm its name, and the files or folders of its runs.
     """
     arms = {name: [read_run(Path(path)) for path in paths] for name, *paths in given}
     counts = {name: len(runs) for name, runs in arms.items()}

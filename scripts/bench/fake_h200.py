@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,21 +38,6 @@ PROPERTIES = types.SimpleNamespace(
 CUDA = "13.0"
 
 
-class _Driver:
-    """Triton's driver of the device."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], PROPERTIES.warp_size)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-
 @contextlib.contextmanager
 def fake_h200() -> Iterator[None]:
     """Within it torch and Triton find one H200, on which code can be generated and nothing can be run."""
@@ -60,50 +45,54 @@ def fake_h200() -> Iterator[None]:
     import torch._inductor.utils
     import torch.utils._triton
     import triton.runtime
+    from triton.backends.compiler import GPUTarget
 
-    def always(value: Any) -> Any:
-        return lambda *args, **kwargs: value
-
-    of_cuda = {
-        "is_available": True,
-        "get_device_properties": PROPERTIES,
-        "get_device_capability": CAPABILITY,
-        "current_device": 0,
-        "device_count": 1,
-        "get_device_name": NAME,
-        "_lazy_init": None,
-        "is_initialized": False,
-        "get_rng_state": torch.empty(0, dtype=torch.uint8),
-        "set_rng_state": None,
-        "_exchange_device": -1,
-        "_maybe_exchange_device": -1,
-    }
-    of_interface = {
-        "is_available": True,
-        "get_device_properties": PROPERTIES,
-        "get_compute_capability": 10 * CAPABILITY[0] + CAPABILITY[1],
-        "current_device": 0,
-        "device_count": 1,
-        "is_triton_capable": True,
-        "raise_if_triton_unavailable": None,
-        "is_bf16_supported": True,
-        "synchronize": None,
-    }
+    capability = 10 * CAPABILITY[0] + CAPABILITY[1]
+    driver = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, PROPERTIES.warp_size),
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+    )
     interface = torch._dynamo.device_interface.CudaInterface
+    of_workers = {"get_device_properties": PROPERTIES, "current_device": 0}
+    of_devices = {**of_workers, "is_available": True, "device_count": 1}
+    answers = {
+        interface.Worker: of_workers,
+        interface: {
+            **of_devices,
+            "get_compute_capability": capability,
+            "is_triton_capable": True,
+            "raise_if_triton_unavailable": None,
+            "is_bf16_supported": True,
+            "synchronize": None,
+        },
+        torch.cuda: {
+            **of_devices,
+            "get_device_capability": CAPABILITY,
+            "get_device_name": NAME,
+            "_lazy_init": None,
+            "is_initialized": False,
+            "get_rng_state": torch.empty(0, dtype=torch.uint8),
+            "set_rng_state": None,
+            "_exchange_device": -1,
+            "_maybe_exchange_device": -1,
+        },
+    }
     with contextlib.ExitStack() as stack:
-        for name, value in of_cuda.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, always(value)))
-        for name, value in of_interface.items():
-            stack.enter_context(mock.patch.object(interface, name, staticmethod(always(value))))
-        for name, value in (("get_device_properties", PROPERTIES), ("current_device", 0)):
-            stack.enter_context(mock.patch.object(interface.Worker, name, staticmethod(always(value))))
+        for asked, values in answers.items():
+            for name, value in values.items():
+                stack.enter_context(mock.patch.object(asked, name, staticmethod(_always(value))))
         stack.enter_context(mock.patch.object(torch.version, "cuda", CUDA))
-        stack.enter_context(mock.patch.object(torch.utils._triton, "triton_hash_with_backend", always("")))
-        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _Driver()))
+        stack.enter_context(mock.patch.object(torch.utils._triton, "triton_hash_with_backend", _always("")))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         stack.enter_context(_guarded_by_nothing())
         _forget_triton()
         stack.callback(_forget_triton)
         yield
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
 
 
 @contextlib.contextmanager

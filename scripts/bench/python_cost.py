@@ -35,7 +35,7 @@ from torchao.float8 import (
 import f8sub
 from scripts.bench.ranks import on_ranks
 from scripts.bench.timing import cpu_in_turns, summary
-from scripts.table import parser, write_json
+from scripts.table import Table, parser, write_json
 
 SIZE = 16
 DTYPE = torch.bfloat16
@@ -169,11 +169,9 @@ def main() -> None:
     else:
         ranks, more = on_ranks(WORLD, of_precompute_on_a_rank, given.rounds or 25), {}
     found = report(ranks, more)
-    print(f"{'CPU us a call':14}{'median':>9}{'min':>9}{'spread':>9}{'ops':>6}")
-    for name in ranks[0]:
-        row = found[name]
-        ops = row.get("dispatched_ops", "")
-        print(f"{name:14}{row['median_us']:9.1f}{row['min_us']:9.1f}{row['spread_us']:9.1f}{ops:6}")
+    columns = (("median", "{median_us:.1f}"), ("min", "{min_us:.1f}"), ("spread", "{spread_us:.1f}"))
+    rows = [(name, found[name]) for name in ranks[0]]
+    Table.of("CPU us a call", rows, (*columns, ("ops", "{dispatched_ops}"))).show()
     print(
         f"f8sub / torchao: {found['ratio_to_torchao']:.3f} (median of the rounds' ratios), "
         f"{found['ratio_of_minima']:.3f} (minima)"

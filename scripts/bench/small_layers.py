@@ -55,11 +55,8 @@ def speeds(
 ) -> list[str]:
     """How many times as fast all layers in float8 are, by recipe.
 
-    Args:
-        recipes: names.
-        sizes: tokens, features in, and features out of each layer.
-        device: where.
-        skip: what is compared with: these layers in bf16 and the others in float8; without any, all in bf16.
+    ``sizes`` are tokens, features in, and features out of each layer. They are compared with the layers of ``skip`` in
+    bf16 and the others in float8; where it is empty, with all in bf16.
     """
     tokens, fan_in, fan_outs = sizes
     options = {"dtype": torch.bfloat16, "device": device}

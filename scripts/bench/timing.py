@@ -109,27 +109,28 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def in_turns(timers: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
-    """What every timer reads, in rounds of all of them, so that a change of clocks or heat meets all alike."""
+def in_turns(
+    timers: Mapping[Any, Callable[[], float]], rounds: int, after: Callable[[], Any] = lambda: None
+) -> dict[Any, list[float]]:
+    """What every timer reads, in rounds of all of them, so that a change of clocks or heat meets all alike.
+
+    ``after`` is called after each round.
+    """
     found: dict[Any, list[float]] = {key: [] for key in timers}
     for _ in range(rounds):
         for key, timer in timers.items():
             found[key].append(timer())
+        after()
     return found
 
 
 def cpu_in_turns(timers: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
     """``in_turns`` of timers of this process's CPU time: garbage is collected between rounds alone."""
-    found: dict[Any, list[float]] = {key: [] for key in timers}
     gc.disable()
     try:
-        for _ in range(rounds):
-            for key, times in in_turns(timers, 1).items():
-                found[key] += times
-            gc.collect()
+        return in_turns(timers, rounds, gc.collect)
     finally:
         gc.enable()
-    return found
 
 
 def summary(times: Sequence[float], unit: str = "ms") -> dict[str, float]:

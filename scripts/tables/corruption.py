@@ -107,6 +107,11 @@ def damaged(files: list[Path], rng: random.Random, damage: Damage) -> Iterator[N
         path.write_bytes(whole)
 
 
+def like(expected: Tensors) -> Tensors:
+    """Tensors to load into, which hold something else."""
+    return {name: torch.full_like(value, 7) for name, value in expected.items()}
+
+
 def same(found: Tensors, expected: Tensors) -> bool:
     return found.keys() == expected.keys() and all(
         value.dtype == expected[name].dtype and bytes_of(value) == bytes_of(expected[name])
@@ -120,7 +125,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def load(checkpoints: Checkpoints, expected: Tensors) -> str:
     """What came of loading a checkpoint."""
-    tensors = {name: torch.full_like(value, 7) for name, value in expected.items()}
+    tensors = like(expected)
     try:
         state = checkpoints.load(STEP, tensors)
     except CheckpointError:
@@ -153,16 +158,17 @@ def of_formats(folder: Path, count: int, seed: int) -> dict[str, dict[str, int]]
     folder.mkdir(parents=True)
 
     def read_dcp() -> Tensors:
-        tensors = {name: torch.full_like(value, 7) for name, value in expected.items()}
+        tensors = like(expected)
         dcp.load(tensors, checkpoint_id=folder / "dcp")
         return tensors
 
-    torch.save(expected, folder / "model.pt")
-    save_file(expected, folder / "model.safetensors")
+    pickle, safe = folder / "model.pt", folder / "model.safetensors"
+    torch.save(expected, pickle)
+    save_file(expected, safe)
     dcp.save(expected, checkpoint_id=folder / "dcp")
     readers: dict[str, tuple[list[Path], Callable[[], Tensors]]] = {
-        "torch.save": ([folder / "model.pt"], lambda: torch.load(folder / "model.pt", weights_only=True)),
-        "safetensors": ([folder / "model.safetensors"], lambda: load_file(folder / "model.safetensors")),
+        "torch.save": ([pickle], lambda: torch.load(pickle, weights_only=True)),
+        "safetensors": ([safe], lambda: load_file(safe)),
         "torch.distributed.checkpoint": (sorted((folder / "dcp").iterdir()), read_dcp),
     }
     found: dict[str, Counter[str]] = {name: Counter() for name in readers}

@@ -40,7 +40,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
-from scripts.table import ROOT, Table, finish, parser, write_json
+from scripts.table import ROOT, Table, finish, parser
 
 sys.path.append(str(ROOT / "recipes"))
 from traffic import count_traffic
@@ -167,10 +167,10 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         figures: dict = {"amax_all_reduces": statistics.mean(ranks[0][name]["all_reduces"])}
         for kind in ("steps", "gathers"):
             turns = list(zip(*(rank[name][kind] for rank in ranks), strict=True))
+            hosts = [host for turn in turns for host in turn]
             figures[kind] = {
                 "seconds": [max(host["seconds"] for host in turn) for turn in turns],
-                "sent": statistics.mean(host["sent"] for turn in turns for host in turn),
-                "received": statistics.mean(host["received"] for turn in turns for host in turn),
+                **{way: statistics.mean(host[way] for host in hosts) for way in ("sent", "received")},
             }
         arms[name] = figures
     idle = statistics.mean(rank["idle"]["sent"] for rank in ranks)
@@ -188,25 +188,14 @@ def run_rank(arguments: argparse.Namespace) -> None:
     dist.all_gather_object(ranks, measure(arguments.rounds, arguments.interface))
     if dist.get_rank() == 0:
         figures = summary(ranks)
-        for name, arm in figures["arms"].items():
-            print(
-                f"{name}: a step {statistics.median(arm['steps']['seconds']):.3f} s, {arm['steps']['sent']:,.0f} bytes "
-                f"sent, {arm['amax_all_reduces']:g} amax all-reduces; all weights gathered once "
-                f"{statistics.median(arm['gathers']['seconds']):.3f} s, {arm['gathers']['sent']:,.0f} bytes sent"
-            )
-        if arguments.json:
-            write_json(arguments.json, figures)
+        finish(arguments, figures, table(rows(figures, f"{arguments.interface}")))
     dist.destroy_process_group()
     # gloo's threads outlive the group; recipes/pretrain.py says what a process risks that ends before them.
     time.sleep(0.5)
 
 
 def run(hosts: int, rate: str, rounds: int) -> dict[str, Any]:
-    """The figures of one setting.
-
-    Raises:
-        RuntimeError: it failed; with what it wrote.
-    """
+    """The figures of one setting."""
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder, "figures.json")
         limit = [] if rate == UNLIMITED else ["--rate", rate]
@@ -252,6 +241,10 @@ def rows(figures: dict[str, Any], rate: str) -> list[list[str]]:
     return made
 
 
+def table(lines: list[list[str]]) -> Table:
+    return Table("Of one host; float8's as shares of bf16's", COLUMNS, lines)
+
+
 def main() -> None:
     made = parser(__doc__, "hosts_table")
     made.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
@@ -269,8 +262,7 @@ def main() -> None:
     settings = [(hosts, rate) for hosts in given.hosts for rate in given.rates]
     results = {f"{hosts} hosts, {rate}": run(hosts, rate, given.rounds) for hosts, rate in settings}
     pairs = zip(settings, results.values(), strict=True)
-    lines = [row for (_, rate), figures in pairs for row in rows(figures, rate)]
-    finish(given, results, Table("Of one host; float8's as shares of bf16's", COLUMNS, lines))
+    finish(given, results, table([row for (_, rate), figures in pairs for row in rows(figures, rate)]))
 
 
 if __name__ == "__main__":

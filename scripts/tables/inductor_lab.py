@@ -273,9 +273,7 @@ def _of_transposition(node: Any) -> tuple[int, int]:
 
 
 OPERATORS: dict[str, Callable[[Any], tuple[int, int]]] = {
-    "quantize_rowwise": _of_quantization,
-    "quantize_columnwise": _of_quantization,
-    "quantize_both": _of_quantization,
+    **dict.fromkeys(("quantize_rowwise", "quantize_columnwise", "quantize_both"), _of_quantization),
     "quantize_with_amax": _of_quantization,
     "derive_columnwise": _of_derivation,
     "transpose": _of_transposition,

@@ -45,17 +45,12 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one way of keeping the x of ``o``; the others' is "auto".
-
-    Attributes:
-        eager: bytes an element of that x.
-        saved: bytes, compiled; ``moved`` likewise.
-    """
+    """Of one way of keeping the x of ``o``; the others' is "auto"."""
 
     recipe: str
     keep_x: str
-    eager: float
-    saved: int
+    eager: float  # bytes an element of that x
+    saved: int  # bytes, compiled
     moved: int
 
 
@@ -103,9 +98,7 @@ def measured(recipe: str, keep_x: str) -> Figures:
 
 def cases() -> list[tuple[str, str]]:
     """Where "recompute" has the numbers of the others. The lab takes no codes of four bits, nor scales of a byte."""
-    recipes = (
-        f8sub.get_recipe(name) for name in ("tensorwise", "delayed", "rowwise", "blockwise", "gridquant")
-    )
+    recipes = map(f8sub.get_recipe, ("tensorwise", "delayed", "rowwise", "blockwise", "gridquant"))
     return [
         (recipe.name, keep_x)
         for recipe in recipes

@@ -10,6 +10,7 @@ out, so that nothing but the recipe rounds.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -100,11 +101,8 @@ def measure(recipe: f8sub.Recipe, data: DataSet, seed: int = 0) -> dict[str, Any
 
 def report() -> dict[str, dict[str, dict[str, Any]]]:
     """Data set -> recipe -> figures."""
-    cells = [(data, name) for data in DATA_SETS for name in recipes()]
-    results: dict[str, dict[str, Any]] = {data: {} for data in DATA_SETS}
-    for data, name in track(cells, description="recipes x data sets", transient=True):
-        results[data][name] = measure(recipes()[name], DATA_SETS[data])
-    return results
+    shown = track(DATA_SETS.items(), description="data sets", transient=True)
+    return {name: {recipe: measure(of, data) for recipe, of in recipes().items()} for name, data in shown}
 
 
 def joined(figures: dict[str, Any], figure: str) -> str:
@@ -118,13 +116,10 @@ def tables(results: dict[str, dict[str, dict[str, Any]]]) -> list[Table]:
     columns = ["", f"{'/'.join(PRODUCTS)} dB", "median row dB", *(f"{name} flushed" for name in OPERANDS)]
 
     def row(recipe: str, figures: dict[str, Any]) -> list[str]:
-        flushed = [" / ".join(map(numerics.percent, figures["flushed"][name])) for name in OPERANDS]
+        flushed = [" / ".join(map(numerics.percent, shares)) for shares in figures["flushed"].values()]
         return [recipe, joined(figures, "sqnr"), joined(figures, "median_row_sqnr"), *flushed]
 
-    return [
-        Table(data, columns, [row(*recipe_and_figures) for recipe_and_figures in found.items()])
-        for data, found in results.items()
-    ]
+    return [Table(data, columns, list(itertools.starmap(row, of.items()))) for data, of in results.items()]
 
 
 def summary(results: dict[str, dict[str, dict[str, Any]]]) -> Table:

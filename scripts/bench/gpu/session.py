@@ -19,30 +19,20 @@ Figures = dict[str, Any]
 
 @dataclass
 class Session:
-    """What a group is given, and what it found.
-
-    Attributes:
-        tiny: whether sizes are such that a CPU is done soon.
-        rounds: in which variants take turns.
-        shapes: what the user asked for instead of the group's own; None for those.
-        only: glob patterns of the names of variants; empty for all.
-        begin: told what is measured next.
-        save: called whenever there is more to keep, so that a run that is cut off leaves what it had.
-        ranks: that measure together.
-        figures: by group.
-        failed: what raised instead of being measured.
-    """
+    """What a group is given, and what it found."""
 
     device: torch.device
-    tiny: bool
-    rounds: int
-    shapes: Sequence[str] | None
-    only: Sequence[str]
-    begin: Callable[[str], None]
-    save: Callable[[], None]
-    ranks: int = 1
-    figures: dict[str, Figures] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    tiny: bool  # whether sizes are such that a CPU is done soon
+    rounds: int  # in which variants take turns
+    shapes: Sequence[str] | None  # instead of the group's own
+    only: Sequence[str]  # glob patterns of the names of variants; empty for all
+    begin: Callable[[str], None]  # told what is measured next
+    save: Callable[
+        [], None
+    ]  # called whenever there is more to keep, so that a run that is cut off leaves what it had
+    ranks: int = 1  # that measure together
+    figures: dict[str, Figures] = field(default_factory=dict)  # by group
+    failed: dict[str, str] = field(default_factory=dict)  # what raised instead of being measured
     tables: list[Table] = field(default_factory=list)
 
     def sizes(self, usual: Sequence[str], tiny: Sequence[str]) -> list[tuple[int, ...]]:

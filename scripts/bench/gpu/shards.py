@@ -14,12 +14,7 @@ COUNT = 28
 
 
 class Shards:
-    """Weights that make up one matrix, each a whole one, with a table of a format of theirs.
-
-    Args:
-        x: (rows, cols), any float dtype; cut by rows into ``COUNT`` weights, or as many as it has rows.
-        format: of the weights.
-    """
+    """Weights that make up x, each a whole one, with a table of their format; x is cut by rows into ``COUNT``."""
 
     def __init__(self, x: torch.Tensor, format: Float8Format) -> None:
         self.format = format

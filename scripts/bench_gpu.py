@@ -32,7 +32,7 @@ import torch
 from scripts.bench.gpu import gemms, linears, quantizers, slices, variants
 from scripts.bench.gpu.session import Session
 from scripts.bench.machine import machine
-from scripts.table import progress, write_json
+from scripts.table import parser, progress, write_json
 
 GROUPS = {
     "quantize": quantizers.group,
@@ -43,7 +43,7 @@ GROUPS = {
 
 
 def parsed() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--group", nargs="+", choices=GROUPS, default=list(GROUPS))
     made.add_argument(
         "--shapes",
@@ -55,7 +55,6 @@ def parsed() -> argparse.Namespace:
     )
     made.add_argument("--rounds", type=int, default=10, help="in which variants take turns")
     made.add_argument("--tiny", action="store_true", help="sizes that a CPU takes, which are its default")
-    made.add_argument("--json", metavar="FILE", help="also write the figures here, as they come")
     arguments = made.parse_args()
     if arguments.rounds < 2:
         made.error("--rounds is at least 2: quartiles are of more than one")

@@ -83,9 +83,7 @@ def verdict(fault: Fault, folder: Path) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="words, one of which a fault's name contains")
     parser.add_argument("--jobs", type=int, default=2, help="faults tried at once (2)")
     parser.add_argument("--allowed", type=int, default=0, help="faults that may be missed (0)")

@@ -13,7 +13,6 @@ Without a CUDA device everything runs on the CPU, tiny, to show that it runs.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import warnings
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from torch import nn
 import f8sub
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from scripts.bench.timing import SETS, by_graph, by_launches, in_turns
-from scripts.table import Table
+from scripts.table import Table, finish, parser
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "gridquant"]
 SIZES = [16, 64, 128, 256, 512, 1024, 2048]
@@ -60,13 +59,9 @@ def speeds(
     """
     tokens, fan_in, fan_outs = sizes
     options = {"dtype": torch.bfloat16, "device": device}
-    sets = [
-        (
-            torch.randn(tokens, fan_in, **options).requires_grad_(),
-            *(torch.randn(tokens, fan_out, **options) for fan_out in fan_outs),
-        )
-        for _ in range(SETS)
-    ]
+    sets = [tuple(torch.randn(tokens, size, **options) for size in (fan_in, *fan_outs)) for _ in range(SETS)]
+    for x, *_ in sets:
+        x.requires_grad_()
     found = []
     for recipe in recipes:
         before, after = (Siblings(fan_in, fan_outs, device) for _ in range(2))
@@ -84,12 +79,10 @@ def speeds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=4096)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=int, default=8192)
+    options.add_argument("--width", type=int, default=4096)
+    arguments = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens, width, sizes = arguments.tokens, arguments.width, SIZES
     if device.type == "cpu":
@@ -102,15 +95,13 @@ def main() -> None:
         beside = speeds(RECIPES, (tokens, width, [width, size]), device, skip=("layers.1",))
         rows.append([f"{width} to {size}, beside {width} to {width}", *beside])
     Table(f"times as fast in float8, {tokens} tokens, {where}", ["layer", *RECIPES], rows).show()
-    slow = [
-        name
-        for name in f8sub.recipe_names()
-        if REFERENCE in Plan.make(f8sub.get_recipe(name), device).gemms.values()
-    ]
+    plans = {name: Plan.make(f8sub.get_recipe(name), device) for name in f8sub.recipe_names()}
+    slow = [name for name, plan in plans.items() if REFERENCE in plan.gemms.values()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", f8sub.Float8Warning)
         row = [f"{width} to {width}", *speeds(slow, (tokens, width, [width]), device)]
-    Table("times as fast, by the reference backend", ["layer", *slow], [row]).show()
+    table = Table("times as fast, by the reference backend", ["layer", *slow], [row])
+    finish(arguments, {"recipes": RECIPES, "times": rows, "slow": slow, "slow_times": row}, table)
 
 
 if __name__ == "__main__":

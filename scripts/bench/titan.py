@@ -17,13 +17,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from scripts.bench.machine import machine, version_of
 from scripts.recorded_runs import read_tensorboard
-from scripts.table import ROOT, Table, progress, write_json
+from scripts.table import ROOT, Table, parser, progress, write_json
 
 F8SUB = ("--job.custom_config_module=f8sub.titan", "--model.converters=f8sub")
 PEER = (
@@ -57,13 +56,11 @@ METRICS = {
 
 
 def parsed() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--gpus", type=int, default=torch.cuda.device_count(), help="ranks; all GPUs by default"
-    )
-    made.add_argument(
-        "--flavor", default="8B-8", help="8B, 8B-1 to 8B-16 of fewer layers, or any of torchtitan's"
-    )
+    made = parser(__doc__)
+    gpus = torch.cuda.device_count()
+    made.add_argument("--gpus", type=int, default=gpus, help="ranks; all GPUs by default")
+    flavors = "8B, 8B-1 to 8B-16 of fewer layers, or any of torchtitan's"
+    made.add_argument("--flavor", default="8B-8", help=flavors)
     made.add_argument("--tokens", type=int, default=8192, help="a sequence")
     made.add_argument("--sequences", type=int, default=1, help="a GPU")
     made.add_argument("--steps", type=int, default=25)
@@ -71,7 +68,6 @@ def parsed() -> argparse.Namespace:
     made.add_argument("--skip", type=int, default=10, help="steps before the first that counts")
     made.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     made.add_argument("--program", default="torchtitan.train", help="a module with torchtitan's command line")
-    made.add_argument("--json", metavar="FILE", help="also write the figures here, as they come")
     arguments, arguments.more = made.parse_known_args()
     if arguments.steps < arguments.skip + arguments.window:
         made.error("--steps is at least --skip and a --window")
@@ -98,11 +94,7 @@ def command(arguments: argparse.Namespace, arm: str, folder: Path) -> list[str]:
 
 
 def figures_of(folder: Path, skip: int) -> dict[str, float]:
-    """Medians over what was logged after ``skip`` steps; of the loss, the last.
-
-    Raises:
-        ValueError: torchtitan logged nothing there.
-    """
+    """Medians over what was logged after ``skip`` steps; of the loss, the last."""
     logged = read_tensorboard(folder, METRICS.values())
     series = {
         name: {step: value for step, value in logged[tag].items() if step > skip}
@@ -116,11 +108,7 @@ def figures_of(folder: Path, skip: int) -> dict[str, float]:
 
 
 def run(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, float]:
-    """Train one arm.
-
-    Raises:
-        RuntimeError: with the end of what torchtitan said, if it fails.
-    """
+    """Train one arm; an error has the end of what torchtitan said."""
     done = subprocess.run(
         command(arguments, arm, folder), capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -148,18 +136,13 @@ def table(arguments: argparse.Namespace, found: dict[str, dict[str, float]], whe
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT))
     from tests.features.torchtitan.gloo import make_assets
 
     arguments = parsed()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     found: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
-    about: dict[str, Any] = {
-        **machine(device),
-        "torchtitan": version_of("torchtitan"),
-        "options": vars(arguments),
-    }
+    about = {**machine(device), "torchtitan": version_of("torchtitan"), "options": vars(arguments)}
     with tempfile.TemporaryDirectory() as temporary, progress() as begin:
         folder = Path(temporary)
         make_assets(0, 1, folder)

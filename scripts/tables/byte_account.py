@@ -25,15 +25,13 @@ from model import SIZES
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SIZES, default="8b")
-    parser.add_argument("--recipe", choices=f8sub.recipe_names(), default="tensorwise")
-    parser.add_argument("--keep-x", choices=KEEP_X, default="auto")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--write-readme", action="store_true", help="put the table into its page")
-    arguments = parser.parse_args()
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--size", choices=SIZES, default="8b")
+    options.add_argument("--recipe", choices=f8sub.recipe_names(), default="tensorwise")
+    options.add_argument("--keep-x", choices=KEEP_X, default="auto")
+    options.add_argument("--tokens", type=int, default=TOKENS)
+    options.add_argument("--write-readme", action="store_true", help="put the table into its page")
+    arguments = options.parse_args()
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES[arguments.size], vocab_size=128256))
     f8sub.convert_to_float8(model, recipe=arguments.recipe, keep_x=arguments.keep_x)

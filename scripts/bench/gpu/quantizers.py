@@ -69,11 +69,11 @@ class Bench:
 def benches(device: torch.device, compiled: bool) -> list[Bench]:
     """The copy first, then every quantizer, then what it is compared with."""
     found = [Bench("copy", torch.clone, None, 4.0)]
+    modules = (quantize_cuda.quantize, reference.quantize)
     for name, format in FORMATS.items():
         for usage, (row, col) in USAGES.items():
             formats = format if row else None, format if col else None
             moved = (4.0 if (name, usage) in READ_TWICE else 2.0) + row + col
-            modules = (quantize_cuda.quantize, reference.quantize)
             ours, right = (quantizer_of(quantize, formats) for quantize in modules)
             found.append(Bench(f"{name} {usage}", ours, right, moved))
         both = quantizer_of(reference.quantize, (format, format))
@@ -84,8 +84,7 @@ def benches(device: torch.device, compiled: bool) -> list[Bench]:
     whole = FORMATS["tensorwise"]
     for name, known in (("scale of the past both", False), ("known scale of the past both", True)):
         past = PriorScale(torch.ones(1, 1, device=device), 0.0, covers=False, is_known=known)
-        ours = delayed_of(quantize_cuda.quantize, past, whole)
-        right = delayed_of(reference.quantize, past, whole)
+        ours, right = (quantizer_of(quantize, (whole, whole), prior=past) for quantize in modules)
         found.append(Bench(name, ours, right, 4.0))
     for name, moved in DERIVED.items():
         format = FORMATS[name]
@@ -107,16 +106,12 @@ def copied_table(given: shards.Shards) -> tuple[Operand]:
     return (made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone()),)
 
 
-def delayed_of(quantize: Callable, past: PriorScale, format: Float8Format) -> Callable[[torch.Tensor], Any]:
-    return lambda x: quantize(x, format, format, prior=past)[:2]
-
-
 def derivation_of(module: Any, format: Float8Format) -> Callable[[Operand], Any]:
     return lambda codes: (module.derive_columnwise(codes, format),)
 
 
-def quantizer_of(quantize: Callable, formats: tuple) -> Callable[[torch.Tensor], Any]:
-    return lambda x: quantize(x, *formats)[:2]
+def quantizer_of(quantize: Callable, formats: tuple, **options: Any) -> Callable[[torch.Tensor], Any]:
+    return lambda x: quantize(x, *formats, **options)[:2]
 
 
 def check(bench: Bench, given: Any) -> None:

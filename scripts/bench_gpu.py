@@ -81,16 +81,9 @@ def main() -> None:
             write_json(arguments.json, {**found, "after": machine(device), **figures})
 
     with progress() if is_first else contextlib.nullcontext(lambda what: None) as begin:
-        session = Session(
-            device=device,
-            tiny=arguments.tiny or device.type == "cpu",
-            rounds=arguments.rounds,
-            shapes=arguments.shapes,
-            only=arguments.only,
-            save=save,
-            ranks=slices.world_size(),
-            begin=begin,
-        )
+        asked = {name: getattr(arguments, name) for name in ("rounds", "shapes", "only")}
+        tiny, ranks = arguments.tiny or not has_gpu, slices.world_size()
+        session = Session(device=device, tiny=tiny, ranks=ranks, begin=begin, save=save, **asked)
         for name in arguments.group:
             GROUPS[name](session)
     for table in session.tables if is_first else ():

@@ -13,8 +13,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-SHARED = 232448
-"""Bytes that a program may have. Source: CUDA C++ Programming Guide, compute capability 9.0."""
+PROPERTIES = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+"""Of an H200, as far as Triton looks. Source: CUDA C++ Programming Guide, compute capability 9.0."""
 
 
 def install(seen: Callable[[str, tuple[Any, ...]], None] = lambda *_: None) -> None:
@@ -28,11 +28,7 @@ def install(seen: Callable[[str, tuple[Any, ...]], None] = lambda *_: None) -> N
 class _Driver:
     utils = types.SimpleNamespace(
         load_binary=lambda *_: (0, 0, 0, 0, 1024),  # module, function, registers, spills, most threads
-        get_device_properties=lambda _: {
-            "max_shared_mem": SHARED,
-            "multiprocessor_count": 132,
-            "warpSize": 32,
-        },
+        get_device_properties=lambda _: PROPERTIES,
     )
 
     def __init__(self, seen: Callable[[str, tuple[Any, ...]], None]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from scripts.bench.machine import machine, version_of
-from scripts.recorded_runs import read_tensorboard
+from scripts.loss_compare import read_tensorboard
 from scripts.table import ROOT, Table, parser, progress, write_json
 
 F8SUB = ("--job.custom_config_module=f8sub.titan", "--model.converters=f8sub")

@@ -11,7 +11,6 @@ Inductor generates for an H200 (see byte_lab.py), 8192 tokens, 4096 wide, weight
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,12 +19,20 @@ from torch import nn
 
 import f8sub
 from f8sub.linear.saved_input import KEEP_X, reencodes, why_not_kept
-from scripts.table import Table, finish, parser
+from scripts.table import Table, cell, finish, parser
 from scripts.tables import byte_lab
 
 HEADS = 32
 SMALL = 64
 """Tokens and width of what is run."""
+
+
+COLUMNS = {
+    "recipe, keep_x of the last layer": "{recipe}, {keep_x}",
+    "eager: bytes an element": "{eager:.2f}",
+    "compiled: MB saved": "{saved/1e6:,.0f}",
+    "MB moved": "{moved/1e6:,.0f}",
+}
 
 
 class Attention(nn.Module):
@@ -41,17 +48,6 @@ class Attention(nn.Module):
         q, k, v = (layer(h).view(1, len(x), HEADS, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.o(y.transpose(1, 2).reshape(x.shape))
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Of one way of keeping the x of ``o``; the others' is "auto"."""
-
-    recipe: str
-    keep_x: str
-    eager: float  # bytes an element of that x
-    saved: int  # bytes, compiled
-    moved: int
 
 
 def converted(width: int, recipe: str, keep_x: str) -> Attention:
@@ -88,12 +84,14 @@ def in_eager_code(recipe: str, keep_x: str) -> float:
     return (total[0] - total[1]) / SMALL**2
 
 
-def measured(recipe: str, keep_x: str) -> Figures:
+def measured(recipe: str, keep_x: str) -> dict[str, Any]:
+    """Of one way of keeping the x of ``o``; the others' is "auto". Bytes, but an element's in eager code."""
     model = converted(byte_lab.WIDTH, recipe, keep_x)
     byte_lab.plan_for_the_device(model)
     byte_lab.gather(model)
     made = byte_lab.generated(model)
-    return Figures(recipe, keep_x, in_eager_code(recipe, keep_x), made.saved_bytes, made.moved)
+    figures = {"eager": in_eager_code(recipe, keep_x), "saved": made.saved_bytes, "moved": made.moved}
+    return {"recipe": recipe, "keep_x": keep_x, **figures}
 
 
 def cases() -> list[tuple[str, str]]:
@@ -113,18 +111,12 @@ def main() -> None:
     arguments = options.parse_args()
     chosen = [case for case in cases() if arguments.only is None or case[0] in arguments.only]
     found = [measured(*case) for case in track(chosen, "generating", disable=not sys.stderr.isatty())]
-    rows = [
-        (f"{f.recipe}, {f.keep_x}", f"{f.eager:.2f}", f"{f.saved / 1e6:,.0f}", f"{f.moved / 1e6:,.0f}")
-        for f in found
-    ]
-    headers = (
-        "recipe, keep_x of the last layer",
-        "eager: bytes an element",
-        "compiled: MB saved",
-        "MB moved",
+    rows = [[cell(text, of) for text in COLUMNS.values()] for of in found]
+    finish(
+        arguments,
+        found,
+        Table(f"x of attention's last layer, torch {torch.__version__}", list(COLUMNS), rows),
     )
-    title = f"x of attention's last layer, torch {torch.__version__}"
-    finish(arguments, [asdict(figures) for figures in found], Table(title, headers, rows))
 
 
 if __name__ == "__main__":

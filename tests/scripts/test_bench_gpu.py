@@ -58,7 +58,6 @@ def test_quantize(everything):
 @pytest.mark.long
 def test_gemm(everything):
     found = everything[0]["figures"]["gemm"]
-    assert found["copy"]["gb_per_s"] > 0
     assert [name.split(" ")[0] for name in found["products"]] == ["fprop", "dgrad", "wgrad", "128^3"]
     runs = {
         f"{kind}, {backend}"

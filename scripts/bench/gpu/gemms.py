@@ -1,4 +1,4 @@
-"""Every float8 GEMM that a backend has, in TFLOP/s, beside a bf16 matmul and a copy: the ceilings.
+"""Every float8 GEMM that a backend has, in TFLOP/s, beside a bf16 matmul: the ceiling.
 
 The operands are codes of random matrices; a product is compared with that of the same codes in float64 before it is
 timed. Listed are the backends of ``f8sub.kernels.gemm.select.GEMM`` but the reference.
@@ -24,9 +24,6 @@ SHAPES = ["8192x4096x14336", "8192x8192x8192"]
 """Tokens, features in and out: a Llama 8B's largest layer, and the usual cube."""
 
 TINY = ["64x256x384", "128x128x128"]
-
-COPIED = 1 << 28
-"""Elements of bf16 that the copy copies: 512 MiB."""
 
 FLOOR_DB, FAST_FLOOR_DB = 40.0, 25.0
 """Rounding to bf16 leaves 56 dB. Fast accumulation truncates its sum by up to 2**-13 of itself every 32 elements of K,
@@ -148,26 +145,13 @@ def measure(problem: Problem, session: Session, skipped: dict[str, str]) -> dict
     return results
 
 
-def copy_bandwidth(session: Session) -> dict[str, float]:
-    """Of one large tensor, bytes read and bytes written, in GB/s."""
-    device, elements = session.device, COPIED >> 12 if session.tiny else COPIED
-    sets = [torch.randn(elements, device=device).bfloat16() for _ in range(SETS)]
-    timer = without_host(torch.clone, sets, device, graph_pool(device))
-    row: dict[str, float] = summary(in_turns({"copy": timer}, session.rounds)["copy"])
-    row["gb_per_s"] = 4.0 * elements / row["median_ms"] / 1e6
-    return row
-
-
 def group(session: Session) -> None:
     figures = session.figures["gemm"] = {"skipped": {}, "products": {}}
-    with session.attempt("gemm copy"):
-        figures["copy"] = copy_bandwidth(session)
     for shape in session.sizes(SHAPES, TINY):
         for problem in problems(shape):
             with session.attempt(f"gemm {problem.name}"):
                 figures["products"][problem.name] = measure(problem, session, figures["skipped"])
-    ceiling = f"{figures['copy']['gb_per_s']:.0f} GB/s copied" if "copy" in figures else "no copy"
     for name, results in figures["products"].items():
-        session.tables.append(Table.of(f"gemm {name}, {session.where}, {ceiling}", results.items(), COLUMNS))
+        session.tables.append(Table.of(f"gemm {name}, {session.where}", results.items(), COLUMNS))
     if figures["skipped"]:
         session.tables.append(Table("gemm, not run", ("", "reason"), list(figures["skipped"].items())))

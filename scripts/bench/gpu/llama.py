@@ -18,21 +18,16 @@ from transformers.models.llama import modeling_llama
 from f8sub.weights.weight import local_tensor
 from scripts.bench.gpu.variants import Variant
 
-SIZES: dict[str, dict[str, Any]] = {
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
+DIMENSIONS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+SIZES = {
+    "8b": dict(zip(DIMENSIONS, (4096, 14336, 32, 8, 128256), strict=True)),
+    "tiny": dict(zip(DIMENSIONS, (64, 128, 4, 2, 512), strict=True)),
 }
 LEARNING_RATE = 1e-4
 

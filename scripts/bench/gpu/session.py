@@ -14,8 +14,6 @@ import torch
 
 from scripts.table import Table
 
-Figures = dict[str, Any]
-
 
 @dataclass
 class Session:
@@ -27,11 +25,10 @@ class Session:
     shapes: Sequence[str] | None  # instead of the group's own
     only: Sequence[str]  # glob patterns of the names of variants; empty for all
     begin: Callable[[str], None]  # told what is measured next
-    save: Callable[
-        [], None
-    ]  # called whenever there is more to keep, so that a run that is cut off leaves what it had
+    # Called whenever there is more to keep, so that a run that is cut off leaves what it had.
+    save: Callable[[], None]
     ranks: int = 1  # that measure together
-    figures: dict[str, Figures] = field(default_factory=dict)  # by group
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # by group
     failed: dict[str, str] = field(default_factory=dict)  # what raised instead of being measured
     tables: list[Table] = field(default_factory=list)
 

@@ -95,11 +95,6 @@ def check(trainer: Trainer, batch: Batch, right: tuple[float, dict[str, torch.Te
     return found
 
 
-def launched_runs(trainer: Trainer) -> Runs:
-    blocks: Runs = {} if trainer.variant.graphed else {BLOCKS: (trainer.pass_through_blocks, trainer.between)}
-    return {**blocks, STEP: (trainer.step, trainer.clear)}
-
-
 def warm_up(trainer: Trainer, runs: Runs, batches: list[Batch], others: int) -> dict[str, int]:
     """Two of everything, and the most bytes allocated in the second, ``others`` that were there before aside."""
     peaks = {}
@@ -131,7 +126,8 @@ def inspect(trainer: Trainer, runs: Runs, batch: Batch) -> dict[str, Any]:
 
 def measured(trainer: Trainer, batches: list[Batch], others: int) -> tuple[Runs, dict[str, Any]]:
     """What is to be timed, and what is looked at once."""
-    runs = launched_runs(trainer)
+    runs: Runs = {} if trainer.variant.graphed else {BLOCKS: (trainer.pass_through_blocks, trainer.between)}
+    runs[STEP] = trainer.step, trainer.clear
     row: dict[str, Any] = {"peak_bytes": warm_up(trainer, runs, batches, others)}
     if trainer.variant.graphed:
         graphed, row["graph"] = graphs.recorded(trainer, batches)

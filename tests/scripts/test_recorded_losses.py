@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.recorded_runs import arms_of, read_run
+from scripts.loss_compare import arms_of, read_run
 
 
 def tensorboard(folder: Path, name: str, losses: dict[int, float]) -> Path:

@@ -31,7 +31,7 @@ import torch
 
 from scripts.bench.gpu import gemms, linears, quantizers, slices, variants
 from scripts.bench.gpu.session import Session
-from scripts.bench.machine import machine
+from scripts.bench.timing import machine
 from scripts.table import parser, progress, write_json
 
 GROUPS = {

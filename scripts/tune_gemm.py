@@ -34,9 +34,8 @@ from f8sub.kernels.gemm import block_scales, scaled_mm
 from f8sub.kernels.triton import gemm_table, triton_mm
 from f8sub.kernels.triton.gemm_launch import Config
 from scripts.bench.formats import E4M3, FORMATS
-from scripts.bench.machine import machine
 from scripts.bench.split_k import SplitK
-from scripts.bench.timing import Run, by_graph, in_turns, summary
+from scripts.bench.timing import Run, by_graph, in_turns, machine, summary
 from scripts.table import Table, parser, write_json
 
 VECTOR, SQUARE = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))

@@ -12,19 +12,16 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 import f8sub
 from f8sub.formats import Operand
 from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda, triton_mm
+from f8sub.kernels.triton.launcher import Launch
 from scripts.bench import no_gpu
 from scripts.bench.timing import cpu_in_turns, summary
 from scripts.table import Table, finish, parser
-
-if TYPE_CHECKING:
-    from f8sub.kernels.triton.launcher import Launch
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant")
 EDGE, MULTIPROCESSORS = 512, 132

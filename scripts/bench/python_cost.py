@@ -41,9 +41,6 @@ SIZE = 16
 DTYPE = torch.bfloat16
 GROUPS, LAYERS, WORLD = 50, 4, 2
 
-Times = dict[str, list[float]]
-"""Microseconds of each round by library."""
-
 
 def layers() -> dict[str, nn.Linear]:
     """The same weights in each."""
@@ -101,7 +98,7 @@ def time_calls(layer: nn.Linear, calls: int) -> float:
     return (time.process_time() - start) / calls * 1e6
 
 
-def of_layers(rounds: int, calls: int) -> tuple[list[Times], dict[str, dict[str, Any]]]:
+def of_layers(rounds: int, calls: int) -> tuple[list[dict[str, list[float]]], dict[str, dict[str, Any]]]:
     """The times of this process, and the operators that each layer dispatches."""
     torch.set_num_threads(1)
     timers = {name: functools.partial(time_calls, layer, calls) for name, layer in layers().items()}
@@ -132,7 +129,7 @@ def time_precompute(precompute: Callable[[nn.Module], None], model: nn.Module) -
     return (time.process_time() - start) * 1e6
 
 
-def of_precompute_on_a_rank(rounds: int) -> Times:
+def of_precompute_on_a_rank(rounds: int) -> dict[str, list[float]]:
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     ours = sharded(lambda model: f8sub.convert_to_float8(model, recipe="tensorwise"))
     theirs = sharded(lambda model: convert_to_float8_training(model, config=config))
@@ -146,7 +143,7 @@ def of_precompute_on_a_rank(rounds: int) -> Times:
     return cpu_in_turns(timers, rounds)
 
 
-def report(ranks: list[Times], more: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def report(ranks: list[dict[str, list[float]]], more: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Figures of each library over all ranks, and f8sub's ratio to torchao's, round by round."""
     found: dict[str, Any] = {}
     for name in ranks[0]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.bench.machine import machine, version_of
+from scripts.bench.timing import machine, version_of
 from scripts.loss_compare import read_tensorboard
 from scripts.table import ROOT, Table, parser, progress, write_json
 

@@ -34,12 +34,9 @@ HOLDERS = ("weights", "masters", "optimizer states", "codes", "other")
 WITHOUT_STORAGE = (PrimaryWeight, f8sub.Float8Tensor)  # what they are made of is found by itself
 FLOAT8 = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2}
 
-Storages = dict[int, int]
-"""Bytes by address of a storage."""
 
-
-def storages(tensors: Iterable[torch.Tensor]) -> Storages:
-    """What real memory tensors hold; a tensor without a storage of its own holds none."""
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes by address of what real memory tensors hold; a tensor without a storage of its own holds none."""
     found = {}
     for tensor in tensors:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -49,7 +46,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> Storages:
     return {address: size for address, size in found.items() if size}
 
 
-def alive(dtypes: set[torch.dtype] | None = None) -> Storages:
+def alive(dtypes: set[torch.dtype] | None = None) -> dict[int, int]:
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return storages(t for t in tensors if dtypes is None or t.dtype in dtypes)

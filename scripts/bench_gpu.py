@@ -22,17 +22,17 @@ Under torchrun the slice is sharded over all ranks, of which the first one's fig
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from typing import Any
 
 import torch
-from gpu import gemms, linears, quantizers, slices, variants
-from gpu.machine import machine
-from gpu.session import Session
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from tables import write_json
+
+from scripts.bench.gpu import gemms, linears, quantizers, slices, variants
+from scripts.bench.gpu.session import Session
+from scripts.bench.timing import machine
+from scripts.table import parser, progress, write_json
 
 GROUPS = {
     "quantize": quantizers.group,
@@ -43,7 +43,7 @@ GROUPS = {
 
 
 def parsed() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     made.add_argument("--group", nargs="+", choices=GROUPS, default=list(GROUPS))
     made.add_argument(
         "--shapes",
@@ -55,7 +55,6 @@ def parsed() -> argparse.Namespace:
     )
     made.add_argument("--rounds", type=int, default=10, help="in which variants take turns")
     made.add_argument("--tiny", action="store_true", help="sizes that a CPU takes, which are its default")
-    made.add_argument("--json", metavar="FILE", help="also write the figures here, as they come")
     arguments = made.parse_args()
     if arguments.rounds < 2:
         made.error("--rounds is at least 2: quartiles are of more than one")
@@ -81,22 +80,10 @@ def main() -> None:
             figures = {"figures": session.figures, "failed": session.failed}
             write_json(arguments.json, {**found, "after": machine(device), **figures})
 
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, disable=not (console.is_terminal and is_first), transient=True
-    ) as progress:
-        task = progress.add_task("", total=None)
-        session = Session(
-            device=device,
-            tiny=arguments.tiny or device.type == "cpu",
-            rounds=arguments.rounds,
-            shapes=arguments.shapes,
-            only=arguments.only,
-            save=save,
-            ranks=slices.world_size(),
-            begin=lambda what: progress.update(task, description=what),
-        )
+    with progress() if is_first else contextlib.nullcontext(lambda what: None) as begin:
+        asked = {name: getattr(arguments, name) for name in ("rounds", "shapes", "only")}
+        tiny, ranks = arguments.tiny or not has_gpu, slices.world_size()
+        session = Session(device=device, tiny=tiny, ranks=ranks, begin=begin, save=save, **asked)
         for name in arguments.group:
             GROUPS[name](session)
     for table in session.tables if is_first else ():

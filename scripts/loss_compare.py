@@ -29,12 +29,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from recorded_runs import arms_of
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -44,15 +43,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from tables import Table, parser, write_between_markers, write_json
 
 import f8sub
+from scripts.table import ROOT, Table, finish, parser
 
-ROOT = Path(__file__).parents[1]
 TRAINER = ROOT / "recipes" / "pretrain.py"
-sys.path.append(str(TRAINER.parent))
-from metrics import read_metrics  # noqa: E402
-
 BASELINE = "bf16"
 YARDSTICK = "float32"
 CONFIDENCE = 0.95
@@ -63,6 +58,98 @@ LEARNING_RATE = 3e-4
 EVAL_BATCHES = 256
 SMOOTHED_STEPS = 20
 """The plot's curves are means over so many logged steps."""
+
+
+TRAINING = ("loss_metrics/global_avg_loss", "loss")
+"""Names that the training loss goes by: torchtitan's in TensorBoard, and that of JSON lines."""
+
+HELD_OUT = ("validation_metrics/loss", "eval_loss")
+"""Likewise, the loss of the validator."""
+
+LAST = 0.1
+"""Where nothing was held out, a run's loss is the mean of this share of its logged training losses, the last ones."""
+
+
+class Recorded(NamedTuple):
+    """One run."""
+
+    training: dict[int, float]  # loss by step
+    held_out: float | None  # the last one; None where none was logged
+
+    @property
+    def final(self) -> float:
+        """What arms are compared by."""
+        if self.held_out is not None:
+            return self.held_out
+        losses = [self.training[step] for step in sorted(self.training)]
+        last = losses[-max(1, round(LAST * len(losses))) :]
+        return math.fsum(last) / len(last)
+
+
+def read_run(path: Path) -> Recorded:
+    """Read a run's losses.
+
+    ``path`` is a file of JSON lines with ``step`` and a loss; or a folder, with such a ``metrics.jsonl`` or
+    TensorBoard's event files anywhere in it. Where a run was resumed, the later file says what a step's loss is.
+    """
+    names = (*TRAINING, *HELD_OUT)
+    series = read_tensorboard(path, names) if path.is_dir() else {name: {} for name in names}
+    for file in [path] if path.is_file() else sorted(path.rglob("metrics.jsonl")):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            for name in series.keys() & record.keys():
+                series[name][int(record["step"])] = float(record[name])
+    training, held_out = (
+        next((series[name] for name in names if series[name]), {}) for names in (TRAINING, HELD_OUT)
+    )
+    if not training:
+        raise ValueError(
+            f"{path}: no training loss, by the names {' or '.join(TRAINING)}, in TensorBoard's event files or "
+            "metrics.jsonl; torchtitan writes them with --metrics.enable_tensorboard"
+        )
+    return Recorded(training, held_out[max(held_out)] if held_out else None)
+
+
+def read_tensorboard(folder: Path, names: Iterable[str]) -> dict[str, dict[int, float]]:
+    """Name -> step -> value, of what event files anywhere in a folder have by these names; a later file counts."""
+    series: dict[str, dict[int, float]] = {name: {} for name in names}
+    files = sorted(folder.rglob("events.out.tfevents.*"))
+    if not files:
+        return series
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for file in files:
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()  # 0: all of them
+        for name in series.keys() & set(events.Tags()["scalars"]):
+            series[name] |= {event.step: event.value for event in events.Scalars(name)}
+    return series
+
+
+def arms_of(given: list[list[str]], baseline: str) -> dict[str, list[Recorded]]:
+    """The runs of each arm, in the order of its seeds; an error where they cannot be compared with ``baseline``.
+
+    ``given`` has of each arm its name, and the files or folders of its runs.
+    """
+    arms = {name: [read_run(Path(path)) for path in paths] for name, *paths in given}
+    counts = {name: len(runs) for name, runs in arms.items()}
+    if baseline not in arms or len(arms) < 2 or len(arms) < len(given):
+        raise ValueError(
+            f"arms {[name for name, *_ in given]}: give {baseline} and at least one other, each once"
+        )
+    if 0 in counts.values() or len(set(counts.values())) > 1:
+        raise ValueError(
+            f"runs of each arm: {counts}; give those of the same seeds for every arm, in one order"
+        )
+    steps = {name: [sorted(run.training) for run in runs] for name, runs in arms.items()}
+    logged = steps[baseline][0]
+    if other := next((name for name, runs in steps.items() if any(run != logged for run in runs)), None):
+        raise ValueError(
+            f"{other}: logged other steps than the first run of {baseline}, which has {len(logged)}, {logged[0]} to "
+            f"{logged[-1]}; compare runs of the same length and the same log interval"
+        )
+    if len({run.held_out is None for runs in arms.values() for run in runs}) > 1:
+        raise ValueError("some runs have a held-out loss and some have none; validate in all arms or in none")
+    return arms
 
 
 class Run(NamedTuple):
@@ -113,11 +200,7 @@ class Results:
         return kept if kept["settings"] == settings(run, self.steps) else None
 
     def train(self, run: Run, on_step: Callable[[int], None]) -> dict[str, Any]:
-        """Train in a process of its own, keep its losses and return them.
-
-        Raises:
-            RuntimeError: it did not come to its end; the message carries the end of its output.
-        """
+        """Train in a process of its own, keep its losses and return them."""
         chosen, dump, started = settings(run, self.steps), self._path(run).with_suffix(""), time.monotonic()
         shutil.rmtree(dump, ignore_errors=True)
         dump.mkdir(parents=True)
@@ -135,14 +218,13 @@ class Results:
             except BaseException:
                 process.kill()
                 raise
-        records = read_metrics(lines) if lines.exists() else []
-        if process.returncode or not records or "eval_loss" not in records[-1]:
+        if process.returncode or (recorded := read_run(lines)).held_out is None:
             raise RuntimeError(f"{run.arm}, seed {run.seed}: {' '.join(command)}\n{log.read_text()[-3000:]}")
         kept = {
             "settings": chosen,
             "seconds": time.monotonic() - started,
-            "losses": [record["loss"] for record in records if "loss" in record],
-            "eval_loss": records[-1]["eval_loss"],
+            "losses": list(recorded.training.values()),
+            "eval_loss": recorded.held_out,
         }
         partial = self._path(run).with_suffix(".partial")
         partial.write_text(json.dumps(kept) + "\n")
@@ -154,28 +236,22 @@ class Results:
 
 
 def train_missing(results: Results, runs: list[Run]) -> None:
-    """Train what is not there yet, with a bar for all and one for the run at hand."""
+    """Train what is not there yet, with a bar."""
     missing = [run for run in runs if results.load(run) is None]
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    console = Console()
-    with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
-        whole = bar.add_task("steps of all runs", total=len(missing) * results.steps)
+    times = TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn()
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times, console=Console()
+    ) as bar:
+        task = bar.add_task("", total=len(missing) * results.steps)
         for position, run in enumerate(missing):
-            one = bar.add_task(f"{run.arm}, seed {run.seed}", total=results.steps)
+            name = f"{run.arm}, seed {run.seed}"
+            bar.update(task, description=f"{name}, steps of all runs")
 
-            def show(step: int, position: int = position, one: Any = one) -> None:
-                bar.update(one, completed=step)
-                bar.update(whole, completed=position * results.steps + step)
+            def show(step: int, position: int = position) -> None:
+                bar.update(task, completed=position * results.steps + step)
 
             kept = results.train(run, show)
-            bar.remove_task(one)
-            console.print(f"{run.arm}, seed {run.seed}: {kept['eval_loss']:.4f} in {kept['seconds']:.0f} s")
+            bar.console.print(f"{name}: {kept['eval_loss']:.4f} in {kept['seconds']:.0f} s")
 
 
 @functools.cache
@@ -185,10 +261,10 @@ def student_t_quantile(probability: float, degrees: int) -> float:
     def above_median(t: float) -> float:
         grid = torch.linspace(0, t, 20001, dtype=torch.float64)
         density = (1 + grid.square() / degrees) ** (-(degrees + 1) / 2)
-        scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(
-            degrees * math.pi
+        log_scale = (
+            math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(degrees * math.pi) / 2
         )
-        return scale * float(torch.trapezoid(density, grid))
+        return math.exp(log_scale) * float(torch.trapezoid(density, grid))
 
     low, high = 0.0, 1000.0
     for _ in range(60):
@@ -219,27 +295,8 @@ def gaps(losses: dict[str, list[float]]) -> dict[str, dict[str, float | None]]:
     }
 
 
-def report(results: Results, arms: list[str], seeds: list[int]) -> dict[str, Any]:
-    """The figures of all arms, each trained with all seeds."""
-    kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in arms}
-    losses = {arm: [run["eval_loss"] for run in runs if run] for arm, runs in kept.items()}
-    curves = {arm: [run["losses"] for run in runs if run] for arm, runs in kept.items()}
-    seconds = {arm: [run["seconds"] for run in runs if run] for arm, runs in kept.items()}
-    return {
-        "measure": "Held-out loss",
-        "steps": results.steps,
-        "logged": list(range(1, results.steps + 1)),
-        "seeds": seeds,
-        "eval_losses": losses,
-        "gaps": gaps(losses),
-        "train_losses": curves,
-        "seconds": seconds,
-    }
-
-
-def report_recorded(given: list[list[str]]) -> dict[str, Any]:
-    """The figures of runs that were trained elsewhere; see ``recorded_runs.arms_of``."""
-    arms = arms_of(given, BASELINE)
+def report(arms: dict[str, list[Recorded]], seeds: list[int]) -> dict[str, Any]:
+    """The figures of all arms, each with all seeds."""
     first = arms[BASELINE][0]
     logged = sorted(first.training)
     losses = {arm: [run.final for run in runs] for arm, runs in arms.items()}
@@ -247,7 +304,7 @@ def report_recorded(given: list[list[str]]) -> dict[str, Any]:
         "measure": "Mean of the last training losses" if first.held_out is None else "Held-out loss",
         "steps": logged[-1],
         "logged": logged,
-        "seeds": list(range(len(arms[BASELINE]))),
+        "seeds": seeds,
         "eval_losses": losses,
         "gaps": gaps(losses),
         "train_losses": {
@@ -267,7 +324,6 @@ def table(figures: dict[str, Any]) -> Table:
 
 
 def interval(gap: dict[str, float | None]) -> str:
-    """A gap in a table's cell."""
     half_width = "" if gap["half_width_percent"] is None else f" ± {gap['half_width_percent']:.2f}"
     return f"{gap['gap_percent']:+.2f}{half_width} %"
 
@@ -290,11 +346,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         )
     for axes in (curves, final):
         axes.axhline(0, color="tab:gray", linewidth=0.8)
-    curves.set(
-        xlabel="step",
-        ylabel=f"gap, % of {BASELINE}",
-        title=f"training loss, mean of {SMOOTHED_STEPS} that were logged",
-    )
+    title = f"training loss, mean of {SMOOTHED_STEPS} that were logged"
+    curves.set(xlabel="step", ylabel=f"gap, % of {BASELINE}", title=title)
     curves.legend()
     final.set(title=f"{figures['measure'].lower()} at the end")
     final.set_xticks(range(len(figures["gaps"])), list(figures["gaps"]), rotation=90)
@@ -308,50 +361,45 @@ def smoothed(losses: list[list[float]]) -> torch.Tensor:
 
 
 def main() -> None:
-    made = parser(__doc__)
+    made = parser(__doc__, "loss_compare")
     made.add_argument("--recipes", nargs="+", default=f8sub.recipe_names(), choices=f8sub.recipe_names())
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
-    made.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "loss_compare", help="of the finished runs"
-    )
-    made.add_argument(
-        "--recorded",
-        nargs="+",
-        action="append",
-        metavar=("ARM", "RUN"),
-        help="compare these and train nothing",
-    )
+    folder = ROOT / "runs" / "loss_compare"
+    made.add_argument("--folder", type=Path, default=folder, help="of the finished runs")
+    recorded = {"nargs": "+", "action": "append", "metavar": ("ARM", "RUN")}
+    made.add_argument("--recorded", **recorded, help="compare these and train nothing")
     arguments = made.parse_args()
     if arguments.recorded:
         if arguments.write_readme:
             made.error("--write-readme is for the runs that this script trains")
         try:
-            figures = report_recorded(arguments.recorded)
+            arms = arms_of(arguments.recorded, BASELINE)
         except ValueError as error:
             made.error(str(error))
+        figures = report(arms, list(range(len(arms[BASELINE]))))
         arguments.folder.mkdir(parents=True, exist_ok=True)
     else:
         figures = trained(arguments)
-    found = table(figures)
-    found.show()
+    finish(arguments, figures, table(figures))
     draw(figures, arguments.folder / "loss.png")
     print(f"Plot: {arguments.folder / 'loss.png'}")
-    if arguments.json:
-        write_json(arguments.json, figures)
-    if arguments.write_readme:
-        write_between_markers("loss_compare", found.markdown())
 
 
 def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of the runs that the command line asks for, once those that are missing are trained."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM")
-    )  # as Ctrl-C does: with the run it started
-    arms = [BASELINE, YARDSTICK, *arguments.recipes]
-    results = Results(arguments.folder, arguments.steps)
-    train_missing(results, [Run(arm, seed) for seed in arguments.seeds for arm in arms])
-    return report(results, arms, arguments.seeds)
+    # As Ctrl-C does: with the run it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
+    results, seeds = Results(arguments.folder, arguments.steps), arguments.seeds
+    names = [BASELINE, YARDSTICK, *arguments.recipes]
+    train_missing(results, [Run(arm, seed) for seed in seeds for arm in names])
+    kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in names}
+    arms = {
+        arm: [Recorded(dict(enumerate(run["losses"], 1)), run["eval_loss"]) for run in runs if run]
+        for arm, runs in kept.items()
+    }
+    seconds = {arm: [run["seconds"] for run in runs if run] for arm, runs in kept.items()}
+    return {**report(arms, seeds), "seconds": seconds}
 
 
 if __name__ == "__main__":

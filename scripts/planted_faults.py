@@ -30,21 +30,13 @@ SECONDS = 600
 
 @dataclass(frozen=True)
 class Fault:
-    """One wrong line.
+    """One wrong line."""
 
-    Attributes:
-        name: what is wrong, in words.
-        file: below the root.
-        old: text that occurs once in the file.
-        new: what takes its place.
-        tests: arguments of pytest that should fail then.
-    """
-
-    name: str
-    file: str
-    old: str
+    name: str  # what is wrong, in words
+    file: str  # below the root
+    old: str  # occurs once in the file
     new: str
-    tests: tuple[str, ...]
+    tests: tuple[str, ...]  # arguments of pytest that should fail then
 
     def planted(self, source: str) -> str:
         """The file's text with the fault in it."""
@@ -73,17 +65,11 @@ def verdict(fault: Fault, folder: Path) -> tuple[str, str]:
     file = folder / fault.file
     source = file.read_text()
     file.write_text(fault.planted(source))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    variables = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "--tb=line", *fault.tests]
     try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )
+        how = {"env": {**os.environ, **variables}, "capture_output": True, "text": True, "timeout": SECONDS}
+        done = subprocess.run(command, cwd=folder, **how)
     except subprocess.TimeoutExpired:
         return "caught", f"the tests did not end within {SECONDS} s"
     finally:
@@ -97,9 +83,7 @@ def verdict(fault: Fault, folder: Path) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="words, one of which a fault's name contains")
     parser.add_argument("--jobs", type=int, default=2, help="faults tried at once (2)")
     parser.add_argument("--allowed", type=int, default=0, help="faults that may be missed (0)")

@@ -14,46 +14,40 @@ prints a table last.
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import multiprocessing
 import os
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
-import triton
-from gemm_report import E4M3, GRID, GRID_E5M2, SQUARE, VECTOR, configs
 from rich.progress import Progress
-from split_k import SplitK
-from tables import Table, parser
 
-from f8sub import Operand
+from f8sub import Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales, scaled_mm
 from f8sub.kernels.triton import gemm_table, triton_mm
 from f8sub.kernels.triton.gemm_launch import Config
+from scripts.bench.formats import E4M3, FORMATS
+from scripts.bench.split_k import SplitK
+from scripts.bench.timing import Run, by_graph, in_turns, machine, summary
+from scripts.table import Table, parser, write_json
 
+VECTOR, SQUARE = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
+GRID, GRID_E5M2 = FORMATS["256x256"], FORMATS["256x256 e5m2"]
 PAIRS = {
     "1x128 x 128x128": (VECTOR, SQUARE),
     "1x128 x 1x128": (VECTOR, VECTOR),
     "256x256 x 256x256": (GRID, GRID),
     "256x256 e5m2 x 256x256": (GRID_E5M2, GRID),
 }
-SHAPES = [
-    "8192x8192x8192",
-    "8192x4096x14336",
-    "8192x14336x4096",
-    "14336x8192x4096",
-    "64x8192x8192",
-    "16x8192x8192",
-]
+MANY_ROWS = ["8192x8192x8192", "8192x4096x14336", "8192x14336x4096", "14336x8192x4096"]
+SHAPES = [*MANY_ROWS, "64x8192x8192", "16x8192x8192"]
 """M x K x N."""
 
 CHECKED = {False: [(520, 1040, 392), (4200, 2304, 2200)], True: [(40, 1040, 392), (64, 4096, 1040)]}
@@ -63,8 +57,15 @@ STEP = 32
 """float8 products that one instruction of Hopper's tensor cores adds to an accumulator."""
 
 SETS = 2
-SECONDS = 60
-"""What a candidate may take to be compiled and checked before it counts as hanging."""
+SECONDS = 90
+"""What a process may take to start, compile and check a candidate before that counts as hanging."""
+
+
+def configs() -> list[Config]:
+    """The tiles to choose from: of many rows, then of few."""
+    persistent = [Config(128, 256, 4, persistent=True, group=group) for group in (16, 8, 32)]
+    few = [Config(64, cols, stages, group=1) for cols, stages in ((32, 8), (64, 6), (64, 8), (128, 6))]
+    return [*persistent, *few, *(Config(64, cols, 6, group=1, parts=2) for cols in (64, 128))]
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,12 @@ class Candidate:
     few: bool
 
 
-def candidates(pairs: list[str], few: bool, many: bool) -> list[Candidate]:
-    found = []
-    for pair in pairs:
-        for config in configs():
-            narrow = config.rows <= gemm_table.FEW_ROWS
-            if (few and narrow) or (many and not narrow):
-                found.append(Candidate(pair, config, narrow))
-    return found
+def candidates(pairs: list[str], few: set[bool]) -> list[Candidate]:
+    """All of the classes of shapes in ``few``."""
+    found = [
+        Candidate(pair, config, config.rows <= gemm_table.FEW_ROWS) for pair in pairs for config in configs()
+    ]
+    return [candidate for candidate in found if candidate.few in few]
 
 
 def made(shape: tuple[int, int, int], pair: str, seed: int, device: str = "cuda") -> tuple[Operand, Operand]:
@@ -137,120 +136,39 @@ def check(candidate: Candidate, shapes: list[tuple[int, int, int]]) -> float:
     return worst
 
 
-def serve(connection: Connection) -> None:
-    """Check what comes, until None does."""
-    while (given := connection.recv()) is not None:
-        try:
-            connection.send(check(*given))
-        except Exception as error:
-            connection.send(f"{type(error).__name__}: {str(error)[:300]}")
+def serve(connection: Connection, candidate: Candidate, shapes: list[tuple[int, int, int]]) -> None:
+    try:
+        connection.send(check(candidate, shapes))
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {str(error)[:300]}")
 
 
-class Worker:
-    """A process that checks one candidate at a time."""
-
-    def __init__(self, context: Any, shapes: list[tuple[int, int, int]]) -> None:
-        self.context, self.shapes = context, shapes
-        self.start()
-
-    def start(self) -> None:
-        """Begin another process."""
-        self.connection, other = self.context.Pipe()
-        self.process = self.context.Process(target=serve, args=(other,), daemon=True)
-        self.process.start()
-        self.candidate: Candidate | None = None
-        self.begun = 0.0
-
-    def give(self, candidate: Candidate) -> None:
-        """Have it check a candidate."""
-        self.candidate, self.begun = candidate, time.monotonic()
-        alike = [shape for shape in self.shapes if (shape[0] <= gemm_table.FEW_ROWS) is candidate.few]
-        self.connection.send((candidate, alike))
-
-    def taken(self) -> float | str | None:
-        """The result, once it is there; a reason where it took too long or the process died."""
-        try:
-            if self.connection.poll():
-                result: float | str = self.connection.recv()
-                return result
-        except EOFError:
-            self.start()
-            return "its process died"
-        if not self.process.is_alive():
-            self.start()
-            return "its process died"
-        if time.monotonic() - self.begun > SECONDS:
-            self.process.kill()
-            self.process.join()
-            self.start()
-            return f"no result in {SECONDS} seconds"
-        return None
+def checked_alone(candidate: Candidate, shapes: list[tuple[int, int, int]]) -> float | str:
+    """What ``check`` finds in a process of its own; a reason where that died or took too long."""
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe()
+    alike = [shape for shape in shapes if (shape[0] <= gemm_table.FEW_ROWS) is candidate.few]
+    process = context.Process(target=serve, args=(other, candidate, alike), daemon=True)
+    process.start()
+    other.close()
+    try:
+        result: float | str = f"no result in {SECONDS} seconds"
+        return connection.recv() if connection.poll(SECONDS) else result
+    except EOFError:
+        return "its process died"
+    finally:
+        process.kill()
+        process.join()
 
 
 def checked(
     chosen: list[Candidate], shapes: list[tuple[int, int, int]], jobs: int
 ) -> dict[Candidate, float | str]:
     """What ``check`` finds of each, ``jobs`` of them at a time."""
-    context = multiprocessing.get_context("spawn")
-    workers = [Worker(context, shapes) for _ in range(min(jobs, len(chosen)))]
-    waiting, results = list(chosen), {}
-    with Progress(disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("compile and check", total=len(chosen))
-        while len(results) < len(chosen):
-            for worker in workers:
-                if worker.candidate is None:
-                    if waiting:
-                        worker.give(waiting.pop(0))
-                    continue
-                result = worker.taken()
-                if result is not None:
-                    results[worker.candidate] = result
-                    worker.candidate = None
-                    progress.advance(task)
-            time.sleep(0.02)
-    for worker in workers:
-        worker.connection.send(None)
-    return results
-
-
-def captured(run: Callable[[Any], Any], sets: list[Any], pool: Any) -> Callable[[], float]:
-    """Milliseconds a call of ``run``: a CUDA graph of one call a set, replayed once by each call."""
-    for given in sets:
-        run(given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        for given in sets:
-            run(given)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / len(sets)
-
-    return replay
-
-
-def machine() -> dict[str, Any]:
-    """What the figures are of."""
-    clocks = subprocess.run(
-        [
-            "nvidia-smi",
-            "--query-gpu=name,clocks.sm,power.draw,power.limit,temperature.gpu",
-            "--format=csv,noheader",
-        ],
-        capture_output=True,
-        text=True,
-    )
-    return {
-        "nvidia_smi": clocks.stdout.strip(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-    }
+    with ThreadPoolExecutor(jobs) as pool, Progress(disable=not sys.stderr.isatty()) as progress:
+        results = pool.map(functools.partial(checked_alone, shapes=shapes), chosen)
+        shown = progress.track(results, total=len(chosen), description="compile and check")
+        return dict(zip(chosen, shown, strict=True))
 
 
 def timed(
@@ -258,7 +176,7 @@ def timed(
 ) -> dict[str, dict[str, float]]:
     """Variant -> median and spread in microseconds, TFLOP/s, and GB/s of what has to be read and written."""
     sets = [made(shape, pair, seed) for seed in range(SETS)]
-    runs: dict[str, Callable[[Any], Any]] = {}
+    runs: dict[str, Run] = {}
     if scaled_mm.why_not(*PAIRS[pair], torch.device("cuda")) is None:
         runs["scaled_mm"] = lambda given: scaled_mm.gemm_nt(*given, torch.bfloat16, False)
     for config in right:
@@ -267,24 +185,19 @@ def timed(
         for split in (4, 8):
             runs[f"plain split-K, {split}"] = SplitK(split)
     pool = torch.cuda.graph_pool_handle()
-    calls = {name: captured(run, sets, pool) for name, run in runs.items()}
     repeats = 1 if shape[0] > gemm_table.FEW_ROWS else 5
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(min(call() for _ in range(repeats)))
+
+    def timer(run: Run) -> Callable[[], float]:
+        replay = by_graph(run, sets, pool)
+        return lambda: min(replay() for _ in range(repeats)) * 1e3
+
     rows, depth, cols = shape
     moved = rows * depth + cols * depth + 2 * rows * cols
     found = {}
-    for name, values in times.items():
-        median = statistics.median(values)
-        quarters = statistics.quantiles(values, n=4)
-        found[name] = {
-            "us": median * 1e3,
-            "spread_us": (quarters[2] - quarters[0]) * 1e3,
-            "tflops": 2e-9 * rows * depth * cols / median,
-            "gb_per_s": moved / median / 1e6,
-        }
+    for name, times in in_turns({name: timer(run) for name, run in runs.items()}, rounds).items():
+        us, spread = summary(times, "us").values()
+        tflops, gb_per_s = 2e-6 * rows * depth * cols / us, moved / us / 1e3
+        found[name] = {"us": us, "spread_us": spread, "tflops": tflops, "gb_per_s": gb_per_s}
     return found
 
 
@@ -293,14 +206,10 @@ def product(
 ) -> dict:
     """What ``gemm_table`` keeps of one product."""
     ours = {str(config): config for config in right}
-    best = max(
-        (name for name in figures if name in ours), key=lambda name: figures[name]["tflops"], default=None
-    )
-    rates = {}
-    if "scaled_mm" in figures:
-        rates["scaled_mm"] = round(figures["scaled_mm"]["tflops"], 1)
-    if best is not None:
-        rates["triton"] = round(figures[best]["tflops"], 1)
+    rated = [name for name in figures if name in ours]
+    best = max(rated, key=lambda name: figures[name]["tflops"], default=None)
+    measured = {"scaled_mm": figures.get("scaled_mm"), "triton": figures.get(best)}
+    rates = {backend: round(of["tflops"], 1) for backend, of in measured.items() if of is not None}
     formats = dict(zip("ab", map(gemm_table.kind, PAIRS[pair]), strict=True))
     config = None if best is None else asdict(ours[best])
     return {**formats, "shape": shape, "rates": rates, "config": config, "variants": figures}
@@ -313,69 +222,56 @@ def show(products: list[dict], results: dict[Candidate, float | str]) -> None:
         title = f"{names[row['a'], row['b']]}, {'x'.join(map(str, row['shape']))}"
         best = max(row["variants"].values(), key=lambda figures: figures["tflops"])
         for name, figures in sorted(row["variants"].items(), key=lambda item: item[1]["us"]):
-            mark = " <" if figures is best else ""
-            rows.append(
-                (
-                    f"{title}: {name}{mark}",
-                    f"{figures['us']:.1f}",
-                    f"{figures['spread_us']:.1f}",
-                    f"{figures['tflops']:.0f}",
-                    f"{figures['gb_per_s']:.0f}",
-                )
-            )
+            rows.append((f"{title}: {name}{' <' if figures is best else ''}", figures))
+    columns = (
+        ("us", "{us:.1f}"),
+        ("spread", "{spread_us:.1f}"),
+        ("TFLOP/s", "{tflops:.0f}"),
+        ("GB/s", "{gb_per_s:.0f}"),
+    )
     wrong = [
         f"{candidate.pair}, {candidate.config}: {result if isinstance(result, str) else f'{result:.2f} budgets'}"
         for candidate, result in results.items()
         if isinstance(result, str) or result > 1
     ]
     largest = max((result for result in results.values() if isinstance(result, float)), default=math.nan)
-    Table("M x K x N, bfloat16 results", ("", "us", "spread", "TFLOP/s", "GB/s"), rows).show()
+    Table.of("M x K x N, bfloat16 results", rows, columns).show()
     print("\n".join(["not right, and not timed:", *wrong]) if wrong else "every candidate is right", end="; ")
     print(f"largest error in budgets: {largest:.3f}")
 
 
 def main() -> None:
-    arguments_parser = parser(__doc__)
-    arguments_parser.add_argument("--shapes", nargs="+", default=SHAPES, help="M x K x N")
-    arguments_parser.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS)
-    arguments_parser.add_argument("--rounds", type=int, default=60)
-    arguments_parser.add_argument(
-        "--jobs", type=int, default=min(os.cpu_count() or 1, 14), help="processes that check"
-    )
-    arguments_parser.add_argument("--out", help="write the table there, not into the package")
-    arguments = arguments_parser.parse_args()
-    if reason := triton_mm.why_not(
-        VECTOR, SQUARE, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ):
+    options = parser(__doc__)
+    options.add_argument("--shapes", nargs="+", default=SHAPES, help="M x K x N")
+    options.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS)
+    options.add_argument("--rounds", type=int, default=60)
+    jobs = min(os.cpu_count() or 1, 14)
+    options.add_argument("--jobs", type=int, default=jobs, help="processes that check")
+    options.add_argument("--out", help="write the table there, not into the package")
+    arguments = options.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if reason := triton_mm.why_not(VECTOR, SQUARE, device):
         sys.exit(f"the kernels to be measured: triton {reason}")
     shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes]
     few = {shape[0] <= gemm_table.FEW_ROWS for shape in shapes}
-    before, begun = machine(), time.monotonic()
-    results = checked(candidates(arguments.pairs, True in few, False in few), shapes, arguments.jobs)
+    before, begun = machine(device), time.monotonic()
+    results = checked(candidates(arguments.pairs, few), shapes, arguments.jobs)
     print(f"{len(results)} candidates compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
     products = []
     for pair in arguments.pairs:
         for shape in shapes:
-            right = [
-                c.config
-                for c, result in results.items()
-                if c.pair == pair
-                and c.few == (shape[0] <= gemm_table.FEW_ROWS)
-                and not isinstance(result, str)
-                and result <= 1
-            ]
-            products.append(product(pair, shape, timed(pair, shape, right, arguments.rounds), right))
-            row = products[-1]
-            print(
-                f"{time.monotonic() - begun:4.0f} s  {pair} {shape}: {row['rates']} {row['config']}",
-                flush=True,
-            )
+            alike = [c for c in results if c.pair == pair and c.few == (shape[0] <= gemm_table.FEW_ROWS)]
+            right = [c.config for c in alike if not isinstance(results[c], str) and results[c] <= 1]
+            row = product(pair, shape, timed(pair, shape, right, arguments.rounds), right)
+            products.append(row)
+            seconds = time.monotonic() - begun
+            print(f"{seconds:4.0f} s  {pair} {shape}: {row['rates']} {row['config']}", flush=True)
     gpu = torch.cuda.get_device_name()
     path = arguments.out or gemm_table.file_of(gpu)
-    document = {"gpu": gpu, "before": before, "after": machine(), "products": products}
+    document = {"gpu": gpu, "before": before, "after": machine(device), "products": products}
     gemm_table.FOLDER.mkdir(exist_ok=True)
-    with open(path, "w") as file:
-        file.write(json.dumps(document, indent=1) + "\n")
+    for file in filter(None, (path, arguments.json)):
+        write_json(file, document)
     show(products, results)
     print(f"{path}, after {time.monotonic() - begun:.0f} s")
 

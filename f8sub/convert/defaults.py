@@ -42,7 +42,7 @@ ADAPTERS = ("lora_[ABab]", "lora_up", "lora_down", "lora_embedding_*", "lora_mag
 MIN_DIM = 512
 """A layer gains nothing in float8 where its smaller dimension is below this.
 
-Source: ``scripts/bench_small_layers.py`` on an H200, 2026-11-23: bf16's time over float8's, forward and backward of
+Source: ``scripts/bench/small_layers.py`` on an H200, 2026-11-23: bf16's time over float8's, forward and backward of
 8192 tokens, the larger dimension 4096, recipes of one scale a tensor, a row, 1x128 and 256x256.
 
 | smaller dimension | a layer by itself | beside a 4096x4096 layer that shares its x, both layers' time |

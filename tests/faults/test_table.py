@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import conftest  # noqa: F401  (scripts are importable from here on)
-
-from faults import FAULTS  # isort: skip
+from scripts.tables.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 

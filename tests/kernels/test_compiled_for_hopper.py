@@ -10,13 +10,14 @@ import pytest
 
 from tests.kernels.interpreted import needs_triton
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "kernels" / "compiled"
 
 
-def reported(folder: Path, *arguments: str, script: str = "kernel_report.py") -> list[dict]:
+def reported(folder: Path, *arguments: str, script: str = "kernels.py") -> list[dict]:
     """What a script that compiles kernels writes of them; it has to end with status 0."""
     output = folder / "report.json"
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     finished = subprocess.run(
         [sys.executable, str(SCRIPTS / script), "--json", str(output), *arguments],
@@ -65,9 +66,9 @@ def test_kernels_run_on_ada_and_blackwell(capability):
 
     Ada has no instruction for the maxima of pairs.
     """
-    command = [sys.executable, str(SCRIPTS / "kernel_report.py"), "--capability", capability]
+    command = [sys.executable, str(SCRIPTS / "kernels.py"), "--capability", capability]
     command += ["--only", "1x128 bf16", "tensorwise bf16", "256x256 fp32 both"]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     finished = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]

@@ -10,7 +10,7 @@ from tests.kernels.test_compiled_for_hopper import reported
 
 
 def check(folder: Path, *arguments: str) -> list[dict]:
-    found = reported(folder, *arguments, script="gemm_report.py")
+    found = reported(folder, *arguments, script="gemms.py")
     for row in found:
         assert row["missed"] == []
         assert row["spilled"] == row["undefined"] == 0
@@ -27,10 +27,9 @@ def test_those_of_blockwise_and_of_a_gradient_in_e5m2(tmp_path):
 
 
 @needs_triton
-def test_products_that_wait_for_every_instruction_are_told(monkeypatch):
+def test_products_that_wait_for_every_instruction_are_told():
     """Four instructions of a block as ptxas 12.8 writes them, and as it does after its warning C7514."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    report = importlib.import_module("gemm_report")
+    report = importlib.import_module("tests.kernels.compiled.gemms")
     first, later = (
         "QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR12], RZ, !UPT",
         "QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR24], R88",

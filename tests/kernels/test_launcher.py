@@ -13,7 +13,7 @@ import torch
 from tests.kernels.interpreted import needs_triton
 
 pytestmark = needs_triton
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
 Seen = list[tuple[str, tuple[Any, ...]]]
 CASES = (
     "tensorwise bf16 both",
@@ -39,8 +39,7 @@ _seen: Seen = []
 
 
 def _start() -> None:
-    sys.path.append(str(SCRIPTS))
-    import no_gpu
+    from scripts.bench import no_gpu
 
     no_gpu.install(lambda kernel, arguments: _seen.append((kernel, arguments)))
 
@@ -75,9 +74,9 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def launched_twice(words: str) -> None:
-    import kernel_cases
+    from tests.kernels.compiled import cases
 
-    case = next(case for case in kernel_cases.cases(kernel_cases.WHOLE) if case.words == words)
+    case = next(case for case in cases.cases(cases.WHOLE) if case.words == words)
     by_triton = compiled_by_triton()
     for launch in case.launches():
         for _ in range(2):
@@ -157,10 +156,10 @@ def test_what_is_kept_does_not_grow_without_end(process):
 @pytest.mark.long
 def test_the_script_times_every_operator():
     finished = subprocess.run(
-        [sys.executable, str(SCRIPTS / "bench_launches.py"), "--rounds", "2", "--calls", "3"],
+        [sys.executable, str(ROOT / "scripts" / "bench" / "launches.py"), "--rounds", "2", "--calls", "3"],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(SCRIPTS.parent), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     for name in ("tensorwise", "rowwise", "blockwise", "gridquant"):

@@ -1,35 +1,22 @@
 """The GPU benchmark runs to its end where there is no GPU, says so, and times nothing that is wrong."""
 
-import json
-import os
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
-from gpu import gemms, graphs, linears, llama, quantizers, slices, timing, variants
-from gpu.session import Session
 
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
 from f8sub.weights import master_weight
+from scripts.bench import timing
+from scripts.bench.gpu import gemms, graphs, linears, llama, quantizers, slices, variants
+from scripts.bench.gpu.session import Session
 from tests.op_recorder import OpRecorder
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 CPU = torch.device("cpu")
 GRAPHED = "f8sub blockwise compiled graphed"
+BASELINES = ("bf16 compiled", "bf16 eager", "torchao rowwise_with_gw_hp compiled")
 COMPARED = ["f8sub rowwise eager", "f8sub tensorwise eager", "torchao rowwise_with_gw_hp*"]
-
-
-def run(*options: str, by: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *by, str(SCRIPTS / "bench_gpu.py"), *options],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "CUDA_VISIBLE_DEVICES": ""},
-    )
 
 
 def session(**changes) -> Session:
@@ -38,79 +25,67 @@ def session(**changes) -> Session:
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory) -> tuple[dict, str]:
+def everything(run_script) -> tuple[dict, str]:
     """All groups, tiny: what they write and print."""
-    output = tmp_path_factory.mktemp("bench") / "figures.json"
-    finished = run("--rounds", "2", "--only", *COMPARED, GRAPHED, "--json", str(output))
+    finished = run_script("bench_gpu.py", "--rounds", "2", "--only", *COMPARED, GRAPHED)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(output.read_text()), finished.stdout
+    return finished.figures, finished.stdout
 
 
 @pytest.mark.long
-def test_what_the_figures_are_of(everything):
+def test_every_group_has_figures_of_what_can_run_here(everything):
     found, printed = everything
     assert found["before"]["device"] == found["after"]["device"] == "CPU"
     assert found["before"]["torch"] == torch.__version__
     assert found["failed"] == {}
-    assert set(found["figures"]) == {"quantize", "gemm", "linear", "slice"}
     assert printed.count(", CPU") >= 7
-
-
-@pytest.mark.long
-def test_quantize(everything):
-    for rows in everything[0]["figures"]["quantize"].values():
-        assert {
-            "copy",
-            "1x128 both",
-            "256x256 column",
-            "columns of rowwise codes",
-            "amaxes and scales of shards 128x128",
-        } <= set(rows)
+    figures = found["figures"]
+    assert set(figures) == {"quantize", "gemm", "linear", "slice"}
+    for rows in figures["quantize"].values():
+        named = ("1x128 both", "columns of rowwise codes", "amaxes and scales of shards 128x128")
+        assert rows.keys() >= {"copy", "256x256 column", *named}
         assert rows["copy"]["of_copy"] == 1.0
         assert all(row["median_ms"] > 0 and row["gb_per_s"] > 0 for row in rows.values())
+    graphed = {f"{name} graphed" for name in BASELINES} | {GRAPHED}
+    assert figures["slice"]["graphed"] == {}
+    assert figures["slice"]["skipped"] == dict.fromkeys(graphed, "a CUDA graph needs a CUDA device")
+    assert GRAPHED in printed
 
 
 @pytest.mark.long
 def test_gemm(everything):
     found = everything[0]["figures"]["gemm"]
-    assert found["copy"]["gb_per_s"] > 0
     assert [name.split(" ")[0] for name in found["products"]] == ["fprop", "dgrad", "wgrad", "128^3"]
-    runs = {
-        f"{kind}, {backend}"
+    kinds = {
+        f"{kind}, {backend}": module.why_not(a, b, CPU) is None
         for kind, (a, b, _) in gemms.KINDS.items()
         for backend, module in select.GEMM.items()
-        if backend != "reference" and module.why_not(a, b, CPU) is None
+        if backend != "reference"
     }
-    everywhere = {f"{kind}, {backend}" for kind in gemms.KINDS for backend in select.GEMM}
     for rows in found["products"].values():
-        assert set(rows) == runs | {"bf16"}
+        assert rows.keys() == {"bf16", *(name for name, runs in kinds.items() if runs)}
         assert rows["bf16"]["over_bf16"] == 1
         assert all(row["tflops"] > 0 and row["sqnr_db"] > gemms.FLOOR_DB for row in rows.values())
-    assert set(found["skipped"]) == {name for name in everywhere if "reference" not in name} - runs
+    assert set(found["skipped"]) == {name for name, runs in kinds.items() if not runs}
 
 
 @pytest.mark.long
 def test_linear(everything):
     (rows,) = everything[0]["figures"]["linear"]["layers"].values()
-    assert set(rows) == {"bf16 compiled", "bf16 eager", *COMPARED[:2], "torchao rowwise_with_gw_hp compiled"}
-    bf16 = min(rows[name]["launched"]["median_ms"] for name in ("bf16 compiled", "bf16 eager"))
+    assert set(rows) == {*BASELINES, *COMPARED[:2]}
+    bf16 = min(rows[name]["launched"]["median_ms"] for name in BASELINES[:2])
     for row in rows.values():
         assert row["launched"]["over_bf16"] == bf16 / row["launched"]["median_ms"]
         assert row["host_us"] > 0
         assert (row["kernels"], row["peak_bytes"]) == (None, None)
-    assert (
-        20
-        < rows["f8sub tensorwise eager"]["sqnr_db"]["dx"]
-        < rows["f8sub rowwise eager"]["sqnr_db"]["dx"]
-        < 40
-    )
+    rowwise, tensorwise = (rows[name]["sqnr_db"]["dx"] for name in COMPARED[:2])
+    assert 20 < tensorwise < rowwise < 40
 
 
 @pytest.mark.long
 def test_slice(everything):
     (rows,) = everything[0]["figures"]["slice"]["tokens"].values()
-    others = {"bf16 compiled", "bf16 eager", "torchao rowwise_with_gw_hp compiled"}
-    assert set(rows) == {*others, *COMPARED[:2]}
+    assert set(rows) == {*BASELINES, *COMPARED[:2]}
     loss = rows["bf16 compiled"]["check"]["loss"]
     for name, row in rows.items():
         for what in ("blocks", "step"):
@@ -124,62 +99,65 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.mark.long
-def test_a_slice_of_two_ranks(everything, tmp_path, monkeypatch):
+def test_a_slice_of_two_ranks(everything, run_script):
     """Told once, and the same losses: every rank has the same tokens."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # what is compiled was compiled for one rank
-    output = tmp_path / "figures.json"
-    finished = run(
-        *("--group", "slice", "--rounds", "2", "--only", COMPARED[1], "--json", str(output)), by=TORCHRUN
-    )
+    options = ("--group", "slice", "--rounds", "2", "--only", COMPARED[1])
+    # What is compiled was compiled for one rank.
+    finished = run_script("bench_gpu.py", *options, by=TORCHRUN, TORCHDYNAMO_DISABLE="1")
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.count("CPU, one of 2 ranks") == 2
-    found = json.loads(output.read_text())
-    (rows,), (alone,) = (figures["figures"]["slice"]["tokens"].values() for figures in (found, everything[0]))
-    ranks = [figures["figures"]["slice"]["ranks"] for figures in (found, everything[0])]
-    assert (ranks, found["failed"]) == ([2, 1], {})
+    slices_of = [figures["figures"]["slice"] for figures in (finished.figures, everything[0])]
+    assert ([found["ranks"] for found in slices_of], finished.figures["failed"]) == ([2, 1], {})
+    (rows,), (alone,) = (found["tokens"].values() for found in slices_of)
     for name in ("bf16 eager", COMPARED[1]):
         assert rows[name]["check"]["loss"] == pytest.approx(alone[name]["check"]["loss"], rel=1e-4)
 
 
 @pytest.mark.long
-def test_the_other_groups_are_of_one_rank():
-    finished = run("--group", "quantize", "slice", by=TORCHRUN)
+def test_the_other_groups_are_of_one_rank(run_script):
+    finished = run_script("bench_gpu.py", "--group", "quantize", "slice", by=TORCHRUN)
     assert finished.returncode != 0
     assert "--group slice alone" in finished.stderr
 
 
-@pytest.mark.long
-def test_graphed_steps_are_not_for_a_cpu(everything):
-    found, printed = everything
-    slice = found["figures"]["slice"]
-    names = {
-        "bf16 compiled graphed",
-        "bf16 eager graphed",
-        "torchao rowwise_with_gw_hp compiled graphed",
-        GRAPHED,
-    }
-    assert slice["graphed"] == {}
-    assert slice["skipped"] == dict.fromkeys(names, "a CUDA graph needs a CUDA device")
-    assert GRAPHED in printed
+def make_plan(recipe, device):
+    """mxfp8's wgrad alone is of the reference."""
+    wgrad = "reference" if recipe.name == "mxfp8" else "scaled_mm"
+    return types.SimpleNamespace(fprop="scaled_mm", dgrad="scaled_mm", wgrad=wgrad)
 
 
-def test_which_graphed_steps_are_run(monkeypatch):
-    made = types.SimpleNamespace(fprop="scaled_mm", dgrad="scaled_mm", wgrad="scaled_mm")
-    monkeypatch.setattr(variants, "Plan", types.SimpleNamespace(make=lambda recipe, device: made))
+@pytest.fixture
+def chosen(monkeypatch):
+    """Names of the variants that would run on a GPU, and the reasons of others."""
+    monkeypatch.setattr(variants, "Plan", types.SimpleNamespace(make=make_plan))
 
-    def graphed(*only: str) -> tuple[list[str], dict[str, str]]:
+    def run(*only: str) -> tuple[list[str], dict[str, str]]:
         found, skipped = variants.chosen(only, torch.device("cuda", 0))
-        return [variant.name for variant in found if variant.graphed], skipped
+        return [variant.name for variant in found], skipped
 
-    bf16 = ["bf16 compiled graphed", "bf16 eager graphed"]
-    assert graphed()[0] == [*bf16, GRAPHED, "f8sub tensorwise compiled graphed"]
-    assert graphed("f8sub rowwise eager")[0] == []
-    assert graphed("f8sub mxfp8 eager*")[0] == [*bf16, "f8sub mxfp8 eager graphed"]
-    names, skipped = graphed("f8sub delayed * graphed")
-    assert names == bf16
+    return run
+
+
+def test_which_graphed_steps_are_run(chosen):
+    def graphed(*only: str) -> list[str]:
+        return [name for name in chosen(*only)[0] if name.endswith("graphed")]
+
+    bf16 = [f"{name} graphed" for name in BASELINES[:2]]
+    assert graphed() == [*bf16, GRAPHED, "f8sub tensorwise compiled graphed"]
+    assert graphed("f8sub rowwise eager") == []
+    assert graphed("f8sub nvfp4 eager*") == [*bf16, "f8sub nvfp4 eager graphed"]
+    assert graphed("f8sub delayed * graphed") == bf16
+    _, skipped = chosen("f8sub delayed * graphed")
     assert all("histories roll" in skipped[f"f8sub delayed {how} graphed"] for how in ("eager", "compiled"))
-    only_graphed, _ = variants.chosen(["* graphed"], torch.device("cuda", 0))
-    assert all(variant.graphed for variant in only_graphed)
+    assert chosen("* graphed")[0] == graphed("* graphed")
+
+
+def test_recipes_of_the_reference_are_not_for_a_gpu(chosen):
+    found, skipped = chosen()
+    assert set(skipped) == {"f8sub mxfp8 eager", "f8sub mxfp8 compiled"}
+    assert all("wgrad would be of the reference" in reason for reason in skipped.values())
+    assert {"f8sub blockwise eager", "torchao rowwise compiled"} <= set(found)
+    assert "f8sub mxfp8 eager" in {variant.name for variant in variants.chosen([], CPU)[0]}
 
 
 def recorded_on_the_cpu(monkeypatch, variant: variants.Variant, left_out: str = "") -> dict:
@@ -196,11 +174,8 @@ def recorded_on_the_cpu(monkeypatch, variant: variants.Variant, left_out: str = 
     monkeypatch.setattr(slices, "chosen", lambda only, device: ([BF16_GRAPHED, variant], {}))
     made = session()
     slices.group(made)
-    return {
-        "rows": made.figures["slice"]["graphed"].get("32x4", {}),
-        "failed": made.failed,
-        "tables": made.tables,
-    }
+    rows = made.figures["slice"]["graphed"].get("32x4", {})
+    return {"rows": rows, "failed": made.failed, "tables": made.tables}
 
 
 BF16_GRAPHED = variants.Variant("bf16", "", False, graphed=True)
@@ -249,33 +224,17 @@ def test_a_graph_reads_the_batch_it_is_given(monkeypatch):
 def test_how_far_losses_of_replays_may_be_off():
     launched = [6.0, 5.5, 5.0]
     assert graphs.compare(launched, launched, launched)["error"] == 0
-    slightly = [6.0, 5.5, 5.01]
-    assert graphs.compare(slightly, launched, [6.0, 5.5, 5.001])["error"] == pytest.approx(0.01)
-    for graphed, again in (
-        (slightly, launched),
-        ([6.0, 5.5, 5.1], [6.0, 5.5, 5.001]),
-        ([6.0, 5.5, float("nan")], slightly),
-    ):
+    slightly, again = [6.0, 5.5, 5.01], [6.0, 5.5, 5.001]
+    assert graphs.compare(slightly, launched, again)["error"] == pytest.approx(0.01)
+    wrong = [6.0, 5.5, 5.1], [6.0, 5.5, float("nan")]
+    for graphed, twice in ((slightly, launched), (wrong[0], again), (wrong[1], slightly)):
         with pytest.raises(RuntimeError, match="losses of replayed steps"):
-            graphs.compare(graphed, launched, again)
+            graphs.compare(graphed, launched, twice)
 
 
 def test_a_pattern_that_matches_nothing():
     with pytest.raises(ValueError, match="matches none of"):
         variants.chosen(["f8sub rowvise*"], CPU)
-
-
-def test_recipes_of_the_reference_are_not_for_a_gpu(monkeypatch):
-    def make(recipe, device):
-        wgrad = "reference" if recipe.name == "mxfp8" else "scaled_mm"
-        return types.SimpleNamespace(fprop="scaled_mm", dgrad="scaled_mm", wgrad=wgrad)
-
-    monkeypatch.setattr(variants, "Plan", types.SimpleNamespace(make=make))
-    found, skipped = variants.chosen([], torch.device("cuda", 0))
-    assert set(skipped) == {"f8sub mxfp8 eager", "f8sub mxfp8 compiled"}
-    assert all("wgrad would be of the reference" in reason for reason in skipped.values())
-    assert {"f8sub blockwise eager", "torchao rowwise compiled"} <= {variant.name for variant in found}
-    assert "f8sub mxfp8 eager" in {variant.name for variant in variants.chosen([], CPU)[0]}
 
 
 def test_a_wrong_quantizer_is_not_timed():
@@ -305,7 +264,7 @@ def test_another_backend_is_found_and_a_wrong_one_not_timed(monkeypatch):
 
 def test_a_wrong_layer_is_not_timed():
     variant = variants.Variant("f8sub", "rowwise", False)
-    layer = linears.build(variant, 32, 48, CPU)
+    layer = linears.Layer(variant, 32, 48, CPU)
     given = torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
     right = linears.right_of(given, 48)
     assert set(linears.check(layer, given, right)) == {"y", "dx", "dw"}
@@ -326,20 +285,16 @@ def test_a_wrong_model_is_not_timed():
         slices.check(trainer, None, (6.0, {**weights, "last": weights["first"]}))
 
 
-def test_what_raises_is_told_and_the_next_goes_on(capsys):
-    run = session()
+def test_what_raises_is_told_and_the_next_goes_on_unless_there_are_other_ranks(capsys):
+    """Those would be in collectives in which this one is not."""
+    saved = []
+    run, several = session(), session(ranks=2, save=lambda: saved.append(True))
     with run.attempt("one"):
         raise ValueError("broken")
     with run.attempt("another"):
         pass
     assert run.failed == {"one": "ValueError: broken"}
     assert "another: " in capsys.readouterr().err
-
-
-def test_what_raises_on_one_of_several_ranks_ends_it():
-    """It does not go on to collectives in which the others are not."""
-    saved = []
-    several = session(ranks=2, save=lambda: saved.append(True))
     with pytest.raises(RuntimeError, match="ValueError: wrong"), several.attempt("this"):
         raise ValueError("wrong")
     assert several.failed == {"this": "ValueError: wrong"}
@@ -347,15 +302,10 @@ def test_what_raises_on_one_of_several_ranks_ends_it():
 
 
 def test_kernels_are_told_by_the_trace_of_the_profiler():
-    events = [
-        {"cat": "kernel", "name": "gemm", "dur": 5.0},
-        {"cat": "kernel", "name": "cast", "dur": 2.0},
-        {"cat": "kernel", "name": "cast", "dur": 4.0},
-        {"cat": "gpu_memset", "name": "Memset", "dur": 1.0},
-        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 9.0},
-        {"cat": "gpu_user_annotation", "name": "region", "dur": 20.0},
-        {"ph": "M", "name": "process_name"},
-    ]
+    kernels = [("kernel", "gemm", 5.0), ("kernel", "cast", 2.0), ("kernel", "cast", 4.0)]
+    others = [("gpu_memset", "Memset", 1.0), ("cuda_runtime", "launch", 9.0), ("user_annotation", "x", 20.0)]
+    events = [{"cat": cat, "name": name, "dur": us} for cat, name, us in kernels + others]
+    events.append({"ph": "M", "name": "process_name"})
     assert timing.by_name(events) == [
         {"name": "cast", "launches": 2, "us": 6.0},
         {"name": "gemm", "launches": 1, "us": 5.0},
@@ -365,7 +315,7 @@ def test_kernels_are_told_by_the_trace_of_the_profiler():
 
 def test_the_weight_is_cast_before_every_call():
     """Codes are kept until a weight changes; a benchmark that left that out would time less than a step."""
-    layer = linears.build(variants.Variant("f8sub", "tensorwise", False), 32, 48, CPU)
+    layer = linears.Layer(variants.Variant("f8sub", "tensorwise", False), 32, 48, CPU)
     given = torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
 
     def operators() -> int:

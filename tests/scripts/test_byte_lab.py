@@ -1,46 +1,30 @@
-"""The byte gate: what compiled layers of f8sub move and save on an H200, of the code generated for one."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""The byte gate: what layers of f8sub move and save on an H200, of the code generated for one; what keeping x costs."""
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-CLAIMED_OF_TORCHAO = {
-    ("linear", "tensorwise", False): 1376e6,
-    ("linear", "tensorwise", True): 1023e6,
-}
-"""Of torchao 0.18: 6 bytes an element of x, w and dy, 2 of w in backward."""
+from scripts.tables import byte_account, byte_lab, keep_x
+from scripts.tables.inductor_lab import Buffer, Generated, Kernel, Saved
 
 
-def figures_of(tmp_path: Path, *only: str) -> tuple[dict, str, int]:
-    """By (module, library, recipe, gathered)."""
-    pytest.importorskip("triton")
-    output = tmp_path / "bytes.json"
-    finished = subprocess.run(
-        [sys.executable, str(SCRIPTS / "byte_lab.py"), "--json", str(output), "--only", *only],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        env={
-            "PYTHONPATH": str(SCRIPTS.parent),
-            "OMP_NUM_THREADS": "1",
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(tmp_path),
-        },
-    )
-    assert output.exists(), finished.stderr[-3000:]
-    rows = json.loads(output.read_text())
-    names = ("module", "library", "recipe", "gathered")
-    return {tuple(row[name] for name in names): row for row in rows}, finished.stdout, finished.returncode
+@pytest.fixture
+def figures_of(run_script):
+    """Runs the lab: figures by (module, library, recipe, gathered), what it printed, and its status."""
+
+    def run(*only: str) -> tuple[dict, str, int]:
+        pytest.importorskip("triton")
+        done = run_script("tables/byte_lab.py", "--only", *only, OMP_NUM_THREADS="1")
+        assert done.figures is not None, done.stderr[-3000:]
+        names = ("module", "library", "recipe", "gathered")
+        rows = {tuple(row[name] for name in names): row for row in done.figures}
+        return rows, done.stdout, done.returncode
+
+    return run
 
 
 @pytest.mark.long
-def test_a_linear_layer_moves_the_bytes_of_its_casts(tmp_path):
+def test_a_linear_layer_moves_the_bytes_of_its_casts(figures_of):
     """blockwise: x and dy are read once and written twice, w's codes and their scales read and written once."""
-    figures, shown, status = figures_of(tmp_path, "linear, f8sub blockwise, weight gathered")
+    figures, shown, status = figures_of("linear, f8sub blockwise, weight gathered")
     (row,) = figures.values()
     x, w, y = 8192 * 4096, 14336 * 4096, 8192 * 14336
     casts, scales = 4 * (x + y) + 2 * w, 2 * 4 * (x + y) // 128 + 2 * 4 * w // 128**2
@@ -51,20 +35,15 @@ def test_a_linear_layer_moves_the_bytes_of_its_casts(tmp_path):
 
 
 @pytest.mark.long
-def test_f8sub_moves_and_saves_no_more_than_it_is_held_to(tmp_path):
-    import byte_lab
-
+def test_f8sub_moves_and_saves_no_more_than_it_is_held_to(figures_of):
     gathered = [str(byte_lab.Case(module, "f8sub", recipe, True)) for module, recipe in byte_lab.AT_MOST]
-    figures, shown, status = figures_of(tmp_path, *gathered)
+    figures, shown, status = figures_of(*gathered)
     print(shown)
     assert status == 0, shown
     assert len(figures) == 8
 
 
 def test_what_misses_is_named():
-    import byte_lab
-    from inductor_lab import Buffer, Generated, Kernel, Saved
-
     case = byte_lab.Case("FFN", "f8sub", "blockwise", True)
     kept = Saved("getitem", "float8_e4m3fn", (8192, 4096), 8192 * 4096, False)
     given = Saved("primals_1", "float8_e4m3fn", (14336, 4096), 14336 * 4096, True)
@@ -81,9 +60,41 @@ def test_what_misses_is_named():
 
 
 @pytest.mark.long
-def test_the_lab_counts_what_is_known_of_torchao(tmp_path):
+def test_the_lab_counts_what_is_known_of_torchao(figures_of):
     pytest.importorskip("torchao")
-    figures, shown, _ = figures_of(tmp_path, "linear, torchao tensorwise")
-    for (module, recipe, gathered), moved in CLAIMED_OF_TORCHAO.items():
-        found = figures[module, "torchao", recipe, gathered]["moved"]
+    figures, shown, _ = figures_of("linear, torchao tensorwise")
+    # Of torchao 0.18: 6 bytes an element of x, w and dy, 2 of w in backward.
+    for gathered, moved in ((False, 1376e6), (True, 1023e6)):
+        found = figures["linear", "torchao", "tensorwise", gathered]["moved"]
         assert found == pytest.approx(moved, rel=0.001), shown
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "gridquant"])
+def test_eager_code_keeps_a_byte_an_element_of_x_or_none(recipe):
+    found = {way: keep_x.in_eager_code(recipe, way) for way in keep_x.KEEP_X}
+    scale = 4 / keep_x.SMALL**2
+    assert found == {"auto": 0, "float8": 1 + scale, "high_precision": 0, "recompute": 1 + scale}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["delayed", "gridquant"])
+def test_compiled_code_saves_a_byte_an_element_of_x_less(recipe):
+    pytest.importorskip("triton")
+    float8, kept = (keep_x.measured(recipe, way) for way in ("float8", "high_precision"))
+    x = byte_lab.TOKENS * byte_lab.WIDTH
+    assert float8["saved"] - kept["saved"] == pytest.approx(x, rel=1e-3)
+    assert kept["moved"] > float8["moved"]
+
+
+@pytest.mark.long
+def test_the_account_of_a_llama(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("sys.argv", ["byte_account.py", "--size", "debug", "--keep-x", "float8"])
+    byte_account.main()
+    shown = capsys.readouterr().out
+    rows = [line for line in shown.splitlines() if line.startswith("model.layers.*.")]
+    assert [row.split()[0].rpartition(".")[2] for row in rows] == [
+        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+    ]
+    # Each of 4 layers of 768 x 256: float32, a byte, half of bf16's two.
+    assert "x float8 3.15 0.786 / 0 0.786 / 1.57 8.39" in " ".join(rows[4].split())

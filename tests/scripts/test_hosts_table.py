@@ -2,11 +2,10 @@
 
 import statistics
 
-import bench_all_gather
-import hosts_table
 import pytest
-from bench_all_gather import ARMS, BF16, COMBINED, SEPARATE
 
+from scripts.tables import hosts
+from scripts.tables.hosts import ARMS, BF16, COMBINED, SEPARATE
 from tests.namespaces import environment, needs_hosts
 
 PROTOCOLS = 1.03
@@ -19,7 +18,7 @@ LINEAR_LAYERS = 14
 @pytest.mark.long
 def test_float8_halves_the_all_gather_on_a_limited_link(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    figures = hosts_table.run(2, "100mbit", rounds=2)
+    figures = hosts.run(2, "100mbit", rounds=2)
     arms = figures["arms"]
     assert figures["hosts"] == 2
     for name, bytes_an_element in {BF16: 2, SEPARATE: 1, COMBINED: 1}.items():
@@ -33,20 +32,20 @@ def test_float8_halves_the_all_gather_on_a_limited_link(monkeypatch):
     assert [arms[name]["amax_all_reduces"] for name in ARMS] == [0, LINEAR_LAYERS, 1]
     assert figures["idle_sent_a_second"] < 0.01 * arms[COMBINED]["gathers"]["sent"]
     # Turn by turn, as the table has it. What hooks and barriers take, 0.02 s, is small beside what the link takes.
-    shares = hosts_table.ratios(figures, COMBINED, "gathers")
+    shares = hosts.ratios(figures, COMBINED, "gathers")
     assert statistics.median(shares) <= LARGEST_ALL_GATHER_TIME, (shares, arms)
 
 
 @needs_hosts
 def test_a_run_that_fails_says_why():
     with pytest.raises(RuntimeError, match=r"1 hosts, 1furlong: status 1(.|\n)*illegal value"):
-        hosts_table.run(1, "1furlong", rounds=1)
+        hosts.run(1, "1furlong", rounds=1)
 
 
 def test_arms_that_train_differently_are_not_compared():
     same = {"losses": [2.0, 1.0]}
     with pytest.raises(RuntimeError, match="the arms train different losses"):
-        bench_all_gather.summary([{BF16: same, SEPARATE: same, COMBINED: {"losses": [2.0, 1.5]}}])
+        hosts.summary([{BF16: same, SEPARATE: same, COMBINED: {"losses": [2.0, 1.5]}}])
 
 
 def arm(all_reduces: int, sent: float, seconds: list[float]) -> dict:
@@ -60,7 +59,7 @@ def test_float8_is_told_as_shares_of_bf16_turn_by_turn():
         SEPARATE: arm(14, 1e6, [0.5, 1.0, 2.0]),
         COMBINED: arm(1, 1e6, [0.4, 1.0, 2.8]),
     }
-    first, second, third = hosts_table.rows({"hosts": 4, "arms": arms}, "1gbit")
+    first, second, third = hosts.rows({"hosts": 4, "arms": arms}, "1gbit")
     assert first == ["4, 1gbit", "bf16", "0", "2.0 MB", "2.0 MB", "2.00 s", "2.00 s"]
     assert second[2:] == ["14", "0.50", "0.50", *["0.50 (0.50 to 0.50)"] * 2]
     assert third[2:] == ["1", "0.50", "0.50", *["0.50 (0.45 to 0.60)"] * 2]

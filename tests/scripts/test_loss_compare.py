@@ -1,17 +1,15 @@
-"""The comparison of losses: its statistics against known ones, and that finished runs are kept."""
+"""The comparison of losses: its statistics against known ones; runs trained here are kept, others' are read."""
 
 import json
 import math
-import subprocess
-import sys
+import statistics
 from pathlib import Path
 
-import loss_compare
 import pytest
 import torch
-from loss_compare import Results, Run
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "loss_compare.py"
+from scripts import loss_compare
+from scripts.loss_compare import Results, Run, arms_of, read_run
 
 
 @pytest.mark.parametrize(
@@ -39,9 +37,8 @@ def test_two_arms_are_a_paired_t_interval():
     other = base * (differences / 100).exp()
     found = loss_compare.gaps({"bf16": base.tolist(), "other": other.tolist()})["other"]
     assert found["gap_percent"] == pytest.approx(0.3)
-    assert found["half_width_percent"] == pytest.approx(
-        4.30265 * differences.std().item() / math.sqrt(3), rel=1e-5
-    )
+    half_width = 4.30265 * differences.std().item() / math.sqrt(3)
+    assert found["half_width_percent"] == pytest.approx(half_width, rel=1e-5)
 
 
 def test_the_interval_holds_the_true_gap_as_often_as_it_says():
@@ -51,10 +48,8 @@ def test_the_interval_holds_the_true_gap_as_often_as_it_says():
         noise = 0.003 * torch.randn((4, 3), generator=rng, dtype=torch.float64)
         losses = (0.9 + torch.randn(3, generator=rng, dtype=torch.float64) / 10 + noise).exp()
         losses[3] *= math.exp(0.005)
-        found = loss_compare.gaps(dict(zip(["bf16", "a", "b", "worse"], losses.tolist(), strict=True)))[
-            "worse"
-        ]
-        held += abs(found["gap_percent"] - 0.5) <= found["half_width_percent"]
+        found = loss_compare.gaps(dict(zip(("bf16", "a", "b", "worse"), losses.tolist(), strict=True)))
+        held += abs(found["worse"]["gap_percent"] - 0.5) <= found["worse"]["half_width_percent"]
     assert 0.91 * 300 <= held <= 0.985 * 300
 
 
@@ -92,33 +87,125 @@ def test_a_finished_run_counts_only_with_the_settings_it_had(tmp_path):
 def test_a_run_that_fails_says_why_and_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(loss_compare, "settings", lambda run, steps: ["--training.steps", "none"])
     results = Results(tmp_path, 1)
-    (tmp_path / "rowwise-seed0" / "checkpoints" / "step-00000001").mkdir(
-        parents=True
-    )  # of a run that was stopped
+    stopped = tmp_path / "rowwise-seed0" / "checkpoints"
+    (stopped / "step-00000001").mkdir(parents=True)
     with pytest.raises(RuntimeError, match=r"rowwise, seed 0.*pretrain\.py(.|\n)*training\.steps"):
         results.train(Run("rowwise", 0), lambda step: None)
     assert results.load(Run("rowwise", 0)) is None
-    assert not (tmp_path / "rowwise-seed0" / "checkpoints").exists()
+    assert not stopped.exists()
 
 
 @pytest.mark.long
-def test_trains_each_arm_once_and_shows_the_gaps(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--recipes", "rowwise", "--seeds", "0", "--steps", "2"]
-    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "figures.json")]
-    environment = {"PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-
-    def run() -> str:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+def test_trains_each_arm_once_and_shows_the_gaps(tmp_path, run_script):
+    def run():
+        options = ("--recipes", "rowwise", "--seeds", "0", "--steps", "2", "--folder", tmp_path)
+        finished = run_script("loss_compare.py", *options, OMP_NUM_THREADS="1")
         assert finished.returncode == 0, finished.stderr[-3000:]
-        return finished.stdout
+        return finished
 
-    assert "rowwise, seed 0" in run()
+    assert "rowwise, seed 0" in run().stdout
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-seed?.json")}
     assert len(written) == 3
-    output = run()
+    again = run()
     assert {path: path.stat().st_mtime_ns for path in written} == written
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert set(figures["gaps"]) == {"float32", "rowwise"}
-    assert all(len(losses) == 1 for losses in figures["eval_losses"].values())
-    assert loss_compare.interval(figures["gaps"]["rowwise"]) in output
+    assert set(again.figures["gaps"]) == {"float32", "rowwise"}
+    assert all(len(losses) == 1 for losses in again.figures["eval_losses"].values())
+    assert loss_compare.interval(again.figures["gaps"]["rowwise"]) in again.stdout
     assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def tensorboard(folder: Path, name: str, losses: dict[int, float]) -> Path:
+    """What torchtitan leaves of a run: an event file in a folder that is named by the time."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tb" / "20260101-0000")) as writer:
+        for step, loss in losses.items():
+            writer.add_scalar(name, loss, step)
+            writer.add_scalar("lr", 0.1, step)
+    return folder
+
+
+def lines(file: Path, losses: dict[int, float], held_out: float | None = None) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    records = [{"step": step, "loss": loss, "lr": 0.1} for step, loss in losses.items()]
+    if held_out is not None:
+        records.append({"step": max(losses), "eval_loss": held_out})
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+LOSSES = {step: 8 - step / 64 for step in range(10, 210, 10)}
+"""Float32 has them exactly, as TensorBoard does."""
+
+
+def test_torchtitans_tensorboard(tmp_path):
+    run = read_run(tensorboard(tmp_path, "loss_metrics/global_avg_loss", LOSSES))
+    assert run.training == LOSSES
+    assert run.held_out is None
+    assert run.final == (LOSSES[190] + LOSSES[200]) / 2  # a tenth of 20
+
+    tensorboard(tmp_path, "validation_metrics/loss", {100: 7.0, 200: 6.5})
+    run = read_run(tmp_path)
+    assert run.training == LOSSES
+    assert run.held_out == run.final == 6.5
+
+
+def test_a_resumed_runs_later_file_counts(tmp_path):
+    lines(tmp_path / "1" / "metrics.jsonl", {1: 4.0, 2: 3.0, 3: 2.0})
+    lines(tmp_path / "2" / "metrics.jsonl", {3: 1.0, 4: 0.5})
+    assert read_run(tmp_path).training == {1: 4.0, 2: 3.0, 3: 1.0, 4: 0.5}
+
+
+def test_json_lines_by_name(tmp_path):
+    assert read_run(lines(tmp_path / "any.json", LOSSES, 6.0)).final == 6.0
+
+
+def test_a_run_without_losses_is_an_error_that_says_how_to_have_them(tmp_path):
+    with pytest.raises(ValueError, match=r"enable_tensorboard"):
+        read_run(tensorboard(tmp_path, "loss_metrics/global_max_loss", LOSSES))
+
+
+def test_arms_that_cannot_be_compared(tmp_path):
+    a, b = (str(lines(tmp_path / name, LOSSES)) for name in "ab")
+    short = str(lines(tmp_path / "short", {10: 7.0}))
+    held_out = str(lines(tmp_path / "held_out", LOSSES, 6.0))
+    for given, says in (
+        ([["float8", a], ["other", b]], "give bf16"),
+        ([["bf16", a]], "at least one other"),
+        ([["bf16", a], ["float8", a], ["float8", b]], "each once"),
+        ([["bf16", a], ["float8", a, b]], r"'bf16': 1, 'float8': 2"),
+        ([["bf16"], ["float8"]], r"'bf16': 0"),
+        ([["bf16", a], ["float8", short]], "float8: logged other steps"),
+        ([["bf16", a], ["float8", held_out]], "held-out loss"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            arms_of(given, "bf16")
+
+
+@pytest.mark.long
+def test_arms_are_compared_by_the_same_statistics_and_drawn(tmp_path, run_script):
+    """Of what torchtitan logs: paired differences of 1, 2 and 3 per cent, whose interval is that of a t-test."""
+    options = ["--folder", str(tmp_path)]
+    ratios = {"bf16": (1.0, 1.0, 1.0), "float8": (1.01, 1.02, 1.03)}
+    for arm, factors in ratios.items():
+        options += ["--recorded", arm]
+        for seed, factor in enumerate(factors):
+            losses = {step: loss * factor * (1 + seed / 8) for step, loss in LOSSES.items()}
+            folder = tmp_path / f"{arm}_seed{seed}"
+            options.append(str(tensorboard(folder, "loss_metrics/global_avg_loss", losses)))
+    done = run_script("loss_compare.py", *options)
+    assert done.returncode == 0, done.stderr
+    assert "+1.98 ± " in done.stdout
+    differences = [100 * math.log(factor) for factor in ratios["float8"]]
+    half_width = 4.30265 * statistics.stdev(differences) / math.sqrt(3)
+    assert done.figures["gaps"]["float8"]["gap_percent"] == pytest.approx(
+        statistics.mean(differences), rel=1e-5
+    )
+    assert done.figures["gaps"]["float8"]["half_width_percent"] == pytest.approx(half_width, rel=1e-4)
+    assert done.figures["steps"] == 200
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+    done = run_script("loss_compare.py", *options[:-2])
+    assert done.returncode == 2
+    assert "runs of each arm" in done.stderr
+    assert "Traceback" not in done.stderr

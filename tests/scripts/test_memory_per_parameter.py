@@ -1,7 +1,8 @@
 """The bytes of every parameter, weights to optimizer states, as the script measures them."""
 
-import memory_per_parameter
 import pytest
+
+from scripts.tables import memory_per_parameter
 
 EXPECTED = {
     "float32 weights": {"weights": 4, "masters": 0, "optimizer states": 8, "codes": 1},

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import planted_faults
 import pytest
+
+from scripts import planted_faults
 
 ROOT = Path(__file__).parents[2]
 FAULTS = {fault.name: fault for fault in planted_faults.faults()}

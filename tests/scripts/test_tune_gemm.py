@@ -2,9 +2,7 @@
 
 import dataclasses
 import importlib
-import subprocess
-import sys
-from pathlib import Path
+import json
 
 import pytest
 import torch
@@ -14,13 +12,10 @@ from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.triton import gemm_table
 from tests.kernels.interpreted import needs_triton
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture
-def tune(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("tune_gemm")
+def tune():
+    return importlib.import_module("scripts.tune_gemm")
 
 
 @needs_triton
@@ -47,7 +42,7 @@ def test_what_it_writes_is_what_is_looked_up(tune, monkeypatch, tmp_path):
     row = tune.product("1x128 x 1x128", shape, figures, [config])
     monkeypatch.setattr(gemm_table, "FOLDER", tmp_path)
     gemm_table.of.cache_clear()
-    gemm_table.file_of("Some GPU").write_text(tune.json.dumps({"products": [row]}))
+    gemm_table.file_of("Some GPU").write_text(json.dumps({"products": [row]}))
     (found,) = gemm_table.of("Some GPU", *tune.PAIRS["1x128 x 1x128"])
     assert found.rates == {"scaled_mm": 900.0, "triton": 1000.0}
     assert found.winner == "triton"
@@ -58,10 +53,8 @@ def test_what_it_writes_is_what_is_looked_up(tune, monkeypatch, tmp_path):
 
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
-def test_without_a_gpu_it_says_so():
-    finished = subprocess.run(
-        [sys.executable, str(SCRIPTS / "tune_gemm.py")], capture_output=True, text=True, cwd=SCRIPTS.parent
-    )
+def test_without_a_gpu_it_says_so(run_script):
+    finished = run_script("tune_gemm.py")
     assert finished.returncode == 1
     assert "triton runs on NVIDIA's GPUs, not on cpu" in finished.stderr
 
@@ -69,7 +62,7 @@ def test_without_a_gpu_it_says_so():
 def test_measurements_in_the_package_can_be_read():
     """Of every GPU: winners and tiles are what the backends take."""
     for path in gemm_table.FOLDER.glob("*.json"):
-        document = gemm_table.json.loads(path.read_text())
+        document = json.loads(path.read_text())
         assert gemm_table.file_of(document["gpu"]) == path
         assert document["products"]
         for row in document["products"]:

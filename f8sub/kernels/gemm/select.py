@@ -31,7 +31,7 @@ GEMM: dict[str, ModuleType] = {
 REFERENCE_TIMES_BF16 = 30
 """How many times as long as bf16 a layer takes on a GPU whose GEMMs are the reference's.
 
-Source: ``scripts/bench_small_layers.py`` on an H200, 2026-11-23, forward and backward of 4096x4096 with 8192 tokens in
+Source: ``scripts/bench/small_layers.py`` on an H200, 2026-11-23, forward and backward of 4096x4096 with 8192 tokens in
 eager code: 30 times with e8m0 scales of 1x32, 37 times with e2m1.
 """
 

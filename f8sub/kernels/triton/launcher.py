@@ -1,7 +1,7 @@
 """A kernel over a matrix as data, and its launch.
 
 Triton binds, types and hashes every argument at every launch, which is most of what a launch costs the host
-(scripts/bench_launches.py). So what it compiled for arguments of some kind is kept here and launched by itself.
+(scripts/bench/launches.py). So what it compiled for arguments of some kind is kept here and launched by itself.
 """
 
 from typing import Any, NamedTuple

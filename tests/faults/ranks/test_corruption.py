@@ -1,18 +1,16 @@
-"""Damaged checkpoints are refused or load right; what scripts/corruption_table.py counts 10,000 of."""
+"""Damaged checkpoints are refused or load right; what scripts/tables/corruption.py counts 10,000 of."""
 
 from pathlib import Path
 
 from checkpoint import Checkpoints
 
-from tests.scripts import conftest  # noqa: F401  (scripts are importable from here on)
-
-import corruption_table  # isort: skip
+from scripts.tables import corruption
 
 
 def outcomes(rank: int, world: int, folder: str, count: int, blind: bool) -> dict[str, int]:
     if blind:
         Checkpoints.problem = lambda self, name: ""
-    found = corruption_table.of_checkpoints(Path(folder), count, seed=1)
+    found = corruption.of_checkpoints(Path(folder), count, seed=1)
     return {
         outcome: sum(of.get(outcome, 0) for of in found.values()) for of in found.values() for outcome in of
     }
@@ -21,10 +19,10 @@ def outcomes(rank: int, world: int, folder: str, count: int, blind: bool) -> dic
 def test_each_of_600_damages_is_refused_clearly_or_loads_right(ranks, tmp_path):
     (found,) = ranks(1, outcomes, str(tmp_path), 600, False)
     assert sum(found.values()) == 600
-    assert set(found) <= {corruption_table.REFUSED, corruption_table.RIGHT}
-    assert found[corruption_table.REFUSED] > 590
+    assert set(found) <= {corruption.REFUSED, corruption.RIGHT}
+    assert found[corruption.REFUSED] > 590
 
 
 def test_it_would_see_one_that_is_neither(ranks, tmp_path):
     (found,) = ranks(1, outcomes, str(tmp_path), 120, True)
-    assert found[corruption_table.WRONG] > 10
+    assert found[corruption.WRONG] > 10

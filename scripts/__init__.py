@@ -1,0 +1,1 @@
+"""What users run, on top; ``bench`` measures, ``tables`` makes the tables that the pages show."""

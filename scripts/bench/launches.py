@@ -1,0 +1,95 @@
+"""Host time of float8 operators, without what CUDA itself takes: on any machine, by a driver that launches nothing.
+
+What eager code calls (quantize both usages, transpose, multiply) and, of the same kernels, the launch alone, by
+``Launch.run`` and by Triton. In turns, in one process; the medians, with the distance of their quartiles.
+
+    python scripts/bench/launches.py --json launches.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+import f8sub
+from f8sub.formats import Operand
+from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda, triton_mm
+from f8sub.kernels.triton.launcher import Launch
+from scripts.bench import no_gpu
+from scripts.bench.timing import cpu_in_turns, summary
+from scripts.table import Table, finish, parser
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant")
+EDGE, MULTIPROCESSORS = 512, 132
+"""Of matrices so small that making room for one on the CPU costs what it does on a GPU; of an H200."""
+
+
+def by_triton(launches: list[Launch]) -> None:
+    """The same launches as Triton would do them by itself."""
+    for each in launches:
+        each.kernel[(each.programs,)](**each.arguments, **each.options)
+
+
+def by_us(launches: list[Launch]) -> None:
+    for each in launches:
+        each.run()
+
+
+def multiply(a: Operand, b: Operand) -> None:
+    shape = (*a.data.shape, b.data.shape[0])
+    config = triton_mm.default_config(shape, MULTIPROCESSORS)
+    launches, _ = gemm_launch.multiplication(a, b, torch.bfloat16, config, MULTIPROCESSORS)
+    by_us(launches)
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """What is timed, by name."""
+    found: dict[str, Callable[[], object]] = {}
+    x = torch.zeros(EDGE, EDGE, dtype=torch.bfloat16)
+    for name in RECIPES:
+        recipe = f8sub.get_recipe(name)
+        formats = recipe.fprop.a, recipe.wgrad.b
+        launches = launch.quantization(x, *formats).launches
+        both = functools.partial(quantize_cuda.quantize, x, *formats)
+        found[f"{name}: quantize x, both usages"] = both
+        found[f"{name}: launches alone, {len(launches)}"] = functools.partial(by_us, launches)
+        found[f"{name}: the same, by Triton"] = functools.partial(by_triton, launches)
+    spec = f8sub.get_recipe("blockwise").fprop
+    a, b = (quantize_cuda.quantize(x, format, None)[0] for format in (spec.a, spec.b))
+    found["transpose codes"] = functools.partial(quantize_cuda.transpose, a.data)
+    found["multiply, blockwise"] = functools.partial(multiply, a, b)
+    return found
+
+
+def time_calls(run: Callable[[], object], calls: int) -> float:
+    """Microseconds of CPU time a call."""
+    start = time.process_time()
+    for _ in range(calls):
+        run()
+    return (time.process_time() - start) / calls * 1e6
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--calls", type=int, default=200, help="a round")
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    no_gpu.install()
+    quantize_cuda.takes = lambda x: x.numel() > 0
+    quantize_cuda.device_of = contextlib.nullcontext
+    runs = cases()
+    for run in runs.values():
+        run()
+    timers = {name: functools.partial(time_calls, run, given.calls) for name, run in runs.items()}
+    figures = {name: summary(times, "us") for name, times in cpu_in_turns(timers, given.rounds).items()}
+    columns = (("median", "{median_us:.1f}"), ("spread", "{spread_us:.1f}"))
+    finish(given, figures, Table.of("Host time, us", figures.items(), columns))
+
+
+if __name__ == "__main__":
+    main()

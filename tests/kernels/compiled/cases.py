@@ -1,0 +1,124 @@
+"""The kernels that ``kernels.py`` compiles: each as it is launched over matrices without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub.kernels.gemm.block_scales import empty_scale_inv
+from f8sub.kernels.scales import PriorScale
+from scripts.bench.formats import E4M3, FORMATS, USAGES
+
+if TYPE_CHECKING:
+    from f8sub.kernels.triton.launcher import Launch
+
+WHOLE, RAGGED = (8192, 4096), (8208, 4112)
+"""Of whole tiles, and of rows that begin at multiples of 16 bytes only."""
+
+INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel as it is launched over one matrix.
+
+    Attributes:
+        name: what it does, in which format.
+        dtype: of the matrix, ``INPUTS``' name of it.
+        shape: of the matrix.
+        usages: ``USAGES``' name of what is made.
+        index: which launch of the plan.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, int]
+    usages: str
+    index: int
+
+    @property
+    def words(self) -> str:
+        """What it is, in words."""
+        kind = ", ragged" if self.shape == RAGGED else ""
+        return f"{self.name} {self.dtype} {self.usages}{kind}"
+
+    def launches(self) -> list[Launch]:
+        """All that the plan launches, over tensors without memory."""
+        from f8sub.kernels.triton import launch, recast_launch
+
+        x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
+        if self.name == "amaxes of many":
+            return launches_over_tables(x)
+        if self.name == "transpose":
+            return [recast_launch.transposition(x)[0]]
+        name, _, what = self.name.rpartition(" ")
+        if what not in ("transpose", "recast", "part", "delayed", "known"):
+            name, what = self.name, ""
+        format = FORMATS[name]
+        row, col = (format if is_made else None for is_made in USAGES[self.usages])
+        if what in ("transpose", "recast"):
+            codes = Operand(x.to(format.dtype), empty_scale_inv(x, format, *x.shape), format)
+            if what == "recast":
+                return recast_launch.recast(codes, format).launches
+            return [recast_launch.derivation(codes, format)[0]]
+        if what == "part":
+            scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
+            out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
+            return [launch.part_cast(x, scale, format, (0, 0), torch.bfloat16, out)]
+        if what:
+            known, scale = what == "known", torch.empty(1, 1, device="meta")
+            past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
+            return launch.quantization_with_prior(x, past, row, col)[0].launches
+        return launch.quantization(x, row, col).launches
+
+
+def cases(whole: tuple[int, int]) -> Iterator[Case]:
+    """Every kernel of every format and usage over bf16; the other inputs and ragged matrices for both usages."""
+    for name in FORMATS:
+        for usages in USAGES:
+            yield from launches(name, "bf16", whole, usages)
+        for dtype in ("fp16", "fp32"):
+            yield from launches(name, dtype, whole, "both")
+        yield from launches(name, "bf16", RAGGED, "both")
+    for usages in USAGES:
+        yield from launches("tensorwise delayed", "bf16", whole, usages)
+        yield from launches("tensorwise known", "bf16", whole, usages)
+    for dtype in ("fp16", "fp32"):
+        yield from launches("tensorwise e5m2 delayed", dtype, whole, "both")
+    yield Case("rowwise", "bf16", RAGGED, "row", 0)
+    for name in ("tensorwise", "rowwise", "128x128"):
+        for dtype in ("bf16", "fp32"):
+            yield Case(f"{name} part", dtype, whole, "row", 0)
+    for name in ("rowwise", "1x128", "1x128 float"):
+        yield from launches(f"{name} recast", "fp8", whole, "column")
+    yield from launches("rowwise recast", "fp8", RAGGED, "column")
+    yield from launches("1x128 recast", "fp8", RAGGED, "column")
+    yield from launches("amaxes of many", "fp32", whole, "row")
+    for name in ("transpose", "tensorwise transpose", "128x128 transpose"):
+        yield Case(name, "fp8", whole, "column", 0)
+        yield Case(name, "fp8", RAGGED, "column", 0)
+
+
+def launches_over_tables(x: torch.Tensor) -> list[Launch]:
+    """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
+    from f8sub.kernels.triton import table_launch
+    from f8sub.kernels.triton.shard_amaxes import Matrix
+
+    whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
+    amax, scale, scale_inv = torch.empty(3, 8192, device="meta")
+    matrices = [Matrix(x, whole.tile, (0, 0), 0, 1), Matrix(x[:, :-1], whole.tile, (0, 0), 4, 1)]
+    pasts = [None, PriorScale(amax, 0.0, covers=True)]
+    return [
+        *table_launch.amaxes(matrices, amax),
+        *(table_launch.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),
+    ]
+
+
+def launches(name: str, dtype: str, shape: tuple[int, int], usages: str) -> Iterator[Case]:
+    first = Case(name, dtype, shape, usages, 0)
+    for index in range(len(first.launches())):
+        yield replace(first, index=index)

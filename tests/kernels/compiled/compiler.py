@@ -1,0 +1,121 @@
+"""Triton's kernels compiled for GPUs that are not there, and what is told of many of them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+from scripts.table import Table, finish, parser
+
+if TYPE_CHECKING:
+    from f8sub.kernels.triton.launcher import Launch
+
+CAPABILITY, WARP = 90, 32
+SHARED = {89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that a program may have, by compute capability: of Ada, Hopper and both Blackwells. Source:
+CUDA C++ programming guide, technical specifications per compute capability."""
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.uint16: "u16",
+}
+
+
+def compiled(launch: Launch, capability: int = CAPABILITY) -> Any:
+    """The kernel compiled with the launch's arguments, specialized as Triton does when it launches."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value, is_free = launch.arguments[parameter.name], not parameter.do_not_specialize
+        if hasattr(value, "block_shape"):
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+            block = ",".join(map(str, value.block_shape))
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}[{block}]{layout}>"
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{TYPES[value.dtype]}"
+            # torch's allocations begin at multiples of 512 bytes, and views of them here at multiples of 16.
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None or (value == 1 and is_free):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        else:
+            signature[parameter.name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0 and is_free:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
+    target = GPUTarget("cuda", capability, WARP)
+    return triton.compile(
+        source(launch.kernel, signature, constants, attributes), target=target, options=launch.options
+    )
+
+
+def disassembled(cubin: bytes) -> tuple[str, str]:
+    """SASS and resource usage, by the cuobjdump of Triton's wheel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        options = ("--dump-sass", "--dump-resource-usage")
+        commands = [[tool, option, file.name] for option in options]
+        sass, usage = (
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout for command in commands
+        )
+    return sass, usage
+
+
+def undefined(sass: str) -> int:
+    """Instructions that read R1, the stack's pointer, which a kernel without a stack only loads.
+
+    ptxas puts it for a register that it lost.
+    """
+    return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/[^;\n]*,[^;\n]*\bR1\b", sass, re.MULTILINE))
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    made = parser(description)
+    made.add_argument("--only", nargs="+", default=[""], help="what begins with one of these")
+    made.add_argument("--jobs", type=int, default=2, help="kernels compiled at a time")
+    return made
+
+
+def chosen(cases: Iterable[Any], arguments: argparse.Namespace) -> list[Any]:
+    return [case for case in cases if case.words.startswith(tuple(arguments.only))]
+
+
+def side_by_side(
+    function: Callable[[Any], Any], cases: list[Any], arguments: argparse.Namespace
+) -> dict[Any, Any]:
+    """What a function says of each case."""
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        return dict(zip(cases, pool.map(function, cases), strict=True))
+
+
+def tell(
+    found: list[tuple[str, dict[str, Any]]],
+    columns: Sequence[tuple[str, str]],
+    arguments: argparse.Namespace,
+) -> NoReturn:
+    """Print kernels' names and reports, and exit with status 1 where one has a reason in its ``missed``."""
+    title = f"sm_{CAPABILITY}a, triton {triton.__version__}"
+    finish(arguments, [figures for _, figures in found], Table.of(title, found, columns))
+    wrong = [f"{name}: {', '.join(figures['missed'])}" for name, figures in found if figures["missed"]]
+    print("\n".join(wrong) if wrong else f"{len(found)} kernels, none misses what it is held to")
+    sys.exit(bool(wrong))

@@ -1,0 +1,161 @@
+"""What the Triton kernels compile to for Hopper (sm_90a), on any machine: registers, spills, widths of accesses.
+
+Needs triton, no GPU: its wheel brings ptxas and cuobjdump. Ends with status 1 where a kernel misses what it is held to:
+no spilled register; matrices read and codes written by 128-bit accesses (by 64-bit ones codes of rows alone, and of
+paired vectors); 8-bit tiles transposed with ldmatrix and read from shared memory in no single bytes; no subnormal
+float32 flushed; no register read that was never written.
+
+    python tests/kernels/compiled/kernels.py
+    python tests/kernels/compiled/kernels.py --capability 89
+
+Of other GPUs it tells whether all kernels that they run compile and fit into shared memory; they are held to no more.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from tests.kernels.compiled import compiler
+from tests.kernels.compiled.cases import WHOLE, Case, cases
+from tests.kernels.compiled.compiler import CAPABILITY, SHARED, WARP
+
+if TYPE_CHECKING:
+    from f8sub.kernels.triton.launcher import Launch
+
+SOURCES, ROWS, COLUMNS = ("x_ptr", "codes_ptr"), ("row_ptr", "out_ptr"), ("col_ptr",)
+RECIPROCAL = "rcp.approx.ftz.f32"
+"""The one instruction that may flush subnormals: of what is neither subnormal nor has a subnormal reciprocal."""
+
+TABLE = (
+    ("registers", "{registers}"),
+    ("spilled", "{spilled}"),
+    ("shared KB", "{shared/1024:.0f}"),
+    ("instr./element", "{instructions}"),
+    ("LDG.128 + other", "{wide_loads} + {narrow_loads}"),
+    ("STG.128 + other", "{wide_stores} + {narrow_stores}"),
+    ("ldmatrix.trans", "{transposed}"),
+    ("byte loads", "{byte_loads}"),
+)
+
+
+def report(case: Case) -> dict[str, Any]:
+    """Compile a case and look at it."""
+    launch = case.launches()[case.index]
+    name, threads = launch.kernel.fn.__name__, launch.options["num_warps"] * WARP
+    made = compiler.compiled(launch)
+    sass, usage = compiler.disassembled(made.asm["cubin"])
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", sass, re.MULTILINE)
+
+    def count(pattern: str) -> int:
+        return sum(re.match(pattern, opcode) is not None for opcode in opcodes)
+
+    registers, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "LOCAL"))
+    tile = tile_of(launch)
+    # Of a row a thread has 8 elements at a time: faster than with 16, measured. Its codes are 64 bits.
+    by_8 = re.search("paired_.*vectors", name) is not None or tile < 16 * threads
+    stores = {16: count(r"STG\b.*\.128"), 8: count(r"STG\b.*\.64") if by_8 else 0}
+    wide_loads, wide_stores = count(r"LDG(STS)?\b.*\.128"), sum(stores.values())
+    found = {
+        **asdict(case),
+        "kernel": name,
+        "registers": registers,  # a thread's
+        "spilled": local + 4 * count(r"(LDL|STL)\b"),  # bytes a thread
+        "shared": made.metadata.shared,  # bytes a program
+        "instructions": len(opcodes) * threads // tile,  # an element of a program's tile; of a loop, once
+        "wide_loads": wide_loads,  # from global memory, into shared memory too
+        "narrow_loads": count(r"LDG(STS)?\b") - wide_loads,  # of amaxes and scales
+        "wide_stores": wide_stores,
+        "narrow_stores": count(r"STG\b") - wide_stores,  # of scales
+        "transposed": count(r"LDSM\b.*\.M?T"),  # each of up to four 8x8 matrices
+        "byte_loads": count(r"LDS\.[US]8"),  # from shared memory
+        "flushes": made.asm["ptx"].count(".ftz.") - made.asm["ptx"].count(RECIPROCAL),
+        "undefined": compiler.undefined(sass),
+        "transposes": name == "transpose_codes" or makes(launch, COLUMNS) > 0,
+    }
+    stored = sum(width * number for width, number in stores.items())
+    return {**found, "missed": list(missed(launch, found, tile, stored))}
+
+
+def fits(case: Case, capability: int) -> str | None:
+    """Why a case's kernel does not run on GPUs of a compute capability; None where it does."""
+    from f8sub.kernels.triton import quantize_cuda
+
+    has_pairs = divmod(capability, 10) >= quantize_cuda.OLDEST_WITH_PAIRS
+    with mock.patch.object(quantize_cuda, "compares_pairs", return_value=has_pairs):
+        launch = case.launches()[case.index]
+    try:
+        shared = compiler.compiled(launch, capability).metadata.shared
+    except Exception as error:
+        reasons = [line for line in str(error).splitlines() if "error" in line.lower()]
+        return f"{launch.kernel.fn.__name__}: {(reasons or [str(error)])[-1]}"
+    if shared > SHARED[capability]:
+        return f"{launch.kernel.fn.__name__}: {shared} bytes of shared memory"
+    return None
+
+
+def makes(launch: Launch, names: tuple[str, ...]) -> int:
+    """How many of some results it writes."""
+    return sum(launch.arguments.get(name) is not None for name in names)
+
+
+def tile_of(launch: Launch) -> int:
+    """Elements that a program reads, or one step of its loop."""
+    from f8sub.kernels.triton.quantize_cuda import EDGE
+
+    arguments, name = launch.arguments, launch.kernel.fn.__name__
+    if "PART" in arguments and name.endswith(("_rows", "_vectors")):
+        return int(arguments["PART"]) * int(arguments.get("EDGE", 1))
+    edge = arguments["EDGE"] if "paired_squares" in name else EDGE
+    return int(arguments.get("BLOCK", arguments.get("ROWS", edge) * arguments.get("COLS", edge)))
+
+
+def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Iterator[str]:
+    """What a kernel is held to and does not keep; ``stored`` bytes are what a thread writes with wide stores."""
+    arguments, threads = launch.arguments, launch.options["num_warps"] * WARP
+    codes = "codes_ptr" in arguments
+    writes = found["transposes"] if codes else makes(launch, (*ROWS, *COLUMNS))
+    sources = [arguments[name] for name in SOURCES if name in arguments]
+    size = 1 if codes else sum(source.dtype.itemsize for source in sources or [arguments["amax_ptr"]])
+    if "matrices_ptr" in arguments:
+        # Lines and blocks of 4 bytes, 2 and 2 an element, each by itself; those that are not aligned by elements.
+        size = 2 * (4 + 2 + 2) * arguments["ALIGNED"]
+    if found["spilled"]:
+        yield f"spills {found['spilled']} bytes"
+    if found["wide_loads"] * 16 * threads < tile * size:
+        yield f"reads {tile * size} bytes of a tile with {found['wide_loads']} 128-bit loads"
+    if stored * threads < tile * writes:
+        yield f"writes {tile * writes} bytes of a tile, {stored * threads} of them with wide stores"
+    if found["transposes"] and not found["transposed"]:
+        yield "transposes without ldmatrix"
+    if found["byte_loads"]:
+        yield f"{found['byte_loads']} loads of single bytes from shared memory"
+    if found["flushes"]:
+        yield f"{found['flushes']} instructions flush subnormals"
+    if found["undefined"] and not found["spilled"]:
+        yield f"{found['undefined']} instructions read R1, which ptxas puts for a register it lost"
+
+
+def main() -> None:
+    options = compiler.options(__doc__)
+    options.add_argument("--shape", nargs=2, type=int, default=WHOLE, help="of a matrix, if not ragged")
+    options.add_argument("--capability", type=int, default=CAPABILITY, choices=SHARED)
+    arguments = options.parse_args()
+    chosen = compiler.chosen(cases(tuple(arguments.shape)), arguments)
+    if arguments.capability != CAPABILITY:
+        of_that = functools.partial(fits, capability=arguments.capability)
+        reasons = compiler.side_by_side(of_that, chosen, arguments)
+        wrong = [f"{case.words}: {why}" for case, why in reasons.items() if why]
+        print("\n".join(wrong) if wrong else f"{len(chosen)} kernels, all run on sm_{arguments.capability}")
+        sys.exit(bool(wrong))
+    found = compiler.side_by_side(report, chosen, arguments)
+    compiler.tell([(f"{case.words}: {r['kernel']}", r) for case, r in found.items()], TABLE, arguments)
+
+
+if __name__ == "__main__":
+    main()

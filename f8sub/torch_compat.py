@@ -12,12 +12,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 from f8sub.errors import Float8ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode looks on: a checkpointing policy, a FLOP counter, fake tensors."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def save_when_checkpointed(reduction: Any) -> None:
+    """Have a graph that is being traced save what ``reduction``, an operator, made last, and what is made of it.
+
+    Whatever the policy of the checkpointed function says: to be called where the result is small. Nothing happens
+    elsewhere. Policies write their decision into the nodes' ``meta``.
+    """
+    mode = get_proxy_mode()
+    for node in () if mode is None else reversed(mode.tracer.graph.nodes):
+        if "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.target is reduction:
+            break
 
 
 def default_store() -> Any:
@@ -174,6 +195,25 @@ def constant_result(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+_in_graphs: list[Callable[..., Any]] = []
+
+
+def in_graph(function: Function) -> Function:
+    """``function`` as one node of dynamo's graph, once ``enter_graph_functions`` ran; AOT autograd traces what it does.
+
+    ``torch.compiler.allow_in_graph`` without its ``import torch._dynamo``. Takes tensors and constants.
+    """
+    _in_graphs.append(function)
+    return function
+
+
+@constant_result
+def enter_graph_functions() -> None:
+    """Make dynamo know the functions of ``in_graph``: it calls this while it traces, before it comes to them."""
+    while _in_graphs:
+        torch.compiler.allow_in_graph(_in_graphs.pop())
 
 
 def untraced(function: Function) -> Function:

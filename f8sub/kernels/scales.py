@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from f8sub.formats import ALL, Float8Format, Tile
+from f8sub.torch_compat import enter_graph_functions, in_graph, save_when_checkpointed
 
 _EXPONENT_BITS = 0x7F800000
 
@@ -167,7 +168,18 @@ def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
         float32, ``tile.scale_shape(x.shape)``; 0 for a tile with no finite element. NaN and infinity take no
         part, so that one bad element does not decide the scale of its neighbours.
     """
+    if torch.compiler.is_compiling():
+        enter_graph_functions()
+        return _amax_in_graph(x, tile.rows, tile.cols)
     return largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), tile)
+
+
+@in_graph
+def _amax_in_graph(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """``amax`` that no checkpointed function finds again in backward: it is small, and finding it reads all of x."""
+    found = largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), Tile(rows, cols))
+    save_when_checkpointed(torch.ops.aten.amax.default)
+    return found
 
 
 def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
-from f8sub.kernels.gemm.select import Plan, gemm_nt
+from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
@@ -30,6 +30,7 @@ from f8sub.linear.saved_input import AUTO, GemmInput, Kept, as_matrix, cast_x, p
 from f8sub.linear.sockets import Placed, contexts, placed, sources_of
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.product import multiply
 from f8sub.torch_compat import apply, autocast_dtype, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
@@ -302,7 +303,7 @@ def gemm(
 ) -> torch.Tensor:
     """``a @ b.t()`` in ``out_dtype``: both in float8, by the backend of that name, or neither."""
     if isinstance(a, Operand) and isinstance(b, Operand) and backend is not None:
-        return gemm_nt(backend, a, b, out_dtype, spec.fast_accum)
+        return multiply(backend, a, b, out_dtype, spec.fast_accum)
     if isinstance(a, Operand) or isinstance(b, Operand):
         raise RuntimeError(f"one operand of {spec} is in float8 and the other is not")
     return torch.mm(a, b.t().to(a.dtype)).to(out_dtype)

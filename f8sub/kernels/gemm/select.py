@@ -76,16 +76,22 @@ def quantizer_of(format: Float8Format, device: torch.device) -> str:
 
 
 def gemm_nt(
-    backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool = False
+    backend: str,
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    traced: bool = False,
 ) -> torch.Tensor:
     """``a @ b.t()`` by the backend of that name: (M, K) x (N, K) -> (M, N) in ``out_dtype``.
 
-    A batch of no rows, or a contraction over none, multiplies nothing and gives zeros.
+    A batch of no rows, or a contraction over none, multiplies nothing and gives zeros. ``traced`` for a graph that is
+    compiled: a backend that the compiler must not look into is one node there.
     """
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     run: Callable[..., torch.Tensor] = GEMM[backend].gemm_nt
-    if torch.compiler.is_compiling() and not GEMM[backend].is_traceable(a, b):
+    if (traced or torch.compiler.is_compiling()) and not GEMM[backend].is_traceable(a, b):
         run = _ONE_NODE[backend]
     device = "cpu" if a.data.is_cpu else a.data.device.type
     if autocast_dtype(device) is None:

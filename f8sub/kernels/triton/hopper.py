@@ -7,10 +7,10 @@ work whatever the other warpgroup does. Both operands and scales of single lines
 STAGES blocks of K ahead.
 
 What ptxas 12.8 makes of it (``tests/kernels/compiled/gemms.py`` looks) hangs on three things. A sum is handed to a
-wait for products, or it would be made below the next product, whose registers then are others. A product is given the partial
-sum that was added last as an accumulator that it does not read, by a predicate of which the compiler knows nothing: it
-has to take those registers. And no product is in flight where the loop closes, or ptxas waits for every single
-instruction (C7514): a pass of the loop takes PASS blocks of K, so that it seldom does.
+wait for products, or it would be made below the next product, whose registers then are others. A product is given the
+partial sum that was added last as an accumulator that it does not read, by a predicate of which the compiler knows
+nothing: it has to take those registers. And no product is in flight where the loop closes, or ptxas waits for every
+single instruction (C7514): a pass of the loop takes PASS blocks of K, so that it seldom does.
 """
 
 from triton.experimental import gluon

@@ -17,6 +17,7 @@ from f8sub.errors import (
     Float8Warning,
 )
 from f8sub.features.autocast.autocast import autocast
+from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (likewise)
 from f8sub.features.primary_weights.masters import drop_high_precision
@@ -52,6 +53,7 @@ __all__ = [
     "ScaleRule",
     "Tile",
     "autocast",
+    "checkpoint_policy",
     "conversion_report",
     "convert_from_float8",
     "convert_to_float8",

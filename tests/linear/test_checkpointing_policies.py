@@ -130,6 +130,22 @@ def test_compiled_backward_repeats_no_product_by_torchs_own_list(recipe):
     assert gemms(compiled_backward(recipe, compute_intensive)) == 14
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("keep", "products"), [("bf16", 17), ("gemms", 14)])
+def test_compiled_backward_by_our_own_policy(recipe, keep, products):
+    assert gemms(compiled_backward(recipe, f8sub.checkpoint_policy(keep))) == products
+
+
+def test_a_policy_saves_what_it_is_asked_to_besides():
+    policy = f8sub.checkpoint_policy("bf16", save=[aten.mm.default])
+    assert gemms(compiled_backward("tensorwise", policy)) == 14
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(f8sub.Float8ConfigError, match="unknown keep='all'; choose one of 'bf16', 'gemms'"):
+        f8sub.checkpoint_policy("all")
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("contexts", [every_second_mm, compute_intensive])
 def test_compiled_backward_finds_no_amax_again(recipe, contexts):
@@ -138,7 +154,7 @@ def test_compiled_backward_finds_no_amax_again(recipe, contexts):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("contexts", [every_second_mm, compute_intensive])
+@pytest.mark.parametrize("contexts", [every_second_mm, compute_intensive, f8sub.checkpoint_policy("gemms")])
 def test_eager_code_repeats_what_the_list_says_and_changes_no_bit(recipe, contexts):
     found = []
     for context_fn in (None, contexts):

@@ -1,0 +1,1 @@
+"""Activation checkpointing: ``checkpoint_policy``."""

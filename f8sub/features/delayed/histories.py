@@ -1,4 +1,10 @@
-"""The amax histories of delayed scaling: rolled with an exchange's reduction, or on this rank alone."""
+"""The amax histories of delayed scaling, which roll once an optimizer step.
+
+    staged on this rank --maximum over the ranks that share the layers--> histories --> scales
+
+Those ranks are an exchange's where the layers are sharded: its reduction takes the amaxes along. They are DDP's where
+it keeps replicas of the layers. Otherwise they are this rank alone.
+"""
 
 import functools
 import warnings
@@ -12,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.features.delayed.layers import state_of, states_of
-from f8sub.features.delayed.state import OPERANDS, ScalingState, Staged, W, roll
+from f8sub.features.delayed.state import OPERANDS, ScalingState, W, roll
 from f8sub.features.non_finite.held_weights import looked_at, weight_amaxes
 from f8sub.kernels.scales import PriorScale
 from f8sub.torch_compat import (
@@ -30,92 +36,95 @@ from f8sub.weights.ranks import own_group
 from f8sub.weights.record import WeightRecord
 from f8sub.weights.weight import local_tensor
 
+_Held = tuple[WeightRecord, ScalingState]
 
-class Histories:
-    """The ``Region`` of the sharded layers of one exchange that keep amax histories.
 
-    Their staged amaxes and flags for NaN and infinity, (2, layers, 3) in all. A weight's amax is the exchange's own,
-    and counts where an optimizer stepped the weight. Due once an optimizer step.
+class _Histories:
+    """Histories that roll together: what this rank staged, and the roll with what all ranks staged."""
 
-    Args:
-        guest: of the conversion.
-        records: of the layers' weights, with a shard each.
-        device: type of the device that gathers.
-        rolled_at: the optimizer step that was the last when the histories rolled.
-    """
+    def __init__(self, held: Sequence[_Held]) -> None:
+        self.records = [record for record, _ in held]
+        self.states = [state for _, state in held]
+        self._own = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def __init__(
-        self, guest: "DelayedGuest", records: Sequence[WeightRecord], device: str, rolled_at: int
-    ) -> None:
+    @functools.cached_property
+    def _reduced(self) -> torch.Tensor | None:
+        """Whose amaxes are the maximum over the ranks, (layers, 1); None where all are."""
+        reduced = [state.scaling.reduce_amax for state in self.states]
+        return None if all(reduced) else sent_to(self._own.device, reduced)[:, None]
+
+    def take(self) -> torch.Tensor:
+        """What was staged since the last roll: amaxes, and 1 for NaN and infinity; float32, (2, layers, 3)."""
+        amaxes = [history[0] for state in self.states for history in state.histories]
+        non_finite = [flag for state in self.states for flag in state.flags]
+        self._own = torch.stack([*amaxes, *non_finite]).view(2, -1, 3)
+        return self._own
+
+    def roll(self, staged: torch.Tensor, weights: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
+        """Roll.
+
+        Args:
+            staged: the maximum of what the ranks took; written to.
+            weights: float32, (layers,): the weights' amaxes.
+            stepped: bool, (layers,): whether a weight's amax counts, because an optimizer stepped the weight.
+
+        Returns:
+            float32, (layers, 3): not 0 where NaN or infinity was staged.
+        """
+        amaxes, non_finite = staged.unbind()
+        if self._reduced is not None:
+            amaxes = torch.where(self._reduced, amaxes, self._own[0])
+        amaxes[:, W] = weights.where(weights.isfinite() & stepped, 0.0)
+        roll(self.states, amaxes)
+        return non_finite
+
+
+class _ShardedHistories(_Histories):
+    """The ``Region`` of the sharded layers of one exchange. Their weights' amaxes are the exchange's own."""
+
+    def __init__(self, guest: "_DelayedGuest", records: Sequence[WeightRecord], rolled_at: int) -> None:
+        by_name = sorted(records, key=lambda record: record.fqn)
+        super().__init__([(record, state_of(record.module, record.module.plan.recipe)) for record in by_name])
         self.size = 2 * len(records) * len(OPERANDS)
-        self._guest = guest
-        self._records = sorted(records, key=lambda record: record.fqn)
-        self._states = [state_of(record.module, record.module.plan.recipe) for record in self._records]
-        shared = [state.scaling.reduce_amax for state in self._states]
-        self._shared = None if all(shared) else torch.tensor(shared, dtype=torch.bool, device=device)[:, None]
         self.rolled_at = rolled_at
-        self._weights = self._own = self._stepped = torch.empty(0, dtype=torch.float32, device=device)
+        self._guest = guest
+        self._weights: torch.Tensor | None = None
+        self._stepped = self._own
 
     @property
     def due(self) -> bool:
-        """Whether an optimizer stepped, as every rank knows, since the histories rolled last.
-
-        Never in a backward pass: what that recomputes has the forward's scales, though an optimizer steps in it.
-        """
-        return graph_task() == -1 and self._guest.steps > self._since and not self._loaded_in_place()
-
-    @property
-    def _since(self) -> int:
-        """The optimizer step that the histories cover."""
-        return max(self.rolled_at, self._guest.loaded_at)
+        return self._guest.is_due(self.rolled_at) and not self._loaded_in_place()
 
     def _loaded_in_place(self) -> bool:
-        """Whether something else wrote to the buffers after the last optimizer step, as ``dcp.load`` does.
-
-        What is in them then covers that step.
-        """
-        written = [state.notice_writes() for state in self._states]
+        """Whether something wrote to the buffers after the last optimizer step, which it then covers: ``dcp.load``."""
+        written = [state.notice_writes() for state in self.states]
         if any(written):
             self._guest.loaded_at = self._guest.steps
         return any(written)
 
     def write(self, out: torch.Tensor) -> None:
-        """Write what was staged since the last step that is covered."""
-        shards = [record.shard for record in self._records if record.shard is not None]
-        if not len(self._weights):
+        shards = [record.shard for record in self.records if record.shard is not None]
+        if self._weights is None:
             positions = [int(shard.amax.storage_offset()) for shard in shards]
             self._weights = torch.tensor(positions, dtype=torch.int64, device=out.device)
-        self._stepped = sent_to(out.device, [_stepped(shard.master, self._since) for shard in shards])
-        self._own, met = Staged.of(self._states)
-        shared = self._own if self._shared is None else self._own * self._shared
-        out.copy_(torch.stack((shared, met)).flatten())
+        since = self._guest.covered(self.rolled_at)
+        self._stepped = sent_to(out.device, [_stepped(shard.master, since) for shard in shards])
+        out.copy_(self.take().flatten())
         self.rolled_at = self._guest.steps
 
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
-        """Roll with the reduced amaxes.
-
-        Returns:
-            float32, (layers * 3,): not 0 where NaN or infinity was met on any rank.
-        """
-        staged, met = reduced.view(2, -1, 3).clone().unbind()
-        if self._shared is not None:
-            staged = torch.where(self._shared, staged, self._own)
-        weights = weight_amax[self._weights]
-        staged[:, W] = weights.where(weights.isfinite() & self._stepped, 0.0)
-        roll(self._states, staged)
-        return met.flatten()
+        # A copy: the roll writes to it, and the table is the exchange's.
+        return self.roll(reduced.view(2, -1, 3).clone(), weight_amax[self._weights], self._stepped).flatten()
 
     def tell(self, found: torch.Tensor) -> list[str]:
-        """Errors of operands that were not finite."""
-        return self._guest.non_finite(operands_met(self._records, found.view(-1, len(OPERANDS))))
+        return self._guest.errors_of(_operands(self.records, found.view(-1, len(OPERANDS))))
 
 
-class Replicas:
+class _Replicas:
     """The ranks that DistributedDataParallel keeps copies of the layers on.
 
-    Args:
-        ddp: the module whose forward runs. From now on it leaves the amax histories alone: what it broadcasts at
-            every forward, rank 0's, has not seen the other ranks' microbatches of this step.
+    From now on DDP leaves the amax histories alone: it broadcasts rank 0's at every forward, and those have not seen
+    the other ranks' microbatches of this step.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -126,10 +135,8 @@ class Replicas:
         states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
         broadcast_no_more(ddp, [f"{name}.{buffer}" for name, state in states for buffer in state._buffers])
 
-    def share(self, held: Sequence[tuple[WeightRecord, ScalingState]], staged: Staged) -> None:
-        """Make of what was staged what was staged on any rank; of a context's recipe each rank keeps its own.
-
-        Only this rank may have entered that context.
+    def maximum(self, staged: torch.Tensor, fqn: str) -> torch.Tensor:
+        """The maximum over the ranks of what each staged.
 
         Raises:
             Float8ConfigError: within ``ddp.join()``: ranks that have no more inputs step no optimizer, and the others
@@ -137,87 +144,17 @@ class Replicas:
         """
         if (ddp := self._ddp()) is not None and takes_uneven_inputs(ddp):
             raise Float8ConfigError(
-                f"{held[0][0].fqn}: its amax histories are shared by DDP's ranks at every optimizer step, and inside "
+                f"{fqn}: its amax histories are shared by DDP's ranks at every optimizer step, and inside "
                 "of ddp.join() ranks may step differently often; give every rank as many batches, or take a recipe "
                 "with current scaling"
             )
-        own = [row for row, (record, state) in enumerate(held) if state.recipe == record.module.plan.recipe]
-        rows = slice(None) if len(own) == len(held) else own
-        together = torch.stack([part[rows] for part in staged])
+        maximum = staged.clone(memory_format=torch.contiguous_format)
         if self._group is not None:
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group.of_next_call())
-        amax, non_finite = together.unbind()
-        shared = [held[row][1].scaling.reduce_amax for row in own]
-        if not all(shared):
-            amax = torch.where(sent_to(amax.device, shared)[:, None], amax, staged.amax[rows])
-        staged.amax[rows], staged.non_finite[rows] = amax, non_finite
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._group.of_next_call())
+        return maximum
 
 
-class LocalHistories:
-    """The amax histories of layers that are not sharded: of this rank alone, or of DDP's replicas.
-
-    Attributes:
-        replicas: those, once DDP ran the layers.
-    """
-
-    def __init__(self) -> None:
-        self.replicas: Replicas | None = None
-        self._copy: tuple[list[WeightRecord], HostCopy] | None = None
-        self._met: list[str] = []
-
-    def roll(self, held: Sequence[tuple[WeightRecord, ScalingState]], since: int) -> None:
-        """Roll by what was staged, and by the weights as they are.
-
-        Args:
-            held: records, each with a state of its layer. A weight that this rank does not see whole stays without a
-                scale of its past.
-            since: the optimizer step that was the last when the histories rolled before.
-
-        Raises:
-            Float8ConfigError: a CUDA graph is captured: replays would not know which weights an optimizer stepped.
-        """
-        if not held:
-            return
-        if is_capturing(held[0][1].scale):
-            raise Float8ConfigError(
-                f"{held[0][0].fqn}: an optimizer steps its weight while a CUDA graph is captured, and the amax "
-                "histories of delayed scaling roll outside of graphs; capture forward and backward alone, or take a "
-                "recipe with current scaling"
-            )
-        if self._copy is not None:
-            self._read()
-        records, states = [record for record, _ in held], [state for _, state in held]
-        staged, met = both = Staged.of(states)
-        with torch.no_grad():
-            if self.replicas is not None:
-                self.replicas.share(held, both)
-            weights = [local_tensor(getattr(record.module, record.name)) for record in records]
-            counts = [
-                not record.entered and _stepped(weight, since)
-                for record, weight in zip(records, weights, strict=True)
-            ]
-            amaxes = weight_amaxes(weights).to(staged)
-            staged[:, W] = amaxes.where(amaxes.isfinite() & sent_to(staged.device, counts), 0.0)
-            met[:, W] = (~amaxes.isfinite()).float()
-            self._copy = records, HostCopy(met)
-            roll(states, staged)
-
-    def non_finite(self) -> list[str]:
-        """What NaN or infinity was met in, as far as is known without waiting; each is told once."""
-        if self._copy is not None and self._copy[1].there:
-            self._read()
-        met, self._met = self._met, []
-        return met
-
-    def _read(self) -> None:
-        if self._copy is not None:
-            records, copy = self._copy
-            with no_dispatch_modes():
-                self._met += operands_met(records, copy.read())
-            self._copy = None
-
-
-class DelayedGuest(Guest):
+class _DelayedGuest(Guest):
     """The ``Guest`` of the conversion: rolls the histories of its layers, once an optimizer step.
 
     Attributes:
@@ -226,33 +163,42 @@ class DelayedGuest(Guest):
 
     def __init__(self, conversion: Conversion) -> None:
         self.loaded_at = 0
-        self._conversion = weakref.ref(conversion)
-        self._local = LocalHistories()
+        self._conversion: Conversion = weakref.proxy(conversion)
+        self._replicas: _Replicas | None = None
         self._rolled_at = 0
+        self._staged: tuple[list[WeightRecord], HostCopy] | None = None
+        self._non_finite: list[str] = []
 
     @property
     def steps(self) -> int:
         """Optimizer steps of the conversion's weights so far."""
-        conversion = self._conversion()
-        return 0 if conversion is None else conversion.steps
+        return self._conversion.steps
+
+    def covered(self, rolled_at: int) -> int:
+        """The optimizer step that histories cover which rolled at step ``rolled_at``, or were loaded later."""
+        return max(rolled_at, self.loaded_at)
+
+    def is_due(self, rolled_at: int) -> bool:
+        """Whether an optimizer stepped, as every rank knows, since histories rolled at step ``rolled_at``.
+
+        Never in a backward pass: what that recomputes has the forward's scales, though an optimizer steps in it.
+        """
+        return graph_task() == -1 and self.steps > self.covered(rolled_at)
 
     @property
     def is_needed(self) -> bool:
-        """Whether any layer keeps histories."""
-        return any(self._states_of(record) for record in self._records())
+        return len(self._held()) > 0
 
     def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
-        """The weight's scale of its history."""
         if not states_of(record.module):
             return None
         recipe = record.module.plan.recipe
         return None if recipe.delayed is None else functools.partial(state_of(record.module, recipe).prior, W)
 
-    def region(self, records: Sequence[WeightRecord], device: str, before: Any) -> Histories | None:
-        """Of the layers that keep histories under their own recipe."""
+    def region(self, records: Sequence[WeightRecord], device: str, before: Any) -> _ShardedHistories | None:
         with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
         rolled_at = 0 if before is None else before.rolled_at
-        return Histories(self, with_histories, device, rolled_at) if with_histories else None
+        return _ShardedHistories(self, with_histories, rolled_at) if with_histories else None
 
     def forward(self) -> bool:
         """Have the ranks of DDP share what the histories see, if DDP runs the layers now.
@@ -260,43 +206,77 @@ class DelayedGuest(Guest):
         Returns:
             Whether there is no more to wait for: they do, or FSDP2 shards the layers.
         """
-        conversion = self._conversion()
-        is_sharded = conversion is not None and conversion.is_sharded
-        if self._local.replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
-            self._local.replicas = Replicas(ddp)
-        return is_sharded or self._local.replicas is not None
+        is_sharded = self._conversion.is_sharded
+        if self._replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
+            self._replicas = _Replicas(ddp)
+        return is_sharded or self._replicas is not None
 
     def loaded(self) -> None:
-        """What was loaded covers the steps before."""
         self.loaded_at = self.steps
 
     def before_count(self) -> None:
-        """Notice what was loaded in place before this step: it does not cover it."""
-        for record in self._records():
-            for state in self._states_of(record):
-                state.notice_writes()
+        # What was loaded in place before this step does not cover it.
+        for _, state in self._held():
+            state.notice_writes()
 
     def counted(self) -> None:
-        """Roll the histories that no all-gather will ask for.
+        """Roll the histories that no all-gather will ask for; in a backward pass the next call does it."""
+        if not self.is_due(self._rolled_at):
+            return
+        since, self._rolled_at = self.covered(self._rolled_at), self.steps
+        if not (held := self._held()):
+            return
+        self._conversion.refresh()
+        self._conversion.reduce_regions()
+        alike = [(r, s) for r, s in held if s.recipe == r.module.plan.recipe and r.shard is None]
+        of_contexts = [(r, s) for r, s in held if s.recipe != r.module.plan.recipe]
+        if alike or of_contexts:
+            self._roll(alike, of_contexts, since)
+        looked_at(self._conversion, [record for record, _ in (*alike, *of_contexts)])
 
-        Not during a backward pass, see ``Histories.due``; the next call does it.
+    def _roll(self, alike: Sequence[_Held], of_contexts: Sequence[_Held], since: int) -> None:
+        """Roll the histories that no exchange reduces.
+
+        Args:
+            alike: those that every replica has.
+            of_contexts: those of a context's recipe, which only this rank may have entered.
+            since: the optimizer step that was the last when they rolled before.
+
+        Raises:
+            Float8ConfigError: a CUDA graph is captured: replays would not know which weights an optimizer stepped.
         """
-        conversion, since = self._conversion(), max(self._rolled_at, self.loaded_at)
-        if conversion is None or self.steps <= since or graph_task() != -1:
-            return
-        self._rolled_at = self.steps
-        if not self.is_needed:
-            return
-        conversion.refresh()
-        conversion.reduce_regions()
-        held = [
-            (record, state)
-            for record in conversion
-            for state in self._states_of(record)
-            if record.shard is None or state.recipe != record.module.plan.recipe
+        histories = _Histories([*alike, *of_contexts])
+        records, fqn = histories.records, histories.records[0].fqn
+        if is_capturing(histories.states[0].scale):
+            raise Float8ConfigError(
+                f"{fqn}: an optimizer steps its weight while a CUDA graph is captured, and the amax "
+                "histories of delayed scaling roll outside of graphs; capture forward and backward alone, or take a "
+                "recipe with current scaling"
+            )
+        self._read()
+        weights = [local_tensor(getattr(record.module, record.name)) for record in records]
+        # A weight that this rank does not see whole stays without a scale of its past.
+        stepped = [
+            not record.entered and _stepped(weight, since)
+            for record, weight in zip(records, weights, strict=True)
         ]
-        self._local.roll(held, since=since)
-        looked_at(conversion, [record for record, _ in held])
+        with torch.no_grad():
+            staged = histories.take()
+            if self._replicas is not None and alike:
+                shared = self._replicas.maximum(staged[:, : len(alike)], fqn)
+                staged = torch.cat((shared, staged[:, len(alike) :]), 1)
+            amaxes = weight_amaxes(weights).to(staged)
+            non_finite = histories.roll(staged, amaxes, sent_to(staged.device, stepped))
+            non_finite[:, W] = (~amaxes.isfinite()).float()
+        self._staged = records, HostCopy(non_finite)
+
+    def _read(self) -> None:
+        """Read where the last roll met NaN or infinity."""
+        if self._staged is not None:
+            records, copy = self._staged
+            with no_dispatch_modes():
+                self._non_finite += _operands(records, copy.read())
+            self._staged = None
 
     def precompute(self) -> None:
         """Roll what is left, and tell of NaN and infinity that this rank met in layers that are not sharded.
@@ -305,44 +285,42 @@ class DelayedGuest(Guest):
             Float8NumericsError: with the layers and operands.
         """
         self.counted()
-        for message in self.non_finite(self._local.non_finite()):
+        if self._staged is not None and self._staged[1].there:
+            self._read()
+        operands, self._non_finite = self._non_finite, []
+        for message in self.errors_of(operands):
             raise Float8NumericsError(message)
 
-    def non_finite(self, operands: Sequence[str]) -> list[str]:
+    def errors_of(self, operands: Sequence[str]) -> list[str]:
         """The error that operands are whose amax was left out of the histories, if they are one.
 
         An x or a dy is a warning only where steps with gradients that are not finite are skipped.
         """
-        conversion = self._conversion()
-        skips = conversion is not None and len(conversion.step_guards) > 0
+        skips = len(self._conversion.step_guards) > 0
         harmless = [o for o in operands if skips and not o.startswith(OPERANDS[W])]
         if harmless:
             warnings.warn(_left_out(harmless), Float8Warning, stacklevel=8)
         return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
 
-    def _records(self) -> list[WeightRecord]:
-        conversion = self._conversion()
-        return [] if conversion is None else conversion.records
-
-    @staticmethod
-    def _states_of(record: WeightRecord) -> list[ScalingState]:
-        return [] if record.module is None else states_of(record.module)
+    def _held(self) -> list[_Held]:
+        """All states, in an order that every rank agrees on."""
+        records = [record for record in self._conversion if record.module is not None]
+        return [(record, state) for record in records for state in states_of(record.module)]
 
 
-makers.append(DelayedGuest)
+makers.append(_DelayedGuest)
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:
     """Whether an optimizer stepped the weight after step ``since``; every rank knows that alike."""
-    record = (
-        weight.record if isinstance(weight, MasterWeight) else None
-    )  # where modules share it, of one of them
+    # Where modules share the weight, the record of one of them knows.
+    record = weight.record if isinstance(weight, MasterWeight) else None
     return record is not None and record.last_step > since
 
 
-def operands_met(records: Sequence[WeightRecord], met: torch.Tensor) -> list[str]:
-    """``"dy of layers.1"`` for every entry of ``met``, (layers, 3), that is not 0."""
-    return [f"{OPERANDS[column]} of {records[row].fqn}" for row, column in met.nonzero().tolist()]
+def _operands(records: Sequence[WeightRecord], non_finite: torch.Tensor) -> list[str]:
+    """``"dy of layers.1"`` for every entry of ``non_finite``, (layers, 3), that is not 0."""
+    return [f"{OPERANDS[column]} of {records[row].fqn}" for row, column in non_finite.nonzero().tolist()]
 
 
 def _left_out(operands: Sequence[str]) -> str:

@@ -40,19 +40,18 @@ class ScalingState(torch.nn.Module):
     The buffers stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict
     that has a layer's weight and not its histories is of a model without delayed scaling: they begin anew.
 
+    A compiled backward pass overwrites the buffers that its forward pass wrote to with the values from then. So what
+    forward and backward write to are separate buffers: one history and one flag for each operand.
+
     Attributes:
-        recipe: the recipe that the state belongs to.
         generation: another number whenever the scales may be others.
         is_known: whether the host knows that all of its scales are made, none is 0: a cast then need not wait for the
             current amax, and compiled code makes both in one kernel, or in the one that makes the tensor.
         x_past: equal for layers that were given the very same x's, one after the other: their x has one history.
         scale: float32, (3,); 0 where there is none yet.
         age: float32, (3,): optimizer steps since the scale was made.
-        history_x: float32, (amax_history_len,): staging, then what was staged before, oldest first. ``history_w`` and
-            ``history_dy`` likewise; apart, because a compiled backward pass overwrites whatever else its forward
-            pass wrote to with the values from then.
-        non_finite_x: float32, (): 1 where NaN or infinity was met since the last roll. ``non_finite_w`` and
-            ``non_finite_dy`` likewise. Not part of the state dict.
+        histories: float32, (amax_history_len,) each: staging, then what was staged before, oldest first.
+        flags: float32, () each: 1 where NaN or infinity was met since the last roll. Not part of the state dict.
     """
 
     scale: torch.Tensor
@@ -65,6 +64,7 @@ class ScalingState(torch.nn.Module):
             raise RuntimeError(f"recipe {recipe.name!r} has no delayed scaling to keep a state for")
         self.recipe = recipe
         self.scaling: DelayedScaling = recipe.delayed
+        # As text: see the note on numbers in ``reference``.
         self._margins = tuple(repr(float(self.scaling.margin_of(name))) for name in OPERANDS)
         self.generation = next(_generations)
         self.x_past = 0
@@ -81,22 +81,19 @@ class ScalingState(torch.nn.Module):
 
     @property
     def histories(self) -> list[torch.Tensor]:
-        """``history_x``, ``history_w``, ``history_dy``."""
+        """``history_x``, ``history_w``, ``history_dy``; see the class."""
         return [getattr(self, f"history_{name}") for name in OPERANDS]
 
     @property
     def flags(self) -> list[torch.Tensor]:
-        """``non_finite_x``, ``non_finite_w``, ``non_finite_dy``."""
+        """``non_finite_x``, ``non_finite_w``, ``non_finite_dy``; see the class."""
         return [getattr(self, f"non_finite_{name}") for name in OPERANDS]
 
     def prior(self, operand: int) -> PriorScale:
         """The scale of one column, as kernels take it."""
         scale = self.scale[operand : operand + 1].view(1, 1)
-        return PriorScale(scale, self.margin_of(operand), covers=operand == W, is_known=self.is_known)
-
-    def margin_of(self, operand: int) -> float:
-        """``DelayedScaling.margin_of`` of one column; kept as text, see the note on numbers in ``reference``."""
-        return float(self._margins[operand])
+        margin = float(self._margins[operand])
+        return PriorScale(scale, margin, covers=operand == W, is_known=self.is_known)
 
     def notice_writes(self) -> bool:
         """Whether something else wrote to the buffers, as ``dcp.load`` does to those of a state dict; told once."""
@@ -106,20 +103,15 @@ class ScalingState(torch.nn.Module):
         return written
 
     def sources(self, *, stage: bool, frozen: bool) -> Sources:
-        """Of one call of the layer, see ``DelayedScales``; w's amax is staged by who reduces it."""
+        """The sources of one call of the layer, see ``_DelayedScales``; who reduces w's amax stages it."""
         return Sources(
-            DelayedScales(self, X, stage, frozen),
-            DelayedScales(self, W, False, False),
-            DelayedScales(self, DY, stage, frozen),
+            _DelayedScales(self, X, stage, frozen),
+            _DelayedScales(self, W, False, False),
+            _DelayedScales(self, DY, stage, frozen),
         )
 
     def stage(self, operand: int, amax: torch.Tensor) -> None:
-        """Take an amax into the staging row, see ``scales.stage``.
-
-        Args:
-            operand: the column.
-            amax: float32, (1, 1).
-        """
+        """Take an amax, float32, (1, 1), into the staging row of one operand, see ``scales.stage``."""
         name = OPERANDS[operand]
         quantize_cuda.stage(amax, getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}"))
 
@@ -148,11 +140,8 @@ class ScalingState(torch.nn.Module):
         return self
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        """As of any module. Who has the buffers may write to them, which compiled code does not notice.
-
-        So that looks at the scales again, until they are known to be made.
-        """
         super()._save_to_state_dict(*args)
+        # Who has the buffers may write to them, which compiled code does not notice unless it looks at the scales.
         self._forget_known()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -172,17 +161,15 @@ class ScalingState(torch.nn.Module):
         _scales_made.pop(self, None)
 
 
-class DelayedScales(NamedTuple):
+class _DelayedScales(NamedTuple):
     """The ``LayerSource`` of one operand of a layer with delayed scaling.
 
     Attributes:
-        state: the layer's.
         operand: index of the operand in ``OPERANDS``.
         stage: whether the call is one of training, whose amaxes count.
         frozen: whether the layer is trained through and its own weight is not. Where optimizers step no weight of a
             conversion its histories do not roll, and a scale from before would be that of other data for ever: x and
             dy of a frozen layer are scaled by their current amaxes.
-        reduce: see ``ScaleSource``.
     """
 
     state: ScalingState
@@ -193,51 +180,27 @@ class DelayedScales(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """Layers whose x's were the same ones all along have one history, so that the scale of one is theirs too."""
+        # Layers whose x's were the same ones all along have one history, so that the scale of one is theirs too.
         return self.state.recipe, self.frozen, self.state.x_past
 
     @property
     def generation(self) -> int:
-        """The state's."""
         return self.state.generation
 
-    def over(self, reduce: ReduceAmax) -> "DelayedScales":
-        """The same for a part of a matrix."""
+    def over(self, reduce: ReduceAmax) -> "_DelayedScales":
         return self._replace(reduce=reduce)
 
     def prior(self) -> PriorScale:
-        """The scale of the operand's column."""
         prior = self.state.prior(self.operand)
         if not self.frozen:
             return prior
         return prior._replace(scale=torch.zeros_like(prior.scale), is_known=False)
 
     def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
-        """Stage the amax in training."""
         if self.stage:
             self.state.stage(self.operand, amax)
             if event is not None:
                 self.state.x_past = hash((self.state.x_past, event))
-
-
-class Staged(NamedTuple):
-    """What the layers' tensors were since the last roll.
-
-    Attributes:
-        amax: float32, (layers, 3).
-        non_finite: float32, (layers, 3): 1 where NaN or infinity was met.
-    """
-
-    amax: torch.Tensor
-    non_finite: torch.Tensor
-
-    @classmethod
-    def of(cls, states: Sequence[ScalingState]) -> "Staged":
-        """As staged on this rank; the w column is empty."""
-        return cls(
-            torch.stack([history[0] for state in states for history in state.histories]).view(-1, 3),
-            torch.stack([flag for state in states for flag in state.flags]).view(-1, 3),
-        )
 
 
 def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
@@ -248,20 +211,15 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
         staged: float32, (len(states), 3): finite amaxes since the last roll, of all ranks where they are shared.
     """
     alike = defaultdict(list)
+    roll_number = next(_generations)
     for index, state in enumerate(states):
         state.notice_writes()
-        alike[state.recipe].append(index)
-    roll_number = next(_generations)
-    for state in states:
         state.x_past = hash((state.x_past, roll_number))
+        alike[state.recipe].append(index)
     with torch.inference_mode(mode=False), torch.no_grad():
         for recipe, indices in alike.items():
-            of_recipe = [states[index] for index in indices]
-            _roll_alike(
-                recipe,
-                of_recipe,
-                staged if len(alike) == 1 else torch.stack([staged[index] for index in indices]),
-            )
+            of_recipe = staged if len(alike) == 1 else torch.stack([staged[index] for index in indices])
+            _roll_alike(recipe, [states[index] for index in indices], of_recipe)
     _look_for_scales(states)
 
 

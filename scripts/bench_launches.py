@@ -21,7 +21,7 @@ from tables import Table, parser, write_json
 
 import f8sub
 from f8sub.formats import Operand
-from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda, triton_mm
+from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda, support, triton_mm
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
@@ -39,7 +39,7 @@ def by_triton(launches: list[Launch]) -> Run:
 
     def run() -> None:
         for each in launches:
-            each.kernel[(each.programs,)](**each.arguments, **each.options)
+            each.kernel[(each.programs,)](**each.taken, **each.options)
 
     return run
 
@@ -107,8 +107,8 @@ def main() -> None:
     given = arguments.parse_args()
     torch.set_num_threads(1)
     no_gpu.install()
-    quantize_cuda.takes = lambda x: x.numel() > 0
-    quantize_cuda.device_of = contextlib.nullcontext
+    support.takes = lambda x: x.numel() > 0
+    support.device_of = contextlib.nullcontext
     times = measure(given.rounds, given.calls)
     figures = {}
     for name, found in times.items():

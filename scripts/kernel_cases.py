@@ -59,22 +59,18 @@ class Case:
 
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
-        from f8sub.kernels.triton import launch, recast_launch
+        from f8sub.kernels.triton import launch
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
         row, col = USAGES[self.usages]
         if self.name == "amaxes of many":
             return launches_over_tables(x)
         if self.name == "transpose":
-            return [recast_launch.transposition(x)[0]]
-        if self.name.endswith(" transpose"):
-            format = FORMATS[self.name.removesuffix(" transpose")]
+            return [launch.transposition(x, x.new_empty(x.shape[::-1]))]
+        if self.name.endswith((" transpose", " recast")):
+            format = FORMATS[self.name.rpartition(" ")[0]]
             scale_inv = empty_scale_inv(x, format, *x.shape)
-            return [recast_launch.derivation(Operand(x.to(format.dtype), scale_inv, format), format)[0]]
-        if self.name.endswith(" recast"):
-            format = FORMATS[self.name.removesuffix(" recast")]
-            scale_inv = empty_scale_inv(x, format, *x.shape)
-            return recast_launch.recast(Operand(x.to(format.dtype), scale_inv, format), format).launches
+            return launch.derivation(Operand(x.to(format.dtype), scale_inv, format), format)[0]
         if self.name.endswith(" part"):
             format = FORMATS[self.name.removesuffix(" part")]
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
@@ -86,7 +82,7 @@ class Case:
             known = self.name.endswith(" known")
             scale = torch.empty(1, 1, device="meta")
             past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
-            return launch.quantization_with_prior(x, past, *formats)[0].launches
+            return launch.quantization(x, *formats, past).launches
         return launch.quantization(x, *formats).launches
 
 
@@ -119,7 +115,7 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
-    from f8sub.kernels.triton import table_launch
+    from f8sub.kernels.triton import shard_amaxes
     from f8sub.kernels.triton.shard_amaxes import Matrix
 
     whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
@@ -127,8 +123,8 @@ def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     matrices = [Matrix(x, whole.tile, (0, 0), 0, 1), Matrix(x[:, :-1], whole.tile, (0, 0), 4, 1)]
     pasts = [None, PriorScale(amax, 0.0, covers=True)]
     return [
-        *table_launch.amaxes(matrices, amax),
-        *(table_launch.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),
+        *shard_amaxes.amaxes(matrices, amax),
+        *(shard_amaxes.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),
     ]
 
 

@@ -173,7 +173,7 @@ def report(case: Case) -> Report:
         - sum(made.asm["ptx"].count(o) * n for o, n in MAY_FLUSH.items()),
         len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/[^;\n]*,[^;\n]*\bR1\b", sass, re.MULTILINE)),
         launch.kernel.fn.__name__ == "transpose_codes"
-        or any(launch.arguments.get(name) is not None for name in COLUMNS),
+        or any(launch.taken.get(name) is not None for name in COLUMNS),
     )
     stored = sum(width * number for width, number in by_bytes.items())
     return Report(**{**asdict(found), "missed": tuple(missed(case, launch, found, tile, stored))})
@@ -181,10 +181,10 @@ def report(case: Case) -> Report:
 
 def fits(case: Case, capability: int) -> str | None:
     """Why a case's kernel does not run on GPUs of a compute capability; None where it does."""
-    from f8sub.kernels.triton import quantize_cuda
+    from f8sub.kernels.triton import support
 
-    has_pairs = divmod(capability, 10) >= quantize_cuda.OLDEST_WITH_PAIRS
-    with mock.patch.object(quantize_cuda, "compares_pairs", return_value=has_pairs):
+    has_pairs = divmod(capability, 10) >= support.OLDEST_WITH_PAIRS
+    with mock.patch.object(support, "compares_pairs", return_value=has_pairs):
         launch = case.launches()[case.index]
     try:
         shared = compiled(launch, capability).metadata.shared
@@ -198,18 +198,15 @@ def fits(case: Case, capability: int) -> str | None:
 
 def tile_of(launch: Launch) -> int:
     """Elements that a program reads, or one step of its loop."""
-    from f8sub.kernels.triton.quantize_cuda import EDGE
-
-    arguments = launch.arguments
-    if "PART" in arguments and launch.kernel.fn.__name__.endswith(("_rows", "_vectors")):
-        return int(arguments["PART"]) * int(arguments.get("EDGE", 1))
-    edge = arguments["EDGE"] if "paired_squares" in launch.kernel.fn.__name__ else EDGE
-    return int(arguments.get("BLOCK", arguments.get("ROWS", edge) * arguments.get("COLS", edge)))
+    arguments = launch.taken
+    if "TILE" in arguments:
+        return int(arguments["TILE"].ROWS * arguments["TILE"].COLS)
+    return int(arguments["BLOCK"] if "BLOCK" in arguments else arguments["PART"])
 
 
 def missed(case: Case, launch: Launch, found: Report, tile: int, stored: int) -> Iterator[str]:
     """What a kernel is held to and does not keep; ``stored`` bytes are what a thread writes with wide stores."""
-    arguments = launch.arguments
+    arguments = launch.taken
     threads = launch.options["num_warps"] * WARP
     codes = "codes_ptr" in arguments
     writes = found.transposes if codes else sum(arguments.get(name) is not None for name in (*ROWS, *COLUMNS))

@@ -154,18 +154,6 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     return matmul_nt(left, right, fast_accum).to(out_dtype)
 
 
-def takes_any_layout(device: torch.device) -> bool:
-    """Whether operands need not be row-major on ``device``."""
-    del device
-    return True
-
-
-def is_traceable(a: Operand, b: Operand) -> bool:
-    """Whether ``torch.compile`` may look into this GEMM: it would unroll the partial sums."""
-    del a, b
-    return False
-
-
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     """Why this backend cannot run a GEMM of these formats on ``device``: it always can."""
     del a, b, device

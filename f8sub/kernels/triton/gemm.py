@@ -8,9 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def scales_at(
-    scale_ptr, first, k, size, stride, EDGE: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr
-):
+def scales_at(scale, first, k, size, stride, EDGE: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr):
     """Scales of LINES lines from ``first`` on in block ``k`` of K: one a line, or one of squares of EDGE lines.
 
     Each is of DEPTH blocks. Of lines those of one block lie side by side, of squares those of one row of them; what
@@ -18,9 +16,9 @@ def scales_at(
     """
     if EDGE == 1:
         lines = first + tl.arange(0, LINES)
-        return tl.load(scale_ptr + k // DEPTH * stride + lines, mask=lines < size, other=0.0)
+        return tl.load(scale + k // DEPTH * stride + lines, mask=lines < size, other=0.0)
     else:
-        return tl.load(scale_ptr + (first // EDGE) * stride + k // DEPTH)
+        return tl.load(scale + (first // EDGE) * stride + k // DEPTH)
 
 
 @triton.jit
@@ -40,8 +38,8 @@ def scaled(partial, a_scale, b_scale, A_EDGE: tl.constexpr, B_EDGE: tl.constexpr
 def multiply(
     a,
     b,
-    a_scale_ptr,
-    b_scale_ptr,
+    a_scale,
+    b_scale,
     out_ptr,
     M,
     N,
@@ -74,16 +72,16 @@ def multiply(
     total = tl.zeros((ROWS, COLS), tl.float32)
     # The last parts may have no blocks.
     first = tl.minimum(begin, BLOCKS - 1)
-    a_scale = scales_at(a_scale_ptr, row, first, M, a_stride, A_EDGE, A_DEPTH, ROWS)
-    b_scale = scales_at(b_scale_ptr, col, first, N, b_stride, B_EDGE, B_DEPTH, COLS)
+    a_factor = scales_at(a_scale, row, first, M, a_stride, A_EDGE, A_DEPTH, ROWS)
+    b_factor = scales_at(b_scale, col, first, N, b_stride, B_EDGE, B_DEPTH, COLS)
     for k in range(begin, end):
         partial = tl.dot(a.load([row, k * 128]), b.load([col, k * 128]).T)
         # The next block's scales are on their way while this one is multiplied.
         following = tl.minimum(k + 1, BLOCKS - 1)
-        next_a_scale = scales_at(a_scale_ptr, row, following, M, a_stride, A_EDGE, A_DEPTH, ROWS)
-        next_b_scale = scales_at(b_scale_ptr, col, following, N, b_stride, B_EDGE, B_DEPTH, COLS)
-        total += scaled(partial, a_scale, b_scale, A_EDGE, B_EDGE)
-        a_scale, b_scale = next_a_scale, next_b_scale
+        next_a_factor = scales_at(a_scale, row, following, M, a_stride, A_EDGE, A_DEPTH, ROWS)
+        next_b_factor = scales_at(b_scale, col, following, N, b_stride, B_EDGE, B_DEPTH, COLS)
+        total += scaled(partial, a_factor, b_factor, A_EDGE, B_EDGE)
+        a_factor, b_factor = next_a_factor, next_b_factor
     i, j = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
     pointers = out_ptr + part.to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
     tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])

@@ -29,18 +29,6 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     return None
 
 
-def takes_any_layout(device: torch.device) -> bool:
-    """Whether operands need not be row-major on ``device``."""
-    del device
-    return False
-
-
-def is_traceable(a: Operand, b: Operand) -> bool:
-    """Whether ``torch.compile`` may look into this GEMM."""
-    del a, b
-    return False
-
-
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
     """``a @ b.t()``: (M, K) x (N, K) -> (M, N), see either backend."""
     shape = (*a.data.shape, b.data.shape[0])

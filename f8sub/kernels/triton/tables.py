@@ -130,8 +130,7 @@ def scales_of_many(
     scale_ptr,
     scale_inv_ptr,
     SIZE,
-    TOP: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
+    CAST: tl.constexpr,
     THROUGH: tl.constexpr,
     HEADROOM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -145,12 +144,12 @@ def scales_of_many(
     amax = tl.load(amax_ptr + i, mask=inside, other=0.0).to(THROUGH).to(tl.float32)
     is_finite = magnitude_bits(amax) < EXPONENT_BITS
     amax = tl.where(is_finite, amax, 0.0)
-    scale = scale_from_amax(amax, TOP, POWER_OF_2)
+    scale = scale_from_amax(amax, CAST)
     if prior_ptr is not None:
         prior = tl.load(prior_ptr + i, mask=inside, other=1.0)
-        prior = tl.where(prior == 0.0, first_scale(amax, TOP, POWER_OF_2, HEADROOM), prior)
+        prior = tl.where(prior == 0.0, first_scale(amax, CAST, HEADROOM), prior)
         scale = tl.where(amax == 0.0, prior, tl.minimum(prior, scale))
-    scale_inv = inverse(scale, POWER_OF_2 and prior_ptr is None)
+    scale_inv = inverse(scale, CAST.POWER_OF_2 and prior_ptr is None)
     nan = float("nan")
     tl.store(scale_ptr + i, tl.where(is_finite, scale, nan), mask=inside)
     tl.store(scale_inv_ptr + i, tl.where(is_finite, scale_inv, nan), mask=inside)

@@ -258,16 +258,13 @@ def _formats(node: Any) -> list[Any]:
 
 
 def _of_quantization(node: Any) -> tuple[int, int]:
-    """Of an operator that quantizes for one usage, the one that its name ends with, or for both."""
+    from f8sub.formats import Float8Format
     from f8sub.kernels.triton import launch
 
-    formats = _formats(node)
-    if node.op_overload._opname.endswith("columnwise"):
-        formats.insert(0, None)
-    row, col = (*formats, None)[:2]
-    x, *amax = map(_meta, node.inputs)
-    known = amax[0] if amax else None
-    return _of_launches(launch.quantization(x, row, col, amax=known).launches)
+    (x, amax, *names), _ = node.unflatten_args(node.inputs, node.constant_args)
+    row, col = (None if name is None else Float8Format.parse(name) for name in names)
+    known = None if amax is None else _meta(amax)
+    return _of_launches(launch.quantization(_meta(x), row, col, amax=known).launches)
 
 
 def _of_derivation(node: Any) -> tuple[int, int]:
@@ -287,10 +284,7 @@ def _of_transposition(node: Any) -> tuple[int, int]:
 
 
 OPERATORS: dict[str, Callable[[Any], tuple[int, int]]] = {
-    "quantize_rowwise": _of_quantization,
-    "quantize_columnwise": _of_quantization,
-    "quantize_both": _of_quantization,
-    "quantize_with_amax": _of_quantization,
+    "quantize": _of_quantization,
     "derive_columnwise": _of_derivation,
     "transpose": _of_transposition,
 }

@@ -13,10 +13,7 @@ PROMOTION = 128
 def matmul_nt(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Tensor:
     """``a @ b.t()`` of float32 matrices: (M, K) x (N, K) -> (M, N).
 
-    Args:
-        a: (M, K).
-        b: (N, K).
-        fast_accum: one sum over all of K; else partial sums of ``PROMOTION`` elements, added in float32.
+    With ``fast_accum`` one sum over all of K; else partial sums of ``PROMOTION`` elements, added in float32.
 
     Numerics:
         In float64 where torch was told to round the factors of float32 products (``set_float32_matmul_precision``):

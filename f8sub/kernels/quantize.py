@@ -16,14 +16,7 @@ def quantize(
     source: ScaleSource = CURRENT,
     any_layout: bool = False,
 ) -> Quantized:
-    """``reference.quantize`` with scales as ``source`` has them.
-
-    Args:
-        x: (rows, cols), any float dtype.
-        rowwise: format of the operand stored as ``x``; None to leave it out.
-        columnwise: format of the operand stored as ``x.t()``; None to leave it out.
-        source: of the scales.
-        any_layout: see ``reference.quantize``.
+    """``reference.quantize`` with the scales of ``source``.
 
     Compiled code is always row-major: Inductor's lowering of ``_scaled_mm`` takes nothing else. Where the GEMMs take
     nothing else either (``any_layout``) it calls our kernels for what is copied transposed.

@@ -27,7 +27,7 @@ def quantize(
     any_layout: bool = False,
     prior: PriorScale | None = None,
 ) -> Quantized:
-    """``reference.quantize`` of a CPU tensor; goes there for finer tiles, two formats at once and odd tensors.
+    """``reference.quantize``; goes there for finer tiles, two formats at once, and tensors that are not plain.
 
     Numerics:
         With scales of the current amax nothing is clamped: a finite product is at most ``format.max * (1 + 2**-23)``,
@@ -61,11 +61,8 @@ def quantize(
 
 
 def _matrix_of(number: float) -> torch.Tensor:
-    """float32, (1, 1).
-
-    By the operator that has just cast: half of what a small operator costs is code that the caches do not hold, and
-    ``torch.full`` is other code. So is ``mT``, where the GEMM calls ``t()``.
-    """
+    # float32, (1, 1), by the operator that has just cast: half of what a small operator costs is code that the caches
+    # do not hold, and ``torch.full`` is other code. So is ``mT``, where the GEMM calls ``t()``.
     return torch.add(_MINUS_ZERO, _ONE, alpha=number)
 
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +46,7 @@ GEMM = {
     # ``torch.compile`` would unroll the partial sums.
     REFERENCE: Backend(reference.why_not, reference.gemm_nt, takes_any_layout=lambda device: True),
 }
-"""Backends by name, the one to prefer first: what was measured on this GPU; without that cuBLASLt, then our own."""
+"""Backends by name, the preferred one first: what was measured on this GPU; without that cuBLASLt, then our own."""
 
 REFERENCE_TIMES_BF16 = 30
 """How many times as long as bf16 a layer takes on a GPU whose GEMMs are the reference's.
@@ -56,7 +56,7 @@ eager code: 30 times with e8m0 scales of 1x32, 37 times with e2m1.
 """
 
 _ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM.items()}
-"""The same behind operators, for what ``torch.compile`` may not look into."""
+"""The same GEMMs behind operators, for what ``torch.compile`` may not look into."""
 
 
 def backend_names() -> list[str]:
@@ -125,14 +125,9 @@ class Plan:
     A frozen value, so ``torch.compile`` takes it for a constant.
 
     Attributes:
-        recipe: formats of the operands.
-        fprop: name of the backend.
-        dgrad: likewise.
-        wgrad: likewise.
-        any_layout: whether all of them read transposed views, so that no codes are ever copied transposed.
-        device: where they run.
+        any_layout: whether all GEMMs read transposed views, so that no codes are ever copied transposed.
         backend: what was asked for when they were selected, see ``select_gemm``.
-        number: which one it is of the ``made`` ones.
+        number: the key of this plan in ``made``.
     """
 
     made: ClassVar[dict[int, "Plan"]] = {}
@@ -148,7 +143,7 @@ class Plan:
 
     @property
     def quantizers(self) -> str:
-        """Names of what casts its operands in eager code."""
+        """Names of what casts the operands in eager code."""
         specs = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)
         formats = [format for spec in specs for format in (spec.a, spec.b) if format is not None]
         return " and ".join(sorted({quantizer_of(format, self.device) for format in formats})) or "none"
@@ -197,20 +192,12 @@ class Plan:
         return plan
 
     def __reduce__(self) -> tuple[Callable[..., "Plan"], tuple[Any, ...]]:
-        """Copies are the plan itself; one that is unpickled, maybe on another device, has a number of this process."""
-        return Plan._of, (
-            self.recipe,
-            self.fprop,
-            self.dgrad,
-            self.wgrad,
-            self.any_layout,
-            self.device,
-            self.backend,
-        )
+        """A copy is the plan itself; one that is unpickled, maybe on another device, gets a number of this process."""
+        return Plan._of, tuple(getattr(self, field.name) for field in fields(self) if field.name != "number")
 
 
 def reference_warning(plans: Iterable[Plan]) -> str | None:
-    """What to tell whoever runs GEMMs by the reference on a GPU and did not ask for it; None where nobody does."""
+    """What to tell users whose GEMMs run by the reference on a GPU unasked; None where no GEMM does."""
     slow = {
         plan.recipe.name: (plan, [gemm for gemm, name in plan.gemms.items() if name == REFERENCE])
         for plan in plans

@@ -18,7 +18,7 @@ CAPABILITY = (9, 0)
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """Why this backend cannot run a GEMM of these formats on ``device``; None when it can."""
+    """See ``select.Backend``."""
     if not a.is_plain or not b.is_plain:
         return f"takes float8 with float32 scales of one level, not {a} and {b}"
     if unknown := {str(f.tile) for f in (a, b) if not whole_blocks(f.tile.cols, BLOCK)}:
@@ -29,17 +29,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
 
 
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """``a @ b.t()``.
-
-    Args:
-        a: (M, K), of a tile that ``why_not`` accepts.
-        b: (N, K), likewise.
-        out_dtype: dtype of the result.
-        fast_accum: no effect: partial sums are scaled every 128 elements of K.
-
-    Returns:
-        (M, N), ``out_dtype``.
-    """
+    """See ``select.Backend``; ``fast_accum`` has no effect, as partial sums are scaled every 128 elements of K."""
     del fast_accum
     rows, depth = a.data.shape
     config = _config(a.format, b.format, a.data.device, (rows, depth, b.data.shape[0]))

@@ -1,6 +1,6 @@
 """``a @ b.t()`` of codes with scales of blocks, in Triton: tiles of any size, K in parts for few rows.
 
-Each partial sum of 128 elements of K is scaled and added in float32, see ``f8sub.kernels.accumulate``.
+Each partial sum of 128 elements of K is scaled and added in float32, see ``reference.PROMOTION``.
 """
 
 import triton

@@ -1,6 +1,7 @@
 """Which kernels multiply two operands with scales of blocks, in which tiles, with which arguments."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,18 @@ from f8sub.kernels.triton.launch import cdiv
 from f8sub.kernels.triton.launcher import Launch
 
 SUM_BLOCK = 1024
-"""What one program of ``add_parts`` sums."""
+"""Elements that one program of ``add_parts`` sums."""
 
 REGISTERS = {"MULTIPLIERS": 240, "LOADER": 24}
-"""Of a thread, of each warpgroup of ``multiply_persistently``: two of the one and one of the other fit in 65536."""
+"""Registers of a thread of each warpgroup of ``multiply_persistently``: two multipliers and a loader fit in 65536."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one scale serves: ``edge`` lines, 1 where scales are not of squares, by ``depth`` blocks of K."""
+
+    edge: int
+    depth: int
 
 
 def multiplication(
@@ -30,7 +39,7 @@ def multiplication(
 
     Args:
         a: (M, K), of a format that ``triton_mm.why_not`` has no reason against.
-        b: (N, K), likewise.
+        b: (N, K), of such a format.
         out_dtype: dtype of the result.
         config: the tiles.
         programs: multiprocessors of the device.
@@ -48,16 +57,14 @@ def multiplication(
         "M": rows,
         "N": cols,
         "BLOCKS": cdiv(a.data.shape[1], BLOCK),
-        "ROWS": config.rows,
-        "COLS": config.cols,
-        "GROUP": config.group,
+        "CONFIG": config,
     }
     tiles = cdiv(rows, config.rows) * cdiv(cols, config.cols)
     if config.persistent:
-        arguments |= {"STAGES": config.stages, **REGISTERS}
+        arguments |= REGISTERS
         return [Launch(hopper.multiply_persistently, min(tiles, programs), arguments, {"num_warps": 4})], out
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    launches = [Launch(gemm.multiply, tiles * config.parts, {**arguments, "PARTS": config.parts}, options)]
+    launches = [Launch(gemm.multiply, tiles * config.parts, arguments, options)]
     if config.parts > 1:
         sizes = {"SIZE": out.numel(), "PARTS": config.parts, "BLOCK": SUM_BLOCK}
         sums = {"parts_ptr": made, "out_ptr": out, **sizes}
@@ -78,8 +85,7 @@ def _side(name: str, operand: Operand, lines: int, persistent: bool) -> dict[str
         blocks = LaidOutDescriptor.from_tensor(codes, [lines, BLOCK], _layout(128, 8))
     else:
         blocks = TensorDescriptor.from_tensor(codes, [lines, BLOCK])
-    side = name.upper()
-    reading = {f"{name}_stride": stride, f"{side}_EDGE": edge, f"{side}_DEPTH": depth}
+    reading = {f"{name}_stride": stride, name.upper(): Reading(edge, depth)}
     return {name: blocks, f"{name}_scale": scale, **reading}
 
 

@@ -31,7 +31,7 @@ class Config:
 
     Attributes:
         rows: of a tile, a power of two; ``persistent``: 128.
-        cols: of a tile, likewise; ``persistent``: 256.
+        cols: of a tile, a power of two; ``persistent``: 256.
         stages: blocks of K that are loaded ahead.
         persistent: ``hopper.multiply_persistently``; else ``gemm.multiply``.
         group: tiles of one column that are made one after the other, so that L2 holds what they share.

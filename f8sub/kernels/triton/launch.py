@@ -88,7 +88,7 @@ def quantization(
     Args:
         x: (M, N), not empty, contiguous; float32, bfloat16 or float16.
         rowwise: format that ``support.why_no_kernel`` has no reason against; None to leave the usage out.
-        columnwise: likewise. One that differs from ``rowwise`` is quantized by itself.
+        columnwise: the same. One that differs from ``rowwise`` is quantized by itself.
         prior: see ``reference.quantize``; then formats that are both given are equal.
         amax: float32, (1, 1), of the finite elements, where it is known and both formats have one scale a matrix.
     """

@@ -13,7 +13,7 @@ ALIGNMENT = 16
 """Bytes. Triton compiles anew for pointers that are no multiple of it. Source: its ``native_specialize_impl``."""
 
 MOST = 4096
-"""Of what is kept; then all of it is forgotten, and Triton's own cache asked again."""
+"""Kernels that are kept; then all of them are forgotten, and Triton's own cache is asked again."""
 
 _compiled: dict[Any, CompiledKernel] = {}
 

@@ -1,6 +1,6 @@
-"""Of ``scaled_mm`` and ``triton_mm`` the one that was measured to be faster, for each shape.
+"""For each shape the faster one of ``scaled_mm`` and ``triton_mm``, as it was measured.
 
-There where this GPU was measured and ``triton_mm`` won at some shape; ``scripts/tune_gemm.py`` measures.
+It runs where this GPU was measured and ``triton_mm`` won at some shape; ``scripts/tune_gemm.py`` measures.
 """
 
 import functools

@@ -1,5 +1,6 @@
 """Which kernels run over a matrix, with which arguments, and the operands they fill."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ _CASTS = {
     for dtype, codes in CODES.items()
     for power_of_2 in (False, True)
 }
+_shape = functools.cache(Shape)
 _WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
@@ -236,7 +238,7 @@ def _over(
     """A kernel that covers ``x`` by one program an area, which it reads in tiles."""
     rows, cols = x.shape
     tile_rows, tile_cols = area if tile is None else tile
-    shape = Shape(tile_rows, tile_cols, rows % area[0] == 0 and cols % area[1] == 0)
+    shape = _shape(tile_rows, tile_cols, rows % area[0] == 0 and cols % area[1] == 0)
     programs = cdiv(rows, area[0]) * cdiv(cols, area[1])
     return Launch(kernel, programs, {**arguments, "M": rows, "N": cols, "TILE": shape}, options)
 

@@ -28,7 +28,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether Triton's interpreter runs the kernels, which cannot run PTX."""
 
 
-@dataclass(frozen=True, slots=True)
+# Hashed at every launch, so by identity: there is one of each value.
+@dataclass(frozen=True, slots=True, eq=False)
 class Cast:
     """What a kernel casts to, known when it is compiled.
 
@@ -43,7 +44,7 @@ class Cast:
     POWER_OF_2: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shape:
     """The (ROWS, COLS) elements that a program has at a time. If WHOLE, no such tile reaches beyond the matrix."""
 

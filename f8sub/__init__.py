@@ -19,11 +19,11 @@ from f8sub.errors import (
 from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
-from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (likewise)
+from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.report.report import ConversionReport, LayerReport
-from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (likewise)
+from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (enters by its sockets)
 from f8sub.features.tools.find_nonfinite import find_nonfinite
 from f8sub.features.tools.step_guard import skip_step_if_nonfinite
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile

@@ -67,7 +67,7 @@ class Rounding(Enum):
     NEAREST = "nearest"
     """To the nearest code, ties to even."""
     STOCHASTIC = "stochastic"
-    """To one of the two neighbours, at random so that the mean is right. Of torch's default generator."""
+    """To one of the two neighbours, at random, so that the mean is right; from torch's default generator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +103,20 @@ class Tile:
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Number of tiles along each dimension of a matrix of ``shape``."""
-        rows, cols = shape
-        return 1 if self.rows == ALL else -(-rows // self.rows), 1 if self.cols == ALL else -(
-            -cols // self.cols
-        )
+        down = 1 if self.rows == ALL else -(-shape[0] // self.rows)
+        return down, 1 if self.cols == ALL else -(-shape[1] // self.cols)
 
     def check_cut(self, dim: int, whole: int, part: int, matrix: str) -> None:
-        """That parts of a matrix, cut along one dimension, consist of whole tiles each, or lie within one.
+        """Check that parts of a matrix, cut along one dimension, are whole tiles each, or lie within one.
 
         Args:
             dim: the dimension.
             whole: the matrix's extent along it.
-            part: that of all parts but the last ones.
+            part: the extent of all parts but the last ones.
             matrix: how an error calls it.
 
         Raises:
-            Float8ConfigError: they do not.
+            Float8ConfigError: they are neither.
         """
         edge = (self.rows, self.cols)[dim]
         if edge != ALL and part and part % edge and edge % part and whole > edge:
@@ -229,15 +227,11 @@ class Float8Format:
 
     def __str__(self) -> str:
         """As the documentation names it: ``1x128 e4m3 (power-of-two scales)``."""
-        rest = [
-            _IN_WORDS.get(self.scale_rule, ""),
-            "" if self.rounding is Rounding.NEAREST else self.rounding.value,
-        ]
-        rest.append("" if self.hadamard is None else f"Hadamard {self.hadamard}")
-        more = ", ".join(filter(None, rest))
-        return f"{_TILE_NAMES.get(self.tile, self.tile)} {_NAMES[self.dtype]}" + (
-            f" ({more})" if more else ""
-        )
+        rounding = "" if self.rounding is Rounding.NEAREST else self.rounding.value
+        hadamard = "" if self.hadamard is None else f"Hadamard {self.hadamard}"
+        more = ", ".join(filter(None, (_IN_WORDS.get(self.scale_rule), rounding, hadamard)))
+        words = f"{_TILE_NAMES.get(self.tile, self.tile)} {_NAMES[self.dtype]}"
+        return f"{words} ({more})" if more else words
 
 
 _TILE_NAMES = {Tile(ALL, ALL): "tensorwise", Tile(1, ALL): "rowwise"}
@@ -283,7 +277,7 @@ class Operand(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What it is made of; ``Operand.of(format, *tensors)`` makes it again."""
+        """Its tensors; ``Operand.of(format, *tensors)`` makes it again."""
         found = (self.data, self.scale_inv)
         return found if self.global_scale_inv is None else (*found, self.global_scale_inv)
 
@@ -310,9 +304,8 @@ def why_not_derivable(rowwise: Float8Format, columnwise: Float8Format) -> str | 
         return f"the element dtypes differ: {rowwise} and {columnwise}"
     if rowwise.hadamard or columnwise.hadamard:
         return f"a Hadamard transform runs along the rows of one and the columns of the other: {rowwise}, {columnwise}"
-    if rowwise.scale_rule is columnwise.scale_rule and rowwise.tile.is_transpose_of(columnwise.tile):
-        return None
-    if rowwise.scale_rule is columnwise.scale_rule and rowwise.scale_rule.is_power_of_2:
+    same_elements = rowwise.tile.is_transpose_of(columnwise.tile)
+    if rowwise.scale_rule is columnwise.scale_rule and (same_elements or rowwise.scale_rule.is_power_of_2):
         return None
     return (
         f"{rowwise} and {columnwise} do not put the same elements under one scale, and re-scaling would round "

@@ -5,7 +5,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -66,7 +66,7 @@ class DelayedScaling:
 
     Attributes:
         margin: powers of two of headroom: the scale is ``fp8_max / amax / 2**margin``.
-        dy_margin: likewise, the least that dy's scales leave where ``margin`` is smaller. TransformerEngine has none.
+        dy_margin: the least headroom of dy's scales, where ``margin`` is smaller. TransformerEngine has none.
         interval: optimizer steps from one scale to the next; the history rolls at every step.
         amax_history_len: rows of the history, staging included.
         amax_compute_algo: ``"max"`` of all rows, ``"most_recent"`` (row 0), or a callable from a history, float32
@@ -94,23 +94,20 @@ class DelayedScaling:
             if type(margin) not in (int, float) or not 0 <= margin <= MOST_MARGIN:
                 raise Float8ConfigError(f"{name} is 0 to {MOST_MARGIN} powers of two, got {margin!r}")
         for name in ("interval", "amax_history_len"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+            count = getattr(self, name)
+            if type(count) is not int or count < 1:
+                raise Float8ConfigError(f"{name} is a whole number of at least 1, got {count!r}")
+        for name, words, others in (
+            ("amax_compute_algo", '"max", "most_recent"', ("max", "most_recent")),
+            ("scaling_factor_compute_algo", "None", (None,)),
+        ):
+            algorithm = getattr(self, name)
+            if algorithm not in others and not callable(algorithm):
+                raise Float8ConfigError(f"{name} is {words} or a callable, got {algorithm!r}")
+            if not isinstance(algorithm, Hashable):
                 raise Float8ConfigError(
-                    f"{name} is a whole number of at least 1, got {getattr(self, name)!r}"
-                )
-        if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
-            raise Float8ConfigError(
-                f'amax_compute_algo is "max", "most_recent" or a callable, got {self.amax_compute_algo!r}'
-            )
-        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
-            raise Float8ConfigError(
-                f"scaling_factor_compute_algo is None or a callable, got {self.scaling_factor_compute_algo!r}"
-            )
-        for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
-            if not isinstance(getattr(self, name), Hashable):
-                raise Float8ConfigError(
-                    f"{name} is a callable that tells recipes apart, and {getattr(self, name)!r} has no hash; define "
-                    "__hash__, or pass a function"
+                    f"{name} is a callable that tells recipes apart, and {algorithm!r} has no hash; define __hash__, "
+                    "or pass a function"
                 )
         if not isinstance(self.reduce_amax, bool):
             raise Float8ConfigError(f"reduce_amax is True or False, got {self.reduce_amax!r}")
@@ -118,11 +115,11 @@ class DelayedScaling:
     def __repr__(self) -> str:
         """The fields; callables by name, which all ranks share, not by address."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown = {
-            name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+        shown = (
+            f"{name}={getattr(value, '__qualname__', type(value).__name__) if callable(value) else repr(value)}"
             for name, value in values.items()
-        }
-        return f"DelayedScaling({', '.join(f'{name}={value}' for name, value in shown.items())})"
+        )
+        return f"DelayedScaling({', '.join(shown)})"
 
     def margin_of(self, operand: OperandName) -> float:
         """Powers of two of headroom of one operand's scales."""
@@ -193,22 +190,18 @@ class Recipe:
     def with_high_precision(
         self, *, fprop: bool = False, dgrad: bool = False, wgrad: bool = False
     ) -> "Recipe":
-        """The same recipe with the GEMMs that are named in high precision too, and a name that says so.
+        """The same recipe with more GEMMs in high precision, and a name that says so.
 
         A weight that one of its GEMMs, fprop or dgrad, reads in high precision is gathered in high precision.
         """
         asked = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
-        taken = [
-            gemm for gemm, wanted in asked.items() if wanted and getattr(self, gemm) != HIGH_PRECISION_GEMM
-        ]
+        in_float8 = [gemm for gemm in asked if getattr(self, gemm) != HIGH_PRECISION_GEMM]
+        taken = [gemm for gemm in in_float8 if asked[gemm]]
         if not taken:
             return self
         name = f"{self.name}, {' and '.join(taken)} in high precision"
         changes: dict[str, Any] = dict.fromkeys(taken, HIGH_PRECISION_GEMM)
-        in_float8 = [
-            gemm for gemm in asked if getattr(self, gemm) != HIGH_PRECISION_GEMM and gemm not in taken
-        ]
-        return replace(self, name=name, delayed=self.delayed if in_float8 else None, **changes)
+        return replace(self, name=name, delayed=None if taken == in_float8 else self.delayed, **changes)
 
 
 def recipe_names() -> list[str]:
@@ -236,15 +229,13 @@ def get_recipe(recipe: "Recipe | str", **options: Any) -> Recipe:
         raise Float8ConfigError(
             f"unknown recipe {recipe!r}; choose one of {recipe_names()} or pass an f8sub.Recipe"
         )
-    module = importlib.import_module(f"{recipes.__name__}.{recipe}")
+    module: Any = importlib.import_module(f"{recipes.__name__}.{recipe}")
     if not options:
-        default: Recipe = module.RECIPE
-        return default
+        return cast(Recipe, module.RECIPE)
     valid = inspect.signature(module.recipe).parameters
     if unknown := sorted(set(options) - set(valid)):
         raise Float8ConfigError(f"recipe {recipe!r} has no options {unknown}; it has {list(valid) or 'none'}")
     for name, value in options.items():
         if isinstance(valid[name].default, bool) and not isinstance(value, bool):
             raise Float8ConfigError(f"option {name} of recipe {recipe!r} is True or False, got {value!r}")
-    made: Recipe = module.recipe(**options)
-    return made
+    return cast(Recipe, module.recipe(**options))

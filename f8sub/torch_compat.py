@@ -65,7 +65,7 @@ def cpu_has_amx() -> bool:
 
 @functools.cache
 def cpu_has_amx_fp16() -> bool:
-    """Whether its tiles take float16 too."""
+    """Whether the CPU's tiles take float16 too."""
     return torch.cpu._is_amx_fp16_supported()
 
 
@@ -120,10 +120,13 @@ def broadcast_no_more(ddp: DistributedDataParallel, buffers: Iterable[str]) -> N
 
 def resharded_to_part(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
     """Those of ``layers`` that FSDP2 keeps on a part of their mesh after forward: ``reshard_after_forward=<int>``."""
-    partly = [
-        group for group in _param_groups() if group.post_forward_mesh_info not in (None, group.mesh_info)
-    ]
-    return {param._module_info.module for group in partly for param in group.fsdp_params}.intersection(layers)
+    found = {
+        param._module_info.module
+        for group in _param_groups()
+        if group.post_forward_mesh_info not in (None, group.mesh_info)
+        for param in group.fsdp_params
+    }
+    return found.intersection(layers)
 
 
 def param_dtypes(
@@ -150,9 +153,8 @@ def gathered_as_local(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]
     From torch 2.14 on; what is a DTensor before it is sharded is a DTensor after it is gathered.
     """
     params = (param for group in _param_groups() for param in group.fsdp_params)
-    return {
-        param._module_info.module for param in params if getattr(param, "is_spmd_types", False)
-    }.intersection(layers)
+    local = {param._module_info.module for param in params if getattr(param, "is_spmd_types", False)}
+    return local.intersection(layers)
 
 
 def _param_groups() -> list[Any]:

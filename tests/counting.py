@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8sub
-from f8sub.kernels import reference
+from f8sub.kernels.gemm import select
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)
 """What codes are stored as."""
@@ -34,7 +34,8 @@ class Float8Work(TorchDispatchMode):
         self._in_reference = False
 
     def __enter__(self):
-        gemm_nt = reference.gemm_nt
+        backend = select.GEMM["reference"]
+        gemm_nt = backend.gemm_nt
 
         def counted(*args):
             self.matmuls += 1
@@ -43,7 +44,7 @@ class Float8Work(TorchDispatchMode):
             self._in_reference = False
             return product
 
-        self._patch = mock.patch.object(reference, "gemm_nt", counted)
+        self._patch = mock.patch.object(backend, "gemm_nt", counted)
         self._patch.start()
         return super().__enter__()
 

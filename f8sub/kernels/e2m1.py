@@ -37,7 +37,7 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor) -> torch.Tensor:
-    """What was packed: (rows, K / 2) -> (rows, K) uint8."""
+    """(rows, K / 2) ``float4_e2m1fn_x2`` -> (rows, K) uint8."""
     both = data.view(torch.uint8)
     return torch.stack((both & 0xF, both >> 4), dim=-1).flatten(1)
 
@@ -46,12 +46,9 @@ def rotate(x: torch.Tensor, size: int, *, inverse: bool = False) -> torch.Tensor
     """Multiply every ``size`` neighbours of a row by a random orthogonal matrix: it spreads outliers over them.
 
     Args:
-        x: (rows, K), any float dtype, K a multiple of ``size``.
+        x: (rows, K), any float dtype, K a multiple of ``size``; becomes float32.
         size: of the Hadamard transform.
         inverse: undo it.
-
-    Returns:
-        float32, (rows, K).
     """
     parts = x.float().unflatten(1, (-1, size))
     matrix = _hadamard(size, parts)
@@ -60,17 +57,10 @@ def rotate(x: torch.Tensor, size: int, *, inverse: bool = False) -> torch.Tensor
 
 
 def _hadamard(size: int, like: torch.Tensor) -> torch.Tensor:
-    """A Hadamard matrix with random signs, the same in every process: both operands of a GEMM need one matrix.
-
-    Args:
-        size: of the matrix.
-        like: the tensor that it multiplies. One of a subclass, such as a FakeTensor, takes no plain matrix.
-
-    Returns:
-        float32, (size, size), on the device of ``like``.
-    """
+    """A Hadamard matrix with random signs, the same in every process: both operands of a GEMM need one matrix."""
     if type(like) is torch.Tensor:
         return _hadamard_on(like.device, size)
+    # A tensor of a subclass, such as a FakeTensor, is multiplied by no plain matrix.
     return like.new_tensor(_hadamard_rows(size))
 
 

@@ -1,9 +1,9 @@
 """Operators that ``torch.compile`` must see as one node: schemas, fakes and their implementation.
 
-Formats go by name. Left to the compiler, which fuses it, is what is made of plain elementwise operators and reductions
-over whole rows, as long as nothing is copied transposed: Inductor's stores of that take several times as long as ours.
-The rest it would unroll (partial sums), cannot lower (e8m0, e2m1) or lowers wrongly (an index that is divided by a
-tile's edge fails an assertion in the C++ backend of 2.11 to 2.13).
+Formats go by name. The compiler fuses, and so is left with, plain elementwise operators and reductions over whole rows,
+as long as nothing is copied transposed: Inductor's transposed stores take several times as long as ours. It would
+unroll partial sums, cannot lower e8m0 and e2m1, and lowers an index that is divided by a tile's edge wrongly (an
+assertion fails in the C++ backend of 2.11 to 2.13).
 
 [Note] Scales of blocks are flat between two of these nodes: ``Operand.scale_inv`` has one dimension there. A matrix of
 scales has a dimension that counts blocks, ceil(M / 128), and torch compiles once more when the size of a dimension
@@ -25,11 +25,11 @@ from f8sub.kernels.triton import quantize_cuda
 _library = torch.library.Library("f8sub", "DEF")
 
 
-def operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """``f8sub::NAME``, which changes no argument, for all devices.
 
-    Defined in the library itself: what ``torch.library.custom_op`` wraps around a call costs the host three times as
-    much as the dispatcher does.
+    Defined in the library itself: ``torch.library.custom_op`` wraps a call in what costs the host three times as much
+    as the dispatcher.
     """
     schema = torch.library.infer_schema(function, mutates_args=())
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
@@ -41,48 +41,31 @@ def operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) 
 
 def is_fusible(format: Float8Format) -> bool:
     """Whether the compiler may see how a matrix of this format is quantized and read."""
-    return format.is_plain and not has_blocks(format)
+    return format.is_plain and not _has_blocks(format)
 
 
-def has_blocks(format: Float8Format) -> bool:
+def _has_blocks(format: Float8Format) -> bool:
     """Whether one scale serves more than one element of a line, and not all of it."""
     return format.tile.rows not in (1, ALL) or format.tile.cols not in (1, ALL)
 
 
-def _quantize_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    return as_list(quantize_cuda.quantize(x, *_formats(rowwise, columnwise))[:2])
+def _parsed(*names: str | None) -> list[Float8Format | None]:
+    return [None if name is None else Float8Format.parse(name) for name in names]
 
 
-def _quantize_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
-    return as_list(quantize_cuda.quantize(x, Float8Format.parse(rowwise), None)[:2])
-
-
-def _quantize_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
-    return as_list(quantize_cuda.quantize(x, None, Float8Format.parse(columnwise))[:2])
-
-
-def _quantize_with_amax(
-    x: torch.Tensor, amax: torch.Tensor, rowwise: str, columnwise: str
+def _quantize(
+    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
 ) -> list[torch.Tensor]:
-    return as_list(quantize_cuda.quantize(x, *_formats(rowwise, columnwise), amax=amax)[:2])
+    row, col = _parsed(rowwise, columnwise)
+    return _as_list(quantize_cuda.quantize(x, row, col, amax=amax)[:2])
 
 
-def _fake_both(x: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    row_format, col_format = _formats(rowwise, columnwise)
-    col = empty_operand(x, col_format, *x.shape[::-1])
-    return [*empty_operand(x, row_format, *x.shape).tensors, *col.tensors]
-
-
-def _fake_rowwise(x: torch.Tensor, rowwise: str) -> list[torch.Tensor]:
-    return list(empty_operand(x, Float8Format.parse(rowwise), *x.shape).tensors)
-
-
-def _fake_columnwise(x: torch.Tensor, columnwise: str) -> list[torch.Tensor]:
-    return list(empty_operand(x, Float8Format.parse(columnwise), *x.shape[::-1]).tensors)
-
-
-def _fake_with_amax(x: torch.Tensor, amax: torch.Tensor, rowwise: str, columnwise: str) -> list[torch.Tensor]:
-    return _fake_both(x, rowwise, columnwise)
+def _fake_quantized(
+    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
+) -> list[torch.Tensor]:
+    row, col = _parsed(rowwise, columnwise)
+    found = [] if row is None else [*_empty_operand(x, row, *x.shape).tensors]
+    return found if col is None else [*found, *_empty_operand(x, col, *x.shape[::-1]).tensors]
 
 
 def _transpose(codes: torch.Tensor) -> torch.Tensor:
@@ -93,19 +76,12 @@ def _fake_transposed(codes: torch.Tensor) -> torch.Tensor:
     return codes.new_empty(codes.shape[::-1])
 
 
-quantize_both = operator(_quantize_both, "quantize_both", _fake_both)
-quantize_rowwise = operator(_quantize_rowwise, "quantize_rowwise", _fake_rowwise)
-quantize_columnwise = operator(_quantize_columnwise, "quantize_columnwise", _fake_columnwise)
-quantize_with_amax = operator(_quantize_with_amax, "quantize_with_amax", _fake_with_amax)
-transpose = operator(_transpose, "transpose", _fake_transposed)
+quantize_as_one_node = _operator(_quantize, "quantize", _fake_quantized)
+transpose = _operator(_transpose, "transpose", _fake_transposed)
 
 
-def _formats(rowwise: str, columnwise: str) -> tuple[Float8Format, Float8Format]:
-    return Float8Format.parse(rowwise), Float8Format.parse(columnwise)
-
-
-def as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
-    """An operator's results, each memory of its own and laid out as the fake says; scales of blocks flat."""
+def _as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
+    """An operator's results, each with memory of its own and laid out as the fake says; scales of blocks flat."""
     found: list[torch.Tensor] = []
     for operand in made:
         if operand is None:
@@ -113,9 +89,9 @@ def as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
         if not is_laid_out(operand):
             laid_out = empty_scale_inv(operand.data, operand.format, *operand.shape)
             operand = operand._replace(scale_inv=laid_out.copy_(operand.scale_inv))
-        if has_blocks(operand.format):
+        if _has_blocks(operand.format):
             operand = operand._replace(scale_inv=flat(operand))
-        # Of the reference both usages may share a scale, and an operator may not return one tensor twice.
+        # Both usages of the reference may share a scale, and an operator may not return one tensor twice.
         taken = {tensor.untyped_storage().data_ptr() for tensor in found}
         found += (t.clone() if t.untyped_storage().data_ptr() in taken else t for t in operand.tensors)
     return found
@@ -127,41 +103,24 @@ def quantize(
     columnwise: Float8Format | None,
     prior: PriorScale | None = None,
 ) -> Quantized:
-    """``reference.quantize`` as one node, an operator each for one usage, the other, and both.
+    """``reference.quantize`` as one node for the usages that are asked for.
 
     An operator's results live or die together: one that made both could not leave one out. The amax of a whole matrix
     is left to the compiler, which finds it in the kernel that makes the matrix. With a prior scale the compiler casts
     and finds the amax in one kernel, and the transposition of the codes is a node.
     """
     if prior is not None and columnwise is not None:
-        row, _, largest = reference.quantize(x, columnwise, None, prior=prior)
-        if row is None:
-            raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
-        col = Operand(transpose(row.data), row.scale_inv, columnwise)
-        return Quantized(None if rowwise is None else row, col, largest)
-    if rowwise is not None and columnwise is not None:
-        names = rowwise.name, columnwise.name
-        if rowwise == columnwise and rowwise.is_plain and rowwise.tile.is_whole:
-            amax = scales.amax(x, rowwise.tile)
-            return _operands(quantize_with_amax(x, amax, *names), rowwise, columnwise)
-        return _operands(quantize_both(x, *names), rowwise, columnwise)
-    if rowwise is not None:
-        return _operands(quantize_rowwise(x, rowwise.name), rowwise, None)
-    if columnwise is not None:
-        return _operands(quantize_columnwise(x, columnwise.name), None, columnwise)
-    return Quantized(None, None)
-
-
-def _operands(
-    tensors: Sequence[torch.Tensor], rowwise: Float8Format | None, columnwise: Float8Format | None
-) -> Quantized:
-    row = col = None
-    if rowwise is not None:
-        count = 3 if rowwise.scale_rule.has_global else 2
-        row, tensors = Operand.of(rowwise, *tensors[:count]), tensors[count:]
-    if columnwise is not None:
-        col = Operand.of(columnwise, *tensors)
-    return Quantized(row, col)
+        made, largest = reference.quantize_as_stored(x, columnwise, columnwise.tile, prior)
+        col = Operand(transpose(made.data), made.scale_inv, columnwise)
+        return Quantized(None if rowwise is None else made, col, largest)
+    amax = None
+    if rowwise is not None and rowwise == columnwise and rowwise.is_plain and rowwise.tile.is_whole:
+        amax = scales.amax(x, rowwise.tile)
+    names = (None if format is None else format.name for format in (rowwise, columnwise))
+    tensors = quantize_as_one_node(x, amax, *names)
+    count = 0 if rowwise is None else 3 if rowwise.scale_rule.has_global else 2
+    row = None if rowwise is None else Operand.of(rowwise, *tensors[:count])
+    return Quantized(row, None if columnwise is None else Operand.of(columnwise, *tensors[count:]))
 
 
 def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -180,17 +139,11 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
         # Filled up to whole blocks, a product is a view of a larger one; the fake's strides are the promise.
         return gemm_nt(left, right, out_dtype, fast_accum).contiguous()
 
-    def fake(
-        a: list[torch.Tensor],
-        b: list[torch.Tensor],
-        a_format: str,
-        b_format: str,
-        out_dtype: torch.dtype,
-        fast_accum: bool,
-    ) -> torch.Tensor:
+    def fake(a: list[torch.Tensor], b: list[torch.Tensor], *how: Any) -> torch.Tensor:
+        _, _, out_dtype, _ = how
         return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
 
-    gemm = operator(multiply, f"{backend}_gemm_nt", fake)
+    gemm = _operator(multiply, f"{backend}_gemm_nt", fake)
 
     def run(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
         product: torch.Tensor = gemm(
@@ -210,7 +163,7 @@ def _derive_columnwise(
     is_given = derived.scale_inv.untyped_storage().data_ptr() == scale_inv.untyped_storage().data_ptr()
     if is_given:
         derived = derived._replace(scale_inv=derived.scale_inv.clone())
-    made = as_list([derived._replace(global_scale_inv=None)])
+    made = _as_list([derived._replace(global_scale_inv=None)])
     return made[0], made[1]
 
 
@@ -218,7 +171,7 @@ def _fake_derived(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, cols = Operand(data, scale_inv, Float8Format.parse(rowwise)).shape
-    derived = empty_operand(data, Float8Format.parse(columnwise), cols, rows)
+    derived = _empty_operand(data, Float8Format.parse(columnwise), cols, rows)
     return derived.data, derived.scale_inv
 
 
@@ -226,12 +179,8 @@ def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def _fake_copy(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor)
-
-
-derive_columnwise = operator(_derive_columnwise, "derive_columnwise", _fake_derived)
-copy_after = operator(_copy_after, "copy_after", _fake_copy)
+derive_columnwise = _operator(_derive_columnwise, "derive_columnwise", _fake_derived)
+copy_after = _operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
 
 
 def derive_columnwise_in_backward(
@@ -242,14 +191,14 @@ def derive_columnwise_in_backward(
     Derived from a weight alone, the transposed copy would depend on nothing of the backward pass: a partitioner
     hoists it and saves an unsharded weight for every layer (pytorch/ao#936). Taking ``after`` ties it down.
 
-    One node, but where the GEMM takes ``any_layout``: there the compiler re-encodes rows to columns, dequantizing
-    inside of both of its kernels, which is tied down by the scales.
+    One node, unless the GEMM takes ``any_layout``: there the compiler re-encodes rows to columns, dequantizing inside
+    of both of its kernels, which is tied down by the scales.
 
     Args:
         rowwise: (N, K) codes of the weight.
         columnwise: format of the (K, N) result.
-        after: a small tensor that is made in the backward pass; its values are not read. Of a large one the compiler
-            would need all of it in memory.
+        after: a small tensor that is made in the backward pass; its values are not read. The compiler would need all
+            of a large one in memory.
         any_layout: see ``reference.quantize``; compiled code is always row-major.
     """
     if not torch.compiler.is_compiling():
@@ -278,11 +227,11 @@ def small_part_of(dy: torch.Tensor, quantized: Operand | None) -> torch.Tensor:
     return dy[:1, :1] if quantized is None else quantized.scale_inv
 
 
-def empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
-    """What a fake returns of an operand of (rows, depth) elements; scales of blocks flat."""
+def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
+    """What a fake returns for an operand of (rows, depth) elements; scales of blocks flat."""
     depth = -(-depth // format.depth_multiple) * format.depth_multiple
     data = like.new_empty((rows, depth // format.codes_per_byte), dtype=format.dtype)
-    if has_blocks(format):
+    if _has_blocks(format):
         lines, blocks = format.tile.scale_shape((rows, depth))
         scale_inv = like.new_empty(lines * blocks, dtype=format.scale_rule.stored_as)
     else:

@@ -8,6 +8,7 @@ attribute or a global into an input of the graph. Dynamo (2.11 to 2.14) cannot p
 ``torch.finfo``; and reads floats that users choose (a margin, an eps) from strings, which dynamo takes for constants.
 """
 
+import typing
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,14 @@ import torch
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, Rounding, Tile
 from f8sub.kernels import e2m1
 from f8sub.kernels import scales as rules
-from f8sub.kernels.accumulate import matmul_nt
 from f8sub.kernels.scales import PriorScale, ReduceAmax, Scales
+
+PROMOTION = 128
+"""Elements of K in one partial sum. Source: DeepGEMM, CUTLASS's default for split accumulation, cuBLAS.
+
+Hopper's tensor cores keep about 14 bits of a partial sum (arXiv 2412.19437, 3.3.2). Without fast accumulation a kernel
+moves it to a float32 register every 128 elements of K; the reference adds in the same order.
+"""
 
 
 class Quantized(NamedTuple):
@@ -24,7 +31,7 @@ class Quantized(NamedTuple):
 
     Attributes:
         rowwise: the operand stored as the matrix; None where it was not asked for.
-        columnwise: the operand stored as its transpose; likewise.
+        columnwise: the operand stored as its transpose; None where it was not asked for.
         amax: float32, (1, 1), the largest magnitude, infinity or NaN where an element is; None without a
             prior scale or without a usage.
     """
@@ -62,11 +69,8 @@ def cast(
     Args:
         x: (rows, cols), any float dtype.
         scale: float32, broadcastable to ``x``, see ``spread``.
-        dtype: dtype of the codes.
+        dtype: dtype of the codes; e2m1 codes are uint8, one an element.
         rounding: for e2m1; float8 is rounded to the nearest, ties to even.
-
-    Returns:
-        (rows, cols) of ``dtype``, contiguous when ``x`` is; e2m1 codes as uint8, one an element.
 
     Numerics:
         Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity
@@ -103,21 +107,21 @@ def quantize(
         rowwise: format of the operand stored as ``x``; None to leave it out.
         columnwise: format of the operand stored as ``x.t()``; None to leave it out.
         any_layout: leave the columnwise codes where they are and return a transposed view of them.
-        prior: a scale that was made before, of formats with one scale a matrix; what it cannot hold saturates. None
+        prior: a scale that was made before, for formats with one scale a matrix; what it cannot hold saturates. None
             for scales of the current amax.
-        reduce: for a part of a matrix, of formats of one level without packing; None for a whole one.
+        reduce: for a part of a matrix, in formats of one level without packing; None for a whole one.
     """
     row = largest = None
     if rowwise is not None:
-        row, largest = _quantize_as_stored(x, rowwise, rowwise.tile, prior, reduce)
+        row, largest = quantize_as_stored(x, rowwise, rowwise.tile, prior, reduce)
     if columnwise is None:
         return Quantized(row, None, largest)
     if columnwise.depth_multiple > 1:
         # Bytes and transforms run along the other dimension than x's own.
-        return Quantized(row, _quantize_as_stored(x.t().contiguous(), columnwise, columnwise.tile)[0])
+        return Quantized(row, quantize_as_stored(x.t().contiguous(), columnwise, columnwise.tile)[0])
     seen = row
     if seen is None or not columnwise.is_transpose_of(seen.format):
-        seen, largest = _quantize_as_stored(x, columnwise, columnwise.tile.t(), prior, reduce)
+        seen, largest = quantize_as_stored(x, columnwise, columnwise.tile.t(), prior, reduce)
     return Quantized(row, transposed(seen, columnwise, any_layout), largest)
 
 
@@ -131,10 +135,8 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bo
     """
     if rowwise.format.tile.is_transpose_of(columnwise.tile):
         return transposed(rowwise, columnwise, any_layout)
-    derived = quantize(dequantize(rowwise, torch.float32), None, columnwise, any_layout).columnwise
-    if derived is None:
-        raise RuntimeError("quantize returned no columnwise operand for a columnwise format")
-    return derived
+    values = dequantize(rowwise, torch.float32)
+    return typing.cast(Operand, quantize(values, None, columnwise, any_layout).columnwise)
 
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
@@ -154,16 +156,32 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     return matmul_nt(left, right, fast_accum).to(out_dtype)
 
 
-def takes_any_layout(device: torch.device) -> bool:
-    """Whether operands need not be row-major on ``device``."""
-    del device
-    return True
+def matmul_nt(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Tensor:
+    """``a @ b.t()`` of float32 matrices: (M, K) x (N, K) -> (M, N).
+
+    With ``fast_accum`` one sum over all of K; else partial sums of ``PROMOTION`` elements, added in float32.
+
+    Numerics:
+        In float64 where torch was told to round the factors of float32 products (``set_float32_matmul_precision``):
+        a code times its scale has more bits than TF32 keeps.
+    """
+    if _rounds_factors(a):
+        a, b = a.double(), b.double()
+    depth = max(a.shape[1], 1) if fast_accum else PROMOTION
+    total = a.new_zeros((a.shape[0], b.shape[0]))
+    for part_of_a, part_of_b in zip(a.split(depth, 1), b.split(depth, 1), strict=True):
+        add_partial_sum(total, part_of_a, part_of_b)
+    return total
 
 
-def is_traceable(a: Operand, b: Operand) -> bool:
-    """Whether ``torch.compile`` may look into this GEMM: it would unroll the partial sums."""
-    del a, b
-    return False
+def add_partial_sum(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add ``a @ b.t()`` to ``total``, in place: the one thing that a narrower accumulator would do differently."""
+    total.addmm_(a, b.t())
+
+
+def _rounds_factors(a: torch.Tensor) -> bool:
+    backend = torch.backends.cuda if a.is_cuda else torch.backends.mkldnn
+    return backend.matmul.fp32_precision in ("tf32", "bf16")
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
@@ -172,7 +190,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     return None
 
 
-def _quantize_as_stored(
+def quantize_as_stored(
     x: torch.Tensor,
     format: Float8Format,
     tile: Tile,
@@ -181,7 +199,7 @@ def _quantize_as_stored(
 ) -> tuple[Operand, torch.Tensor | None]:
     """Codes and scales laid out as ``x`` is, and ``Quantized.amax``.
 
-    ``tile`` is ``format.tile`` as it lies in ``x``: the transposed one, of a format that reads ``x`` by columns.
+    ``tile`` is ``format.tile`` as it lies in ``x``: transposed for a format that reads ``x`` by columns.
     """
     if missing := -x.shape[1] % format.depth_multiple:
         x = torch.nn.functional.pad(x, (0, missing))

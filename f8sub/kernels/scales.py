@@ -28,19 +28,8 @@ def smallest_scale() -> float:
     return 2.0**-126
 
 
-def smallest_block_scale_inv() -> float:
-    """Of scales of two levels: the smallest e4m3 there is, so that none is 0 and has no inverse."""
-    return 2.0**-9
-
-
 class Scales(NamedTuple):
-    """The scales of one matrix.
-
-    Attributes:
-        scale: float32, one a tile, multiplies what is cast.
-        scale_inv: see ``Operand``.
-        global_scale_inv: see ``Operand``.
-    """
+    """The scales of one matrix: what multiplies before the cast, float32, one a tile, and the two of ``Operand``."""
 
     scale: torch.Tensor
     scale_inv: torch.Tensor
@@ -158,15 +147,10 @@ CURRENT_SOURCES = Sources()
 
 
 def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Largest finite magnitude of each tile.
+    """Largest finite magnitude of each tile of a matrix, float32, ``tile.scale_shape(x.shape)``.
 
-    Args:
-        x: (rows, cols), any float dtype.
-        tile: the blocks to reduce over.
-
-    Returns:
-        float32, ``tile.scale_shape(x.shape)``; 0 for a tile with no finite element. NaN and infinity take no
-        part, so that one bad element does not decide the scale of its neighbours.
+    NaN and infinity take no part, so that one bad element does not decide the scale of its neighbours; 0 for a tile
+    with no finite element.
     """
     if torch.compiler.is_compiling():
         enter_graph_functions()
@@ -194,9 +178,8 @@ def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torc
         float32, one entry a touched tile, the first at ``first_tile(tile, offset)``; infinity where a tile holds
         NaN or infinity.
     """
-    before = [
-        0 if edge == ALL else start % edge for edge, start in zip((tile.rows, tile.cols), offset, strict=True)
-    ]
+    edges = zip((tile.rows, tile.cols), offset, strict=True)
+    before = [0 if edge == ALL else start % edge for edge, start in edges]
     if any(before):
         shard = torch.nn.functional.pad(shard, (before[1], 0, before[0], 0))
     return torch.nan_to_num(largest(shard, tile), nan=torch.inf, posinf=torch.inf)
@@ -204,15 +187,12 @@ def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torc
 
 def first_tile(tile: Tile, offset: tuple[int, int]) -> tuple[int, int]:
     """Index of the tile that the element at ``offset`` lies in."""
-    row, col = (
-        0 if edge == ALL else start // edge
-        for edge, start in zip((tile.rows, tile.cols), offset, strict=True)
-    )
-    return row, col
+    row, col = offset
+    return 0 if tile.rows == ALL else row // tile.rows, 0 if tile.cols == ALL else col // tile.cols
 
 
 def largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Largest magnitude of each tile, as ``amax``; infinity or NaN where an element is."""
+    """Largest magnitude of each tile, as ``amax`` lays it out; infinity or NaN where an element is."""
     if x.numel() == 0:
         return x.new_zeros(tile.scale_shape((x.shape[0], x.shape[1])), dtype=torch.float32)
     a = x.abs()
@@ -230,16 +210,12 @@ def largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
-    """All scales of one matrix, from the finite amaxes of all its tiles.
-
-    Args:
-        amax: float32, ``format.tile.scale_shape``, finite.
-        format: the format to cast to.
+    """All scales of one matrix, from the finite amaxes of all its tiles, float32, ``format.tile.scale_shape``.
 
     Numerics:
-        Of two levels, the matrix's takes its amax to the largest e2m1 times the largest e4m3, the tile's what is
-        left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C). Divided in float64, rounded to
-        float32 and that to e4m3, as torch casts a float64.
+        With two levels, the matrix's scale takes its amax to the largest e2m1 times the largest e4m3; the tile's takes
+        what is left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C). Divided in float64, rounded
+        to float32 and that to e4m3, as torch casts a float64.
     """
     if not format.scale_rule.has_global:
         scale = scale_from_amax(amax, format)
@@ -248,21 +224,20 @@ def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
     exact = amax.double()
     largest = exact.max() if exact.numel() else exact.new_zeros(())
     top = torch.finfo(torch.float8_e4m3fn).max
-    smallest = 1.0 / (largest_scale() * smallest_block_scale_inv())
+    # The smallest e4m3: no tile's inverse scale is 0.
+    smallest_block_inv = 2.0**-9
+    smallest = 1.0 / (largest_scale() * smallest_block_inv)
     global_inv = torch.where(largest == 0, 1.0, (largest / (format.max * top)).clamp(min=smallest)).float()
-    block_inv = (exact / (format.max * global_inv.double())).clamp(smallest_block_scale_inv(), top)
+    block_inv = (exact / (format.max * global_inv.double())).clamp(smallest_block_inv, top)
     stored = torch.where(amax == 0, 1.0, block_inv).float().to(torch.float8_e4m3fn)
     scale = (stored.double() * global_inv).reciprocal().float()
     return Scales(scale, stored, global_inv.view(1, 1))
 
 
 def scales_or_nan(amax: torch.Tensor, format: Float8Format, prior: PriorScale | None = None) -> Scales:
-    """Scales of matrices whose amaxes may be infinite: NaN for such a tile, whose codes and values then all are NaN.
+    """Scales of amaxes that may be infinite: NaN for such a tile, whose codes and values then all are NaN.
 
-    Args:
-        amax: float32, ``format.tile.scale_shape``; infinite where a tile holds NaN or infinity.
-        format: the format to cast to.
-        prior: the scales made before, of ``amax``'s shape; None to make them of ``amax``.
+    ``amax`` is float32, infinite where a tile holds NaN or infinity; a prior scale has its shape.
     """
     bad = amax.isinf()
     finite = amax.masked_fill(bad, 0.0)
@@ -281,14 +256,9 @@ def with_inverse(scale: torch.Tensor) -> Scales:
 
 
 def scale_from_amax(amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
-    """The rule from amax to a scale of one level: ``format.max / amax``, and 1 for a tile that is all zero.
+    """The rule from finite amaxes to scales of one level: ``format.max / amax``, and 1 for a tile that is all zero.
 
-    Args:
-        amax: float32, any shape, finite.
-        format: the format to cast to.
-
-    Returns:
-        float32 scales of the same shape, finite and with a finite inverse.
+    The scales are float32, finite and with a finite inverse.
 
     Numerics:
         Divided in float64 and rounded once to float32, so that eager and compiled code agree to the bit.
@@ -308,15 +278,9 @@ def scale_with_margin(amax: torch.Tensor, format: Float8Format, margin: float) -
 
 
 def scale_now(prior: PriorScale, amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
-    """The scale to cast with, of the prior scale and the current amax.
+    """The scale to cast with: the prior scale, or one made of the current amax where there is none.
 
-    Args:
-        prior: the scale; where there is none the current amax makes it.
-        amax: float32, finite, of ``prior.scale``'s shape.
-        format: the format to cast to.
-
-    Returns:
-        float32 scales, positive, finite and with a finite inverse.
+    ``amax`` is float32, finite, of ``prior.scale``'s shape; so is the result, positive and with a finite inverse.
     """
     scale = prior.scale
     if not prior.is_known:
@@ -327,12 +291,9 @@ def scale_now(prior: PriorScale, amax: torch.Tensor, format: Float8Format) -> to
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
-    """Take an amax into the largest of those before it; one that is not finite is remembered as that and left out.
+    """Raise ``staged``, float32, (), in place, to an amax of one element.
 
-    Args:
-        amax: float32, one element, not negative.
-        staged: float32, (), not negative; in place.
-        met: float32, (): becomes 1 where ``amax`` is not finite; in place.
+    An amax that is not finite is left out: it sets ``met``, float32, (), to 1.
     """
     finite = amax.isfinite().view(())
     staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))

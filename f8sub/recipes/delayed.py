@@ -48,17 +48,17 @@ def recipe(  # noqa: PLR0913  (TransformerEngine's parameters)
     reduce_amax: bool = True,
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
 ) -> Recipe:
-    """TransformerEngine's ``DelayedScaling(...)``; ``DelayedScaling`` of ``f8sub.recipe`` says what each means.
+    """TransformerEngine's ``DelayedScaling(...)``; see ``f8sub.recipe.DelayedScaling``.
 
     Args:
-        margin: see ``DelayedScaling``.
-        dy_margin: see ``DelayedScaling``; None for ``E5M2_HEADROOM`` where dy is e5m2, else 0.
-        interval: likewise.
+        margin: see ``DelayedScaling``, as for every argument that is not explained here.
+        dy_margin: None for ``E5M2_HEADROOM`` where dy is e5m2, else 0.
+        interval: see there.
         fp8_format: ``"HYBRID"`` (dy in e5m2) or ``"E4M3"`` (dy too).
-        amax_history_len: see ``DelayedScaling``.
-        amax_compute_algo: likewise.
-        scaling_factor_compute_algo: likewise.
-        reduce_amax: likewise.
+        amax_history_len: see there.
+        amax_compute_algo: see there.
+        scaling_factor_compute_algo: see there.
+        reduce_amax: see there.
         override_linear_precision: which of (fprop, dgrad, wgrad) stay in high precision.
 
     Raises:

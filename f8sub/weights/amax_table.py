@@ -8,7 +8,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.kernels.scales import PriorScale, scales_or_nan
-from f8sub.kernels.triton import quantize_cuda, shard_amaxes
+from f8sub.kernels.triton import shard_amaxes, support
 from f8sub.weights.findings import sent_to
 from f8sub.weights.shard import Shard
 
@@ -64,7 +64,7 @@ class AmaxTable:
     def take_amaxes(self) -> None:
         """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""
         self.amax.zero_()
-        if quantize_cuda.takes(self.amax):
+        if support.takes(self.amax):
             self._take_together()
         if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
             with torch._C._DisableTorchDispatch():
@@ -90,7 +90,7 @@ class AmaxTable:
             self._look_for([shard for shard in matrices if shard not in taken])
             self._places = places
         if self._launches:
-            with quantize_cuda.device_of(self.amax):
+            with support.device_of(self.amax):
                 for launch in self._launches:
                     launch.run()
 
@@ -129,7 +129,7 @@ class AmaxTable:
         prior: PriorScale | None,
     ) -> None:
         if shard_amaxes.takes_amaxes(amax, shard.format, shard.dtype):
-            with quantize_cuda.device_of(amax):
+            with support.device_of(amax):
                 shard_amaxes.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()
             return
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.

@@ -17,7 +17,7 @@ import torch
 
 import f8sub
 from f8sub.formats import Operand
-from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda, triton_mm
+from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda, support, triton_mm
 from f8sub.kernels.triton.launcher import Launch
 from scripts.bench import no_gpu
 from scripts.bench.timing import cpu_in_turns, summary
@@ -31,7 +31,7 @@ EDGE, MULTIPROCESSORS = 512, 132
 def by_triton(launches: list[Launch]) -> None:
     """The same launches as Triton would do them by itself."""
     for each in launches:
-        each.kernel[(each.programs,)](**each.arguments, **each.options)
+        each.kernel[(each.programs,)](**each.taken, **each.options)
 
 
 def by_us(launches: list[Launch]) -> None:
@@ -80,8 +80,8 @@ def main() -> None:
     given = options.parse_args()
     torch.set_num_threads(1)
     no_gpu.install()
-    quantize_cuda.takes = lambda x: x.numel() > 0
-    quantize_cuda.device_of = contextlib.nullcontext
+    support.takes = lambda x: x.numel() > 0
+    support.device_of = contextlib.nullcontext
     runs = cases()
     for run in runs.values():
         run()

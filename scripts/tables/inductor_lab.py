@@ -233,7 +233,7 @@ def _meta(buffer: Any) -> torch.Tensor:
 
 def _of_launches(launches: Sequence[Any]) -> tuple[int, int]:
     """How many they are, and bytes of all tensors that they are handed."""
-    arguments = (value for launch in launches for value in launch.arguments.values())
+    arguments = (value for launch in launches for value in launch.taken.values())
     return len(launches), sum(value.nbytes for value in arguments if isinstance(value, torch.Tensor))
 
 
@@ -244,37 +244,33 @@ def _formats(node: Any) -> list[Any]:
 
 
 def _of_quantization(node: Any) -> tuple[int, int]:
-    """Of an operator that quantizes for one usage, the one that its name ends with, or for both."""
+    from f8sub.formats import Float8Format
     from f8sub.kernels.triton import launch
 
-    formats = _formats(node)
-    if node.op_overload._opname.endswith("columnwise"):
-        formats.insert(0, None)
-    row, col = (*formats, None)[:2]
-    x, *amax = map(_meta, node.inputs)
-    return _of_launches(launch.quantization(x, row, col, *amax).launches)
+    (x, amax, *names), _ = node.unflatten_args(node.inputs, node.constant_args)
+    row, col = (None if name is None else Float8Format.parse(name) for name in names)
+    known = None if amax is None else _meta(amax)
+    return _of_launches(launch.quantization(_meta(x), row, col, amax=known).launches)
 
 
 def _of_derivation(node: Any) -> tuple[int, int]:
     from f8sub.formats import Operand
-    from f8sub.kernels.triton import recast_launch
+    from f8sub.kernels.triton import launch
 
     rowwise, columnwise = _formats(node)
     operand = Operand(*map(_meta, node.inputs[:2]), rowwise)
-    if rowwise.tile.is_transpose_of(columnwise.tile):
-        return _of_launches([recast_launch.derivation(operand, columnwise)[0]])
-    return _of_launches(recast_launch.recast(operand, columnwise).launches)
+    return _of_launches(launch.derivation(operand, columnwise)[0])
 
 
 def _of_transposition(node: Any) -> tuple[int, int]:
-    from f8sub.kernels.triton import recast_launch
+    from f8sub.kernels.triton import launch
 
-    return _of_launches([recast_launch.transposition(_meta(node.inputs[0]))[0]])
+    codes = _meta(node.inputs[0])
+    return _of_launches([launch.transposition(codes, codes.new_empty(codes.shape[::-1]))])
 
 
 OPERATORS: dict[str, Callable[[Any], tuple[int, int]]] = {
-    **dict.fromkeys(("quantize_rowwise", "quantize_columnwise", "quantize_both"), _of_quantization),
-    "quantize_with_amax": _of_quantization,
+    "quantize": _of_quantization,
     "derive_columnwise": _of_derivation,
     "transpose": _of_transposition,
 }

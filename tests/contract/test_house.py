@@ -13,13 +13,6 @@ FOLDERS = ("values", "kernels", "tensor", "weights", "linear", "convert", "featu
 VALUES = {"errors", "formats", "recipe", "recipes", "torch_compat", "version"}
 NAMES = {"__init__", "optim", "tensor_parallel", "titan"}
 """Modules under f8sub that give users the names of what the folders hold."""
-IN_A_CYCLE = {
-    "kernels.triton.quantize_cuda",
-    "kernels.triton.shard_amaxes",
-    "kernels.triton.launch",
-    "kernels.triton.recast_launch",
-    "kernels.triton.table_launch",
-}
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 80
 
 
@@ -113,10 +106,8 @@ def in_cycles(graph: dict[str, set[str]]) -> set[str]:
 
 
 def test_modules_that_import_each_other():
-    """None at module level; in functions those of Triton, which need not be installed."""
-    for in_functions, cyclic in ((False, set()), (True, IN_A_CYCLE)):
-        graph = {name: imported(path, in_functions=in_functions) for name, path in BY_NAME.items()}
-        assert {name.removeprefix("f8sub.") for name in in_cycles(graph)} == cyclic
+    """None, neither at module level nor in functions."""
+    assert not in_cycles({name: imported(path, in_functions=True) for name, path in BY_NAME.items()})
 
 
 WORDS_FOR_OTHER_THINGS = {

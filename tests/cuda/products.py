@@ -7,8 +7,8 @@ import f8sub
 from f8sub import get_recipe
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import reference
-from f8sub.kernels.accumulate import PROMOTION
 from f8sub.kernels.quantize import quantize
+from f8sub.kernels.reference import PROMOTION
 from tests.oracle import Product
 
 RECIPES = f8sub.recipe_names()

@@ -8,7 +8,7 @@ from f8sub import Float8Format
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels.triton import quantize_cuda, support
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels import test_paired as pairs
@@ -134,7 +134,7 @@ def test_the_columnwise_usage_of_codes(format, runs):
 def test_every_code_under_many_scales(name, runs):
     every_value(FORMATS[name], "cuda")
     lines = {"amax_of_code_columns", "recast_by_lines"}
-    assert set(runs) == (lines if FORMATS[name].tile == quantize_cuda.ROWWISE else {"recast_by_vectors"})
+    assert set(runs) == (lines if FORMATS[name].tile == support.ROWWISE else {"recast_by_vectors"})
 
 
 def test_codes_of_more_elements_than_32_bits_count(runs):

@@ -4,14 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from f8sub.kernels.triton.tiles import inverse, scale_from_amax
+from f8sub.kernels.triton.tiles import Cast, inverse, scale_from_amax
 
 
 @triton.jit
-def store_scales(amax_ptr, scale_ptr, TOP: tl.constexpr, SIZE: tl.constexpr):
+def store_scales(amax_ptr, scale_ptr, CAST: tl.constexpr, SIZE: tl.constexpr):
     """``scale_from_amax`` of float32 elements, and not of powers of two."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(scale_ptr + at, scale_from_amax(tl.load(amax_ptr + at), TOP, False))
+    tl.store(scale_ptr + at, scale_from_amax(tl.load(amax_ptr + at), CAST))
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def store_inverses(scale_ptr, inverse_ptr, SIZE: tl.constexpr):
 def scales(amax: torch.Tensor, top: float, at_once: int = 1 << 20) -> torch.Tensor:
     """Of amaxes for a format whose largest code is ``top``, a multiple of ``at_once`` unless less."""
     made, size = torch.empty_like(amax), min(at_once, amax.numel())
-    store_scales[(amax.numel() // size,)](amax, made, top, size)
+    store_scales[(amax.numel() // size,)](amax, made, Cast(top, tl.float8e5, False), size)
     return made
 
 

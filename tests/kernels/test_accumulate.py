@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.kernels import accumulate
+from f8sub.kernels import reference
 from tests import oracle
 from tests.budgets import excess, product_budget
 from tests.data_sets import gaussian, generator
@@ -21,7 +21,7 @@ def truncated(x: torch.Tensor) -> torch.Tensor:
 
 
 def add_as_hopper_does(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """``accumulate.add_partial_sum`` whose sum loses all but 14 bits after every step."""
+    """``reference.add_partial_sum`` whose sum loses all but 14 bits after every step."""
     partial = torch.zeros_like(total)
     for left, right in zip(a.split(STEP, 1), b.split(STEP, 1), strict=True):
         partial = truncated(partial + left @ right.t())
@@ -37,7 +37,7 @@ def narrow_excess(recipe: f8sub.Recipe) -> tuple[float, float]:
         y = f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)(x)
     product = oracle.Product(oracle.values("blockwise", "x", x)[0], oracle.values("blockwise", "w", w)[0])
     # Each of the 128 / 32 steps of a partial sum may lose its last bit.
-    lost = accumulate.PROMOTION // STEP * 2.0 ** -(BITS - 1) * product.matmul
+    lost = reference.PROMOTION // STEP * 2.0 ** -(BITS - 1) * product.matmul
     error = abs(y.double().numpy() - product.value)
     return (error / (lost + product_budget(product, y.dtype))).max(), (error / product.value).max()
 
@@ -51,7 +51,7 @@ def test_promotion_keeps_the_budget_where_one_sum_over_all_of_k_does_not(monkeyp
     one_sum = dataclasses.replace(blockwise, fprop=dataclasses.replace(blockwise.fprop, fast_accum=True))
     in_float32 = [narrow_excess(recipe)[1] for recipe in (blockwise, one_sum)]
     assert max(in_float32) < 1e-6
-    monkeypatch.setattr(accumulate, "add_partial_sum", add_as_hopper_does)
+    monkeypatch.setattr(reference, "add_partial_sum", add_as_hopper_does)
     (promoted, promoted_loss), (single, single_loss) = narrow_excess(blockwise), narrow_excess(one_sum)
     assert promoted <= 1 < 4 < single
     assert promoted_loss < 4e-4
@@ -63,14 +63,14 @@ def test_promotion_keeps_the_budget_where_one_sum_over_all_of_k_does_not(monkeyp
 def test_partial_sums(monkeypatch, depth, fast_accum):
     """Of 128 elements each, the last of what is left; exactly one where the accumulator keeps all of it."""
     a, b = gaussian((5, depth), generator(1)), gaussian((7, depth), generator(2))
-    add, depths = accumulate.add_partial_sum, []
+    add, depths = reference.add_partial_sum, []
 
     def counted(total, left, right):
         depths.append(left.shape[1])
         add(total, left, right)
 
-    monkeypatch.setattr(accumulate, "add_partial_sum", counted)
-    found = accumulate.matmul_nt(a, b, fast_accum)
+    monkeypatch.setattr(reference, "add_partial_sum", counted)
+    found = reference.matmul_nt(a, b, fast_accum)
     assert sum(depths) == depth
     assert len(depths) == (1 if fast_accum else max(1, -(-depth // 128)))
     assert found.shape == (5, 7)

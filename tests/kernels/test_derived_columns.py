@@ -7,7 +7,7 @@ from f8sub import Float8Format
 from f8sub.formats import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
-from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels.triton import quantize_cuda, support
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
@@ -32,9 +32,7 @@ def test_the_columnwise_usage_of_codes(interpreter, name):  # noqa: F811
     interpreter(derivations, name)
 
 
-RECAST = [
-    name for name, format in FORMATS.items() if format.tile in (quantize_cuda.ROWWISE, quantize_cuda.VECTOR)
-]
+RECAST = [name for name, format in FORMATS.items() if format.tile in (support.ROWWISE, support.VECTOR)]
 
 
 def every_value(format: Float8Format, device: str = "cpu") -> None:
@@ -89,7 +87,7 @@ def launches_of_derivations(name: str) -> list[str]:
 @pytest.mark.parametrize("name", RECAST)
 def test_rows_and_vectors_are_recast_without_a_matrix_of_values(interpreter, name):  # noqa: F811
     lines = ["amax_of_code_columns", "recast_by_lines"]
-    expected = lines if FORMATS[name].tile == quantize_cuda.ROWWISE else ["recast_by_vectors"]
+    expected = lines if FORMATS[name].tile == support.ROWWISE else ["recast_by_vectors"]
     assert interpreter(launches_of_derivations, name) == expected
 
 

@@ -10,7 +10,7 @@ import torch
 from f8sub import Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1, Rounding
 from f8sub.kernels import e2m1, reference
-from f8sub.kernels.accumulate import matmul_nt
+from f8sub.kernels.reference import matmul_nt
 from tests import oracle
 from tests.budgets import gamma
 from tests.data_sets import element_outliers, gaussian, generator

@@ -8,7 +8,7 @@ from f8sub.formats import E2M1, Operand
 from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm import block_scales, select
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels.triton import quantize_cuda, support
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
@@ -159,7 +159,7 @@ def launches_with_a_past() -> list[list[str]]:
     x, scale, format = make("gaussian", SMALL, 4, torch.bfloat16), torch.ones(1, 1), FORMATS["tensorwise"]
     found = []
     for covers, known in ((False, False), (False, True), (True, True)):
-        plan, _ = launch.quantization_with_prior(x, PriorScale(scale, 0.0, covers, known), format, format)
+        plan = launch.quantization(x, format, format, PriorScale(scale, 0.0, covers, known))
         found.append([each.kernel.fn.__name__ for each in plan.launches])
     return found
 
@@ -291,14 +291,14 @@ UNCOVERED = {
 @pytest.mark.parametrize("name", UNCOVERED)
 def test_what_no_kernel_casts_to(name):
     words = str(UNCOVERED[name]), str(UNCOVERED[name].tile)
-    assert any(word in str(quantize_cuda.why_no_kernel(UNCOVERED[name])) for word in words)
+    assert any(word in str(support.why_no_kernel(UNCOVERED[name])) for word in words)
 
 
 @on_each_format
 def test_the_cpu_has_no_kernels(name):
     """Neither asked for through the module nor chosen by a layer on the CPU."""
-    assert quantize_cuda.why_no_kernel(FORMATS[name]) is None
-    assert "cpu" in str(quantize_cuda.why_no_triton(torch.device("cpu")))
+    assert support.why_no_kernel(FORMATS[name]) is None
+    assert "cpu" in str(support.why_no_triton(torch.device("cpu")))
     check(gaussian(SMALL, generator(1)), FORMATS[name], FORMATS[name])
     assert select.quantizer_of(FORMATS[name], torch.device("cpu")) in ("host", "reference")
     past = PriorScale(torch.ones(1, 1), 0.0, False)

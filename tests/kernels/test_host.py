@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
-from f8sub.kernels import quantize_cpu, reference, scales
+from f8sub.kernels import quantize, reference, scales
 from tests.data_sets import edge_values, gaussian, generator
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -28,7 +28,7 @@ formats = st.sampled_from(list(FORMATS.values()))
 
 
 def assert_same(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> None:
-    found = quantize_cpu.quantize(x, rowwise, columnwise)
+    found = quantize.quantize_on_cpu(x, rowwise, columnwise)
     expected = reference.quantize(x, rowwise, columnwise)
     for ours, right in zip(found, expected, strict=True):
         assert (ours is None) == (right is None)
@@ -75,7 +75,7 @@ def test_non_finite_elements(bad, format):
     x = gaussian((16, 32), generator(1))
     x[3, 5] = bad
     assert_same(x, format, format)
-    assert quantize_cpu.quantize(x, format, None)[0].data.float().isnan().sum() == 1
+    assert quantize.quantize_on_cpu(x, format, None)[0].data.float().isnan().sum() == 1
 
 
 @on_each_dtype
@@ -94,7 +94,7 @@ def as_float32(bits: int) -> float:
 def test_scale_of_any_finite_amax(bits, format):
     amaxes = [as_float32(b) for b in bits]
     expected = scales.scale_from_amax(torch.tensor(amaxes), format)
-    found = torch.tensor([quantize_cpu.scale_from_amax(amax, format) for amax in amaxes])
+    found = torch.tensor([quantize.scale_from_amax(amax, format) for amax in amaxes])
     assert torch.equal(found, expected)
 
 
@@ -104,7 +104,7 @@ def test_scale_of_many_floats(format):
     mantissas = [0, 1, 0x7FFFFF, *torch.randint(0, 1 << 23, (61,), generator=generator(3)).tolist()]
     amaxes = [as_float32((exponent << 23) | m) for exponent in range(255) for m in mantissas]
     expected = scales.scale_from_amax(torch.tensor(amaxes), format)
-    found = [quantize_cpu.scale_from_amax(amax, format) for amax in amaxes]
+    found = [quantize.scale_from_amax(amax, format) for amax in amaxes]
     assert found == expected.tolist()
 
 
@@ -127,7 +127,7 @@ def test_what_it_is_not_for_goes_to_the_reference(name):
     x, format = ODD[name](gaussian((16, 32), generator(4)))
     for formats in ((format, format), (format, None), (None, format), (FORMATS["e4m3-float"], format)):
         for found, expected in zip(
-            quantize_cpu.quantize(x, *formats), reference.quantize(x, *formats), strict=True
+            quantize.quantize_on_cpu(x, *formats), reference.quantize(x, *formats), strict=True
         ):
             assert (found is None) == (expected is None)
             if found is not None:

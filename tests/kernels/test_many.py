@@ -6,7 +6,7 @@ import torch
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels.scales import PriorScale, scales_or_nan, shard_amax
-from f8sub.kernels.triton import quantize_cuda, shard_amaxes
+from f8sub.kernels.triton import shard_amaxes, support
 from f8sub.kernels.triton.shard_amaxes import Matrix
 from tests.data_sets import edge_values, generator, make
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
@@ -162,7 +162,7 @@ def test_what_no_launch_takes(interpreter):  # noqa: F811
 
 def test_the_cpu_has_none():
     data = torch.zeros(64, 128)
-    assert not quantize_cuda.takes(data)
+    assert not support.takes(data)
     assert not shard_amaxes.takes(Matrix(data, WHOLE, (0, 0), 0, 1), data.device)
     assert not shard_amaxes.takes_amaxes(data, FORMATS[0], torch.float32)
     assert shard_amaxes.amaxes([], data) == []

@@ -47,15 +47,15 @@ def copy(formats, shape):
 
 
 def quantization(formats, shape):
-    return ops.quantize_both, (gaussian(shape, generator(1)), formats[0].name, formats[1].name)
+    return ops.quantize_as_one_node, (gaussian(shape, generator(1)), None, formats[0].name, formats[1].name)
 
 
 def row_quantization(formats, shape):
-    return ops.quantize_rowwise, (gaussian(shape, generator(1)), formats[0].name)
+    return ops.quantize_as_one_node, (gaussian(shape, generator(1)), None, formats[0].name, None)
 
 
 def column_quantization(formats, shape):
-    return ops.quantize_columnwise, (gaussian(shape, generator(1)), formats[1].name)
+    return ops.quantize_as_one_node, (gaussian(shape, generator(1)), None, None, formats[1].name)
 
 
 def multiplication(formats, shape):

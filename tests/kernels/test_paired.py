@@ -5,7 +5,7 @@ import torch
 
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels.triton import quantize_cuda, support
 from tests.cuda.products import assert_same_bits
 from tests.data_sets import gaussian, generator
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
@@ -88,7 +88,7 @@ def test_gpus_that_compare_no_pairs_run_none(monkeypatch, name):
 
     format, x = FORMATS[name], torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
     for pairs in (True, False):
-        monkeypatch.setattr(quantize_cuda, "compares_pairs", lambda device, pairs=pairs: pairs)
+        monkeypatch.setattr(support, "compares_pairs", lambda device, pairs=pairs: pairs)
         (launched,) = launch.quantization(x, format, format).launches
         assert (launched.kernel.fn.__name__ == PAIRED[name]) == pairs
 
@@ -96,9 +96,9 @@ def test_gpus_that_compare_no_pairs_run_none(monkeypatch, name):
 @pytest.mark.parametrize(("capability", "found"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
 def test_which_gpus_compare_pairs(monkeypatch, capability, found):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    quantize_cuda.compares_pairs.cache_clear()
-    assert quantize_cuda.compares_pairs(torch.device("cuda", 0)) == found
-    quantize_cuda.compares_pairs.cache_clear()
+    support.compares_pairs.cache_clear()
+    assert support.compares_pairs(torch.device("cuda", 0)) == found
+    support.compares_pairs.cache_clear()
 
 
 def check_pasts(name: str, device: str = "cpu", parts: int = 3) -> None:
@@ -117,7 +117,7 @@ def check_pasts(name: str, device: str = "cpu", parts: int = 3) -> None:
                     assert_same_bits(found[0], expected[0])
                     assert_same_bits(found[1], expected[1])
                     torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
-                    plan, _ = launch.quantization_with_prior(part, past, row, col)
+                    plan = launch.quantization(part, row, col, past)
                     is_paired = plan.launches[-1].kernel.fn.__name__ == "cast_pairs_with_prior"
                     assert is_paired == (col is not None)
 

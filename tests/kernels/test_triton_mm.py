@@ -280,7 +280,7 @@ def test_descriptors_of_the_persistent_kernel(pair, shape):
     assert launch.programs == -(-shape[0] // 128) * -(-shape[2] // 256)
     assert launch.arguments["BLOCKS"] == -(-shape[1] // 128)
     for side, operand, lines in (("A", a, 128), ("B", b, 256)):
-        scale, edge = launch.arguments[f"{side.lower()}_scale"], launch.arguments[f"{side}_EDGE"]
+        scale, edge = launch.arguments[f"{side.lower()}_scale"], launch.arguments[side].edge
         if edge == 1:
             assert scale.block_shape == [1, lines]
             spread = reference.spread(operand.scale_inv, operand.format.tile, operand.data.shape)

@@ -50,7 +50,7 @@ def unflat(operand: Operand) -> Operand:
 
 
 def is_laid_out(operand: Operand) -> bool:
-    """Whether ``operand.scale_inv`` has the very strides of ``empty_scale_inv``'s, of edges of one scale too."""
+    """Whether ``operand.scale_inv`` has the strides of ``empty_scale_inv``, even where a dimension is 1."""
     lines, blocks = operand.scale_inv.shape
     expected = (1, max(lines, 1)) if _is_column_major(operand.format) else (max(blocks, 1), 1)
     return operand.scale_inv.stride() == expected
@@ -66,11 +66,9 @@ def whole_blocks(edge: int, size: int) -> bool:
 
 
 def spread(operand: Operand, rows: int, cols: int, *, transposed: bool = False) -> torch.Tensor:
-    """``scale_inv`` of every block of (rows, cols), repeated for the blocks of larger tiles.
+    """``scale_inv`` of every block of (rows, cols), repeated for the blocks of larger tiles, by one copy at most.
 
-    Returns:
-        ``operand.scale_inv``'s dtype, (blocks of rows, blocks of K), or the other way round where ``transposed``; made
-        by one copy at most.
+    (blocks of rows, blocks of K), or the other way round where ``transposed``.
     """
     tile, scale_inv = operand.format.tile, operand.scale_inv
     count = Tile(rows, cols).scale_shape(operand.shape)
@@ -89,56 +87,37 @@ def spread(operand: Operand, rows: int, cols: int, *, transposed: bool = False) 
 
 
 def vectors(operand: Operand) -> torch.Tensor:
-    """Scales of 1x128.
-
-    Returns:
-        float32, (rows filled up to a multiple of 16, blocks), column-major.
-    """
+    """Scales of 1x128: float32, (rows filled up to a multiple of 16, blocks), column-major."""
     if _is_column_major(operand.format) and is_laid_out(operand) and not operand.shape[0] % ALIGNMENT:
         return operand.scale_inv
-    scales = spread(operand, 1, BLOCK, transposed=True)
-    blocks, rows = scales.shape
-    if rows % ALIGNMENT:
-        laid_out = scales.new_ones(blocks, rows + -rows % ALIGNMENT)
-        laid_out[:, :rows] = scales
-        return laid_out.t()
-    # Not is_contiguous(): one block counts as that with any strides.
-    return (scales if scales.stride() == (rows, 1) else _copied(scales)).t()
+    return _filled(spread(operand, 1, BLOCK, transposed=True), ALIGNMENT).t()
 
 
 def squares(operand: Operand) -> torch.Tensor:
-    """Scales of 128x128.
-
-    Returns:
-        float32, (blocks of K filled up to a multiple of 4, blocks of rows), column-major.
-    """
-    if operand.format.tile == _SQUARE and is_laid_out(operand) and _fills_rows(operand.scale_inv):
+    """Scales of 128x128: float32, (blocks of K filled up to a multiple of 4, blocks of rows), column-major."""
+    fills_rows = operand.scale_inv.shape[1] % _SQUARES_ALIGNMENT == 0
+    if operand.format.tile == _SQUARE and is_laid_out(operand) and fills_rows:
         return operand.scale_inv.t()
-    scales = spread(operand, BLOCK, BLOCK)
-    rows, blocks = scales.shape
-    if not _fills_rows(scales):
-        laid_out = scales.new_ones(rows, blocks + -blocks % _SQUARES_ALIGNMENT)
-        laid_out[:, :blocks] = scales
-        return laid_out.t()
-    return (scales if scales.stride() == (blocks, 1) else _copied(scales)).t()
+    return _filled(spread(operand, BLOCK, BLOCK), _SQUARES_ALIGNMENT).t()
 
 
-def _fills_rows(squares: torch.Tensor) -> bool:
-    return squares.shape[1] % _SQUARES_ALIGNMENT == 0
-
-
-def _copied(scales: torch.Tensor) -> torch.Tensor:
-    return scales.clone(memory_format=torch.contiguous_format)
+def _filled(scales: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Row-major scales whose rows are filled up with ones to a multiple of so many."""
+    rows, cols = scales.shape
+    if cols % multiple:
+        laid_out = scales.new_ones(rows, cols + -cols % multiple)
+        laid_out[:, :cols] = scales
+        return laid_out
+    # Not is_contiguous(): one row or column counts as that with any strides.
+    return scales if scales.stride() == (cols, 1) else scales.clone(memory_format=torch.contiguous_format)
 
 
 def swizzled(operand: Operand, size: int) -> torch.Tensor:
     """Scales of 1 x ``size``, one byte each, in SWIZZLE_32_4_4.
 
     Within an atom the scale of row r and block c is byte ``16 * (r % 32) + 4 * (r // 32) + c``; atoms are row-major.
-
-    Returns:
-        ``operand.scale_inv``'s dtype, flat; rows filled up to a multiple of 128, blocks to a multiple of 4, with zero
-        bytes, which meet no codes but zeros.
+    The result is flat; rows are filled up to a multiple of 128, blocks to a multiple of 4, with zero bytes, which meet
+    no codes but zeros.
     """
     scales = spread(operand, 1, size)
     rows, blocks = scales.shape

@@ -25,7 +25,7 @@ _SMALL_BLOCKS = {
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """Why this backend cannot run a GEMM of these formats on ``device``; None when it can."""
+    """See ``select.Backend``."""
     if not a.is_plain or not b.is_plain:
         return _why_not_small_blocks(a, b, device)
     if a.dtype == b.dtype == torch.float8_e5m2:
@@ -40,7 +40,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
 
 
 def takes_any_layout(device: torch.device) -> bool:
-    """Whether operands need not be row-major on ``device``: the CPU multiplies them as float32 matrices."""
+    """See ``select.Backend``; the CPU multiplies float32 matrices."""
     return device.type == "cpu"
 
 
@@ -57,29 +57,21 @@ def is_traceable(a: Operand, b: Operand) -> bool:
 
 
 def _fills_up(codes: torch.Tensor) -> bool:
-    """Whether dimensions are filled up to multiples of ``ALIGNMENT``."""
     return codes.is_cuda
 
 
 def _is_settled(size: int) -> bool:
-    """Whether dynamo knows without a guard that a size is a multiple of ``ALIGNMENT``, or that it is none."""
+    """Whether dynamo knows without a guard if a size is a multiple of ``ALIGNMENT``."""
     known = torch.fx.experimental.symbolic_shapes.statically_known_true
     return known(size % ALIGNMENT == 0) or known(size % ALIGNMENT != 0)
 
 
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """``a @ b.t()``.
+    """``a @ b.t()``: (M, K) x (N, K) -> (M, N).
 
-    Args:
-        a: (M, K), of a tile that ``why_not`` accepts.
-        b: (N, K). A scale of a whole tensor is repeated for the rows where the other operand has one a row, and on
-            CPUs that are slow with it as it is.
-        out_dtype: dtype of the result.
-        fast_accum: keep partial sums in the tensor core's accumulator; no effect on the CPU, nor with blocks, whose
-            partial sums are scaled every 128 elements.
-
-    Returns:
-        (M, N), ``out_dtype``.
+    A scale of a whole tensor is repeated for the rows where the other operand has one a row, and on CPUs that are slow
+    with it as it is. ``fast_accum`` keeps partial sums in the tensor core's accumulator; it has no effect on the CPU,
+    nor with blocks, whose partial sums are scaled every 128 elements.
     """
     left, a_scale_inv, format, _ = a
     right, b_scale_inv, b_format, _ = b
@@ -106,7 +98,7 @@ def _gemm_nt_cuda(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    """The same with what cuBLASLt asks for: dimensions padded with zeros; rowwise results in bf16 off Hopper."""
+    # cuBLASLt takes dimensions padded with zeros, and makes rowwise results in bf16 alone off Hopper.
     rows, cols = a.shape[0], b.shape[0]
     rowwise = a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1
     a, b = _aligned(a), _aligned(b)
@@ -121,7 +113,7 @@ def _gemm_nt_cuda(
 
 
 def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    """The same with scales of blocks: 1x128 for ``a``, and 128x128 for ``b`` where its tiles are made of those."""
+    # Scales are of 1x128 for ``a``, and of 128x128 for ``b`` where its tiles are made of those.
     left, right = _aligned(a.data), _aligned(b.data).t()
     a_scales = block_scales.vectors(a)
     if whole_blocks(b.format.tile.rows, BLOCK) and a.format.dtype == b.format.dtype:
@@ -134,7 +126,6 @@ def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.
 
 
 def _gemm_nt_in_small_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    """The same with scales of one byte, of 1x32 or 1x16, under one of the whole matrix where there are two levels."""
     _, size, kind = _SMALL_BLOCKS[a.format.scale_rule]
     scales = [[block_scales.swizzled(operand, size)] for operand in (a, b)]
     kinds, swizzles = [kind], [SwizzleType.SWIZZLE_32_4_4]
@@ -142,17 +133,8 @@ def _gemm_nt_in_small_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> 
         scales[0].append(a.global_scale_inv)
         scales[1].append(b.global_scale_inv)
         kinds, swizzles = [kind, ScalingType.TensorWise], [*swizzles, SwizzleType.NO_SWIZZLE]
-    y = scaled_mm(
-        _aligned(a.data),
-        _aligned(b.data).t(),
-        scales[0],
-        kinds,
-        scales[1],
-        kinds,
-        swizzles,
-        swizzles,
-        output_dtype=out_dtype,
-    )
+    left, right = _aligned(a.data), _aligned(b.data).t()
+    y = scaled_mm(left, right, scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=out_dtype)
     return _cut(y, a.data.shape[0], b.data.shape[0])
 
 
@@ -161,12 +143,10 @@ def _in_blocks(a: Float8Format, b: Float8Format) -> bool:
 
 
 def _is_block(tile: Tile) -> bool:
-    """Neither a whole matrix nor whole rows."""
     return tile.cols != ALL or tile.rows not in (1, ALL)
 
 
 def _is_small_block(format: Float8Format) -> bool:
-    """Whether Blackwell's tensor cores scale it, or smaller tiles that make it up."""
     dtype, size, _ = _SMALL_BLOCKS.get(format.scale_rule, (None, 1, None))
     return format.dtype == dtype and whole_blocks(format.tile.cols, size)
 
@@ -181,7 +161,6 @@ def _aligned(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """``y`` without what was filled up; itself where nothing was."""
     return y if y.shape == (rows, cols) else y[:rows, :cols]
 
 
@@ -232,12 +211,11 @@ def _why_no_vector_scales(device: torch.device) -> str | None:
 
 
 def _cuda_version() -> tuple[int, ...]:
-    """The CUDA that torch was built with; nothing where it was not, ROCm included."""
+    # Empty where torch was built without CUDA, for ROCm too.
     return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
 
 
 def _is_slow_with_one_scale(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether these codes are to be multiplied with their scales repeated for the rows."""
     return a.dtype is b.dtype and a.is_cpu and _onednn_loops()
 
 

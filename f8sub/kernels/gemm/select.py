@@ -3,8 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -13,20 +12,41 @@ from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import ops, reference
 from f8sub.kernels.gemm import scaled_mm
-from f8sub.kernels.triton import measured, quantize_cuda, triton_mm
+from f8sub.kernels.triton import measured, support, triton_mm
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.torch_compat import autocast_dtype
 
 REFERENCE = "reference"
 """The backend that runs everything, everywhere, and slowly."""
 
-GEMM: dict[str, ModuleType] = {
-    "measured": measured,
-    "scaled_mm": scaled_mm,
-    "triton": triton_mm,
-    REFERENCE: reference,
+
+@dataclass(slots=True)
+class Backend:
+    """What multiplies.
+
+    Attributes:
+        why_not: why it cannot run a GEMM of two formats on a device; None when it can.
+        gemm_nt: ``a @ b.t()``: (M, K) x (N, K) -> (M, N) of a dtype, with or without fast accumulation.
+        takes_any_layout: whether operands need not be row-major on a device.
+        is_traceable: whether ``torch.compile`` may look into the GEMM of two operands.
+    """
+
+    why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
+    gemm_nt: Callable[[Operand, Operand, torch.dtype, bool], torch.Tensor]
+    takes_any_layout: Callable[[torch.device], bool] = lambda device: False
+    is_traceable: Callable[[Operand, Operand], bool] = lambda a, b: False
+
+
+GEMM = {
+    "measured": Backend(measured.why_not, measured.gemm_nt),
+    "scaled_mm": Backend(
+        scaled_mm.why_not, scaled_mm.gemm_nt, scaled_mm.takes_any_layout, scaled_mm.is_traceable
+    ),
+    "triton": Backend(triton_mm.why_not, triton_mm.gemm_nt),
+    # ``torch.compile`` would unroll the partial sums.
+    REFERENCE: Backend(reference.why_not, reference.gemm_nt, takes_any_layout=lambda device: True),
 }
-"""Backends by name, the one to prefer first: what was measured on this GPU; without that cuBLASLt, then our own."""
+"""Backends by name, the preferred one first: what was measured on this GPU; without that cuBLASLt, then our own."""
 
 REFERENCE_TIMES_BF16 = 30
 """How many times as long as bf16 a layer takes on a GPU whose GEMMs are the reference's.
@@ -35,8 +55,8 @@ Source: ``scripts/bench/small_layers.py`` on an H200, 2026-11-23, forward and ba
 eager code: 30 times with e8m0 scales of 1x32, 37 times with e2m1.
 """
 
-_ONE_NODE = {name: ops.gemm_as_one_node(name, module.gemm_nt) for name, module in GEMM.items()}
-"""The same behind operators, for what ``torch.compile`` may not look into."""
+_ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM.items()}
+"""The same GEMMs behind operators, for what ``torch.compile`` may not look into."""
 
 
 def backend_names() -> list[str]:
@@ -56,7 +76,7 @@ def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> 
         return None
     reasons = {}
     for name in GEMM if backend == "auto" else [backend]:
-        reason: str | None = GEMM[name].why_not(spec.a, spec.b, device)
+        reason = GEMM[name].why_not(spec.a, spec.b, device)
         if reason is None:
             return name
         reasons[name] = reason
@@ -71,7 +91,7 @@ def quantizer_of(format: Float8Format, device: torch.device) -> str:
     """Name of what casts to a format on ``device`` in eager code."""
     if device.type == "cpu":
         return "host" if format.is_plain and format.tile.is_whole else REFERENCE
-    has_kernel = quantize_cuda.why_no_triton(device) is None and quantize_cuda.why_no_kernel(format) is None
+    has_kernel = support.why_no_triton(device) is None and support.why_no_kernel(format) is None
     return "triton" if has_kernel else REFERENCE
 
 
@@ -90,7 +110,7 @@ def gemm_nt(
     """
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
-    run: Callable[..., torch.Tensor] = GEMM[backend].gemm_nt
+    run = GEMM[backend].gemm_nt
     if (traced or torch.compiler.is_compiling()) and not GEMM[backend].is_traceable(a, b):
         run = _ONE_NODE[backend]
     device = "cpu" if a.data.is_cpu else a.data.device.type
@@ -111,14 +131,9 @@ class Plan:
     A frozen value, so ``torch.compile`` takes it for a constant.
 
     Attributes:
-        recipe: formats of the operands.
-        fprop: name of the backend.
-        dgrad: likewise.
-        wgrad: likewise.
-        any_layout: whether all of them read transposed views, so that no codes are ever copied transposed.
-        device: where they run.
+        any_layout: whether all GEMMs read transposed views, so that no codes are ever copied transposed.
         backend: what was asked for when they were selected, see ``select_gemm``.
-        number: which one it is of the ``made`` ones.
+        number: the key of this plan in ``made``.
     """
 
     made: ClassVar[dict[int, "Plan"]] = {}
@@ -134,7 +149,7 @@ class Plan:
 
     @property
     def quantizers(self) -> str:
-        """Names of what casts its operands in eager code."""
+        """Names of what casts the operands in eager code."""
         specs = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)
         formats = [format for spec in specs for format in (spec.a, spec.b) if format is not None]
         return " and ".join(sorted({quantizer_of(format, self.device) for format in formats})) or "none"
@@ -183,20 +198,12 @@ class Plan:
         return plan
 
     def __reduce__(self) -> tuple[Callable[..., "Plan"], tuple[Any, ...]]:
-        """Copies are the plan itself; one that is unpickled, maybe on another device, has a number of this process."""
-        return Plan._of, (
-            self.recipe,
-            self.fprop,
-            self.dgrad,
-            self.wgrad,
-            self.any_layout,
-            self.device,
-            self.backend,
-        )
+        """A copy is the plan itself; one that is unpickled, maybe on another device, gets a number of this process."""
+        return Plan._of, tuple(getattr(self, field.name) for field in fields(self) if field.name != "number")
 
 
 def reference_warning(plans: Iterable[Plan]) -> str | None:
-    """What to tell whoever runs GEMMs by the reference on a GPU and did not ask for it; None where nobody does."""
+    """What to tell users whose GEMMs run by the reference on a GPU unasked; None where no GEMM does."""
     slow = {
         plan.recipe.name: (plan, [gemm for gemm, name in plan.gemms.items() if name == REFERENCE])
         for plan in plans

@@ -1,6 +1,6 @@
 """``a @ b.t()`` of codes with scales of blocks, in Triton: tiles of any size, K in parts for few rows.
 
-Each partial sum of 128 elements of K is scaled and added in float32, see ``f8sub.kernels.accumulate``.
+Each partial sum of 128 elements of K is scaled and added in float32, see ``reference.PROMOTION``.
 """
 
 import triton
@@ -8,29 +8,27 @@ import triton.language as tl
 
 
 @triton.jit
-def scales_at(
-    scale_ptr, first, k, size, stride, EDGE: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr
-):
-    """Scales of LINES lines from ``first`` on in block ``k`` of K: one a line, or one of squares of EDGE lines.
+def scales_at(scale, first, k, size, stride, SIDE: tl.constexpr, LINES: tl.constexpr):
+    """Scales of LINES lines from ``first`` on in block ``k`` of K: one a line, or one scale of squares.
 
-    Each is of DEPTH blocks. Of lines those of one block lie side by side, of squares those of one row of them; what
-    follows is ``stride`` apart.
+    Scales of lines lie side by side for one block, scales of squares for one row of squares; what follows is
+    ``stride`` apart.
     """
-    if EDGE == 1:
+    if SIDE.edge == 1:
         lines = first + tl.arange(0, LINES)
-        return tl.load(scale_ptr + k // DEPTH * stride + lines, mask=lines < size, other=0.0)
+        return tl.load(scale + k // SIDE.depth * stride + lines, mask=lines < size, other=0.0)
     else:
-        return tl.load(scale_ptr + (first // EDGE) * stride + k // DEPTH)
+        return tl.load(scale + (first // SIDE.edge) * stride + k // SIDE.depth)
 
 
 @triton.jit
-def scaled(partial, a_scale, b_scale, A_EDGE: tl.constexpr, B_EDGE: tl.constexpr):
+def scaled(partial, a_scale, b_scale, A: tl.constexpr, B: tl.constexpr):
     """A partial sum times the scales of both operands."""
-    if A_EDGE == 1 and B_EDGE == 1:
+    if A.edge == 1 and B.edge == 1:
         return (partial * a_scale[:, None]) * b_scale[None, :]
-    elif A_EDGE == 1:
+    elif A.edge == 1:
         return partial * (a_scale * b_scale)[:, None]
-    elif B_EDGE == 1:
+    elif B.edge == 1:
         return partial * (a_scale * b_scale)[None, :]
     else:
         return partial * (a_scale * b_scale)
@@ -40,27 +38,27 @@ def scaled(partial, a_scale, b_scale, A_EDGE: tl.constexpr, B_EDGE: tl.constexpr
 def multiply(
     a,
     b,
-    a_scale_ptr,
-    b_scale_ptr,
+    a_scale,
+    b_scale,
     out_ptr,
     M,
     N,
     BLOCKS,
     a_stride,
     b_stride,
-    A_EDGE: tl.constexpr,
-    A_DEPTH: tl.constexpr,
-    B_EDGE: tl.constexpr,
-    B_DEPTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """One (ROWS, COLS) tile a program, of all of K or of one of PARTS of it; ``out_ptr`` then has a matrix a part.
+    """One tile a program, of all of K or of one of the parts of it; ``out_ptr`` then has a matrix a part.
 
-    ``a`` and ``b`` are descriptors of blocks of (ROWS, 128) and (COLS, 128): what lies beyond the matrix reads as 0.
+    ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128): what lies beyond the matrix reads as 0.
+    A and B are ``gemm_launch.Reading``s.
     """
+    ROWS: tl.constexpr = CONFIG.rows
+    COLS: tl.constexpr = CONFIG.cols
+    GROUP: tl.constexpr = CONFIG.group
+    PARTS: tl.constexpr = CONFIG.parts
     part = tl.program_id(0) % PARTS
     tile = tl.program_id(0) // PARTS
     in_group = GROUP * tl.cdiv(N, COLS)
@@ -74,16 +72,16 @@ def multiply(
     total = tl.zeros((ROWS, COLS), tl.float32)
     # The last parts may have no blocks.
     first = tl.minimum(begin, BLOCKS - 1)
-    a_scale = scales_at(a_scale_ptr, row, first, M, a_stride, A_EDGE, A_DEPTH, ROWS)
-    b_scale = scales_at(b_scale_ptr, col, first, N, b_stride, B_EDGE, B_DEPTH, COLS)
+    a_factor = scales_at(a_scale, row, first, M, a_stride, A, ROWS)
+    b_factor = scales_at(b_scale, col, first, N, b_stride, B, COLS)
     for k in range(begin, end):
         partial = tl.dot(a.load([row, k * 128]), b.load([col, k * 128]).T)
         # The next block's scales are on their way while this one is multiplied.
         following = tl.minimum(k + 1, BLOCKS - 1)
-        next_a_scale = scales_at(a_scale_ptr, row, following, M, a_stride, A_EDGE, A_DEPTH, ROWS)
-        next_b_scale = scales_at(b_scale_ptr, col, following, N, b_stride, B_EDGE, B_DEPTH, COLS)
-        total += scaled(partial, a_scale, b_scale, A_EDGE, B_EDGE)
-        a_scale, b_scale = next_a_scale, next_b_scale
+        next_a_factor = scales_at(a_scale, row, following, M, a_stride, A, ROWS)
+        next_b_factor = scales_at(b_scale, col, following, N, b_stride, B, COLS)
+        total += scaled(partial, a_factor, b_factor, A, B)
+        a_factor, b_factor = next_a_factor, next_b_factor
     i, j = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
     pointers = out_ptr + part.to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
     tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])

@@ -26,13 +26,48 @@ MARGIN = 1.01
 
 
 @dataclass(frozen=True, slots=True)
+class Config:
+    """How a product is cut into tiles.
+
+    Attributes:
+        rows: of a tile, a power of two; ``persistent``: 128.
+        cols: of a tile, a power of two; ``persistent``: 256.
+        stages: blocks of K that are loaded ahead.
+        persistent: ``hopper.multiply_persistently``; else ``gemm.multiply``.
+        group: tiles of one column that are made one after the other, so that L2 holds what they share.
+        parts: of K that are summed by programs of their own; of ``persistent`` 1.
+        warps: of a program of ``gemm.multiply``.
+
+    Raises:
+        ValueError: of ``persistent``, other tiles or K in parts, which that kernel does not make.
+    """
+
+    rows: int
+    cols: int
+    stages: int
+    persistent: bool = False
+    group: int = 8
+    parts: int = 1
+    warps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.persistent and (self.rows, self.cols, self.parts) != (128, 256, 1):
+            raise ValueError(f"the persistent kernel makes tiles of 128x256, found {self}")
+
+    def __str__(self) -> str:
+        kind = "persistent" if self.persistent else f"{self.warps} warps"
+        parts = f", K in {self.parts}" if self.parts > 1 else ""
+        return f"{self.rows}x{self.cols}, {kind}, {self.stages} stages, groups of {self.group}{parts}"
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """One product on one GPU.
 
     Attributes:
         shape: (M, K, N).
         rates: TFLOP/s by backend: ``scaled_mm``, where it takes the formats, and ``triton``, in the fastest tiles.
-        config: those tiles, the fields of ``gemm_launch.Config``; None where no kernel of ours was right.
+        config: those tiles, the fields of ``Config``; None where no kernel of ours was right.
     """
 
     shape: tuple[int, int, int]

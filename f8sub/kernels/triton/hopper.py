@@ -25,12 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def place(tile, M, N, ROWS: gl.constexpr, COLS: gl.constexpr, GROUP: gl.constexpr):
-    """First row and column of the tile with that number: down GROUP tiles, then to the next column."""
-    in_group = GROUP * gl.cdiv(N, COLS)
-    first_row = tile // in_group * GROUP
-    rows_in_group = gl.minimum(gl.cdiv(M, ROWS) - first_row, GROUP)
-    return (first_row + tile % in_group % rows_in_group) * ROWS, (tile % in_group // rows_in_group) * COLS
+def place(tile, M, N, CONFIG: gl.constexpr):
+    """First row and column of the tile with that number: down a group of tiles, then to the next column."""
+    in_group = CONFIG.group * gl.cdiv(N, CONFIG.cols)
+    first_row = tile // in_group * CONFIG.group
+    rows_in_group = gl.minimum(gl.cdiv(M, CONFIG.rows) - first_row, CONFIG.group)
+    row = (first_row + tile % in_group % rows_in_group) * CONFIG.rows
+    return row, (tile % in_group // rows_in_group) * CONFIG.cols
 
 
 @gluon.jit
@@ -48,20 +49,20 @@ def load_tiles(
     M,
     N,
     BLOCKS,
-    A_EDGE: gl.constexpr,
-    B_EDGE: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLS: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    A: gl.constexpr,
+    B: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):
     """Fill the stages in turn, each as soon as both warpgroups are through with it."""
-    CODES: gl.constexpr = (ROWS + COLS) * 128
-    A_SCALES: gl.constexpr = ROWS * 4 if A_EDGE == 1 else 0
-    B_SCALES: gl.constexpr = COLS * 4 if B_EDGE == 1 else 0
+    CODES: gl.constexpr = (CONFIG.rows + CONFIG.cols) * 128
+    A_SCALES: gl.constexpr = CONFIG.rows * 4 if A.edge == 1 else 0
+    B_SCALES: gl.constexpr = CONFIG.cols * 4 if B.edge == 1 else 0
+    STAGES: gl.constexpr = CONFIG.stages
     turn = 0
-    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * gl.cdiv(N, COLS), gl.num_programs(0)):
-        row, col = place(tile, M, N, ROWS, COLS, GROUP)
+    for tile in range(
+        gl.program_id(0), gl.cdiv(M, CONFIG.rows) * gl.cdiv(N, CONFIG.cols), gl.num_programs(0)
+    ):
+        row, col = place(tile, M, N, CONFIG)
         for k in range(BLOCKS):
             stage = turn % STAGES
             # A barrier that was never completed counts as the end of the phase before its first.
@@ -70,21 +71,21 @@ def load_tiles(
             mbarrier.expect(loaded, CODES + A_SCALES + B_SCALES)
             tma.async_copy_global_to_shared(a, [row, k * 128], loaded, a_blocks.index(stage))
             tma.async_copy_global_to_shared(b, [col, k * 128], loaded, b_blocks.index(stage))
-            if A_EDGE == 1:
+            if A.edge == 1:
                 tma.async_copy_global_to_shared(a_scale, [k, row], loaded, a_scales.index(stage))
-            if B_EDGE == 1:
+            if B.edge == 1:
                 tma.async_copy_global_to_shared(b_scale, [k, col], loaded, b_scales.index(stage))
             turn += 1
 
 
 @gluon.jit
-def square_scale(scale, line, k, lines, BLOCKS, stride, EDGE: gl.constexpr, DEPTH: gl.constexpr):
+def square_scale(scale, line, k, lines, BLOCKS, stride, SIDE: gl.constexpr):
     """The scale of squares at a line and block; 0 beyond the matrix, and of single lines, which are loaded ahead."""
-    if EDGE == 1:
+    if SIDE.edge == 1:
         return 0.0
     else:
         inside = (line < lines) & (k < BLOCKS)
-        return gl.load(scale + line // EDGE * stride + k // DEPTH, mask=inside, other=0.0)
+        return gl.load(scale + line // SIDE.edge * stride + k // SIDE.depth, mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -114,18 +115,18 @@ def multiply(a, b_block, unread, is_read, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def scaled_sum(total, partial, a_scale, b_scale, A_EDGE: gl.constexpr, B_EDGE: gl.constexpr):
+def scaled_sum(total, partial, a_scale, b_scale, A: gl.constexpr, B: gl.constexpr):
     """A sum and a partial one times the scales of both operands."""
-    if A_EDGE == 1 and B_EDGE == 1:
+    if A.edge == 1 and B.edge == 1:
         return total + (partial * a_scale) * b_scale
     else:
         return total + partial * (a_scale * b_scale)
 
 
 @gluon.jit
-def add(total, partial, a_scale, b_scale, A_EDGE: gl.constexpr, B_EDGE: gl.constexpr):
+def add(total, partial, a_scale, b_scale, A: gl.constexpr, B: gl.constexpr):
     """``scaled_sum`` above whatever product comes next; one may be in flight meanwhile."""
-    return warpgroup_mma_wait(1, deps=(scaled_sum(total, partial, a_scale, b_scale, A_EDGE, B_EDGE),))
+    return warpgroup_mma_wait(1, deps=(scaled_sum(total, partial, a_scale, b_scale, A, B),))
 
 
 @gluon.jit
@@ -161,24 +162,22 @@ def multiply_tiles(
     BLOCKS,
     a_stride,
     b_stride,
-    A_EDGE: gl.constexpr,
-    A_DEPTH: gl.constexpr,
-    B_EDGE: gl.constexpr,
-    B_DEPTH: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLS: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    A: gl.constexpr,
+    B: gl.constexpr,
+    CONFIG: gl.constexpr,
     PASS: gl.constexpr,
     FIRST: gl.constexpr,
 ):
-    """One warpgroup's 64 rows of every tile, from its FIRST one, in quarters of 64 columns. PASS divides STAGES."""
+    """One warpgroup's 64 rows of every tile, from its FIRST one, in quarters of 64 columns. PASS divides the stages."""
+    STAGES: gl.constexpr = CONFIG.stages
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 64, 32])
     zeros = gl.zeros((64, 64), gl.float32, SUMS)
     never = BLOCKS < 0
     turn = 0
-    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * gl.cdiv(N, COLS), gl.num_programs(0)):
-        row, col = place(tile, M, N, ROWS, COLS, GROUP)
+    for tile in range(
+        gl.program_id(0), gl.cdiv(M, CONFIG.rows) * gl.cdiv(N, CONFIG.cols), gl.num_programs(0)
+    ):
+        row, col = place(tile, M, N, CONFIG)
         sums_0, sums_1, sums_2, sums_3 = zeros, zeros, zeros, zeros
         for begin in range(0, BLOCKS, PASS):
             base = turn % STAGES
@@ -186,11 +185,11 @@ def multiply_tiles(
             free, product_3, rows, cols = zeros, zeros, 0.0, 0.0
             for u in gl.static_range(PASS):
                 stage, k = base + u, begin + u
-                row_scalar = square_scale(a_scale, row + FIRST, k, M, BLOCKS, a_stride, A_EDGE, A_DEPTH)
-                left_scalar = square_scale(b_scale, col, k, N, BLOCKS, b_stride, B_EDGE, B_DEPTH)
+                row_scalar = square_scale(a_scale, row + FIRST, k, M, BLOCKS, a_stride, A)
+                left_scalar = square_scale(b_scale, col, k, N, BLOCKS, b_stride, B)
                 right_scalar = left_scalar
-                if B_EDGE % COLS != 0:
-                    right_scalar = square_scale(b_scale, col + 128, k, N, BLOCKS, b_stride, B_EDGE, B_DEPTH)
+                if B.edge % CONFIG.cols != 0:
+                    right_scalar = square_scale(b_scale, col + 128, k, N, BLOCKS, b_stride, B)
                 mbarrier.wait(full.index(stage), phase)
                 a, b = a_blocks.index(stage).slice(FIRST, 64, 0), b_blocks.index(stage)
                 if u == 0:
@@ -200,25 +199,25 @@ def multiply_tiles(
                     product_0 = multiply(a, b, free, never, 0)
                     free = warpgroup_mma_wait(1, deps=(product_3,))
                     mbarrier.arrive(empty.index(stage - 1), count=1)
-                    sums_3 = add(sums_3, free, rows, cols, A_EDGE, B_EDGE)
+                    sums_3 = add(sums_3, free, rows, cols, A, B)
                     product_1 = multiply(a, b, free, never, 64)
-                rows = row_scales(a_scales, stage, row_scalar, FIRST, A_EDGE, SUMS)
-                cols = col_scales(b_scales, stage, left_scalar, 0, B_EDGE, SUMS)
+                rows = row_scales(a_scales, stage, row_scalar, FIRST, A.edge, SUMS)
+                cols = col_scales(b_scales, stage, left_scalar, 0, B.edge, SUMS)
                 free = warpgroup_mma_wait(1, deps=(product_0,))
-                sums_0 = add(sums_0, free, rows, cols, A_EDGE, B_EDGE)
+                sums_0 = add(sums_0, free, rows, cols, A, B)
                 product_2 = multiply(a, b, free, never, 128)
-                cols = col_scales(b_scales, stage, left_scalar, 64, B_EDGE, SUMS)
+                cols = col_scales(b_scales, stage, left_scalar, 64, B.edge, SUMS)
                 free = warpgroup_mma_wait(1, deps=(product_1,))
-                sums_1 = add(sums_1, free, rows, cols, A_EDGE, B_EDGE)
+                sums_1 = add(sums_1, free, rows, cols, A, B)
                 product_3 = multiply(a, b, free, never, 192)
-                cols = col_scales(b_scales, stage, right_scalar, 128, B_EDGE, SUMS)
+                cols = col_scales(b_scales, stage, right_scalar, 128, B.edge, SUMS)
                 free = warpgroup_mma_wait(1, deps=(product_2,))
-                sums_2 = add(sums_2, free, rows, cols, A_EDGE, B_EDGE)
-                cols = col_scales(b_scales, stage, right_scalar, 192, B_EDGE, SUMS)
+                sums_2 = add(sums_2, free, rows, cols, A, B)
+                cols = col_scales(b_scales, stage, right_scalar, 192, B.edge, SUMS)
             turn += PASS
             free = warpgroup_mma_wait(0, deps=(product_3,))
             mbarrier.arrive(empty.index(base + PASS - 1), count=1)
-            sums_3 = scaled_sum(sums_3, free, rows, cols, A_EDGE, B_EDGE)
+            sums_3 = scaled_sum(sums_3, free, rows, cols, A, B)
         store(out_ptr, sums_0, row + FIRST, col, M, N)
         store(out_ptr, sums_1, row + FIRST, col + 64, M, N)
         store(out_ptr, sums_2, row + FIRST, col + 128, M, N)
@@ -237,36 +236,34 @@ def multiply_persistently(
     BLOCKS,
     a_stride,
     b_stride,
-    A_EDGE: gl.constexpr,
-    A_DEPTH: gl.constexpr,
-    B_EDGE: gl.constexpr,
-    B_DEPTH: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLS: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    A: gl.constexpr,
+    B: gl.constexpr,
+    CONFIG: gl.constexpr,
     MULTIPLIERS: gl.constexpr,
     LOADER: gl.constexpr,
 ):
-    """Every (ROWS, COLS) tile of the product, (128, 256), as many programs as there are multiprocessors.
+    """Every tile of the product, (128, 256), by as many programs as there are multiprocessors.
 
-    ``a`` and ``b`` are descriptors of blocks of (ROWS, 128) and (COLS, 128). Scales of lines (EDGE 1) are descriptors
-    of blocks of (1, ROWS) and (1, COLS), stored block by block of K; of squares of EDGE lines pointers to the first of
-    rows of scales, ``stride`` apart, each of DEPTH blocks. MULTIPLIERS and LOADER are registers of a thread. Blocks
-    beyond the last of K, up to a multiple of PASS, are zeros times zero.
+    ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128). Scales of lines are descriptors of blocks
+    of (1, rows) and (1, cols), stored block by block of K; scales of squares are pointers to the first of rows of
+    scales, ``stride`` apart; A and B are ``gemm_launch.Reading``s. MULTIPLIERS and LOADER are registers of a thread.
+    Blocks beyond the last of K, up to a multiple of PASS, are zeros times zero.
     """
+    ROWS: gl.constexpr = CONFIG.rows
+    COLS: gl.constexpr = CONFIG.cols
+    STAGES: gl.constexpr = CONFIG.stages
     # Scales of columns take so many registers that ptxas spills in a longer pass.
-    PASS: gl.constexpr = 1 if B_EDGE == 1 else STAGES
+    PASS: gl.constexpr = 1 if B.edge == 1 else STAGES
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS, 128], a.layout)
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES, COLS, 128], b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Of squares there is nothing to load ahead; something has to be passed on.
+    # For squares nothing is loaded ahead; something has to be passed on.
     a_scales = full
     b_scales = full
-    if A_EDGE == 1:
+    if A.edge == 1:
         a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], a_scale.layout)
-    if B_EDGE == 1:
+    if B.edge == 1:
         b_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, COLS], b_scale.layout)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -278,21 +275,21 @@ def multiply_persistently(
                 multiply_tiles,
                 (
                     out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
-                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, PASS, 0,
+                    a_stride, b_stride, A, B, CONFIG, PASS, 0,
                 ),
             ),
             (
                 multiply_tiles,
                 (
                     out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
-                    a_stride, b_stride, A_EDGE, A_DEPTH, B_EDGE, B_DEPTH, ROWS, COLS, GROUP, STAGES, PASS, 64,
+                    a_stride, b_stride, A, B, CONFIG, PASS, 64,
                 ),
             ),
             (
                 load_tiles,
                 (
                     a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N,
-                    gl.cdiv(BLOCKS, PASS) * PASS, A_EDGE, B_EDGE, ROWS, COLS, GROUP, STAGES,
+                    gl.cdiv(BLOCKS, PASS) * PASS, A, B, CONFIG,
                 ),
             ),
         ],

@@ -1,5 +1,6 @@
 """Which kernels run over a matrix, with which arguments, and the operands they fill."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -8,116 +9,110 @@ import triton.language as tl
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import blocks, casts, paired, quantize_cuda
+from f8sub.kernels.triton import casts, pairs, recasts, support
 from f8sub.kernels.triton.launcher import Launch
-from f8sub.kernels.triton.quantize_cuda import EDGE, ROWWISE, TENSORWISE, VECTOR
+from f8sub.kernels.triton.support import EDGE, ROWWISE, VECTOR
+from f8sub.kernels.triton.tiles import Cast, Shape
+
+SQUARE = EDGE, EDGE
 
 REGISTERS = 128
-"""Of a thread, the most with which an SM holds two programs of 8 warps."""
+"""The most registers of a thread with which an SM holds two programs of 8 warps."""
 
 ELEMENTS = 16384
-"""What one program of ``amax_of_matrix`` reads: as much as the others' tiles have."""
+"""Elements that one program of ``amax_of_matrix`` reads: as many as the tiles of other kernels have."""
 
 ROW_PART = 2048
-"""What one step of ``quantize_rows`` reads of a row."""
+"""Elements of a row that one step of ``quantize_rows`` reads."""
 
-LINES = {"ROWS": 32, "COLS": 256, "STEPS": 16, "STAGES": 3}
-"""Of ``amax_of_lines``: one program looks through 16 tiles below each other, two of them on their way."""
+LINES, LINES_READ = (32, 256), {"STEPS": 16, "STAGES": 3}
+"""Tiles of ``amax_of_lines``; one program reads 16 of them below each other, two ahead."""
 
-LINE_ROWS = 64
-"""Height of the tiles of ``cast_with_lines``."""
+CODE_LINES, CODE_LINES_READ = (16, 256), {"STEPS": 32, "STAGES": 4}
+"""The same for ``amax_of_code_columns``: codes are half as large as bf16, so that as many bytes are on their way."""
 
-VECTOR_PART, VECTOR_WARPS = 64, 4
+CAST_LINES = 64, EDGE
+"""Tiles of ``cast_with_lines``."""
+
+CROSSING_ROWS, CROSSING_WARPS = 64, 4
 """Rows that ``quantize_crossing_vectors`` takes at a time, and its warps.
 
-On an H200 128 rows by 4 warps were a quarter slower, of whole tiles with float32 scales, which are made of pairs now.
+On an H200 128 rows by 4 warps were a quarter slower for whole tiles with float32 scales, which pairs serve now.
 """
 
 PAIRED_REGISTERS = 80
-"""Of a thread of ``quantize_paired_vectors``, for 3 programs an SM.
+"""Registers of a thread of ``quantize_paired_vectors``, for 3 programs an SM.
 
-For columns alone it needs fewer registers, if no number is given.
+For columns alone the kernel needs fewer registers if no number is given.
 """
 
 PAIRED_SQUARES, PAIRED_SQUARE_COLS = (128, 256), 128
 """Edges of squares of pairs, and how many of their columns 8 warps hold in registers, so that an SM has two programs.
 
-On an H200 a tenth to a seventh faster for squares of 256 than all columns in 16 warps.
+On an H200 this is a tenth to a seventh faster for squares of 256 than all columns in 16 warps.
 """
 
 AT_A_TIME = 264
 """Programs of ``quantize_vectors`` that read the next tile while they cast one: two for each SM of an H200."""
 
-PART_ROWS = 64
-"""Height of the tiles of ``cast_part``."""
+PART = 64, EDGE
+"""Tiles of ``cast_part``."""
 
 INPUTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+_CASTS = {
+    (dtype, power_of_2): Cast(torch.finfo(dtype).max, codes, power_of_2)
+    for dtype, codes in CODES.items()
+    for power_of_2 in (False, True)
+}
+_shape = functools.cache(Shape)
+_WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
 class Plan(NamedTuple):
-    """The kernels that quantize one matrix, in order, and the operands that they fill."""
+    """The kernels that quantize one matrix, in order, and what they fill, see ``reference.Quantized``."""
 
     launches: list[Launch]
-    row: Operand | None
-    col: Operand | None
+    rowwise: Operand | None
+    columnwise: Operand | None
+    amax: torch.Tensor | None = None
 
 
 def quantization(
     x: torch.Tensor,
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
+    prior: PriorScale | None = None,
     amax: torch.Tensor | None = None,
 ) -> Plan:
-    """How to quantize a matrix with scales of its own current amax: ``reference.quantize``.
+    """How to quantize a matrix: ``reference.quantize``.
 
     Args:
         x: (M, N), not empty, contiguous; float32, bfloat16 or float16.
-        rowwise: format that ``quantize_cuda.why_no_kernel`` has no reason against; None to leave the usage out.
-        columnwise: likewise. One that differs from ``rowwise`` is quantized by itself.
+        rowwise: format that ``support.why_no_kernel`` has no reason against; None to leave the usage out.
+        columnwise: the same. One that differs from ``rowwise`` is quantized by itself.
+        prior: see ``reference.quantize``; then formats that are both given are equal.
         amax: float32, (1, 1), of the finite elements, where it is known and both formats have one scale a matrix.
     """
-    if rowwise is not None and columnwise is not None and not _in_one_launch(x, rowwise, columnwise):
+    # ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row for both usages.
+    in_one_launch = prior is not None or (rowwise == columnwise and x.shape[0] > 1)
+    if rowwise is not None and columnwise is not None and not in_one_launch:
         row, col = quantization(x, rowwise, None), quantization(x, None, columnwise)
-        return Plan(row.launches + col.launches, row.row, col.col)
-    format = _one(rowwise, columnwise)
-    row_operand = None if rowwise is None else empty(x, rowwise, *x.shape)
-    col_operand = None if columnwise is None else empty(x, columnwise, *x.shape[::-1])
-    if format.tile == TENSORWISE:
-        launches = _one_scale(x, format, row_operand, col_operand, amax)
-    elif format.tile == ROWWISE and columnwise is None:
-        launches = [_quantize_rows(x, format, row_operand)]
+        return Plan(row.launches + col.launches, row.rowwise, col.columnwise)
+    format = rowwise or columnwise
+    if format is None:
+        raise RuntimeError("asked to quantize for no usage")
+    row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
+    col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
+    filled = {"x_ptr": x, **_operands(row_operand, col_operand), "CAST": cast_to(format)}
+    largest = None
+    if format.tile.is_whole:
+        launches, largest = _one_scale(x, filled, prior, amax)
     elif format.tile == ROWWISE:
-        launches = _lines(x, format, row_operand, col_operand)
+        launches = _lines(x, filled)
     else:
-        launches = [_blocks(x, format, row_operand, col_operand)]
-    return Plan(launches, row_operand, col_operand)
-
-
-def quantization_with_prior(
-    x: torch.Tensor, prior: PriorScale, rowwise: Float8Format | None, columnwise: Float8Format | None
-) -> tuple[Plan, torch.Tensor]:
-    """How to quantize a matrix with one prior scale: ``reference.quantize``.
-
-    Args:
-        x: see ``quantization``.
-        prior: the scale; one element.
-        rowwise: a format with one scale a matrix; None to leave the usage out.
-        columnwise: likewise, equal to ``rowwise`` where both are given.
-
-    Returns:
-        The plan, and what becomes the largest magnitude: float32, (1, 1).
-    """
-    format = _one(rowwise, columnwise)
-    row = None if rowwise is None else empty(x, rowwise, *x.shape)
-    col = None if columnwise is None else empty(x, columnwise, *x.shape[::-1])
-    # A prior scale that is there and stays as it is needs no amax.
-    needs_amax = prior.covers or not prior.is_known
-    largest, *bits = torch.zeros(1 + needs_amax, 1, 1, dtype=torch.int32, device=x.device).unbind()
-    launches = [_amax_of_matrix(x, bits[0], None if prior.covers else prior.scale)] if needs_amax else []
-    amax = bits[0].view(torch.float32) if needs_amax else None
-    launches.append(_cast_with_one(x, format, row, col, amax, prior, largest))
-    return Plan(launches, row, col), largest.view(torch.float32)
+        launches = [_vectors(x, filled) if format.tile == VECTOR else _squares(x, filled, format.tile.rows)]
+    return Plan(launches, row_operand, col_operand, largest)
 
 
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
@@ -134,13 +129,13 @@ def part_cast(
     through: torch.dtype,
     out: torch.Tensor,
 ) -> Launch:
-    """How to cast a part of a matrix with scales that are known: ``reference.cast`` with ``reference.spread`` ones.
+    """How to cast a part of a matrix with scales that are known, see ``quantize_cuda.cast_into``.
 
     Args:
         x: (M, N), see ``quantization``.
-        scale: float32, those of all tiles of the matrix that ``format`` has; adjacent in a row.
+        scale: float32, adjacent in a row.
         format: one whose tiles are all columns, or whole ``EDGE``s of them.
-        offset: where in the matrix the part begins; the column at a whole ``EDGE`` unless tiles are all columns.
+        offset: where the part begins; the column at a whole ``EDGE`` unless tiles are all columns.
         through: dtype to round ``x`` to first.
         out: uint8, (M, N), adjacent in a row.
     """
@@ -155,75 +150,111 @@ def part_cast(
         "first_col": offset[1],
         "TILE_ROWS": rows,
         "TILE_COLS": cols,
-        "TOP": format.max,
-        "CODES": CODES[format.dtype],
+        "CAST": cast_to(format),
         "THROUGH": INPUTS[through],
-        **tiles_of(x, PART_ROWS, EDGE),
     }
-    return Launch(casts.cast_part, programs_of(x, PART_ROWS, EDGE), arguments)
+    return _over(x, PART, casts.cast_part, arguments, _WARPS_8)
 
 
-def _in_one_launch(x: torch.Tensor, rowwise: Float8Format, columnwise: Float8Format) -> bool:
-    """Whether one kernel makes both usages.
+def derivation(rowwise: Operand, columnwise: Float8Format) -> tuple[list[Launch], Operand]:
+    """How to make the columnwise usage of rowwise codes, not empty and contiguous: ``reference.derive_columnwise``.
 
-    ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row.
+    The tiles of ``columnwise`` are those of ``rowwise`` transposed, for codes that ``transposition`` takes; or both
+    have one scale a row, or one a vector.
+
+    Returns:
+        The launches and what they fill.
     """
-    return rowwise == columnwise and x.shape[0] > 1
+    codes, scale_inv, format, _ = rowwise
+    col = _empty(codes, columnwise, *codes.shape[::-1])
+    if format.tile.is_transpose_of(columnwise.tile):
+        given = scale_inv.contiguous()
+        return [transposition(codes, col.data, given, col.scale_inv, columnwise.tile.cols)], col
+    arguments = {
+        "codes_ptr": codes.view(torch.uint8),
+        "scale_inv_ptr": scale_inv,
+        "SCALE_STRIDE": scale_inv.stride(0),
+        "SOURCE": CODES[format.dtype],
+        **_operands(None, col),
+        "CAST": cast_to(columnwise),
+    }
+    if format.tile == VECTOR:
+        arguments["BLOCK_STRIDE"] = scale_inv.stride(1)
+        return [_over(codes, SQUARE, recasts.recast_by_vectors, arguments, _WARPS_8)], col
+    amax = torch.zeros(codes.shape[1], dtype=torch.int32, device=codes.device)
+    find = {**arguments, **CODE_LINES_READ, "col_amax_ptr": amax}
+    arguments["col_amax_ptr"] = amax.view(torch.float32)
+    area = CODE_LINES[0] * CODE_LINES_READ["STEPS"], CODE_LINES[1]
+    return [
+        _over(codes, area, recasts.amax_of_code_columns, find, _WARPS_4, CODE_LINES),
+        _over(codes, SQUARE, recasts.recast_by_lines, arguments, _WARPS_8),
+    ], col
 
 
-def is_paired(x: torch.Tensor, edge: int) -> bool:
-    """Whether kernels of pairs take a matrix: bfloat16 that begins at a whole word, of whole (edge, edge) tiles."""
+def transposition(
+    codes: torch.Tensor,
+    out: torch.Tensor,
+    scale_inv: torch.Tensor | None = None,
+    out_scale_inv: torch.Tensor | None = None,
+    edge: int = ALL,
+) -> Launch:
+    """How to transpose float8 codes, and the scales of their squares or of the whole matrix.
+
+    Args:
+        codes: (M, N), contiguous, both even and not 0.
+        out: (N, M), the same dtype.
+        scale_inv: contiguous; None to transpose codes alone.
+        out_scale_inv: where the transposed scales go.
+        edge: of the squares.
+    """
+    arguments = {
+        "codes_ptr": codes.view(torch.uint16),
+        "scale_inv_ptr": scale_inv,
+        "out_ptr": out.view(torch.uint16),
+        "out_scale_inv_ptr": out_scale_inv,
+        "EDGE": None if edge == ALL else edge,
+    }
+    return _over(codes, SQUARE, recasts.transpose_codes, arguments, _WARPS_8)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division. ``triton.cdiv`` has a wrapper that keeps the host longer than an allocation does."""
+    return -(-a // b)
+
+
+def cast_to(format: Float8Format) -> Cast:
+    """What kernels are told of a format."""
+    return _CASTS[format.dtype, format.scale_rule.is_power_of_2]
+
+
+def _over(
+    x: torch.Tensor,
+    area: tuple[int, int],
+    kernel: Any,
+    arguments: dict[str, Any],
+    options: dict[str, int],
+    tile: tuple[int, int] | None = None,
+) -> Launch:
+    """A kernel that covers ``x`` by one program an area, which it reads in tiles."""
+    rows, cols = x.shape
+    tile_rows, tile_cols = area if tile is None else tile
+    shape = _shape(tile_rows, tile_cols, rows % area[0] == 0 and cols % area[1] == 0)
+    programs = cdiv(rows, area[0]) * cdiv(cols, area[1])
+    return Launch(kernel, programs, {**arguments, "M": rows, "N": cols, "TILE": shape}, options)
+
+
+def _is_paired(x: torch.Tensor, edge: int) -> bool:
     is_whole = x.shape[0] % edge == 0 and x.shape[1] % edge == 0
     in_words = x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0
-    return is_whole and in_words and quantize_cuda.compares_pairs(x.device)
+    return is_whole and in_words and support.compares_pairs(x.device)
 
 
-def of_pairs(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of a kernel of pairs: all of its tiles are whole, and TOP says what it casts to."""
-    left_out = ("WHOLE", "CODES")
-    return {name: value for name, value in arguments.items() if name not in left_out}
-
-
-def _one(rowwise: Float8Format | None, columnwise: Float8Format | None) -> Float8Format:
-    format = rowwise or columnwise
-    if format is None:
-        raise RuntimeError("asked to quantize for no usage")
-    return format
-
-
-def empty(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
-    """A (rows, depth) operand for kernels to fill."""
+def _empty(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
     data = like.new_empty((rows, depth), dtype=format.dtype)
     return Operand(data, empty_scale_inv(like, format, rows, depth), format)
 
 
-def cdiv(a: int, b: int) -> int:
-    """Ceiling division. Not ``triton.cdiv``, whose wrapper keeps the host longer than an allocation does."""
-    return -(-a // b)
-
-
-def programs_of(x: torch.Tensor, rows: int, cols: int) -> int:
-    """How many tiles of (rows, cols) there are."""
-    return cdiv(x.shape[0], rows) * cdiv(x.shape[1], cols)
-
-
-def tiles_of(x: torch.Tensor, rows: int, cols: int) -> dict[str, Any]:
-    """Arguments of kernels that work on tiles of (rows, cols)."""
-    whole = x.shape[0] % rows == 0 and x.shape[1] % cols == 0
-    return {"M": x.shape[0], "N": x.shape[1], "ROWS": rows, "COLS": cols, "WHOLE": whole}
-
-
-def rule(format: Float8Format) -> dict[str, Any]:
-    """Arguments of kernels that cast."""
-    return {
-        "TOP": format.max,
-        "CODES": CODES[format.dtype],
-        "POWER_OF_2": format.scale_rule.is_power_of_2,
-    }
-
-
-def operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
-    """Arguments of kernels that fill operands."""
+def _operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(("row_ptr", "row_scale_inv_ptr", "col_ptr", "col_scale_inv_ptr"))
     if row is not None:
         found.update(row_ptr=row.data.view(torch.uint8), row_scale_inv_ptr=row.scale_inv)
@@ -235,131 +266,79 @@ def operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
 
 
 def _one_scale(
-    x: torch.Tensor,
-    format: Float8Format,
-    row: Operand | None,
-    col: Operand | None,
-    amax: torch.Tensor | None,
-) -> list[Launch]:
-    if amax is not None:
-        return [_cast_with_one(x, format, row, col, amax)]
-    bits = torch.zeros(1, dtype=torch.int32, device=x.device)
-    cast = _cast_with_one(x, format, row, col, bits.view(torch.float32))
-    return [_amax_of_matrix(x, bits, None), cast]
-
-
-def _amax_of_matrix(x: torch.Tensor, amax: torch.Tensor, prior: torch.Tensor | None) -> Launch:
-    """``amax`` is int32, zero; where ``prior`` is a scale that is not 0 it is left so."""
+    x: torch.Tensor, filled: dict[str, Any], prior: PriorScale | None, amax: torch.Tensor | None
+) -> tuple[list[Launch], torch.Tensor | None]:
+    """The launches, and what becomes the largest magnitude where there is a prior scale."""
+    bits = largest = None
+    if prior is None and amax is None:
+        bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+    elif prior is not None and (prior.covers or not prior.is_known):
+        largest, bits = torch.zeros(2, 1, 1, dtype=torch.int32, device=x.device).unbind()
+    elif prior is not None:
+        # A prior scale that is there and stays as it is needs no amax.
+        largest = torch.zeros(1, 1, dtype=torch.int32, device=x.device)
+    launches = []
+    if bits is not None:
+        find = {
+            "x_ptr": x,
+            "amax_ptr": bits,
+            "prior_ptr": None if prior is None or prior.covers else prior.scale,
+            "SIZE": x.numel(),
+            "BLOCK": ELEMENTS,
+            "WHOLE": x.numel() % ELEMENTS == 0,
+        }
+        launches.append(Launch(casts.amax_of_matrix, cdiv(x.numel(), ELEMENTS), find, _WARPS_8))
+        amax = bits.view(torch.float32)
     arguments = {
-        "x_ptr": x,
-        "amax_ptr": amax,
-        "prior_ptr": prior,
-        "SIZE": x.numel(),
-        "BLOCK": ELEMENTS,
-        "WHOLE": x.numel() % ELEMENTS == 0,
-    }
-    return Launch(casts.amax_of_matrix, cdiv(x.numel(), ELEMENTS), arguments)
-
-
-def _cast_with_one(
-    x: torch.Tensor,
-    format: Float8Format,
-    row: Operand | None,
-    col: Operand | None,
-    amax: torch.Tensor | None,
-    prior: PriorScale | None = None,
-    largest: torch.Tensor | None = None,
-) -> Launch:
-    arguments = {
-        "x_ptr": x,
+        **filled,
         "amax_ptr": amax,
         "prior_ptr": None if prior is None else prior.scale,
         "largest_ptr": largest,
-        **operands(row, col),
-        **rule(format),
         "HEADROOM": 1.0 if prior is None else 2.0**prior.margin,
         "COVERS": prior is not None and prior.covers,
-        **tiles_of(x, EDGE, EDGE),
     }
-    if prior is not None and col is not None and is_paired(x, EDGE):
-        return Launch(paired.cast_pairs_with_prior, programs_of(x, EDGE, EDGE), of_pairs(arguments))
-    return Launch(casts.cast_with_one, programs_of(x, EDGE, EDGE), arguments)
+    paired = prior is not None and filled["col_ptr"] is not None and _is_paired(x, EDGE)
+    kernel = pairs.cast_pairs_with_prior if paired else casts.cast_with_one
+    launches.append(_over(x, SQUARE, kernel, arguments, _WARPS_8))
+    return launches, None if largest is None else largest.view(torch.float32)
 
 
-def zeroed(counts: dict[str, int], device: torch.device) -> dict[str, torch.Tensor | None]:
-    """Zeros for so many maxima of amaxes' bits, int32, each name's from a multiple of 16 bytes on; None for none."""
-    padded = [count + -count % 4 for count in counts.values()]
-    parts = torch.zeros(sum(padded), dtype=torch.int32, device=device).split(padded)
-    return {name: part if part.numel() else None for name, part in zip(counts, parts, strict=True)}
-
-
-def as_amaxes(found: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """What ``zeroed`` made, once it was filled, float32."""
-    return {name: None if bits is None else bits.view(torch.float32) for name, bits in found.items()}
-
-
-def _lines(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None) -> list[Launch]:
-    counts = {"row_amax_ptr": 0 if row is None else x.shape[0], "col_amax_ptr": x.shape[1]}
-    found = zeroed(counts, x.device)
-    height = LINES["ROWS"] * LINES["STEPS"]
-    find = {"x_ptr": x, **found, **tiles_of(x, height, LINES["COLS"]), **LINES}
-    make = {
-        "x_ptr": x,
-        **as_amaxes(found),
-        **operands(row, col),
-        **rule(format),
-        **tiles_of(x, LINE_ROWS, EDGE),
-    }
-    options = {"num_warps": 4}
+def _lines(x: torch.Tensor, filled: dict[str, Any]) -> list[Launch]:
+    rows, cols = x.shape
+    if filled["col_ptr"] is None:
+        arguments = {**filled, "N": cols, "PART": ROW_PART, "WHOLE": cols % ROW_PART == 0}
+        return [Launch(casts.quantize_rows, rows, arguments, _WARPS_8)]
+    # One allocation; the amaxes of the columns begin at a multiple of 16 bytes.
+    counts = [0 if filled["row_ptr"] is None else rows + -rows % 4, cols + -cols % 4]
+    row_bits, col_bits = torch.zeros(sum(counts), dtype=torch.int32, device=x.device).split(counts)
+    find = {"x_ptr": x, "row_amax_ptr": None, "col_amax_ptr": col_bits, **LINES_READ}
+    make = {**filled, "row_amax_ptr": None, "col_amax_ptr": col_bits.view(torch.float32)}
+    if counts[0]:
+        find["row_amax_ptr"], make["row_amax_ptr"] = row_bits, row_bits.view(torch.float32)
+    area = LINES[0] * LINES_READ["STEPS"], LINES[1]
     return [
-        Launch(casts.amax_of_lines, programs_of(x, height, LINES["COLS"]), find, options),
-        Launch(casts.cast_with_lines, programs_of(x, LINE_ROWS, EDGE), make, options),
+        _over(x, area, casts.amax_of_lines, find, _WARPS_4, LINES),
+        _over(x, CAST_LINES, casts.cast_with_lines, make, _WARPS_4),
     ]
 
 
-def _quantize_rows(x: torch.Tensor, format: Float8Format, row: Operand | None) -> Launch:
-    made = operands(row, None)
-    arguments = {
-        "x_ptr": x,
-        "row_ptr": made["row_ptr"],
-        "row_scale_inv_ptr": made["row_scale_inv_ptr"],
-        **rule(format),
-        "N": x.shape[1],
-        "PART": ROW_PART,
-        "WHOLE": x.shape[1] % ROW_PART == 0,
-    }
-    return Launch(casts.quantize_rows, x.shape[0], arguments)
+def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
+    filled["EDGE"] = EDGE
+    if filled["col_ptr"] is None:
+        # Reading ahead pays where nothing is transposed in shared memory.
+        rows_only = _over(x, SQUARE, casts.quantize_vectors, {**filled, "STAGES": 3}, _WARPS_8)
+        return rows_only._replace(programs=min(rows_only.programs, AT_A_TIME))
+    if _is_paired(x, EDGE):
+        options = _WARPS_8 if filled["row_ptr"] is None else {**_WARPS_8, "maxnreg": PAIRED_REGISTERS}
+        return _over(x, SQUARE, pairs.quantize_paired_vectors, filled, options)
+    tile, options = (CROSSING_ROWS, EDGE), {"num_warps": CROSSING_WARPS}
+    return _over(x, SQUARE, casts.quantize_crossing_vectors, filled, options, tile)
 
 
-def _blocks(x: torch.Tensor, format: Float8Format, row: Operand | None, col: Operand | None) -> Launch:
-    edge = format.tile.cols
-    arguments = {
-        "x_ptr": x,
-        **operands(row, col),
-        "M": x.shape[0],
-        "N": x.shape[1],
-        **rule(format),
-        "EDGE": edge,
-        "WHOLE": x.shape[0] % edge == 0 and x.shape[1] % edge == 0,
-    }
-    programs = programs_of(x, edge, edge)
-    if col is not None and is_paired(x, edge):
-        pairs = of_pairs(arguments)
-        if format.tile == VECTOR:
-            options = {"num_warps": 8}
-            if row is not None:
-                options["maxnreg"] = PAIRED_REGISTERS
-            return Launch(paired.quantize_paired_vectors, programs, pairs, options)
-        if edge in PAIRED_SQUARES:
-            pairs["COLS"] = PAIRED_SQUARE_COLS
-            return Launch(paired.quantize_paired_squares, programs, pairs)
-    if format.tile != VECTOR:
-        arguments["PART"], options = EDGE, {"num_warps": 8, "maxnreg": REGISTERS}
-        return Launch(blocks.quantize_squares, programs, arguments, options)
-    if col is None:
-        # A program that reads ahead pays where nothing is transposed in shared memory.
-        rows_only = {name: value for name, value in arguments.items() if not name.startswith("col_")}
-        rows_only["STAGES"] = 3
-        return Launch(blocks.quantize_vectors, min(programs, AT_A_TIME), rows_only)
-    arguments["PART"] = VECTOR_PART
-    return Launch(blocks.quantize_crossing_vectors, programs, arguments, {"num_warps": VECTOR_WARPS})
+def _squares(x: torch.Tensor, filled: dict[str, Any], edge: int) -> Launch:
+    filled["EDGE"] = edge
+    if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and _is_paired(x, edge):
+        tile = edge, PAIRED_SQUARE_COLS
+        return _over(x, (edge, edge), pairs.quantize_paired_squares, filled, _WARPS_8, tile)
+    options = {**_WARPS_8, "maxnreg": REGISTERS}
+    return _over(x, (edge, edge), casts.quantize_squares, filled, options, SQUARE)

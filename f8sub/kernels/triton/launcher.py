@@ -13,7 +13,7 @@ ALIGNMENT = 16
 """Bytes. Triton compiles anew for pointers that are no multiple of it. Source: its ``native_specialize_impl``."""
 
 MOST = 4096
-"""Of what is kept; then all of it is forgotten, and Triton's own cache asked again."""
+"""Kernels that are kept; then all of them are forgotten, and Triton's own cache is asked again."""
 
 _compiled: dict[Any, CompiledKernel] = {}
 
@@ -26,8 +26,8 @@ class Launch(NamedTuple):
     Attributes:
         kernel: the kernel.
         programs: how many.
-        arguments: by name; tensors, descriptors, numbers, and None for an operand that is left out. All that the kernel
-            has, each of one type always.
+        arguments: by name; tensors, descriptors, numbers, constants, and None for an operand that is left out. The
+            kernel takes those that it has, each of one type always.
         options: what Triton is to compile it with.
     """
 
@@ -35,6 +35,11 @@ class Launch(NamedTuple):
     programs: int
     arguments: dict[str, Any]
     options: dict[str, int] = {"num_warps": 8}
+
+    @property
+    def taken(self) -> dict[str, Any]:
+        """The arguments that the kernel takes."""
+        return {name: self.arguments[name] for name in self.kernel.arg_names}
 
     def run(self) -> None:
         """Launch it on the current device, which is to be that of the tensors."""

@@ -1,6 +1,6 @@
-"""Of ``scaled_mm`` and ``triton_mm`` the one that was measured to be faster, for each shape.
+"""For each shape the faster one of ``scaled_mm`` and ``triton_mm``, as it was measured.
 
-There where this GPU was measured and ``triton_mm`` won at some shape; ``scripts/tune_gemm.py`` measures.
+It runs where this GPU was measured and ``triton_mm`` won at some shape; ``scripts/tune_gemm.py`` measures.
 """
 
 import functools
@@ -13,7 +13,7 @@ from f8sub.kernels.triton import gemm_table, triton_mm
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """Why this backend does not run a GEMM of these formats on ``device``; None when it does."""
+    """See ``select.Backend``."""
     for name, reason in (
         ("triton", triton_mm.why_not(a, b, device)),
         ("scaled_mm", scaled_mm.why_not(a, b, device)),
@@ -29,20 +29,8 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     return None
 
 
-def takes_any_layout(device: torch.device) -> bool:
-    """Whether operands need not be row-major on ``device``."""
-    del device
-    return False
-
-
-def is_traceable(a: Operand, b: Operand) -> bool:
-    """Whether ``torch.compile`` may look into this GEMM."""
-    del a, b
-    return False
-
-
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """``a @ b.t()``: (M, K) x (N, K) -> (M, N), see either backend."""
+    """See ``select.Backend``."""
     shape = (*a.data.shape, b.data.shape[0])
     if _winner(a.format, b.format, a.data.device, shape) == "triton":
         return triton_mm.gemm_nt(a, b, out_dtype, fast_accum)

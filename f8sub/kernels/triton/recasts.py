@@ -1,7 +1,7 @@
-"""Kernels that make the columnwise usage of rowwise codes whose scales are of parts of rows.
+"""Kernels that make the columnwise usage of rowwise codes: with the same scales, or with scales of the columns.
 
-Values are what ``reference.dequantize`` makes of codes, and are never in memory: codes times the inverse of their
-scale, float32, read once for the amaxes of columns and once to be cast, or once for both.
+For other scales the values that the codes stand for, float32, are never in memory: codes times inverse scales are made
+once for the amaxes of columns and once to be cast, or once for both.
 """
 
 import triton
@@ -12,42 +12,36 @@ from f8sub.kernels.triton.tiles import (
     amax_bits,
     inverse,
     larger_magnitude,
+    moved,
     place,
     scale_from_amax,
-    scaled,
-    store_transposed,
-    words,
+    store_columns,
 )
 
 
 @triton.jit
-def load_values(
-    codes_ptr,
-    scale_inv_ptr,
-    row,
-    col,
-    M,
-    N,
-    SCALE_STRIDE,
-    SOURCE: tl.constexpr,
-    STEP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WHOLE: tl.constexpr,
+def _load_values(
+    codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr
 ):
-    """What the codes of ROWS rows, each STEP-th from ``row`` on, stand for: float32; infinite beyond LARGEST_FINITE.
+    """What the codes of each STEP-th row of a tile stand for: float32; infinite beyond LARGEST_FINITE.
 
     Zeros beyond the matrix. ``scale_inv_ptr`` points to the first row's scales of these columns, one a row.
     """
-    i, j = row + STEP * tl.arange(0, ROWS), col + tl.arange(0, COLS)
-    pointers = codes_ptr + i.to(tl.int64)[:, None] * N + j[None, :]
-    if WHOLE:
-        codes = tl.load(pointers)
-        scale_inv = tl.load(scale_inv_ptr + i.to(tl.int64) * SCALE_STRIDE)
+    i, j = at.row + STEP * tl.arange(0, TILE.ROWS // STEP), at.col + tl.arange(0, TILE.COLS)
+    pointers = codes_ptr + i.to(tl.int64)[:, None] * at.N + j[None, :]
+    scales = scale_inv_ptr + i.to(tl.int64) * SCALE_STRIDE
+    if TILE.WHOLE:
+        codes, scale_inv = tl.load(pointers), tl.load(scales)
     else:
-        codes = tl.load(pointers, mask=(i < M)[:, None] & (j < N)[None, :], other=0)
-        scale_inv = tl.load(scale_inv_ptr + i.to(tl.int64) * SCALE_STRIDE, mask=i < M, other=1.0)
+        codes = tl.load(pointers, mask=(i < at.M)[:, None] & (j < at.N)[None, :], other=0)
+        scale_inv = tl.load(scales, mask=i < at.M, other=1.0)
     return codes.to(SOURCE, bitcast=True).to(tl.float32) * scale_inv[:, None]
+
+
+@triton.jit
+def _load_halves(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE: tl.constexpr, TILE: tl.constexpr):
+    even = _load_values(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE, 2, TILE)
+    return even, _load_values(codes_ptr, scale_inv_ptr, moved(at, 1, 0), SCALE_STRIDE, SOURCE, 2, TILE)
 
 
 @triton.jit
@@ -59,26 +53,21 @@ def amax_of_code_columns(
     N,
     SCALE_STRIDE,
     SOURCE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Maxima with what is there of the values of each column, of codes with one scale a row.
-
-    A program goes down STEPS tiles of the same columns, whose amaxes it reduces once.
-    """
-    first, col = place(tl.program_id(0), M, N, ROWS * STEPS, COLS)
+    """Atomic maxima of the values of each column, of codes with one scale a row; see ``casts.amax_of_lines``."""
+    first = place(tl.program_id(0), M, N, TILE.ROWS * STEPS, TILE.COLS)
+    ROWS: tl.constexpr = TILE.ROWS
+    COLS: tl.constexpr = TILE.COLS
     largest = tl.zeros((ROWS, COLS), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
-        row = first + step * ROWS
-        values = load_values(
-            codes_ptr, scale_inv_ptr, row, col, M, N, SCALE_STRIDE, SOURCE, 1, ROWS, COLS, WHOLE
-        )
+        at = moved(first, step * TILE.ROWS, 0)
+        values = _load_values(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE, 1, TILE)
         largest = tl.maximum(largest, tl.abs(values))
     amax = tl.minimum(tl.max(largest, 0), LARGEST_FINITE)
-    j = col + tl.arange(0, COLS)
+    j = first.col + tl.arange(0, TILE.COLS)
     tl.atomic_max(col_amax_ptr + j, amax_bits(amax), mask=j < N, sem="relaxed")
 
 
@@ -93,27 +82,16 @@ def recast_by_lines(
     N,
     SCALE_STRIDE,
     SOURCE: tl.constexpr,
-    TOP: tl.constexpr,
-    CODES: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    CAST: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """From one scale a row to one scale a column, of the columns' amaxes. Tiles are taken last one first."""
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, col = place(index, M, N, ROWS, COLS)
-    even = load_values(
-        codes_ptr, scale_inv_ptr, row, col, M, N, SCALE_STRIDE, SOURCE, 2, ROWS // 2, COLS, WHOLE
-    )
-    odd = load_values(
-        codes_ptr, scale_inv_ptr, row + 1, col, M, N, SCALE_STRIDE, SOURCE, 2, ROWS // 2, COLS, WHOLE
-    )
-    j = col + tl.arange(0, COLS)
-    scale = scale_from_amax(tl.load(col_amax_ptr + j, mask=j < N, other=0.0), TOP, POWER_OF_2)
-    made = words(scaled(even, scale[None, :], TOP, False), scaled(odd, scale[None, :], TOP, False), CODES)
-    store_transposed(col_ptr, made, row, col, M, N, ROWS, COLS, WHOLE)
-    tl.store(col_scale_inv_ptr + j, inverse(scale, POWER_OF_2), mask=(row == 0) & (j < N))
+    """From one scale a row to one scale a column, of the columns' amaxes. Programs take the last tile first."""
+    at = place(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
+    even, odd = _load_halves(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE, TILE)
+    j = at.col + tl.arange(0, TILE.COLS)
+    scale = scale_from_amax(tl.load(col_amax_ptr + j, mask=j < N, other=0.0), CAST)
+    store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
+    tl.store(col_scale_inv_ptr + j, inverse(scale, CAST.POWER_OF_2), mask=(at.row == 0) & (j < N))
 
 
 @triton.jit
@@ -127,27 +105,57 @@ def recast_by_vectors(
     SCALE_STRIDE,
     BLOCK_STRIDE,
     SOURCE: tl.constexpr,
-    TOP: tl.constexpr,
-    CODES: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    CAST: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """From scales of 1 x COLS to scales of ROWS x 1, a tile a program.
 
-    Scales are (M, tiles) with BLOCK_STRIDE from one tile to the next, and (tiles, N).
+    Scales are (M, tiles), with BLOCK_STRIDE from one tile to the next, and become (tiles, N).
     """
-    row, col = place(tl.program_id(0), M, N, ROWS, COLS)
-    scales = scale_inv_ptr + (col // COLS).to(tl.int64) * BLOCK_STRIDE
-    even = load_values(codes_ptr, scales, row, col, M, N, SCALE_STRIDE, SOURCE, 2, ROWS // 2, COLS, WHOLE)
-    odd = load_values(codes_ptr, scales, row + 1, col, M, N, SCALE_STRIDE, SOURCE, 2, ROWS // 2, COLS, WHOLE)
+    at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
+    scales = scale_inv_ptr + (at.col // TILE.COLS).to(tl.int64) * BLOCK_STRIDE
+    even, odd = _load_halves(codes_ptr, scales, at, SCALE_STRIDE, SOURCE, TILE)
     amax = tl.max(larger_magnitude(even, odd), 0)
-    # Not the minimum of the two, which of NaN and a number is the number.
-    amax = tl.where(amax > LARGEST_FINITE, LARGEST_FINITE, amax)
-    scale = scale_from_amax(amax, TOP, POWER_OF_2)
-    made = words(scaled(even, scale[None, :], TOP, False), scaled(odd, scale[None, :], TOP, False), CODES)
-    store_transposed(col_ptr, made, row, col, M, N, ROWS, COLS, WHOLE)
-    j = col + tl.arange(0, COLS)
-    at = col_scale_inv_ptr + (row // ROWS).to(tl.int64) * N + j
-    tl.store(at, inverse(scale, POWER_OF_2), mask=j < N)
+    # The minimum of NaN and a number would be the number.
+    scale = scale_from_amax(tl.where(amax > LARGEST_FINITE, LARGEST_FINITE, amax), CAST)
+    store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
+    j = at.col + tl.arange(0, TILE.COLS)
+    out = col_scale_inv_ptr + (at.row // TILE.ROWS).to(tl.int64) * N + j
+    tl.store(out, inverse(scale, CAST.POWER_OF_2), mask=j < N)
+
+
+@triton.jit
+def transpose_codes(
+    codes_ptr, scale_inv_ptr, out_ptr, out_scale_inv_ptr, M, N, EDGE: tl.constexpr, TILE: tl.constexpr
+):
+    """(M, N) bytes to (N, M), both even, so that both pointers are to words of 16 bits.
+
+    Two rows by two columns are two words; what is transposed are words. Scales, unless their pointers are None, are of
+    squares whose edge, EDGE, is a multiple of ROWS and of COLS, or of the whole matrix where EDGE is None.
+    """
+    at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
+    i, j = tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
+    row, col = at.row, at.col
+    source = codes_ptr + row.to(tl.int64) * (N // 2) + col // 2 + (2 * i)[:, None] * (N // 2) + j[None, :]
+    target = out_ptr + col.to(tl.int64) * (M // 2) + row // 2 + (2 * j)[:, None] * (M // 2) + i[None, :]
+    if TILE.WHOLE:
+        even, odd = tl.load(source), tl.load(source + N // 2)
+    else:
+        inside = (row // 2 + i < M // 2)[:, None] & (col // 2 + j < N // 2)[None, :]
+        even, odd = tl.load(source, mask=inside, other=0), tl.load(source + N // 2, mask=inside, other=0)
+    first = tl.trans((even & 0xFF) | (odd << 8))
+    second = tl.trans((even >> 8) | (odd & 0xFF00))
+    if TILE.WHOLE:
+        tl.store(target, first)
+        tl.store(target + M // 2, second)
+    else:
+        inside = (col // 2 + j < N // 2)[:, None] & (row // 2 + i < M // 2)[None, :]
+        tl.store(target, first, mask=inside)
+        tl.store(target + M // 2, second, mask=inside)
+    if scale_inv_ptr is not None:
+        if EDGE is None:
+            tl.store(out_scale_inv_ptr, tl.load(scale_inv_ptr), mask=tl.program_id(0) == 0)
+        else:
+            # Programs of one square store the same.
+            scale_inv = tl.load(scale_inv_ptr + row // EDGE * tl.cdiv(N, EDGE) + col // EDGE)
+            tl.store(out_scale_inv_ptr + col // EDGE * tl.cdiv(M, EDGE) + row // EDGE, scale_inv)

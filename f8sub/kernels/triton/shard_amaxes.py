@@ -4,27 +4,38 @@ What no kernel takes is left to the caller.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from f8sub.formats import ALL, HIGH_PRECISION, Float8Format, Tile
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels.triton import support
+from f8sub.kernels.triton.support import EDGE
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
 
+BLOCK = 4096
+"""Elements that a program has in registers: 32 in each of its threads."""
+
+SPAN = 16384
+"""Elements of a line that a program reads: as many as a program that reads a square of 128."""
+
+SCALES = 1024
+"""Entries of the table that a program makes scales of."""
+
+_DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))}
+
 
 class Matrix(NamedTuple):
-    """A part of a matrix, and where in a table of amaxes those of the tiles are that it touches.
+    """A part of a matrix, and where in a table of amaxes its tiles are.
 
     Attributes:
         data: (rows, cols), adjacent in a row.
         tile: the blocks of the whole matrix.
         offset: row and column of the whole matrix that the part begins at.
-        entry: where the first touched tile's amax is.
+        entry: where the amax of the first tile that the part touches is.
         entry_stride: entries from one row of tiles to the next.
     """
 
@@ -44,33 +55,34 @@ def takes(matrix: Matrix, device: torch.device) -> bool:
     """Whether the kernel takes a matrix for a table on ``device``."""
     data, tile = matrix.data, matrix.tile
     edges = tile.rows, tile.cols
-    blocks = ALL not in edges and all(edge % quantize_cuda.EDGE == 0 for edge in edges)
+    blocks = ALL not in edges and all(edge % EDGE == 0 for edge in edges)
     return (
         data.device == device
-        and quantize_cuda.takes(data)
+        and support.takes(data)
         and data.dtype in HIGH_PRECISION
         and data.stride(1) == 1
         and (matrix.is_of_lines or blocks)
     )
 
 
-def amaxes(matrices: Sequence[Matrix], table: torch.Tensor) -> "list[Launch]":
-    """What takes the amaxes of matrices whenever it is run, for as long as they stay where they are.
+def takes_amaxes(amax: torch.Tensor, format: Float8Format, through: torch.dtype) -> bool:
+    """Whether the kernel makes scales for a format, of amaxes that are rounded to ``through``."""
+    return format.is_plain and through in HIGH_PRECISION and amax.is_contiguous() and support.takes(amax)
 
-    Each tile's is the maximum with what is there of ``scales.shard_amax``: infinity where it holds NaN or infinity.
+
+def amaxes(matrices: Sequence[Matrix], table: torch.Tensor) -> "list[Launch]":
+    """The launches that find the amaxes of matrices whenever they are run, while the matrices stay where they are.
+
+    The amax of each tile is the maximum of what is in the table and ``scales.shard_amax``: infinity where the tile
+    holds NaN or infinity. Matrices whose lines do not begin at multiples of 16 bytes have a launch of their own.
 
     Args:
         matrices: those that the kernel ``takes``.
         table: float32, (entries,), not negative.
     """
-    return _launches().amaxes(matrices, table) if matrices else []
-
-
-def takes_amaxes(amax: torch.Tensor, format: Float8Format, through: torch.dtype) -> bool:
-    """Whether the kernel makes scales of a format of amaxes that are rounded to ``through``."""
-    return (
-        format.is_plain and through in HIGH_PRECISION and amax.is_contiguous() and quantize_cuda.takes(amax)
-    )
+    aligned = [matrix for matrix in matrices if _is_aligned(matrix)]
+    others = [matrix for matrix in matrices if not _is_aligned(matrix)]
+    return [_amaxes(some, table, some is aligned) for some in (aligned, others) if some]
 
 
 def scales(
@@ -81,21 +93,84 @@ def scales(
     format: Float8Format,
     through: torch.dtype,
 ) -> "Launch":
-    """What writes the scales of amaxes that the kernel takes, ``scales.scales_or_nan``: NaN where one is infinite.
+    """The launch that writes the scales of amaxes, ``scales.scales_or_nan``: NaN where an amax is infinite.
 
     Args:
         amax: float32, not negative; is rounded to ``through``.
         prior: scales of ``amax``'s size that cover it; None for current scaling.
         scale: float32, of ``amax``'s size, contiguous; is written.
-        scale_inv: likewise.
+        scale_inv: the same.
         format: see ``takes_amaxes``.
-        through: likewise.
+        through: see ``takes_amaxes``.
     """
-    launch: Launch = _launches().scales(amax, prior, scale, scale_inv, format, through)
-    return launch
+    from f8sub.kernels.triton import launch, launcher, tables
+
+    arguments = {
+        "amax_ptr": amax,
+        "prior_ptr": None if prior is None else prior.scale,
+        "scale_ptr": scale,
+        "scale_inv_ptr": scale_inv,
+        "SIZE": amax.numel(),
+        "CAST": launch.cast_to(format),
+        "THROUGH": launch.INPUTS[through],
+        "HEADROOM": 1.0 if prior is None else 2.0**prior.margin,
+        "BLOCK": SCALES,
+    }
+    programs = launch.cdiv(amax.numel(), SCALES)
+    return launcher.Launch(tables.scales_of_many, programs, arguments, {"num_warps": 4})
 
 
-def _launches() -> ModuleType:
-    from f8sub.kernels.triton import table_launch
+def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Launch":
+    from f8sub.kernels.triton import launcher, tables
 
-    return table_launch
+    rows: list[list[int]] = []
+    counts: list[int] = []
+    for matrix in matrices:
+        fields, programs = _fields(matrix)
+        rows.append([fields[0], sum(counts), *fields[1:]])
+        counts.append(programs)
+    device = matrices[0].data.device
+    indices = torch.arange(len(rows), dtype=torch.int32, device="cpu")
+    of_program = indices.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+    arguments = {
+        "matrices_ptr": _sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
+        "matrix_of_program_ptr": _sent(of_program, device),
+        "amax_ptr": table.view(torch.int32),
+        "BLOCK": BLOCK,
+        "SPAN": SPAN,
+        "PART": EDGE,
+        "ALIGNED": aligned,
+    }
+    return launcher.Launch(tables.amaxes_of_many, sum(counts), arguments, {"num_warps": 4})
+
+
+def _fields(matrix: Matrix) -> tuple[list[int], int]:
+    """What the kernel is told of a matrix except its first program, and how many programs read it."""
+    data, tile, offset, entry, entry_stride = matrix
+    (rows, cols), stride = data.shape, data.stride(0)
+    where = [data.data_ptr(), _DTYPES[data.dtype]]
+    if matrix.is_of_lines:
+        if tile.is_whole and data.is_contiguous():
+            rows, cols = 1, data.numel()
+        entry_stride = 0 if tile.is_whole else entry_stride
+        return [*where, rows, cols, stride, 0, 0, 0, 0, entry, entry_stride], rows * -(-cols // SPAN)
+    before = [start % edge for start, edge in zip(offset, (tile.rows, tile.cols), strict=True)]
+    parts = -(-(before[0] + rows) // EDGE)
+    parts *= -(-(before[1] + cols) // tile.cols) * (tile.cols // EDGE)
+    fields = [*where, rows, cols, stride, tile.rows, tile.cols, *before, entry, entry_stride]
+    return fields, parts
+
+
+def _is_aligned(matrix: Matrix) -> bool:
+    """Whether all that a program reads begins at a multiple of 16 bytes, and is as many whole ones."""
+    fields, _ = _fields(matrix)
+    address, _, rows, cols, stride, _, _, _, cols_before, *_ = fields
+    in_lines = cols % 16 == 0 and cols_before % 16 == 0 and (rows == 1 or stride % 16 == 0)
+    return address % 16 == 0 and in_lines
+
+
+def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On ``device``; the host does not wait for it."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

@@ -1,19 +1,13 @@
 """Kernels over many matrices at once: their amaxes into one table, and scales of all of its entries.
 
-Which matrices there are is told by a tensor of int64, a row of FIELDS numbers for each. An amax is kept as the bits of
-a float32, see ``casts``; here that of a tile with NaN or infinity is infinity.
+A tensor of int64 lists the matrices, FIELDS numbers for each. An amax is kept as the bits of a float32, see ``casts``;
+here the amax of a tile with NaN or infinity is infinity.
 """
 
 import triton
 import triton.language as tl
 
-from f8sub.kernels.triton.tiles import (
-    EXPONENT_BITS,
-    first_scale,
-    inverse,
-    magnitude_bits,
-    scale_from_amax,
-)
+from f8sub.kernels.triton.tiles import EXPONENT_BITS, first_scale, inverse, magnitude_bits, scale_from_amax
 
 ADDRESS = tl.constexpr(0)
 FIRST_PROGRAM = tl.constexpr(1)
@@ -28,9 +22,9 @@ COLS_BEFORE = tl.constexpr(9)
 ENTRY = tl.constexpr(10)
 ENTRY_STRIDE = tl.constexpr(11)
 FIELDS = tl.constexpr(12)
-"""Of a matrix: where it is, the number of its dtype, (ROWS, COLS) elements of it with STRIDE from row to row, the tiles
-they are reduced over and how much of the first of these lies before the matrix, and where in the table the first
-tile's entry is, with ENTRY_STRIDE from one row of tiles to the next. TILE_ROWS is 0 of lines: whole rows."""
+"""What the numbers of one matrix say: its address, the number of its dtype, its (ROWS, COLS) elements with STRIDE from
+row to row, the tiles they are reduced over and how much of the first tile lies before the matrix, and the first tile's
+entry in the table, with ENTRY_STRIDE from one row of tiles to the next. TILE_ROWS is 0 where tiles are whole rows."""
 
 
 @triton.jit
@@ -43,22 +37,22 @@ def amaxes_of_many(
     PART: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Maxima with what is there of the elements of each tile of each matrix.
+    """Atomic maxima of the elements of each tile of each matrix.
 
-    A program reads SPAN elements of a line, BLOCK at a time, or a (PART, PART) part of a block, as much at a time.
+    A program reads SPAN elements of a line, or a (PART, PART) part of a block, BLOCK elements at a time.
     """
     matrix = matrices_ptr + tl.load(matrix_of_program_ptr + tl.program_id(0)) * FIELDS
     dtype = tl.load(matrix + DTYPE)
     if dtype == 0:
-        largest_of_program(matrix, amax_ptr, tl.float32, BLOCK, SPAN, PART, ALIGNED)
+        _largest_of_program(matrix, amax_ptr, tl.float32, BLOCK, SPAN, PART, ALIGNED)
     elif dtype == 1:
-        largest_of_program(matrix, amax_ptr, tl.bfloat16, BLOCK, SPAN, PART, ALIGNED)
+        _largest_of_program(matrix, amax_ptr, tl.bfloat16, BLOCK, SPAN, PART, ALIGNED)
     else:
-        largest_of_program(matrix, amax_ptr, tl.float16, BLOCK, SPAN, PART, ALIGNED)
+        _largest_of_program(matrix, amax_ptr, tl.float16, BLOCK, SPAN, PART, ALIGNED)
 
 
 @triton.jit
-def largest_of_program(
+def _largest_of_program(
     matrix,
     amax_ptr,
     ELEMENT: tl.constexpr,
@@ -67,7 +61,6 @@ def largest_of_program(
     PART: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Find the line or the block that this program is for, and take its amax."""
     index = tl.program_id(0) - tl.load(matrix + FIRST_PROGRAM)
     x_ptr = tl.load(matrix + ADDRESS).to(tl.pointer_type(ELEMENT))
     rows, cols, stride = tl.load(matrix + ROWS), tl.load(matrix + COLS), tl.load(matrix + STRIDE)
@@ -82,7 +75,7 @@ def largest_of_program(
         count = tl.minimum(cols - start, SPAN)
         if ALIGNED:
             count = tl.multiple_of(count, 16)
-        found = largest_of_line(x_ptr + row * stride + start, count, BLOCK)
+        found = _largest_of_line(x_ptr + row * stride + start, count, BLOCK)
         entry += row * entry_stride
     else:
         tile_cols = tl.load(matrix + TILE_COLS)
@@ -93,15 +86,14 @@ def largest_of_program(
         # Counted from where the first tile begins; the last column's part may lie beyond the matrix and finds nothing.
         row, col = (index // parts_in_a_row) * PART, (index % parts_in_a_row) * PART
         entry += (row // tile_rows) * entry_stride + col // tile_cols
-        found = largest_of_part(
+        found = _largest_of_part(
             x_ptr, row - rows_before, col - cols_before, rows, cols, stride, BLOCK // PART, PART
         )
     tl.atomic_max(amax_ptr + entry, tl.minimum(found, EXPONENT_BITS), sem="relaxed")
 
 
 @triton.jit
-def largest_of_line(x_ptr, count, BLOCK: tl.constexpr):
-    """Of so many adjacent elements, as bits."""
+def _largest_of_line(x_ptr, count, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, count, BLOCK):
@@ -111,8 +103,8 @@ def largest_of_line(x_ptr, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def largest_of_part(x_ptr, row, col, rows, cols, stride, HEIGHT: tl.constexpr, PART: tl.constexpr):
-    """Of the (PART, PART) elements at (row, col), as far as they lie within the matrix, as bits."""
+def _largest_of_part(x_ptr, row, col, rows, cols, stride, HEIGHT: tl.constexpr, PART: tl.constexpr):
+    # Elements that do not lie within the matrix count as 0.
     i, j = tl.arange(0, HEIGHT), col + tl.arange(0, PART)
     largest = tl.zeros((HEIGHT, PART), tl.int32)
     for start in range(0, PART, HEIGHT):
@@ -130,27 +122,26 @@ def scales_of_many(
     scale_ptr,
     scale_inv_ptr,
     SIZE,
-    TOP: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
+    CAST: tl.constexpr,
     THROUGH: tl.constexpr,
     HEADROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scales and their inverses of amaxes that are rounded to THROUGH; NaN of infinity.
+    """Scales and their inverses for amaxes that are rounded to THROUGH; NaN for infinity.
 
-    Of the prior scale where ``prior_ptr`` is not None and there is one, lowered to what the amaxes need.
+    Where ``prior_ptr`` is not None and there is a prior scale, the scale is that one, lowered to what the amax needs.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE
     amax = tl.load(amax_ptr + i, mask=inside, other=0.0).to(THROUGH).to(tl.float32)
     is_finite = magnitude_bits(amax) < EXPONENT_BITS
     amax = tl.where(is_finite, amax, 0.0)
-    scale = scale_from_amax(amax, TOP, POWER_OF_2)
+    scale = scale_from_amax(amax, CAST)
     if prior_ptr is not None:
         prior = tl.load(prior_ptr + i, mask=inside, other=1.0)
-        prior = tl.where(prior == 0.0, first_scale(amax, TOP, POWER_OF_2, HEADROOM), prior)
+        prior = tl.where(prior == 0.0, first_scale(amax, CAST, HEADROOM), prior)
         scale = tl.where(amax == 0.0, prior, tl.minimum(prior, scale))
-    scale_inv = inverse(scale, POWER_OF_2 and prior_ptr is None)
+    scale_inv = inverse(scale, CAST.POWER_OF_2 and prior_ptr is None)
     nan = float("nan")
     tl.store(scale_ptr + i, tl.where(is_finite, scale, nan), mask=inside)
     tl.store(scale_inv_ptr + i, tl.where(is_finite, scale_inv, nan), mask=inside)

@@ -1,15 +1,17 @@
 """What the kernels share: the reference's rules for scales and codes, and how a tile moves.
 
-A tile is read as two halves, its even and its odd rows. Transposed, the codes of a column in two neighbouring rows are
-neighbours, so they are cast and travel as one 16-bit word: Triton transposes 16-bit tiles with ldmatrix, 8-bit ones
-byte by byte.
+A tile is read as two halves, its even and its odd rows. In the transposed matrix the codes of two neighbouring rows
+are neighbours, so they are cast and moved as one 16-bit word: Triton transposes 16-bit tiles with ldmatrix, and 8-bit
+tiles byte by byte.
 """
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from f8sub.kernels.scales import largest_scale, smallest_scale
-from f8sub.kernels.triton.division import divided
 
 LARGEST_FINITE = tl.constexpr(float.fromhex("0x1.fffffep127"))
 LARGEST_SCALE = tl.constexpr(largest_scale())
@@ -22,74 +24,129 @@ ONE_BITS = tl.constexpr(0x3F800000)
 LARGEST_SCALE_OVER_ONE_BITS = tl.constexpr(126 << 23)
 TWO_ONES_BITS = tl.constexpr(2 * 0x3F800000)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter runs the kernels, which cannot run PTX."""
+
+
+# Hashed at every launch, so by identity: there is one of each value.
+@dataclass(frozen=True, slots=True, eq=False)
+class Cast:
+    """What a kernel casts to, known when it is compiled.
+
+    Attributes:
+        TOP: the largest code.
+        CODES: dtype of the codes.
+        POWER_OF_2: whether scales are powers of two.
+    """
+
+    TOP: float
+    CODES: tl.dtype
+    POWER_OF_2: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """The (ROWS, COLS) elements that a program has at a time. If WHOLE, no such tile reaches beyond the matrix."""
+
+    ROWS: int
+    COLS: int
+    WHOLE: bool
+
+
+class At(NamedTuple):
+    """Where a tile begins in an (M, N) matrix; the four are scalars of a kernel."""
+
+    row: Any
+    col: Any
+    M: Any
+    N: Any
+
+
+@triton.jit
+def _approximate_reciprocal(x):
+    if INTERPRETED:
+        return tl.div_rn(1.0, x)
+    else:
+        # Of 2**-126 to 2**126 no more than the last bit is wrong. Source: PTX ISA, rcp.approx.f32.
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _divided(dividend, divisor):
+    """The quotient of two float32 numbers, rounded to nearest as IEEE has it, without a branch.
+
+    These are the multiplications that ptxas 12.8 makes of div.rn.f32, without its branch to numbers out of range:
+    neither a divisor, nor its reciprocal, nor a quotient may be subnormal or overflow.
+    """
+    over_divisor, minus_divisor = _approximate_reciprocal(divisor), divisor * -1.0
+    over_divisor = tl.fma(over_divisor, tl.fma(minus_divisor, over_divisor, 1.0), over_divisor)
+    near = dividend * over_divisor
+    return tl.fma(tl.fma(minus_divisor, near, dividend), over_divisor, near)
 
 
 @triton.jit
 def finite_or_nan(x):
-    """Of float32 elements: NaN for infinity, everything else unchanged, -0 too."""
+    """NaN for infinity, everything else unchanged, -0 too; float32."""
     return x + x * 0.0
 
 
 @triton.jit
 def magnitude_bits(x):
-    """Of float32 elements: integers that order as the magnitudes do, NaN's after infinity's."""
+    """Integers that order as the magnitudes of float32 elements do; NaN comes after infinity."""
     return x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
 
 
 @triton.jit
 def larger_magnitude(even, odd):
-    """Elementwise; NaN where both are."""
+    """Elementwise; NaN where both are NaN."""
     return tl.maximum(tl.abs(even), tl.abs(odd))
 
 
 @triton.jit
 def amax_bits(x):
-    """An amax as an integer that orders as it does; 0 where it is NaN because no element is finite."""
+    """Integers that order as amaxes do; 0 where an amax is NaN because no element is finite."""
     return tl.where(x > 0.0, x, 0.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def scale_from_amax(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr):
+def scale_from_amax(amax, CAST: tl.constexpr):
     """``scales.scale_from_amax``, float32; 1 where ``amax`` is NaN because no element is finite.
 
-    Rounded to nearest as IEEE has it, a float32 quotient is the float64 one rounded to float32: 53 bits are more than
-    twice 24 and two. The power of two below a quotient has the difference of the exponents, less one where the
-    mantissas' difference borrows; what is within half an ulp of the next power of two is that power itself.
+    A float32 quotient that is rounded to nearest is the float64 quotient rounded to float32, because 53 bits are more
+    than twice 24 and two. The exponent of the power of two below a quotient is the difference of the exponents, less
+    one where the mantissas' difference borrows; a quotient within half an ulp of the next power of two gives that.
     """
-    if POWER_OF_2:
-        TOP_BITS: tl.constexpr = E4M3_TOP_BITS if TOP == 448.0 else E5M2_TOP_BITS
+    if CAST.POWER_OF_2:
+        TOP_BITS: tl.constexpr = E4M3_TOP_BITS if CAST.TOP == 448.0 else E5M2_TOP_BITS
         over_one = tl.minimum(-(amax.to(tl.int32, bitcast=True) - TOP_BITS), LARGEST_SCALE_OVER_ONE_BITS)
         scale = ((over_one + ONE_BITS) & EXPONENT_BITS).to(tl.float32, bitcast=True)
     else:
-        # No larger than LARGEST_SCALE where amax is no smaller, and of sixteenths no reciprocal is subnormal.
-        bounded = tl.maximum(amax, TOP / LARGEST_SCALE)
-        scale = divided(TOP * 0.0625, bounded * 0.0625)
+        # The bound keeps the scale at LARGEST_SCALE, and a sixteenth has no subnormal reciprocal.
+        bounded = tl.maximum(amax, CAST.TOP / LARGEST_SCALE)
+        scale = _divided(CAST.TOP * 0.0625, bounded * 0.0625)
     return tl.where(amax > 0.0, scale, 1.0)
 
 
 @triton.jit
-def first_scale(amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.constexpr):
+def first_scale(amax, CAST: tl.constexpr, HEADROOM: tl.constexpr):
     """``scales.scale_with_margin``; HEADROOM is two to the power of the margin."""
-    exact = tl.full((), TOP, tl.float64) / (amax.to(tl.float64) * HEADROOM)
+    exact = tl.full((), CAST.TOP, tl.float64) / (amax.to(tl.float64) * HEADROOM)
     scale = tl.minimum(exact, LARGEST_SCALE).to(tl.float32)
-    if POWER_OF_2:
+    if CAST.POWER_OF_2:
         scale = (scale.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
     return tl.maximum(tl.where(amax == 0.0, 1.0, scale), SMALLEST_SCALE)
 
 
 @triton.jit
-def scale_from_prior(
-    prior, amax, TOP: tl.constexpr, POWER_OF_2: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr
-):
-    """``scales.scale_now``; HEADROOM is two to the power of the margin.
-
-    ``amax`` counts where there is no prior scale, and where the scale COVERS it.
-    """
+def scale_from_prior(prior, amax, CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr):
+    """``scales.scale_now``: ``amax`` counts where there is no prior scale, and where the scale COVERS it."""
     scale = prior
     if prior == 0.0:
-        scale = first_scale(amax, TOP, POWER_OF_2, HEADROOM)
+        scale = first_scale(amax, CAST, HEADROOM)
     if COVERS:
-        scale = tl.where(amax == 0.0, scale, tl.minimum(scale, scale_from_amax(amax, TOP, POWER_OF_2)))
+        scale = tl.where(amax == 0.0, scale, tl.minimum(scale, scale_from_amax(amax, CAST)))
     return scale
 
 
@@ -98,19 +155,19 @@ def inverse(scale, POWER_OF_2: tl.constexpr):
     """``1 / scale``, rounded to nearest, of scales from SMALLEST_SCALE to LARGEST_SCALE."""
     if POWER_OF_2:
         return (-(scale.to(tl.int32, bitcast=True) - TWO_ONES_BITS)).to(tl.float32, bitcast=True)
-    return divided(1.0, scale)
+    return _divided(1.0, scale)
 
 
 @triton.jit
-def scaled(x, scale, TOP: tl.constexpr, SATURATE: tl.constexpr):
-    """Elements as they are cast, float32: ``finite_or_nan`` ones, or values of codes, which may be infinite.
+def scaled(x, scale, CAST: tl.constexpr, SATURATE: tl.constexpr):
+    """Elements as they are cast, float32; ``x`` is finite or NaN, or values of codes, which may be infinite.
 
-    SATURATE where ``scale`` is not of these elements' own amax: else no product rounds to more than TOP.
+    SATURATE where ``scale`` was not made of the amax of these elements; else no product rounds to more than TOP.
     """
-    # As ``reference.dequantize`` clamps.
+    # ``reference.dequantize`` clamps so.
     x = tl.clamp(x, -LARGEST_FINITE, LARGEST_FINITE, propagate_nan=NAN) * scale
     if SATURATE:
-        x = tl.clamp(x, -TOP, TOP, propagate_nan=NAN)
+        x = tl.clamp(x, -CAST.TOP, CAST.TOP, propagate_nan=NAN)
     return x
 
 
@@ -121,112 +178,122 @@ def codes(x, CODES: tl.constexpr):
 
 
 @triton.jit
-def words(even, odd, CODES: tl.constexpr):
-    """``reference.cast`` of the ``scaled`` elements of two rows, those of one column in one 16-bit word.
-
-    Cast as pairs, for which there is one instruction. Put together from ``codes`` they would be read as halves of words
-    and by themselves, and then ptxas 12.8, Triton 3.6's and 3.7's, reads some of them from a register it never wrote.
-    """
+def _words(even, odd, CODES: tl.constexpr):
+    # One 16-bit word for the two rows of a column. There is one instruction that casts a pair. If words were put
+    # together from ``codes``, which are also stored by themselves, ptxas 12.8 (of Triton 3.6 and 3.7) would read some
+    # of them from a register that it never wrote.
     low, high = tl.split(codes(tl.join(even, odd), CODES))
     return low.to(tl.uint16) | (high.to(tl.uint16) << 8)
 
 
 @triton.jit
-def place(index, M, N, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """First row and column of the tile with that number, in row-major order."""
-    tiles_in_a_row = tl.cdiv(N, TILE_COLS)
-    return (index // tiles_in_a_row) * TILE_ROWS, (index % tiles_in_a_row) * TILE_COLS
+def place(index, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The tile with that number, in row-major order."""
+    tiles_in_a_row = tl.cdiv(N, COLS)
+    return At((index // tiles_in_a_row) * ROWS, (index % tiles_in_a_row) * COLS, M, N)
 
 
 @triton.jit
-def load_halves(
-    x_ptr, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr
-):
-    """Even and odd rows of the (ROWS, COLS) tile at (row, col), float32, zeros beyond the matrix.
+def moved(at, rows, cols):
+    """The tile that begins so many rows and columns later."""
+    return At(at.row + rows, at.col + cols, at.M, at.N)
 
-    WHOLE says that all tiles lie within it; KEEP is how L2 is to treat what was read.
-    """
-    i, j = 2 * tl.arange(0, ROWS // 2), tl.arange(0, COLS)
-    pointers = x_ptr + row.to(tl.int64) * N + col + i[:, None] * N + j[None, :]
-    if WHOLE:
+
+@triton.jit
+def load_halves(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
+    """Even and odd rows of a tile, float32, zeros beyond the matrix; KEEP tells L2 what to do with what was read."""
+    i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS)
+    pointers = x_ptr + at.row.to(tl.int64) * at.N + at.col + i[:, None] * at.N + j[None, :]
+    if TILE.WHOLE:
         even = tl.load(pointers, eviction_policy=KEEP)
-        odd = tl.load(pointers + N, eviction_policy=KEEP)
+        odd = tl.load(pointers + at.N, eviction_policy=KEEP)
     else:
-        inside = (col + j < N)[None, :]
-        even = tl.load(pointers, mask=inside & (row + i < M)[:, None], other=0.0, eviction_policy=KEEP)
-        odd = tl.load(pointers + N, mask=inside & (row + i + 1 < M)[:, None], other=0.0, eviction_policy=KEEP)
+        inside = (at.col + j < at.N)[None, :]
+        first = inside & (at.row + i < at.M)[:, None]
+        even = tl.load(pointers, mask=first, other=0.0, eviction_policy=KEEP)
+        second = inside & (at.row + i + 1 < at.M)[:, None]
+        odd = tl.load(pointers + at.N, mask=second, other=0.0, eviction_policy=KEEP)
     return even.to(tl.float32), odd.to(tl.float32)
 
 
 @triton.jit
-def load_finite_halves(
-    x_ptr, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr
-):
-    """``load_halves``, ``finite_or_nan``."""
-    even, odd = load_halves(x_ptr, row, col, M, N, ROWS, COLS, WHOLE, KEEP)
+def load_finite_halves(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
+    """``load_halves`` with NaN for infinity."""
+    even, odd = load_halves(x_ptr, at, TILE, KEEP)
     return finite_or_nan(even), finite_or_nan(odd)
 
 
 @triton.jit
-def store_halves(
-    out_ptr, even, odd, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr
+def store_rows(
+    row_ptr,
+    even,
+    odd,
+    even_scale,
+    odd_scale,
+    at,
+    CAST: tl.constexpr,
+    TILE: tl.constexpr,
+    SATURATE: tl.constexpr,
 ):
-    """Codes of a tile's halves to the rowwise operand, (M, N)."""
-    i, j = 2 * tl.arange(0, ROWS // 2), tl.arange(0, COLS)
-    pointers = out_ptr + row.to(tl.int64) * N + col + i[:, None] * N + j[None, :]
-    if WHOLE:
+    """Cast a tile's halves and store them in the rowwise operand, (M, N)."""
+    even = codes(scaled(even, even_scale, CAST, SATURATE), CAST.CODES)
+    odd = codes(scaled(odd, odd_scale, CAST, SATURATE), CAST.CODES)
+    i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS)
+    pointers = row_ptr + at.row.to(tl.int64) * at.N + at.col + i[:, None] * at.N + j[None, :]
+    if TILE.WHOLE:
         tl.store(pointers, even)
-        tl.store(pointers + N, odd)
+        tl.store(pointers + at.N, odd)
     else:
-        inside = (col + j < N)[None, :]
-        tl.store(pointers, even, mask=inside & (row + i < M)[:, None])
-        tl.store(pointers + N, odd, mask=inside & (row + i + 1 < M)[:, None])
+        inside = (at.col + j < at.N)[None, :]
+        tl.store(pointers, even, mask=inside & (at.row + i < at.M)[:, None])
+        tl.store(pointers + at.N, odd, mask=inside & (at.row + i + 1 < at.M)[:, None])
 
 
 @triton.jit
-def store_transposed(
-    out_ptr, words, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr
+def store_columns(
+    col_ptr, even, odd, scale, at, CAST: tl.constexpr, TILE: tl.constexpr, SATURATE: tl.constexpr
 ):
-    """``words`` of a tile's halves to the columnwise operand, (N, M); as such where ``out_ptr`` points to words.
+    """Cast a tile's halves and store them in the columnwise operand, (N, M).
 
-    It does where M is even, so that every word lies within one row.
+    ``col_ptr`` points to 16-bit words where M is even, so that every word lies within one row.
     """
-    i, j = tl.arange(0, ROWS // 2), tl.arange(0, COLS)
-    words = tl.trans(words)
-    if out_ptr.dtype.element_ty == tl.uint16:
-        pointers = out_ptr + col.to(tl.int64) * (M // 2) + row // 2 + j[:, None] * (M // 2) + i[None, :]
-        if WHOLE:
+    even, odd = scaled(even, scale, CAST, SATURATE), scaled(odd, scale, CAST, SATURATE)
+    words = tl.trans(_words(even, odd, CAST.CODES))
+    i, j = tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS)
+    if col_ptr.dtype.element_ty == tl.uint16:
+        start = col_ptr + at.col.to(tl.int64) * (at.M // 2) + at.row // 2
+        pointers = start + j[:, None] * (at.M // 2) + i[None, :]
+        if TILE.WHOLE:
             tl.store(pointers, words)
         else:
-            tl.store(pointers, words, mask=(col + j < N)[:, None] & (row // 2 + i < M // 2)[None, :])
+            inside = (at.col + j < at.N)[:, None] & (at.row // 2 + i < at.M // 2)[None, :]
+            tl.store(pointers, words, mask=inside)
     else:
-        pointers = out_ptr + col.to(tl.int64) * M + row + j[:, None] * M + 2 * i[None, :]
-        inside = (col + j < N)[:, None]
-        tl.store(pointers, (words & 0xFF).to(tl.uint8), mask=inside & (row + 2 * i < M)[None, :])
-        tl.store(pointers + 1, (words >> 8).to(tl.uint8), mask=inside & (row + 2 * i + 1 < M)[None, :])
+        pointers = col_ptr + at.col.to(tl.int64) * at.M + at.row + j[:, None] * at.M + 2 * i[None, :]
+        inside = (at.col + j < at.N)[:, None]
+        low, high = (words & 0xFF).to(tl.uint8), (words >> 8).to(tl.uint8)
+        tl.store(pointers, low, mask=inside & (at.row + 2 * i < at.M)[None, :])
+        tl.store(pointers + 1, high, mask=inside & (at.row + 2 * i + 1 < at.M)[None, :])
 
 
 @triton.jit
 def store_with_one(
-    row_ptr,
-    col_ptr,
-    even,
-    odd,
-    scale,
-    row,
-    col,
-    M,
-    N,
-    TOP: tl.constexpr,
-    CODES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    SATURATE: tl.constexpr,
-    WHOLE: tl.constexpr,
+    row_ptr, col_ptr, even, odd, scale, at, CAST: tl.constexpr, TILE: tl.constexpr, SATURATE: tl.constexpr
 ):
     """Cast a tile's halves with one scale and store them for each usage whose pointer is not None."""
-    even, odd = scaled(even, scale, TOP, SATURATE), scaled(odd, scale, TOP, SATURATE)
     if row_ptr is not None:
-        store_halves(row_ptr, codes(even, CODES), codes(odd, CODES), row, col, M, N, ROWS, COLS, WHOLE)
+        store_rows(row_ptr, even, odd, scale, scale, at, CAST, TILE, SATURATE)
     if col_ptr is not None:
-        store_transposed(col_ptr, words(even, odd, CODES), row, col, M, N, ROWS, COLS, WHOLE)
+        store_columns(col_ptr, even, odd, scale, at, CAST, TILE, SATURATE)
+
+
+@triton.jit
+def store_scales_of_square(
+    row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, at, EDGE: tl.constexpr
+):
+    """The inverse scale of the square at ``at`` for each usage whose pointer is not None."""
+    row, col = at.row // EDGE, at.col // EDGE
+    if row_ptr is not None:
+        tl.store(row_scale_inv_ptr + row * tl.cdiv(at.N, EDGE) + col, scale_inv)
+    if col_ptr is not None:
+        tl.store(col_scale_inv_ptr + col * tl.cdiv(at.M, EDGE) + row, scale_inv)

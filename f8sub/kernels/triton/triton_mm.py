@@ -3,27 +3,22 @@
 Which tiles it takes was measured where ``table`` has the GPU; elsewhere ``default_config`` decides by shape.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
-from typing import TYPE_CHECKING
 
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels.gemm.block_scales import BLOCK, whole_blocks
 from f8sub.kernels.triton import gemm_table
-
-if TYPE_CHECKING:
-    from f8sub.kernels.triton.gemm_launch import Config
+from f8sub.kernels.triton.gemm_table import Config
 
 CAPABILITY = (9, 0)
 """Hopper: its tensor memory accelerator and warpgroup instructions are what the kernels are made of."""
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """Why this backend cannot run a GEMM of these formats on ``device``; None when it can."""
+    """See ``select.Backend``."""
     if not a.is_plain or not b.is_plain:
         return f"takes float8 with float32 scales of one level, not {a} and {b}"
     if unknown := {str(f.tile) for f in (a, b) if not whole_blocks(f.tile.cols, BLOCK)}:
@@ -33,30 +28,8 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     return _why_not_device(device)
 
 
-def takes_any_layout(device: torch.device) -> bool:
-    """Whether operands need not be row-major on ``device``."""
-    del device
-    return False
-
-
-def is_traceable(a: Operand, b: Operand) -> bool:
-    """Whether ``torch.compile`` may look into a GEMM: not into descriptors that are made on the host."""
-    del a, b
-    return False
-
-
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """``a @ b.t()``.
-
-    Args:
-        a: (M, K), of a tile that ``why_not`` accepts.
-        b: (N, K), likewise.
-        out_dtype: dtype of the result.
-        fast_accum: no effect: partial sums are scaled every 128 elements of K.
-
-    Returns:
-        (M, N), ``out_dtype``.
-    """
+    """See ``select.Backend``; ``fast_accum`` has no effect, as partial sums are scaled every 128 elements of K."""
     del fast_accum
     rows, depth = a.data.shape
     config = _config(a.format, b.format, a.data.device, (rows, depth, b.data.shape[0]))
@@ -82,8 +55,6 @@ def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
     Of few rows as many tiles as there are multiprocessors, so that all of them read ``b``, and K in parts where 32
     columns a tile are not few enough. Source: reasoning, see ``table`` for what was measured.
     """
-    from f8sub.kernels.triton.gemm_launch import Config
-
     rows, depth, cols = shape
     if rows > gemm_table.FEW_ROWS:
         return Config(128, 256, stages=4, persistent=True, group=16)
@@ -95,8 +66,6 @@ def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
 
 @functools.lru_cache(maxsize=4096)
 def _config(a: Float8Format, b: Float8Format, device: torch.device, shape: tuple[int, int, int]) -> Config:
-    from f8sub.kernels.triton.gemm_launch import Config
-
     found = None
     if device.type == "cuda":
         found = gemm_table.nearest(torch.cuda.get_device_name(device), a, b, shape)

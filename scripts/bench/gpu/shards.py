@@ -6,7 +6,7 @@ import torch
 
 from f8sub import Float8Format, Operand
 from f8sub.kernels import scales
-from f8sub.kernels.triton import quantize_cuda, shard_amaxes
+from f8sub.kernels.triton import shard_amaxes, support
 from f8sub.kernels.triton.shard_amaxes import Matrix
 
 COUNT = 28
@@ -42,7 +42,7 @@ class Shards:
 
 def by_launches(shards: Shards) -> tuple[Operand]:
     """By one launch for all amaxes and one for all scales, where there are kernels."""
-    if not quantize_cuda.takes(shards.amax):
+    if not support.takes(shards.amax):
         return by_operators(shards)
     shards.amax.zero_()
     for launch in shards.launches:

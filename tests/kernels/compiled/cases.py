@@ -48,13 +48,13 @@ class Case:
 
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
-        from f8sub.kernels.triton import launch, recast_launch
+        from f8sub.kernels.triton import launch
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
         if self.name == "amaxes of many":
             return launches_over_tables(x)
         if self.name == "transpose":
-            return [recast_launch.transposition(x)[0]]
+            return [launch.transposition(x, x.new_empty(x.shape[::-1]))]
         name, _, what = self.name.rpartition(" ")
         if what not in ("transpose", "recast", "part", "delayed", "known"):
             name, what = self.name, ""
@@ -62,9 +62,7 @@ class Case:
         row, col = (format if is_made else None for is_made in USAGES[self.usages])
         if what in ("transpose", "recast"):
             codes = Operand(x.to(format.dtype), empty_scale_inv(x, format, *x.shape), format)
-            if what == "recast":
-                return recast_launch.recast(codes, format).launches
-            return [recast_launch.derivation(codes, format)[0]]
+            return launch.derivation(codes, format)[0]
         if what == "part":
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
             out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
@@ -72,7 +70,7 @@ class Case:
         if what:
             known, scale = what == "known", torch.empty(1, 1, device="meta")
             past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
-            return launch.quantization_with_prior(x, past, row, col)[0].launches
+            return launch.quantization(x, row, col, past).launches
         return launch.quantization(x, row, col).launches
 
 
@@ -105,7 +103,7 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
-    from f8sub.kernels.triton import table_launch
+    from f8sub.kernels.triton import shard_amaxes
     from f8sub.kernels.triton.shard_amaxes import Matrix
 
     whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
@@ -113,8 +111,8 @@ def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     matrices = [Matrix(x, whole.tile, (0, 0), 0, 1), Matrix(x[:, :-1], whole.tile, (0, 0), 4, 1)]
     pasts = [None, PriorScale(amax, 0.0, covers=True)]
     return [
-        *table_launch.amaxes(matrices, amax),
-        *(table_launch.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),
+        *shard_amaxes.amaxes(matrices, amax),
+        *(shard_amaxes.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),
     ]
 
 

@@ -84,10 +84,10 @@ def report(case: Case) -> dict[str, Any]:
 
 def fits(case: Case, capability: int) -> str | None:
     """Why a case's kernel does not run on GPUs of a compute capability; None where it does."""
-    from f8sub.kernels.triton import quantize_cuda
+    from f8sub.kernels.triton import support
 
-    has_pairs = divmod(capability, 10) >= quantize_cuda.OLDEST_WITH_PAIRS
-    with mock.patch.object(quantize_cuda, "compares_pairs", return_value=has_pairs):
+    has_pairs = divmod(capability, 10) >= support.OLDEST_WITH_PAIRS
+    with mock.patch.object(support, "compares_pairs", return_value=has_pairs):
         launch = case.launches()[case.index]
     try:
         shared = compiler.compiled(launch, capability).metadata.shared
@@ -101,23 +101,20 @@ def fits(case: Case, capability: int) -> str | None:
 
 def makes(launch: Launch, names: tuple[str, ...]) -> int:
     """How many of some results it writes."""
-    return sum(launch.arguments.get(name) is not None for name in names)
+    return sum(launch.taken.get(name) is not None for name in names)
 
 
 def tile_of(launch: Launch) -> int:
     """Elements that a program reads, or one step of its loop."""
-    from f8sub.kernels.triton.quantize_cuda import EDGE
-
-    arguments, name = launch.arguments, launch.kernel.fn.__name__
-    if "PART" in arguments and name.endswith(("_rows", "_vectors")):
-        return int(arguments["PART"]) * int(arguments.get("EDGE", 1))
-    edge = arguments["EDGE"] if "paired_squares" in name else EDGE
-    return int(arguments.get("BLOCK", arguments.get("ROWS", edge) * arguments.get("COLS", edge)))
+    arguments = launch.taken
+    if "TILE" in arguments:
+        return int(arguments["TILE"].ROWS * arguments["TILE"].COLS)
+    return int(arguments["BLOCK"] if "BLOCK" in arguments else arguments["PART"])
 
 
 def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Iterator[str]:
     """What a kernel is held to and does not keep; ``stored`` bytes are what a thread writes with wide stores."""
-    arguments, threads = launch.arguments, launch.options["num_warps"] * WARP
+    arguments, threads = launch.taken, launch.options["num_warps"] * WARP
     codes = "codes_ptr" in arguments
     writes = found["transposes"] if codes else makes(launch, (*ROWS, *COLUMNS))
     sources = [arguments[name] for name in SOURCES if name in arguments]

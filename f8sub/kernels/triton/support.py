@@ -1,0 +1,66 @@
+"""Which devices, formats and tensors the kernels take. No kernel is imported here: triton need not be installed."""
+
+import contextlib
+import functools
+import importlib.util
+
+import torch
+
+from f8sub.formats import ALL, Float8Format, Tile
+
+EDGE = 128
+"""Edge of the tiles that kernels work on; the length of a vector, and a divisor of the edge of every square."""
+
+TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
+
+OLDEST = (8, 9)
+"""The first compute capability whose instructions cast to e4m3, Ada's. Source: PTX ISA, cvt."""
+OLDEST_WITH_PAIRS = (9, 0)
+"""The first one that compares both halves of a word at once, Hopper's. Source: PTX ISA, max.s16x2."""
+
+
+def why_no_kernel(format: Float8Format) -> str | None:
+    """Why no kernel casts to a format; None where one does."""
+    if not format.is_plain:
+        return f"casts to float8 with float32 scales of one level, not to {format}"
+    tile = format.tile
+    if tile in (TENSORWISE, ROWWISE, VECTOR) or (tile.rows == tile.cols and tile.rows % EDGE == 0):
+        return None
+    return f"has tiles of a matrix, a row, 1x{EDGE} and squares of whole {EDGE}s, not {tile}"
+
+
+@functools.cache
+def why_no_triton(device: torch.device) -> str | None:
+    """Why there are no kernels for a device; None where there are."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"runs on NVIDIA's GPUs, not on {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "is not installed"
+    found = torch.cuda.get_device_capability(device)
+    if found >= OLDEST:
+        return None
+    return f"needs SM {OLDEST[0]}.{OLDEST[1]} or newer to cast to float8, found {found[0]}.{found[1]}"
+
+
+@functools.cache
+def compares_pairs(device: torch.device) -> bool:
+    """Whether a GPU runs the kernels of pairs; True for other devices, where launches are only looked at."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_WITH_PAIRS
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether the kernels read a tensor: neither a fake one nor one without elements."""
+    return (
+        x.is_cuda
+        and type(x) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and x.numel() > 0
+        and why_no_triton(x.device) is None
+    )
+
+
+def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Make the device of ``x`` the current one, on which Triton launches."""
+    if x.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

@@ -6,6 +6,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from f8sub.tensor.float8_tensor import Float8Tensor
 
 class OpRecorder(TorchDispatchMode):
     """Within it operators run and are recorded; ``replay`` runs them again, and no Python around them.
@@ -25,6 +26,8 @@ class OpRecorder(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing: the host reads a value")
+        if any(issubclass(kind, Float8Tensor) for kind in types):
+            return NotImplemented  # a product of operands: the operators that it consists of are recorded
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out

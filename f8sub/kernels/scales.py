@@ -161,7 +161,8 @@ def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 @in_graph
 def _amax_in_graph(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """``amax`` that no checkpointed function finds again in backward: it is small, and finding it reads all of x."""
-    found = largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), Tile(rows, cols))
+    # dynamo hands constants over as SymInts where shapes are dynamic.
+    found = largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), Tile(int(rows), int(cols)))
     save_when_checkpointed(torch.ops.aten.amax.default)
     return found
 

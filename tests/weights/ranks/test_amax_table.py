@@ -81,7 +81,7 @@ def differences(recipe: str, columns: bool, device: str) -> tuple[list[str], lis
         mock.patch.object(shard_amaxes, "amaxes", planned),
     ):
         found = steps(recipe, columns, device)
-    with mock.patch.object(quantize_cuda, "takes", return_value=False):
+    with mock.patch.object(quantize_cuda.support, "takes", return_value=False):
         expected = steps(recipe, columns, device)
     wrong = [
         name

@@ -4,8 +4,8 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -26,8 +26,8 @@ class GemmSpec:
     Attributes:
         a: format of the left operand, (M, K); None with ``b`` None: this GEMM stays in high precision.
         b: format of the right operand, (N, K).
-        fast_accum: let the GEMM keep its sums in the tensor core's own, narrower accumulator over all of K; else
-            it moves them to float32 every 128 elements.
+        fast_accum: keep the sums over all of K in the tensor core's own, narrower accumulator; else they move to
+            float32 every 128 elements.
 
     Raises:
         Float8ConfigError: one operand in float8 and the other not, or two that do not fit along K.
@@ -42,9 +42,8 @@ class GemmSpec:
             raise Float8ConfigError(
                 f"a GEMM takes both operands in float8 or neither, got a={self.a}, b={self.b}"
             )
-        if self.a is None or self.b is None:
-            return
-        if self.a.hadamard != self.b.hadamard or self.a.depth_multiple != self.b.depth_multiple:
+        along = {(f.hadamard, f.depth_multiple) for f in (self.a, self.b) if f is not None}
+        if len(along) > 1:
             raise Float8ConfigError(
                 f"both operands of a GEMM have the same Hadamard transform and packing along K, got a={self.a}, "
                 f"b={self.b}"
@@ -114,12 +113,12 @@ class DelayedScaling:
 
     def __repr__(self) -> str:
         """The fields; callables by name, which all ranks share, not by address."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown = (
-            f"{name}={getattr(value, '__qualname__', type(value).__name__) if callable(value) else repr(value)}"
-            for name, value in values.items()
-        )
-        return f"DelayedScaling({', '.join(shown)})"
+
+        def shown(value: Any) -> str:
+            return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+
+        values = (f"{one.name}={shown(getattr(self, one.name))}" for one in fields(self))
+        return f"DelayedScaling({', '.join(values)})"
 
     def margin_of(self, operand: OperandName) -> float:
         """Powers of two of headroom of one operand's scales."""
@@ -136,6 +135,7 @@ class Recipe:
         dgrad: ``dx = dy @ w``; a = dy rowwise, b = w columnwise.
         wgrad: ``dw = dy.t() @ x``; a = dy columnwise, b = x columnwise.
         delayed: how scales follow from past amaxes; None for current scaling.
+        keeps_amaxes: whether layers keep amaxes, of which later scales are made.
 
     Raises:
         Float8ConfigError: w's columnwise operand cannot be derived from its rowwise codes. A weight is cast
@@ -148,22 +148,21 @@ class Recipe:
     dgrad: GemmSpec
     wgrad: GemmSpec
     delayed: DelayedScaling | None = None
+    keeps_amaxes: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.delayed is not None:
+        object.__setattr__(self, "keeps_amaxes", self.delayed is not None)
+        if self.keeps_amaxes:
             self._check_delayed()
         rowwise, columnwise = self.formats("w")
-        if rowwise is None or columnwise is None:
-            return
-        if reason := why_not_derivable(rowwise, columnwise):
+        if rowwise and columnwise and (reason := why_not_derivable(rowwise, columnwise)):
             raise Float8ConfigError(
                 f"recipe {self.name!r}: dgrad reads the columnwise weight, which is derived from the rowwise "
                 f"codes of fprop, but {reason}; give fprop.b and dgrad.b formats that agree"
             )
 
     def _check_delayed(self) -> None:
-        operands: tuple[OperandName, ...] = ("x", "w", "dy")
-        read = {name: [f for f in self.formats(name) if f is not None] for name in operands}
+        read = {name: [f for f in self.formats(name) if f is not None] for name in get_args(OperandName)}
         if not any(read.values()):
             raise Float8ConfigError(f"recipe {self.name!r}: delayed scaling of no GEMM; leave one in float8")
         for name, formats in read.items():
@@ -177,15 +176,13 @@ class Recipe:
 
     def formats(self, operand: OperandName) -> tuple[Float8Format | None, Float8Format | None]:
         """(rowwise, columnwise) formats of one of the three tensors; None where no float8 GEMM reads it."""
-        match operand:
-            case "x":
-                return self.fprop.a, self.wgrad.b
-            case "w":
-                return self.fprop.b, self.dgrad.b
-            case "dy":
-                return self.dgrad.a, self.wgrad.a
-            case _:
-                raise Float8ConfigError(f'operand is one of "x", "w", "dy", got {operand!r}')
+        if operand == "x":
+            return self.fprop.a, self.wgrad.b
+        if operand == "w":
+            return self.fprop.b, self.dgrad.b
+        if operand == "dy":
+            return self.dgrad.a, self.wgrad.a
+        raise Float8ConfigError(f'operand is one of "x", "w", "dy", got {operand!r}')
 
     def with_high_precision(
         self, *, fprop: bool = False, dgrad: bool = False, wgrad: bool = False
@@ -209,7 +206,7 @@ def recipe_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
 
-def get_recipe(recipe: "Recipe | str", **options: Any) -> Recipe:
+def get_recipe(recipe: Recipe | str, **options: Any) -> Recipe:
     """The recipe of that name; a ``Recipe`` of the caller's own needs no registration and is returned as is.
 
     Args:
@@ -220,11 +217,11 @@ def get_recipe(recipe: "Recipe | str", **options: Any) -> Recipe:
         Float8ConfigError: no such name or option, and the message lists the valid ones; or no such value of one.
     """
     if isinstance(recipe, Recipe):
-        if options:
-            raise Float8ConfigError(
-                f"options {sorted(options)} go with a recipe's name, got {recipe.name!r} itself"
-            )
-        return recipe
+        if not options:
+            return recipe
+        raise Float8ConfigError(
+            f"options {sorted(options)} go with a recipe's name, got {recipe.name!r} itself"
+        )
     if recipe not in recipe_names():
         raise Float8ConfigError(
             f"unknown recipe {recipe!r}; choose one of {recipe_names()} or pass an f8sub.Recipe"

@@ -48,21 +48,11 @@ def recipe(  # noqa: PLR0913  (TransformerEngine's parameters)
     reduce_amax: bool = True,
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
 ) -> Recipe:
-    """TransformerEngine's ``DelayedScaling(...)``; see ``f8sub.recipe.DelayedScaling``.
+    """TransformerEngine's ``DelayedScaling(...)``; parameters that are not explained here are those of ours.
 
-    Args:
-        margin: see ``DelayedScaling``, as for every argument that is not explained here.
-        dy_margin: None for ``E5M2_HEADROOM`` where dy is e5m2, else 0.
-        interval: see there.
-        fp8_format: ``"HYBRID"`` (dy in e5m2) or ``"E4M3"`` (dy too).
-        amax_history_len: see there.
-        amax_compute_algo: see there.
-        scaling_factor_compute_algo: see there.
-        reduce_amax: see there.
-        override_linear_precision: which of (fprop, dgrad, wgrad) stay in high precision.
-
-    Raises:
-        Float8ConfigError: a value that cannot be used.
+    ``dy_margin=None`` is ``E5M2_HEADROOM`` where dy is e5m2, else 0; ``fp8_format`` is ``"HYBRID"`` (dy in e5m2) or
+    ``"E4M3"``; ``override_linear_precision`` says which of (fprop, dgrad, wgrad) stay in high precision. A value that
+    cannot be used is a ``Float8ConfigError``.
     """
     if not isinstance(fp8_format, str) or fp8_format not in _DY:
         raise Float8ConfigError(
@@ -79,22 +69,20 @@ def recipe(  # noqa: PLR0913  (TransformerEngine's parameters)
             "in float8, or do not convert the layers"
         )
     dy = _DY[fp8_format]
+    if dy_margin is None:
+        dy_margin = E5M2_HEADROOM if dy is E5M2 else 0
     scaling = DelayedScaling(
         margin=margin,
-        dy_margin=(E5M2_HEADROOM if dy is E5M2 else 0) if dy_margin is None else dy_margin,
+        dy_margin=dy_margin,
         interval=interval,
         amax_history_len=amax_history_len,
         amax_compute_algo=amax_compute_algo,
         scaling_factor_compute_algo=scaling_factor_compute_algo,
         reduce_amax=reduce_amax,
     )
-    return Recipe(
-        name="delayed",
-        fprop=GemmSpec(a=E4M3, b=E4M3, fast_accum=True),
-        dgrad=GemmSpec(a=dy, b=E4M3),
-        wgrad=GemmSpec(a=dy, b=E4M3),
-        delayed=scaling,
-    ).with_high_precision(fprop=keep[0], dgrad=keep[1], wgrad=keep[2])
+    fprop, backward = GemmSpec(a=E4M3, b=E4M3, fast_accum=True), GemmSpec(a=dy, b=E4M3)
+    made = Recipe(name="delayed", fprop=fprop, dgrad=backward, wgrad=backward, delayed=scaling)
+    return made.with_high_precision(fprop=keep[0], dgrad=keep[1], wgrad=keep[2])
 
 
 RECIPE = recipe()

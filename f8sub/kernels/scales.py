@@ -1,7 +1,7 @@
 """From amax to scale, and where scales come from.
 
-A ``ScaleSource`` says how the scales of one matrix come about: from its current amax or from a scale that was made
-before, and over which ranks an amax is reduced. ``quantize`` takes one; features make their own.
+A ``ScaleSource`` says whether a matrix is scaled by its current amax or by a scale that was made before, and over which
+ranks an amax is reduced. ``quantize`` takes one; features make their own.
 """
 
 from collections.abc import Callable, Hashable
@@ -78,11 +78,9 @@ class LayerSource(ScaleSource, Protocol):
         """The same for a part of a matrix."""
 
     def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
-        """Take the amax of a matrix that was quantized with the prior scale.
+        """Take ``Quantized.amax`` of a matrix that was quantized with the prior scale.
 
-        Args:
-            amax: float32, (1, 1); infinity or NaN where an element is.
-            event: another number for every matrix that was quantized; None where nobody counted.
+        ``event`` is another number for every matrix that was quantized; None where nobody counted.
         """
 
 
@@ -127,14 +125,10 @@ CURRENT = CurrentScales()
 
 
 class Sources(NamedTuple):
-    """Where the scales come from in one call of a layer; made in its forward.
+    """Where the scales of x, w and dy come from in one call of a layer; made in its forward.
 
-    Attributes:
-        x: the source of x.
-        w: the source of w.
-        dy: the source of dy.
-        distributed: whether x and w are the local tensors of DTensors. Nobody counts all writes to those, so that no
-            codes of them are kept for a later call; and x may come in float8.
+    ``distributed`` says whether x and w are the local tensors of DTensors. Nobody counts all writes to those, so that
+    no codes of them are kept for a later call; and x may come in float8.
     """
 
     x: LayerSource = CURRENT
@@ -219,8 +213,7 @@ def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
         to float32 and that to e4m3, as torch casts a float64.
     """
     if not format.scale_rule.has_global:
-        scale = scale_from_amax(amax, format)
-        made = with_inverse(scale)
+        made = with_inverse(scale_from_amax(amax, format))
         return made._replace(scale_inv=made.scale_inv.to(format.scale_rule.stored_as))
     exact = amax.double()
     largest = exact.max() if exact.numel() else exact.new_zeros(())
@@ -259,12 +252,9 @@ def with_inverse(scale: torch.Tensor) -> Scales:
 def scale_from_amax(amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
     """The rule from finite amaxes to scales of one level: ``format.max / amax``, and 1 for a tile that is all zero.
 
-    The scales are float32, finite and with a finite inverse.
-
-    Numerics:
-        Divided in float64 and rounded once to float32, so that eager and compiled code agree to the bit.
-        Powers of two are rounded down by clearing the mantissa, which is exact where ``exp2(floor(log2()))``
-        is not.
+    The scales are float32, finite and with a finite inverse. Divided in float64 and rounded once to float32, so that
+    eager and compiled code agree to the bit. Powers of two are rounded down by clearing the mantissa, which is exact
+    where ``exp2(floor(log2()))`` is not.
     """
     scale = torch.div(torch.full_like(amax, format.max, dtype=torch.float64), amax)
     scale = scale.clamp(max=largest_scale()).float()

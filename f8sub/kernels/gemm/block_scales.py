@@ -10,8 +10,6 @@ from f8sub.formats import ALL, Float8Format, Operand, Tile
 BLOCK = 128
 """Elements of K under one float32 scale. Source: cuBLASLt's VEC128_32F and BLK128x128_32F, CUDA 12.9, SM 9.0."""
 
-_VECTOR, _SQUARE = Tile(1, BLOCK), Tile(BLOCK, BLOCK)
-
 ALIGNMENT = 16
 """cuBLASLt takes matrices whose dimensions are multiples of 16, or of 16 bytes. Source: ScaledBlas.cpp."""
 
@@ -57,7 +55,7 @@ def is_laid_out(operand: Operand) -> bool:
 
 
 def _is_column_major(format: Float8Format) -> bool:
-    return format.is_plain and format.tile == _VECTOR
+    return format.is_plain and (format.tile.rows, format.tile.cols) == (1, BLOCK)
 
 
 def whole_blocks(edge: int, size: int) -> bool:
@@ -96,7 +94,7 @@ def vectors(operand: Operand) -> torch.Tensor:
 def squares(operand: Operand) -> torch.Tensor:
     """Scales of 128x128: float32, (blocks of K filled up to a multiple of 4, blocks of rows), column-major."""
     fills_rows = operand.scale_inv.shape[1] % _SQUARES_ALIGNMENT == 0
-    if operand.format.tile == _SQUARE and is_laid_out(operand) and fills_rows:
+    if operand.format.tile == Tile(BLOCK, BLOCK) and is_laid_out(operand) and fills_rows:
         return operand.scale_inv.t()
     return _filled(spread(operand, BLOCK, BLOCK), _SQUARES_ALIGNMENT).t()
 

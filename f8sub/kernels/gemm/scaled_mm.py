@@ -7,7 +7,7 @@ What cuBLASLt takes: dimensions that are multiples of 16, so operands are filled
 import functools
 
 import torch
-from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels.gemm import block_scales
@@ -100,10 +100,9 @@ def _gemm_nt_cuda(
 ) -> torch.Tensor:
     # cuBLASLt takes dimensions padded with zeros, and makes rowwise results in bf16 alone off Hopper.
     rows, cols = a.shape[0], b.shape[0]
-    rowwise = a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1
     a, b = _aligned(a), _aligned(b)
     made = out_dtype
-    if rowwise:
+    if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1:
         a_scale_inv = _padded_rows(a_scale_inv, a.shape[0])
         b_scale_inv = _padded_rows(b_scale_inv.t(), b.shape[0]).t()
         if out_dtype != torch.bfloat16 and _why_no_vector_scales(a.device) is not None:
@@ -146,18 +145,12 @@ def _is_block(tile: Tile) -> bool:
     return tile.cols != ALL or tile.rows not in (1, ALL)
 
 
-def _is_small_block(format: Float8Format) -> bool:
-    dtype, size, _ = _SMALL_BLOCKS.get(format.scale_rule, (None, 1, None))
-    return format.dtype == dtype and whole_blocks(format.tile.cols, size)
-
-
 def _aligned(codes: torch.Tensor) -> torch.Tensor:
     rows, cols = codes.shape
     missing_rows, missing_cols = -rows % ALIGNMENT, -cols % ALIGNMENT
     if not missing_rows and not missing_cols:
         return codes
-    padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows))
-    return padded.view(codes.dtype)
+    return pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(codes.dtype)
 
 
 def _cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
@@ -165,13 +158,14 @@ def _cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def _padded_rows(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
-    if rows == scale_inv.shape[0]:
-        return scale_inv
-    return torch.nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)
+    missing = rows - scale_inv.shape[0]
+    return pad(scale_inv, (0, 0, 0, missing), value=1.0) if missing else scale_inv
 
 
 def _why_not_small_blocks(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    if a.scale_rule is not b.scale_rule or not _is_small_block(a) or not _is_small_block(b):
+    dtype, size, _ = _SMALL_BLOCKS.get(a.scale_rule, (None, 1, None))
+    taken = all(f.dtype == dtype and whole_blocks(f.tile.cols, size) for f in (a, b))
+    if a.scale_rule is not b.scale_rule or not taken:
         return (
             "takes float8 with float32 scales, e4m3 with e8m0 scales of 1x32, or e2m1 with scales of two levels of "
             f"1x16, both operands alike, not {a} and {b}"

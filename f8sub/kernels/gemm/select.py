@@ -43,8 +43,8 @@ GEMM = {
         scaled_mm.why_not, scaled_mm.gemm_nt, scaled_mm.takes_any_layout, scaled_mm.is_traceable
     ),
     "triton": Backend(triton_mm.why_not, triton_mm.gemm_nt),
-    # ``torch.compile`` would unroll the partial sums.
-    REFERENCE: Backend(reference.why_not, reference.gemm_nt, takes_any_layout=lambda device: True),
+    # It multiplies everything; ``torch.compile`` would unroll its partial sums.
+    REFERENCE: Backend(lambda a, b, device: None, reference.gemm_nt, takes_any_layout=lambda device: True),
 }
 """Backends by name, the preferred one first: what was measured on this GPU; without that cuBLASLt, then our own."""
 
@@ -59,11 +59,6 @@ _ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM
 """The same GEMMs behind operators, for what ``torch.compile`` may not look into."""
 
 
-def backend_names() -> list[str]:
-    """What ``backend=`` takes besides ``"auto"``."""
-    return list(GEMM)
-
-
 def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> str | None:
     """Name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
 
@@ -71,7 +66,7 @@ def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> 
         Float8ConfigError: no such backend, or none that can; the message carries every candidate's reason.
     """
     if backend != "auto" and backend not in GEMM:
-        raise Float8ConfigError(f"unknown backend {backend!r}; choose 'auto' or one of {backend_names()}")
+        raise Float8ConfigError(f"unknown backend {backend!r}; choose 'auto' or one of {list(GEMM)}")
     if spec.a is None or spec.b is None:
         return None
     reasons = {}
@@ -177,17 +172,10 @@ class Plan:
     @classmethod
     @functools.cache
     def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "Plan":
-        """Select the three backends; equal questions get the very same plan, so that compiled code is shared.
-
-        Raises:
-            Float8ConfigError: see ``select_gemm``.
-        """
-        fprop, dgrad, wgrad = (
-            select_gemm(spec, device, backend) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)
-        )
-        used = [name for name in (fprop, dgrad, wgrad) if name is not None]
-        any_layout = all(GEMM[name].takes_any_layout(device) for name in used)
-        return cls._of(recipe, fprop, dgrad, wgrad, any_layout, device, backend)
+        """Three times ``select_gemm``; equal questions get the very same plan, so that compiled code is shared."""
+        gemms = [select_gemm(spec, device, backend) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)]
+        any_layout = all(GEMM[name].takes_any_layout(device) for name in gemms if name is not None)
+        return cls._of(recipe, *gemms, any_layout, device, backend)
 
     @classmethod
     @functools.cache
@@ -205,7 +193,7 @@ class Plan:
 def reference_warning(plans: Iterable[Plan]) -> str | None:
     """What to tell users whose GEMMs run by the reference on a GPU unasked; None where no GEMM does."""
     slow = {
-        plan.recipe.name: (plan, [gemm for gemm, name in plan.gemms.items() if name == REFERENCE])
+        plan.recipe.name: plan
         for plan in plans
         if plan.device.type not in ("cpu", "meta")
         and plan.backend != REFERENCE
@@ -213,8 +201,11 @@ def reference_warning(plans: Iterable[Plan]) -> str | None:
     }
     if not slow:
         return None
-    listed = "; ".join(f"{', '.join(gemms)} of recipe {name!r}" for name, (_, gemms) in slow.items())
-    device = next(iter(slow.values()))[0].device
+    listed = "; ".join(
+        f"{', '.join(gemm for gemm, used in plan.gemms.items() if used == REFERENCE)} of recipe {name!r}"
+        for name, plan in slow.items()
+    )
+    device = next(iter(slow.values())).device
     plans_there = (Plan.make(get_recipe(name), device) for name in recipe_names())
     native = [plan.recipe.name for plan in plans_there if REFERENCE not in plan.gemms.values()]
     return (

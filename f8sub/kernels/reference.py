@@ -62,12 +62,11 @@ def cast(
     ``x`` is (rows, cols), of any float dtype, and ``scale`` float32, broadcastable to it, see ``spread``. Codes of
     e2m1 are uint8, one an element, rounded as ``rounding`` says.
 
-    Numerics:
-        Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity
-        into 448, e5m2 overflows to infinity). ``x - x`` is 0 for a finite element and NaN for any other, which
-        keeps NaN and infinity visible, in place, as NaN codes; subtracted, so that -0 stays -0. e2m1 has no NaN:
-        there the tile's scale is. Beyond 1.9 * 2**127 the nearest code can stand for 2**128, which float32 has not:
-        ``dequantize`` makes float32's largest number of it.
+    Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity into 448, e5m2
+    overflows to infinity). ``x - x`` is 0 for a finite element and NaN for any other, which keeps NaN and infinity
+    visible, in place, as NaN codes; subtracted, so that -0 stays -0. e2m1 has no NaN: there the tile's scale is. Beyond
+    1.9 * 2**127 the nearest code can stand for 2**128, which float32 has not: ``dequantize`` makes float32's largest
+    number of it.
     """
     scaled = x.float() * scale
     if dtype == E2M1:
@@ -95,7 +94,7 @@ def quantize(
     Args:
         x: (rows, cols), any float dtype.
         rowwise: format of the operand stored as ``x``; None to leave it out.
-        columnwise: format of the operand stored as ``x.t()``; None to leave it out.
+        columnwise: the same, stored as ``x.t()``.
         any_layout: leave the columnwise codes where they are and return a transposed view of them.
         prior: a scale that was made before, for formats with one scale a matrix; what it cannot hold saturates. None
             for scales of the current amax.
@@ -146,11 +145,9 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
 def matmul_nt(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Tensor:
     """``a @ b.t()`` of float32 matrices: (M, K) x (N, K) -> (M, N).
 
-    With ``fast_accum`` one sum over all of K; else partial sums of ``PROMOTION`` elements, added in float32.
-
-    Numerics:
-        In float64 where torch was told to round the factors of float32 products (``set_float32_matmul_precision``):
-        a code times its scale has more bits than TF32 keeps.
+    With ``fast_accum`` one sum over all of K; else partial sums of ``PROMOTION`` elements, added in float32. In float64
+    where torch was told to round the factors of float32 products (``set_float32_matmul_precision``): a code times its
+    scale has more bits than TF32 keeps.
     """
     backend = torch.backends.cuda if a.is_cuda else torch.backends.mkldnn
     if backend.matmul.fp32_precision in ("tf32", "bf16"):

@@ -141,10 +141,9 @@ CURRENT_SOURCES = Sources()
 
 
 def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Largest finite magnitude of each tile of a matrix, float32, ``tile.scale_shape(x.shape)``.
+    """Largest finite magnitude of each tile of a matrix, float32, ``tile.scale_shape(x.shape)``; 0 where there is none.
 
-    NaN and infinity take no part, so that one bad element does not decide the scale of its neighbours; 0 for a tile
-    with no finite element.
+    NaN and infinity take no part, so that one bad element does not decide the scale of its neighbours.
     """
     if torch.compiler.is_compiling():
         enter_graph_functions()
@@ -164,14 +163,9 @@ def _amax_in_graph(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torch.Tensor:
     """Largest magnitude of every tile of a matrix that a shard of it touches.
 
-    Args:
-        shard: (rows, cols), the part of a larger matrix that begins at ``offset``.
-        tile: the blocks of the larger matrix, which need not begin where the shard does.
-        offset: row and column of the shard's first element.
-
-    Returns:
-        float32, one entry a touched tile, the first at ``first_tile(tile, offset)``; infinity where a tile holds
-        NaN or infinity.
+    ``shard`` is (rows, cols) and begins at ``offset``, a row and column of the matrix, where no tile need begin. The
+    result is float32, one entry a touched tile, the first of them
+    ``first_tile(tile, offset)``; infinity where a tile holds NaN or infinity.
     """
     edges = zip((tile.rows, tile.cols), offset, strict=True)
     before = [0 if edge == ALL else start % edge for edge, start in edges]
@@ -207,10 +201,9 @@ def largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
     """All scales of one matrix, from the finite amaxes of all its tiles, float32, ``format.tile.scale_shape``.
 
-    Numerics:
-        With two levels, the matrix's scale takes its amax to the largest e2m1 times the largest e4m3; the tile's takes
-        what is left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C). Divided in float64, rounded
-        to float32 and that to e4m3, as torch casts a float64.
+    With two levels, the matrix's scale takes its amax to the largest e2m1 times the largest e4m3; the tile's takes what
+    is left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C). Divided in float64, rounded to float32
+    and that to e4m3, as torch casts a float64.
     """
     if not format.scale_rule.has_global:
         made = with_inverse(scale_from_amax(amax, format))
@@ -229,9 +222,9 @@ def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
 
 
 def scales_or_nan(amax: torch.Tensor, format: Float8Format, prior: PriorScale | None = None) -> Scales:
-    """Scales of amaxes that may be infinite: NaN for such a tile, whose codes and values then all are NaN.
+    """Scales of amaxes that are infinite where a tile holds NaN or infinity: NaN there, as are the tile's codes then.
 
-    ``amax`` is float32, infinite where a tile holds NaN or infinity; a prior scale has its shape.
+    ``amax`` is float32; a prior scale has its shape.
     """
     bad = amax.isinf()
     finite = amax.masked_fill(bad, 0.0)
@@ -282,10 +275,7 @@ def scale_now(prior: PriorScale, amax: torch.Tensor, format: Float8Format) -> to
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
-    """Raise ``staged``, float32, (), in place, to an amax of one element.
-
-    An amax that is not finite is left out: it sets ``met``, float32, (), to 1.
-    """
+    """Raise ``staged`` to an amax of one element, in place; one that is not finite sets ``met`` to 1. Float32, ()."""
     finite = amax.isfinite().view(())
     staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
     met.copy_(torch.maximum(met, (~finite).float()))

@@ -62,8 +62,7 @@ _ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM
 def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> str | None:
     """Name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
 
-    Raises:
-        Float8ConfigError: no such backend, or none that can; the message carries every candidate's reason.
+    No such backend, or none that can, is a ``Float8ConfigError``, which carries every candidate's reason.
     """
     if backend != "auto" and backend not in GEMM:
         raise Float8ConfigError(f"unknown backend {backend!r}; choose 'auto' or one of {list(GEMM)}")

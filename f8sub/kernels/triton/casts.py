@@ -15,6 +15,7 @@ from f8sub.kernels.triton.tiles import (
     finite_or_nan,
     inverse,
     larger_magnitude,
+    load,
     load_finite_halves,
     load_halves,
     magnitude_bits,
@@ -23,6 +24,7 @@ from f8sub.kernels.triton.tiles import (
     scale_from_amax,
     scale_from_prior,
     scaled,
+    store,
     store_columns,
     store_rows,
     store_scales_of_square,
@@ -39,10 +41,7 @@ def amax_of_matrix(x_ptr, amax_ptr, prior_ptr, SIZE, BLOCK: tl.constexpr, WHOLE:
     if needed:
         start = tl.program_id(0).to(tl.int64) * BLOCK
         offsets = tl.arange(0, BLOCK)
-        if WHOLE:
-            x = tl.load(x_ptr + start + offsets)
-        else:
-            x = tl.load(x_ptr + start + offsets, mask=offsets < SIZE - start, other=0.0)
+        x = load(x_ptr + start + offsets, inside=offsets < SIZE - start, WHOLE=WHOLE, KEEP="")
         bits = magnitude_bits(x.to(tl.float32))
         tl.atomic_max(amax_ptr, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
 
@@ -179,24 +178,15 @@ def quantize_rows(
     largest = tl.zeros((PART,), tl.float32)
     for part in range(parts):
         at = part * PART + j
-        if WHOLE:
-            x = tl.load(x_row + at, eviction_policy="evict_last")
-        else:
-            x = tl.load(x_row + at, mask=at < N, other=0.0, eviction_policy="evict_last")
+        x = load(x_row + at, inside=at < N, WHOLE=WHOLE, KEEP="evict_last")
         largest = tl.maximum(largest, tl.abs(finite_or_nan(x.to(tl.float32))))
     scale = scale_from_amax(tl.max(largest), CAST)
     tl.store(row_scale_inv_ptr + tl.program_id(0), inverse(scale, CAST.POWER_OF_2))
     for done in range(parts):
         at = (parts - 1 - done) * PART + j
-        if WHOLE:
-            x = tl.load(x_row + at, eviction_policy="evict_first")
-        else:
-            x = tl.load(x_row + at, mask=at < N, other=0.0, eviction_policy="evict_first")
+        x = load(x_row + at, inside=at < N, WHOLE=WHOLE, KEEP="evict_first")
         made = codes(scaled(finite_or_nan(x.to(tl.float32)), scale, CAST, False), CAST.CODES)
-        if WHOLE:
-            tl.store(made_row + at, made)
-        else:
-            tl.store(made_row + at, made, mask=at < N)
+        store(made_row + at, made, inside=at < N, WHOLE=WHOLE)
 
 
 @triton.jit
@@ -332,10 +322,7 @@ def cast_part(
     i, j = at.row + tl.arange(0, TILE.ROWS), at.col + tl.arange(0, TILE.COLS)
     inside = (i < M)[:, None] & (j < N)[None, :]
     pointers = x_ptr + i.to(tl.int64)[:, None] * N + j[None, :]
-    if TILE.WHOLE:
-        x = tl.load(pointers, eviction_policy="evict_first")
-    else:
-        x = tl.load(pointers, mask=inside, other=0.0)
+    x = load(pointers, inside, TILE.WHOLE, "evict_first" if TILE.WHOLE else "")
     scales = scale_ptr
     if TILE_COLS is not None:
         scales += (first_col + at.col) // TILE_COLS
@@ -346,7 +333,4 @@ def cast_part(
         scale = tl.load(scales + lines * SCALE_STRIDE, mask=i < M)[:, None]
     made = codes(scaled(finite_or_nan(x.to(THROUGH).to(tl.float32)), scale, CAST, True), CAST.CODES)
     out = out_ptr + i.to(tl.int64)[:, None] * OUT_STRIDE + j[None, :]
-    if TILE.WHOLE:
-        tl.store(out, made)
-    else:
-        tl.store(out, made, mask=inside)
+    store(out, made, inside, TILE.WHOLE)

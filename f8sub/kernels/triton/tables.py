@@ -9,19 +9,8 @@ import triton.language as tl
 
 from f8sub.kernels.triton.tiles import EXPONENT_BITS, first_scale, inverse, magnitude_bits, scale_from_amax
 
-ADDRESS = tl.constexpr(0)
-FIRST_PROGRAM = tl.constexpr(1)
-DTYPE = tl.constexpr(2)
-ROWS = tl.constexpr(3)
-COLS = tl.constexpr(4)
-STRIDE = tl.constexpr(5)
-TILE_ROWS = tl.constexpr(6)
-TILE_COLS = tl.constexpr(7)
-ROWS_BEFORE = tl.constexpr(8)
-COLS_BEFORE = tl.constexpr(9)
-ENTRY = tl.constexpr(10)
-ENTRY_STRIDE = tl.constexpr(11)
-FIELDS = tl.constexpr(12)
+ADDRESS, FIRST_PROGRAM, DTYPE, ROWS, COLS, STRIDE = map(tl.constexpr, range(6))
+TILE_ROWS, TILE_COLS, ROWS_BEFORE, COLS_BEFORE, ENTRY, ENTRY_STRIDE, FIELDS = map(tl.constexpr, range(6, 13))
 """What the numbers of one matrix say: its address, the number of its dtype, its (ROWS, COLS) elements with STRIDE from
 row to row, the tiles they are reduced over and how much of the first tile lies before the matrix, and the first tile's
 entry in the table, with ENTRY_STRIDE from one row of tiles to the next. TILE_ROWS is 0 where tiles are whole rows."""

@@ -29,18 +29,18 @@ _NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", E2M1: "e2m1"}
 
 
 class ScaleRule(Enum):
-    """Which values a scale may take, and how its inverse is stored."""
+    """Which values a scale may take, and how its inverse is stored.
+
+    FLOAT: any float32. POWER_OF_2: powers of two, rounded down, so that a product with a scale is exact and codes can
+    be re-scaled. E8M0: the same, the inverse stored as one exponent byte; a scale rounded down is the OCP's exponent
+    rounded up, which no element overflows (arXiv 2506.08027: rounded the other way pretraining can diverge). TWO_LEVEL:
+    an e4m3 inverse a tile, under one float32 inverse a matrix, ``Operand.global_scale_inv`` (NVFP4, arXiv 2509.25149).
+    """
 
     FLOAT = "float"
-    """Any float32."""
     POWER_OF_2 = "power_of_2"
-    """Powers of two, rounded down, so that a product with a scale is exact and codes can be re-scaled."""
     E8M0 = "e8m0"
-    """The same, the inverse stored as one exponent byte. A scale rounded down is the OCP's exponent rounded up,
-    which no element overflows (arXiv 2506.08027: rounded the other way pretraining can diverge)."""
     TWO_LEVEL = "two_level"
-    """An e4m3 inverse a tile, under one float32 inverse a matrix, ``Operand.global_scale_inv``. Source: NVFP4,
-    arXiv 2509.25149."""
 
     @property
     def stored_as(self) -> torch.dtype:
@@ -61,12 +61,13 @@ class ScaleRule(Enum):
 
 
 class Rounding(Enum):
-    """How a scaled value becomes a code."""
+    """How a scaled value becomes a code: NEAREST, ties to even; or STOCHASTIC, one of its two neighbours at random.
+
+    The mean is right then. The numbers are torch's default generator's.
+    """
 
     NEAREST = "nearest"
-    """To the nearest code, ties to even."""
     STOCHASTIC = "stochastic"
-    """To one of the two neighbours, at random, so that the mean is right; from torch's default generator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ class PriorScale(NamedTuple):
     """A scale that was made before the matrix was known.
 
     Attributes:
-        scale: float32, one entry a tile; 0 where there is none yet.
-        margin: powers of two of headroom that a first scale leaves, which the current amax makes.
+        scale: float32, one entry a tile; 0 where there is none yet: then the current amax makes it.
+        margin: powers of two of headroom that a scale made so leaves.
         covers: whether the scale is lowered to what the current amax needs, so that nothing saturates.
         is_known: whether ``scale`` is known not to be 0: then a cast need not wait for the current amax.
     """
@@ -110,7 +110,7 @@ class CurrentScales(NamedTuple):
 
 
 class GivenScale(NamedTuple):
-    """A scale that the caller has, as that of an earlier quantization of the same matrix."""
+    """A scale that the caller has, such as that of an earlier quantization of the same matrix."""
 
     value: PriorScale
     reduce: ReduceAmax | None = None

@@ -97,10 +97,9 @@ def gemm_nt(
     fast_accum: bool = False,
     traced: bool = False,
 ) -> torch.Tensor:
-    """``a @ b.t()`` by the backend of that name: (M, K) x (N, K) -> (M, N) in ``out_dtype``.
+    """``a @ b.t()`` by the backend of that name: (M, K) x (N, K) -> (M, N) in ``out_dtype``; zeros of no K.
 
-    A batch of no rows, or a contraction over none, multiplies nothing and gives zeros. ``traced`` for a graph that is
-    compiled: a backend that the compiler must not look into is one node there.
+    ``traced`` for a graph that is compiled: a backend that the compiler must not look into is one node there.
     """
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
@@ -122,12 +121,9 @@ _numbers = itertools.count()
 class Plan:
     """A recipe bound to a device: the backend of each GEMM, None where it stays in high precision.
 
-    A frozen value, so ``torch.compile`` takes it for a constant.
-
-    Attributes:
-        any_layout: whether all GEMMs read transposed views, so that no codes are ever copied transposed.
-        backend: what was asked for when they were selected, see ``select_gemm``.
-        number: the key of this plan in ``made``.
+    A frozen value, so ``torch.compile`` takes it for a constant; ``number`` is its key in ``made``. ``any_layout`` says
+    whether all GEMMs read transposed views, so that no codes are ever copied transposed; ``backend`` is what was asked
+    for, see ``select_gemm``.
     """
 
     made: ClassVar[dict[int, "Plan"]] = {}

@@ -48,21 +48,9 @@ def amax_of_matrix(x_ptr, amax_ptr, prior_ptr, SIZE, BLOCK: tl.constexpr, WHOLE:
 
 @triton.jit
 def cast_with_one(
-    x_ptr,
-    amax_ptr,
-    prior_ptr,
-    largest_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    HEADROOM: tl.constexpr,
-    COVERS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, amax_ptr, prior_ptr, largest_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Codes with one scale, for each usage whose pointer is not None, and the scale's inverse.
 
     The scale is made of the amax, or is the prior scale where ``prior_ptr`` is not None; if ``amax_ptr`` is None, the
@@ -102,15 +90,9 @@ def stage_amax(amax_ptr, staged_ptr, met_ptr):
 
 @triton.jit
 def amax_of_lines(
-    x_ptr,
-    row_amax_ptr,
-    col_amax_ptr,
-    M,
-    N,
-    STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_amax_ptr, col_amax_ptr, M, N,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Atomic maxima of the finite elements of each row and of each column, unless their pointer is None.
 
     A program goes down STEPS tiles of the same columns, whose amaxes it reduces once.
@@ -137,18 +119,9 @@ def amax_of_lines(
 
 @triton.jit
 def cast_with_lines(
-    x_ptr,
-    row_amax_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_amax_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Codes of each usage whose pointer is not None, with scales of the amaxes of the rows and of the columns."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
@@ -206,17 +179,9 @@ def quantize_vectors(
 
 @triton.jit
 def quantize_crossing_vectors(
-    x_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    EDGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Tiles of EDGE x 1 for the columnwise usage, and of 1 x EDGE for the rowwise one unless its pointer is None.
 
     A program takes an (EDGE, EDGE) square, ROWS rows at a time: once for the codes of the rows and the amaxes of the
@@ -256,17 +221,9 @@ def _store_vectors(row_ptr, row_scale_inv_ptr, even, odd, at, CAST: tl.constexpr
 
 @triton.jit
 def quantize_squares(
-    x_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    EDGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Squares of EDGE x EDGE, one cast for both usages; a usage is left out where its pointer is None.
 
     One program a square. A square that is larger than (ROWS, COLS), which are equal, does not fit into registers: it
@@ -298,21 +255,10 @@ def quantize_squares(
 
 @triton.jit
 def cast_part(
-    x_ptr,
-    scale_ptr,
-    out_ptr,
-    M,
-    N,
-    OUT_STRIDE,
-    SCALE_STRIDE,
-    first_row,
-    first_col,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    CAST: tl.constexpr,
-    THROUGH: tl.constexpr,
+    x_ptr, scale_ptr, out_ptr, M, N, OUT_STRIDE, SCALE_STRIDE, first_row, first_col,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, CAST: tl.constexpr, THROUGH: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Codes of a part of a matrix, with scales that are known; the part begins at (first_row, first_col).
 
     Elements are rounded to THROUGH first. Scales serve TILE_ROWS x TILE_COLS elements, None for all rows, all columns.

@@ -46,17 +46,9 @@ def _load_halves(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE: tl.constexp
 
 @triton.jit
 def amax_of_code_columns(
-    codes_ptr,
-    scale_inv_ptr,
-    col_amax_ptr,
-    M,
-    N,
-    SCALE_STRIDE,
-    SOURCE: tl.constexpr,
-    STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    codes_ptr, scale_inv_ptr, col_amax_ptr, M, N, SCALE_STRIDE,
+    SOURCE: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Atomic maxima of the values of each column, of codes with one scale a row; see ``casts.amax_of_lines``."""
     first = place(tl.program_id(0), M, N, TILE.ROWS * STEPS, TILE.COLS)
     ROWS: tl.constexpr = TILE.ROWS
@@ -73,18 +65,9 @@ def amax_of_code_columns(
 
 @triton.jit
 def recast_by_lines(
-    codes_ptr,
-    scale_inv_ptr,
-    col_amax_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    SCALE_STRIDE,
-    SOURCE: tl.constexpr,
-    CAST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    codes_ptr, scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr, M, N, SCALE_STRIDE,
+    SOURCE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """From one scale a row to one scale a column, of the columns' amaxes. Programs take the last tile first."""
     at = place(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
     even, odd = _load_halves(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE, TILE)
@@ -96,18 +79,9 @@ def recast_by_lines(
 
 @triton.jit
 def recast_by_vectors(
-    codes_ptr,
-    scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    SCALE_STRIDE,
-    BLOCK_STRIDE,
-    SOURCE: tl.constexpr,
-    CAST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    codes_ptr, scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N, SCALE_STRIDE, BLOCK_STRIDE,
+    SOURCE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """From scales of 1 x COLS to scales of ROWS x 1, a tile a program.
 
     Scales are (M, tiles), with BLOCK_STRIDE from one tile to the next, and become (tiles, N).

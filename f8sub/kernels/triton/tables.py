@@ -18,14 +18,9 @@ entry in the table, with ENTRY_STRIDE from one row of tiles to the next. TILE_RO
 
 @triton.jit
 def amaxes_of_many(
-    matrices_ptr,
-    matrix_of_program_ptr,
-    amax_ptr,
-    BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-    PART: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    matrices_ptr, matrix_of_program_ptr, amax_ptr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Atomic maxima of the elements of each tile of each matrix.
 
     A program reads SPAN elements of a line, or a (PART, PART) part of a block, BLOCK elements at a time.
@@ -42,14 +37,10 @@ def amaxes_of_many(
 
 @triton.jit
 def _largest_of_program(
-    matrix,
-    amax_ptr,
-    ELEMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-    PART: tl.constexpr,
+    matrix, amax_ptr,
+    ELEMENT: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
     ALIGNED: tl.constexpr,
-):
+):  # fmt: skip
     index = tl.program_id(0) - tl.load(matrix + FIRST_PROGRAM)
     x_ptr = tl.load(matrix + ADDRESS).to(tl.pointer_type(ELEMENT))
     rows, cols, stride = tl.load(matrix + ROWS), tl.load(matrix + COLS), tl.load(matrix + STRIDE)
@@ -106,16 +97,9 @@ def _largest_of_part(x_ptr, row, col, rows, cols, stride, HEIGHT: tl.constexpr, 
 
 @triton.jit
 def scales_of_many(
-    amax_ptr,
-    prior_ptr,
-    scale_ptr,
-    scale_inv_ptr,
-    SIZE,
-    CAST: tl.constexpr,
-    THROUGH: tl.constexpr,
-    HEADROOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    amax_ptr, prior_ptr, scale_ptr, scale_inv_ptr, SIZE,
+    CAST: tl.constexpr, THROUGH: tl.constexpr, HEADROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Scales and their inverses for amaxes that are rounded to THROUGH; NaN for infinity.
 
     Where ``prior_ptr`` is not None and there is a prior scale, the scale is that one, lowered to what the amax needs.

@@ -2,7 +2,7 @@
 
 A tile is read as two halves, its even and its odd rows. In the transposed matrix the codes of two neighbouring rows
 are neighbours, so they are cast and moved as one 16-bit word: Triton transposes 16-bit tiles with ldmatrix, and 8-bit
-tiles byte by byte.
+tiles byte by byte. A kernel's signature names what a launch brings, then, from a new line, what it is compiled for.
 """
 
 from dataclasses import dataclass
@@ -241,16 +241,9 @@ def load_finite_halves(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    row_ptr,
-    even,
-    odd,
-    even_scale,
-    odd_scale,
-    at,
-    CAST: tl.constexpr,
-    TILE: tl.constexpr,
-    SATURATE: tl.constexpr,
-):
+    row_ptr, even, odd, even_scale, odd_scale, at,
+    CAST: tl.constexpr, TILE: tl.constexpr, SATURATE: tl.constexpr,
+):  # fmt: skip
     """Cast a tile's halves and store them in the rowwise operand, (M, N)."""
     even = codes(scaled(even, even_scale, CAST, SATURATE), CAST.CODES)
     odd = codes(scaled(odd, odd_scale, CAST, SATURATE), CAST.CODES)

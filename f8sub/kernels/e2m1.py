@@ -48,16 +48,11 @@ def rotate(x: torch.Tensor, size: int, *, inverse: bool = False) -> torch.Tensor
     ``x`` is (rows, K), of any float dtype, K a multiple of ``size``; the result is float32. ``inverse`` undoes it.
     """
     parts = x.float().unflatten(1, (-1, size))
-    matrix = _hadamard(size, parts)
+    # A tensor of a subclass, such as a FakeTensor, is multiplied by no plain matrix.
+    is_plain = type(parts) is torch.Tensor
+    matrix = _hadamard_on(parts.device, size) if is_plain else parts.new_tensor(_hadamard_rows(size))
     rotated: torch.Tensor = parts @ (matrix.t() if inverse else matrix)
     return rotated.flatten(1)
-
-
-def _hadamard(size: int, like: torch.Tensor) -> torch.Tensor:
-    """A Hadamard matrix with random signs, the same in every process: both operands of a GEMM need one matrix."""
-    # A tensor of a subclass, such as a FakeTensor, is multiplied by no plain matrix.
-    is_plain = type(like) is torch.Tensor
-    return _hadamard_on(like.device, size) if is_plain else like.new_tensor(_hadamard_rows(size))
 
 
 @functools.cache
@@ -69,6 +64,7 @@ def _hadamard_on(device: torch.device, size: int) -> torch.Tensor:
 
 @functools.cache
 def _hadamard_rows(size: int) -> list[list[float]]:
+    """A Hadamard matrix with random signs, the same in every process: both operands of a GEMM need one matrix."""
     with no_dispatch_modes():
         matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         while matrix.shape[0] < size:

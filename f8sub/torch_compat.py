@@ -173,10 +173,7 @@ def tensors_in_storage(tensor: torch.Tensor) -> int:
 
 
 def preset_signature(hook: Callable[..., Any]) -> None:
-    """Answer ``inspect.signature`` of an FSDP2 hook from a stored value.
-
-    FSDP2 (2.11 to 2.15) inspects ``fsdp_pre_all_gather`` on every call: 29.6 us, and 5.9 us with this.
-    """
+    """Store the signature of an FSDP2 hook, which FSDP2 (2.11 to 2.15) inspects on every call: 5.9 us, else 29.6."""
     hook.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
 
 

@@ -57,7 +57,7 @@ class ScaleSource(Protocol):
 
     @property
     def reduce(self) -> ReduceAmax | None:
-        """Makes the amaxes of a part those of the whole matrix; None where ranks need not know of each other."""
+        """Makes the amaxes of a part those of the whole matrix; None for a whole one."""
 
     def prior(self) -> PriorScale | None:
         """The scale that was made before; None to make it of the current amax."""

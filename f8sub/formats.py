@@ -1,7 +1,6 @@
 """What a float8 operand *is*: element dtype, tile, scale rule. Pure data, no arithmetic on tensors.
 
-Granularity is data, not a branch: tensorwise is ``Tile(ALL, ALL)``, rowwise ``Tile(1, ALL)``, a 128x128 block
-``Tile(128, 128)``. Whoever needs to know how scales are laid out asks the tile.
+One scale a tensor is ``Tile(ALL, ALL)``, one a row ``Tile(1, ALL)``, one for 128x128 elements ``Tile(128, 128)``.
 """
 
 import functools
@@ -30,18 +29,18 @@ _NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", E2M1: "e2m1"}
 
 
 class ScaleRule(Enum):
-    """Which values a scale may take, and how its inverse is stored."""
+    """Which values a scale may take, and how its inverse is stored.
+
+    FLOAT: any float32. POWER_OF_2: powers of two, rounded down, so that a product with a scale is exact and codes can
+    be re-scaled. E8M0: the same, the inverse stored as one exponent byte; a scale rounded down is the OCP's exponent
+    rounded up, which no element overflows (arXiv 2506.08027: rounded the other way pretraining can diverge). TWO_LEVEL:
+    an e4m3 inverse a tile, under one float32 inverse a matrix, ``Operand.global_scale_inv`` (NVFP4, arXiv 2509.25149).
+    """
 
     FLOAT = "float"
-    """Any float32."""
     POWER_OF_2 = "power_of_2"
-    """Powers of two, rounded down, so that a product with a scale is exact and codes can be re-scaled."""
     E8M0 = "e8m0"
-    """The same, the inverse stored as one exponent byte. A scale rounded down is the OCP's exponent rounded up,
-    which no element overflows (arXiv 2506.08027: rounded the other way pretraining can diverge)."""
     TWO_LEVEL = "two_level"
-    """An e4m3 inverse a tile, under one float32 inverse a matrix, ``Operand.global_scale_inv``. Source: NVFP4,
-    arXiv 2509.25149."""
 
     @property
     def stored_as(self) -> torch.dtype:
@@ -62,25 +61,21 @@ class ScaleRule(Enum):
 
 
 class Rounding(Enum):
-    """How a scaled value becomes a code."""
+    """How a scaled value becomes a code: NEAREST, ties to even; or STOCHASTIC, one of its two neighbours at random.
+
+    The mean is right then. The numbers are torch's default generator's.
+    """
 
     NEAREST = "nearest"
-    """To the nearest code, ties to even."""
     STOCHASTIC = "stochastic"
-    """To one of the two neighbours, at random, so that the mean is right; from torch's default generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Shape of the block of elements that share one scale, over a (rows, cols) matrix.
 
-    The last tile of a dimension that ``rows`` or ``cols`` does not divide is a smaller one.
-
-    Attributes that follow:
-        is_whole: whether one scale serves the whole matrix.
-
-    Raises:
-        Float8ConfigError: an edge that is neither positive nor ``ALL``.
+    The last tile of a dimension that ``rows`` or ``cols`` does not divide is a smaller one. ``is_whole`` follows:
+    whether one scale serves the whole matrix. An edge that is neither positive nor ``ALL`` is a ``Float8ConfigError``.
     """
 
     rows: int
@@ -107,23 +102,20 @@ class Tile:
         return down, 1 if self.cols == ALL else -(-shape[1] // self.cols)
 
     def check_cut(self, dim: int, whole: int, part: int, matrix: str) -> None:
-        """Check that parts of a matrix, cut along one dimension, are whole tiles each, or lie within one.
+        """Check that parts of a matrix are whole tiles each, or lie within one; else it is a ``Float8ConfigError``.
 
         Args:
-            dim: the dimension.
+            dim: the dimension that is cut.
             whole: the matrix's extent along it.
             part: the extent of all parts but the last ones.
             matrix: how an error calls it.
-
-        Raises:
-            Float8ConfigError: they are neither.
         """
         edge = (self.rows, self.cols)[dim]
         if edge != ALL and part and part % edge and edge % part and whole > edge:
             raise Float8ConfigError(
-                f"{matrix} is cut into parts of {part} of {whole} {('rows', 'columns')[dim]} by tensor parallelism, "
-                f"and a scale's tile has {edge}: parts that are neither whole tiles nor lie within one have no scales "
-                "of their own; take a tensor-parallel degree that cuts between tiles, or a recipe with other tiles"
+                f"{matrix} is cut into parts of {part} of {whole} {('rows', 'columns')[dim]}, and a scale's tile has "
+                f"{edge}: parts that are neither whole tiles nor lie within one have no scales of their own; take "
+                "a degree of parallelism that cuts between tiles, or a recipe with other tiles"
             )
 
     def __str__(self) -> str:
@@ -142,7 +134,6 @@ class Float8Format:
         hadamard: the matrix is multiplied along K by a random Hadamard transform of this size before it is cast,
             a power of two; it cancels in a GEMM whose two operands have it. None for none.
 
-    Attributes that follow:
         name: all of it in one word that ``parse`` reads, ``e4m3[1x128,power_of_2]``.
         is_plain: whether torch computes with it: codes of a byte, float32 scales of one level, no transform.
 
@@ -168,47 +159,40 @@ class Float8Format:
             raise Float8ConfigError(f"stochastic rounding is defined for {E2M1}, got {self.dtype}")
         if self.hadamard is not None and (self.hadamard < 2 or self.hadamard & (self.hadamard - 1)):
             raise Float8ConfigError(f"a Hadamard transform has a power of two as size, got {self.hadamard}")
-        rule = "" if self.scale_rule is ScaleRule.FLOAT else f",{self.scale_rule.value}"
-        rule += "" if self.rounding is Rounding.NEAREST else f",{self.rounding.value}"
-        rule += "" if self.hadamard is None else f",hadamard{self.hadamard}"
-        object.__setattr__(self, "name", f"{_NAMES[self.dtype]}[{self.tile}{rule}]")
+        words = [str(self.tile)]
+        words += [] if self.scale_rule is ScaleRule.FLOAT else [self.scale_rule.value]
+        words += [] if self.rounding is Rounding.NEAREST else [self.rounding.value]
+        words += [] if self.hadamard is None else [f"hadamard{self.hadamard}"]
+        object.__setattr__(self, "name", f"{_NAMES[self.dtype]}[{','.join(words)}]")
         plain = self.dtype != E2M1 and self.scale_rule.stored_as == torch.float32 and self.hadamard is None
         object.__setattr__(self, "is_plain", plain)
 
     @classmethod
     @functools.cache
     def parse(cls, name: str) -> "Float8Format":
-        """The format of that name.
-
-        Raises:
-            Float8ConfigError: not the name of a format.
-        """
+        """The format of that name; any other word is a ``Float8ConfigError``."""
         found = _NAME.fullmatch(name)
         if found is None:
             raise Float8ConfigError(f"a format is called like 'e4m3[1x128,power_of_2]', got {name!r}")
         dtype = next(dtype for dtype, word in _NAMES.items() if word == found["dtype"])
         rows, cols = (ALL if edge == "all" else int(edge) for edge in (found["rows"], found["cols"]))
-        return cls(
-            dtype,
-            Tile(rows, cols),
-            ScaleRule(found["rule"] or "float"),
-            Rounding(found["rounding"] or "nearest"),
-            int(found["hadamard"]) if found["hadamard"] else None,
-        )
+        rule, rounding = ScaleRule(found["rule"] or "float"), Rounding(found["rounding"] or "nearest")
+        size = None if found["hadamard"] is None else int(found["hadamard"])
+        return cls(dtype, Tile(rows, cols), rule, rounding, size)
 
     @property
     def max(self) -> float:
-        """Largest finite value of ``dtype``: 448 for e4m3, 57344 for e5m2, 6 for e2m1.
-
-        A number that is written in code, not stored: see the note on numbers in ``kernels/reference.py``.
-        """
+        """Largest finite value of ``dtype``: 448 for e4m3, 57344 for e5m2, 6 for e2m1."""
+        # Written in code, not stored: see the note on numbers in ``kernels/reference.py``.
         return 6.0 if self.dtype == E2M1 else torch.finfo(self.dtype).max
 
     def is_transpose_of(self, other: "Float8Format") -> bool:
         """Whether a matrix has the same codes and scales in this format as its transposed matrix has in the other."""
-        alike = self.dtype == other.dtype and self.scale_rule is other.scale_rule
-        alike = alike and self.rounding is other.rounding and self.hadamard == other.hadamard
-        return alike and self.tile.is_transpose_of(other.tile)
+        return (
+            (self.dtype, self.hadamard) == (other.dtype, other.hadamard)
+            and (self.scale_rule, self.rounding) == (other.scale_rule, other.rounding)
+            and self.tile.is_transpose_of(other.tile)
+        )
 
     @property
     def has_nan(self) -> bool:
@@ -227,8 +211,8 @@ class Float8Format:
 
     def __str__(self) -> str:
         """As the documentation names it: ``1x128 e4m3 (power-of-two scales)``."""
-        rounding = "" if self.rounding is Rounding.NEAREST else self.rounding.value
-        hadamard = "" if self.hadamard is None else f"Hadamard {self.hadamard}"
+        rounding = None if self.rounding is Rounding.NEAREST else self.rounding.value
+        hadamard = None if self.hadamard is None else f"Hadamard {self.hadamard}"
         more = ", ".join(filter(None, (_IN_WORDS.get(self.scale_rule), rounding, hadamard)))
         words = f"{_TILE_NAMES.get(self.tile, self.tile)} {_NAMES[self.dtype]}"
         return f"{words} ({more})" if more else words
@@ -282,15 +266,9 @@ class Operand(NamedTuple):
         return found if self.global_scale_inv is None else (*found, self.global_scale_inv)
 
     @classmethod
-    def of(
-        cls,
-        format: Float8Format,
-        data: torch.Tensor,
-        scale_inv: torch.Tensor,
-        global_scale_inv: torch.Tensor | None = None,
-    ) -> "Operand":
+    def of(cls, format: Float8Format, data: torch.Tensor, *scales: torch.Tensor) -> "Operand":
         """The operand of a format, from ``tensors``."""
-        return cls(data, scale_inv, format, global_scale_inv)
+        return cls(data, scales[0], format, *scales[1:])
 
 
 def why_not_derivable(rowwise: Float8Format, columnwise: Float8Format) -> str | None:

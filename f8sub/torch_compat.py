@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
@@ -30,8 +30,7 @@ def is_watched() -> bool:
 def save_when_checkpointed(reduction: Any) -> None:
     """Have a graph that is being traced save what ``reduction``, an operator, made last, and what is made of it.
 
-    Whatever the policy of the checkpointed function says: to be called where the result is small. Nothing happens
-    elsewhere. Policies write their decision into the nodes' ``meta``.
+    Whatever the checkpointed function's policy says, which stands in the nodes' ``meta``. For small results alone.
     """
     mode = get_proxy_mode()
     for node in () if mode is None else reversed(mode.tracer.graph.nodes):
@@ -70,10 +69,9 @@ def cpu_has_amx_fp16() -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` without its look for functorch's dead wrappers: no transform is active.
+    """``function.apply(*args)`` without its look for functorch's dead wrappers.
 
-    Raises:
-        Float8ConfigError: one is; they take functions with a ``setup_context`` alone.
+    Inside a transform, which takes functions with a ``setup_context`` alone, it is a ``Float8ConfigError``.
     """
     if torch.compiler.is_compiling():
         return function.apply(*args)
@@ -87,10 +85,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of ``torch.autocast`` on a type of device; None where it is off, as always on meta.
-
-    Torch raises when it is asked about meta.
-    """
+    """The dtype of ``torch.autocast`` on a type of device; None where it is off, and on meta, where torch raises."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
@@ -103,8 +98,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def running_ddp() -> DistributedDataParallel | None:
     """The DistributedDataParallel module whose forward runs now, in eager code."""
-    running: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
-    return running
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-any-return]
 
 
 def takes_uneven_inputs(ddp: DistributedDataParallel) -> bool:
@@ -120,13 +114,9 @@ def broadcast_no_more(ddp: DistributedDataParallel, buffers: Iterable[str]) -> N
 
 def resharded_to_part(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
     """Those of ``layers`` that FSDP2 keeps on a part of their mesh after forward: ``reshard_after_forward=<int>``."""
-    found = {
-        param._module_info.module
-        for group in _param_groups()
-        if group.post_forward_mesh_info not in (None, group.mesh_info)
-        for param in group.fsdp_params
-    }
-    return found.intersection(layers)
+    sharded = _fsdp_params()
+    kept = {p._module_info.module for g, p in sharded if g.post_forward_mesh_info not in (None, g.mesh_info)}
+    return kept.intersection(layers)
 
 
 def param_dtypes(
@@ -138,32 +128,32 @@ def param_dtypes(
     """
     found: dict[tuple[torch.nn.Module, str], torch.dtype | None] = {}
     asked = set(modules)
-    for group in _param_groups():
-        for owners in (param._module_info for param in group.fsdp_params):
-            of_param = [(owners.module, owners.param_name)]
-            of_param += zip(owners.shared_modules, owners.shared_param_names, strict=True)
-            ours = [owner for owner in of_param if owner[0] in asked]
-            found.update(dict.fromkeys(ours, group.mp_policy.param_dtype))
+    for group, param in _fsdp_params():
+        info = param._module_info
+        owners = [(info.module, info.param_name)]
+        owners += zip(info.shared_modules, info.shared_param_names, strict=True)
+        ours = [owner for owner in owners if owner[0] in asked]
+        found.update(dict.fromkeys(ours, group.mp_policy.param_dtype))
     return found
 
 
 def gathered_as_local(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
-    """Those of ``layers`` whose tensor-parallel parameters FSDP2 puts together as plain tensors of spmd_types' kind.
+    """Those of ``layers`` whose DTensor parameters FSDP2 puts together as plain tensors of spmd_types' kind.
 
     From torch 2.14 on; what is a DTensor before it is sharded is a DTensor after it is gathered.
     """
-    params = (param for group in _param_groups() for param in group.fsdp_params)
-    local = {param._module_info.module for param in params if getattr(param, "is_spmd_types", False)}
+    local = {p._module_info.module for _, p in _fsdp_params() if getattr(p, "is_spmd_types", False)}
     return local.intersection(layers)
 
 
-def _param_groups() -> list[Any]:
-    groups: list[Any] = []
+def _fsdp_params() -> Iterator[tuple[Any, Any]]:
+    """Every parameter that FSDP2 shards, after the group that it is gathered with."""
     for module, reference in list(_composable_state._module_state_mapping.items()):
         if isinstance(module, FSDPModule) and (state := reference()) is not None:
-            found: Any = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # type: ignore[attr-defined]
-            groups += [group for group in found if group is not None]
-    return groups
+            groups: Any = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # type: ignore[attr-defined]
+            yield from (
+                (group, param) for group in groups if group is not None for param in group.fsdp_params
+            )
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
@@ -183,10 +173,7 @@ def tensors_in_storage(tensor: torch.Tensor) -> int:
 
 
 def preset_signature(hook: Callable[..., Any]) -> None:
-    """Answer ``inspect.signature`` of an FSDP2 hook from a stored value.
-
-    FSDP2 (2.11 to 2.15) inspects ``fsdp_pre_all_gather`` on every call: 29.6 us, and 5.9 us with this.
-    """
+    """Store the signature of an FSDP2 hook, which FSDP2 (2.11 to 2.15) inspects on every call: 5.9 us, else 29.6."""
     hook.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
 
 
@@ -233,8 +220,7 @@ def untraced(function: Function) -> Function:
 
 def graph_task() -> int:
     """Number of the backward pass that runs on this thread, -1 outside of any."""
-    task: int = torch._C._current_graph_task_id()
-    return task
+    return torch._C._current_graph_task_id()
 
 
 def saved_tensors_hook() -> Any:
@@ -250,9 +236,9 @@ _VIEWS = re.compile(
 
 
 def is_saved_by_its_maker(x: torch.Tensor) -> bool:
-    """Whether the operator that made ``x``, or made what ``x`` is a view of, saved its result for its own backward.
+    """Whether the operator that made ``x``, or what ``x`` is a view of, saved its result for its own backward.
 
-    As those of ``scaled_dot_product_attention``, relu, sigmoid and softmax do. Told from the graph, so never while
+    ``scaled_dot_product_attention``, relu, sigmoid and softmax do. Told from the graph, so never while
     ``torch.compile`` traces; nor where hooks pack what is saved (checkpointing, offloading), each tensor by itself.
     """
     if torch.compiler.is_compiling() or (node := x.grad_fn) is None or saved_tensors_hook() is not None:

@@ -75,7 +75,7 @@ def refuse_high_precision(
 def refuse_delayed(plans: dict[torch.nn.Linear, Plan], names: dict[torch.nn.Linear, str]) -> None:
     """A primary weight is cast when its optimizer steps, by what it is then."""
     for module, plan in plans.items():
-        if plan.recipe.delayed is not None:
+        if plan.recipe.keeps_amaxes:
             raise Float8ConfigError(
                 f"primary_weights=True scales weights by their current amax, and {names[module]} with recipe "
                 f"{plan.recipe.name!r} scales them by their past; choose one of the two, {DEFAULT!r} for instance"

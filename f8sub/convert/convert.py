@@ -236,7 +236,7 @@ def _convert(
     module.plan, module.fqn, module.converted = plan, fqn or "(root)", conversion
     module.float8_all_gather, module.keep_x = float8_all_gather, keep_x
     module.enter_weight()
-    if plan.recipe.delayed is not None:
+    if plan.recipe.keeps_amaxes:
         sockets.scaling_of(plan.recipe).enter(module, plan.recipe)
     module.__dict__.pop(SKIP_REASON, None)
 

@@ -45,34 +45,26 @@ def unpack(data: torch.Tensor) -> torch.Tensor:
 def rotate(x: torch.Tensor, size: int, *, inverse: bool = False) -> torch.Tensor:
     """Multiply every ``size`` neighbours of a row by a random orthogonal matrix: it spreads outliers over them.
 
-    Args:
-        x: (rows, K), any float dtype, K a multiple of ``size``; becomes float32.
-        size: of the Hadamard transform.
-        inverse: undo it.
+    ``x`` is (rows, K), of any float dtype, K a multiple of ``size``; the result is float32. ``inverse`` undoes it.
     """
     parts = x.float().unflatten(1, (-1, size))
-    matrix = _hadamard(size, parts)
+    # A tensor of a subclass, such as a FakeTensor, is multiplied by no plain matrix.
+    is_plain = type(parts) is torch.Tensor
+    matrix = _hadamard_on(parts.device, size) if is_plain else parts.new_tensor(_hadamard_rows(size))
     rotated: torch.Tensor = parts @ (matrix.t() if inverse else matrix)
     return rotated.flatten(1)
 
 
-def _hadamard(size: int, like: torch.Tensor) -> torch.Tensor:
-    """A Hadamard matrix with random signs, the same in every process: both operands of a GEMM need one matrix."""
-    if type(like) is torch.Tensor:
-        return _hadamard_on(like.device, size)
-    # A tensor of a subclass, such as a FakeTensor, is multiplied by no plain matrix.
-    return like.new_tensor(_hadamard_rows(size))
-
-
 @functools.cache
 def _hadamard_on(device: torch.device, size: int) -> torch.Tensor:
-    """Kept, because a copy from the host waits for the stream. Made outside of all modes, which it outlives."""
+    # Kept, because a copy from the host waits for the stream; made outside of all modes, which it outlives.
     with torch.inference_mode(mode=False), no_dispatch_modes():
         return torch.tensor(_hadamard_rows(size), dtype=torch.float32, device=device)
 
 
 @functools.cache
 def _hadamard_rows(size: int) -> list[list[float]]:
+    """A Hadamard matrix with random signs, the same in every process: both operands of a GEMM need one matrix."""
     with no_dispatch_modes():
         matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         while matrix.shape[0] < size:
@@ -80,5 +72,4 @@ def _hadamard_rows(size: int) -> list[list[float]]:
         generator = torch.Generator("cpu").manual_seed(size)
         drawn = torch.randint(0, 2, (size, 1), generator=generator, dtype=torch.int64, device="cpu")
         transform: torch.Tensor = (drawn * 2 - 1) * matrix / size**0.5
-        rows: list[list[float]] = transform.tolist()
-        return rows
+        return transform.tolist()

@@ -10,7 +10,7 @@ scales has a dimension that counts blocks, ceil(M / 128), and torch compiles onc
 changes from 1 to another. The flat size, K * ceil(M / 128), changes so only where all of K is in one block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,43 +49,10 @@ def _has_blocks(format: Float8Format) -> bool:
     return format.tile.rows not in (1, ALL) or format.tile.cols not in (1, ALL)
 
 
-def _parsed(*names: str | None) -> list[Float8Format | None]:
-    return [None if name is None else Float8Format.parse(name) for name in names]
-
-
-def _quantize(
-    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
-) -> list[torch.Tensor]:
-    row, col = _parsed(rowwise, columnwise)
-    return _as_list(quantize_cuda.quantize(x, row, col, amax=amax)[:2])
-
-
-def _fake_quantized(
-    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
-) -> list[torch.Tensor]:
-    row, col = _parsed(rowwise, columnwise)
-    found = [] if row is None else [*_empty_operand(x, row, *x.shape).tensors]
-    return found if col is None else [*found, *_empty_operand(x, col, *x.shape[::-1]).tensors]
-
-
-def _transpose(codes: torch.Tensor) -> torch.Tensor:
-    return quantize_cuda.transpose(codes)
-
-
-def _fake_transposed(codes: torch.Tensor) -> torch.Tensor:
-    return codes.new_empty(codes.shape[::-1])
-
-
-quantize_as_one_node = _operator(_quantize, "quantize", _fake_quantized)
-transpose = _operator(_transpose, "transpose", _fake_transposed)
-
-
-def _as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
+def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
     """An operator's results, each with memory of its own and laid out as the fake says; scales of blocks flat."""
     found: list[torch.Tensor] = []
     for operand in made:
-        if operand is None:
-            continue
         if not is_laid_out(operand):
             laid_out = empty_scale_inv(operand.data, operand.format, *operand.shape)
             operand = operand._replace(scale_inv=laid_out.copy_(operand.scale_inv))
@@ -97,7 +64,67 @@ def _as_list(made: Sequence[Operand | None]) -> list[torch.Tensor]:
     return found
 
 
-def quantize(
+def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
+    """What a fake returns for an operand of (rows, depth) elements; scales of blocks flat."""
+    depth = -(-depth // format.depth_multiple) * format.depth_multiple
+    data = like.new_empty((rows, depth // format.codes_per_byte), dtype=format.dtype)
+    if _has_blocks(format):
+        lines, blocks = format.tile.scale_shape((rows, depth))
+        scale_inv = like.new_empty(lines * blocks, dtype=format.scale_rule.stored_as)
+    else:
+        scale_inv = empty_scale_inv(like, format, rows, depth)
+    level = like.new_empty((1, 1), dtype=torch.float32) if format.scale_rule.has_global else None
+    return Operand(data, scale_inv, format, level)
+
+
+def _quantize(
+    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
+) -> list[torch.Tensor]:
+    row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
+    made = quantize_cuda.quantize(x, row, col, amax=amax)
+    return _as_list(operand for operand in (made.rowwise, made.columnwise) if operand is not None)
+
+
+def _fake_quantized(
+    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
+) -> list[torch.Tensor]:
+    shaped = ((rowwise, x.shape), (columnwise, x.shape[::-1]))
+    made = [_empty_operand(x, Float8Format.parse(name), *shape) for name, shape in shaped if name is not None]
+    return [tensor for operand in made for tensor in operand.tensors]
+
+
+def _derive_columnwise(
+    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    operand = unflat(Operand(data, scale_inv, Float8Format.parse(rowwise)))
+    derived = quantize_cuda.derive_columnwise(operand, Float8Format.parse(columnwise))
+    # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
+    is_given = derived.scale_inv.untyped_storage().data_ptr() == scale_inv.untyped_storage().data_ptr()
+    if is_given:
+        derived = derived._replace(scale_inv=derived.scale_inv.clone())
+    made = _as_list([derived._replace(global_scale_inv=None)])
+    return made[0], made[1]
+
+
+def _fake_derived(
+    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, cols = Operand(data, scale_inv, Float8Format.parse(rowwise)).shape
+    derived = _empty_operand(data, Float8Format.parse(columnwise), cols, rows)
+    return derived.data, derived.scale_inv
+
+
+def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+quantize_as_one_node = _operator(_quantize, "quantize", _fake_quantized)
+transpose = _operator(quantize_cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
+derive_columnwise = _operator(_derive_columnwise, "derive_columnwise", _fake_derived)
+copy_after = _operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
+
+
+def quantized(
     x: torch.Tensor,
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
@@ -110,8 +137,9 @@ def quantize(
     and finds the amax in one kernel, and the transposition of the codes is a node.
     """
     if prior is not None and columnwise is not None:
-        made, largest = reference.quantize_as_stored(x, columnwise, columnwise.tile, prior)
-        col = Operand(transpose(made.data), made.scale_inv, columnwise)
+        # Its tile is the whole matrix, which lies in both usages alike.
+        made, _, largest = reference.quantize(x, columnwise, None, prior=prior)
+        col = None if made is None else made._replace(data=transpose(made.data))
         return Quantized(None if rowwise is None else made, col, largest)
     amax = None
     if rowwise is not None and rowwise == columnwise and rowwise.is_plain and rowwise.tile.is_whole:
@@ -154,35 +182,6 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
     return run
 
 
-def _derive_columnwise(
-    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    operand = unflat(Operand(data, scale_inv, Float8Format.parse(rowwise)))
-    derived = quantize_cuda.derive_columnwise(operand, Float8Format.parse(columnwise))
-    # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
-    is_given = derived.scale_inv.untyped_storage().data_ptr() == scale_inv.untyped_storage().data_ptr()
-    if is_given:
-        derived = derived._replace(scale_inv=derived.scale_inv.clone())
-    made = _as_list([derived._replace(global_scale_inv=None)])
-    return made[0], made[1]
-
-
-def _fake_derived(
-    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, cols = Operand(data, scale_inv, Float8Format.parse(rowwise)).shape
-    derived = _empty_operand(data, Float8Format.parse(columnwise), cols, rows)
-    return derived.data, derived.scale_inv
-
-
-def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    return tensor.clone()
-
-
-derive_columnwise = _operator(_derive_columnwise, "derive_columnwise", _fake_derived)
-copy_after = _operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
-
-
 def derive_columnwise_in_backward(
     rowwise: Operand, columnwise: Float8Format, after: torch.Tensor, any_layout: bool = False
 ) -> Operand:
@@ -216,25 +215,10 @@ def derive_columnwise_in_backward(
 
 
 def small_part_of(dy: torch.Tensor, quantized: Operand | None) -> torch.Tensor:
-    """``after`` of ``derive_columnwise_in_backward``: what is not known before ``dy`` is.
+    """``after`` of ``derive_columnwise_in_backward``: what is not known before ``dy``, (rows, cols), is.
 
-    Args:
-        dy: (rows, cols).
-        quantized: an operand of ``dy`` with scales of its current amax, if there is one.
+    ``quantized`` is an operand of ``dy`` with scales of its current amax, if there is one.
     """
     if not torch.compiler.is_compiling():
         return dy
     return dy[:1, :1] if quantized is None else quantized.scale_inv
-
-
-def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
-    """What a fake returns for an operand of (rows, depth) elements; scales of blocks flat."""
-    depth = -(-depth // format.depth_multiple) * format.depth_multiple
-    data = like.new_empty((rows, depth // format.codes_per_byte), dtype=format.dtype)
-    if _has_blocks(format):
-        lines, blocks = format.tile.scale_shape((rows, depth))
-        scale_inv = like.new_empty(lines * blocks, dtype=format.scale_rule.stored_as)
-    else:
-        scale_inv = empty_scale_inv(like, format, rows, depth)
-    level = like.new_empty((1, 1), dtype=torch.float32) if format.scale_rule.has_global else None
-    return Operand(data, scale_inv, format, level)

@@ -32,7 +32,7 @@ def quantize(
     """``reference.quantize`` with the scales of ``source``.
 
     Compiled code is always row-major: Inductor's lowering of ``_scaled_mm`` takes nothing else. Where the GEMMs take
-    nothing else either (``any_layout``) it calls our kernels for what is copied transposed.
+    nothing else either, not ``any_layout``, it calls our kernels for what is copied transposed.
     """
     prior, reduce = source.prior(), source.reduce
     if torch.compiler.is_compiling():
@@ -40,7 +40,7 @@ def quantize(
         formats = [format for format in (rowwise, columnwise) if format is not None]
         is_fusible = prior is not None or all(map(ops.is_fusible, formats))
         if reduce is None and (is_copied or not is_fusible):
-            return ops.quantize(x, rowwise, columnwise, prior)
+            return ops.quantized(x, rowwise, columnwise, prior)
         return reference.quantize(x, rowwise, columnwise, False, prior, reduce)
     if reduce is not None:
         return reference.quantize(x, rowwise, columnwise, any_layout, prior, reduce)
@@ -56,11 +56,10 @@ def quantize_on_cpu(
     any_layout: bool = False,
     prior: PriorScale | None = None,
 ) -> Quantized:
-    """``reference.quantize``; goes there for finer tiles, two formats at once, and tensors that are not plain.
+    """``reference.quantize``; goes there for finer tiles, two formats, and tensors that are not plain or not finite.
 
-    Numerics:
-        With scales of the current amax nothing is clamped: a finite product is at most ``format.max * (1 + 2**-23)``,
-        which rounds to ``format.max``. Tensors with NaN or infinity go to the reference.
+    With scales of the current amax nothing is clamped: a finite product is at most ``format.max * (1 + 2**-23)``, which
+    rounds to ``format.max``.
     """
     format = columnwise if rowwise is None else rowwise
     if (
@@ -82,8 +81,9 @@ def quantize_on_cpu(
         scaled = scaled.clamp_(-format.max, format.max)
     data = scaled.to(format.dtype)
     scale_inv = _matrix_of(1.0 / scale)
-    row = None if rowwise is None else Operand(data, scale_inv, format)
-    col = None
+    row = col = None
+    if rowwise is not None:
+        row = Operand(data, scale_inv, format)
     if columnwise is not None:
         col = Operand(data.t() if any_layout else torch.t_copy(data), scale_inv, format)
     return Quantized(row, col, None if prior is None else _matrix_of(amax))

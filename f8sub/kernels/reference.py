@@ -4,8 +4,8 @@ Every other kernel equals this one bitwise (casts, scales) or within the accumul
 
 [Note] Numbers in compiled code. ``torch.compile(dynamic=True)`` turns each Python float that traced code reads from an
 attribute or a global into an input of the graph. Dynamo (2.11 to 2.14) cannot pass such an input to two
-``autograd.Function``s, which two float8 layers are. So traced code writes its floats as literals, in functions, or asks
-``torch.finfo``; and reads floats that users choose (a margin, an eps) from strings, which dynamo takes for constants.
+``autograd.Function``s, and two float8 layers are that. So traced code writes its floats as literals, in functions, or
+asks ``torch.finfo``; it reads floats that users choose (a margin, an eps) from strings, which are constants to dynamo.
 """
 
 import typing
@@ -27,13 +27,10 @@ moves it to a float32 register every 128 elements of K; the reference adds in th
 
 
 class Quantized(NamedTuple):
-    """What quantizing a matrix makes.
+    """The operands stored as a matrix and as its transpose, None where not asked for.
 
-    Attributes:
-        rowwise: the operand stored as the matrix; None where it was not asked for.
-        columnwise: the operand stored as its transpose; None where it was not asked for.
-        amax: float32, (1, 1), the largest magnitude, infinity or NaN where an element is; None without a
-            prior scale or without a usage.
+    ``amax`` is float32, (1, 1): the largest magnitude, infinity or NaN where an element is; None without a prior scale
+    or without a usage.
     """
 
     rowwise: Operand | None
@@ -44,13 +41,9 @@ class Quantized(NamedTuple):
 def spread(
     scale: torch.Tensor, tile: Tile, shape: torch.Size, offset: tuple[int, int] = (0, 0)
 ) -> torch.Tensor:
-    """``scale`` with each entry repeated over its tile, broadcastable to a matrix of ``shape``.
+    """The scales of a matrix's tiles, each repeated over its tile: broadcastable to a matrix of ``shape``.
 
-    Args:
-        scale: one entry a tile of the whole matrix.
-        tile: the blocks ``scale`` belongs to.
-        shape: of the matrix, or of the part of it that begins at ``offset``.
-        offset: row and column of that part's first element.
+    Or of the part of that ``shape`` that begins at ``offset``, its row and column.
     """
     for dim, edge in enumerate((tile.rows, tile.cols)):
         if edge != ALL:
@@ -64,20 +57,16 @@ def spread(
 def cast(
     x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, rounding: Rounding = Rounding.NEAREST
 ) -> torch.Tensor:
-    """Codes of ``x``: ``float32(x) * scale`` rounded to a float8, or to an e2m1.
+    """Codes of ``x``: ``float32(x) * scale`` rounded to a float8, to the nearest, ties to even; or to an e2m1.
 
-    Args:
-        x: (rows, cols), any float dtype.
-        scale: float32, broadcastable to ``x``, see ``spread``.
-        dtype: dtype of the codes; e2m1 codes are uint8, one an element.
-        rounding: for e2m1; float8 is rounded to the nearest, ties to even.
+    ``x`` is (rows, cols), of any float dtype, and ``scale`` float32, broadcastable to it, see ``spread``. Codes of
+    e2m1 are uint8, one an element, rounded as ``rounding`` says.
 
-    Numerics:
-        Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity
-        into 448, e5m2 overflows to infinity). ``x - x`` is 0 for a finite element and NaN for any other, which
-        keeps NaN and infinity visible, in place, as NaN codes; subtracted, so that -0 stays -0. e2m1 has no NaN:
-        there the tile's scale is. Beyond 1.9 * 2**127 the nearest code can stand for 2**128, which float32 has not:
-        ``dequantize`` makes float32's largest number of it.
+    Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity into 448, e5m2
+    overflows to infinity). ``x - x`` is 0 for a finite element and NaN for any other, which keeps NaN and infinity
+    visible, in place, as NaN codes; subtracted, so that -0 stays -0. e2m1 has no NaN: there the tile's scale is. Beyond
+    1.9 * 2**127 the nearest code can stand for 2**128, which float32 has not: ``dequantize`` makes float32's largest
+    number of it.
     """
     scaled = x.float() * scale
     if dtype == E2M1:
@@ -105,7 +94,7 @@ def quantize(
     Args:
         x: (rows, cols), any float dtype.
         rowwise: format of the operand stored as ``x``; None to leave it out.
-        columnwise: format of the operand stored as ``x.t()``; None to leave it out.
+        columnwise: the same, stored as ``x.t()``.
         any_layout: leave the columnwise codes where they are and return a transposed view of them.
         prior: a scale that was made before, for formats with one scale a matrix; what it cannot hold saturates. None
             for scales of the current amax.
@@ -113,25 +102,22 @@ def quantize(
     """
     row = largest = None
     if rowwise is not None:
-        row, largest = quantize_as_stored(x, rowwise, rowwise.tile, prior, reduce)
+        row, largest = _as_stored(x, rowwise, rowwise.tile, prior, reduce)
     if columnwise is None:
         return Quantized(row, None, largest)
     if columnwise.depth_multiple > 1:
         # Bytes and transforms run along the other dimension than x's own.
-        return Quantized(row, quantize_as_stored(x.t().contiguous(), columnwise, columnwise.tile)[0])
+        return Quantized(row, _as_stored(x.t().contiguous(), columnwise, columnwise.tile)[0])
     seen = row
     if seen is None or not columnwise.is_transpose_of(seen.format):
-        seen, largest = quantize_as_stored(x, columnwise, columnwise.tile.t(), prior, reduce)
+        seen, largest = _as_stored(x, columnwise, columnwise.tile.t(), prior, reduce)
     return Quantized(row, transposed(seen, columnwise, any_layout), largest)
 
 
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
-    """The columnwise operand made from rowwise codes; exact where ``why_not_derivable`` has no reason.
+    """The columnwise operand, (cols, rows), of (rows, cols) codes; ``any_layout`` as in ``quantize``.
 
-    Args:
-        rowwise: (rows, cols) codes.
-        columnwise: format of the (cols, rows) result.
-        any_layout: see ``quantize``.
+    Exact where ``why_not_derivable`` has no reason.
     """
     if rowwise.format.tile.is_transpose_of(columnwise.tile):
         return transposed(rowwise, columnwise, any_layout)
@@ -159,13 +145,12 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
 def matmul_nt(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Tensor:
     """``a @ b.t()`` of float32 matrices: (M, K) x (N, K) -> (M, N).
 
-    With ``fast_accum`` one sum over all of K; else partial sums of ``PROMOTION`` elements, added in float32.
-
-    Numerics:
-        In float64 where torch was told to round the factors of float32 products (``set_float32_matmul_precision``):
-        a code times its scale has more bits than TF32 keeps.
+    With ``fast_accum`` one sum over all of K; else partial sums of ``PROMOTION`` elements, added in float32. In float64
+    where torch was told to round the factors of float32 products (``set_float32_matmul_precision``): a code times its
+    scale has more bits than TF32 keeps.
     """
-    if _rounds_factors(a):
+    backend = torch.backends.cuda if a.is_cuda else torch.backends.mkldnn
+    if backend.matmul.fp32_precision in ("tf32", "bf16"):
         a, b = a.double(), b.double()
     depth = max(a.shape[1], 1) if fast_accum else PROMOTION
     total = a.new_zeros((a.shape[0], b.shape[0]))
@@ -179,18 +164,7 @@ def add_partial_sum(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> No
     total.addmm_(a, b.t())
 
 
-def _rounds_factors(a: torch.Tensor) -> bool:
-    backend = torch.backends.cuda if a.is_cuda else torch.backends.mkldnn
-    return backend.matmul.fp32_precision in ("tf32", "bf16")
-
-
-def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """Why this backend cannot run a GEMM of these formats on ``device``: it always can."""
-    del a, b, device
-    return None
-
-
-def quantize_as_stored(
+def _as_stored(
     x: torch.Tensor,
     format: Float8Format,
     tile: Tile,

@@ -1,7 +1,7 @@
 """From amax to scale, and where scales come from.
 
-A ``ScaleSource`` says how the scales of one matrix come about: from its current amax or from a scale that was made
-before, and over which ranks an amax is reduced. ``quantize`` takes one; features make their own.
+A ``ScaleSource`` says whether a matrix is scaled by its current amax or by a scale that was made before, and over which
+ranks an amax is reduced. ``quantize`` takes one; features make their own.
 """
 
 from collections.abc import Callable, Hashable
@@ -40,8 +40,8 @@ class PriorScale(NamedTuple):
     """A scale that was made before the matrix was known.
 
     Attributes:
-        scale: float32, one entry a tile; 0 where there is none yet.
-        margin: powers of two of headroom that a first scale leaves, which the current amax makes.
+        scale: float32, one entry a tile; 0 where there is none yet: then the current amax makes it.
+        margin: powers of two of headroom that a scale made so leaves.
         covers: whether the scale is lowered to what the current amax needs, so that nothing saturates.
         is_known: whether ``scale`` is known not to be 0: then a cast need not wait for the current amax.
     """
@@ -57,7 +57,7 @@ class ScaleSource(Protocol):
 
     @property
     def reduce(self) -> ReduceAmax | None:
-        """Makes the amaxes of a part those of the whole matrix; None where ranks need not know of each other."""
+        """Makes the amaxes of a part those of the whole matrix; None for a whole one."""
 
     def prior(self) -> PriorScale | None:
         """The scale that was made before; None to make it of the current amax."""
@@ -78,11 +78,9 @@ class LayerSource(ScaleSource, Protocol):
         """The same for a part of a matrix."""
 
     def keep(self, amax: torch.Tensor, event: int | None = None) -> None:
-        """Take the amax of a matrix that was quantized with the prior scale.
+        """Take ``Quantized.amax`` of a matrix that was quantized with the prior scale.
 
-        Args:
-            amax: float32, (1, 1); infinity or NaN where an element is.
-            event: another number for every matrix that was quantized; None where nobody counted.
+        ``event`` is another number for every matrix that was quantized; None where nobody counted.
         """
 
 
@@ -112,7 +110,7 @@ class CurrentScales(NamedTuple):
 
 
 class GivenScale(NamedTuple):
-    """A scale that the caller has, as that of an earlier quantization of the same matrix."""
+    """A scale that the caller has, such as that of an earlier quantization of the same matrix."""
 
     value: PriorScale
     reduce: ReduceAmax | None = None
@@ -127,14 +125,10 @@ CURRENT = CurrentScales()
 
 
 class Sources(NamedTuple):
-    """Where the scales come from in one call of a layer; made in its forward.
+    """Where the scales of x, w and dy come from in one call of a layer; made in its forward.
 
-    Attributes:
-        x: the source of x.
-        w: the source of w.
-        dy: the source of dy.
-        distributed: whether x and w are the local tensors of DTensors. Nobody counts all writes to those, so that no
-            codes of them are kept for a later call; and x may come in float8.
+    ``distributed`` says whether x and w are the local tensors of DTensors. Nobody counts all writes to those, so that
+    no codes of them are kept for a later call; and x may come in float8.
     """
 
     x: LayerSource = CURRENT
@@ -147,10 +141,9 @@ CURRENT_SOURCES = Sources()
 
 
 def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Largest finite magnitude of each tile of a matrix, float32, ``tile.scale_shape(x.shape)``.
+    """Largest finite magnitude of each tile of a matrix, float32, ``tile.scale_shape(x.shape)``; 0 where there is none.
 
-    NaN and infinity take no part, so that one bad element does not decide the scale of its neighbours; 0 for a tile
-    with no finite element.
+    NaN and infinity take no part, so that one bad element does not decide the scale of its neighbours.
     """
     if torch.compiler.is_compiling():
         enter_graph_functions()
@@ -170,14 +163,9 @@ def _amax_in_graph(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torch.Tensor:
     """Largest magnitude of every tile of a matrix that a shard of it touches.
 
-    Args:
-        shard: (rows, cols), the part of a larger matrix that begins at ``offset``.
-        tile: the blocks of the larger matrix, which need not begin where the shard does.
-        offset: row and column of the shard's first element.
-
-    Returns:
-        float32, one entry a touched tile, the first at ``first_tile(tile, offset)``; infinity where a tile holds
-        NaN or infinity.
+    ``shard`` is (rows, cols) and begins at ``offset``, a row and column of the matrix, where no tile need begin. The
+    result is float32, one entry a touched tile, the first of them
+    ``first_tile(tile, offset)``; infinity where a tile holds NaN or infinity.
     """
     edges = zip((tile.rows, tile.cols), offset, strict=True)
     before = [0 if edge == ALL else start % edge for edge, start in edges]
@@ -213,14 +201,12 @@ def largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
     """All scales of one matrix, from the finite amaxes of all its tiles, float32, ``format.tile.scale_shape``.
 
-    Numerics:
-        With two levels, the matrix's scale takes its amax to the largest e2m1 times the largest e4m3; the tile's takes
-        what is left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C). Divided in float64, rounded
-        to float32 and that to e4m3, as torch casts a float64.
+    With two levels, the matrix's scale takes its amax to the largest e2m1 times the largest e4m3; the tile's takes what
+    is left to the largest e2m1, rounded to e4m3 (arXiv 2509.25149, appendix C). Divided in float64, rounded to float32
+    and that to e4m3, as torch casts a float64.
     """
     if not format.scale_rule.has_global:
-        scale = scale_from_amax(amax, format)
-        made = with_inverse(scale)
+        made = with_inverse(scale_from_amax(amax, format))
         return made._replace(scale_inv=made.scale_inv.to(format.scale_rule.stored_as))
     exact = amax.double()
     largest = exact.max() if exact.numel() else exact.new_zeros(())
@@ -236,9 +222,9 @@ def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
 
 
 def scales_or_nan(amax: torch.Tensor, format: Float8Format, prior: PriorScale | None = None) -> Scales:
-    """Scales of amaxes that may be infinite: NaN for such a tile, whose codes and values then all are NaN.
+    """Scales of amaxes that are infinite where a tile holds NaN or infinity: NaN there, as are the tile's codes then.
 
-    ``amax`` is float32, infinite where a tile holds NaN or infinity; a prior scale has its shape.
+    ``amax`` is float32; a prior scale has its shape.
     """
     bad = amax.isinf()
     finite = amax.masked_fill(bad, 0.0)
@@ -259,12 +245,9 @@ def with_inverse(scale: torch.Tensor) -> Scales:
 def scale_from_amax(amax: torch.Tensor, format: Float8Format) -> torch.Tensor:
     """The rule from finite amaxes to scales of one level: ``format.max / amax``, and 1 for a tile that is all zero.
 
-    The scales are float32, finite and with a finite inverse.
-
-    Numerics:
-        Divided in float64 and rounded once to float32, so that eager and compiled code agree to the bit.
-        Powers of two are rounded down by clearing the mantissa, which is exact where ``exp2(floor(log2()))``
-        is not.
+    The scales are float32, finite and with a finite inverse. Divided in float64 and rounded once to float32, so that
+    eager and compiled code agree to the bit. Powers of two are rounded down by clearing the mantissa, which is exact
+    where ``exp2(floor(log2()))`` is not.
     """
     scale = torch.div(torch.full_like(amax, format.max, dtype=torch.float64), amax)
     scale = scale.clamp(max=largest_scale()).float()
@@ -292,10 +275,7 @@ def scale_now(prior: PriorScale, amax: torch.Tensor, format: Float8Format) -> to
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
-    """Raise ``staged``, float32, (), in place, to an amax of one element.
-
-    An amax that is not finite is left out: it sets ``met``, float32, (), to 1.
-    """
+    """Raise ``staged`` to an amax of one element, in place; one that is not finite sets ``met`` to 1. Float32, ()."""
     finite = amax.isfinite().view(())
     staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
     met.copy_(torch.maximum(met, (~finite).float()))

@@ -79,7 +79,7 @@ class Float8Linear(torch.nn.Linear):
         plan = contexts.plan_of(self) if contexts.entered else self.plan
         places: Placed | None = None
         adds_bias = True
-        sources = CURRENT_SOURCES if plan.recipe.delayed is None else sources_of(self, plan.recipe)
+        sources = sources_of(self, plan.recipe) if plan.recipe.keeps_amaxes else CURRENT_SOURCES
         bias: torch.Tensor | None = self.bias
         if isinstance(weight, DTensor):
             if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):

@@ -62,7 +62,7 @@ def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
     if columnwise is None or keep_x in (AUTO, FLOAT8):
         return None
     if keep_x == HIGH_PRECISION:
-        if rowwise is None and recipe.delayed is not None:
+        if rowwise is None and recipe.keeps_amaxes:
             return "its fprop does not cast x, whose amax delayed scaling takes in forward"
         return None
     if rowwise is None:

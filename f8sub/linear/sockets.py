@@ -85,7 +85,7 @@ contexts = Contexts()
 def sources_of(layer: "Float8Linear", recipe: Recipe) -> Sources:
     """The sources of a layer's forward that begins now."""
     # Of a layer's own forward asked there, too: every function that dynamo traces is one more guard.
-    return CURRENT_SOURCES if recipe.delayed is None else scaling_of(recipe).sources(layer, recipe)
+    return scaling_of(recipe).sources(layer, recipe) if recipe.keeps_amaxes else CURRENT_SOURCES
 
 
 def placed(layer: "Float8Linear", weight: DTensor, x: torch.Tensor) -> Placed:

@@ -14,20 +14,12 @@ from f8sub.recipe import GemmSpec, Recipe
 
 
 def recipe(*, power_of_2_scales: bool = True) -> Recipe:
-    """Make the recipe.
-
-    Args:
-        power_of_2_scales: False takes any float32, which costs nothing in speed and gains less than 0.1 dB.
-    """
+    """``power_of_2_scales=False`` takes any float32: as fast, and less than 0.1 dB better."""
     rule = ScaleRule.POWER_OF_2 if power_of_2_scales else ScaleRule.FLOAT
     row = Float8Format(torch.float8_e4m3fn, Tile(1, 128), rule)
     block = Float8Format(torch.float8_e4m3fn, Tile(128, 128), rule)
-    return Recipe(
-        name="blockwise",
-        fprop=GemmSpec(a=row, b=block),
-        dgrad=GemmSpec(a=row, b=block),
-        wgrad=GemmSpec(a=row, b=row),
-    )
+    by_block = GemmSpec(a=row, b=block)
+    return Recipe(name="blockwise", fprop=by_block, dgrad=by_block, wgrad=GemmSpec(a=row, b=row))
 
 
 RECIPE = recipe()

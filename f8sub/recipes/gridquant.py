@@ -14,15 +14,9 @@ from f8sub.recipe import GemmSpec, Recipe
 
 
 def recipe(*, block: int = 256, dy: torch.dtype = torch.float8_e5m2) -> Recipe:
-    """Make the recipe.
+    """Blocks of another edge, a multiple of 16; or dy in ``torch.float8_e4m3fn``: a bit more precision, less range.
 
-    Args:
-        block: edge of the blocks, a multiple of 16, as dimensions of float8 GEMMs are. GPUs multiply blocks whose edge
-            is a multiple of 128; others run on the reference backend.
-        dy: ``torch.float8_e5m2`` or ``torch.float8_e4m3fn``, which has a bit more precision and less range.
-
-    Raises:
-        Float8ConfigError: another value.
+    GPUs multiply blocks whose edge is a multiple of 128; others run on the reference backend.
     """
     if type(block) is not int or block < 1 or block % MULTIPLE:
         raise Float8ConfigError(
@@ -31,14 +25,9 @@ def recipe(*, block: int = 256, dy: torch.dtype = torch.float8_e5m2) -> Recipe:
         )
     if dy not in (torch.float8_e5m2, torch.float8_e4m3fn):
         raise Float8ConfigError(f"dy={dy!r} is neither torch.float8_e5m2 nor torch.float8_e4m3fn")
-    tile = Tile(block, block)
-    e4m3, grad = Float8Format(torch.float8_e4m3fn, tile), Float8Format(dy, tile)
-    return Recipe(
-        name="gridquant",
-        fprop=GemmSpec(a=e4m3, b=e4m3),
-        dgrad=GemmSpec(a=grad, b=e4m3),
-        wgrad=GemmSpec(a=grad, b=e4m3),
-    )
+    e4m3, grad = (Float8Format(dtype, Tile(block, block)) for dtype in (torch.float8_e4m3fn, dy))
+    backward = GemmSpec(a=grad, b=e4m3)
+    return Recipe(name="gridquant", fprop=GemmSpec(a=e4m3, b=e4m3), dgrad=backward, wgrad=backward)
 
 
 RECIPE = recipe()

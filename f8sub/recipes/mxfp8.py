@@ -11,7 +11,7 @@ from f8sub.recipe import GemmSpec, Recipe
 
 
 def recipe() -> Recipe:
-    """Make the recipe."""
+    """It has no options."""
     row = Float8Format(torch.float8_e4m3fn, Tile(1, 32), ScaleRule.E8M0)
     gemm = GemmSpec(a=row, b=row)
     return Recipe(name="mxfp8", fprop=gemm, dgrad=gemm, wgrad=gemm)

@@ -19,16 +19,11 @@ def recipe(*, stochastic_rounding: bool = False, hadamard: bool = False) -> Reci
             the 16 elements of its tile: 0.4 dB more in dw where single tokens are large, none on gaussian data, and
             less where small elements beside an outlier matter (``pytest tests/test_nvfp4_options.py``).
     """
-    row = Float8Format(E2M1, Tile(1, 16), ScaleRule.TWO_LEVEL)
-    block = Float8Format(E2M1, Tile(16, 16), ScaleRule.TWO_LEVEL)
+    row, block = (Float8Format(E2M1, Tile(rows, 16), ScaleRule.TWO_LEVEL) for rows in (1, 16))
     grad = replace(row, rounding=Rounding.STOCHASTIC) if stochastic_rounding else row
     size = 16 if hadamard else None
-    return Recipe(
-        name="nvfp4",
-        fprop=GemmSpec(a=row, b=block),
-        dgrad=GemmSpec(a=grad, b=block),
-        wgrad=GemmSpec(a=replace(grad, hadamard=size), b=replace(row, hadamard=size)),
-    )
+    wgrad = GemmSpec(a=replace(grad, hadamard=size), b=replace(row, hadamard=size))
+    return Recipe(name="nvfp4", fprop=GemmSpec(a=row, b=block), dgrad=GemmSpec(a=grad, b=block), wgrad=wgrad)
 
 
 RECIPE = recipe()

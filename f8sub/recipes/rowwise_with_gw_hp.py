@@ -13,7 +13,7 @@ from f8sub.recipes import rowwise
 
 
 def recipe() -> Recipe:
-    """Make the recipe."""
+    """It has no options."""
     return replace(rowwise.recipe().with_high_precision(wgrad=True), name="rowwise_with_gw_hp")
 
 

@@ -14,15 +14,10 @@ from f8sub.recipe import GemmSpec, Recipe
 
 
 def recipe() -> Recipe:
-    """Make the recipe."""
-    e4m3 = Float8Format(torch.float8_e4m3fn, Tile(ALL, ALL))
-    e5m2 = Float8Format(torch.float8_e5m2, Tile(ALL, ALL))
-    return Recipe(
-        name="tensorwise",
-        fprop=GemmSpec(a=e4m3, b=e4m3, fast_accum=True),
-        dgrad=GemmSpec(a=e5m2, b=e4m3),
-        wgrad=GemmSpec(a=e5m2, b=e4m3),
-    )
+    """It has no options."""
+    e4m3, e5m2 = (Float8Format(dtype, Tile(ALL, ALL)) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+    fprop, backward = GemmSpec(a=e4m3, b=e4m3, fast_accum=True), GemmSpec(a=e5m2, b=e4m3)
+    return Recipe(name="tensorwise", fprop=fprop, dgrad=backward, wgrad=backward)
 
 
 RECIPE = recipe()

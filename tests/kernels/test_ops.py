@@ -142,14 +142,14 @@ def test_derivation_is_the_references(formats, shape):
 def test_quantization_and_product_are_the_references(formats, shape):
     x = gaussian(shape, generator(1))
     for row, col in ((formats[0], formats[1]), (formats[0], None), (None, formats[1])):
-        for ours, right in zip(ops.quantize(x, row, col), reference.quantize(x, row, col), strict=True):
+        for ours, right in zip(ops.quantized(x, row, col), reference.quantize(x, row, col), strict=True):
             assert (ours is None) == (right is None)
             if ours is not None:
                 pairs = zip(unflat(ours).tensors, right.tensors, strict=True)
                 assert all(torch.equal(bits(a), bits(b)) for a, b in pairs)
                 assert ours.format == right.format
     operand = made(formats, shape)
-    for given in (operand, ops.quantize(x, formats[0], None)[0]):
+    for given in (operand, ops.quantized(x, formats[0], None)[0]):
         found = select._ONE_NODE["reference"](given, given, torch.float32, False)
         assert torch.equal(found, reference.gemm_nt(operand, operand, torch.float32, False))
 

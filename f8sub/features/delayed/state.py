@@ -23,7 +23,8 @@ from f8sub.kernels.scales import (
     smallest_scale,
 )
 from f8sub.kernels.triton import quantize_cuda
-from f8sub.recipe import DelayedScaling, OperandName, Recipe
+from f8sub.recipe import OperandName, Recipe
+from f8sub.recipes.delayed import DelayedScaling
 from f8sub.weights.findings import HostCopy
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")

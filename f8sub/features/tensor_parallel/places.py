@@ -258,7 +258,7 @@ def _checked_cut(number: int, fqn: str, operand: OperandName, dim: int, whole: i
                 "byte, or leave it out of parallelize_module's plan"
             )
         if whole:
-            tile.check_cut(dim, whole, part, f"{fqn}: its {operand}")
+            tile.check_cut(dim, whole, part, f"{fqn}: under tensor parallelism its {operand}")
     edges = [(tile.rows, tile.cols)[dim] for _, tile in seen]
     return any(edge == ALL or bool(whole and part % edge) for edge in edges)
 

@@ -10,23 +10,15 @@ from f8sub.formats import ALL, Float8Format, Operand, Tile
 BLOCK = 128
 """Elements of K under one float32 scale. Source: cuBLASLt's VEC128_32F and BLK128x128_32F, CUDA 12.9, SM 9.0."""
 
-_VECTOR, _SQUARE = Tile(1, BLOCK), Tile(BLOCK, BLOCK)
-
 ALIGNMENT = 16
 """cuBLASLt takes matrices whose dimensions are multiples of 16, or of 16 bytes. Source: ScaledBlas.cpp."""
 
 _SQUARES_ALIGNMENT = 4
 """A row of 128x128 scales begins at a multiple of 16 bytes. Source: the same file."""
 
-_ATOM_ROWS, _ATOM_COLS, _ATOM_BANDS = 128, 4, 4
-"""Scales of one byte come in atoms of 128 rows by 4 blocks, four bands of 32 rows interleaved: SWIZZLE_32_4_4."""
-
 
 def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> torch.Tensor:
-    """Where kernels and operators store the ``scale_inv`` of a (rows, depth) matrix.
-
-    Column-major of 1x128, as ``vectors`` hands it to cuBLASLt; else row-major.
-    """
+    """Where kernels and operators store a matrix's ``scale_inv``: column-major of 1x128, as ``vectors`` has it."""
     lines, blocks = format.tile.scale_shape((rows, depth))
     if _is_column_major(format):
         return like.new_empty((blocks, lines), dtype=torch.float32).t()
@@ -57,7 +49,7 @@ def is_laid_out(operand: Operand) -> bool:
 
 
 def _is_column_major(format: Float8Format) -> bool:
-    return format.is_plain and format.tile == _VECTOR
+    return format.is_plain and (format.tile.rows, format.tile.cols) == (1, BLOCK)
 
 
 def whole_blocks(edge: int, size: int) -> bool:
@@ -96,7 +88,7 @@ def vectors(operand: Operand) -> torch.Tensor:
 def squares(operand: Operand) -> torch.Tensor:
     """Scales of 128x128: float32, (blocks of K filled up to a multiple of 4, blocks of rows), column-major."""
     fills_rows = operand.scale_inv.shape[1] % _SQUARES_ALIGNMENT == 0
-    if operand.format.tile == _SQUARE and is_laid_out(operand) and fills_rows:
+    if operand.format.tile == Tile(BLOCK, BLOCK) and is_laid_out(operand) and fills_rows:
         return operand.scale_inv.t()
     return _filled(spread(operand, BLOCK, BLOCK), _SQUARES_ALIGNMENT).t()
 
@@ -113,16 +105,14 @@ def _filled(scales: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def swizzled(operand: Operand, size: int) -> torch.Tensor:
-    """Scales of 1 x ``size``, one byte each, in SWIZZLE_32_4_4.
+    """Scales of 1 x ``size``, one byte each, in SWIZZLE_32_4_4; flat.
 
-    Within an atom the scale of row r and block c is byte ``16 * (r % 32) + 4 * (r // 32) + c``; atoms are row-major.
-    The result is flat; rows are filled up to a multiple of 128, blocks to a multiple of 4, with zero bytes, which meet
-    no codes but zeros.
+    They come in atoms of 128 rows by 4 blocks, in row-major order. Within an atom the scale of row r and block c is
+    byte ``16 * (r % 32) + 4 * (r // 32) + c``: four bands of 32 rows interleaved. What fills up the last atoms are zero
+    bytes, which meet no codes but zeros.
     """
     scales = spread(operand, 1, size)
     rows, blocks = scales.shape
-    filled = torch.nn.functional.pad(
-        scales.view(torch.uint8), (0, -blocks % _ATOM_COLS, 0, -rows % _ATOM_ROWS)
-    )
-    atoms = filled.view(-1, _ATOM_BANDS, _ATOM_ROWS // _ATOM_BANDS, filled.shape[1] // _ATOM_COLS, _ATOM_COLS)
+    filled = torch.nn.functional.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+    atoms = filled.view(-1, 4, 32, filled.shape[1] // 4, 4)
     return atoms.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)

@@ -7,7 +7,7 @@ What cuBLASLt takes: dimensions that are multiples of 16, so operands are filled
 import functools
 
 import torch
-from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels.gemm import block_scales
@@ -76,8 +76,9 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     left, a_scale_inv, format, _ = a
     right, b_scale_inv, b_format, _ = b
     if not format.is_plain:
-        return _gemm_nt_in_small_blocks(a, b, out_dtype)
-    if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1 or _is_slow_with_one_scale(left, right):
+        return _gemm_nt_in_blocks(a, b, out_dtype)
+    has_rows = a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1
+    if has_rows or (left.dtype is right.dtype and left.is_cpu and _onednn_loops()):
         if _in_blocks(format, b_format):
             return _gemm_nt_in_blocks(a, b, out_dtype)
         a_scale_inv = a_scale_inv.expand(left.shape[0], 1).contiguous()
@@ -100,10 +101,9 @@ def _gemm_nt_cuda(
 ) -> torch.Tensor:
     # cuBLASLt takes dimensions padded with zeros, and makes rowwise results in bf16 alone off Hopper.
     rows, cols = a.shape[0], b.shape[0]
-    rowwise = a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1
     a, b = _aligned(a), _aligned(b)
     made = out_dtype
-    if rowwise:
+    if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1:
         a_scale_inv = _padded_rows(a_scale_inv, a.shape[0])
         b_scale_inv = _padded_rows(b_scale_inv.t(), b.shape[0]).t()
         if out_dtype != torch.bfloat16 and _why_no_vector_scales(a.device) is not None:
@@ -113,28 +113,25 @@ def _gemm_nt_cuda(
 
 
 def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    # Scales are of 1x128 for ``a``, and of 128x128 for ``b`` where its tiles are made of those.
     left, right = _aligned(a.data), _aligned(b.data).t()
-    a_scales = block_scales.vectors(a)
-    if whole_blocks(b.format.tile.rows, BLOCK) and a.format.dtype == b.format.dtype:
+    if not a.format.is_plain:
+        _, size, kind = _SMALL_BLOCKS[a.format.scale_rule]
+        levels = len(a.tensors) - 1
+        kinds = [kind, ScalingType.TensorWise][:levels]
+        swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE][:levels]
+        scales = [[block_scales.swizzled(operand, size), *operand.tensors[2:]] for operand in (a, b)]
+        y = scaled_mm(
+            left, right, scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=out_dtype
+        )
+    elif whole_blocks(b.format.tile.rows, BLOCK) and a.format.dtype == b.format.dtype:
+        # Scales are of 1x128 for ``a``, and of 128x128 for ``b`` where its tiles are made of those.
+        of_a, of_b = block_scales.vectors(a), block_scales.squares(b)
         vector, square = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-        y = scaled_mm(left, right, a_scales, vector, block_scales.squares(b), square, output_dtype=out_dtype)
+        y = scaled_mm(left, right, of_a, vector, of_b, square, output_dtype=out_dtype)
     else:
         # The first version tells 1x128 by the shapes of the scales, and takes e5m2, which the second refuses.
-        y = torch._scaled_mm(left, right, a_scales, block_scales.vectors(b).t(), out_dtype=out_dtype)
-    return _cut(y, a.data.shape[0], b.data.shape[0])
-
-
-def _gemm_nt_in_small_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    _, size, kind = _SMALL_BLOCKS[a.format.scale_rule]
-    scales = [[block_scales.swizzled(operand, size)] for operand in (a, b)]
-    kinds, swizzles = [kind], [SwizzleType.SWIZZLE_32_4_4]
-    if a.global_scale_inv is not None and b.global_scale_inv is not None:
-        scales[0].append(a.global_scale_inv)
-        scales[1].append(b.global_scale_inv)
-        kinds, swizzles = [kind, ScalingType.TensorWise], [*swizzles, SwizzleType.NO_SWIZZLE]
-    left, right = _aligned(a.data), _aligned(b.data).t()
-    y = scaled_mm(left, right, scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=out_dtype)
+        of_a, of_b = block_scales.vectors(a), block_scales.vectors(b).t()
+        y = torch._scaled_mm(left, right, of_a, of_b, out_dtype=out_dtype)
     return _cut(y, a.data.shape[0], b.data.shape[0])
 
 
@@ -146,18 +143,12 @@ def _is_block(tile: Tile) -> bool:
     return tile.cols != ALL or tile.rows not in (1, ALL)
 
 
-def _is_small_block(format: Float8Format) -> bool:
-    dtype, size, _ = _SMALL_BLOCKS.get(format.scale_rule, (None, 1, None))
-    return format.dtype == dtype and whole_blocks(format.tile.cols, size)
-
-
 def _aligned(codes: torch.Tensor) -> torch.Tensor:
     rows, cols = codes.shape
     missing_rows, missing_cols = -rows % ALIGNMENT, -cols % ALIGNMENT
     if not missing_rows and not missing_cols:
         return codes
-    padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows))
-    return padded.view(codes.dtype)
+    return pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(codes.dtype)
 
 
 def _cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
@@ -165,13 +156,14 @@ def _cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def _padded_rows(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
-    if rows == scale_inv.shape[0]:
-        return scale_inv
-    return torch.nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)
+    missing = rows - scale_inv.shape[0]
+    return pad(scale_inv, (0, 0, 0, missing), value=1.0) if missing else scale_inv
 
 
 def _why_not_small_blocks(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    if a.scale_rule is not b.scale_rule or not _is_small_block(a) or not _is_small_block(b):
+    dtype, size, _ = _SMALL_BLOCKS.get(a.scale_rule, (None, 1, None))
+    taken = all(f.dtype == dtype and whole_blocks(f.tile.cols, size) for f in (a, b))
+    if a.scale_rule is not b.scale_rule or not taken:
         return (
             "takes float8 with float32 scales, e4m3 with e8m0 scales of 1x32, or e2m1 with scales of two levels of "
             f"1x16, both operands alike, not {a} and {b}"
@@ -213,10 +205,6 @@ def _why_no_vector_scales(device: torch.device) -> str | None:
 def _cuda_version() -> tuple[int, ...]:
     # Empty where torch was built without CUDA, for ROCm too.
     return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
-
-
-def _is_slow_with_one_scale(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype is b.dtype and a.is_cpu and _onednn_loops()
 
 
 @constant_result

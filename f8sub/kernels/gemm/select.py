@@ -43,8 +43,8 @@ GEMM = {
         scaled_mm.why_not, scaled_mm.gemm_nt, scaled_mm.takes_any_layout, scaled_mm.is_traceable
     ),
     "triton": Backend(triton_mm.why_not, triton_mm.gemm_nt),
-    # ``torch.compile`` would unroll the partial sums.
-    REFERENCE: Backend(reference.why_not, reference.gemm_nt, takes_any_layout=lambda device: True),
+    # It multiplies everything; ``torch.compile`` would unroll its partial sums.
+    REFERENCE: Backend(lambda a, b, device: None, reference.gemm_nt, takes_any_layout=lambda device: True),
 }
 """Backends by name, the preferred one first: what was measured on this GPU; without that cuBLASLt, then our own."""
 
@@ -59,19 +59,13 @@ _ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM
 """The same GEMMs behind operators, for what ``torch.compile`` may not look into."""
 
 
-def backend_names() -> list[str]:
-    """What ``backend=`` takes besides ``"auto"``."""
-    return list(GEMM)
-
-
 def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> str | None:
     """Name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
 
-    Raises:
-        Float8ConfigError: no such backend, or none that can; the message carries every candidate's reason.
+    No such backend, or none that can, is a ``Float8ConfigError``, which carries every candidate's reason.
     """
     if backend != "auto" and backend not in GEMM:
-        raise Float8ConfigError(f"unknown backend {backend!r}; choose 'auto' or one of {backend_names()}")
+        raise Float8ConfigError(f"unknown backend {backend!r}; choose 'auto' or one of {list(GEMM)}")
     if spec.a is None or spec.b is None:
         return None
     reasons = {}
@@ -103,10 +97,9 @@ def gemm_nt(
     fast_accum: bool = False,
     traced: bool = False,
 ) -> torch.Tensor:
-    """``a @ b.t()`` by the backend of that name: (M, K) x (N, K) -> (M, N) in ``out_dtype``.
+    """``a @ b.t()`` by the backend of that name: (M, K) x (N, K) -> (M, N) in ``out_dtype``; zeros of no K.
 
-    A batch of no rows, or a contraction over none, multiplies nothing and gives zeros. ``traced`` for a graph that is
-    compiled: a backend that the compiler must not look into is one node there.
+    ``traced`` for a graph that is compiled: a backend that the compiler must not look into is one node there.
     """
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
@@ -128,12 +121,9 @@ _numbers = itertools.count()
 class Plan:
     """A recipe bound to a device: the backend of each GEMM, None where it stays in high precision.
 
-    A frozen value, so ``torch.compile`` takes it for a constant.
-
-    Attributes:
-        any_layout: whether all GEMMs read transposed views, so that no codes are ever copied transposed.
-        backend: what was asked for when they were selected, see ``select_gemm``.
-        number: the key of this plan in ``made``.
+    A frozen value, so ``torch.compile`` takes it for a constant; ``number`` is its key in ``made``. ``any_layout`` says
+    whether all GEMMs read transposed views, so that no codes are ever copied transposed; ``backend`` is what was asked
+    for, see ``select_gemm``.
     """
 
     made: ClassVar[dict[int, "Plan"]] = {}
@@ -177,17 +167,10 @@ class Plan:
     @classmethod
     @functools.cache
     def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "Plan":
-        """Select the three backends; equal questions get the very same plan, so that compiled code is shared.
-
-        Raises:
-            Float8ConfigError: see ``select_gemm``.
-        """
-        fprop, dgrad, wgrad = (
-            select_gemm(spec, device, backend) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)
-        )
-        used = [name for name in (fprop, dgrad, wgrad) if name is not None]
-        any_layout = all(GEMM[name].takes_any_layout(device) for name in used)
-        return cls._of(recipe, fprop, dgrad, wgrad, any_layout, device, backend)
+        """Three times ``select_gemm``; equal questions get the very same plan, so that compiled code is shared."""
+        gemms = [select_gemm(spec, device, backend) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)]
+        any_layout = all(GEMM[name].takes_any_layout(device) for name in gemms if name is not None)
+        return cls._of(recipe, *gemms, any_layout, device, backend)
 
     @classmethod
     @functools.cache
@@ -205,7 +188,7 @@ class Plan:
 def reference_warning(plans: Iterable[Plan]) -> str | None:
     """What to tell users whose GEMMs run by the reference on a GPU unasked; None where no GEMM does."""
     slow = {
-        plan.recipe.name: (plan, [gemm for gemm, name in plan.gemms.items() if name == REFERENCE])
+        plan.recipe.name: plan
         for plan in plans
         if plan.device.type not in ("cpu", "meta")
         and plan.backend != REFERENCE
@@ -213,8 +196,11 @@ def reference_warning(plans: Iterable[Plan]) -> str | None:
     }
     if not slow:
         return None
-    listed = "; ".join(f"{', '.join(gemms)} of recipe {name!r}" for name, (_, gemms) in slow.items())
-    device = next(iter(slow.values()))[0].device
+    listed = "; ".join(
+        f"{', '.join(gemm for gemm, used in plan.gemms.items() if used == REFERENCE)} of recipe {name!r}"
+        for name, plan in slow.items()
+    )
+    device = next(iter(slow.values())).device
     plans_there = (Plan.make(get_recipe(name), device) for name in recipe_names())
     native = [plan.recipe.name for plan in plans_there if REFERENCE not in plan.gemms.values()]
     return (

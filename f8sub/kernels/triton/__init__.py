@@ -1,6 +1,7 @@
-"""Quantizers for CUDA in Triton, bitwise equal to the reference.
+"""Quantizers for CUDA in Triton, bitwise equal to the reference, and GEMMs of operands with scales of blocks.
 
-``quantize_cuda.py`` and ``shard_amaxes.py`` are what the library calls. ``launch.py`` decides which kernels run over
-what, ``casts.py`` and ``blocks.py`` are the kernels, ``tiles.py`` is what they share. Those are imported when they are
-needed: triton comes with torch for CUDA alone.
+The library calls ``quantize_cuda``, ``shard_amaxes``, ``triton_mm`` and ``measured``. ``launch`` and ``gemm_launch``
+decide which kernels run over what; the kernels are in ``casts``, ``pairs``, ``recasts``, ``tables``, ``gemm`` and
+``hopper``, and ``tiles`` is what they share. These are imported when they are needed: triton comes with torch for CUDA
+alone.
 """

@@ -15,6 +15,7 @@ from f8sub.kernels.triton.tiles import (
     finite_or_nan,
     inverse,
     larger_magnitude,
+    load,
     load_finite_halves,
     load_halves,
     magnitude_bits,
@@ -23,6 +24,7 @@ from f8sub.kernels.triton.tiles import (
     scale_from_amax,
     scale_from_prior,
     scaled,
+    store,
     store_columns,
     store_rows,
     store_scales_of_square,
@@ -39,31 +41,16 @@ def amax_of_matrix(x_ptr, amax_ptr, prior_ptr, SIZE, BLOCK: tl.constexpr, WHOLE:
     if needed:
         start = tl.program_id(0).to(tl.int64) * BLOCK
         offsets = tl.arange(0, BLOCK)
-        if WHOLE:
-            x = tl.load(x_ptr + start + offsets)
-        else:
-            x = tl.load(x_ptr + start + offsets, mask=offsets < SIZE - start, other=0.0)
+        x = load(x_ptr + start + offsets, inside=offsets < SIZE - start, WHOLE=WHOLE, KEEP="")
         bits = magnitude_bits(x.to(tl.float32))
         tl.atomic_max(amax_ptr, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
 
 
 @triton.jit
 def cast_with_one(
-    x_ptr,
-    amax_ptr,
-    prior_ptr,
-    largest_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    HEADROOM: tl.constexpr,
-    COVERS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, amax_ptr, prior_ptr, largest_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Codes with one scale, for each usage whose pointer is not None, and the scale's inverse.
 
     The scale is made of the amax, or is the prior scale where ``prior_ptr`` is not None; if ``amax_ptr`` is None, the
@@ -103,15 +90,9 @@ def stage_amax(amax_ptr, staged_ptr, met_ptr):
 
 @triton.jit
 def amax_of_lines(
-    x_ptr,
-    row_amax_ptr,
-    col_amax_ptr,
-    M,
-    N,
-    STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_amax_ptr, col_amax_ptr, M, N,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Atomic maxima of the finite elements of each row and of each column, unless their pointer is None.
 
     A program goes down STEPS tiles of the same columns, whose amaxes it reduces once.
@@ -138,18 +119,9 @@ def amax_of_lines(
 
 @triton.jit
 def cast_with_lines(
-    x_ptr,
-    row_amax_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_amax_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Codes of each usage whose pointer is not None, with scales of the amaxes of the rows and of the columns."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
@@ -179,24 +151,15 @@ def quantize_rows(
     largest = tl.zeros((PART,), tl.float32)
     for part in range(parts):
         at = part * PART + j
-        if WHOLE:
-            x = tl.load(x_row + at, eviction_policy="evict_last")
-        else:
-            x = tl.load(x_row + at, mask=at < N, other=0.0, eviction_policy="evict_last")
+        x = load(x_row + at, inside=at < N, WHOLE=WHOLE, KEEP="evict_last")
         largest = tl.maximum(largest, tl.abs(finite_or_nan(x.to(tl.float32))))
     scale = scale_from_amax(tl.max(largest), CAST)
     tl.store(row_scale_inv_ptr + tl.program_id(0), inverse(scale, CAST.POWER_OF_2))
     for done in range(parts):
         at = (parts - 1 - done) * PART + j
-        if WHOLE:
-            x = tl.load(x_row + at, eviction_policy="evict_first")
-        else:
-            x = tl.load(x_row + at, mask=at < N, other=0.0, eviction_policy="evict_first")
+        x = load(x_row + at, inside=at < N, WHOLE=WHOLE, KEEP="evict_first")
         made = codes(scaled(finite_or_nan(x.to(tl.float32)), scale, CAST, False), CAST.CODES)
-        if WHOLE:
-            tl.store(made_row + at, made)
-        else:
-            tl.store(made_row + at, made, mask=at < N)
+        store(made_row + at, made, inside=at < N, WHOLE=WHOLE)
 
 
 @triton.jit
@@ -216,17 +179,9 @@ def quantize_vectors(
 
 @triton.jit
 def quantize_crossing_vectors(
-    x_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    EDGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Tiles of EDGE x 1 for the columnwise usage, and of 1 x EDGE for the rowwise one unless its pointer is None.
 
     A program takes an (EDGE, EDGE) square, ROWS rows at a time: once for the codes of the rows and the amaxes of the
@@ -266,17 +221,9 @@ def _store_vectors(row_ptr, row_scale_inv_ptr, even, odd, at, CAST: tl.constexpr
 
 @triton.jit
 def quantize_squares(
-    x_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    EDGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Squares of EDGE x EDGE, one cast for both usages; a usage is left out where its pointer is None.
 
     One program a square. A square that is larger than (ROWS, COLS), which are equal, does not fit into registers: it
@@ -308,21 +255,10 @@ def quantize_squares(
 
 @triton.jit
 def cast_part(
-    x_ptr,
-    scale_ptr,
-    out_ptr,
-    M,
-    N,
-    OUT_STRIDE,
-    SCALE_STRIDE,
-    first_row,
-    first_col,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    CAST: tl.constexpr,
-    THROUGH: tl.constexpr,
+    x_ptr, scale_ptr, out_ptr, M, N, OUT_STRIDE, SCALE_STRIDE, first_row, first_col,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, CAST: tl.constexpr, THROUGH: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Codes of a part of a matrix, with scales that are known; the part begins at (first_row, first_col).
 
     Elements are rounded to THROUGH first. Scales serve TILE_ROWS x TILE_COLS elements, None for all rows, all columns.
@@ -332,10 +268,7 @@ def cast_part(
     i, j = at.row + tl.arange(0, TILE.ROWS), at.col + tl.arange(0, TILE.COLS)
     inside = (i < M)[:, None] & (j < N)[None, :]
     pointers = x_ptr + i.to(tl.int64)[:, None] * N + j[None, :]
-    if TILE.WHOLE:
-        x = tl.load(pointers, eviction_policy="evict_first")
-    else:
-        x = tl.load(pointers, mask=inside, other=0.0)
+    x = load(pointers, inside, TILE.WHOLE, "evict_first" if TILE.WHOLE else "")
     scales = scale_ptr
     if TILE_COLS is not None:
         scales += (first_col + at.col) // TILE_COLS
@@ -346,7 +279,4 @@ def cast_part(
         scale = tl.load(scales + lines * SCALE_STRIDE, mask=i < M)[:, None]
     made = codes(scaled(finite_or_nan(x.to(THROUGH).to(tl.float32)), scale, CAST, True), CAST.CODES)
     out = out_ptr + i.to(tl.int64)[:, None] * OUT_STRIDE + j[None, :]
-    if TILE.WHOLE:
-        tl.store(out, made)
-    else:
-        tl.store(out, made, mask=inside)
+    store(out, made, inside, TILE.WHOLE)

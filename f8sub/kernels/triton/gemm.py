@@ -36,20 +36,9 @@ def scaled(partial, a_scale, b_scale, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "BLOCKS", "a_stride", "b_stride"])
 def multiply(
-    a,
-    b,
-    a_scale,
-    b_scale,
-    out_ptr,
-    M,
-    N,
-    BLOCKS,
-    a_stride,
-    b_stride,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    CONFIG: tl.constexpr,
-):
+    a, b, a_scale, b_scale, out_ptr, M, N, BLOCKS, a_stride, b_stride,
+    A: tl.constexpr, B: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
     """One tile a program, of all of K or of one of the parts of it; ``out_ptr`` then has a matrix a part.
 
     ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128): what lies beyond the matrix reads as 0.

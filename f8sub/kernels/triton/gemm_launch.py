@@ -35,17 +35,10 @@ class Reading:
 def multiplication(
     a: Operand, b: Operand, out_dtype: torch.dtype, config: Config, programs: int
 ) -> tuple[list[Launch], torch.Tensor]:
-    """How to multiply ``a @ b.t()``.
+    """How to multiply ``a @ b.t()``, (M, K) and (N, K), of formats that ``triton_mm.why_not`` has no reason against.
 
-    Args:
-        a: (M, K), of a format that ``triton_mm.why_not`` has no reason against.
-        b: (N, K), of such a format.
-        out_dtype: dtype of the result.
-        config: the tiles.
-        programs: multiprocessors of the device.
-
-    Returns:
-        The launches, in order, and what they fill: (M, N), ``out_dtype``.
+    ``programs`` is the number of the device's multiprocessors. Returns the launches, in order, and what they fill:
+    (M, N), ``out_dtype``.
     """
     rows, cols = a.data.shape[0], b.data.shape[0]
     out = a.data.new_empty((rows, cols), dtype=out_dtype)

@@ -36,23 +36,9 @@ def place(tile, M, N, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    a,
-    b,
-    a_scale,
-    b_scale,
-    a_blocks,
-    b_blocks,
-    a_scales,
-    b_scales,
-    full,
-    empty,
-    M,
-    N,
-    BLOCKS,
-    A: gl.constexpr,
-    B: gl.constexpr,
-    CONFIG: gl.constexpr,
-):
+    a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
+    A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
     """Fill the stages in turn, each as soon as both warpgroups are through with it."""
     CODES: gl.constexpr = (CONFIG.rows + CONFIG.cols) * 128
     A_SCALES: gl.constexpr = CONFIG.rows * 4 if A.edge == 1 else 0
@@ -148,26 +134,10 @@ def store(out_ptr, total, row, col, M, N):
 
 @gluon.jit
 def multiply_tiles(
-    out_ptr,
-    a_scale,
-    b_scale,
-    a_blocks,
-    b_blocks,
-    a_scales,
-    b_scales,
-    full,
-    empty,
-    M,
-    N,
-    BLOCKS,
-    a_stride,
+    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS, a_stride,
     b_stride,
-    A: gl.constexpr,
-    B: gl.constexpr,
-    CONFIG: gl.constexpr,
-    PASS: gl.constexpr,
-    FIRST: gl.constexpr,
-):
+    A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
     """One warpgroup's 64 rows of every tile, from its FIRST one, in quarters of 64 columns. PASS divides the stages."""
     STAGES: gl.constexpr = CONFIG.stages
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 64, 32])
@@ -226,22 +196,9 @@ def multiply_tiles(
 
 @gluon.jit(do_not_specialize=["M", "BLOCKS", "a_stride", "b_stride"])
 def multiply_persistently(
-    a,
-    b,
-    a_scale,
-    b_scale,
-    out_ptr,
-    M,
-    N,
-    BLOCKS,
-    a_stride,
-    b_stride,
-    A: gl.constexpr,
-    B: gl.constexpr,
-    CONFIG: gl.constexpr,
-    MULTIPLIERS: gl.constexpr,
-    LOADER: gl.constexpr,
-):
+    a, b, a_scale, b_scale, out_ptr, M, N, BLOCKS, a_stride, b_stride,
+    A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, MULTIPLIERS: gl.constexpr, LOADER: gl.constexpr,
+):  # fmt: skip
     """Every tile of the product, (128, 256), by as many programs as there are multiprocessors.
 
     ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128). Scales of lines are descriptors of blocks

@@ -131,13 +131,8 @@ def part_cast(
 ) -> Launch:
     """How to cast a part of a matrix with scales that are known, see ``quantize_cuda.cast_into``.
 
-    Args:
-        x: (M, N), see ``quantization``.
-        scale: float32, adjacent in a row.
-        format: one whose tiles are all columns, or whole ``EDGE``s of them.
-        offset: where the part begins; the column at a whole ``EDGE`` unless tiles are all columns.
-        through: dtype to round ``x`` to first.
-        out: uint8, (M, N), adjacent in a row.
+    Scales and ``out``, (M, N), are adjacent in a row. Tiles are all columns, or whole ``EDGE``s of them, and the part
+    begins at the column of a whole one.
     """
     rows, cols = (None if edge == ALL else edge for edge in (format.tile.rows, format.tile.cols))
     arguments = {
@@ -198,14 +193,9 @@ def transposition(
     out_scale_inv: torch.Tensor | None = None,
     edge: int = ALL,
 ) -> Launch:
-    """How to transpose float8 codes, and the scales of their squares or of the whole matrix.
+    """How to transpose float8 codes, and the scales of their squares of ``edge`` or of the whole matrix, if given.
 
-    Args:
-        codes: (M, N), contiguous, both even and not 0.
-        out: (N, M), the same dtype.
-        scale_inv: contiguous; None to transpose codes alone.
-        out_scale_inv: where the transposed scales go.
-        edge: of the squares.
+    ``codes`` are (M, N), contiguous, both even and not 0; ``out`` is (N, M) of the same dtype; scales are contiguous.
     """
     arguments = {
         "codes_ptr": codes.view(torch.uint16),

@@ -247,17 +247,9 @@ def _store_inverses(scale_inv_ptr, first, second, POWER_OF_2: tl.constexpr, EDGE
 
 @triton.jit
 def quantize_paired_vectors(
-    x_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    EDGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """``casts.quantize_crossing_vectors``."""
     at = place(tl.program_id(0), M, N, EDGE, EDGE)
     even, odd = _load(x_ptr, at, TILE, "evict_first")
@@ -281,17 +273,9 @@ def quantize_paired_vectors(
 
 @triton.jit
 def quantize_paired_squares(
-    x_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    EDGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """``casts.quantize_squares`` of the columnwise usage, and of the rowwise one unless its pointer is None.
 
     The last COLS columns of a square stay in registers, those before them are read once more to be cast: if a program
@@ -317,21 +301,9 @@ def quantize_paired_squares(
 
 @triton.jit
 def cast_pairs_with_prior(
-    x_ptr,
-    amax_ptr,
-    prior_ptr,
-    largest_ptr,
-    row_ptr,
-    row_scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    CAST: tl.constexpr,
-    HEADROOM: tl.constexpr,
-    COVERS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, amax_ptr, prior_ptr, largest_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """``casts.cast_with_one`` with a prior scale, for columns, and for rows unless their pointer is None."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)

@@ -15,6 +15,9 @@ from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import support
 from f8sub.kernels.triton.support import EDGE, ROWWISE, VECTOR, why_no_kernel
 
+_RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
+"""The tiles of rowwise codes and of columnwise ones between which a kernel casts anew."""
+
 
 def quantize(
     x: torch.Tensor,
@@ -64,10 +67,11 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
     codes = rowwise.data
     if not support.takes(codes) or why_no_kernel(columnwise):
         return reference.derive_columnwise(rowwise, columnwise)
-    if rowwise.format.tile.is_transpose_of(columnwise.tile):
+    tiles = rowwise.format.tile, columnwise.tile
+    if tiles[0].is_transpose_of(tiles[1]):
         if not _is_transposed_by_words(codes):
             return reference.transposed(rowwise, columnwise, any_layout=False)
-    elif not (_has_recast(rowwise.format, columnwise) and codes.is_contiguous()):
+    elif tiles not in _RECAST or not (rowwise.format.is_plain and codes.is_contiguous()):
         values = reference.dequantize(rowwise, torch.float32)
         return cast(Operand, quantize(values, None, columnwise).columnwise)
     with support.device_of(codes):
@@ -122,11 +126,6 @@ def cast_into(
     rounded = x.to(through)
     codes = reference.codes_as_stored(rounded, reference.spread(scale, tile, x.shape, offset), format)
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
-
-
-def _has_recast(rowwise: Float8Format, columnwise: Float8Format) -> bool:
-    tiles = rowwise.tile, columnwise.tile
-    return rowwise.is_plain and columnwise.is_plain and tiles in ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
 
 
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:

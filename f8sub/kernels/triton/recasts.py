@@ -12,9 +12,11 @@ from f8sub.kernels.triton.tiles import (
     amax_bits,
     inverse,
     larger_magnitude,
+    load,
     moved,
     place,
     scale_from_amax,
+    store,
     store_columns,
 )
 
@@ -30,11 +32,9 @@ def _load_values(
     i, j = at.row + STEP * tl.arange(0, TILE.ROWS // STEP), at.col + tl.arange(0, TILE.COLS)
     pointers = codes_ptr + i.to(tl.int64)[:, None] * at.N + j[None, :]
     scales = scale_inv_ptr + i.to(tl.int64) * SCALE_STRIDE
-    if TILE.WHOLE:
-        codes, scale_inv = tl.load(pointers), tl.load(scales)
-    else:
-        codes = tl.load(pointers, mask=(i < at.M)[:, None] & (j < at.N)[None, :], other=0)
-        scale_inv = tl.load(scales, mask=i < at.M, other=1.0)
+    inside = (i < at.M)[:, None] & (j < at.N)[None, :]
+    codes = load(pointers, inside, TILE.WHOLE, "")
+    scale_inv = load(scales, i < at.M, TILE.WHOLE, "", OTHER=1.0)
     return codes.to(SOURCE, bitcast=True).to(tl.float32) * scale_inv[:, None]
 
 
@@ -46,17 +46,9 @@ def _load_halves(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE: tl.constexp
 
 @triton.jit
 def amax_of_code_columns(
-    codes_ptr,
-    scale_inv_ptr,
-    col_amax_ptr,
-    M,
-    N,
-    SCALE_STRIDE,
-    SOURCE: tl.constexpr,
-    STEPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    codes_ptr, scale_inv_ptr, col_amax_ptr, M, N, SCALE_STRIDE,
+    SOURCE: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Atomic maxima of the values of each column, of codes with one scale a row; see ``casts.amax_of_lines``."""
     first = place(tl.program_id(0), M, N, TILE.ROWS * STEPS, TILE.COLS)
     ROWS: tl.constexpr = TILE.ROWS
@@ -73,18 +65,9 @@ def amax_of_code_columns(
 
 @triton.jit
 def recast_by_lines(
-    codes_ptr,
-    scale_inv_ptr,
-    col_amax_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    SCALE_STRIDE,
-    SOURCE: tl.constexpr,
-    CAST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    codes_ptr, scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr, M, N, SCALE_STRIDE,
+    SOURCE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """From one scale a row to one scale a column, of the columns' amaxes. Programs take the last tile first."""
     at = place(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
     even, odd = _load_halves(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE, TILE)
@@ -96,18 +79,9 @@ def recast_by_lines(
 
 @triton.jit
 def recast_by_vectors(
-    codes_ptr,
-    scale_inv_ptr,
-    col_ptr,
-    col_scale_inv_ptr,
-    M,
-    N,
-    SCALE_STRIDE,
-    BLOCK_STRIDE,
-    SOURCE: tl.constexpr,
-    CAST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    codes_ptr, scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N, SCALE_STRIDE, BLOCK_STRIDE,
+    SOURCE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """From scales of 1 x COLS to scales of ROWS x 1, a tile a program.
 
     Scales are (M, tiles), with BLOCK_STRIDE from one tile to the next, and become (tiles, N).
@@ -138,20 +112,13 @@ def transpose_codes(
     row, col = at.row, at.col
     source = codes_ptr + row.to(tl.int64) * (N // 2) + col // 2 + (2 * i)[:, None] * (N // 2) + j[None, :]
     target = out_ptr + col.to(tl.int64) * (M // 2) + row // 2 + (2 * j)[:, None] * (M // 2) + i[None, :]
-    if TILE.WHOLE:
-        even, odd = tl.load(source), tl.load(source + N // 2)
-    else:
-        inside = (row // 2 + i < M // 2)[:, None] & (col // 2 + j < N // 2)[None, :]
-        even, odd = tl.load(source, mask=inside, other=0), tl.load(source + N // 2, mask=inside, other=0)
+    inside = (row // 2 + i < M // 2)[:, None] & (col // 2 + j < N // 2)[None, :]
+    even, odd = load(source, inside, TILE.WHOLE, ""), load(source + N // 2, inside, TILE.WHOLE, "")
     first = tl.trans((even & 0xFF) | (odd << 8))
     second = tl.trans((even >> 8) | (odd & 0xFF00))
-    if TILE.WHOLE:
-        tl.store(target, first)
-        tl.store(target + M // 2, second)
-    else:
-        inside = (col // 2 + j < N // 2)[:, None] & (row // 2 + i < M // 2)[None, :]
-        tl.store(target, first, mask=inside)
-        tl.store(target + M // 2, second, mask=inside)
+    inside = (col // 2 + j < N // 2)[:, None] & (row // 2 + i < M // 2)[None, :]
+    store(target, first, inside, TILE.WHOLE)
+    store(target + M // 2, second, inside, TILE.WHOLE)
     if scale_inv_ptr is not None:
         if EDGE is None:
             tl.store(out_scale_inv_ptr, tl.load(scale_inv_ptr), mask=tl.program_id(0) == 0)

@@ -29,14 +29,10 @@ _DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.bf
 
 
 class Matrix(NamedTuple):
-    """A part of a matrix, and where in a table of amaxes its tiles are.
+    """A part of a matrix, (rows, cols), adjacent in a row, and where in a table of amaxes its tiles are.
 
-    Attributes:
-        data: (rows, cols), adjacent in a row.
-        tile: the blocks of the whole matrix.
-        offset: row and column of the whole matrix that the part begins at.
-        entry: where the amax of the first tile that the part touches is.
-        entry_stride: entries from one row of tiles to the next.
+    ``tile`` are the blocks of the whole matrix, and ``offset`` is the row and column of it that the part begins at. The
+    first tile that the part touches has its amax at ``entry``, the next row of tiles ``entry_stride`` entries later.
     """
 
     data: torch.Tensor
@@ -93,15 +89,10 @@ def scales(
     format: Float8Format,
     through: torch.dtype,
 ) -> "Launch":
-    """The launch that writes the scales of amaxes, ``scales.scales_or_nan``: NaN where an amax is infinite.
+    """The launch that writes the scales of amaxes that ``takes_amaxes`` takes: ``scales.scales_or_nan``.
 
-    Args:
-        amax: float32, not negative; is rounded to ``through``.
-        prior: scales of ``amax``'s size that cover it; None for current scaling.
-        scale: float32, of ``amax``'s size, contiguous; is written.
-        scale_inv: the same.
-        format: see ``takes_amaxes``.
-        through: see ``takes_amaxes``.
+    ``prior`` are scales that cover the amaxes, None for those of the amaxes themselves; ``scale`` and ``scale_inv`` are
+    written. All are float32, contiguous and of one size.
     """
     from f8sub.kernels.triton import launch, launcher, tables
 

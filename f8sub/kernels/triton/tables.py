@@ -9,19 +9,8 @@ import triton.language as tl
 
 from f8sub.kernels.triton.tiles import EXPONENT_BITS, first_scale, inverse, magnitude_bits, scale_from_amax
 
-ADDRESS = tl.constexpr(0)
-FIRST_PROGRAM = tl.constexpr(1)
-DTYPE = tl.constexpr(2)
-ROWS = tl.constexpr(3)
-COLS = tl.constexpr(4)
-STRIDE = tl.constexpr(5)
-TILE_ROWS = tl.constexpr(6)
-TILE_COLS = tl.constexpr(7)
-ROWS_BEFORE = tl.constexpr(8)
-COLS_BEFORE = tl.constexpr(9)
-ENTRY = tl.constexpr(10)
-ENTRY_STRIDE = tl.constexpr(11)
-FIELDS = tl.constexpr(12)
+ADDRESS, FIRST_PROGRAM, DTYPE, ROWS, COLS, STRIDE = map(tl.constexpr, range(6))
+TILE_ROWS, TILE_COLS, ROWS_BEFORE, COLS_BEFORE, ENTRY, ENTRY_STRIDE, FIELDS = map(tl.constexpr, range(6, 13))
 """What the numbers of one matrix say: its address, the number of its dtype, its (ROWS, COLS) elements with STRIDE from
 row to row, the tiles they are reduced over and how much of the first tile lies before the matrix, and the first tile's
 entry in the table, with ENTRY_STRIDE from one row of tiles to the next. TILE_ROWS is 0 where tiles are whole rows."""
@@ -29,14 +18,9 @@ entry in the table, with ENTRY_STRIDE from one row of tiles to the next. TILE_RO
 
 @triton.jit
 def amaxes_of_many(
-    matrices_ptr,
-    matrix_of_program_ptr,
-    amax_ptr,
-    BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-    PART: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    matrices_ptr, matrix_of_program_ptr, amax_ptr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Atomic maxima of the elements of each tile of each matrix.
 
     A program reads SPAN elements of a line, or a (PART, PART) part of a block, BLOCK elements at a time.
@@ -53,14 +37,10 @@ def amaxes_of_many(
 
 @triton.jit
 def _largest_of_program(
-    matrix,
-    amax_ptr,
-    ELEMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-    PART: tl.constexpr,
+    matrix, amax_ptr,
+    ELEMENT: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr,
     ALIGNED: tl.constexpr,
-):
+):  # fmt: skip
     index = tl.program_id(0) - tl.load(matrix + FIRST_PROGRAM)
     x_ptr = tl.load(matrix + ADDRESS).to(tl.pointer_type(ELEMENT))
     rows, cols, stride = tl.load(matrix + ROWS), tl.load(matrix + COLS), tl.load(matrix + STRIDE)
@@ -117,16 +97,9 @@ def _largest_of_part(x_ptr, row, col, rows, cols, stride, HEIGHT: tl.constexpr, 
 
 @triton.jit
 def scales_of_many(
-    amax_ptr,
-    prior_ptr,
-    scale_ptr,
-    scale_inv_ptr,
-    SIZE,
-    CAST: tl.constexpr,
-    THROUGH: tl.constexpr,
-    HEADROOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    amax_ptr, prior_ptr, scale_ptr, scale_inv_ptr, SIZE,
+    CAST: tl.constexpr, THROUGH: tl.constexpr, HEADROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Scales and their inverses for amaxes that are rounded to THROUGH; NaN for infinity.
 
     Where ``prior_ptr`` is not None and there is a prior scale, the scale is that one, lowered to what the amax needs.

@@ -2,7 +2,7 @@
 
 A tile is read as two halves, its even and its odd rows. In the transposed matrix the codes of two neighbouring rows
 are neighbours, so they are cast and moved as one 16-bit word: Triton transposes 16-bit tiles with ldmatrix, and 8-bit
-tiles byte by byte.
+tiles byte by byte. A kernel's signature names what a launch brings, then, from a new line, what it is compiled for.
 """
 
 from dataclasses import dataclass
@@ -200,19 +200,35 @@ def moved(at, rows, cols):
 
 
 @triton.jit
+def load(pointers, inside, WHOLE: tl.constexpr, KEEP: tl.constexpr, OTHER: tl.constexpr = 0):
+    """What lies ``inside`` a matrix, all of it if WHOLE, and OTHER beyond it.
+
+    KEEP tells L2 what to do with what was read.
+    """
+    if WHOLE:
+        return tl.load(pointers, eviction_policy=KEEP)
+    else:
+        return tl.load(pointers, mask=inside, other=OTHER, eviction_policy=KEEP)
+
+
+@triton.jit
+def store(pointers, values, inside, WHOLE: tl.constexpr):
+    """Write what lies ``inside`` a matrix; all of it if WHOLE."""
+    if WHOLE:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=inside)
+
+
+@triton.jit
 def load_halves(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
-    """Even and odd rows of a tile, float32, zeros beyond the matrix; KEEP tells L2 what to do with what was read."""
+    """Even and odd rows of a tile, float32; see ``load``."""
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS)
     pointers = x_ptr + at.row.to(tl.int64) * at.N + at.col + i[:, None] * at.N + j[None, :]
-    if TILE.WHOLE:
-        even = tl.load(pointers, eviction_policy=KEEP)
-        odd = tl.load(pointers + at.N, eviction_policy=KEEP)
-    else:
-        inside = (at.col + j < at.N)[None, :]
-        first = inside & (at.row + i < at.M)[:, None]
-        even = tl.load(pointers, mask=first, other=0.0, eviction_policy=KEEP)
-        second = inside & (at.row + i + 1 < at.M)[:, None]
-        odd = tl.load(pointers + at.N, mask=second, other=0.0, eviction_policy=KEEP)
+    inside = (at.col + j < at.N)[None, :]
+    even = load(pointers, inside=inside & (at.row + i < at.M)[:, None], WHOLE=TILE.WHOLE, KEEP=KEEP)
+    second = inside & (at.row + i + 1 < at.M)[:, None]
+    odd = load(pointers + at.N, inside=second, WHOLE=TILE.WHOLE, KEEP=KEEP)
     return even.to(tl.float32), odd.to(tl.float32)
 
 
@@ -225,28 +241,17 @@ def load_finite_halves(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    row_ptr,
-    even,
-    odd,
-    even_scale,
-    odd_scale,
-    at,
-    CAST: tl.constexpr,
-    TILE: tl.constexpr,
-    SATURATE: tl.constexpr,
-):
+    row_ptr, even, odd, even_scale, odd_scale, at,
+    CAST: tl.constexpr, TILE: tl.constexpr, SATURATE: tl.constexpr,
+):  # fmt: skip
     """Cast a tile's halves and store them in the rowwise operand, (M, N)."""
     even = codes(scaled(even, even_scale, CAST, SATURATE), CAST.CODES)
     odd = codes(scaled(odd, odd_scale, CAST, SATURATE), CAST.CODES)
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS)
     pointers = row_ptr + at.row.to(tl.int64) * at.N + at.col + i[:, None] * at.N + j[None, :]
-    if TILE.WHOLE:
-        tl.store(pointers, even)
-        tl.store(pointers + at.N, odd)
-    else:
-        inside = (at.col + j < at.N)[None, :]
-        tl.store(pointers, even, mask=inside & (at.row + i < at.M)[:, None])
-        tl.store(pointers + at.N, odd, mask=inside & (at.row + i + 1 < at.M)[:, None])
+    inside = (at.col + j < at.N)[None, :]
+    store(pointers, even, inside=inside & (at.row + i < at.M)[:, None], WHOLE=TILE.WHOLE)
+    store(pointers + at.N, odd, inside=inside & (at.row + i + 1 < at.M)[:, None], WHOLE=TILE.WHOLE)
 
 
 @triton.jit
@@ -263,11 +268,8 @@ def store_columns(
     if col_ptr.dtype.element_ty == tl.uint16:
         start = col_ptr + at.col.to(tl.int64) * (at.M // 2) + at.row // 2
         pointers = start + j[:, None] * (at.M // 2) + i[None, :]
-        if TILE.WHOLE:
-            tl.store(pointers, words)
-        else:
-            inside = (at.col + j < at.N)[:, None] & (at.row // 2 + i < at.M // 2)[None, :]
-            tl.store(pointers, words, mask=inside)
+        inside = (at.col + j < at.N)[:, None] & (at.row // 2 + i < at.M // 2)[None, :]
+        store(pointers, words, inside, TILE.WHOLE)
     else:
         pointers = col_ptr + at.col.to(tl.int64) * at.M + at.row + j[:, None] * at.M + 2 * i[None, :]
         inside = (at.col + j < at.N)[:, None]

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -137,6 +137,9 @@ class Recipe:
         wgrad: ``dw = dy.t() @ x``; a = dy columnwise, b = x columnwise.
         delayed: how scales follow from past amaxes; None for current scaling.
 
+    Attributes that follow:
+        scaling: what the scales are made of besides the current amax; None for nothing.
+
     Raises:
         Float8ConfigError: w's columnwise operand cannot be derived from its rowwise codes. A weight is cast
             once and crosses the wire once, so its second usage is always made from its first. Or delayed scaling
@@ -148,8 +151,10 @@ class Recipe:
     dgrad: GemmSpec
     wgrad: GemmSpec
     delayed: DelayedScaling | None = None
+    scaling: DelayedScaling | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scaling", self.delayed)
         if self.delayed is not None:
             self._check_delayed()
         rowwise, columnwise = self.formats("w")

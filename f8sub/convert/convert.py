@@ -166,8 +166,8 @@ def convert_from_float8(model: Model) -> Model:
             if isinstance(weight, Weight):
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
-            if sockets.scaling is not None:
-                sockets.scaling.leave(module)
+            for guest in sockets.guests:
+                guest.left(module)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
     Conversion.forget(model)
     return model
@@ -236,8 +236,8 @@ def _convert(
     module.plan, module.fqn, module.converted = plan, fqn or "(root)", conversion
     module.float8_all_gather, module.keep_x = float8_all_gather, keep_x
     module.enter_weight()
-    if plan.recipe.delayed is not None:
-        sockets.scaling_of(plan.recipe).enter(module, plan.recipe)
+    for guest in sockets.guests:
+        guest.entered(module)
     module.__dict__.pop(SKIP_REASON, None)
 
 

@@ -7,13 +7,14 @@ w  --quantize--> rowwise                   saved for backward: nothing; columnwi
 dy --quantize--> rowwise, columnwise
 
 - A plan (``kernels/gemm/select.py``) is the recipe and the backend of each GEMM.
-- Sources (``kernels/scales.py``) say where the scales of x, w and dy come from in one call: of the current amax, or of
-  what a feature made before. They are made in forward and used in backward.
-- ``kernels/quantize.py`` picks the kernel that casts; ``saved_input.py`` decides what backward has of x, and
-  ``shared_input.py`` casts an x once that several layers read.
+- Sources (``kernels/scales.py``) say how the scales of x, w and dy are made in one call: from the current amax, or from
+  what a feature made before. Forward makes them, and backward uses them too.
+- ``kernels/quantize.py`` picks the kernel that casts. ``saved_input.py`` decides what backward has of x, and casts an x
+  once that several layers read.
 - Features enter by ``sockets.py``: other scales, weights that are DTensors, other plans for a while.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear import sockets
 from f8sub.linear.saved_input import AUTO, GemmInput, Kept, as_matrix, cast_x, present, x_columnwise
-from f8sub.linear.sockets import Placed, contexts, placed, sources_of
+from f8sub.linear.sockets import contexts
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.product import multiply
@@ -77,16 +78,15 @@ class Float8Linear(torch.nn.Linear):
         if self.plan.device.type != device:
             self.follow(x.device)
         plan = contexts.plan_of(self) if contexts.entered else self.plan
-        places: Placed | None = None
-        adds_bias = True
-        sources = CURRENT_SOURCES if plan.recipe.delayed is None else sources_of(self, plan.recipe)
+        sources = CURRENT_SOURCES if plan.recipe.scaling is None else sockets.scaling(self, plan.recipe)
         bias: torch.Tensor | None = self.bias
+        adds_bias = True
+        whole: Callable[[torch.Tensor], torch.Tensor] | None = None
         if isinstance(weight, DTensor):
             if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
                 return _eagerly(self, x)
-            places = placed(self, weight, x)
-            sources, adds_bias = places.sources(self, plan, weight, x, sources), places.adds_bias
-            x, weight, bias = places.local(x, weight, bias)
+            placed = sockets.placement(self, plan, weight, x, bias, sources)
+            x, weight, bias, adds_bias, sources, whole = placed
         y: torch.Tensor
         if torch.is_grad_enabled():
             y = apply(_Float8Matmul, x, weight, bias, plan, dtype, sources, self.keep_x, adds_bias)
@@ -94,7 +94,7 @@ class Float8Linear(torch.nn.Linear):
             y = fprop(x, weight, bias if adds_bias else None, plan, dtype, sources, None)[0]
         if contexts.entered:
             contexts.remember(self, plan, y)
-        return y if places is None else places.whole(y)
+        return y if whole is None else whole(y)
 
     def follow(self, device: torch.device) -> None:
         """Select backends anew where the layer came to a device of another type since it was converted.
@@ -134,11 +134,10 @@ class Float8Linear(torch.nn.Linear):
             "dtype": str(self.weight.dtype),
             "recipe": recipe.name,
             **{gemm: _described(getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")},
-            "amax histories": str(recipe.delayed),
             "backends": f"{self.plan.fprop}, {self.plan.dgrad}, {self.plan.wgrad}",
             "float8_all_gather": str(self.float8_all_gather),
             "keep_x": self.keep_x,
-            "primary_weights": str(self.converted.primary_weights),
+            **{name: said for guest in sockets.guests for name, said in guest.alike(self).items()},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -162,8 +161,8 @@ class Float8Linear(torch.nn.Linear):
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
-        if sockets.scaling is not None:
-            sockets.scaling.loaded(self, state_dict, prefix)
+        for guest in sockets.guests:
+            guest.loaded(self, state_dict, prefix)
         if was_master:
             if not isinstance(local_tensor(self.weight), MasterWeight):
                 self._remake_master()
@@ -187,15 +186,12 @@ class Float8Linear(torch.nn.Linear):
     @property
     def how(self) -> str:
         """Recipe and backend, and what deviates from the defaults."""
-        local = local_tensor(self.weight)
-        deviations = {
-            "gathered in high precision": not self.float8_all_gather,
-            f"keep_x={self.keep_x}": self.keep_x != AUTO,
-            "primary weight": isinstance(local, Weight) and local.keeps_codes,
-        }
-        return ", ".join(
-            [self.plan.recipe.name, self.plan.described, *(w for w, is_so in deviations.items() if is_so)]
-        )
+        words = [self.plan.recipe.name, self.plan.described]
+        if not self.float8_all_gather:
+            words.append("gathered in high precision")
+        if self.keep_x != AUTO:
+            words.append(f"keep_x={self.keep_x}")
+        return ", ".join([*words, *filter(None, (guest.deviation(self) for guest in sockets.guests))])
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         """What torch calls in place of ``forward`` while ``torch.jit.trace`` records."""
@@ -206,7 +202,7 @@ class Float8Linear(torch.nn.Linear):
         raise jit_error(self.fqn, "scripted")
 
     def extra_repr(self) -> str:
-        """Features, and ``how``."""
+        """nn.Linear's, and ``how``."""
         return f"{super().extra_repr()}, {self.how}"
 
 

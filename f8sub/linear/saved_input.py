@@ -62,8 +62,8 @@ def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
     if columnwise is None or keep_x in (AUTO, FLOAT8):
         return None
     if keep_x == HIGH_PRECISION:
-        if rowwise is None and recipe.delayed is not None:
-            return "its fprop does not cast x, whose amax delayed scaling takes in forward"
+        if rowwise is None and recipe.scaling is not None:
+            return f"its fprop does not cast x, whose amax {type(recipe.scaling).__name__} takes in forward"
         return None
     if rowwise is None:
         return "its fprop does not cast x, so that there are no codes to derive any from"

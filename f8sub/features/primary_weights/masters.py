@@ -4,14 +4,31 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.sockets import LayerGuest, guests
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
 from f8sub.weights.record import Cell
 from f8sub.weights.weight import like_sharded, local_tensor, master_of, take_place
+
+
+class PrimaryLayers(LayerGuest):
+    """What primary weights add to what is said of their layers."""
+
+    @override
+    def alike(self, layer: Float8Linear) -> dict[str, str]:
+        return {"primary_weights": str(layer.converted.primary_weights)}
+
+    @override
+    def deviation(self, layer: Float8Linear) -> str | None:
+        return "primary weight" if isinstance(local_tensor(layer.weight), PrimaryWeight) else None
+
+
+guests.append(PrimaryLayers())
 
 
 def is_primary(parameter: torch.Tensor) -> bool:

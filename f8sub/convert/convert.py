@@ -25,8 +25,7 @@ from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.saved_input import AUTO
-from f8sub.linear.shared_input import close_scope, open_scope
+from f8sub.linear.saved_input import AUTO, close_scope, open_scope
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
@@ -79,14 +78,7 @@ def _no_scaling(layer: "Float8Linear", recipe: Recipe) -> Sources:
     )
 
 
-def _no_placement(
-    layer: "Float8Linear",
-    plan: Plan,
-    weight: DTensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    sources: Sources,
-) -> Placed:
+def _no_placement(layer: "Float8Linear", *forward: Any) -> Placed:
     raise Float8ConfigError(
         f"{layer.fqn}: its weight is a DTensor, and the feature of f8sub.features that runs such layers is not there"
     )
@@ -96,5 +88,5 @@ guests: list[LayerGuest] = []
 scaling: Callable[["Float8Linear", Recipe], Sources] = _no_scaling
 """The sources of a forward that begins now, by a recipe whose ``scaling`` is not None."""
 placement: Callable[..., Placed] = _no_placement
-"""Places a forward whose weight is a DTensor; takes what ``_no_placement`` does."""
+"""Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
 contexts = Contexts()

@@ -30,15 +30,7 @@ ADVICE = {
 
 
 class Chosen(NamedTuple):
-    """A layer that is to be converted.
-
-    Attributes:
-        module: the layer.
-        fqn: its name in the model.
-        plan: recipe and backends.
-        gathered: whether FSDP2 gathers its weight as float8.
-        keep_x: what it saves of x, one of ``KEEP_X``.
-    """
+    """A layer that is to be converted; ``gathered``: whether FSDP2 gathers its weight as float8."""
 
     module: torch.nn.Linear
     fqn: str

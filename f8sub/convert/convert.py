@@ -27,7 +27,7 @@ from f8sub.convert.filters import (
     layer_keep_x,
     layer_recipes,
 )
-from f8sub.convert.foreign_calls import refuse_foreign_recipe, refuse_unknown
+from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
 from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
@@ -80,8 +80,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         min_dim: leave layers as they are whose smaller dimension is below this. None for the default rule: 512, and
             no limit for a model that has more than a quarter of its FLOPs in smaller layers.
         strict: raise when no layer was converted; False warns instead.
-        float8_all_gather: FSDP2 gathers the weights as float8; False gathers them in high precision, as it is
-            done in any case for a recipe with a GEMM that reads the weight in high precision.
+        float8_all_gather: FSDP2 gathers weights as float8; False in high precision, as in any case those that a GEMM
+            of the recipe reads in high precision.
         backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
         primary_weights: the weights themselves become float8, 1 byte an element, and their high-precision values the
             masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
@@ -103,11 +103,11 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     """
     refuse_unknown(unknown, inspect.signature(convert_to_float8).parameters)
     selection = Selection(
-        recipes=layer_recipes(_recipe_of(recipe, recipe_name)),
+        recipes=layer_recipes(recipe_given(recipe, recipe_name)),
         kept=layer_keep_x(keep_x),
         skip=[skip] if isinstance(skip, str) else skip,
         filter_fqns=[filter_fqns] if isinstance(filter_fqns, str) else filter_fqns,
-        filter_fn=_all_of(filter_fn, module_filter_fn),
+        filter_fns=[given for given in (filter_fn, module_filter_fn) if given is not None],
         defaults=skip_defaults,
         min_dim=min_dim,
     )
@@ -299,19 +299,3 @@ def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
 def _warn(message: str) -> None:
     """Warn where ``convert_to_float8`` was called."""
     warnings.warn(message, Float8Warning, stacklevel=5)
-
-
-def _all_of(*filters: FilterFn | None) -> FilterFn | None:
-    given = [f for f in filters if f is not None]
-    return (lambda module, fqn: all(f(module, fqn) for f in given)) if given else None
-
-
-def _recipe_of(recipe: Any, recipe_name: str | None) -> Any:
-    """What was given under either name."""
-    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
-        raise Float8ConfigError(
-            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
-        )
-    given = recipe_name or recipe
-    refuse_foreign_recipe(given)
-    return given

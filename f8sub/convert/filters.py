@@ -58,12 +58,7 @@ class LayerChoices(Generic[Choice]):
         return self._other if pattern is None else self._choices[pattern]
 
     def idle_patterns(self, converted: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
-        """Patterns that decide for no converted layer, each with the reason.
-
-        Args:
-            converted: names of the converted layers.
-            others: names of all other linear layers, and why they are not converted.
-        """
+        """Patterns that decide for no ``converted`` layer, each with the reason; ``others`` are why others are not."""
         if not self._by_layer:
             return ()
         busy = {self._pattern_of(fqn) for fqn in converted}
@@ -107,16 +102,12 @@ def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a caller of ``convert_to_float8`` says about which layers are converted.
+    """What a caller of ``convert_to_float8`` says about which layers are converted, and to what.
 
     Attributes:
         recipes: which recipe each layer would get.
         kept: what each would keep of x.
-        skip: glob patterns; one that matches a run of whole segments of a layer's name skips it.
-        filter_fqns: strings; one that is a part of a layer's name skips it.
-        filter_fn: the caller's predicate, True to convert.
-        defaults: whether the layers of ``f8sub.convert.defaults`` stay as they are.
-        min_dim: see ``f8sub.convert.defaults.too_small``; None without ``defaults`` for no such limit.
+        skip: this and what follows as ``convert_to_float8`` takes them; ``defaults`` is its ``skip_defaults``.
 
     Raises:
         Float8ConfigError: a pattern that is no string, or a limit that is no number of features.
@@ -126,7 +117,7 @@ class Selection:
     kept: LayerChoices[str]
     skip: Sequence[str] = ()
     filter_fqns: Sequence[str] = ()
-    filter_fn: FilterFn | None = None
+    filter_fns: Sequence[FilterFn] = ()
     defaults: bool = True
     min_dim: int | None = None
 
@@ -165,7 +156,7 @@ class Selection:
             return f"filter_fqns={part!r}"
         if by_default is not None:
             return by_default
-        if self.filter_fn is not None and not self.filter_fn(module, fqn):
+        if not all(filter_fn(module, fqn) for filter_fn in self.filter_fns):
             return "filter_fn said no"
         if self.recipes.of(fqn) is None:
             return "no pattern of recipe matches it"

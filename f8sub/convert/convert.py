@@ -113,7 +113,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     )
     if enable_fsdp_float8_all_gather is not None:
         float8_all_gather = enable_fsdp_float8_all_gather
-    return _convert_selected(model, selection, backend, strict, float8_all_gather, primary_weights)
+    of_features = {"primary_weights": primary_weights}
+    return _convert_selected(model, selection, backend, strict, float8_all_gather, of_features)
 
 
 def _convert_selected(
@@ -122,7 +123,7 @@ def _convert_selected(
     backend: str,
     strict: bool,
     float8_all_gather: bool,
-    primary_weights: bool,
+    of_features: dict[str, bool],
 ) -> Model:
     refuse_sharded(model)
     refuse_other_recipe(model, selection.recipes)
@@ -143,11 +144,10 @@ def _convert_selected(
         return model
     refuse_tied_apart(model, chosen)
     check_keep_x(chosen)
-    given = {"primary_weights": primary_weights}
     for option, refuse in of_options.items():
-        if given[option]:
+        if of_features[option]:
             refuse(chosen)
-    conversion = Conversion(primary_weights, idle)
+    conversion = Conversion(**of_features, idle_patterns=idle)
     conversion.warn_of_reference([layer.plan for layer in chosen])
     for layer in chosen:
         _convert(layer, conversion)

@@ -73,14 +73,11 @@ def refuse_other_recipe(model: torch.nn.Module, recipes: LayerChoices[Recipe | N
 
 def refuse_tied_apart(model: torch.nn.Module, chosen: Sequence[Chosen]) -> None:
     """A weight is cast and gathered once, so all of its layers read the same codes."""
-    recipes = {layer.module: layer.plan.recipe for layer in chosen}
+    recipes: dict[torch.nn.Module, Recipe] = {layer.module: layer.plan.recipe for layer in chosen}
     readers: dict[int, tuple[str, Recipe]] = {}
     for fqn, module in model.named_modules():
-        if isinstance(module, Float8Linear):
-            recipe = module.plan.recipe
-        elif isinstance(module, torch.nn.Linear) and module in recipes:
-            recipe = recipes[module]
-        else:
+        recipe = module.plan.recipe if isinstance(module, Float8Linear) else recipes.get(module)
+        if recipe is None:
             continue
         other_fqn, other = readers.setdefault(id(module.weight), (fqn, recipe))
         if (recipe.formats("w"), recipe.scaling) != (other.formats("w"), other.scaling):

@@ -42,7 +42,7 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
-from f8sub.kernels.scales import GivenScale, LayerSource, PriorScale, ScaleSource, Sources
+from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource, Sources
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_saved_by_its_maker, saved_tensors_hook
@@ -121,8 +121,7 @@ def cast_x(
         free = is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
         how = HIGH_PRECISION if free else FLOAT8
     formats = rowwise, columnwise if how == FLOAT8 else None
-    source = sources.x
-    made = cast_or_share(x, matrix, formats, source, plan.any_layout, is_shared=not sources.distributed)
+    made = cast_or_share(x, matrix, formats, call)
     row = made.rowwise
     if how is None:
         return row or matrix, (), CODES
@@ -132,7 +131,7 @@ def cast_x(
         return row or matrix, present(made.columnwise).tensors, CODES
     if how == RECOMPUTE:
         return present(row), present(row).tensors, ROWWISE_CODES
-    prior = source.prior()
+    prior = sources.x.prior()
     if prior is None:
         return row or matrix, (x,), IN_HIGH_PRECISION
     # A copy: a feature may make another scale before backward.
@@ -219,28 +218,18 @@ def close_scope(module: torch.nn.Module, args: Any, output: Any) -> None:
             pass
 
 
-def _scope_of(x: torch.Tensor) -> _Scope | None:
-    if torch.compiler.is_compiling() or not _scopes.stack or x.is_inference():
-        return None
-    scope = _scopes.stack[-1]
-    return scope if scope.hook is saved_tensors_hook() else None
-
-
-def cast_or_share(
-    x: torch.Tensor,
-    matrix: torch.Tensor,
-    formats: Formats,
-    source: LayerSource,
-    any_layout: bool,
-    *,
-    is_shared: bool = True,
-) -> Quantized:
+def cast_or_share(x: torch.Tensor, matrix: torch.Tensor, formats: Formats, call: Call) -> Quantized:
     """Both operands of ``matrix``, or those of an earlier sibling that was given the same ``x``.
 
-    ``matrix`` is ``x`` as it is quantized, (M, K). Each sibling's source keeps the amax. Nothing is shared unless
-    ``is_shared``: siblings may have been given the same ``x``, and every write to it counts a version.
+    ``matrix`` is ``x`` as it is quantized, (M, K). Each sibling's source keeps the amax.
     """
-    scope = _scope_of(x) if is_shared else None
+    plan, _, sources = call
+    source, any_layout = sources.x, plan.any_layout
+    scope: _Scope | None = None
+    # Nobody counts all writes to the local tensor of a distributed x.
+    if not (torch.compiler.is_compiling() or sources.distributed or not _scopes.stack or x.is_inference()):
+        innermost = _scopes.stack[-1]
+        scope = innermost if innermost.hook is saved_tensors_hook() else None
     if scope is None:
         made = quantize(matrix, *formats, source, any_layout)
         event = None if torch.compiler.is_compiling() else next(_events)

@@ -61,7 +61,9 @@ class Recipe:
         dgrad: ``dx = dy @ w``; a = dy rowwise, b = w columnwise.
         wgrad: ``dw = dy.t() @ x``; a = dy columnwise, b = x columnwise.
         delayed: how scales are made of past amaxes; None for those of the current one.
-        keeps_amaxes: whether layers keep amaxes, of which later scales are made.
+
+    Attributes that follow:
+        scaling: what the scales are made of besides the current amax; None for nothing.
 
     Raises:
         Float8ConfigError: w's columnwise operand cannot be derived from its rowwise codes. A weight is cast
@@ -73,10 +75,10 @@ class Recipe:
     dgrad: GemmSpec
     wgrad: GemmSpec
     delayed: "DelayedScaling | None" = None
-    keeps_amaxes: bool = field(init=False, compare=False, repr=False)
+    scaling: "DelayedScaling | None" = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keeps_amaxes", self.delayed is not None)
+        object.__setattr__(self, "scaling", self.delayed)
         if self.delayed is not None:
             self.delayed.check(self)
         rowwise, columnwise = self.formats("w")

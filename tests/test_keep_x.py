@@ -200,7 +200,7 @@ REFUSED = {
     "no amax in fprop": (
         f8sub.get_recipe("delayed").with_high_precision(fprop=True),
         "high_precision",
-        "whose amax delayed scaling takes",
+        "whose amax DelayedScaling takes",
     ),
     "no such word": ("tensorwise", "bf16", "none of 'auto', 'float8', 'high_precision', 'recompute'"),
     "no pattern": ("tensorwise", {3: "auto"}, "keep_x for layers goes by glob patterns.*got 3"),

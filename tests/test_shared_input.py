@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.linear import shared_input
+from f8sub.linear import saved_input
 from tests import oracle
 from tests.counting import FLOAT8, Float8Work
 from tests.data_sets import gaussian, generator
@@ -53,7 +53,7 @@ def casts_of_x(run) -> int:
 @pytest.fixture(autouse=True)
 def no_scope_is_left_behind():
     yield
-    assert shared_input._scopes.stack == []
+    assert saved_input._scopes.stack == []
 
 
 def casts_of(recipe: str) -> int:
@@ -123,7 +123,7 @@ def test_nothing_is_kept_after_the_forward(recipe):
         return spy
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(shared_input, "quantize", spy_on(shared_input.quantize))
+    patch.setattr(saved_input, "quantize", spy_on(saved_input.quantize))
     x = x_of()
     x_alive = weakref.ref(x)
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_a_forward_that_raises_leaves_no_scope_behind():
     alive = weakref.ref(x)
     with pytest.raises(RuntimeError, match="stop"):
         model(x)
-    assert shared_input._scopes.stack == []
+    assert saved_input._scopes.stack == []
     del x
     gc.collect()
     assert alive() is None
@@ -267,10 +267,10 @@ def test_the_forward_after_an_interrupted_one_begins_afresh(error):
     for _ in range(3):
         with pytest.raises(error, match="stop"):
             model(x)
-    left = len(shared_input._scopes.stack)
+    left = len(saved_input._scopes.stack)
     del x
     gc.collect()
-    shared_input._scopes.stack.clear()
+    saved_input._scopes.stack.clear()
     assert alive() is None
     assert left == 1
 
@@ -285,7 +285,7 @@ def test_a_hook_that_raises_leaves_no_scope_behind():
     x = x_of()
     with pytest.raises(RuntimeError, match="stop"):
         model(x)
-    assert shared_input._scopes.stack == []
+    assert saved_input._scopes.stack == []
 
 
 def test_an_inner_forward_that_raises_and_is_caught():
@@ -366,4 +366,4 @@ def test_threads_have_scopes_of_their_own():
 
 def test_modules_with_one_converted_child_open_no_scope():
     model = made(model=nn.Sequential(nn.Sequential(nn.Linear(K, N)), nn.ReLU()))
-    assert shared_input.open_scope not in model[0]._forward_pre_hooks.values()
+    assert saved_input.open_scope not in model[0]._forward_pre_hooks.values()

@@ -10,23 +10,30 @@ from typing import Any, Never, TypeVar
 import torch
 
 from f8sub.convert.checks import (
+    SKIP_REASON,
+    Chosen,
     check_keep_x,
-    refuse_delayed,
-    refuse_high_precision,
+    of_options,
     refuse_other_recipe,
     refuse_sharded,
     refuse_tied_apart,
+    why_nothing,
 )
-from f8sub.convert.filters import FilterFn, LayerKeepX, LayerRecipes, RecipeOrName, Selection
-from f8sub.convert.foreign_calls import refuse_foreign_recipe, refuse_unknown
+from f8sub.convert.filters import (
+    IN_FLOAT8,
+    FilterFn,
+    RecipeOrName,
+    Selection,
+    layer_keep_x,
+    layer_recipes,
+)
+from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
 from f8sub.convert.linear_subclasses import float8_class, plain_class
-from f8sub.convert.nothing_converted import SKIP_REASON, why_nothing
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.saved_input import AUTO
-from f8sub.linear.shared_input import close_scope, open_scope
+from f8sub.linear.saved_input import AUTO, close_scope, open_scope
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
@@ -73,8 +80,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         min_dim: leave layers as they are whose smaller dimension is below this. None for the default rule: 512, and
             no limit for a model that has more than a quarter of its FLOPs in smaller layers.
         strict: raise when no layer was converted; False warns instead.
-        float8_all_gather: FSDP2 gathers the weights as float8; False gathers them in high precision, as it is
-            done in any case for a recipe with a GEMM that reads the weight in high precision.
+        float8_all_gather: FSDP2 gathers weights as float8; False in high precision, as in any case those that a GEMM
+            of the recipe reads in high precision.
         backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
         primary_weights: the weights themselves become float8, 1 byte an element, and their high-precision values the
             masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
@@ -96,48 +103,55 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     """
     refuse_unknown(unknown, inspect.signature(convert_to_float8).parameters)
     selection = Selection(
-        recipes=LayerRecipes(_recipe_of(recipe, recipe_name)),
+        recipes=layer_recipes(recipe_given(recipe, recipe_name)),
+        kept=layer_keep_x(keep_x),
         skip=[skip] if isinstance(skip, str) else skip,
         filter_fqns=[filter_fqns] if isinstance(filter_fqns, str) else filter_fqns,
-        filter_fn=_all_of(filter_fn, module_filter_fn),
+        filter_fns=[given for given in (filter_fn, module_filter_fn) if given is not None],
         defaults=skip_defaults,
         min_dim=min_dim,
     )
-    kept = LayerKeepX(keep_x)
     if enable_fsdp_float8_all_gather is not None:
         float8_all_gather = enable_fsdp_float8_all_gather
-    return _convert_selected(model, selection, kept, backend, strict, float8_all_gather, primary_weights)
+    of_features = {"primary_weights": primary_weights}
+    return _convert_selected(model, selection, backend, strict, float8_all_gather, of_features)
 
 
 def _convert_selected(
     model: Model,
     selection: Selection,
-    kept: LayerKeepX,
     backend: str,
     strict: bool,
     float8_all_gather: bool,
-    primary_weights: bool,
+    of_features: dict[str, bool],
 ) -> Model:
     refuse_sharded(model)
     refuse_other_recipe(model, selection.recipes)
-    names = _select(model, selection)
-    idle = _idle_patterns(model, names, selection, kept)
-    if not names:
+    modules = dict(model.named_modules())
+    linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    reasons = _reasons(modules, linears, selection)
+    idle = _idle_patterns(list(modules), reasons, selection)
+    # All plans before the first layer is converted: one that cannot be made leaves the model as it was.
+    chosen = []
+    for fqn, reason in reasons.items():
+        if reason is None and (recipe := selection.recipes.of(fqn)) is not None:
+            plan = Plan.make(recipe, _device_of(linears[fqn]), backend)
+            # A GEMM that reads the weight in high precision needs it gathered so.
+            gathered = float8_all_gather and None not in recipe.formats("w")
+            chosen.append(Chosen(linears[fqn], fqn, plan, gathered, selection.kept.of(fqn)))
+    if not chosen:
         _nothing_converted(model, strict)
         return model
-    plans = _plans(names, selection.recipes, backend)
-    refuse_tied_apart(model, names, plans)
-    check_keep_x(plans, names, kept)
-    # A GEMM that reads the weight in high precision needs it gathered so.
-    gathered = {m: float8_all_gather and None not in plan.recipe.formats("w") for m, plan in plans.items()}
-    if primary_weights:
-        refuse_delayed(plans, names)
-        refuse_high_precision(plans, names, gathered)
-    conversion = Conversion(primary_weights, idle)
-    conversion.warn_of_reference(plans.values())
-    for module, plan in plans.items():
-        _convert(module, names[module], plan, conversion, gathered[module], kept.of(names[module]))
-    _wrap_weights(list(names), conversion)
+    refuse_tied_apart(model, chosen)
+    check_keep_x(chosen)
+    for option, refuse in of_options.items():
+        if of_features[option]:
+            refuse(chosen)
+    conversion = Conversion(**of_features, idle_patterns=idle)
+    conversion.warn_of_reference([layer.plan for layer in chosen])
+    for layer in chosen:
+        _convert(layer, conversion)
+    _wrap_weights([layer.module for layer in chosen], conversion)
     _share_inputs(model)
     _watch(model, conversion)
     return model
@@ -166,49 +180,41 @@ def convert_from_float8(model: Model) -> Model:
             if isinstance(weight, Weight):
                 _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
-            if sockets.scaling is not None:
-                sockets.scaling.leave(module)
+            for guest in sockets.guests:
+                guest.left(module)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
     Conversion.forget(model)
     return model
 
 
-def _select(model: torch.nn.Module, selection: Selection) -> dict[torch.nn.Linear, str]:
-    """The layers to convert, by name; every other linear layer gets its reason."""
-    names: dict[torch.nn.Linear, str] = {}
-    owners: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
-    for fqn, module in model.named_modules():
+def _reasons(
+    modules: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Linear], selection: Selection
+) -> dict[str, str | None]:
+    """Why each linear layer is not converted, which is entered in the layer; None where it is."""
+    owners: dict[int, list[str]] = defaultdict(list)
+    for fqn, module in modules.items():
         for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append((module, fqn))
-        if isinstance(module, torch.nn.Linear):
-            names[module] = fqn
-    reasons = selection.reasons(model)
+            owners[id(parameter)].append(fqn)
+    reasons = selection.reasons(modules, linears)
     # A weight is gathered as float8 for all of its owners or for none.
-    converted = {module for module, reason in reasons.items() if reason is None}
-    for module in list(converted):
-        for owner, owner_fqn in owners[id(module.weight)]:
-            if owner not in converted and not isinstance(owner, Float8Linear):
-                reasons[module] = f"its weight is tied to {owner_fqn}, which stays in high precision"
-    for module, reason in reasons.items():
-        if reason is not None and not isinstance(module, Float8Linear):
-            setattr(module, SKIP_REASON, reason)
-    return {module: names[module] for module, reason in reasons.items() if reason is None}
+    float8 = {fqn for fqn, reason in reasons.items() if reason in IN_FLOAT8}
+    for fqn in [fqn for fqn, reason in reasons.items() if reason is None]:
+        if apart := [owner for owner in owners[id(linears[fqn].weight)] if owner not in float8]:
+            reasons[fqn] = f"its weight is tied to {apart[-1]}, which stays in high precision"
+    for fqn, reason in reasons.items():
+        if reason not in IN_FLOAT8:
+            setattr(linears[fqn], SKIP_REASON, reason)
+    return reasons
 
 
-def _idle_patterns(
-    model: torch.nn.Module, names: dict[torch.nn.Linear, str], selection: Selection, kept: LayerKeepX
-) -> tuple[str, ...]:
-    """Patterns that do nothing, after a warning about those of each option."""
-    converted, others = [], {}
-    for fqn, module in model.named_modules():
-        if module in names or isinstance(module, Float8Linear):
-            converted.append(fqn)
-        elif isinstance(module, torch.nn.Linear):
-            others[fqn] = getattr(module, SKIP_REASON)
-    found = selection.idle([fqn for fqn, _ in model.named_modules()])
+def _idle_patterns(names: list[str], reasons: dict[str, str | None], selection: Selection) -> tuple[str, ...]:
+    """Patterns that do nothing, after a warning about those of each option; ``names`` are those of all modules."""
+    converted = [fqn for fqn, reason in reasons.items() if reason in IN_FLOAT8]
+    others = {fqn: str(reason) for fqn, reason in reasons.items() if reason not in IN_FLOAT8}
+    found = selection.idle(names)
     if found:
         _warn("; ".join(found))
-    for choices in (selection.recipes, kept):
+    for choices in (selection.recipes, selection.kept):
         if idle := choices.idle_patterns(converted, others):
             found += idle
             _warn(
@@ -218,26 +224,14 @@ def _idle_patterns(
     return found
 
 
-def _plans(
-    names: dict[torch.nn.Linear, str], recipes: LayerRecipes, backend: str
-) -> dict[torch.nn.Linear, Plan]:
-    """All of them before the first layer is converted: one that cannot be made leaves the model as it was."""
-    return {
-        module: Plan.make(recipe, _device_of(module), backend)
-        for module, fqn in names.items()
-        if (recipe := recipes.of(fqn)) is not None
-    }
-
-
-def _convert(
-    module: Any, fqn: str, plan: Plan, conversion: Conversion, float8_all_gather: bool, keep_x: str
-) -> None:
+def _convert(layer: Chosen, conversion: Conversion) -> None:
+    module: Any = layer.module
     module.__class__ = float8_class(type(module))
-    module.plan, module.fqn, module.converted = plan, fqn or "(root)", conversion
-    module.float8_all_gather, module.keep_x = float8_all_gather, keep_x
+    module.plan, module.fqn, module.converted = layer.plan, layer.fqn or "(root)", conversion
+    module.float8_all_gather, module.keep_x = layer.gathered, layer.keep_x
     module.enter_weight()
-    if plan.recipe.keeps_amaxes:
-        sockets.scaling_of(plan.recipe).enter(module, plan.recipe)
+    for guest in sockets.guests:
+        guest.entered(module)
     module.__dict__.pop(SKIP_REASON, None)
 
 
@@ -305,19 +299,3 @@ def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
 def _warn(message: str) -> None:
     """Warn where ``convert_to_float8`` was called."""
     warnings.warn(message, Float8Warning, stacklevel=5)
-
-
-def _all_of(*filters: FilterFn | None) -> FilterFn | None:
-    given = [f for f in filters if f is not None]
-    return (lambda module, fqn: all(f(module, fqn) for f in given)) if given else None
-
-
-def _recipe_of(recipe: Any, recipe_name: str | None) -> Any:
-    """What was given under either name."""
-    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
-        raise Float8ConfigError(
-            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
-        )
-    given = recipe_name or recipe
-    refuse_foreign_recipe(given)
-    return given

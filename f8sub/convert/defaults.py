@@ -1,43 +1,13 @@
 """Which layers stay in high precision unless a user says otherwise: heads, routers, adapters, small layers."""
 
 import fnmatch
+import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
-
-HEAD, ROUTER, ADAPTER = "output head (default)", "router of experts (default)", "LoRA adapter (default)"
-"""The reasons, as reports show them."""
-
-ALWAYS_HEADS = ("lm_head",)
-"""Output heads wherever they stand: nothing else has this name."""
-
-HEADS = (
-    "output",  # torchtitan 0.2, Llama's reference code
-    "head",  # timm, GPT-style code
-    "heads",  # torchvision
-    "score",  # transformers' *ForSequenceClassification of decoders
-    "classifier",  # of encoders
-    "classification_head",  # of encoder-decoders
-    "embed_out",  # GPT-NeoX
-    "value_head",
-    "v_head",  # TRL
-    "reward_head",
-)
-"""Names of output heads that other layers have as well; ``output_heads`` says when they are one."""
-
-OWN_NAMES = ("output",)
-"""Of these, those that have to be the layer's own name: ``output.dense`` is a layer of BERT's blocks."""
-
-ROUTERS = ("router",)
-"""transformers and torchtitan call what chooses a mixture's experts so, or hold it in a module of that name."""
-
-GATES = ("gate", "gating", "*_gate")
-"""Names of routers that layers of a feed-forward have as well: they are routers beside experts."""
-
-ADAPTERS = ("lora_[ABab]", "lora_up", "lora_down", "lora_embedding_*", "lora_magnitude_vector")
-"""PEFT's names, torchtitan's and diffusers'."""
 
 MIN_DIM = 512
 """A layer gains nothing in float8 where its smaller dimension is below this.
@@ -54,7 +24,6 @@ Source: ``scripts/bench/small_layers.py`` on an H200, 2026-11-23: bf16's time ov
 Layers of LoRA's size, 16 to 64, have 0.37 to 0.58 of bf16's speed.
 """
 
-
 MOST_SMALL = 0.25
 """Share of a model's FLOPs in layers below ``MIN_DIM`` up to which these stay in high precision.
 
@@ -64,117 +33,143 @@ torchtitan's debug model of DeepSeek-V3, of 256 features, 48 %.
 """
 
 
-def default_reasons(model: torch.nn.Module, linears: Mapping[str, torch.nn.Linear]) -> dict[str, str]:
-    """The linear layers that stay in high precision for their name and place, with the reason of each.
+class Place(NamedTuple):
+    """One segment, ``segments[at]``, of a linear layer's name; modules and linear layers of its model by name."""
 
-    Args:
-        model: the model.
-        linears: all of its linear layers by name, in the model's order.
+    modules: Mapping[str, torch.nn.Module]
+    linears: Mapping[str, torch.nn.Linear]
+    segments: list[str]
+    at: int
+
+    def name(self, length: int) -> str:
+        """The layer's name, or that of a module around it: the first ``length`` segments."""
+        return ".".join(self.segments[:length])
+
+
+def _is_beside_experts(place: Place) -> bool:
+    around = place.modules[place.name(place.at)]
+    return any("expert" in name for name, _ in around.named_children())
+
+
+def _makes_outputs(place: Place) -> bool:
+    """Whether the module at that place is a head, and the layer makes its outputs.
+
+    - The module is not a part of a numbered block: of a list, or of a Sequential that has several of one class.
+    - No other linear layer comes after that module among those of its parent, other heads excepted.
+    - The head's next layer does not take what the layer makes, told by their sizes: hidden layers make no outputs.
     """
-    modules = dict(model.named_modules())
-    found = dict.fromkeys(output_heads(modules, linears), HEAD)
-    for fqn in linears:
-        segments = fqn.split(".")
-        if any(_is_one_of(segment, ADAPTERS) for segment in segments):
-            found[fqn] = ADAPTER
-        elif any(_is_router(modules, segments, i) for i in range(len(segments))):
-            found[fqn] = ROUTER
-    return found
-
-
-def too_small(linears: Iterable[torch.nn.Linear], min_dim: int | None) -> dict[torch.nn.Linear, str]:
-    """The layers whose smaller dimension is below ``min_dim``, with the reason of each.
-
-    Args:
-        linears: all layers that would be converted otherwise.
-        min_dim: None for ``MIN_DIM``, unless ``is_small`` says that the model is one to try float8 with: then none of
-            its layers is left out for its size.
-    """
-    sizes = {linear: (linear.in_features, linear.out_features) for linear in linears}
-    if min_dim is None and is_small(sizes.values()):
-        return {}
-    limit, why = (MIN_DIM, " (default)") if min_dim is None else (min_dim, "")
-    reason = f"smaller dimension below min_dim={limit}{why}"
-    return {linear: reason for linear, size in sizes.items() if min(size) < limit}
-
-
-def is_small(sizes: Collection[tuple[int, int]]) -> bool:
-    """Whether more than ``MOST_SMALL`` of the FLOPs are in layers whose smaller dimension is below ``MIN_DIM``.
-
-    Args:
-        sizes: features in and out of each layer.
-    """
-    below = sum(math.prod(size) for size in sizes if min(size) < MIN_DIM)
-    return below > sum(map(math.prod, sizes)) * MOST_SMALL
-
-
-def output_heads(
-    modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
-) -> Iterable[str]:
-    """Names of the layers that make a model's outputs.
-
-    A layer is one where a segment of its name is ``lm_head``; or is one of ``HEADS``, and
-
-    - no other linear layer comes after that module among those of its parent, other heads excepted,
-    - it is not a part of a numbered block: of a list, or of a Sequential that has several of one class, and
-    - the layer's outputs are not what the next layer of the head takes: hidden layers of a head are no outputs.
-
-    Args:
-        modules: all modules by name.
-        linears: all linear layers by name, in the model's order.
-    """
-    for fqn in linears:
-        segments = fqn.split(".")
-        for i, segment in enumerate(segments):
-            if segment in ALWAYS_HEADS or (
-                segment in HEADS
-                and (segment not in OWN_NAMES or i == len(segments) - 1)
-                and not _in_a_block(modules, segments[:i])
-                and _is_last(linears, segments[:i], segment)
-                and _makes_outputs(linears, ".".join(segments[: i + 1]), fqn)
-            ):
-                yield fqn
-                break
-
-
-def _is_last(linears: Mapping[str, torch.nn.Linear], parent: Sequence[str], name: str) -> bool:
-    """Whether no layer of the parent comes after those of its child ``name``, other heads excepted."""
-    depth = len(parent)
-    children = [
-        segments[depth]
-        for segments in (fqn.split(".") for fqn in linears)
-        if segments[:depth] == list(parent) and len(segments) > depth
-    ]
-    after = children[len(children) - children[::-1].index(name) :]
-    return all(child in HEADS or child in ALWAYS_HEADS for child in after)
-
-
-def _makes_outputs(linears: Mapping[str, torch.nn.Linear], head: str, fqn: str) -> bool:
-    """Whether no layer of the head takes what the layer ``fqn`` of it makes, told by their sizes."""
+    modules, linears, segments, at = place
+    for i in (i for i in range(at) if segments[i].isdigit()):
+        container, block = modules[place.name(i)], modules[place.name(i + 1)]
+        alike = [child for child in container.children() if type(child) is type(block)]
+        if not isinstance(container, torch.nn.Sequential) or len(alike) > 1:
+            return False
+    names = (name.split(".") for name in linears)
+    children = [name[at] for name in names if name[:at] == segments[:at] and len(name) > at]
+    if not HEADS.issuperset(children[len(children) - children[::-1].index(segments[at]) :]):
+        return False
+    head, fqn = place.name(at + 1), place.name(len(segments))
     own = [name for name in linears if name == head or name.startswith(f"{head}.")]
     following = dict(pairwise(own)).get(fqn)
     return following is None or linears[following].in_features != linears[fqn].out_features
 
 
-def _in_a_block(modules: Mapping[str, torch.nn.Module], segments: Sequence[str]) -> bool:
-    """Whether a module is in a numbered block: of a list, or of a Sequential that has several of one class."""
-    for i, segment in enumerate(segments):
-        if segment.isdigit():
-            container, block = modules[".".join(segments[:i])], modules[".".join(segments[: i + 1])]
-            alike = [child for child in container.children() if type(child) is type(block)]
-            if not isinstance(container, torch.nn.Sequential) or len(alike) > 1:
-                return True
-    return False
+class Rule(NamedTuple):
+    """Layers that stay in high precision.
+
+    Attributes:
+        reason: as reports show it.
+        names: glob patterns; one matches a segment of the layer's name.
+        holds: whether the layer is one of those, by the place of that segment.
+    """
+
+    reason: str
+    names: tuple[str, ...]
+    holds: Callable[[Place], bool] = lambda place: True
 
 
-def _is_router(modules: Mapping[str, torch.nn.Module], segments: Sequence[str], i: int) -> bool:
-    """Whether the module that ends with segment ``i`` chooses experts: by its name, or as a gate beside them."""
-    if segments[i] in ROUTERS:
-        return True
-    if not _is_one_of(segments[i], GATES):
-        return False
-    return any("expert" in name for name, _ in modules[".".join(segments[:i])].named_children())
+ADAPTER, ROUTER, HEAD = "LoRA adapter (default)", "router of experts (default)", "output head (default)"
+
+_MOSTLY_HEADS = (
+    "head",  # timm, GPT-style code
+    "heads",  # torchvision
+    "score",  # transformers' *ForSequenceClassification of decoders
+    "classifier",  # of encoders
+    "classification_head",  # of encoder-decoders
+    "embed_out",  # GPT-NeoX
+    "value_head",
+    "v_head",  # TRL
+    "reward_head",
+)
+
+RULES = (
+    # PEFT's names, torchtitan's and diffusers'.
+    Rule(ADAPTER, ("lora_[ABab]", "lora_up", "lora_down", "lora_embedding_*", "lora_magnitude_vector")),
+    # transformers and torchtitan call what chooses a mixture's experts so, or hold it in a module of that name.
+    Rule(ROUTER, ("router",)),
+    # Layers of a feed-forward have these names as well.
+    Rule(ROUTER, ("gate", "gating", "*_gate"), _is_beside_experts),
+    # Nothing else has this name.
+    Rule(HEAD, ("lm_head",)),
+    # torchtitan 0.2, Llama's reference code. It has to be the layer's own: BERT's blocks have an ``output.dense``.
+    Rule(HEAD, ("output",), lambda place: place.at == len(place.segments) - 1 and _makes_outputs(place)),
+    # Other layers have these names as well.
+    Rule(HEAD, _MOSTLY_HEADS, _makes_outputs),
+)
+"""The first that takes a layer says the reason."""
+
+HEADS = {name for rule in RULES if rule.reason == HEAD for name in rule.names}
 
 
-def _is_one_of(segment: str, patterns: Iterable[str]) -> bool:
+def default_reasons(
+    modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
+) -> dict[str, str]:
+    """The linear layers that stay in high precision for their name and place, with the reason of each.
+
+    Args:
+        modules: all modules of the model by name.
+        linears: all of its linear layers by name, in the model's order.
+    """
+    found = {}
+    for fqn in linears:
+        segments = fqn.split(".")
+        places = [Place(modules, linears, segments, at) for at in range(len(segments))]
+        taken_by = (
+            rule
+            for rule in RULES
+            for place in places
+            if _is_one_of(segments[place.at], rule.names) and rule.holds(place)
+        )
+        if rule := next(taken_by, None):
+            found[fqn] = rule.reason
+    return found
+
+
+def too_small(linears: Mapping[str, torch.nn.Linear], min_dim: int | None) -> dict[str, str]:
+    """The layers whose smaller dimension is below ``min_dim``, with the reason of each.
+
+    Args:
+        linears: all layers that would be converted otherwise, by name.
+        min_dim: None for ``MIN_DIM``, unless ``is_small`` says that the model is one to try float8 with: then none of
+            its layers is left out for its size.
+    """
+    sizes = {fqn: (linear.in_features, linear.out_features) for fqn, linear in linears.items()}
+    if min_dim is None and is_small(sizes.values()):
+        return {}
+    limit, why = (MIN_DIM, " (default)") if min_dim is None else (min_dim, "")
+    reason = f"smaller dimension below min_dim={limit}{why}"
+    return {fqn: reason for fqn, size in sizes.items() if min(size) < limit}
+
+
+def is_small(sizes: Collection[tuple[int, int]]) -> bool:
+    """Whether more than ``MOST_SMALL`` of the FLOPs are in layers whose smaller dimension is below ``MIN_DIM``.
+
+    ``sizes`` are the features in and out of each layer.
+    """
+    below = sum(math.prod(size) for size in sizes if min(size) < MIN_DIM)
+    return below > sum(map(math.prod, sizes)) * MOST_SMALL
+
+
+@functools.cache
+def _is_one_of(segment: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(segment, pattern) for pattern in patterns)

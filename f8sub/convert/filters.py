@@ -22,6 +22,11 @@ RecipeOrName = Recipe | str
 
 Choice = TypeVar("Choice")
 
+ALREADY = "already converted"
+
+IN_FLOAT8 = (None, ALREADY)
+"""What ``Selection.reasons`` says of layers that are converted now, or were before."""
+
 
 class LayerChoices(Generic[Choice]):
     """An option of each layer: one for all, or that of the first glob pattern that matches its name.
@@ -30,13 +35,14 @@ class LayerChoices(Generic[Choice]):
         option: what is chosen, for errors.
         given: the choice, or a mapping from patterns (see ``matches``) to choices.
         read: what makes a choice of what was given.
+        other: the choice of a layer that no pattern matches.
 
     Raises:
         Float8ConfigError: a key that is no pattern, or what ``read`` raises.
     """
 
-    def __init__(self, option: str, given: Any, read: Callable[[Any], Choice]) -> None:
-        self.option = option
+    def __init__(self, option: str, given: Any, read: Callable[[Any], Choice], other: Choice) -> None:
+        self.option, self._other = option, other
         self._by_layer = isinstance(given, Mapping)
         by_pattern = given if isinstance(given, Mapping) else {"*": given}
         if unknown := [pattern for pattern in by_pattern if not isinstance(pattern, str)]:
@@ -46,97 +52,72 @@ class LayerChoices(Generic[Choice]):
             )
         self._choices = {pattern: read(chosen) for pattern, chosen in by_pattern.items()}
 
-    def pattern_of(self, fqn: str) -> str | None:
-        """The pattern that decides for a layer; None where none matches."""
-        return next((pattern for pattern in self._choices if matches(pattern, fqn)), None)
-
-    def of(self, fqn: str) -> Choice | None:
-        """A layer's choice; None where no pattern matches."""
-        pattern = self.pattern_of(fqn)
-        return None if pattern is None else self._choices[pattern]
+    def of(self, fqn: str) -> Choice:
+        """A layer's choice."""
+        pattern = self._pattern_of(fqn)
+        return self._other if pattern is None else self._choices[pattern]
 
     def idle_patterns(self, converted: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
-        """Patterns that decide for no converted layer, each with the reason.
-
-        Args:
-            converted: names of the converted layers.
-            others: names of all other linear layers, and why they are not converted.
-        """
+        """Patterns that decide for no ``converted`` layer, each with the reason; ``others`` are why others are not."""
         if not self._by_layer:
             return ()
-        busy = {self.pattern_of(fqn) for fqn in converted}
-        return tuple(
-            f"{pattern!r} {self._why_idle(pattern, converted, others)}"
-            for pattern in self._choices
-            if pattern not in busy
-        )
+        busy = {self._pattern_of(fqn) for fqn in converted}
+        idle = [pattern for pattern in self._choices if pattern not in busy]
+        return tuple(f"{pattern!r} {self._why_idle(pattern, converted, others)}" for pattern in idle)
+
+    def _pattern_of(self, fqn: str) -> str | None:
+        return next((pattern for pattern in self._choices if matches(pattern, fqn)), None)
 
     def _why_idle(self, pattern: str, converted: Sequence[str], others: Mapping[str, str]) -> str:
         if taken := next((fqn for fqn in converted if matches(pattern, fqn)), None):
-            return f"matches only layers that an earlier pattern matches too ({self.pattern_of(taken)!r} {taken})"
+            return f"matches only layers that an earlier pattern matches too ({self._pattern_of(taken)!r} {taken})"
         if left := next((fqn for fqn in others if matches(pattern, fqn)), None):
             return f"matches no layer that is converted ({left}: {others[left]})"
         return with_nearest("matches no linear layer", pattern, [*converted, *others])
 
 
-class LayerRecipes(LayerChoices[Recipe]):
-    """The recipe of each layer; none where no pattern matches, and the layer stays in high precision.
-
-    Args:
-        recipe: a recipe, its name, or a mapping from patterns to either.
+def layer_recipes(recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> LayerChoices[Recipe | None]:
+    """The recipe of each layer; None where no pattern matches, and the layer stays in high precision.
 
     Raises:
         Float8ConfigError: an unknown recipe, or a key that is no pattern.
     """
-
-    def __init__(self, recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> None:
-        super().__init__("recipe", recipe, get_recipe)
+    return LayerChoices("recipe", recipe, get_recipe, None)
 
 
-class LayerKeepX(LayerChoices[str]):
-    """What each layer keeps of x; "auto" where no pattern matches.
-
-    Args:
-        keep_x: one of ``KEEP_X``, or a mapping from patterns to them.
+def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:
+    """What each layer keeps of x, one of ``KEEP_X``; "auto" where no pattern matches.
 
     Raises:
         Float8ConfigError: another word, or a key that is no pattern.
     """
 
-    def __init__(self, keep_x: str | Mapping[str, str]) -> None:
-        super().__init__("keep_x", keep_x, _read_keep_x)
+    def read(chosen: Any) -> str:
+        if chosen not in KEEP_X:
+            raise Float8ConfigError(f"keep_x={chosen!r} is none of {', '.join(map(repr, KEEP_X))}")
+        return str(chosen)
 
-    def of(self, fqn: str) -> str:
-        """A layer's choice."""
-        return super().of(fqn) or AUTO
-
-
-def _read_keep_x(chosen: Any) -> str:
-    if chosen not in KEEP_X:
-        raise Float8ConfigError(f"keep_x={chosen!r} is none of {', '.join(map(repr, KEEP_X))}")
-    return str(chosen)
+    return LayerChoices("keep_x", keep_x, read, AUTO)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a caller of ``convert_to_float8`` says about which layers are converted.
+    """What a caller of ``convert_to_float8`` says about which layers are converted, and to what.
 
     Attributes:
         recipes: which recipe each layer would get.
-        skip: glob patterns; one that matches a run of whole segments of a layer's name skips it.
-        filter_fqns: strings; one that is a part of a layer's name skips it.
-        filter_fn: the caller's predicate, True to convert.
-        defaults: whether the layers of ``f8sub.convert.defaults`` stay as they are.
-        min_dim: see ``f8sub.convert.defaults.too_small``; None without ``defaults`` for no such limit.
+        kept: what each would keep of x.
+        skip: this and what follows as ``convert_to_float8`` takes them; ``defaults`` is its ``skip_defaults``.
 
     Raises:
         Float8ConfigError: a pattern that is no string, or a limit that is no number of features.
     """
 
-    recipes: LayerRecipes
+    recipes: LayerChoices[Recipe | None]
+    kept: LayerChoices[str]
     skip: Sequence[str] = ()
     filter_fqns: Sequence[str] = ()
-    filter_fn: FilterFn | None = None
+    filter_fns: Sequence[FilterFn] = ()
     defaults: bool = True
     min_dim: int | None = None
 
@@ -147,15 +128,15 @@ class Selection:
         if self.min_dim is not None and (type(self.min_dim) is not int or self.min_dim < 0):
             raise Float8ConfigError(f"min_dim is a number of features or None, got {self.min_dim!r}")
 
-    def reasons(self, model: torch.nn.Module) -> dict[torch.nn.Linear, str | None]:
-        """Why each linear layer stays as it is, None where it is converted; ties aside."""
-        linears = {
-            fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)
-        }
-        by_default = default_reasons(model, linears) if self.defaults else {}
-        found = {module: self._why_not(module, fqn, by_default.get(fqn)) for fqn, module in linears.items()}
+    def reasons(
+        self, modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
+    ) -> dict[str, str | None]:
+        """Why each linear layer stays as it is, by name; None where it is converted. Ties aside."""
+        by_default = default_reasons(modules, linears) if self.defaults else {}
+        found = {fqn: self._why_not(module, fqn, by_default.get(fqn)) for fqn, module in linears.items()}
         if self.defaults or self.min_dim is not None:
-            found |= too_small([module for module, reason in found.items() if reason is None], self.min_dim)
+            left = {fqn: linears[fqn] for fqn, reason in found.items() if reason is None}
+            found |= too_small(left, self.min_dim)
         return found
 
     def idle(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -166,7 +147,7 @@ class Selection:
 
     def _why_not(self, module: torch.nn.Linear, fqn: str, by_default: str | None) -> str | None:
         if isinstance(module, Float8Linear):
-            return "already converted"
+            return ALREADY
         if reason := why_not_class(module):
             return reason
         if pattern := next((p for p in self.skip if matches(p, fqn)), None):
@@ -175,7 +156,7 @@ class Selection:
             return f"filter_fqns={part!r}"
         if by_default is not None:
             return by_default
-        if self.filter_fn is not None and not self.filter_fn(module, fqn):
+        if not all(filter_fn(module, fqn) for filter_fn in self.filter_fns):
             return "filter_fn said no"
         if self.recipes.of(fqn) is None:
             return "no pattern of recipe matches it"

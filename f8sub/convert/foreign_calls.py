@@ -6,6 +6,7 @@ from typing import Any
 
 from f8sub.errors import Float8ConfigError
 from f8sub.recipe import Recipe, recipe_names
+from f8sub.recipes import DEFAULT
 
 CALL = "f8sub.convert_to_float8(model, recipe='tensorwise', filter_fn=lambda module, fqn: ..., float8_all_gather=True)"
 
@@ -23,11 +24,7 @@ MEANT = {
 
 
 def refuse_unknown(unknown: Mapping[str, Any], options: Iterable[str]) -> None:
-    """Refuse keywords that ``convert_to_float8`` does not have.
-
-    Raises:
-        Float8ConfigError: there is one; the message says what stands for it here.
-    """
+    """Refuse keywords that ``convert_to_float8`` does not have; the error says what stands for them here."""
     for name, value in unknown.items():
         meant = MEANT.get(name) or next(iter(difflib.get_close_matches(name, list(options), 1)), None)
         advice = f"use {meant}; " if meant else ""
@@ -36,14 +33,15 @@ def refuse_unknown(unknown: Mapping[str, Any], options: Iterable[str]) -> None:
         )
 
 
-def refuse_foreign_recipe(recipe: Any) -> None:
-    """Refuse what is neither a recipe nor the name of one, such as torchao's filter function or config.
-
-    Raises:
-        Float8ConfigError: it is; the message shows f8sub's call.
-    """
+def recipe_given(recipe: Any, recipe_name: str | None) -> Any:
+    """What was given under either name, unless it is none, such as torchao's filter function or config."""
+    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
+        raise Float8ConfigError(
+            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
+        )
+    recipe = recipe_name or recipe
     if isinstance(recipe, str | Recipe | Mapping):
-        return
+        return recipe
     if callable(recipe):
         raise Float8ConfigError(
             "the second argument of convert_to_float8 is the recipe, got a function; a filter is given by name: "

@@ -31,22 +31,12 @@ def name_of(alike: list[str]) -> str:
     return alike[0] if len(alike) == 1 else kind_of(alike[0])
 
 
-def nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Parts of names that look like a pattern that matches none of them, the most similar first.
-
-    Args:
-        pattern: what matches nothing.
-        names: what it could have matched. Only runs of as many segments as the pattern has are suggested.
-    """
+def with_nearest(message: str, pattern: str, names: Iterable[str]) -> str:
+    """A message about a pattern that matches none of ``names``, with the runs of their segments that look like it."""
     length = len(pattern.split("."))
     kinds = dict.fromkeys(map(kind_of, names))
     runs = dict.fromkeys(".".join(run) for kind in kinds for run in _runs(kind.split("."), length))
-    return difflib.get_close_matches(pattern, list(runs), MOST_SUGGESTIONS)
-
-
-def with_nearest(message: str, pattern: str, names: Iterable[str]) -> str:
-    """A message about such a pattern, with the nearest names."""
-    found = nearest(pattern, names)
+    found = difflib.get_close_matches(pattern, list(runs), MOST_SUGGESTIONS)
     return message + (f" (nearest: {', '.join(found)})" if found else "")
 
 

@@ -7,27 +7,28 @@ w  --quantize--> rowwise                   saved for backward: nothing; columnwi
 dy --quantize--> rowwise, columnwise
 
 - A plan (``kernels/gemm/select.py``) is the recipe and the backend of each GEMM.
-- Sources (``kernels/scales.py``) say where the scales of x, w and dy come from in one call: of the current amax, or of
-  what a feature made before. They are made in forward and used in backward.
-- ``kernels/quantize.py`` picks the kernel that casts; ``saved_input.py`` decides what backward has of x, and
-  ``shared_input.py`` casts an x once that several layers read.
+- Sources (``kernels/scales.py``) say how the scales of x, w and dy are made in one call: from the current amax, or from
+  what a feature made before. Forward makes them, and backward uses them too.
+- ``kernels/quantize.py`` picks the kernel that casts. ``saved_input.py`` decides what backward has of x, and casts an x
+  once that several layers read.
 - Features enter by ``sockets.py``: other scales, weights that are DTensors, other plans for a while.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
-from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
+from f8sub.formats import HIGH_PRECISION, Operand
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT_SOURCES, Sources
+from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
-from f8sub.linear.saved_input import AUTO, GemmInput, Kept, as_matrix, cast_x, present, x_columnwise
-from f8sub.linear.sockets import Placed, contexts, placed, sources_of
+from f8sub.linear.saved_input import AUTO, Call, GemmInput, Kept, cast_x, present, x_columnwise
+from f8sub.linear.sockets import contexts
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.product import multiply
@@ -41,8 +42,8 @@ from f8sub.weights.weight import Weight, exported, local_tensor
 class Float8Linear(torch.nn.Linear):
     """``nn.Linear`` whose three GEMMs run in float8; made by ``convert_to_float8``, by class swap.
 
-    x may be float32, bfloat16 or float16 with any leading dims, and need not have the weight's dtype: y has x's
-    dtype, or autocast's under ``torch.autocast``. The bias is added in high precision.
+    x is float32, bfloat16 or float16, with any leading dims, and need not have the weight's dtype. y has x's dtype, or
+    that of ``torch.autocast``. The bias is added in high precision.
 
     Attributes:
         plan: the recipe and the backend of each GEMM, where no context asks for another.
@@ -66,7 +67,7 @@ class Float8Linear(torch.nn.Linear):
                 f"{x.dtype} of shape {tuple(x.shape)}; convert it with .to(torch.bfloat16)"
             )
         weight: torch.Tensor = self.weight
-        # Tensor parallelism without DTensors leaves a rank its part of the weight, which reads a part of x.
+        # Not in_features: a rank may have a part of the weight, as a plain tensor, which reads a part of x.
         if x.dim() == 0 or x.size(-1) != weight.size(-1):
             raise Float8ShapeError(
                 f"{self.fqn}: expected an input of shape (..., {weight.size(-1)}), got {tuple(x.shape)}; look at what "
@@ -77,24 +78,24 @@ class Float8Linear(torch.nn.Linear):
         if self.plan.device.type != device:
             self.follow(x.device)
         plan = contexts.plan_of(self) if contexts.entered else self.plan
-        places: Placed | None = None
-        adds_bias = True
-        sources = sources_of(self, plan.recipe) if plan.recipe.keeps_amaxes else CURRENT_SOURCES
+        sources = CURRENT_SOURCES if plan.recipe.scaling is None else sockets.scaling(self, plan.recipe)
         bias: torch.Tensor | None = self.bias
+        adds_bias = True
+        whole: Callable[[torch.Tensor], torch.Tensor] | None = None
         if isinstance(weight, DTensor):
             if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
                 return _eagerly(self, x)
-            places = placed(self, weight, x)
-            sources, adds_bias = places.sources(self, plan, weight, x, sources), places.adds_bias
-            x, weight, bias = places.local(x, weight, bias)
+            placed = sockets.placement(self, plan, weight, x, bias, sources)
+            x, weight, bias, adds_bias, sources, whole = placed
         y: torch.Tensor
+        call = plan, dtype, sources
         if torch.is_grad_enabled():
-            y = apply(_Float8Matmul, x, weight, bias, plan, dtype, sources, self.keep_x, adds_bias)
+            y = apply(_Float8Matmul, x, weight, bias, call, self.keep_x, adds_bias)
         else:
-            y = fprop(x, weight, bias if adds_bias else None, plan, dtype, sources, None)[0]
+            y, _, _ = fprop(x, weight, bias if adds_bias else None, call, None)
         if contexts.entered:
             contexts.remember(self, plan, y)
-        return y if places is None else places.whole(y)
+        return y if whole is None else whole(y)
 
     def follow(self, device: torch.device) -> None:
         """Select backends anew where the layer came to a device of another type since it was converted.
@@ -120,8 +121,10 @@ class Float8Linear(torch.nn.Linear):
 
     def enter_weight(self) -> WeightRecord:
         """Enter the weight among those that were converted together."""
-        formats = (getattr(self.plan.recipe, gemm).b for gemm in ("fprop", "dgrad", "wgrad"))
-        format = next((format for format in formats if format is not None), None)
+        recipe = self.plan.recipe
+        format = next(
+            (spec.b for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad) if spec.b is not None), None
+        )
         return self.converted.add(self, "weight", self.fqn, format, self.float8_all_gather)
 
     def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
@@ -134,11 +137,10 @@ class Float8Linear(torch.nn.Linear):
             "dtype": str(self.weight.dtype),
             "recipe": recipe.name,
             **{gemm: _described(getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")},
-            "amax histories": str(recipe.delayed),
             "backends": f"{self.plan.fprop}, {self.plan.dgrad}, {self.plan.wgrad}",
             "float8_all_gather": str(self.float8_all_gather),
             "keep_x": self.keep_x,
-            "primary_weights": str(self.converted.primary_weights),
+            **{name: said for guest in sockets.guests for name, said in guest.alike(self).items()},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -162,8 +164,8 @@ class Float8Linear(torch.nn.Linear):
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
-        if sockets.scaling is not None:
-            sockets.scaling.loaded(self, state_dict, prefix)
+        for guest in sockets.guests:
+            guest.loaded(self, state_dict, prefix)
         if was_master:
             if not isinstance(local_tensor(self.weight), MasterWeight):
                 self._remake_master()
@@ -187,26 +189,23 @@ class Float8Linear(torch.nn.Linear):
     @property
     def how(self) -> str:
         """Recipe and backend, and what deviates from the defaults."""
-        local = local_tensor(self.weight)
-        deviations = {
-            "gathered in high precision": not self.float8_all_gather,
-            f"keep_x={self.keep_x}": self.keep_x != AUTO,
-            "primary weight": isinstance(local, Weight) and local.keeps_codes,
-        }
-        return ", ".join(
-            [self.plan.recipe.name, self.plan.described, *(w for w, is_so in deviations.items() if is_so)]
-        )
+        words = [self.plan.recipe.name, self.plan.described]
+        if not self.float8_all_gather:
+            words.append("gathered in high precision")
+        if self.keep_x != AUTO:
+            words.append(f"keep_x={self.keep_x}")
+        return ", ".join([*words, *filter(None, (guest.deviation(self) for guest in sockets.guests))])
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What torch calls in place of ``forward`` while ``torch.jit.trace`` records."""
+        # What torch calls in place of ``forward`` while ``torch.jit.trace`` records.
         raise jit_error(self.fqn, "traced")
 
     def __prepare_scriptable__(self) -> Any:
-        """What ``torch.jit.script`` asks each module for."""
+        # What ``torch.jit.script`` asks each module for.
         raise jit_error(self.fqn, "scripted")
 
     def extra_repr(self) -> str:
-        """Features, and ``how``."""
+        """nn.Linear's, and ``how``."""
         return f"{super().extra_repr()}, {self.how}"
 
 
@@ -224,22 +223,20 @@ class _Float8Matmul(torch.autograd.Function):
     """The three GEMMs over raw tensors."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913  (an autograd.Function takes no keywords)
+    def forward(
         ctx: Any,
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
-        plan: Plan,
-        dtype: torch.dtype,
-        sources: Sources,
+        call: Call,
         keep_x: str,
         adds_bias: bool,
     ) -> torch.Tensor:
         wanted = keep_x if ctx.needs_input_grad[1] else None
-        y, saved, ctx.kept = fprop(x, w, bias if adds_bias else None, plan, dtype, sources, wanted)
+        y, saved, ctx.kept = fprop(x, w, bias if adds_bias else None, call, wanted)
         ctx.save_for_backward(w, *saved)
-        ctx.plan, ctx.dtype, ctx.sources = plan, dtype, sources
-        ctx.w_row = None
+        ctx.call, ctx.w_row = call, None
+        plan, dtype, sources = call
         if isinstance(w, MasterWeight) and not sources.distributed:
             ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -251,12 +248,12 @@ class _Float8Matmul(torch.autograd.Function):
             raise NotImplementedError(
                 "a float8 linear layer is differentiated once; create_graph=True asks for twice"
             )
-        plan, recipe, dtype = ctx.plan, ctx.plan.recipe, ctx.dtype
+        plan, dtype, sources = ctx.call
+        recipe = plan.recipe
         need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
         w, *saved = ctx.saved_tensors
         matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
         rowwise, columnwise = recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
-        sources = ctx.sources
         dy_row, dy_col, amax = quantize(matrix, rowwise, columnwise, sources.dy, plan.any_layout)
         if amax is not None:
             sources.dy.keep(amax)
@@ -264,31 +261,24 @@ class _Float8Matmul(torch.autograd.Function):
         after = small_part_of(matrix, dy_row or dy_col if is_current else None)
         dx = dw = dbias = None
         if need_dx:
-            w_col = weight_columnwise(w, ctx.w_row, plan, dtype, after, sources)
+            w_col = weight_columnwise(w, ctx.w_row, ctx.call, after)
             dx = gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
         if need_dw:
-            x_col = x_columnwise(saved, ctx.kept, plan, dtype, after, sources.x)
+            x_col = x_columnwise(saved, ctx.kept, ctx.call, after)
             dw = gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, dbias, None, None, None, None, None
+        return dx, dw, dbias, None, None, None
 
 
 def fprop(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: Plan,
-    dtype: torch.dtype,
-    sources: Sources,
-    keep_x: str | None,
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: Call, keep_x: str | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Kept]:
-    """``y`` of ``x``'s leading dims, and what ``cast_x`` saves of ``x``."""
-    recipe = plan.recipe
-    x_row, saved, kept = cast_x(x, as_matrix(x, dtype), plan, sources, keep_x)
-    w_row = weight_rowwise(w, recipe.fprop.b, dtype, sources)
-    y = gemm(plan.fprop, recipe.fprop, x_row, w_row, dtype)
+    """``y`` with x's leading dims, and what ``cast_x`` saves of x."""
+    plan, dtype, _ = call
+    x_row, saved, kept = cast_x(x, call, keep_x)
+    y = gemm(plan.fprop, plan.recipe.fprop, x_row, weight_rowwise(w, call), dtype)
     if bias is not None:
         y = y + bias.to(dtype)
     if x.dim() != 2 or torch.compiler.is_compiling():
@@ -309,17 +299,14 @@ def gemm(
     return torch.mm(a, b.t().to(a.dtype)).to(out_dtype)
 
 
-def weight_rowwise(
-    w: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, sources: Sources
-) -> GemmInput:
-    """``w``'s rowwise operand: as gathered, as cast last, or cast now; high precision where ``format`` is None.
+def weight_rowwise(w: torch.Tensor, call: Call) -> GemmInput:
+    """``w``'s rowwise operand: as gathered, as cast last, or cast now; w itself where fprop is in high precision.
 
-    Args:
-        w: (N, K): unsharded by FSDP2 in float8, a master weight, or a plain tensor gathered in high precision.
-        format: fprop's format of w.
-        dtype: the GEMM's high-precision dtype; a weight is rounded to it before it is cast.
-        sources: of the call; a weight that was gathered in float8 has its scale already.
+    ``w``, (N, K), is unsharded by FSDP2 in float8, a master weight, or a plain tensor gathered in high precision. It is
+    rounded to the call's dtype before it is cast.
     """
+    plan, dtype, sources = call
+    format = plan.recipe.fprop.b
     if isinstance(w, Float8Tensor):
         return w.dequantize().to(dtype) if format is None else present(w.rowwise)
     if format is None:
@@ -331,29 +318,18 @@ def weight_rowwise(
     return quantize_rowwise(_plain(w, dtype), format, sources.w)
 
 
-def weight_columnwise(
-    w: torch.Tensor,
-    w_row: Operand | None,
-    plan: Plan,
-    dtype: torch.dtype,
-    after: torch.Tensor,
-    sources: Sources,
-) -> GemmInput:
+def weight_columnwise(w: torch.Tensor, w_row: Operand | None, call: Call, after: torch.Tensor) -> GemmInput:
     """``w``'s columnwise operand, always derived from its rowwise codes so that every way of sharding agrees.
 
     ``w_row`` is the operand that forward read, where something keeps it alive anyway.
     """
-    rowwise, columnwise = plan.recipe.fprop.b, plan.recipe.dgrad.b
+    plan, dtype, sources = call
+    columnwise = plan.recipe.dgrad.b
     if columnwise is None:
-        high_precision = w.dequantize() if isinstance(w, Float8Tensor) else w
-        return high_precision.to(dtype).t()
-    operand: GemmInput
-    if w_row is not None:
-        operand = w_row
-    else:
-        operand = (
-            present(w.rowwise) if isinstance(w, Float8Tensor) else weight_rowwise(w, rowwise, dtype, sources)
-        )
+        return (w.dequantize() if isinstance(w, Float8Tensor) else w).to(dtype).t()
+    if w_row is None and isinstance(w, Float8Tensor):
+        w_row = present(w.rowwise)
+    operand = weight_rowwise(w, call) if w_row is None else w_row
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, after, plan.any_layout)
     return present(quantize(_plain(operand, dtype), None, columnwise, sources.w).columnwise)

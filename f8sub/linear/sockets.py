@@ -1,62 +1,56 @@
-"""What features put into a layer's forward. Each is None where its feature is not there."""
+"""What features put into a layer: scales, forwards of DTensors, plans for a while, and what each says of the layer."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
-from f8sub.kernels.scales import CURRENT_SOURCES, Sources
+from f8sub.kernels.scales import Sources
 from f8sub.recipe import Recipe
 
 if TYPE_CHECKING:
     from f8sub.linear.float8_linear import Float8Linear
 
 
-class LayerScaling(Protocol):
-    """Where the scales of a layer come from under a recipe that does not take them of the current amax."""
+class LayerGuest:
+    """What a feature does for layers; a feature overrides what it needs."""
 
-    def enter(self, layer: "Float8Linear", recipe: Recipe) -> None:
-        """A layer was converted with such a recipe."""
+    def entered(self, layer: "Float8Linear") -> None:
+        """A layer was converted."""
 
-    def leave(self, layer: "Float8Linear") -> None:
+    def left(self, layer: "Float8Linear") -> None:
         """A layer is an ``nn.Linear`` again."""
-
-    def sources(self, layer: "Float8Linear", recipe: Recipe) -> Sources:
-        """The sources of a forward that begins now."""
 
     def loaded(self, layer: "Float8Linear", state_dict: dict[str, Any], prefix: str) -> None:
         """The layer's entries of a state dict were loaded."""
 
+    def alike(self, layer: "Float8Linear") -> dict[str, str]:
+        """What every rank must have alike of a layer, by its name in the error."""
+        return {}
 
-class Placed(Protocol):
-    """A forward of a layer whose weight is a DTensor: local matrices, and what their ranks do together."""
-
-    @property
-    def adds_bias(self) -> bool:
-        """Whether this rank adds the bias."""
-
-    def sources(
-        self, layer: "Float8Linear", plan: Plan, weight: DTensor, x: torch.Tensor, sources: Sources
-    ) -> Sources:
-        """``sources`` with amaxes that are reduced over the ranks that a tile reaches over."""
-
-    def local(
-        self, x: torch.Tensor, weight: DTensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """This rank's part of each."""
-
-    def whole(self, y: torch.Tensor) -> torch.Tensor:
-        """The DTensor that the local ``y`` is a part of."""
+    def deviation(self, layer: "Float8Linear") -> str | None:
+        """What ``repr`` and reports say of a layer that is not as usual."""
+        return None
 
 
-class Placement(Protocol):
-    """What runs layers whose weights are DTensors."""
+class Placed(NamedTuple):
+    """This rank's part of a forward whose weight is a DTensor.
 
-    def of(self, layer: "Float8Linear", weight: DTensor, x: torch.Tensor) -> Placed:
-        """The forward of a layer with an input."""
+    Attributes:
+        x: the local matrix; ``weight`` and ``bias`` likewise.
+        adds_bias: whether this rank adds the bias.
+        sources: those of the call, with amaxes that are reduced over the ranks that a tile reaches over.
+        whole: makes the DTensor that a local ``y`` is a part of.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    adds_bias: bool
+    sources: Sources
+    whole: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Contexts:
@@ -77,32 +71,22 @@ class Contexts:
         self.entered = False
 
 
-scaling: LayerScaling | None = None
-placement: Placement | None = None
+def _no_scaling(layer: "Float8Linear", recipe: Recipe) -> Sources:
+    raise RuntimeError(
+        f"recipe {recipe.name!r} needs the feature of f8sub.features that makes scales by {recipe.scaling}, which is "
+        "not there"
+    )
+
+
+def _no_placement(layer: "Float8Linear", *forward: Any) -> Placed:
+    raise Float8ConfigError(
+        f"{layer.fqn}: its weight is a DTensor, and the feature of f8sub.features that runs such layers is not there"
+    )
+
+
+guests: list[LayerGuest] = []
+scaling: Callable[["Float8Linear", Recipe], Sources] = _no_scaling
+"""The sources of a forward that begins now, by a recipe whose ``scaling`` is not None."""
+placement: Callable[..., Placed] = _no_placement
+"""Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
 contexts = Contexts()
-
-
-def sources_of(layer: "Float8Linear", recipe: Recipe) -> Sources:
-    """The sources of a layer's forward that begins now."""
-    # Of a layer's own forward asked there, too: every function that dynamo traces is one more guard.
-    return scaling_of(recipe).sources(layer, recipe) if recipe.keeps_amaxes else CURRENT_SOURCES
-
-
-def placed(layer: "Float8Linear", weight: DTensor, x: torch.Tensor) -> Placed:
-    """The forward of a layer whose weight is a DTensor.
-
-    Raises:
-        Float8ConfigError: the weight's and the input's placements do not go together.
-    """
-    if placement is None:
-        raise Float8ConfigError(
-            f"{layer.fqn}: its weight is a DTensor, and f8sub.features.tensor_parallel is not there"
-        )
-    return placement.of(layer, weight, x)
-
-
-def scaling_of(recipe: Recipe) -> LayerScaling:
-    """The feature that a recipe needs whose scales are not of the current amax."""
-    if scaling is None:
-        raise RuntimeError(f"recipe {recipe.name!r} needs f8sub.features.delayed, which is not there")
-    return scaling

@@ -103,33 +103,17 @@ def _view_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-@implements(aten.t.default)
+@implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Transposing moves no bytes: rowwise and columnwise trade places."""
-    tensor: Float8Tensor = args[0]
+    """Transposing moves no bytes: rowwise and columnwise trade places. ``tensor.T`` is a permutation."""
+    tensor, *dims = args
     if tensor.dim() != 2:
         return in_high_precision(func, args, kwargs)
-    out = Float8Tensor(tensor.columnwise, tensor.rowwise, tensor.dtype)
-    return return_and_correct_aliasing(func, args, kwargs, out)
-
-
-@implements(aten.transpose.int)
-def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, first, second = args
-    if tensor.dim() != 2:
-        return in_high_precision(func, args, kwargs)
+    first, second = (0, dims[0][0]) if func is aten.permute.default else dims or (0, 1)
     if first % 2 == second % 2:
         return aten.alias.default(tensor)
-    return aten.t.default(tensor)
-
-
-@implements(aten.permute.default)
-def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``tensor.T`` calls."""
-    tensor, dims = args
-    if tensor.dim() != 2:
-        return in_high_precision(func, args, kwargs)
-    return _transpose(aten.transpose.int, (tensor, 0, 1 if dims[0] % 2 else 0), kwargs)
+    out = Float8Tensor(tensor.columnwise, tensor.rowwise, tensor.dtype)
+    return return_and_correct_aliasing(func, args, kwargs, out)
 
 
 @implements(aten.copy_.default)
@@ -180,7 +164,7 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _frames_of_f8sub() -> int:
-    """How many frames of this package are on top of the stack, that of the caller the first."""
+    """How many frames of this package are on top of the stack, the caller's among them."""
     count = 0
     while sys._getframe(count + 1).f_globals.get("__name__", "").startswith("f8sub."):
         count += 1

@@ -19,12 +19,8 @@ OPS: dict[Any, Handler] = {}
 ANY_OTHER = "any other operator"
 """The entry of ``OPS`` for those that are not there."""
 
-_BUFFERS = tuple(
-    f"{usage}_{part}"
-    for usage in ("rowwise", "columnwise")
-    for part in ("data", "scale_inv", "global_scale_inv")
-)
-
+_PARTS = ("data", "scale_inv", "global_scale_inv")
+_BUFFERS = tuple(f"{usage}_{part}" for usage in ("rowwise", "columnwise") for part in _PARTS)
 _FORMATS = ("rowwise_format", "columnwise_format")
 
 
@@ -45,12 +41,13 @@ class Float8Tensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    rowwise_data: torch.Tensor | None
-    rowwise_scale_inv: torch.Tensor | None
+    # What torch.compile sees, by the names of _BUFFERS. All of a usage that is absent is None.
+    rowwise_data: Any
+    rowwise_scale_inv: Any
     rowwise_global_scale_inv: torch.Tensor | None
     rowwise_format: Float8Format | None
-    columnwise_data: torch.Tensor | None
-    columnwise_scale_inv: torch.Tensor | None
+    columnwise_data: Any
+    columnwise_scale_inv: Any
     columnwise_global_scale_inv: torch.Tensor | None
     columnwise_format: Float8Format | None
 
@@ -62,7 +59,7 @@ class Float8Tensor(torch.Tensor):
         dtype: torch.dtype,
         leading: Sequence[int] | None = None,
     ) -> "Float8Tensor":
-        """Wrap operands; the shape is theirs, or that of ``leading`` dims and theirs of columns."""
+        """Wrap operands; ``leading`` dims take the place of the rows in their shape."""
         shape: Sequence[int]
         if rowwise is not None:
             data, shape = rowwise.data, rowwise.shape
@@ -75,19 +72,10 @@ class Float8Tensor(torch.Tensor):
         self._set_usages(rowwise, columnwise)
         return self
 
-    def __init__(
-        self,
-        rowwise: Operand | None,
-        columnwise: Operand | None,
-        dtype: torch.dtype,
-        leading: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__()
-
     @property
     def rowwise(self) -> Operand | None:
         """Operand contracted along the last dimension, stored (rows, cols)."""
-        if self.rowwise_data is None or self.rowwise_scale_inv is None or self.rowwise_format is None:
+        if self.rowwise_format is None:
             return None
         return Operand(
             self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format, self.rowwise_global_scale_inv
@@ -96,11 +84,7 @@ class Float8Tensor(torch.Tensor):
     @property
     def columnwise(self) -> Operand | None:
         """Operand contracted along the first dimension, stored transposed: (cols, rows)."""
-        if (
-            self.columnwise_data is None
-            or self.columnwise_scale_inv is None
-            or self.columnwise_format is None
-        ):
+        if self.columnwise_format is None:
             return None
         return Operand(
             self.columnwise_data,
@@ -124,8 +108,7 @@ class Float8Tensor(torch.Tensor):
             columnwise: the same the other way round.
 
         Raises:
-            Float8ConfigError: both would be dropped, or deriving would round a second time; then quantize the
-                high-precision tensor for both usages instead.
+            Float8ConfigError: both would be dropped, or deriving would round a second time.
             Float8ShapeError: the rows of the usage to derive cannot be packed as the format asks.
         """
         row, col = self.rowwise, self.columnwise
@@ -144,11 +127,9 @@ class Float8Tensor(torch.Tensor):
     def map_buffers(
         self, fn: Callable[[torch.Tensor], torch.Tensor], leading: Sequence[int] | None = None
     ) -> "Float8Tensor":
-        """The same tensor with ``fn`` applied to every inner buffer: the one way handlers rebuild a tensor.
+        """The same tensor with ``fn`` applied to every inner buffer, and other ``leading`` dims where they are given.
 
-        Args:
-            fn: from buffer to buffer.
-            leading: all dims of its shape but the last, where they change.
+        The one way handlers rebuild a tensor.
         """
         row, col = (
             None if op is None else Operand.of(op.format, *map(fn, op.tensors))
@@ -184,7 +165,7 @@ class Float8Tensor(torch.Tensor):
         return Float8Tensor(row, col, dtype, outer_size[:-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickles: formats by name, so that ``torch.load(weights_only=True)`` needs no class but this one."""
+        # Formats by name, so that ``torch.load(weights_only=True)`` needs no class but this one.
         state = dict(vars(self))
         for name in _FORMATS:
             state[name] = None if state[name] is None else state[name].name
@@ -204,7 +185,6 @@ class Float8Tensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look ``func`` up in the table."""
         handler = OPS.get(func) or OPS[ANY_OTHER]
         if torch.is_inference_mode_enabled() and describe(func).is_view:
             # There too a view of a tensor that was made outside is no inference tensor.

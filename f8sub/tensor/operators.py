@@ -8,7 +8,7 @@ class Operator(NamedTuple):
 
     Attributes:
         func: the operator itself, kept alive because it is looked up by identity.
-        written: (position, name) of every argument that its schema says it writes to.
+        written: (position, name) of every argument that it writes to.
         is_view: whether its result shares the first argument's storage.
     """
 

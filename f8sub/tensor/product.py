@@ -1,8 +1,8 @@
 """A float8 GEMM that dispatch modes see as ``aten.mm``.
 
-A selective checkpointing policy is a dispatch mode with a list of operators to save. What runs a float8 GEMM, torch's
-``_scaled_mm`` or an operator of a backend, is in few lists; ``aten.mm`` is in all of them. So where a mode looks on,
-two Float8Tensors are multiplied by ``aten.mm``, whose ``__torch_dispatch__`` runs below the mode.
+A selective checkpointing policy is a dispatch mode with a list of operators to save. All lists have ``aten.mm``; few
+have what runs a float8 GEMM, ``_scaled_mm`` or an operator of a backend. So where a mode looks on, two Float8Tensors
+are multiplied by ``aten.mm``, whose ``__torch_dispatch__`` runs below the mode.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ def multiply(
     if torch.compiler.is_compiling():
         enter_graph_functions()
         formats = a.format.name, b.format.name
-        return _in_graph(backend, out_dtype, fast_accum, *formats, len(a.tensors), *a.tensors, *b.tensors)
+        return _in_graph(backend, out_dtype, fast_accum, formats, len(a.tensors), *a.tensors, *b.tensors)
     if is_watched():
         return _as_mm(backend, a, b, out_dtype, fast_accum, traced=False)
     return gemm_nt(backend, a, b, out_dtype, fast_accum)
@@ -48,14 +48,13 @@ def _in_graph(
     backend: str,
     out_dtype: torch.dtype,
     fast_accum: bool,
-    a_format: str,
-    b_format: str,
-    tensors_of_a: int,
+    formats: tuple[str, str],
+    split: int,
     *tensors: torch.Tensor,
 ) -> torch.Tensor:
     """One node to dynamo, which cannot make a Float8Tensor in its graph; AOT autograd traces what is in it."""
-    a = Operand.of(Float8Format.parse(a_format), *tensors[:tensors_of_a])
-    b = Operand.of(Float8Format.parse(b_format), *tensors[tensors_of_a:])
+    a_format, b_format = map(Float8Format.parse, formats)
+    a, b = Operand.of(a_format, *tensors[:split]), Operand.of(b_format, *tensors[split:])
     return _as_mm(backend, a, b, out_dtype, fast_accum, traced=True)
 
 

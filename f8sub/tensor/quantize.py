@@ -18,9 +18,9 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Float8Tensor:
-    """Quantize a matrix with scales of its own current amax; of delayed scaling, as a layer does in its first step.
+    """Quantize a matrix with scales of its own current amax, as a layer does in its first step.
 
-    There is no past then: the scale is of the current amax, with the recipe's headroom, ``DelayedScaling.margin_of``.
+    A recipe whose scales are of the past leaves the headroom that it gives a first scale.
 
     Args:
         x: (rows, cols), float32, bfloat16 or float16; parameters and master weights too. Not differentiated.
@@ -53,8 +53,8 @@ def quantize(
         recipe = get_recipe(format_or_recipe)
         formats = recipe.formats(operand)
         derive = operand == "w"
-        if recipe.delayed is not None:
-            margin = recipe.delayed.margin_of(operand)
+        if recipe.scaling is not None:
+            margin = recipe.scaling.margin_of(operand)
             none_yet = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
             source = GivenScale(PriorScale(none_yet, margin, covers=derive))
     row, col = formats[0] if rowwise else None, formats[1] if columnwise else None

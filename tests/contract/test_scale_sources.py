@@ -11,7 +11,7 @@ from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.gemm.block_scales import unflat
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, CurrentScales, GivenScale, LayerSource, PriorScale, ScaleSource
-from f8sub.linear.shared_input import Formats
+from f8sub.linear.saved_input import Formats
 from tests import oracle
 from tests.compiling import Compiler
 from tests.data_sets import generator, lognormal, row_outliers

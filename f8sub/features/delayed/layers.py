@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.delayed.state import ScalingState
@@ -62,25 +63,19 @@ def state_of(layer: Float8Linear, recipe: Recipe) -> ScalingState:
     return state
 
 
-class DelayedLayers:
-    """The ``LayerScaling`` of recipes with delayed scaling."""
+class DelayedLayers(sockets.LayerGuest):
+    """What delayed scaling does for layers whose recipe has it."""
 
-    def enter(self, layer: Float8Linear, recipe: Recipe) -> None:
-        """Begin the histories."""
-        state_of(layer, recipe)
+    @override
+    def entered(self, layer: Float8Linear) -> None:
+        if layer.plan.recipe.delayed is not None:
+            state_of(layer, layer.plan.recipe)
 
-    def leave(self, layer: Float8Linear) -> None:
-        """Forget them."""
+    @override
+    def left(self, layer: Float8Linear) -> None:
         layer._modules.pop(_STATES, None)
 
-    def sources(self, layer: Float8Linear, recipe: Recipe) -> Sources:
-        """Those of the layer's state; amaxes of a forward in training count."""
-        state = state_of(layer, recipe)
-        if not torch.compiler.is_compiling():
-            state.notice_writes()
-        frozen = layer.training and not layer.weight.requires_grad
-        return state.sources(stage=torch.is_grad_enabled() and layer.training, frozen=frozen)
-
+    @override
     def loaded(self, layer: Float8Linear, state_dict: dict[str, Any], prefix: str) -> None:
         """Histories that a state dict with the weight lacks begin anew."""
         for index, state in enumerate(states_of(layer)):
@@ -88,5 +83,19 @@ class DelayedLayers:
             if f"{prefix}weight" in state_dict and not kept:
                 state.reset()
 
+    @override
+    def alike(self, layer: Float8Linear) -> dict[str, str]:
+        return {"amax histories": str(layer.plan.recipe.delayed)}
 
-sockets.scaling = DelayedLayers()
+
+def sources_of(layer: Float8Linear, recipe: Recipe) -> Sources:
+    """Those of the layer's state; amaxes of a forward in training count."""
+    state = state_of(layer, recipe)
+    if not torch.compiler.is_compiling():
+        state.notice_writes()
+    frozen = layer.training and not layer.weight.requires_grad
+    return state.sources(stage=torch.is_grad_enabled() and layer.training, frozen=frozen)
+
+
+sockets.guests.append(DelayedLayers())
+sockets.scaling = sources_of

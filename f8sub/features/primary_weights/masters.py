@@ -1,17 +1,56 @@
 """From converted weights in high precision to primary weights in float8, and to codes alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
+from f8sub.convert.checks import Chosen, of_options
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.sockets import LayerGuest, guests
+from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
 from f8sub.weights.record import Cell
 from f8sub.weights.weight import like_sharded, local_tensor, master_of, take_place
+
+
+class PrimaryLayers(LayerGuest):
+    """What primary weights add to what is said of their layers."""
+
+    @override
+    def alike(self, layer: Float8Linear) -> dict[str, str]:
+        return {"primary_weights": str(layer.converted.primary_weights)}
+
+    @override
+    def deviation(self, layer: Float8Linear) -> str | None:
+        return "primary weight" if isinstance(local_tensor(layer.weight), PrimaryWeight) else None
+
+
+guests.append(PrimaryLayers())
+
+
+def _refuse(chosen: Sequence[Chosen]) -> None:
+    """A primary weight is codes and nothing else, which are cast when its optimizer steps, by what it is then."""
+    for _, fqn, plan, _, _ in chosen:
+        if plan.recipe.delayed is not None:
+            raise Float8ConfigError(
+                f"primary_weights=True scales weights by their current amax, and {fqn} with recipe "
+                f"{plan.recipe.name!r} scales them by their past; choose one of the two, {DEFAULT!r} for instance"
+            )
+    for _, fqn, plan, gathered, _ in chosen:
+        if not gathered:
+            raise Float8ConfigError(
+                f"primary_weights=True keeps nothing but float8 codes of a weight, and {fqn} with recipe "
+                f"{plan.recipe.name!r} reads it in high precision, or float8_all_gather=False gathers it so; choose "
+                "one of the two"
+            )
+
+
+of_options["primary_weights"] = _refuse
 
 
 def is_primary(parameter: torch.Tensor) -> bool:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from f8sub.convert import nothing_converted
+from f8sub.convert import checks
+from f8sub.convert.checks import SKIP_REASON
 from f8sub.convert.defaults import MIN_DIM, is_small
-from f8sub.convert.nothing_converted import SKIP_REASON
 from f8sub.convert.patterns import kind_of, name_of
 from f8sub.features.report.other_weights import OtherWeights, active_share_of_linear, other_weights
 from f8sub.linear.float8_linear import Float8Linear
@@ -197,4 +197,4 @@ def _classes_of_others(model: torch.nn.Module) -> list[str]:
     return [other.detail.partition(":")[0] for other in other_weights(model)]
 
 
-nothing_converted.classes_of_others = _classes_of_others
+checks.classes_of_others = _classes_of_others

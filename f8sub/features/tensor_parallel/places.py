@@ -263,4 +263,22 @@ def _checked_cut(number: int, fqn: str, operand: OperandName, dim: int, whole: i
     return any(edge == ALL or bool(whole and part % edge) for edge in edges)
 
 
-sockets.placement = Places
+def place(
+    layer: "Float8Linear",
+    plan: Plan,
+    weight: DTensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    sources: Sources,
+) -> sockets.Placed:
+    """This rank's part of a forward.
+
+    Raises:
+        Float8ConfigError: see ``Places.of`` and ``Places.sources``.
+    """
+    places = Places.of(layer, weight, x)
+    of_parts = places.sources(layer, plan, weight, x, sources)
+    return sockets.Placed(*places.local(x, weight, bias), places.adds_bias, of_parts, places.whole)
+
+
+sockets.placement = place

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.config.override import override
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
@@ -20,6 +21,10 @@ from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.torchtitan.options import Options, convert
 from f8sub.features.torchtitan.scales import attach
 from f8sub.linear.float8_linear import Float8Linear
+
+__all__ = ["Float8Converter", "float8", "precompute_scales", "with_float8", "with_precompute_scales"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _like(option: dataclasses.Field[Any]) -> Any:
@@ -88,14 +93,33 @@ def with_precompute_scales(spec: ModelSpec) -> ModelSpec:
     return dataclasses.replace(spec, post_optimizer_build_fn=build_fn)
 
 
-def precompute_when_built(config: OptimizersContainer.Config) -> None:
-    """Have the optimizers that ``config`` builds make the scales after each step."""
+def _of_titan(function: Function) -> Function:
+    """Have torchtitan know an override by the module that users name: it goes by ``__module__``."""
+    function.__module__ = "f8sub.titan"
+    return function
+
+
+@override(target=BaseModel.Config, description="f8sub: linear layers in float8")
+@_of_titan
+def float8(config: BaseModel.Config, **options: Any) -> BaseModel.Config:
+    """The override that converts a model; ``options`` are those of ``Float8Converter.Config``."""
+    return Float8Converter(Float8Converter.Config(**options)).convert(config)
+
+
+@override(target=OptimizersContainer.Config, description="f8sub: scales after each step")
+@_of_titan
+def precompute_scales(config: OptimizersContainer.Config) -> OptimizersContainer.Config:
+    """The override with which scales are made, and converted weights checked, from when the optimizers are built.
+
+    Without it weights are checked at the first forward, and scales are made from the first optimizer step on.
+    """
 
     def attached(optimizers: OptimizersContainer) -> OptimizersContainer:
         attach(optimizers, optimizers.model_parts)
         return optimizers
 
     _then(config, attached)
+    return config
 
 
 def _then(config: Any, after: Callable[[Any], Any], **members: Any) -> None:

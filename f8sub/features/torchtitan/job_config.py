@@ -11,6 +11,8 @@ from f8sub.errors import Float8ConfigError
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.torchtitan.options import Options, convert
 
+__all__ = ["Float8ModelConverter", "JobConfig"]
+
 NAME = "f8sub"
 
 

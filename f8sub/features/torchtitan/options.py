@@ -8,7 +8,7 @@ import torch
 
 from f8sub.convert.convert import convert_to_float8
 from f8sub.convert.defaults import MIN_DIM
-from f8sub.convert.filters import LayerKeepX, LayerRecipes
+from f8sub.convert.filters import layer_keep_x, layer_recipes
 from f8sub.convert.linear_subclasses import extensions
 from f8sub.convert.patterns import kind_of
 from f8sub.errors import Float8ConfigError
@@ -61,8 +61,8 @@ class Options:
     keep_x: str | dict[str, str] = AUTO
 
     def __post_init__(self) -> None:
-        LayerRecipes(self.recipe)
-        LayerKeepX(self.keep_x)
+        layer_recipes(self.recipe)
+        layer_keep_x(self.keep_x)
         for name in ("filter_fqns", "skip"):
             value = getattr(self, name)
             if isinstance(value, str):

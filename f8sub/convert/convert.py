@@ -133,7 +133,7 @@ def _convert_selected(
     if primary_weights:
         refuse_delayed(plans, names)
         refuse_high_precision(plans, names, gathered)
-    conversion = Conversion(primary_weights, idle)
+    conversion = Conversion({"primary_weights": primary_weights, "idle_patterns": idle})
     conversion.warn_of_reference(plans.values())
     for module, plan in plans.items():
         _convert(module, names[module], plan, conversion, gathered[module], kept.of(names[module]))

@@ -34,8 +34,7 @@ from f8sub.tensor.product import multiply
 from f8sub.torch_compat import apply, autocast_dtype, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
-from f8sub.weights.record import WeightRecord
-from f8sub.weights.weight import Weight, exported, local_tensor
+from f8sub.weights.weight import Weight, WeightRecord, exported, local_tensor
 
 
 class Float8Linear(torch.nn.Linear):
@@ -138,7 +137,6 @@ class Float8Linear(torch.nn.Linear):
             "backends": f"{self.plan.fprop}, {self.plan.dgrad}, {self.plan.wgrad}",
             "float8_all_gather": str(self.float8_all_gather),
             "keep_x": self.keep_x,
-            "primary_weights": str(self.converted.primary_weights),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from f8sub.errors import Float8ConfigError
 from f8sub.torch_compat import is_capturing, untraced
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.exchange import Exchange
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import local_tensor
 
@@ -33,30 +32,27 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
     Raises:
         Float8ConfigError: a model that ``convert_to_float8`` never saw, or something that is no model; or a CUDA graph
             of sharded weights is captured.
-        Float8NumericsError: NaN or infinity was found in a weight by the previous call; names the layers. On every
-            rank alike, except for weights that are sharded and gathered in high precision: there on the ranks that
-            hold it. With delayed scaling in an x or a dy too, at the latest one call later.
+        Float8NumericsError: the previous call found NaN or infinity in a weight; names the layers. On every rank
+            alike, except for weights that are sharded and gathered in high precision: there on the ranks that hold
+            it. A recipe may look for it in x and dy too, and tells at the latest one call later.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """
     for conversion in _conversions(_parts_of(model)):
         conversion.refresh(asked=True)
         for exchange in conversion.exchanges.values():
-            _check_not_captured(exchange)
-        if Conversion.counts_steps:
-            for guest in conversion.guests:
-                guest.precompute()
+            shard = exchange.table.shards[0]
+            if is_capturing(shard.scales.amax):
+                raise Float8ConfigError(
+                    f"{shard.fqn}: precompute_scales(model) is called while a CUDA graph of its sharded weight is "
+                    "captured; capture forward and backward alone, and call it after each optimizer step, before the "
+                    "replay"
+                )
+        for guest in conversion.guests:
+            guest.precompute()
         for exchange in conversion.exchanges.values():
             exchange.request()
         for guest in conversion.guests:
             guest.requested()
-
-
-def _check_not_captured(exchange: Exchange) -> None:
-    if is_capturing(exchange.shards[0].amax):
-        raise Float8ConfigError(
-            f"{exchange.shards[0].fqn}: precompute_scales(model) is called while a CUDA graph of its sharded weight is "
-            "captured; capture forward and backward alone, and call it after each optimizer step, before the replay"
-        )
 
 
 def register_precompute_hook(
@@ -129,17 +125,22 @@ def _remove(function: Callable[..., None], module: torch.nn.Module) -> None:
 
 @functools.cache
 def watch_optimizer_steps() -> None:
-    """Have every optimizer of this process mark the weights that it changes, and count its steps.
+    """Have every optimizer of this process mark the weights that it changes.
 
-    Every rank steps its optimizer, so this is something all ranks know; and a compiled step bypasses the
-    dispatch that would mark the weights otherwise.
+    Every rank steps its optimizer, so this is something all ranks know; and a compiled step bypasses the dispatch that
+    would mark the weights otherwise.
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _mark_stale(optimizer, changed=not _has_closure(args, kwargs))
+    stepped = _stepped_by(optimizer)
+    for conversion, weights in stepped.items():
+        for guest in () if conversion is None else conversion.guests:
+            guest.before_step(optimizer, weights)
+    if not _has_closure(args, kwargs):
+        _mark_stale(stepped)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -150,11 +151,14 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 @untraced
 def _enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = _stepped_by(optimizer)
     if _has_closure(args, kwargs):
-        _mark_stale(optimizer)
+        _mark_stale(stepped)
     # An optimizer that steps others, as torchtitan's container does: their steps were entered.
     if Conversion.counts_steps and not hasattr(optimizer, "optimizers"):
-        _count_step(optimizer)
+        for conversion, weights in stepped.items():
+            for guest in () if conversion is None else conversion.guests:
+                guest.stepped(weights)
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
@@ -162,64 +166,28 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
-def _mark_stale(optimizer: torch.optim.Optimizer, *, changed: bool = True) -> None:
-    """Mark the weights that the optimizer is about to change, or has just changed.
-
-    Args:
-        optimizer: whose weights.
-        changed: False to refuse what cannot be stepped and mark nothing: ``_enter_step`` will.
-
-    Raises:
-        Float8ConfigError: a primary weight is stepped without its master.
-    """
-    conversions: set[Conversion] = set()
+def _stepped_by(optimizer: torch.optim.Optimizer) -> dict[Conversion | None, list[torch.Tensor]]:
+    """The parameters of an optimizer that are master weights, by their conversions."""
+    found = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             local = local_tensor(parameter)
-            if not isinstance(local, MasterWeight):
-                continue
-            conversion = None if local.record is None else local.record.conversion
-            if (
-                conversion is not None
-                and conversion.primary_weights
-                and not (local.cell.taken or hasattr(optimizer, "takes_masters"))
-                and parameter.requires_grad
-            ):
-                raise Float8ConfigError(
-                    f"{type(optimizer).__name__} steps a weight of shape {tuple(parameter.shape)} that was converted "
-                    "with primary_weights=True: wrap it in f8sub.optim.MasterWeights(optimizer), which keeps the "
-                    "high-precision master, or convert with primary_weights=False"
-                )
-            if not changed:
-                continue
-            local.mark_stale()
-            if conversion is not None:
-                conversions.add(conversion)
-    for conversion in conversions:
-        conversion.changes += 1
+            if isinstance(local, MasterWeight):
+                found[None if local.record is None else local.record.conversion].append(parameter)
+    return found
 
 
-def _count_step(optimizer: torch.optim.Optimizer) -> None:
-    """Enter which weights the optimizer has just changed.
-
-    Not before it changes them: LBFGS, and others that are given a closure, run the model within the step.
-    """
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    weights = [local for p in parameters if isinstance(local := local_tensor(p), MasterWeight)]
-    of_conversion = defaultdict(list)
-    for weight in weights:
-        if weight.record is not None and (conversion := weight.record.conversion) is not None:
-            of_conversion[conversion].append(weight.record)
-    for conversion, records in of_conversion.items():
-        conversion.count_step(records)
-    for conversion in of_conversion:
-        for guest in conversion.guests:
-            guest.counted()
+def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]]) -> None:
+    for conversion, weights in stepped.items():
+        for weight in weights:
+            local_tensor(weight).mark_stale()  # type: ignore[attr-defined]
+        if conversion is not None:
+            conversion.changes += 1
 
 
-_Conversions = list[weakref.ref[Conversion]]
-
-_walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, _Conversions]] = weakref.WeakKeyDictionary()
+_walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[weakref.ref[Conversion]]]] = (
+    weakref.WeakKeyDictionary()
+)
 """What ``_conversions`` found. A conversion may lead to the module, and is not held here."""
 
 
@@ -249,7 +217,7 @@ def _conversions(parts: list[torch.nn.Module]) -> list[Conversion]:
     Raises:
         Float8ConfigError: a module that was never converted.
     """
-    found: list[Conversion] = []
+    found: dict[Conversion, None] = {}
     for index, part in enumerate(parts):
         made, known = _walked.get(part, (-1, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
@@ -263,5 +231,5 @@ def _conversions(parts: list[torch.nn.Module]) -> list[Conversion]:
                     "fully_shard"
                 )
             _walked[part] = Conversion.made, [weakref.ref(conversion) for conversion in conversions]
-        found += [conversion for conversion in conversions if conversion not in found]
-    return found
+        found.update(dict.fromkeys(conversions))
+    return list(found)

@@ -18,9 +18,8 @@ from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, LayerSource
 from f8sub.tensor.operators import describe
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
-from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
-from f8sub.weights.weight import Weight, like_sharded
+from f8sub.weights.weight import Weight, WeightRecord, like_sharded
 
 aten = torch.ops.aten
 

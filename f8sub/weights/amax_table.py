@@ -25,16 +25,12 @@ _SLOT = 4
 class AmaxTable:
     """Flat float32 memory, the same on every rank, whose parts the shards and the unsharded weights look at.
 
-    Args:
-        shards: weights of one ``Shard.rule`` side by side.
-        regions: of guests.
-        device: type of the device that gathers.
-
     Attributes:
+        shards: weights of one ``Shard.rule`` side by side.
+        regions: of the guests, whose memory is ``parts``.
         whole: all that is reduced when regions are due: ``amax`` and then ``parts``.
         amax: the weights' amaxes, infinity for one that is not finite; and as the last entry a lane: 1 + the index of
             a weight that changed on some ranks only.
-        parts: of the regions.
     """
 
     def __init__(self, shards: Sequence[Shard], regions: Mapping[Guest, Region], device: str) -> None:
@@ -83,7 +79,7 @@ class AmaxTable:
             self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
     def _take_together(self) -> None:
-        """Take the amaxes that one launch takes of many shards; launches are kept while the shards stay in place."""
+        """Take the amaxes that kernels take of many shards; launches are kept while the shards stay in place."""
         masters = [shard.master for shard in self.shards]
         places = [(master.data_ptr(), master.shape, master.stride()) for master in masters]
         if places != self._places:
@@ -152,12 +148,7 @@ def _side_by_side(priors: Sequence[PriorScale]) -> PriorScale | None:
 
 
 class Findings:
-    """What one reduction met that is worth telling; on its way to the host, which does not wait for it.
-
-    Args:
-        table: reduced.
-        told: regions, each with what its ``read`` returned.
-    """
+    """What a reduction of a table met: NaN and infinity, weights that changed alone, and what regions ``read``."""
 
     def __init__(self, table: AmaxTable, told: Sequence[tuple[Region, torch.Tensor]]) -> None:
         amax = table.amax
@@ -166,11 +157,7 @@ class Findings:
         self._shards, self._regions = table.shards, [region for region, _ in told]
 
     def tell(self) -> None:
-        """Warn and raise as needed, on every rank alike.
-
-        Raises:
-            Float8NumericsError: NaN or infinity in a weight, or what a region tells of; names the layers.
-        """
+        """Warn, or raise Float8NumericsError with the names of the layers, on every rank alike."""
         found = self._copy.read()
         if not found.any():
             return

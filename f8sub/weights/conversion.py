@@ -39,11 +39,9 @@ class Conversion:
     are made.
 
     Attributes:
-        options: what features were asked for, by name; copies of the model have the same.
+        options: what features were asked for, by name.
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
-        exchanges: one for each process group that gathers weights, set of ranks that share their scales, and set of
-            all ranks that hold them.
-        guests: one of each feature.
+        exchanges: by ``group``, ``sharers`` and ``ranks`` of the weights' layouts.
     """
 
     made: ClassVar[int] = 0
@@ -87,7 +85,7 @@ class Conversion:
     def add(
         self, module: torch.nn.Module, name: str, fqn: str, format: Float8Format | None, gathered: bool
     ) -> WeightRecord:
-        """Enter the parameter ``name`` of a module, which is a ``WeightOwner``."""
+        """Enter the parameter ``name`` of a module, see ``WeightRecord.module``."""
         record = WeightRecord(self, module, name, fqn, format, gathered)
         self._records.setdefault(module, {})[name] = record
         return record
@@ -123,14 +121,10 @@ class Conversion:
             warnings.warn(message, Float8Warning, stacklevel=4)
 
     def refresh(self, *, asked: bool = False) -> None:
-        """Enter the weights that were sharded since the last look.
+        """Enter the weights that were sharded since the last look, which every rank knows.
 
-        Every rank knows which weights those are. That a known one got another local tensor, one rank alone may know
-        (FSDP2 pads the short shards anew), so nothing is communicated of that.
-
-        Args:
-            asked: this is because of a call that a rank may have forgotten, so nothing is begun together before
-                all ranks came. Else it is before an all-gather, which no rank can forget.
+        With ``asked`` this is because of a call that a rank may have forgotten, so nothing is begun together before all
+        ranks came. Else it is before an all-gather, which no rank can forget.
         """
         records = self.records
         new = [(record, record.parameter) for record in records if not record.entered]
@@ -138,7 +132,7 @@ class Conversion:
             self._enter(sorted(sharded, key=lambda each: each[0].fqn), asked)
         for record in records:
             if (shard := record.shard) is not None:
-                shard.follow(record)
+                shard.follow(record)  # as one rank alone may have to, so nothing is communicated
 
     def shard_of(self, record: WeightRecord) -> Shard:
         """The shard of a weight that is about to be gathered.

@@ -4,14 +4,11 @@
 
     every shard's amaxes, and the guests' regions -> one flat table -> all-reduce(MAX) -> scales, in place
 
-- ``precompute_scales`` (``precompute_scales.py``) asks every exchange of a model for a reduction. The hooks in that
-  file enter optimizer steps.
-- The amax table (``amax_table.py``) is flat float32 memory, the same on every rank. Shards and unsharded weights look
-  at its parts, so that scales that are written there are theirs.
+- ``precompute_scales.py`` asks every exchange of a model for a reduction, and enters optimizer steps.
+- The amax table (``amax_table.py``) is flat float32 memory. Shards and unsharded weights look at its parts, so that
+  scales that are written there are theirs. What is wrong with the weights is told one reduction later.
 - A region (``guests.py``) is a feature's part of the table. Regions that are due ride along. Such a reduction is over
   all ranks that hold the layers, HSDP's replicas too. Any other one is over the ranks that shard the weights.
-- Findings (``amax_table.py``) are what a reduction met that is worth telling: NaN, infinity, a weight that changed on
-  some ranks only. The next reduction tells them, so that nothing waits for the device.
 
 When the table is reduced is decided by what every rank knows, never by what one rank alone knows:
 
@@ -29,7 +26,7 @@ When the table is reduced is decided by what every rank knows, never by what one
 import enum
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -51,22 +48,19 @@ _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
 
 
-class Freshness(enum.Enum):
-    """The life of the scales, of which every rank knows the same: STALE, REDUCING, FRESH, and STALE again.
+_MISSED = (
+    "precompute_scales(model) was not called after the weights changed (optimizer.step() or load_state_dict); scales "
+    "are computed before the next all-gather instead: right, but not overlapped with anything. Call "
+    "f8sub.precompute_scales(model), or f8sub.register_precompute_hook(optimizer, model)"
+)
 
-    What one rank alone knows, that its shard was written to, is no part of it: see ``Shard.stale``.
-    """
+
+class Freshness(enum.Enum):
+    """The life of the scales, as every rank knows it; what one rank alone knows is ``Shard.stale``."""
 
     STALE = enum.auto()
     REDUCING = enum.auto()
     FRESH = enum.auto()
-
-
-class _Reduction(NamedTuple):
-    """An all-reduce under way (None on a single rank), and the regions in it."""
-
-    work: dist.Work | None
-    regions: list[tuple[Region, torch.Tensor]]
 
 
 class Exchange:
@@ -75,7 +69,6 @@ class Exchange:
     Attributes:
         layout: of one of the weights: the ranks that gather and share it.
         generation: number of reductions whose scales are in place.
-        table: the amaxes and scales of the shards, and the guests' regions.
     """
 
     def __init__(self, conversion: "Conversion", layout: ShardLayout) -> None:
@@ -84,7 +77,7 @@ class Exchange:
         self.generation = 0
         self.table = AmaxTable([], {}, "cpu")
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
-        self._under_way: _Reduction | None = None
+        self._under_way: tuple[dist.Work | None, list[tuple[Region, torch.Tensor]]] | None = None
         self._changes_covered = -1
         self._requests = 0
         self._requested = self._warned = False
@@ -92,10 +85,7 @@ class Exchange:
         self._findings: list[Findings] = []
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
-        """Lay out the table: shards of one format side by side, the same order on every rank.
-
-        Args:
-            records: of the weights, each with its shard.
+        """Lay out the table for these weights: shards of one format side by side, the same order on every rank.
 
         Raises:
             Float8ConfigError: some are new and others were gathered already; those read scales where they lie now.
@@ -127,7 +117,7 @@ class Exchange:
 
     @property
     def state(self) -> Freshness:
-        """Where the scales are in their life, as every rank knows."""
+        """Whether the scales are those of the weights as they are now."""
         if self._changes_covered != self.conversion.changes:
             return Freshness.STALE
         return Freshness.FRESH if self._under_way is None else Freshness.REDUCING
@@ -138,8 +128,7 @@ class Exchange:
         return self.state is Freshness.STALE or self.regions_due
 
     @property
-    def regions_due(self) -> bool:
-        """Whether a guest's region is due."""
+    def regions_due(self) -> bool:  # noqa: D102
         return any(region.due for region in self.table.regions.values())
 
     def request(self) -> None:
@@ -150,9 +139,8 @@ class Exchange:
         self._requested = False
         if not self.due:
             self._requests += 1
-            self._requested = not self.all_arrive(
-                self.layout.sharers, "request", self.generation, self._requests
-            )
+            point = "request", self.generation, self._requests
+            self._requested = not self.all_arrive(self.layout.sharers, *point)
         if not self._requested:
             self.reduce()
         if any(shard.in_a_graph for shard in self.table.shards):
@@ -161,11 +149,8 @@ class Exchange:
     def reduce(self, *, tell: bool = True) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
 
-        Args:
-            tell: False to leave what was found before to the next reduction.
-
         Raises:
-            Float8NumericsError: the reduction before this one found NaN or infinity.
+            Float8NumericsError: the reduction before found NaN or infinity; with ``tell=False`` the next one says so.
         """
         self.settle()
         if tell:
@@ -184,7 +169,7 @@ class Exchange:
             if len(ranks) > 1:
                 group = self.group_of(ranks).of_next_call()
                 work = dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group, async_op=True)
-        self._under_way = _Reduction(work, regions)
+        self._under_way = work, regions
         self._changes_covered = self.conversion.changes
         self._requested = False
         if work is None:
@@ -213,22 +198,18 @@ class Exchange:
             found.tell()
 
     def gather_input(self, shard: Shard, source: Weight) -> tuple[torch.Tensor, str | None]:
-        """One rank's bytes for the all-gather of one weight.
+        """One rank's uint8 codes for the all-gather of one weight; ``source`` as of ``Shard.cast``.
 
-        Args:
-            shard: the weight's shard.
-            source: the tensor that FSDP2 gathers, see ``Shard.cast``.
-
-        Returns:
-            uint8 codes; and the ticket that ``resolve`` needs where the shard changed in a way that other ranks may
-            not know of, None otherwise.
+        Where the shard changed in a way that other ranks may not know of, a ticket for ``resolve``; None otherwise.
         """
         shard.gathers += 1
         if is_capturing(source):
             self._check_capture(shard)
             return shard.cast(source, self.generation), None
         if self.due:
-            self._warn_missed()
+            if self.generation and not self._warned:
+                self._warned = True
+                warnings.warn(_MISSED, Float8Warning, stacklevel=1)
             self.reduce()
         self.settle()
         stale = self._stale(shard)
@@ -259,7 +240,7 @@ class Exchange:
         shard.wire.gather(shard.cast(source, self.generation), gathered)
 
     def all_arrive(self, ranks: tuple[int, ...], *what: object) -> bool:
-        """Whether all of these ranks come to a point that none of them came to before; see ``agreement.py``."""
+        """Whether all of these ranks come to a point, for the first time; see ``agreement.py``."""
         return len(ranks) == 1 or all_arrive(self._place_of(ranks, *what), len(ranks))
 
     def _place_of(self, ranks: tuple[int, ...], *what: object) -> str:
@@ -286,11 +267,7 @@ class Exchange:
         return len(self.layout.sharers) > 1 and (not others or any(other.stale for other in others))
 
     def _check_capture(self, shard: Shard) -> None:
-        """A CUDA graph records casts alone: what ranks agree on and reduce happens between its replays.
-
-        Raises:
-            Float8ConfigError: something of that is left to do.
-        """
+        """Raise Float8ConfigError if something is left to reduce: a CUDA graph records casts alone."""
         if self.state is not Freshness.FRESH or self.regions_due or self._stale(shard):
             raise Float8ConfigError(
                 f"{shard.fqn}: a CUDA graph is captured while the scales of the weights are not in place yet; call "
@@ -298,15 +275,3 @@ class Exchange:
                 "each optimizer step call precompute_scales(model) before the replay"
             )
         shard.in_a_graph = True
-
-    def _warn_missed(self) -> None:
-        if self.generation == 0 or self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            "precompute_scales(model) was not called after the weights changed (optimizer.step() or "
-            "load_state_dict); scales are computed before the next all-gather instead: right, but not overlapped "
-            "with anything. Call f8sub.precompute_scales(model), or f8sub.register_precompute_hook(optimizer, model)",
-            Float8Warning,
-            stacklevel=2,
-        )

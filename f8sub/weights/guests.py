@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 class Region(Protocol):
-    """A guest's float32 entries in an exchange's table; every rank has the same regions."""
+    """A guest's float32 entries in an exchange's table, ``size`` of them; every rank has the same regions."""
 
     size: int
-    """Number of entries."""
 
     @property
     def due(self) -> bool:
@@ -26,14 +25,10 @@ class Region(Protocol):
         """Write what this rank knows, (size,). The table then takes the maximum over the ranks."""
 
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
-        """Take the maximum, before the scales of the weights are made: it may decide them.
+        """Take the maximum, (size,), before the scales of the weights are made: it may decide them.
 
-        Args:
-            reduced: float32, (size,).
-            weight_amax: float32, the reduced amaxes of all weights; infinity for one that is not finite.
-
-        Returns:
-            float32, one dimension of a constant length; not 0 where there is something to tell.
+        ``weight_amax`` are the reduced amaxes of all weights, float32; infinity for one that is not finite. Returns
+        float32, of one dimension and a constant length: not 0 where there is something to tell.
         """
 
     def tell(self, found: torch.Tensor) -> list[str]:
@@ -57,12 +52,9 @@ class Guest:
         return None
 
     def region(self, records: "Sequence[WeightRecord]", device: str, before: Region | None) -> Region | None:
-        """A region for the exchange of these sharded weights.
+        """A region for the exchange of these sharded weights, which that type of device gathers.
 
-        Args:
-            records: of the weights.
-            device: type of the device that gathers.
-            before: the guest's region of the exchange while it had fewer weights.
+        ``before`` is the guest's region of the exchange while it had fewer weights.
         """
         return None
 
@@ -77,28 +69,16 @@ class Guest:
         """A state dict was loaded into a module of the conversion."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor]) -> None:
-        """An optimizer is about to step these parameters.
-
-        Raises:
-            Float8ConfigError: it cannot.
-        """
+        """An optimizer is about to step these parameters; may raise Float8ConfigError."""
 
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
         """An optimizer has just stepped these parameters; called once ``Conversion.counts_steps`` is True."""
 
     def precompute(self) -> None:
-        """``precompute_scales`` is called, and nothing was reduced yet.
-
-        Raises:
-            Float8NumericsError: the guest knows of NaN or infinity.
-        """
+        """``precompute_scales`` begins; may raise Float8NumericsError."""
 
     def requested(self) -> None:
-        """``precompute_scales`` began all reductions.
-
-        Raises:
-            Float8NumericsError: the guest knows of NaN or infinity.
-        """
+        """``precompute_scales`` began all reductions; may raise Float8NumericsError."""
 
 
 makers: "list[Callable[[Conversion], Guest]]" = []

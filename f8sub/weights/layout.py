@@ -32,10 +32,9 @@ class ShardLayout:
         dim: the dimension of the matrix that FSDP2 shards along.
         chunk: extent of a full shard along ``dim``; FSDP2 pads shorter ones to it.
         offset: (row, column) in the whole weight at which the shard begins.
-        group: the ranks that hold the other shards of ``shape``.
-        world: how many they are.
+        group: the ranks that hold the shards of ``shape``, ``world`` of them.
         sharers: the ranks that hold shards of the whole weight; its amaxes are reduced over those.
-        ranks: all that hold a part or a copy of the weight: ``sharers`` and, under HSDP, their replicas.
+        ranks: ``sharers`` and, under HSDP, their replicas.
         device: type of the device that gathers; under CPU offload the shard itself lies on the CPU.
     """
 
@@ -55,10 +54,7 @@ class ShardLayout:
 
     @classmethod
     def of(cls, weight: DTensor, fqn: str = "a layer") -> "ShardLayout":
-        """The layout of a sharded weight.
-
-        The first mesh dimension that shards it is ``fully_shard``'s. A weight that tensor parallelism alone shards
-        has the same layout, and is never gathered.
+        """The layout of a sharded weight; the first mesh dimension that shards it is ``fully_shard``'s.
 
         Raises:
             Float8ConfigError: it is sharded along a dimension between the first and the last.
@@ -110,7 +106,7 @@ class ShardLayout:
         return shard.view(shard.shape[0] * math.prod(self.inner), shard.shape[-1]) if self.inner else shard
 
     def stacked(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes for the wire with the shard's leading dimensions, which FSDP2 compares on ranks with a short shard."""
+        """Codes for the wire with the shard's leading dimensions, which FSDP2 may compare."""
         return codes.unflatten(0, (-1, *self.inner)) if self.inner else codes
 
     def check_lines_up(self, tile: Tile, fqn: str) -> None:

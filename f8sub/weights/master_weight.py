@@ -22,25 +22,6 @@ from f8sub.tensor.operators import Operator, describe
 from f8sub.torch_compat import is_capturing, tensors_in_storage
 from f8sub.weights.weight import Weight, WeightRecord, local_tensor
 
-aten = torch.ops.aten
-c10d = torch.ops.c10d
-
-_COPIES = {
-    aten._pin_memory.default,
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-}
-"""Operators whose result is a master weight of its own: what FSDP2, DTensor and ``nn.Module`` re-make weights with."""
-
-_COPIES_OF_OTHERS = {"spmd_types::replicate_to_varying"}
-"""Likewise, of libraries that need not be installed: torchtitan cuts weights for tensor parallelism with it."""
-
-_COLLECTIVES = {getattr(c10d, name).default for name in ("scatter_", "broadcast_") if hasattr(c10d, name)}
-"""In-place collectives of ``distribute_tensor``: the result holds the tensors they wrote to."""
-
 State = tuple[int, int, int]
 """Which storage a weight lies in, and what was written to it, see ``MasterWeight.state``."""
 
@@ -53,12 +34,11 @@ class Cell:
     Attributes:
         number: unique in this process. FSDP2 gives a weight new storages, whose epochs may equal the old one's.
         epoch: number of operators that wrote to the storage.
-        storage: that storage, referred to weakly, so that its address cannot become another one's;
-            ``p.data = t`` replaces a weight's storage without any operator running.
+        storage: held weakly, so that its address cannot become another one's. ``p.data = t`` replaces a weight's.
         cast: the codes cast last and what they were cast from, see ``rowwise_of``.
-        record: the weight's; one of them where modules share it; None where it is no module's.
+        record: of the weight, or of one of those that are tied; None where it is no module's.
         replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
-        shared: whether plain tensors may lie in the storage, such as a state dict's: who writes to those is not seen.
+        shared: whether plain tensors may lie in the storage, such as a state dict's: writes to those are not seen.
     """
 
     __slots__ = (
@@ -97,9 +77,8 @@ Self = TypeVar("Self", bound="MasterWeight")
 class MasterWeight(Weight):
     """A weight in high precision, sharded or whole, that pickles, checkpoints and computes as the tensor it is.
 
-    Checkpointers and safetensors find a real storage behind it. Operators run on the plain tensor and return plain
-    tensors, except the views and copies that sharding APIs re-make weights with. While ``torch.compile`` traces, it is
-    a wrapper around the traced tensor instead.
+    Checkpointers and safetensors find a real storage behind it. Operators return plain tensors, except the views and
+    copies that sharding APIs re-make weights with. While ``torch.compile`` traces, it wraps the traced tensor instead.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -151,7 +130,7 @@ class MasterWeight(Weight):
 
     @property
     def plain(self) -> torch.Tensor:
-        """The same storage as an ordinary tensor. Made anew each time: none is kept past ``p.data = t``."""
+        """The same storage as an ordinary tensor, made anew each time: none is kept past ``p.data = t``."""
         if self._traced is not None:
             return self._traced
         with torch._C._DisableTorchDispatch():
@@ -210,10 +189,9 @@ class MasterWeight(Weight):
 
     @property
     def _inner(self) -> torch.Tensor:
-        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own.
+        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own, which torch.compile asks for.
 
-        torch.compile refuses a subclass whose inner tensor shares the outer one's StorageImpl, and guards on the
-        alias's identity, so it is kept for as long as the storage it was made from is the weight's.
+        It guards on the alias's identity, so that is kept for as long as its storage is the weight's.
         """
         if self._traced is not None:
             return self._traced
@@ -234,12 +212,6 @@ class MasterWeight(Weight):
         outer_stride: Sequence[int],
     ) -> "MasterWeight":
         return cls(inner["_inner"])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.plain
-        if isinstance(self, torch.nn.Parameter):
-            return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
-        return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -313,6 +285,7 @@ def _note_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
 
 
 def _wrap_collective(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """The result holds the tensors that were written to."""
     kind = next(type(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
     return pytree.tree_map_only(torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out)
 
@@ -320,26 +293,29 @@ def _wrap_collective(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
 _Wrap = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 """Makes an operator's result of its arguments and its plain result."""
 
-_WRAPS: dict[Any, _Wrap] = {
-    **dict.fromkeys(_COPIES, _wrap_copy),
-    **dict.fromkeys(_COLLECTIVES, _wrap_collective),
-    aten.copy_.default: _note_copy,
+_WRAPS: dict[str, _Wrap] = {
+    # What FSDP2, DTensor and nn.Module re-make weights with; and torchtitan, for tensor parallelism.
+    "aten::_pin_memory": _wrap_copy,
+    "aten::_to_copy": _wrap_copy,
+    "aten::clone": _wrap_copy,
+    "aten::empty_like": _wrap_copy,
+    "aten::new_empty": _wrap_copy,
+    "aten::new_zeros": _wrap_copy,
+    "spmd_types::replicate_to_varying": _wrap_copy,
+    # In-place collectives of distribute_tensor.
+    "c10d::scatter_": _wrap_collective,
+    "c10d::broadcast_": _wrap_collective,
+    "aten::copy_": _note_copy,
 }
 
 _HANDLINGS: dict[int, tuple[Operator, _Wrap | None]] = {}
-"""What an operator does, and its wrap where the plain result is not the result.
-
-By identity of the operator, which ``describe`` keeps alive.
-"""
+"""What an operator does and its wrap, if any; by identity of the operator, which ``describe`` keeps alive."""
 
 
 def _handling_of(func: Any) -> tuple[Operator, _Wrap | None]:
     op = describe(func)
-    wrap = _WRAPS.get(func) or (_wrap_views if op.is_view else None)
-    if func._schema.name in _COPIES_OF_OTHERS:
-        wrap = _wrap_copy
-    _HANDLINGS[id(func)] = op, wrap
-    return op, wrap
+    _HANDLINGS[id(func)] = op, _WRAPS.get(func.name()) or (_wrap_views if op.is_view else None)
+    return _HANDLINGS[id(func)]
 
 
 def rowwise_of(
@@ -382,7 +358,7 @@ def rowwise_of(
 
 
 def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dtype) -> Operand | None:
-    """What ``rowwise_of`` returned last and keeps, if it was asked for that; None in compiled code."""
+    """What ``rowwise_of`` keeps, if that is of this format and dtype; None in compiled code."""
     if torch.compiler.is_compiling() or weight.cell.cast is None:
         return None
     (*_, kept_format, kept_dtype, _), operand = weight.cell.cast

@@ -19,11 +19,9 @@ from f8sub.weights.weight import local_tensor
 def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
     """Compute the scales of all float8-gathered weights from the weights as they are now.
 
-    Call it once after ``fully_shard`` and after every ``optimizer.step()``. One all-reduce for each process group
-    that shards weights. Without it training is right too, with the same all-reduce on the way of the next all-gather.
-    Weights that are not sharded are looked at for NaN and infinity alone.
-
-    Does not wait: the all-reduce ends before the next all-gather, so that it overlaps with whatever comes between.
+    Call it once after ``fully_shard`` and after every ``optimizer.step()``. It begins one all-reduce for each process
+    group that shards weights, and does not wait: that ends before the next all-gather. Without it training is right
+    too, and the next all-gather waits. Weights that are not sharded are looked at for NaN and infinity alone.
 
     Args:
         model: the converted model, or the parts of it that this rank holds. The scales of all layers of one
@@ -112,8 +110,7 @@ def guests_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> N
     """Forward pre-hook of a converted model, until all guests saw what they wait for."""
     if torch.compiler.is_compiling():
         return
-    waiting = [guest for guest in conversion.guests if not guest.forward()]
-    if not waiting:
+    if all([guest.forward() for guest in conversion.guests]):  # each is told
         _remove(guests_hook, module)
 
 
@@ -192,33 +189,23 @@ _walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[weakref.ref[
 
 
 def _parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The model, or its parts.
-
-    Raises:
-        Float8ConfigError: something that is no model and no list of models.
-    """
-    parts = [model] if isinstance(model, torch.nn.Module) or not isinstance(model, Iterable) else list(model)
-    for index, part in enumerate(parts):
-        if not isinstance(part, torch.nn.Module):
-            raise Float8ConfigError(
-                f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts of it, got a "
-                f"{type(part).__name__}{_place(index, parts)}"
-            )
-    return parts
-
-
-def _place(index: int, parts: list[torch.nn.Module]) -> str:
-    return "" if len(parts) == 1 else f" at index {index} of {len(parts)}"
+    return [model] if isinstance(model, torch.nn.Module) or not isinstance(model, Iterable) else list(model)
 
 
 def _conversions(parts: list[torch.nn.Module]) -> list[Conversion]:
     """The conversions that the modules' layers belong to; a module is walked anew only after another conversion.
 
     Raises:
-        Float8ConfigError: a module that was never converted.
+        Float8ConfigError: something that is no module, or a module that was never converted.
     """
     found: dict[Conversion, None] = {}
     for index, part in enumerate(parts):
+        what = type(part).__name__ + ("" if len(parts) == 1 else f" at index {index} of {len(parts)}")
+        if not isinstance(part, torch.nn.Module):
+            raise Float8ConfigError(
+                "precompute_scales takes a model that convert_to_float8 converted, or a list of parts of it, got a "
+                f"{what}"
+            )
         made, known = _walked.get(part, (-1, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
         if made != Conversion.made:
@@ -226,9 +213,8 @@ def _conversions(parts: list[torch.nn.Module]) -> list[Conversion]:
             conversions = list(dict.fromkeys(c for c in of_modules if isinstance(c, Conversion)))
             if not conversions and not Conversion.saw(part):
                 raise Float8ConfigError(
-                    f"precompute_scales was given a {type(part).__name__}{_place(index, parts)} that was never "
-                    "converted, so it has no float8 weights; call f8sub.convert_to_float8(model) first, before "
-                    "fully_shard"
+                    f"precompute_scales was given a {what} that was never converted, so it has no float8 weights; "
+                    "call f8sub.convert_to_float8(model) first, before fully_shard"
                 )
             _walked[part] = Conversion.made, [weakref.ref(conversion) for conversion in conversions]
         found.update(dict.fromkeys(conversions))

@@ -25,9 +25,7 @@ class TableScales(NamedTuple):
     """A weight's amaxes and scales, which the table writes in place; one entry a ``wire.table_tile``.
 
     Attributes:
-        amax: float32, of the whole weight; a view of the table.
-        scale: likewise.
-        scale_inv: likewise, as the format stores it.
+        scale_inv: as the format stores it.
         part_scale_inv: the scales of ``layout.shape``, which the unsharded tensor holds unless the wire carries its
             own. Under tensor parallelism a copy of a part of ``scale_inv``, else that very tensor.
         global_scale_inv: (1, 1), where the format's scales have two levels.
@@ -41,10 +39,9 @@ class TableScales(NamedTuple):
 
 
 class _Uses:
-    """Counts in how many all-gathers backward needs the codes of a weight, to know the last one.
+    """Counts in how many all-gathers of a step backward needs the codes of a weight, to let go of them with the last.
 
-    In training the last one is in a step's last backward, where memory is short and the codes are not needed again.
-    Evaluations count for nothing.
+    Memory is short then. Evaluations count for nothing.
     """
 
     def __init__(self) -> None:
@@ -68,11 +65,10 @@ class Shard:
     """One rank's shard of one weight, as the wire sees it.
 
     Attributes:
-        gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
-        dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
         prior: see ``Guest.prior_of``.
         sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for a guest.
-        scales: as the exchange's table has them.
+        gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
+        dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
         amax_of: the state of ``master`` that its amax was taken from.
         in_a_graph: whether a CUDA graph recorded its casts.
     """
@@ -93,7 +89,7 @@ class Shard:
         if (format := record.format) is None:
             raise RuntimeError(f"{record.fqn}: a weight that no GEMM reads in float8 has no codes")
         self.fqn, self.master, self.layout, self.prior, self.sent = record.fqn, master, layout, prior, sent
-        self.wire = WireFormat(format, layout)
+        self.format, self.wire = format, WireFormat(format, layout)
         self.gathers = 0
         self.dtype = dtype or (master.dtype if record.parameter is None else record.parameter.dtype)
         self._follows_dtype = dtype is None
@@ -111,11 +107,6 @@ class Shard:
         if exchange is None:
             raise RuntimeError(f"{self.fqn}: its weight is gathered and its model is gone")
         return exchange
-
-    @property
-    def format(self) -> Float8Format:
-        """The format of the codes: w's rowwise format."""
-        return self.wire.format
 
     @property
     def values(self) -> torch.Tensor:
@@ -146,8 +137,7 @@ class Shard:
         """Turn to the local tensor that the parameter holds now.
 
         FSDP2 pads a short shard anew at its first forward and after ``load_state_dict``, on that rank alone. A copy of
-        what the scales were computed from is not a change. Codes that are kept may be older than those scales, and are
-        cast anew in any case: ``MasterWeight.state`` is another one in another storage.
+        what the scales were computed from is not a change; but its codes are cast anew, for its state is another one.
         """
         held = getattr(record.parameter, "_local_tensor", None)  # None while it is unsharded
         if held is self.master or held is None:
@@ -194,7 +184,7 @@ class Shard:
         )
 
     def scales_written(self) -> None:
-        """The table made new scales, in place: bring those of the rank's tensor-parallel part up to date."""
+        """Bring the rank's tensor-parallel part up to date with the scales that were just made."""
         scale_inv, part = self.scales.scale_inv, self.scales.part_scale_inv
         if part is not scale_inv:
             with _unsafe_preserve_version_counter(part):
@@ -203,15 +193,14 @@ class Shard:
     def cast(self, source: Weight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
-        They are let go with the last gather, see ``_Uses``; one more casts once more. While a CUDA graph is captured
-        they are cast in any case, in memory that stays where it is: each replay casts the weight as it is then.
+        While a CUDA graph is captured they are cast in any case, in memory that stays where it is: each replay casts
+        the weight as it is then.
 
         Args:
             source: the shard on the device that gathers it: ``master``, or its copy under CPU offload.
             generation: which scales the table holds.
             beyond_range: None to clamp to the format's range; else values larger than this many times the range
-                become NaN, so that codes cast with an older scale are right or visibly wrong. e2m1 has no NaN, and
-                is clamped in any case.
+                become NaN, so that codes cast with an older scale are right or visibly wrong (but e2m1 has no NaN).
 
         Returns:
             uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.

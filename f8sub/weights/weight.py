@@ -20,7 +20,7 @@ The hooks keep nothing: FSDP2 calls them more often than once a pass.
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,20 +42,11 @@ Metadata = tuple["Shard", str | None]
 """The shard, and the ticket of ``Exchange.gather_input``."""
 
 
-class WeightOwner(Protocol):
-    """A module with weights that f8sub casts."""
-
-    converted: "Conversion"
-
-    def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
-        """What every rank must have alike of the parameter ``name``, which ``device`` gathers."""
-
-
 class WeightRecord:
     """What a weight is to FSDP2 and to a GEMM.
 
-    Holds neither the module, nor the conversion, nor the shard. Tensors hold the record where no garbage collector
-    sees it, and those three lead back to the tensors: no model would ever be freed.
+    Module, conversion and shard are referred to weakly. Tensors hold the record where no garbage collector sees it, and
+    those three lead back to the tensors: no model would ever be freed.
 
     Attributes:
         fqn: the name in errors and reports: the layer's, where that has one weight.
@@ -97,7 +88,11 @@ class WeightRecord:
 
     @property
     def module(self) -> Any:
-        """The ``WeightOwner``; None when it is gone."""
+        """The module, None when it is gone.
+
+        It has ``converted``, the conversion, and ``weight_described(name, device) -> dict[str, str]``: what every rank
+        must have alike of its parameter ``name``, which ``device`` gathers.
+        """
         return self._module()
 
     @property
@@ -108,19 +103,13 @@ class WeightRecord:
 
 
 class Weight(torch.Tensor):
-    """What ``MasterWeight`` is, and any other kind of weight that has one.
-
-    FSDP2 finds the hooks on the local tensor of a parameter, where its record says that it is gathered as float8.
-    """
+    """A parameter's local tensor, on which FSDP2 finds the hooks if the weight is gathered as float8."""
 
     keeps_codes: bool = False
     """Whether the codes that were cast stay for as long as the weight does."""
 
     rowwise_codes: ClassVar[Callable[..., Operand]]
-    """The rowwise operand of (weight, format, dtype, source), unsharded, as of ``rowwise_of``.
-
-    A static function: torch.compile takes a method of a tensor for an operator.
-    """
+    """``rowwise_of`` of such a weight; static, because torch.compile takes a tensor's methods for operators."""
 
     @property
     def record(self) -> WeightRecord | None:
@@ -138,28 +127,31 @@ class Weight(torch.Tensor):
         raise NotImplementedError
 
     def exported_as(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a state dict holds of ``parameter``, whose local tensor this is: in the same memory, without a graph."""
+        """What a state dict holds of ``parameter``, whose local tensor this is: the same memory, without a graph."""
         raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.plain
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+        return plain.__reduce_ex__(protocol)
 
     def was_gathered(self, shard: "Shard") -> None:
         """Codes of the weight as it is, with scales of its own, were gathered from all ranks."""
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
-        """This rank's codes, cast once a step: one uint8 tensor of ``WireFormat.padded_shape``, and metadata.
+        """This rank's codes, one uint8 tensor of ``WireFormat.padded_shape``, and metadata.
 
-        Rows that are not one byte an element take the shorter form of the hook, whose result FSDP2 does not check.
-        Of the longer form it checks the size, on ranks with a short shard alone, while the others wait for ever.
+        FSDP2 compares the size of what the longer form of the hook returns with the weight's, on ranks with a short
+        shard alone, while the others wait for ever. Rows that are not one byte an element take the shorter form.
         """
         form = _rows_to_wire if self._wire_record().in_rows else _codes_to_wire
         return types.MethodType(form, self)
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
-        """The unsharded weight, rowwise only; its columnwise operand is made in backward and freed there.
-
-        Later calls find codes and scales in place: both are views of memory that FSDP2 and the exchange write to.
-        """
+        """The unsharded weight, rowwise only: views of memory that FSDP2 and the exchange write to, later calls too."""
         self._wire_record()
         return self._from_wire
 
@@ -234,14 +226,6 @@ def master_of(local: torch.Tensor) -> "MasterWeight | None":
 def local_tensor(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded parameter, or the whole of any other."""
     return weight._local_tensor if isinstance(weight, DTensor) else weight
-
-
-def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
-    if not isinstance(weight, DTensor):
-        return local
-    mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def exported(weight: torch.Tensor) -> torch.Tensor:

@@ -24,14 +24,15 @@ from f8sub.convert.nothing_converted import SKIP_REASON, why_nothing
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
-from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.float8_linear import Float8Linear, warn_of_reference
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.shared_input import close_scope, open_scope
+from f8sub.linear.take_place import take_place
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import check_ranks_hook, guests_hook, watch_optimizer_steps
-from f8sub.weights.weight import Weight, take_place
+from f8sub.weights.weight import Weight
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -134,7 +135,7 @@ def _convert_selected(
         refuse_delayed(plans, names)
         refuse_high_precision(plans, names, gathered)
     conversion = Conversion({"primary_weights": primary_weights, "idle_patterns": idle})
-    conversion.warn_of_reference(plans.values())
+    warn_of_reference(conversion, plans.values())
     for module, plan in plans.items():
         _convert(module, names[module], plan, conversion, gathered[module], kept.of(names[module]))
     _wrap_weights(list(names), conversion)

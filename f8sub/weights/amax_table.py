@@ -11,8 +11,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import shard_amaxes, support
+from f8sub.tensor.host_copy import HostCopy, sent_to
 from f8sub.weights.guests import Guest, Region
-from f8sub.weights.host_copy import HostCopy, sent_to
 from f8sub.weights.shard import Shard
 
 if TYPE_CHECKING:
@@ -103,24 +103,25 @@ class AmaxTable:
         for shards in self._runs:
             if shards[0].format.scale_rule.stored_as != torch.float32:
                 for shard in shards:
-                    self._write(shard, shard.scales.amax, shard.scales.scale, shard.scales.scale_inv, None)
+                    self._write(shard, shard.scales[:3], None)
                 continue
             first, last = shards[0].scales.amax, shards[-1].scales.amax
             part = slice(first.storage_offset(), last.storage_offset() + last.numel())
-            prior = _side_by_side([shard.prior() for shard in shards if shard.prior is not None])
-            self._write(shards[0], self.amax[part], self._scale[part], self._scale_inv[part], prior)
+            priors = [shard.prior() for shard in shards if shard.prior is not None]
+            prior = None
+            if priors:
+                # Side by side as the weights are in the table, with zeros between.
+                scales = torch.cat([each.scale.view(1) for each in priors])
+                spread = scales.new_zeros((len(priors) - 1) * _SLOT + 1)
+                spread[::_SLOT] = scales
+                prior = PriorScale(spread, priors[0].margin, priors[0].covers)
+            self._write(shards[0], (self.amax[part], self._scale[part], self._scale_inv[part]), prior)
         for shard in self.shards:
             shard.scales_written()
 
-    def _write(
-        self,
-        shard: Shard,
-        amax: torch.Tensor,
-        scale: torch.Tensor,
-        scale_inv: torch.Tensor,
-        prior: PriorScale | None,
-    ) -> None:
-        """Make the scales of ``amax``, which are all made as those of ``shard``."""
+    def _write(self, shard: Shard, entries: Sequence[torch.Tensor], prior: PriorScale | None) -> None:
+        """Make the scales of entries (amax, scale, scale_inv), by the rule of ``shard``."""
+        amax, scale, scale_inv = entries
         if shard_amaxes.takes_amaxes(amax, shard.format, shard.dtype):
             with support.device_of(amax):
                 shard_amaxes.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()
@@ -135,16 +136,6 @@ class AmaxTable:
         if global_scale_inv is not None and made.global_scale_inv is not None:
             with _unsafe_preserve_version_counter(global_scale_inv):
                 global_scale_inv.copy_(made.global_scale_inv)
-
-
-def _side_by_side(priors: Sequence[PriorScale]) -> PriorScale | None:
-    """The prior scales of weights that lie side by side in the table, where zeros are between; None of none."""
-    if not priors:
-        return None
-    scales = torch.cat([prior.scale.view(1) for prior in priors])
-    spread = scales.new_zeros((len(priors) - 1) * _SLOT + 1)
-    spread[::_SLOT] = scales
-    return PriorScale(spread, priors[0].margin, priors[0].covers)
 
 
 class Findings:

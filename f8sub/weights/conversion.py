@@ -1,19 +1,17 @@
 """Conversion: the weights of one ``convert_to_float8``, for what they do together."""
 
 import hashlib
-import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
-from f8sub.kernels.gemm.select import Plan, reference_warning
 from f8sub.torch_compat import param_dtypes, resharded_to_part
 from f8sub.version import __version__
 from f8sub.weights.agreement import all_arrive
@@ -28,6 +26,8 @@ from f8sub.weights.weight import WeightRecord, local_tensor, master_of
 _SEEN = "float8_seen"
 """Attribute of every module that ``convert_to_float8`` was given."""
 
+Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
+Records = weakref.WeakKeyDictionary[torch.nn.Module, dict[str, WeightRecord]]
 ParamDtypes = dict[tuple[torch.nn.Module, str], torch.dtype | None]
 G = TypeVar("G", bound=Guest)
 
@@ -53,12 +53,9 @@ class Conversion:
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         Conversion.made += 1
         self.options = options or {}
-        self._records: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, WeightRecord]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._told_of_reference = False
+        self._records: Records = weakref.WeakKeyDictionary()
         self.changes = 0
-        self.exchanges: dict[tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]], Exchange] = {}
+        self.exchanges: dict[Ranks, Exchange] = {}
         self.guests: list[Guest] = [make(self) for make in makers]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,12 +111,6 @@ class Conversion:
         """The guest of a feature."""
         return next(guest for guest in self.guests if isinstance(guest, kind))
 
-    def warn_of_reference(self, plans: Iterable[Plan]) -> None:
-        """Warn once a conversion where GEMMs on a GPU fall to the reference backend, see ``reference_warning``."""
-        if not self._told_of_reference and (message := reference_warning(plans)):
-            self._told_of_reference = True
-            warnings.warn(message, Float8Warning, stacklevel=4)
-
     def refresh(self, *, asked: bool = False) -> None:
         """Enter the weights that were sharded since the last look, which every rank knows.
 
@@ -135,11 +126,7 @@ class Conversion:
                 shard.follow(record)  # as one rank alone may have to, so nothing is communicated
 
     def shard_of(self, record: WeightRecord) -> Shard:
-        """The shard of a weight that is about to be gathered.
-
-        Raises:
-            Float8ConfigError: the module's parameter is not what is gathered.
-        """
+        """The shard of a weight that is about to be gathered."""
         if not record.entered:
             self.refresh()
         if (shard := record.shard) is None:
@@ -163,7 +150,14 @@ class Conversion:
 
     def _enter(self, new: Sequence[tuple[WeightRecord, DTensor]], asked: bool) -> None:
         """Give shards to weights that were sharded, and exchanges to the shards."""
-        _refuse_partly_resharded([record for record, _ in new])
+        resharded = resharded_to_part(record.module for record, _ in new if record.gathered)
+        if fqns := sorted({record.fqn for record, _ in new if record.module in resharded}):
+            # FSDP2 gathers anew what it kept of a weight after forward, without the hooks that say what it is.
+            raise Float8ConfigError(
+                f"{fqns[0]} and {len(fqns) - 1} more: sharded with reshard_after_forward=<int>, which FSDP2 does not "
+                "do for weights with all-gather hooks (torch raises NotImplementedError in backward); pass True or "
+                "False to fully_shard, or convert with float8_all_gather=False"
+            )
         dtypes = param_dtypes(record.module for record, _ in new)
         shards = {shard.master.cell: shard for e in self.exchanges.values() for shard in e.table.shards}
         alike = defaultdict(list)
@@ -192,11 +186,7 @@ class Conversion:
         exchange: Exchange,
         asked: bool,
     ) -> bool:
-        """Compare weights across the ranks that hold them; False where ``asked`` and some rank did not come.
-
-        Raises:
-            Float8RankMismatchError: ranks that were converted differently.
-        """
+        """Compare weights across the ranks that hold them; False where ``asked`` and some rank did not come."""
         ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
         if world > 1:
             if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
@@ -226,10 +216,7 @@ class Conversion:
         exchange: Exchange,
         known: Mapping[Cell, Shard],
     ) -> Shard | None:
-        """The shard of a weight that is gathered as float8 or has a prior scale; None of any other.
-
-        ``known`` are the shards so far: tied weights have one.
-        """
+        """The shard of a weight that is gathered as float8 or has a prior scale; tied weights have one."""
         gathered_by = record.module, record.name
         sent = record.gathered and gathered_by in dtypes
         prior = next((prior for guest in self.guests if (prior := guest.prior_of(record))), None)
@@ -250,22 +237,14 @@ class Conversion:
                     f"puts together from one byte an element, and {format} has two in one; "
                     "shard it by rows, or convert with float8_all_gather=False"
                 )
-            layout.check_lines_up(format.tile, record.fqn)
+            for dim, part in layout.cuts:  # no GEMM could read the scales of tiles that reach out of a part
+                format.tile.check_cut(
+                    dim, layout.whole[dim], part, f"{record.fqn}: its weight {layout.whole}"
+                )
         if master.cell.record is None or master.cell.record.conversion is None:
             master.cell.record = record  # else of another module's weight that is tied to this one
         tied = known.get(master.cell)
         return tied or Shard(record, master, layout, dtypes.get(gathered_by), exchange, prior, sent=sent)
-
-
-def _refuse_partly_resharded(records: list[WeightRecord]) -> None:
-    """FSDP2 gathers anew what it kept of a weight after forward, without the hooks that would say what it is."""
-    found = resharded_to_part(record.module for record in records if record.gathered)
-    if fqns := sorted({record.fqn for record in records if record.module in found}):
-        raise Float8ConfigError(
-            f"{fqns[0]} and {len(fqns) - 1} more: sharded with reshard_after_forward=<int>, which FSDP2 does not do "
-            "for weights with all-gather hooks (torch raises NotImplementedError in backward); pass True or False to "
-            "fully_shard, or convert with float8_all_gather=False"
-        )
 
 
 _entered: Counter[str] = Counter()

@@ -23,7 +23,6 @@ When the table is reduced is decided by what every rank knows, never by what one
   a part of the weight; the ranks of all parts then agree over the store.
 """
 
-import enum
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -55,14 +54,6 @@ _MISSED = (
 )
 
 
-class Freshness(enum.Enum):
-    """The life of the scales, as every rank knows it; what one rank alone knows is ``Shard.stale``."""
-
-    STALE = enum.auto()
-    REDUCING = enum.auto()
-    FRESH = enum.auto()
-
-
 class Exchange:
     """See the module's docstring.
 
@@ -85,24 +76,22 @@ class Exchange:
         self._findings: list[Findings] = []
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
-        """Lay out the table for these weights: shards of one format side by side, the same order on every rank.
-
-        Raises:
-            Float8ConfigError: some are new and others were gathered already; those read scales where they lie now.
-        """
+        """Lay out the table for these weights: shards of one format side by side, the same order on every rank."""
         shards = dict.fromkeys(record.shard for record in records if record.shard is not None)
         if any(shard.gathers for shard in shards):
+            # Those read scales where they lie now.
             new = next((shard.fqn for shard in shards if not shard.gathers), records[-1].fqn)
             raise Float8ConfigError(
                 f"{new}: its weight was sharded after other layers of the same model were trained or run; call "
                 "fully_shard on every part of a model before its first forward"
             )
         self.settle()
-        device, regions = self.layout.device, {}
+        regions = {}
         for guest in self.conversion.guests:
-            if (region := guest.region(records, device, self.table.regions.get(guest))) is not None:
+            if (region := guest.region(records, self.table.regions.get(guest))) is not None:
                 regions[guest] = region
-        self.table = AmaxTable(sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn)), regions, device)
+        in_order = sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn))
+        self.table = AmaxTable(in_order, regions, self.layout.device)
         self._changes_covered = -1
 
     def group_by_rule(self) -> None:
@@ -116,16 +105,9 @@ class Exchange:
         return any(shard.sent for shard in self.table.shards)
 
     @property
-    def state(self) -> Freshness:
-        """Whether the scales are those of the weights as they are now."""
-        if self._changes_covered != self.conversion.changes:
-            return Freshness.STALE
-        return Freshness.FRESH if self._under_way is None else Freshness.REDUCING
-
-    @property
     def due(self) -> bool:
         """Whether there is something to reduce, as every rank knows: the weights changed, or a region is due."""
-        return self.state is Freshness.STALE or self.regions_due
+        return self._changes_covered != self.conversion.changes or self.regions_due
 
     @property
     def regions_due(self) -> bool:  # noqa: D102
@@ -268,7 +250,7 @@ class Exchange:
 
     def _check_capture(self, shard: Shard) -> None:
         """Raise Float8ConfigError if something is left to reduce: a CUDA graph records casts alone."""
-        if self.state is not Freshness.FRESH or self.regions_due or self._stale(shard):
+        if self.due or self._under_way is not None or self._stale(shard):
             raise Float8ConfigError(
                 f"{shard.fqn}: a CUDA graph is captured while the scales of the weights are not in place yet; call "
                 "precompute_scales(model), run the model once as it will be captured, and then capture it. After "

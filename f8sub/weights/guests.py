@@ -51,11 +51,8 @@ class Guest:
         """What makes the weight's scale together with its amax, (1, 1); None for the amax alone."""
         return None
 
-    def region(self, records: "Sequence[WeightRecord]", device: str, before: Region | None) -> Region | None:
-        """A region for the exchange of these sharded weights, which that type of device gathers.
-
-        ``before`` is the guest's region of the exchange while it had fewer weights.
-        """
+    def region(self, records: "Sequence[WeightRecord]", before: Region | None) -> Region | None:
+        """A region for the exchange of these sharded weights; ``before`` is its region while it had fewer of them."""
         return None
 
     def forward(self) -> bool:

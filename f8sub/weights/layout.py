@@ -19,9 +19,9 @@ _ALIGNMENT = 16
 class ShardLayout:
     """Where a rank's shard lies in the whole weight.
 
-    A weight with leading dimensions, (E, N, K) of experts, counts as the matrix (E * N, K). It is sharded along the
-    first or the last dimension. Tensor parallelism cuts the whole weight into parts first, and ``fully_shard`` shards
-    each part. FSDP2 then puts together the rank's part, whose scales are nevertheless the whole weight's.
+    A weight with leading dimensions, (E, N, K) of experts, counts as the matrix (E * N, K). Tensor parallelism cuts the
+    whole weight into parts, and ``fully_shard`` shards each part along its first or last dimension. FSDP2 then puts
+    together the rank's part, whose scales are nevertheless the whole weight's.
 
     Attributes:
         whole: (rows, columns) of the whole weight.
@@ -108,14 +108,6 @@ class ShardLayout:
     def stacked(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes for the wire with the shard's leading dimensions, which FSDP2 may compare."""
         return codes.unflatten(0, (-1, *self.inner)) if self.inner else codes
-
-    def check_lines_up(self, tile: Tile, fqn: str) -> None:
-        """Raise Float8ConfigError unless every tensor-parallel part consists of whole tiles, or lies within one.
-
-        No GEMM could read the scales of a part whose tiles do not begin where it does.
-        """
-        for dim, part in self.cuts:
-            tile.check_cut(dim, self.whole[dim], part, f"{fqn}: its weight {self.whole}")
 
     def tiles_of_part(self, scales: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Those of the scales of the whole weight that are of ``shape``: a view."""

@@ -5,7 +5,6 @@ AdamW and ``dcp.load`` bump none. So every operator that writes to it, through a
 the storage share.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -15,9 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
+from f8sub.formats import Operand
 from f8sub.tensor.operators import Operator, describe
 from f8sub.torch_compat import is_capturing, tensors_in_storage
 from f8sub.weights.weight import Weight, WeightRecord, local_tensor
@@ -35,23 +32,14 @@ class Cell:
         number: unique in this process. FSDP2 gives a weight new storages, whose epochs may equal the old one's.
         epoch: number of operators that wrote to the storage.
         storage: held weakly, so that its address cannot become another one's. ``p.data = t`` replaces a weight's.
-        cast: the codes cast last and what they were cast from, see ``rowwise_of``.
+        cast: the codes cast last and what they were cast from, see ``linear/weight_cast.py``.
         record: of the weight, or of one of those that are tied; None where it is no module's.
         replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
+        copied: what ``copies`` compares.
         shared: whether plain tensors may lie in the storage, such as a state dict's: writes to those are not seen.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_copied",
-        "cast",
-        "epoch",
-        "number",
-        "record",
-        "replayed",
-        "shared",
-        "storage",
-    )
+    __slots__ = "__weakref__", "cast", "copied", "epoch", "number", "record", "replayed", "shared", "storage"
 
     def __init__(self, storage: StorageWeakRef | None) -> None:
         self.number = next(_numbers)
@@ -60,15 +48,11 @@ class Cell:
         self.cast: tuple[tuple[Any, ...], Operand] | None = None
         self.record: WeightRecord | None = None
         self.replayed = self.shared = False
-        self._copied: tuple[Cell, int, int, torch.Size] | None = None
-
-    def mark_copy_of(self, source: "Cell", shape: torch.Size) -> None:
-        """Remember that a view of ``shape`` was just filled from one of ``source``'s."""
-        self._copied = (source, source.epoch, self.epoch, shape)
+        self.copied: tuple[Cell, int, int, torch.Size] | None = None
 
     def copies(self, source: "Cell", shape: torch.Size) -> bool:
         """Whether a view of ``shape`` was copied from ``source`` and neither storage changed since."""
-        return self._copied == (source, source.epoch, self.epoch, shape)
+        return self.copied == (source, source.epoch, self.epoch, shape)
 
 
 Self = TypeVar("Self", bound="MasterWeight")
@@ -166,10 +150,9 @@ class MasterWeight(Weight):
 
     @property
     def owns_storage(self) -> bool:
-        """False after ``p.data = t``, and while a state dict's tensors or views of them are there.
+        """False where plain tensors may write unseen: after ``p.data = t``, and while a state dict has views of it.
 
-        Plain tensors may write to the storage unseen then, so nothing is cached. When those are gone the weight counts
-        as changed, once.
+        Nothing is cached then. When those views are gone the weight counts as changed, once.
         """
         storage = self.cell.storage
         if storage is None or self.untyped_storage()._cdata != storage.cdata:
@@ -280,7 +263,7 @@ def _wrap_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
 def _note_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     target, source = args[:2]
     if isinstance(target, MasterWeight) and isinstance(source, MasterWeight):
-        target.cell.mark_copy_of(source.cell, target.shape)
+        target.cell.copied = source.cell, source.cell.epoch, target.cell.epoch, target.shape
     return out
 
 
@@ -295,12 +278,8 @@ _Wrap = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 _WRAPS: dict[str, _Wrap] = {
     # What FSDP2, DTensor and nn.Module re-make weights with; and torchtitan, for tensor parallelism.
-    "aten::_pin_memory": _wrap_copy,
-    "aten::_to_copy": _wrap_copy,
-    "aten::clone": _wrap_copy,
-    "aten::empty_like": _wrap_copy,
-    "aten::new_empty": _wrap_copy,
-    "aten::new_zeros": _wrap_copy,
+    **dict.fromkeys(("aten::_pin_memory", "aten::_to_copy", "aten::clone"), _wrap_copy),
+    **dict.fromkeys(("aten::empty_like", "aten::new_empty", "aten::new_zeros"), _wrap_copy),
     "spmd_types::replicate_to_varying": _wrap_copy,
     # In-place collectives of distribute_tensor.
     "c10d::scatter_": _wrap_collective,
@@ -316,58 +295,3 @@ def _handling_of(func: Any) -> tuple[Operator, _Wrap | None]:
     op = describe(func)
     _HANDLINGS[id(func)] = op, _WRAPS.get(func.name()) or (_wrap_views if op.is_view else None)
     return _HANDLINGS[id(func)]
-
-
-def rowwise_of(
-    weight: MasterWeight,
-    format: Float8Format,
-    dtype: torch.dtype,
-    source: LayerSource = CURRENT,
-    through: torch.dtype | None = None,
-) -> Operand:
-    """A master weight's rowwise operand, cast once and kept until the weight changes.
-
-    A function, not a method: torch.compile takes a method of a tensor for an operator.
-
-    Args:
-        weight: (N, K), not sharded.
-        format: of the codes.
-        dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
-        source: of the scale.
-        through: rounded to before ``dtype``: the weight's dtype in the model, where that is another.
-    """
-    if torch.compiler.is_compiling():
-        return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, source)
-    cell = weight.cell
-    # A CUDA graph that recorded no cast would read these codes after every later step; and so would eager code
-    # beside a graph that recorded the step.
-    owned = weight.owns_storage and not (cell.replayed or is_capturing(weight))
-    # Views share the cell: a transposed weight, or some of its rows, has other codes.
-    place = weight.shape, weight.stride(), weight.storage_offset()
-    key = weight.state, place, format, dtype, source.generation
-    if owned and cell.cast is not None and cell.cast[0] == key:
-        return cell.cast[1]
-    # The cast outlives this forward, and a later backward cannot save inference tensors.
-    inference = torch.is_inference_mode_enabled()
-    with torch.inference_mode(mode=False) if inference else contextlib.nullcontext():
-        values = weight.plain if through is None else weight.plain.to(through)
-        operand = quantize_rowwise(values if values.dtype is dtype else values.to(dtype), format, source)
-    # Under FakeTensorMode the codes of a real weight are fake, and must not outlive the mode.
-    cell.cast = (key, operand) if owned and type(operand.data) is torch.Tensor else None
-    return operand
-
-
-def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dtype) -> Operand | None:
-    """What ``rowwise_of`` keeps, if that is of this format and dtype; None in compiled code."""
-    if torch.compiler.is_compiling() or weight.cell.cast is None:
-        return None
-    (*_, kept_format, kept_dtype, _), operand = weight.cell.cast
-    return operand if kept_format is format and kept_dtype is dtype else None
-
-
-def quantize_rowwise(weight: torch.Tensor, format: Float8Format, source: ScaleSource = CURRENT) -> Operand:
-    """A high-precision weight's rowwise operand; see ``rowwise_of``."""
-    operand = quantize(weight, format, None, source).rowwise
-    if operand is None:
-        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
-    return operand

@@ -28,8 +28,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
             ``convert_to_float8`` call are computed together, whichever part is given.
 
     Raises:
-        Float8ConfigError: a model that ``convert_to_float8`` never saw, or something that is no model; or a CUDA graph
-            of sharded weights is captured.
+        Float8ConfigError: no model that ``convert_to_float8`` saw, or a CUDA graph of sharded weights is captured.
         Float8NumericsError: the previous call found NaN or infinity in a weight; names the layers. On every rank
             alike, except for weights that are sharded and gathered in high precision: there on the ranks that hold
             it. A recipe may look for it in x and dy too, and tells at the latest one call later.
@@ -57,17 +56,10 @@ def register_precompute_hook(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module | Iterable[torch.nn.Module],
 ) -> torch.utils.hooks.RemovableHandle:
-    """Call ``precompute_scales(model)`` after every ``optimizer.step()``.
+    """Call ``precompute_scales(model)`` after every ``optimizer.step()``; accelerate's wrapper is taken too.
 
-    Args:
-        optimizer: any, also the wrapper that accelerate makes of one.
-        model: as of ``precompute_scales``.
-
-    Returns:
-        A handle whose ``remove()`` takes the hook out again.
-
-    Raises:
-        Float8ConfigError: a model that ``convert_to_float8`` never saw, or something that is no model.
+    Returns a handle whose ``remove()`` takes the hook out again. Raises Float8ConfigError for what is no model that
+    ``convert_to_float8`` saw.
     """
     parts = _parts_of(model)
     _conversions(parts)
@@ -100,18 +92,17 @@ def _precompute_hook(optimizer: torch.optim.Optimizer) -> _PrecomputeHook | None
 
 def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
-    if torch.compiler.is_compiling():
-        return
-    conversion.refresh()
-    _remove(check_ranks_hook, module)
+    if not torch.compiler.is_compiling():
+        conversion.refresh()
+        _remove(check_ranks_hook, module)
 
 
 def guests_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Forward pre-hook of a converted model, until all guests saw what they wait for."""
-    if torch.compiler.is_compiling():
-        return
-    if all([guest.forward() for guest in conversion.guests]):  # each is told
-        _remove(guests_hook, module)
+    if not torch.compiler.is_compiling():
+        waiting = [guest for guest in conversion.guests if not guest.forward()]
+        if not waiting:
+            _remove(guests_hook, module)
 
 
 def _remove(function: Callable[..., None], module: torch.nn.Module) -> None:
@@ -122,10 +113,9 @@ def _remove(function: Callable[..., None], module: torch.nn.Module) -> None:
 
 @functools.cache
 def watch_optimizer_steps() -> None:
-    """Have every optimizer of this process mark the weights that it changes.
+    """Have every optimizer of this process mark the weights that it changes, as every rank then knows.
 
-    Every rank steps its optimizer, so this is something all ranks know; and a compiled step bypasses the dispatch that
-    would mark the weights otherwise.
+    A compiled step bypasses the dispatch that would mark the weights otherwise.
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
@@ -182,9 +172,8 @@ def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]]) -> None:
             conversion.changes += 1
 
 
-_walked: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[weakref.ref[Conversion]]]] = (
-    weakref.WeakKeyDictionary()
-)
+_Walk = tuple[int, list[weakref.ref[Conversion]]]
+_walked: weakref.WeakKeyDictionary[torch.nn.Module, _Walk] = weakref.WeakKeyDictionary()
 """What ``_conversions`` found. A conversion may lead to the module, and is not held here."""
 
 
@@ -193,11 +182,7 @@ def _parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.
 
 
 def _conversions(parts: list[torch.nn.Module]) -> list[Conversion]:
-    """The conversions that the modules' layers belong to; a module is walked anew only after another conversion.
-
-    Raises:
-        Float8ConfigError: something that is no module, or a module that was never converted.
-    """
+    """The conversions that the modules' layers belong to; a module is walked anew only after another conversion."""
     found: dict[Conversion, None] = {}
     for index, part in enumerate(parts):
         what = type(part).__name__ + ("" if len(parts) == 1 else f" at index {index} of {len(parts)}")

@@ -43,8 +43,7 @@ class _Slot:
 class OwnGroup:
     """A process group that nobody else uses while this is held.
 
-    ``life`` is a name that its ranks share and no other user of a group has, not even in processes that were restarted:
-    a store may outlive those.
+    Its ranks share the name ``life``. No other user has it, not even in restarted processes, which a store may outlive.
     """
 
     def __init__(self, slot: _Slot, life: str) -> None:
@@ -110,11 +109,7 @@ def own_group(ranks: tuple[int, ...], device: str) -> OwnGroup:
 
 
 def check_ranks(mine: list[dict[str, str]], group: dist.ProcessGroup, device: str) -> None:
-    """Compare weights, each described by what every rank must have alike of it, across the ranks of a group.
-
-    Raises:
-        Float8RankMismatchError: on every rank alike, with the ranks and the first layer that differ.
-    """
+    """Raise Float8RankMismatchError, on every rank alike, if ranks of a group describe their weights differently."""
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
     sent = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     world = dist.get_world_size(group)
@@ -129,7 +124,7 @@ def check_ranks(mine: list[dict[str, str]], group: dist.ProcessGroup, device: st
 
 
 def _difference(everyone: dict[int, list[dict[str, str]]]) -> str:
-    """Which ranks differ, in the first layer and the fields that they differ in; the same text on every rank."""
+    """Which ranks differ in which fields of the first layer that differs; the same text on every rank."""
     for layers in itertools.zip_longest(*everyone.values(), fillvalue={"layer": "none further"}):
         fields = [field for field in layers[0] if len({str(layer.get(field)) for layer in layers}) > 1]
         if not fields:

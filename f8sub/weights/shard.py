@@ -39,10 +39,7 @@ class TableScales(NamedTuple):
 
 
 class _Uses:
-    """Counts in how many all-gathers of a step backward needs the codes of a weight, to let go of them with the last.
-
-    Memory is short then. Evaluations count for nothing.
-    """
+    """Counts the all-gathers of a weight in a step's backward, for its codes to be let go with the last of them."""
 
     def __init__(self) -> None:
         self._state: State | None = None
@@ -86,10 +83,10 @@ class Shard:
         *,
         sent: bool,
     ) -> None:
-        if (format := record.format) is None:
+        if record.format is None:
             raise RuntimeError(f"{record.fqn}: a weight that no GEMM reads in float8 has no codes")
         self.fqn, self.master, self.layout, self.prior, self.sent = record.fqn, master, layout, prior, sent
-        self.format, self.wire = format, WireFormat(format, layout)
+        self.format, self.wire = record.format, WireFormat(record.format, layout)
         self.gathers = 0
         self.dtype = dtype or (master.dtype if record.parameter is None else record.parameter.dtype)
         self._follows_dtype = dtype is None
@@ -130,7 +127,7 @@ class Shard:
 
     @property
     def shows_changes(self) -> bool:
-        """Whether a change of the weight is always a change of this shard; ``dcp.load`` writes to no empty one."""
+        """Whether a change of the weight is always one of this shard; ``dcp.load`` writes to no empty one."""
         return self.master.numel() > 0
 
     def follow(self, record: WeightRecord) -> None:
@@ -154,8 +151,8 @@ class Shard:
 
     @property
     def in_table(self) -> Matrix:
-        """The shard, and where the amax of every tile that it touches goes."""
-        tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.table_shape[1]
+        """The shard, and where its amaxes go."""
+        tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.scales.amax.shape[1]
         row, col = first_tile(tile, offset)
         entry = int(self.scales.amax.storage_offset()) + row * in_a_row + col
         return Matrix(self.values, tile, offset, entry, in_a_row)
@@ -175,13 +172,9 @@ class Shard:
             scale_inv = torch.ones(shape, dtype=torch.float32, device=device).to(rule.stored_as)
         part = self.layout.tiles_of_part(scale_inv, self.wire.table_tile)
         whole = part.shape == scale_inv.shape
-        self.scales = TableScales(
-            amax.view(shape),
-            scale.view(shape),
-            scale_inv,
-            scale_inv if whole else part.clone(memory_format=torch.contiguous_format),
-            torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None,
-        )
+        part = scale_inv if whole else part.clone(memory_format=torch.contiguous_format)
+        of_all = torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None
+        self.scales = TableScales(amax.view(shape), scale.view(shape), scale_inv, part, of_all)
 
     def scales_written(self) -> None:
         """Bring the rank's tensor-parallel part up to date with the scales that were just made."""
@@ -207,9 +200,8 @@ class Shard:
         """
         key = (self.master.state, 0 if self.wire.carries_scales else generation, self.dtype)
         capturing = is_capturing(source)
-        is_known = (
-            key == self._wire_key and beyond_range is None and self.master.owns_storage and not capturing
-        )
+        forced = capturing or beyond_range is not None
+        is_known = key == self._wire_key and self.master.owns_storage and not forced
         codes = self._wire
         if codes is None or not is_known:
             with torch.inference_mode(mode=False):
@@ -219,11 +211,10 @@ class Shard:
                     codes = make(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
                 if values.numel():
                     self._cast_into(codes, values, beyond_range)
-        self._wire_key = None if capturing or beyond_range is not None else key
-        # A primary weight is its codes, and a graph writes to where they were when it was captured.
-        stays = (
-            self.in_a_graph or source.keeps_codes or not self._uses.is_last(self.master.state, self.gathers)
-        )
+        self._wire_key = None if forced else key
+        # A graph writes to where they were when it was captured.
+        stays = self.in_a_graph or source.keeps_codes
+        stays = stays or not self._uses.is_last(self.master.state, self.gathers)
         self._wire = codes if stays else None
         if not stays and codes.is_cuda:
             # FSDP2 may read them on another stream than the one they were allocated on.

@@ -22,6 +22,7 @@ from f8sub.features.delayed.state import OPERANDS, ScalingState, W, roll
 from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
 from f8sub.features.non_finite.skipped_steps import SkippedSteps
 from f8sub.kernels.scales import PriorScale
+from f8sub.tensor.host_copy import HostCopy, sent_to
 from f8sub.torch_compat import (
     broadcast_no_more,
     graph_task,
@@ -33,7 +34,6 @@ from f8sub.torch_compat import (
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, makers
-from f8sub.weights.host_copy import HostCopy, sent_to
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.ranks import own_group
 from f8sub.weights.weight import WeightRecord, local_tensor
@@ -216,7 +216,7 @@ class _DelayedGuest(Guest):
         recipe = record.module.plan.recipe
         return None if recipe.delayed is None else functools.partial(state_of(record.module, recipe).prior, W)
 
-    def region(self, records: Sequence[WeightRecord], device: str, before: Any) -> _ShardedHistories | None:
+    def region(self, records: Sequence[WeightRecord], before: Any) -> _ShardedHistories | None:
         with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
         return _ShardedHistories(self, with_histories, before) if with_histories else None
 

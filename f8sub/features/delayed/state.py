@@ -24,7 +24,7 @@ from f8sub.kernels.scales import (
 )
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.recipe import DelayedScaling, OperandName, Recipe
-from f8sub.weights.host_copy import HostCopy
+from f8sub.tensor.host_copy import HostCopy
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
 """The columns of every buffer."""

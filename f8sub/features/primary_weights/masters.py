@@ -10,11 +10,13 @@ from typing_extensions import override
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.take_place import take_place
+from f8sub.linear.weight_cast import rowwise_of
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.guests import Guest, makers
-from f8sub.weights.master_weight import Cell, MasterWeight, rowwise_of
-from f8sub.weights.weight import local_tensor, master_of, take_place
+from f8sub.weights.master_weight import Cell, MasterWeight
+from f8sub.weights.weight import local_tensor, master_of
 
 
 class PrimaryWeights(Guest):

@@ -17,8 +17,9 @@ from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.dropped_shard import DroppedShard
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, LayerSource
+from f8sub.linear.weight_cast import rowwise_of
 from f8sub.tensor.operators import describe
-from f8sub.weights.master_weight import MasterWeight, rowwise_of
+from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight, WeightRecord
 

@@ -17,7 +17,7 @@ from f8sub.kernels import quantize, reference
 from f8sub.kernels.gemm import select
 from f8sub.kernels.scales import PriorScale
 from f8sub.linear import float8_linear
-from f8sub.weights.master_weight import rowwise_of
+from f8sub.linear.weight_cast import rowwise_of
 from tests import oracle
 from tests.data_sets import gaussian, generator
 from tests.delayed_layers import (

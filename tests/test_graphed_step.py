@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import f8sub
 from f8sub.features.delayed import histories
+from f8sub.linear import weight_cast
 from f8sub.weights import master_weight
 from tests.data_sets import gaussian, generator
 from tests.models import Transformer, transformer
@@ -52,7 +53,8 @@ class Training:
 @contextlib.contextmanager
 def capture() -> Iterator[OpRecorder]:
     with pytest.MonkeyPatch.context() as monkeypatch, OpRecorder() as graph:
-        monkeypatch.setattr(master_weight, "is_capturing", lambda tensor: True)
+        for module in (master_weight, weight_cast):
+            monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
         yield graph
 
 

@@ -32,13 +32,14 @@ from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
-from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.float8_linear import Float8Linear, warn_of_reference
 from f8sub.linear.saved_input import AUTO, close_scope, open_scope
+from f8sub.linear.take_place import take_place
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import check_ranks_hook, guests_hook, watch_optimizer_steps
-from f8sub.weights.weight import Weight, take_place
+from f8sub.weights.weight import Weight
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -147,8 +148,8 @@ def _convert_selected(
     for option, refuse in of_options.items():
         if of_features[option]:
             refuse(chosen)
-    conversion = Conversion(**of_features, idle_patterns=idle)
-    conversion.warn_of_reference([layer.plan for layer in chosen])
+    conversion = Conversion({**of_features, "idle_patterns": idle})
+    warn_of_reference(conversion, [layer.plan for layer in chosen])
     for layer in chosen:
         _convert(layer, conversion)
     _wrap_weights([layer.module for layer in chosen], conversion)

@@ -7,6 +7,7 @@ import torch
 
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
+from f8sub.linear import weight_cast
 from f8sub.weights import master_weight
 from scripts.bench import timing
 from scripts.bench.gpu import gemms, graphs, linears, llama, quantizers, slices, variants
@@ -166,7 +167,8 @@ def recorded_on_the_cpu(monkeypatch, variant: variants.Variant, left_out: str = 
     def record(run):
         run()
         with monkeypatch.context() as patched, OpRecorder() as graph:
-            patched.setattr(master_weight, "is_capturing", lambda tensor: True)
+            for module in (master_weight, weight_cast):
+                patched.setattr(module, "is_capturing", lambda tensor: True)
             loss = run()
         return (graph.without(left_out) if left_out else graph).replay, loss, 4096
 

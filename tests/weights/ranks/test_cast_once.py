@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.weights import exchange, master_weight
+from f8sub.linear import weight_cast
+from f8sub.weights import exchange
 from f8sub.weights import precompute_scales as precompute
 from f8sub.weights import shard as shards
 from tests.data_sets import gaussian, generator
@@ -221,7 +222,7 @@ def test_codes_of_an_unsharded_weight_are_not_kept_in_a_graph(recipe, monkeypatc
     layer(x)
     kept = layer.weight.cell.cast
     assert kept is not None
-    monkeypatch.setattr(master_weight, "is_capturing", lambda tensor: True)
+    monkeypatch.setattr(weight_cast, "is_capturing", lambda tensor: True)
     y = layer(x)
     assert layer.weight.cell.cast is None
     y.backward(gaussian((8, 48), generator(2)))

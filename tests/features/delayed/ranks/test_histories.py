@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from f8sub.features.delayed import histories
 from tests.data_sets import gaussian, generator
-from tests.delayed_simulation import FP8_MAX, Simulation
+from tests.features.delayed.simulation import FP8_MAX, Simulation
 from tests.models import Stack, equal, refusal, seed_weights, shard
 from tests.wire import Wire
 from tests.wires import on_each_world

@@ -9,9 +9,9 @@ from torch import nn
 
 import f8sub
 from tests.data_sets import gaussian, generator
+from tests.features.tools.test_byte_account import made_in_backward, storages
 from tests.kept_x import nodes_of
 from tests.models import BF16, Stack, float8_layers, seed_weights, shard
-from tests.test_byte_account import made_in_backward, storages
 from tests.wire import Wire
 from tests.wires import ONE_RECIPE_A_WIRE, on_each
 

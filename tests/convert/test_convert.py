@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from f8sub.weights.master_weight import MasterWeight
-from tests.conversions import K, Mlp, N, converted, mlp, reasons, x_of
+from tests.convert.models import K, Mlp, N, converted, mlp, reasons, x_of
 from tests.data_sets import gaussian, generator
 from tests.models import seed_weights
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.conversions import converted, mlp, reasons, x_of
+from tests.convert.models import converted, mlp, reasons, x_of
 from tests.data_sets import gaussian, generator
 from tests.models import Transformer, seed_weights
 

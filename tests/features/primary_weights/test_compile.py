@@ -5,10 +5,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
+from tests.features.primary_weights.test_primary_weights import RECIPES, made, on_each_recipe, step, wrapped
 from tests.layers import K, x_of
 from tests.models import float8_layers
 from tests.selection import long_but
-from tests.test_primary_weights import RECIPES, made, on_each_recipe, step, wrapped
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import f8sub
 from f8sub.features.delayed import state
 from f8sub.features.delayed.layers import states_of
 from tests.compiling import compile_blocks
-from tests.conversions import mlp, x_of
+from tests.convert.models import mlp, x_of
 from tests.data_sets import gaussian, generator
 from tests.kept_x import (
     RE_ENCODED,
@@ -31,9 +31,9 @@ from tests.kept_x import (
     tokens,
     trained,
 )
+from tests.linear.test_saved_bytes import leaf
 from tests.models import float8_layers, seed_weights
 from tests.selection import long_but
-from tests.test_saved_bytes import leaf
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "autocast"])

@@ -9,7 +9,7 @@ from torch import nn
 
 import f8sub
 from f8sub.convert import patterns
-from tests.conversions import K, converted, mlp, reasons, x_of
+from tests.convert.models import K, converted, mlp, reasons, x_of
 
 
 class TiedModel(nn.Module):

@@ -9,8 +9,8 @@ from torch import nn
 import f8sub
 from f8sub.features.autocast import plan_in_use
 from f8sub.kernels.gemm.select import select_gemm
-from tests.context_blocks import OTHER, OWN, Block, block, on_each_recipe, results, same, under
 from tests.data_sets import gaussian, generator
+from tests.features.autocast.blocks import OTHER, OWN, Block, block, on_each_recipe, results, same, under
 from tests.layers import K, M, N, made, x_of
 from tests.models import seed_weights
 

@@ -11,7 +11,7 @@ import f8sub
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from tests.layers import K, N, dy_of, x_of
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[3] / "README.md").read_text()
 SECTION = README.partition("### Master weights\n")[2].partition("\n## ")[0]
 EXAMPLES = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 HELD = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, PrimaryWeight)]

@@ -20,7 +20,7 @@ from f8sub.linear import float8_linear
 from f8sub.weights.master_weight import rowwise_of
 from tests import oracle
 from tests.data_sets import gaussian, generator
-from tests.delayed_layers import (
+from tests.features.delayed.layers import (
     FORMAT,
     K,
     M,
@@ -36,7 +36,7 @@ from tests.delayed_layers import (
     state_of,
     step,
 )
-from tests.delayed_simulation import FP8_MAX, Simulation
+from tests.features.delayed.simulation import FP8_MAX, Simulation
 from tests.models import Stack, seed_weights
 
 ALGORITHMS = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.conversions import K, converted, reasons
+from tests.convert.models import K, converted, reasons
 
 HEADS = [
     "lm_head",

@@ -9,7 +9,7 @@ from torch import nn
 
 import f8sub
 from f8sub.convert.linear_subclasses import extensions
-from tests.conversions import K, x_of
+from tests.convert.models import K, x_of
 
 
 class Doubled(nn.Linear):

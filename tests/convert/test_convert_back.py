@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.conversions import K, Mlp, converted, mlp, x_of
+from tests.convert.models import K, Mlp, converted, mlp, x_of
 from tests.data_sets import gaussian, generator
 from tests.models import Transformer
 

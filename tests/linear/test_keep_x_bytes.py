@@ -25,7 +25,7 @@ from tests.kept_x import (
     tokens,
 )
 from tests.layers import in_float8
-from tests.test_saved_bytes import Projections, Saved, bytes_of_saved, leaf
+from tests.linear.test_saved_bytes import Projections, Saved, bytes_of_saved, leaf
 
 
 @on_each_way

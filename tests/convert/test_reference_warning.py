@@ -10,7 +10,7 @@ import f8sub
 from f8sub.kernels.gemm import select
 from f8sub.kernels.gemm.select import Plan
 from f8sub.recipe import recipe_names
-from tests.conversions import K, mlp
+from tests.convert.models import K, mlp
 
 GPUS = {"hopper": ((9, 0), "13.0"), "ada": ((8, 9), "12.8")}
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.conversions import K, N, mlp
+from tests.convert.models import K, N, mlp
 from tests.models import Transformer
 
 

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.autocast import plan_in_use
-from tests.context_blocks import OTHER, OWN, Block, block, on_each_recipe, results, same, under
+from tests.features.autocast.blocks import OTHER, OWN, Block, block, on_each_recipe, results, same, under
 from tests.layers import K, M, N, dy_of, x_of
 from tests.models import seed_weights
 

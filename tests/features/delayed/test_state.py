@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.delayed_layers import (
+from tests.features.delayed.layers import (
     K,
     M,
     N,

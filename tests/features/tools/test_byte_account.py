@@ -12,7 +12,7 @@ from torch import nn
 import f8sub
 from f8sub.features.tools.byte_account import Bytes
 from f8sub.linear import float8_linear
-from tests.conversions import mlp
+from tests.convert.models import mlp
 from tests.data_sets import gaussian, generator
 from tests.kept_x import WIDTH, Blocks, is_derivable, model_of, nodes_of
 from tests.models import Stack, float8_layers, seed_weights

@@ -2,20 +2,16 @@
 
 import copy
 import dataclasses
-import io
 import pickle
 
-import pytest
 import torch
 from torch import nn
 
 import f8sub
 from tests.convert.models import K, Mlp, converted, mlp, x_of
 from tests.data_sets import gaussian, generator
+from tests.layers import on_each_recipe
 from tests.models import Transformer
-
-RECIPES = f8sub.recipe_names()
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 
 @on_each_recipe
@@ -71,16 +67,6 @@ def test_a_deep_copy_of_the_model(recipe):
     with torch.no_grad():
         twin.up.weight.mul_(3)
     assert not torch.equal(twin(x_of()), model(x_of()))
-
-
-def test_a_whole_model_pickles():
-    model = f8sub.convert_to_float8(mlp())
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded(x_of()), model(x_of()))
-    assert type(loaded.up) is f8sub.Float8Linear
 
 
 def test_a_model_from_another_process_is_numbered_anew():

@@ -2,12 +2,11 @@
 
 import functools
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.delayed import state
@@ -26,7 +25,6 @@ from tests.kept_x import (
     is_exact,
     model_of,
     on_each_exact_way,
-    on_each_way,
     same,
     tokens,
     trained,
@@ -97,21 +95,6 @@ def test_activation_checkpointing(recipe, way, reentrant):
         assert same(trained(model, functools.partial(how, model)), expected)
 
 
-@pytest.mark.parametrize("way", ["auto", *WAYS])
-def test_selective_checkpointing_that_keeps_attention(way):
-    kept = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
-
-    model = model_of("tensorwise", way)
-    assert same(trained(model, functools.partial(run, model)), trained(model_of("tensorwise", "float8")))
-
-
 @pytest.mark.parametrize("way", ["auto", "high_precision"])
 def test_a_delayed_scale_is_that_of_forward_though_histories_rolled_since(way):
     results = []
@@ -138,17 +121,6 @@ def test_backward_stages_no_amax_of_x(way):
         after = [state.history_x for layer in float8_layers(model) for state in states_of(layer)]
         assert same(after, staged)
         assert all(history[0] > 0 for history in after)
-
-
-@on_each_way
-def test_frozen_layers_among_siblings(way):
-    results = []
-    for keep_x in (way, "float8"):
-        model = model_of("delayed", keep_x)
-        model.blocks[0].q.weight.requires_grad_(False)
-        model.blocks[0].down.requires_grad_(False)
-        results.append(trained(model))
-    assert same(*results)
 
 
 def test_an_x_that_is_kept_and_changed_is_an_error_as_of_any_linear_layer():

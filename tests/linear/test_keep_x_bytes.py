@@ -1,7 +1,5 @@
 """What is kept of x for wgrad: the bytes of each way, and what "auto" chooses."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,25 +113,6 @@ def test_what_auto_finds_saved(case):
     assert (torch.float8_e4m3fn in kept) != found
 
 
-def test_auto_in_a_llama_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=48,
-        attn_implementation="sdpa",
-    )
-    model = model_of("tensorwise", "auto", transformers.LlamaForCausalLM(config))
-    y = model(torch.randint(48, (2, TOKENS))).logits
-    layers = [saved for node, saved in nodes_of(y) if "Float8Matmul" in node.name()]
-    without_codes = [saved for saved in layers if all(t.dtype not in FLOAT8 for t in saved)]
-    assert len(layers) == 7
-    assert [tuple(w.shape) for w, _ in without_codes] == [(64, 64)]
-
-
 def test_auto_is_float8_under_hooks_which_pack_each_tensor_by_itself():
     model, x = model_of("tensorwise", "auto"), tokens()
     saved = Saved(lambda: model(x), list(model.parameters()))
@@ -156,13 +135,3 @@ def test_without_wgrad_nothing_of_x_is_saved(recipe, way):
     assert saved.bytes == 0
     saved.y.backward(gaussian((24, 96), generator(1)))
     assert x.grad is not None
-
-
-def test_a_context_keeps_x_as_the_layer_says():
-    kept = {}
-    for way in ("float8", "high_precision"):
-        layer = model_of("tensorwise", way, nn.Sequential(nn.Linear(64, 96)))
-        with f8sub.autocast("gridquant"):
-            saved = Saved(functools.partial(layer, leaf(24, 64)), list(layer.parameters()))
-        kept[way] = saved.bytes
-    assert kept == {"float8": 24 * 64 + 4, "high_precision": 24 * 64 * 4}

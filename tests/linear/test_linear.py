@@ -8,12 +8,10 @@ from torch import nn
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.layers import K, M, N, assert_close, dy_of, gradients, in_float8, made, x_of
+from tests.layers import K, M, N, assert_close, dy_of, gradients, in_float8, made, on_each_recipe, x_of
 from tests.models import seed_weights
 
-RECIPES = f8sub.recipe_names()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 
 
@@ -53,14 +51,6 @@ def test_a_batch_of_no_rows(recipe, shape):
     assert torch.equal(found["db"], torch.zeros(N))
 
 
-def test_rows_of_any_number():
-    for rows in (1, 3, 17, 33):
-        plain = seed_weights(nn.Sequential(nn.Linear(K, N)))[0]
-        found, expected = gradients(made(), x_of(rows, K)), gradients(plain, x_of(rows, K))
-        for name, tensor in found.items():
-            assert_close(tensor, expected[name])
-
-
 LAYOUTS = {
     "transposed": lambda: gaussian((K, M), generator(1)).t(),
     "every-other-row": lambda: gaussian((2 * M, K), generator(1))[::2],
@@ -91,23 +81,6 @@ def test_a_cotangent_of_any_layout(recipe):
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert torch.allclose(found[2], expected[2], rtol=1e-5, atol=1e-5)  # summed in another order
-
-
-def test_an_expanded_cotangent():
-    found, expected = made(), made()
-    row = gaussian((1, N), generator(2))
-    found(x_of(M, K)).backward(row.expand(M, N))
-    expected(x_of(M, K)).backward(row.repeat(M, 1))
-    assert torch.equal(found.weight.grad, expected.weight.grad)
-
-
-@on_each_recipe
-def test_no_bias(recipe):
-    with_bias, without = made(recipe), made(recipe, bias=False)
-    found, expected = gradients(without, x_of(M, K)), gradients(with_bias, x_of(M, K))
-    assert torch.equal(found["y"] + with_bias.bias, expected["y"])
-    assert torch.equal(found["dx"], expected["dx"])
-    assert torch.equal(found["dw"], expected["dw"])
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES.values(), ids=list(DTYPES))
@@ -154,12 +127,6 @@ def test_backward_inside_autocast_is_that_outside(recipe):
             y.backward(dy_of(y))
         found.append((x.grad, layer.weight.grad, layer.bias.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_autocast_turned_off_inside():
-    layer, x = made(), x_of(M, K)
-    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
-        assert torch.equal(layer(x), made()(x))
 
 
 @on_each_recipe
@@ -226,14 +193,6 @@ def test_repr_shows_recipe_and_backends():
         "tensorwise, dgrad and wgrad in high precision, scaled_mm, dgrad in high precision, wgrad by reference, "
         "gathered in high precision, keep_x=recompute"
     )
-
-
-def test_torch_func_and_hooks_see_a_module_like_any_other():
-    layer, seen = made(), []
-    layer.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
-    layer.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(tuple(grad_in[0].shape)))
-    gradients(layer, x_of(M, K))
-    assert seen == [(M, N), (M, K)]
 
 
 def test_backends_are_those_of_the_device_it_is_called_on():

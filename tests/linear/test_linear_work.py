@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
-from tests.layers import K, M, N, dy_of, gradients, in_float8, made, x_of
-from tests.models import Block, seed_weights
-
-RECIPES = f8sub.recipe_names()
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+from tests.layers import K, M, N, block, dy_of, gradients, in_float8, made, on_each_recipe, results, x_of
+from tests.models import equal, float8_layers
 
 
 def work_of(run) -> Float8Work:
@@ -165,89 +163,26 @@ def test_x_changed_in_place_after_the_forward_does_no_harm():
     assert torch.equal(layer.weight.grad, gradients(made(), x_of(M, K))["dw"])
 
 
-class Shared(nn.Module):
-    """Two siblings that share one x, and a block around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(N, K)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
-
-
-def block_results(recipe: str, run) -> tuple[list[torch.Tensor], Float8Work]:
-    block = f8sub.convert_to_float8(seed_weights(Shared()), recipe=recipe)
-    x = x_of(M, K)
+def block_work(recipe: str, run) -> tuple[list[torch.Tensor], Float8Work]:
+    model = block(recipe)
     with Float8Work() as work:
-        y = run(block, x)
-        y.backward(dy_of(y))
-    return [y.detach(), x.grad, *(p.grad for p in block.parameters())], work
+        found = results(model, run)
+    return found, work
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @on_each_recipe
 def test_activation_checkpointing_is_bitwise_equal(recipe, reentrant):
-    expected, plain = block_results(recipe, lambda block, x: block(x))
-    found, work = block_results(recipe, lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    expected, plain = block_work(recipe, lambda block, x: block(x))
+    found, work = block_work(recipe, lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+    assert equal(found, expected)
     gemms = sum(in_float8(recipe).values())
     assert plain.matmuls == 3 * gemms
     assert work.matmuls - plain.matmuls in (2, 3)  # the recomputation may stop before the last forward
     assert work.casts.count((N, K)) == plain.casts.count((N, K))
-
-
-def test_a_recomputed_forward_casts_a_shared_x_once():
-    """Tensorwise: x in the forward, x in the recomputation, dx's cotangent of down: one cast each."""
-    _, plain = block_results("tensorwise", lambda block, x: block(x))
-    _, work = block_results("tensorwise", lambda block, x: checkpoint(block, x, use_reentrant=False))
-    # (M, K): x, and the cotangent of down's output, which has x's shape.
-    assert plain.casts.count((M, K)) == 2
-    assert work.casts.count((M, K)) == 3
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpointing_under_autocast(reentrant):
-    def run(block, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return checkpoint(block, x, use_reentrant=reentrant)
-
-    def plain(block, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return block(x)
-
-    found, _ = block_results("tensorwise", run)
-    expected, _ = block_results("tensorwise", plain)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@on_each_recipe
-def test_grad_scaler(recipe):
-    """A power-of-two loss scale leaves every gradient what it was; an overflow skips the step."""
-    torch.manual_seed(0)
-    weights = []
-    for scale in (1.0, 2.0**10):
-        model = f8sub.convert_to_float8(seed_weights(Block(32, 48)), recipe=recipe)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        x = x_of(2, 8, 32)
-        for _ in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(x).float().pow(2).mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        weights.append([torch.zeros_like(p.detach()) + p.detach() for p in model.parameters()])
-    for one, other in zip(*weights, strict=True):
-        assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
-    before = [p.detach().clone() for p in model.parameters()]
-    loss = model(x).float().pow(2).mean() * torch.tensor(float("inf"))
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**9
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    if recipe == "tensorwise":
+        # (M, K): x, once more in the recomputation, and the cotangent of down's output, which has x's shape.
+        assert (plain.casts.count((M, K)), work.casts.count((M, K))) == (2, 3)
 
 
 @on_each_recipe
@@ -262,3 +197,33 @@ def test_a_non_finite_cotangent_reaches_the_gradients(recipe):
     assert not layer.weight.grad[4].isfinite().any()
     assert x.grad[5].isfinite().all()
     assert layer.weight.grad[6].isfinite().all()
+
+
+@on_each_recipe
+def test_a_step_of_a_llama_has_three_products_a_converted_layer(recipe):
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    tokens = torch.randint(0, 96, (2, 24), generator=generator(1))
+    losses, counts = [], []
+    for converted in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        if converted:
+            f8sub.convert_to_float8(model, recipe=recipe)
+        with Float8Work() as work:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        losses.append(loss.item())
+        counts.append(work.matmuls)
+    assert len(float8_layers(model)) == 2 * 7
+    assert type(model.lm_head) is nn.Linear
+    assert counts == [0, sum(in_float8(recipe).values()) * 2 * 7]
+    assert 0 < abs(losses[1] - losses[0]) < 0.02 * losses[0]
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
 import f8sub
 from tests import oracle
 from tests.data_sets import gaussian, generator
+from tests.layers import RECIPES, on_each_recipe
 from tests.models import Stack, seed_weights, shard
-
-RECIPES = f8sub.recipe_names()
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 
 class Saved:
@@ -73,16 +70,6 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return gaussian(shape, generator(1)).to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@on_each_recipe
-def test_one_layer_saves_the_codes_of_x_and_their_scales(recipe, dtype):
-    layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 96, dtype=dtype)), recipe=recipe)[0]
-    x = leaf(4, 24, 64, dtype=dtype)
-    saved = Saved(lambda: layer(x), list(layer.parameters()))
-    assert saved.bytes == bytes_of_saved(x, recipe)
-    assert saved.y.grad_fn is not None
-
-
 class Projections(nn.Module):
     """Three layers that read one x, as attention does."""
 
@@ -109,30 +96,6 @@ def test_three_layers_of_different_x_save_each(recipe):
     x = leaf(48, 64)
     saved = Saved(lambda: model.q(x)[:, :32] + model.k(x.clone()) + model.v(x * 2), list(model.parameters()))
     assert saved.bytes >= 3 * bytes_of_saved(x, recipe)
-
-
-@on_each_recipe
-def test_an_x_changed_in_place_is_quantized_again(recipe):
-    model = f8sub.convert_to_float8(
-        nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2)), recipe=recipe
-    )
-    x = gaussian((16, 32), generator(2))
-    with torch.no_grad():
-        model[0](x)
-        x.mul_(100.0)
-        y = model[1](x)
-        expected = model[1](x.clone())
-    assert torch.equal(y, expected)
-
-
-@on_each_recipe
-def test_a_frozen_weight_saves_nothing_of_x(recipe):
-    layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 96, bias=False)), recipe=recipe)[0]
-    layer.weight.requires_grad_(False)
-    x = leaf(24, 64)
-    saved = Saved(lambda: layer(x), list(layer.parameters()))
-    assert saved.bytes == 0
-    assert saved.y.grad_fn is not None
 
 
 def _sharded(rank: int, world: int, recipe: str) -> tuple[int, int]:

@@ -11,14 +11,11 @@ from torch import nn
 
 import f8sub
 from f8sub.linear import shared_input
-from tests import oracle
-from tests.counting import FLOAT8, Float8Work
+from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
-from tests.layers import in_float8
+from tests.layers import on_each_recipe
 from tests.models import seed_weights
 
-RECIPES = f8sub.recipe_names()
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 M, K, N = 24, 32, 48
 
 
@@ -88,26 +85,6 @@ def test_results_are_those_of_layers_that_share_nothing(recipe):
 
 
 @on_each_recipe
-def test_x_is_saved_once(recipe):
-    model, saved = made(recipe), {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype in FLOAT8 or tensor is x:
-            saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    x = x_of()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(x)
-    spec = oracle.spec_of(recipe, "x")
-    # Scales that are stored in float8 too are among them.
-    scales = spec.scale_bytes(K, M) - 4 if spec.rule == "two_level" else 0
-    expected = spec.code_bytes(K, M) + scales if in_float8(recipe)["dw"] else x.nbytes
-    assert sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) == expected
-    assert y.requires_grad
-
-
-@on_each_recipe
 def test_nothing_is_kept_after_the_forward(recipe):
     """Of a forward without gradients, x itself and its codes are gone when it returns."""
     model = made(recipe)
@@ -134,24 +111,6 @@ def test_nothing_is_kept_after_the_forward(recipe):
     assert kept
     assert x_alive() is None
     assert [ref() for ref in kept] == [None] * len(kept)
-
-
-@on_each_recipe
-def test_what_a_forward_saved_is_gone_after_its_backward(recipe):
-    model, kept = made(recipe), []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype in FLOAT8:
-            kept.append(weakref.ref(tensor))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(x_of())
-    assert any(ref() is not None for ref in kept) == in_float8(recipe)["dw"]
-    y.backward(gaussian((M, N), generator(2)))
-    del y
-    gc.collect()
-    assert all(ref() is None for ref in kept)
 
 
 IN_PLACE = {

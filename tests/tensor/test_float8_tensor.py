@@ -10,6 +10,7 @@ from f8sub import ALL, Float8Format, Float8Tensor, ScaleRule, Tile
 from f8sub.formats import E2M1
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal
+from tests.layers import on_each_recipe
 from tests.specs import STORED_AS, spec_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -22,9 +23,7 @@ FORMATS = {
     "1x16-e2m1": Float8Format(E2M1, Tile(1, 16), ScaleRule.TWO_LEVEL),
     "16x16-e2m1": Float8Format(E2M1, Tile(16, 16), ScaleRule.TWO_LEVEL),
 }
-RECIPES = f8sub.recipe_names()
 on_each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 BUFFERS = [
     f"{usage}_{part}"
     for usage in ("rowwise", "columnwise")
@@ -61,19 +60,6 @@ def test_layout(format, dtype):
         assert operand.scale_inv.shape == format.tile.scale_shape(shape)
         assert sum(t.nbytes for t in operand.tensors[1:]) == spec_of(format).scale_bytes(*shape)
         assert operand.format == format
-
-
-@on_each_format
-def test_t_swaps_the_usages_and_moves_no_bytes(format):
-    tensor = f8sub.quantize(matrix(), format)
-    turned = tensor.t()
-    assert isinstance(turned, Float8Tensor)
-    assert turned.shape == (160, 48)
-    for ours, theirs in ((turned.rowwise, tensor.columnwise), (turned.columnwise, tensor.rowwise)):
-        assert ours.data.data_ptr() == theirs.data.data_ptr()
-        assert ours.scale_inv.data_ptr() == theirs.scale_inv.data_ptr()
-        assert ours.format == theirs.format
-    assert_same(turned.t().rowwise, tensor.rowwise)
 
 
 @on_each_format

@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -13,9 +12,8 @@ import f8sub
 from f8sub.weights.master_weight import MasterWeight
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
+from tests.layers import on_each_recipe
 
-RECIPES = f8sub.recipe_names()
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 ROWS, COLS = 48, 32
 
 
@@ -346,15 +344,6 @@ def test_a_parameter_pickles_as_a_plain_parameter():
     assert type(loaded["parameter"]) is nn.Parameter
     assert type(loaded["tensor"]) is torch.Tensor
     assert loaded["parameter"].requires_grad
-
-
-def test_safetensors(tmp_path):
-    model = made(dtype=torch.bfloat16)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    loaded = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(
-        loaded["0.weight"], torch.zeros(ROWS, COLS, dtype=torch.bfloat16) + model[0].weight.detach()
-    )
 
 
 def test_optimizer_states_and_gradients_are_plain():

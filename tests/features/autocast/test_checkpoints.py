@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.autocast import plan_in_use
-from tests.features.autocast.blocks import OTHER, OWN, Block, block, on_each_recipe, results, same, under
-from tests.layers import K, M, N, dy_of, x_of
-from tests.models import seed_weights
+from tests.features.autocast.blocks import OTHER, OWN, under
+from tests.layers import Block, K, M, N, block, dy_of, on_each_recipe, results, x_of
+from tests.models import equal, seed_weights
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 
@@ -28,7 +28,7 @@ def test_a_repeated_forward_uses_the_context_of_the_first(recipe):
     expected = results(block(recipe))
     for around in (None, f8sub.autocast(enabled=False)):
         found = results(block(), checkpointed(False, f8sub.autocast(recipe)), around)
-        assert same(found, expected)
+        assert equal(found, expected)
 
 
 OUTSIDE = r"gate: .*repeated inside backward.*run with {} before.*inside the checkpointed function"
@@ -46,7 +46,7 @@ def test_a_context_around_a_reentrant_checkpoint_is_an_error_in_backward_until_t
     optimizer.step()
     twin = f8sub.convert_to_float8(seed_weights(Block()), recipe=OWN)
     twin.load_state_dict(model.state_dict())
-    assert same(results(model, checkpointed(True)), results(twin))
+    assert equal(results(model, checkpointed(True)), results(twin))
 
 
 def test_an_optimizer_that_steps_in_backward_does_not_hide_a_context_around_a_reentrant_checkpoint():
@@ -60,7 +60,7 @@ def test_an_optimizer_that_steps_in_backward_does_not_hide_a_context_around_a_re
 
 
 def test_a_reentrant_checkpoint_in_a_context_of_the_layers_own_recipe():
-    assert same(results(block(), checkpointed(True, f8sub.autocast(OWN))), results(block()))
+    assert equal(results(block(), checkpointed(True, f8sub.autocast(OWN))), results(block()))
 
 
 @on_each_recipe
@@ -73,15 +73,15 @@ def test_a_repeated_forward_whose_layer_backward_begins_with(recipe):
         )
 
     found = results(layers(OWN), checkpointed(False, f8sub.autocast(recipe)))
-    assert same(found, results(layers(recipe)))
+    assert equal(found, results(layers(recipe)))
 
 
 @REENTRANT
 def test_a_repeated_forward_outside_of_contexts_uses_the_layers_own(reentrant):
     with f8sub.autocast(OTHER):
         block()(x_of(M, K))
-    assert same(results(block(), checkpointed(reentrant), f8sub.autocast(OTHER)), results(block()))
-    assert same(results(block(), checkpointed(reentrant)), results(block()))
+    assert equal(results(block(), checkpointed(reentrant), f8sub.autocast(OTHER)), results(block()))
+    assert equal(results(block(), checkpointed(reentrant)), results(block()))
 
 
 @REENTRANT
@@ -97,7 +97,7 @@ def test_a_context_inside_the_checkpointed_function(reentrant):
     def plainly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(under(f8sub.autocast(OTHER))(model, x))
 
-    assert same(results(block(), run), results(block(), plainly))
+    assert equal(results(block(), run), results(block(), plainly))
 
 
 def test_microbatches_of_several_contexts_are_told_apart_by_their_graphs():
@@ -118,8 +118,8 @@ def test_microbatches_of_several_contexts_are_told_apart_by_their_graphs():
         x = xs[i].detach().clone().requires_grad_()
         y = alone(x)
         y.backward(dy_of(y))
-        assert same([ys[i], xs[i].grad], [y, x.grad])
-        assert same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+        assert equal([ys[i], xs[i].grad], [y, x.grad])
+        assert equal([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
 def test_several_contexts_in_one_graph_cannot_be_told_apart():
@@ -139,7 +139,7 @@ def test_evaluation_in_a_context_does_not_stop_a_reentrant_checkpoint():
         model(x)
     model.train()
     y.backward(dy_of(y))
-    assert same([y, x.grad, *(p.grad for p in model.parameters())], results(block()))
+    assert equal([y, x.grad, *(p.grad for p in model.parameters())], results(block()))
 
 
 def test_nothing_is_remembered_where_no_context_was_entered(monkeypatch):

@@ -1,21 +1,17 @@
 """Recipe contexts and torch.compile: entered around compiled code or inside it, bitwise as in eager."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from tests.compiling import compile_blocks
-from tests.data_sets import gaussian, generator
-from tests.models import seed_weights
+from tests.features.autocast.blocks import OTHER, OWN, under
+from tests.layers import K, M, dy_of, results, x_of
+from tests.models import equal, seed_weights
 
-WIDTH = 32
-OWN, OTHER = "tensorwise", "rowwise"
 MINE = f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)
 
 
@@ -32,7 +28,7 @@ class Layers(nn.Module):
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(K, K)) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -44,39 +40,22 @@ def layers(recipe: str, blocks: int = 1, backend: str = "auto") -> nn.Module:
     return f8sub.convert_to_float8(seed_weights(Layers(blocks)), recipe=recipe, backend=backend)
 
 
-def results(model: nn.Module, around=None) -> list[torch.Tensor]:
-    """y, dx and every gradient; backward outside of the context."""
-    model.zero_grad()
-    x = gaussian((24, WIDTH), generator(3)).requires_grad_()
-    with around or nullcontext():
-        y = model(x)
-    y.backward(gaussian(tuple(y.shape), generator(7)))
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def test_around_compiled_blocks_each_recipe_has_one_graph():
     """Two blocks share their code; a recipe seen before compiles nothing, nor does an equal one."""
     eager, compiled = layers(OWN, 2), compile_blocks(layers(OWN, 2))
-    entered = [
-        lambda: f8sub.autocast(OTHER),
-        lambda: f8sub.autocast(enabled=False),
-        lambda: f8sub.autocast(f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)),
-        nullcontext,
-    ]
-    expected = [results(eager, around()) for around in entered]
-    assert not any(same(expected[i], expected[j]) for i in range(4) for j in range(i))
-    for around, right in zip(entered, expected, strict=True):
-        assert same(results(compiled, around()), right)
+    mine = f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)  # equal to MINE, another object
+    entered = [(f8sub.autocast(OTHER),), (f8sub.autocast(enabled=False),), (f8sub.autocast(mine),), ()]
+    expected = [results(eager, under(*contexts)) for contexts in entered]
+    assert not any(equal(expected[i], expected[j]) for i in range(4) for j in range(i))
+    for contexts, right in zip(entered, expected, strict=True):
+        assert equal(results(compiled, under(*contexts)), right)
     assert counters["stats"]["unique_graphs"] == len(entered)
+    again = [(f8sub.autocast(OTHER),), (f8sub.autocast(enabled=False),), (f8sub.autocast(MINE),), ()]
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for around, right in zip(entered, expected, strict=True):
-            assert same(results(compiled, around()), right)
-            with f8sub.autocast(OTHER):  # how deep contexts are nested makes no other graph
-                assert same(results(compiled, around()), right) or around is nullcontext
+        for contexts, right in zip(again, expected, strict=True):
+            assert equal(results(compiled, under(*contexts)), right)
+            if contexts:  # how deep contexts are nested makes no other graph
+                assert equal(results(compiled, under(f8sub.autocast(OTHER), *contexts)), right)
 
 
 class Inside(nn.Module):
@@ -115,12 +94,13 @@ def test_inside_a_full_graph(second):
             pytest.skip(
                 "dynamo of this torch, 2.11 for one, takes contexts inside compiled code by name alone"
             )
-    for around in (nullcontext, lambda: f8sub.autocast("rowwise_with_gw_hp")):
-        expected = results(eager, around())
-        assert same(results(compiled, around()), expected)
+    outer = under(f8sub.autocast("rowwise_with_gw_hp"))
+    for around in (under(), outer):
+        expected = results(eager, around)
+        assert equal(results(compiled, around), expected)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            assert same(results(compiled, around()), expected)
-    assert not same(results(eager, f8sub.autocast("rowwise_with_gw_hp")), results(eager))
+            assert equal(results(compiled, around), expected)
+    assert not equal(results(eager, outer), results(eager))
 
 
 def test_a_decorated_function_inside_a_full_graph():
@@ -135,18 +115,8 @@ def test_a_decorated_function_inside_a_full_graph():
 
     eager, compiled = Decorated(), Decorated()
     compiled.compile(backend="aot_eager", fullgraph=True)
-    assert same(results(compiled, nullcontext()), results(eager, nullcontext()))
-    assert not same(results(eager, nullcontext()), results(eager.layers, nullcontext()))
-
-
-@pytest.mark.long
-def test_a_checkpoint_inside_compiled_code():
-    """The checkpoint is traced with the forward, so its context is too."""
-    model = layers(OWN)
-    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    compile_blocks(model)
-    for around in (lambda: f8sub.autocast(OTHER), nullcontext, lambda: f8sub.autocast(enabled=False)):
-        assert same(results(model, around()), results(layers(OWN), around()))
+    assert equal(results(compiled), results(eager))
+    assert not equal(results(eager), results(eager.layers))
 
 
 class EnteredInsideTheCheckpoint(nn.Module):
@@ -164,22 +134,21 @@ class EnteredInsideTheCheckpoint(nn.Module):
 
 def test_compiled_code_inside_a_checkpoint_enters_the_context_there():
     model = compile_blocks(layers(OWN))
-    assert same(results(EnteredInsideTheCheckpoint(model)), results(layers(OTHER)))
+    assert equal(results(EnteredInsideTheCheckpoint(model)), results(layers(OTHER)))
 
 
 @pytest.mark.long
 def test_compiled_code_inside_a_checkpoint_is_refused_where_the_context_is_outside():
     """Nothing of ours runs when torch repeats compiled code; torch notices that other tensors were saved."""
     model = compile_blocks(layers(OWN))
-    x = gaussian((24, WIDTH), generator(3)).requires_grad_()
     with f8sub.autocast(OTHER):
-        y = checkpoint(model, x, use_reentrant=False)
+        y = checkpoint(model, x_of(M, K), use_reentrant=False)
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        y.backward(gaussian(tuple(y.shape), generator(7)))
+        y.backward(dy_of(y))
 
 
 def test_a_recipe_that_cannot_run_is_refused_as_in_eager():
     model = layers(OWN, backend="scaled_mm")
     model.compile(backend="aot_eager")
     with pytest.raises(f8sub.Float8ConfigError, match=r"blocks\.0\.0: recipe 'blockwise' of the context"):
-        results(model, f8sub.autocast("blockwise"))
+        results(model, under(f8sub.autocast("blockwise")))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
@@ -88,19 +87,6 @@ def test_wider_inputs_meet_the_weights_as_the_model_has_them():
         outputs.append(model(x_of(8, K)))
     assert outputs[0].dtype == torch.float32
     assert torch.equal(*outputs)
-
-
-def test_gradients_accumulate_and_checkpointing_changes_nothing():
-    gradients = []
-    for primary in (True, False):
-        model = made(primary=primary)
-        if primary:
-            wrapped(model)
-        for seed in (1, 2):
-            y = checkpoint(model, x_of(8, K, seed=seed), use_reentrant=False)
-            y.backward(dy_of(y))
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_an_optimizer_that_was_not_wrapped_is_refused_before_it_changes_anything():

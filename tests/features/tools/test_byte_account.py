@@ -153,11 +153,3 @@ def test_a_model_on_meta():
     found = account(f8sub.convert_to_float8(model)).here
     here = account(model_of("tensorwise", "auto")).here
     assert dataclasses.astuple(found)[:4] == dataclasses.astuple(here)[:4]
-
-
-@pytest.mark.parametrize("all_gather", [True, False], ids=["float8", "high precision"])
-def test_a_recipe_that_gathers_in_high_precision(all_gather):
-    model = f8sub.convert_to_float8(
-        nn.Sequential(nn.Linear(64, 96)), recipe="rowwise", float8_all_gather=all_gather
-    )
-    assert account(model).here.wire == (1 if all_gather else 4) * 64 * 96

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -240,33 +239,6 @@ def test_each_mode_is_the_usual_run(ranks, mode, all_gather):
     assert equal(ranks(2, in_mode, mode, all_gather), ranks(2, sharded, all_gather))
 
 
-def save(rank: int, world: int, folder: str) -> tuple:
-    model = shard(model_of())
-    train(model, rank, 3)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-    return states_of(model), batch_output(model, 7)
-
-
-def batch_output(model: nn.Module, step: int) -> torch.Tensor:
-    with torch.no_grad():
-        return model(batch(step, 0)[0])
-
-
-def load(rank: int, world: int, folder: str) -> tuple:
-    model = shard(seed_weights(model_of(), seed=5))
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state)
-    f8sub.precompute_scales(model)
-    return states_of(model), batch_output(model, 7)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3], ids=["world1", "world2", "world3"])
-def test_dcp_restores_bitwise_on_any_number_of_ranks(ranks, world, tmp_path):
-    saved = ranks(2, save, str(tmp_path))[0]
-    assert all(equal(found, saved) for found in ranks(world, load, str(tmp_path)))
-
-
 def two_meshes(rank: int, world: int) -> tuple:
     """One layer on the shards of a replica only, the others on replicas too: two tables, each on its own ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -286,25 +258,6 @@ def test_layers_of_two_meshes_are_reduced_over_their_own_ranks(ranks):
         assert equal(states[:1], results[2 * replica][1][:1])
         assert torch.equal(states[1]["history"][:, 0], results[0][1][1]["history"][:, 0])
     assert not torch.equal(results[0][1][0]["history"], results[2][1][0]["history"])
-
-
-def load_before_the_roll(rank: int, world: int) -> tuple:
-    """A state dict that is loaded between a step and precompute_scales has the histories of steps of its own."""
-    model = shard(model_of())
-    train(model, rank, 2)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    before = states_of(model)
-    x, dy = batch(2, rank)
-    model(x).backward(dy)
-    torch.optim.SGD(model.parameters(), lr=1e-3).step()
-    model.load_state_dict(saved)
-    f8sub.precompute_scales(model)
-    return before, states_of(model)
-
-
-def test_a_loaded_history_does_not_roll_for_the_step_before(ranks):
-    for before, after in ranks(2, load_before_the_roll):
-        assert equal(after, before)
 
 
 def train_with_optimizers(model: nn.Module, ranks: range, frozen: bool) -> list[dict[str, torch.Tensor]]:

@@ -25,12 +25,11 @@ from tests.kept_x import (
     is_exact,
     model_of,
     on_each_exact_way,
-    same,
     tokens,
     trained,
 )
 from tests.linear.test_saved_bytes import leaf
-from tests.models import float8_layers, seed_weights
+from tests.models import equal, float8_layers, seed_weights
 from tests.selection import long_but
 
 
@@ -43,7 +42,7 @@ def test_all_ways_have_the_same_numbers(recipe, way, dtype):
 
     model, float8 = model_of(recipe, way), model_of(recipe, "float8")
     found, expected = (trained(each, functools.partial(run, each)) for each in (model, float8))
-    assert same(found, expected)
+    assert equal(found, expected)
     assert len(found) == 3 * (2 + 8)
 
 
@@ -53,13 +52,13 @@ def test_transforms_and_draws_of_dy_are_those_of_float8_too(options):
     for way in ("float8", "high_precision"):
         torch.manual_seed(0)
         results.append(trained(model_of(recipe, way)))
-    assert same(*results)
+    assert equal(*results)
 
 
 def test_the_comparison_sees_another_usage_of_x():
     """The dw of a high-precision wgrad differs from that of a kept x that is cast in backward."""
     mine = f8sub.get_recipe("tensorwise").with_high_precision(wgrad=True)
-    assert not same(trained(model_of(mine, "auto")), trained(model_of("tensorwise", "high_precision")))
+    assert not equal(trained(model_of(mine, "auto")), trained(model_of("tensorwise", "high_precision")))
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in RE_ENCODED])
@@ -92,7 +91,7 @@ def test_activation_checkpointing(recipe, way, reentrant):
     expected = trained(model_of(recipe, "float8"))
     for how in (run, around_the_last):
         model = model_of(recipe, way)
-        assert same(trained(model, functools.partial(how, model)), expected)
+        assert equal(trained(model, functools.partial(how, model)), expected)
 
 
 @pytest.mark.parametrize("way", ["auto", "high_precision"])
@@ -109,7 +108,7 @@ def test_a_delayed_scale_is_that_of_forward_though_histories_rolled_since(way):
         assert (torch.stack([state.scale for state in states]) < before / 100).all()
         y.backward(gaussian(tuple(y.shape), generator(9)))
         results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
-    assert same(*results)
+    assert equal(*results)
 
 
 @pytest.mark.parametrize("way", ["auto", "high_precision"])
@@ -119,7 +118,7 @@ def test_backward_stages_no_amax_of_x(way):
         staged = [state.history_x.clone() for layer in float8_layers(model) for state in states_of(layer)]
         y.backward(gaussian(tuple(y.shape), generator(9)))
         after = [state.history_x for layer in float8_layers(model) for state in states_of(layer)]
-        assert same(after, staged)
+        assert equal(after, staged)
         assert all(history[0] > 0 for history in after)
 
 
@@ -141,7 +140,7 @@ def test_compiled_code_has_the_same_numbers(recipe, way):
     torch._dynamo.reset()
     same_as = "recompute" if (recipe, way) in RE_ENCODED else "float8"
     eager, compiled = model_of(recipe, same_as), compile_blocks(model_of(recipe, way))
-    assert same(trained(compiled), trained(eager))
+    assert equal(trained(compiled), trained(eager))
     torch._dynamo.reset()
 
 

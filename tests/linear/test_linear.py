@@ -9,7 +9,7 @@ from torch import nn
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.layers import K, M, N, assert_close, dy_of, gradients, in_float8, made, on_each_recipe, x_of
-from tests.models import seed_weights
+from tests.models import equal, seed_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
@@ -35,10 +35,8 @@ def test_any_leading_dims(recipe, lead):
     expected = gradients(flat, x.detach().reshape(-1, K).clone().requires_grad_())
     assert found["y"].shape == (*lead, N)
     assert found["dx"].shape == (*lead, K)
-    assert torch.equal(found["y"].reshape(-1, N), expected["y"])
-    assert torch.equal(found["dx"].reshape(-1, K), expected["dx"])
-    assert torch.equal(found["dw"], expected["dw"])
-    assert torch.equal(found["db"], expected["db"])
+    found |= {"y": found["y"].reshape(-1, N), "dx": found["dx"].reshape(-1, K)}
+    assert equal(found, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, K), (2, 0, K), (0, 3, K)], ids=str)
@@ -66,20 +64,25 @@ def test_any_memory_layout(recipe, layout):
     assert not x.is_contiguous()
     found = gradients(made(recipe), x.detach().requires_grad_())
     expected = gradients(made(recipe), x.contiguous().requires_grad_())
-    for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name]), name
+    assert equal(found, expected)
 
 
+COTANGENTS = {
+    "transposed": lambda: gaussian((N, M), generator(2)).t(),
+    "expanded": lambda: gaussian((1, N), generator(2)).expand(M, N),
+}
+
+
+@pytest.mark.parametrize("layout", COTANGENTS)
 @on_each_recipe
-def test_a_cotangent_of_any_layout(recipe):
-    dy = gaussian((N, M), generator(2)).t()
-    found, expected = [], []
-    for results, cotangent in ((found, dy), (expected, dy.contiguous())):
+def test_a_cotangent_of_any_layout(recipe, layout):
+    results = []
+    for dy in (COTANGENTS[layout](), COTANGENTS[layout]().contiguous()):
         layer, x = made(recipe), x_of(M, K)
-        layer(x).backward(cotangent)
-        results += [x.grad, layer.weight.grad, layer.bias.grad]
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+        layer(x).backward(dy)
+        results.append([x.grad, layer.weight.grad, layer.bias.grad])
+    found, expected = results
+    assert equal(found[:2], expected[:2])
     assert torch.allclose(found[2], expected[2], rtol=1e-5, atol=1e-5)  # summed in another order
 
 
@@ -158,29 +161,14 @@ def test_training_after_inference_mode(recipe):
 
 @on_each_recipe
 def test_one_layer_used_twice(recipe):
-    layer = seed_weights(nn.Sequential(nn.Linear(K, K)))
-    layer = f8sub.convert_to_float8(layer, recipe=recipe)[0]
-    x, other = x_of(M, K), x_of(M, K, seed=5)
-    y = layer(layer(x)) + layer(other)
+    layer, xs = made(recipe), [x_of(M, K), x_of(M, K, seed=5)]
+    y = layer(xs[0]) + layer(xs[1])
     y.backward(dy_of(y))
-    parts = [torch.zeros(K, K), torch.zeros(K)]
-    h = layer(x.detach()).detach().requires_grad_()
-    for given in (h, other.detach().requires_grad_()):
-        layer.zero_grad()
-        layer(given).backward(dy_of(y))
-        parts[0] += layer.weight.grad
-        parts[1] += layer.bias.grad
-        if given is h:
-            dh = given.grad
-    layer.zero_grad()
-    first = x.detach().requires_grad_()
-    layer(first).backward(dh)
-    assert torch.equal(x.grad, first.grad)
-    again = x_of(M, K), x_of(M, K, seed=5)
-    twice = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, K))), recipe=recipe)[0]
-    (twice(twice(again[0])) + twice(again[1])).backward(dy_of(y))
-    assert torch.allclose(twice.weight.grad, parts[0] + layer.weight.grad, rtol=1e-5, atol=1e-5)
-    assert torch.allclose(twice.bias.grad, parts[1] + layer.bias.grad, rtol=1e-5, atol=1e-5)
+    once = [gradients(made(recipe), x.detach().clone().requires_grad_()) for x in xs]
+    assert torch.equal(y, once[0]["y"] + once[1]["y"])
+    assert [torch.equal(x.grad, found["dx"]) for x, found in zip(xs, once, strict=True)] == [True, True]
+    assert torch.equal(layer.weight.grad, once[0]["dw"] + once[1]["dw"])
+    assert torch.equal(layer.bias.grad, once[0]["db"] + once[1]["db"])
 
 
 def test_repr_shows_recipe_and_backends():

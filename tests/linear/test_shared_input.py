@@ -99,13 +99,11 @@ def test_nothing_is_kept_after_the_forward(recipe):
 
         return spy
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(shared_input, "quantize", spy_on(shared_input.quantize))
     x = x_of()
     x_alive = weakref.ref(x)
-    with torch.no_grad():
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(shared_input, "quantize", spy_on(shared_input.quantize))
         model(x)
-    patch.undo()
     del x
     gc.collect()
     assert kept
@@ -206,20 +204,9 @@ class Interrupted(Attention):
         raise self.error("stop")
 
 
-def test_a_forward_that_raises_leaves_no_scope_behind():
-    model, x = made(model=Interrupted()), x_of()
-    alive = weakref.ref(x)
-    with pytest.raises(RuntimeError, match="stop"):
-        model(x)
-    assert shared_input._scopes.stack == []
-    del x
-    gc.collect()
-    assert alive() is None
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit], ids=lambda e: e.__name__)
-def test_the_forward_after_an_interrupted_one_begins_afresh(error):
-    """torch calls no forward hook after these; a scope that stays behind keeps no x and is the last of its kind."""
+@pytest.mark.parametrize(("error", "scopes"), [(RuntimeError, 0), (KeyboardInterrupt, 1), (SystemExit, 1)])
+def test_a_forward_that_raises_leaves_no_x_behind(error, scopes):
+    """torch calls no hook after an interrupt: a scope that stays behind keeps no x and is the last of its kind."""
     model, x = made(model=Interrupted()), x_of()
     model.error = error
     alive = weakref.ref(x)
@@ -231,7 +218,7 @@ def test_the_forward_after_an_interrupted_one_begins_afresh(error):
     gc.collect()
     shared_input._scopes.stack.clear()
     assert alive() is None
-    assert left == 1
+    assert left == scopes
 
 
 def test_a_hook_that_raises_leaves_no_scope_behind():

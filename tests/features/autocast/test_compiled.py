@@ -15,12 +15,7 @@ from tests.models import equal, seed_weights
 MINE = f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Layers(nn.Module):

@@ -10,12 +10,7 @@ from tests.layers import K, x_of
 from tests.models import float8_layers
 from tests.selection import long_but
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize("recipe", long_but(["tensorwise", "mxfp8", "rowwise_with_gw_hp"], RECIPES))

@@ -15,32 +15,47 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POW2 = ScaleRule.POWER_OF_2
 
 
-@pytest.mark.parametrize(
-    "edges", [(0, 1), (1, 0), (-2, 128), (128, -3), (1, 2.5), ("1", 128), (True, 1)], ids=str
-)
-def test_a_tile_edge_is_positive_or_all(edges):
-    with pytest.raises(f8sub.Float8ConfigError, match="positive number of elements or ALL"):
-        Tile(*edges)
+EDGE, LIKE = "positive number of elements or ALL", r"like 'e4m3\[1x128,power_of_2\]'|edge"
+WRONG = {
+    **{
+        f"tile {edges}": (lambda edges=edges: Tile(*edges), EDGE)
+        for edges in ((0, 1), (1, 0), (-2, 128), (128, -3), (1, 2.5), ("1", 128), (True, 1))
+    },
+    **{
+        str(dtype): (lambda dtype=dtype: Float8Format(dtype, Tile(ALL, ALL)), str(dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8)
+    },
+    "no tile": (lambda: Float8Format(E4M3, (1, 128)), "takes a Tile, got"),
+    "no rule": (lambda: Float8Format(E4M3, Tile(1, 128), "power_of_2"), "takes a ScaleRule, got"),
+    "no rounding": (lambda: Float8Format(E4M3, Tile(1, 128), rounding="nearest"), "takes a Rounding, got"),
+    **{
+        f"hadamard {size}": (
+            lambda size=size: Float8Format(E2M1, Tile(1, 16), hadamard=size),
+            f"power of two as size, got {size}",
+        )
+        for size in (0, 1, 3, -2, 24)
+    },
+    **{
+        f"stochastic {dtype}": (
+            lambda dtype=dtype: Float8Format(dtype, Tile(1, 16), rounding=Rounding.STOCHASTIC),
+            "stochastic rounding is defined for",
+        )
+        for dtype in (E4M3, E5M2)
+    },
+    **{
+        f"name {name}": (lambda name=name: Float8Format.parse(name), LIKE)
+        for name in ("", "e4m3", "e4m3[128]", "e4m3[1x-1]", "e3m4[1x32]", "e4m3[1x32,float]x")
+    },
+    "name of a transform": (lambda: Float8Format.parse("e4m3[1x32,hadamard]"), LIKE),
+    "name of no tile": (lambda: Float8Format.parse("e4m3[0x32]"), LIKE),
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_a_format_has_a_float8_dtype(dtype):
-    with pytest.raises(f8sub.Float8ConfigError, match=str(dtype)):
-        Float8Format(dtype, Tile(ALL, ALL))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "kind"),
-    [
-        ({"tile": (1, 128)}, "Tile"),
-        ({"scale_rule": "power_of_2"}, "ScaleRule"),
-        ({"rounding": "nearest"}, "Rounding"),
-    ],
-    ids=["tile", "scale-rule", "rounding"],
-)
-def test_the_parts_of_a_format_have_their_types(wrong, kind):
-    with pytest.raises(f8sub.Float8ConfigError, match=f"takes a {kind}, got"):
-        Float8Format(E4M3, **{"tile": Tile(1, 128), **wrong})
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_format_is_refused(case):
+    make, message = WRONG[case]
+    with pytest.raises(f8sub.Float8ConfigError, match=message):
+        make()
 
 
 def test_the_errors_are_value_errors():
@@ -121,37 +136,6 @@ def test_a_name_is_read_back_and_no_two_formats_share_one(one, other):
     assert (one.name == other.name) == (str(one) == str(other)) == (one == other)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "e4m3",
-        "e4m3[128]",
-        "e4m3[1x-1]",
-        "e3m4[1x32]",
-        "e4m3[1x32,float]x",
-        "e4m3[1x32,hadamard]",
-        "e4m3[0x32]",
-    ],
-    ids=str,
-)
-def test_what_is_no_name_of_a_format_is_refused(name):
-    with pytest.raises(f8sub.Float8ConfigError, match=r"like 'e4m3\[1x128,power_of_2\]'|edge"):
-        Float8Format.parse(name)
-
-
-@pytest.mark.parametrize("size", [0, 1, 3, -2, 24], ids=str)
-def test_a_hadamard_transform_has_a_power_of_two_as_size(size):
-    with pytest.raises(f8sub.Float8ConfigError, match=f"power of two as size, got {size}"):
-        Float8Format(E2M1, Tile(1, 16), hadamard=size)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-def test_stochastic_rounding_is_of_e2m1(dtype):
-    with pytest.raises(f8sub.Float8ConfigError, match="stochastic rounding is defined for"):
-        Float8Format(dtype, Tile(1, 16), rounding=Rounding.STOCHASTIC)
-
-
 DERIVABLE = {
     "square-float": ((128, 128), ScaleRule.FLOAT, (128, 128), ScaleRule.FLOAT),
     "tensorwise-float": ((ALL, ALL), ScaleRule.FLOAT, (ALL, ALL), ScaleRule.FLOAT),
@@ -171,22 +155,12 @@ NOT_DERIVABLE = {
 }
 
 
-@pytest.mark.parametrize("name", DERIVABLE, ids=list(DERIVABLE))
-def test_derivable(name):
-    row, row_rule, col, col_rule = DERIVABLE[name]
-    reason = why_not_derivable(
-        Float8Format(E4M3, Tile(*row), row_rule), Float8Format(E4M3, Tile(*col), col_rule)
-    )
-    assert reason is None
-
-
-@pytest.mark.parametrize("name", NOT_DERIVABLE, ids=list(NOT_DERIVABLE))
-def test_not_derivable_without_rounding_twice(name):
-    row, row_rule, col, col_rule = NOT_DERIVABLE[name]
-    reason = why_not_derivable(
-        Float8Format(E4M3, Tile(*row), row_rule), Float8Format(E4M3, Tile(*col), col_rule)
-    )
-    assert "round twice" in reason
+@pytest.mark.parametrize("name", [*DERIVABLE, *NOT_DERIVABLE])
+def test_what_is_derivable_without_rounding_twice(name):
+    row, row_rule, col, col_rule = (DERIVABLE | NOT_DERIVABLE)[name]
+    formats = Float8Format(E4M3, Tile(*row), row_rule), Float8Format(E4M3, Tile(*col), col_rule)
+    reason = why_not_derivable(*formats)
+    assert reason is None if name in DERIVABLE else "round twice" in reason
 
 
 def test_another_dtype_is_not_derivable():

@@ -15,6 +15,7 @@ from tests.data_sets import gaussian, generator
 from tests.layers import on_each_recipe
 
 ROWS, COLS = 48, 32
+PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def made(recipe: str = "tensorwise", dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -319,10 +320,6 @@ def test_deepcopy_keeps_gradients_ties_and_requires_grad():
     assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]
 
 
-def plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter)
-
-
 def test_a_state_dict_pickles_as_plain_tensors():
     model = made()
     file = io.BytesIO()
@@ -330,7 +327,7 @@ def test_a_state_dict_pickles_as_plain_tensors():
     assert b"f8sub" not in file.getvalue()
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    assert all(plain(tensor) for tensor in loaded.values())
+    assert all(type(tensor) in PLAIN for tensor in loaded.values())
     assert torch.equal(loaded["0.weight"], torch.zeros(ROWS, COLS) + model[0].weight.detach())
 
 
@@ -353,8 +350,8 @@ def test_optimizer_states_and_gradients_are_plain():
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
     assert len(states) == 8
-    assert all(plain(value) for value in states if isinstance(value, torch.Tensor))
-    assert all(plain(parameter.grad) for parameter in model.parameters())
+    assert all(type(value) in PLAIN for value in states if isinstance(value, torch.Tensor))
+    assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
 
 
 READS = {

@@ -88,20 +88,6 @@ def test_histories_and_scales_are_the_simulations(
             assert state.scale[column].item() == tensors[name].scale, (name, number)
 
 
-def test_a_first_step_is_scaled_by_its_own_amaxes():
-    """A dy that scale 1 would flush to zero, and an x that it would saturate: as tensorwise scaling casts them."""
-    expected = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N))), recipe="tensorwise")[0]
-    layer = layer_of()
-    results = []
-    for each in (layer, expected):
-        x, dy = data(1)
-        x = (1e5 * x).detach().requires_grad_()
-        results.append((run(each, x, 1e-9 * dy), x.grad, each.weight.grad))
-    for found, right in zip(*results, strict=True):
-        assert torch.equal(found, right)
-        assert found.count_nonzero() > 0
-
-
 @pytest.mark.parametrize(
     ("margin", "dy_margin", "margin_of_dy"), [(0, None, 4), (0, 0, 0), (5, None, 5), (0.3, 4.3, 4.3)]
 )
@@ -353,17 +339,6 @@ class Siblings(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.q(x) * self.k(x)
-
-
-def test_siblings_of_one_x_have_one_history():
-    model = f8sub.convert_to_float8(seed_weights(Siblings()), recipe="delayed")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for number in range(3):
-        run(model, *data(number))
-        assert history_of(model.q)[0, 0] == history_of(model.k)[0, 0] > 0
-        optimizer.step()
-    assert torch.equal(history_of(model.q)[:, 0], history_of(model.k)[:, 0])
-    assert state_of(model.q).scale[0] == state_of(model.k).scale[0] > 0
 
 
 def test_a_sibling_that_sat_out_does_not_lend_its_scale():

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import f8sub
 from tests.layers import K, N, dy_of, x_of
-from tests.models import seed_weights
+from tests.models import equal, seed_weights
 
 OPTIMIZERS = {
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -88,9 +88,9 @@ def test_it_steps_float32_copies_and_rounds_them(make, kind):
         f8sub.convert_to_float8(other)
     optimizer, by_hand = f8sub.optim.MasterWeights(make(model.parameters())), ByHand(other, make)
     expected = train(other, by_hand, range(5))
-    assert all(torch.equal(a, b) for a, b in zip(train(model, optimizer, range(5)), expected, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(masters_of(optimizer), by_hand.masters, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), by_hand.weights, strict=True))
+    assert equal(train(model, optimizer, range(5)), expected)
+    assert equal(masters_of(optimizer), by_hand.masters)
+    assert equal(list(model.parameters()), by_hand.weights)
 
 
 def test_float32_and_frozen_weights_have_no_master():
@@ -138,64 +138,44 @@ def test_gradients_are_clipped_and_unscaled_where_the_model_has_them(kind):
         assert torch.equal(norm, nn.utils.clip_grad_norm_(other.parameters(), 0.1))
         expected.step()
         expected.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(masters_of(optimizer), masters_of(expected), strict=True))
+    assert equal(masters_of(optimizer), masters_of(expected))
 
 
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer, by_name: bool) -> tuple[dict, dict]:
+    states = get_optimizer_state_dict(model, optimizer) if by_name else optimizer.state_dict()
+    return copy.deepcopy((model.state_dict(), states))
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["by-number", "by-name"])
+@pytest.mark.parametrize("model_first", [True, False], ids=["model-first", "optimizer-first"])
 @on_each_kind
-def test_a_step_that_the_scaler_skips_changes_nothing(kind):
-    model = made(kind)
-    optimizer = adamw(model)
-    before = [master.clone() for master in masters_of(optimizer)]
-    scaler = torch.amp.GradScaler("cpu")
-    backward(model, 0)
-    model[0].weight.grad[3, 4] = torch.inf
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.update()
-    assert all(torch.equal(a, b) for a, b in zip(masters_of(optimizer), before, strict=True))
-
-
-@pytest.mark.parametrize("order", ["model first", "optimizer first"], ids=["model-first", "optimizer-first"])
-@on_each_kind
-def test_resumed_training_is_bitwise_the_same(kind, order):
+def test_resumed_training_is_bitwise_the_same(kind, model_first, by_name):
+    """By torch.distributed.checkpoint's names, too: states are named after the model's parameters."""
     model = made(kind)
     optimizer = adamw(model)
     train(model, optimizer, range(3))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    weights, states = states_of(model, optimizer, by_name)
+    if by_name:
+        assert states["state"].keys() == dict(model.named_parameters()).keys()
+        for name, weight in model.named_parameters():
+            entries = states["state"][name]
+            assert entries["exp_avg"].dtype == torch.float32
+            assert torch.equal(entries.get("master", weight).to(weight.dtype), weight)
     expected = train(model, optimizer, range(3, 6))
     resumed = made(kind)
     with torch.no_grad():
         resumed[0].weight.mul_(3.0)
     other = adamw(resumed)
-    if order == "model first":
-        resumed.load_state_dict(saved[0])
-        other.load_state_dict(saved[1])
+    if model_first:
+        resumed.load_state_dict(weights)
+    if by_name:
+        set_optimizer_state_dict(resumed, other, states)
     else:
-        other.load_state_dict(saved[1])
-        resumed.load_state_dict(saved[0])
-    assert all(torch.equal(a, b) for a, b in zip(train(resumed, other, range(3, 6)), expected, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(masters_of(other), masters_of(optimizer), strict=True))
-
-
-@on_each_kind
-def test_state_dicts_by_name_have_the_masters(kind):
-    """torch.distributed.checkpoint's, which names states after the model's parameters."""
-    model = made(kind)
-    optimizer = adamw(model)
-    train(model, optimizer, range(2))
-    saved = get_optimizer_state_dict(model, optimizer)
-    assert saved["state"].keys() == dict(model.named_parameters()).keys()
-    for name, weight in model.named_parameters():
-        entries = saved["state"][name]
-        assert entries["exp_avg"].dtype == torch.float32
-        assert torch.equal(entries.get("master", weight).to(weight.dtype), weight)
-    saved = copy.deepcopy((model.state_dict(), saved))
-    expected = train(model, optimizer, range(2, 4))
-    resumed = made(kind)
-    other = adamw(resumed)
-    set_optimizer_state_dict(resumed, other, saved[1])
-    resumed.load_state_dict(saved[0])
-    assert all(torch.equal(a, b) for a, b in zip(train(resumed, other, range(2, 4)), expected, strict=True))
+        other.load_state_dict(states)
+    if not model_first:
+        resumed.load_state_dict(weights)
+    assert equal(train(resumed, other, range(3, 6)), expected)
+    assert equal(masters_of(other), masters_of(optimizer))
 
 
 def test_a_checkpoint_of_float32_weights_becomes_the_masters():
@@ -206,7 +186,7 @@ def test_a_checkpoint_of_float32_weights_becomes_the_masters():
     other = adamw(primary)
     primary.load_state_dict(model.state_dict())
     other.load_state_dict(optimizer.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(masters_of(other), model.parameters(), strict=True))
+    assert equal(masters_of(other), list(model.parameters()))
     states = other.state_dict()["state"]
     assert all(
         torch.equal(states[i]["exp_avg"], s["exp_avg"]) for i, s in optimizer.state_dict()["state"].items()
@@ -266,7 +246,7 @@ def test_a_weight_gets_its_master_when_it_is_unfrozen(kind):
         model[0].requires_grad_(True)
         found.append((train(model, optimizer, range(2, 5)), masters_of(optimizer), list(model.parameters())))
     for late, early in zip(*found, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(late, early, strict=True))
+        assert equal(late, early)
     assert all(master.dtype == torch.float32 for master in found[0][1])
     model = made(kind)
     model[2].requires_grad_(False)
@@ -288,8 +268,8 @@ def test_a_saved_master_is_loaded_though_its_weight_is_frozen(kind):
     resumed.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
     resumed[0].requires_grad_(True)
-    assert all(torch.equal(a, b) for a, b in zip(train(resumed, other, range(4, 6)), expected, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(masters_of(other), masters_of(optimizer), strict=True))
+    assert equal(train(resumed, other, range(4, 6)), expected)
+    assert equal(masters_of(other), masters_of(optimizer))
 
 
 def test_a_primary_weight_that_something_holds_on_to_says_so_when_it_is_unfrozen():

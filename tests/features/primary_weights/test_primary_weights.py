@@ -99,18 +99,53 @@ def test_an_optimizer_that_was_not_wrapped_is_refused_before_it_changes_anything
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("options", [{"float8_all_gather": False}, {"recipe": "weight in bf16"}], ids=str)
-def test_what_cannot_be_a_primary_weight_is_refused_at_conversion(options):
-    if "recipe" in options:
-        tensorwise = f8sub.get_recipe("tensorwise")
-        high = f8sub.GemmSpec(a=None, b=None)
-        options = {
-            "recipe": f8sub.Recipe(name="hp", fprop=tensorwise.fprop, dgrad=high, wgrad=tensorwise.wgrad)
-        }
+TENSORWISE = f8sub.get_recipe("tensorwise")
+REFUSED = {
+    "high-precision-wire": ({"float8_all_gather": False}, "primary_weights"),
+    "w-in-high-precision": (
+        {"recipe": TENSORWISE.with_high_precision(dgrad=True)},
+        "primary_weights",
+    ),
+    "delayed": ({"recipe": "delayed"}, r"0 with recipe 'delayed'.*past.*tensorwise"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_primary_weight_is_refused_at_conversion(case):
+    options, message = REFUSED[case]
     model = plain()
-    with pytest.raises(f8sub.Float8ConfigError, match="primary_weights"):
+    with pytest.raises(f8sub.Float8ConfigError, match=message):
         f8sub.convert_to_float8(model, primary_weights=True, **options)
     assert not float8_layers(model)
+
+
+def test_a_weight_without_values_or_that_something_else_holds_becomes_no_primary_weight():
+    """Once it is initialized and free, it does."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))
+    f8sub.convert_to_float8(model, primary_weights=True)
+    with pytest.raises(f8sub.Float8ConfigError, match="meta"):
+        wrapped(model)
+    seed_weights(model.to_empty(device="cpu"))
+    held = weakref.ref(model[0].weight)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"0: .*weak reference"):
+        wrapped(model)
+    assert held() is model[0].weight
+    del held
+    wrapped(model)
+    x = x_of(8, K)
+    assert torch.equal(model(x), made(primary=False)(x))
+
+
+def test_what_dropped_weights_and_others_refuse():
+    with pytest.raises(f8sub.Float8ConfigError, match="primary_weights=True"):
+        f8sub.drop_high_precision(made(primary=False))
+    model = made().requires_grad_(False)
+    f8sub.drop_high_precision(model)
+    with pytest.raises(RuntimeError, match="0: its high-precision values were dropped"):
+        model[0].load_state_dict(plain()[0].state_dict())
+    with pytest.raises(f8sub.Float8ConfigError, match="dropped"):
+        wrapped(model.requires_grad_(True))
 
 
 @on_each_dtype
@@ -144,24 +179,6 @@ def test_assign_keeps_the_master_that_the_optimizer_has():
     model[0].load_state_dict({"weight": source["0.weight"], "bias": source["0.bias"]}, assign=True)
     assert model[0].weight is weight
     assert torch.equal(optimizer.optimizer.param_groups[0]["params"][0], source["0.weight"])
-
-
-def test_a_meta_model_is_initialized_before_the_optimizer_takes_it():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))
-    f8sub.convert_to_float8(model, primary_weights=True)
-    seed_weights(model.to_empty(device="cpu"))
-    wrapped(model)
-    x = x_of(8, K)
-    assert torch.equal(model(x), made(primary=False)(x))
-
-
-def test_a_meta_weight_has_no_values_to_take():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(K, N))
-    f8sub.convert_to_float8(model, primary_weights=True)
-    with pytest.raises(f8sub.Float8ConfigError, match="meta"):
-        wrapped(model)
 
 
 @pytest.mark.parametrize(
@@ -286,28 +303,6 @@ def test_what_is_frozen_still_has_gradients_of_x():
     assert model[2].weight.primary.master is not None
 
 
-def test_dropped_weights_are_not_written_to():
-    model = made().requires_grad_(False)
-    f8sub.drop_high_precision(model)
-    with pytest.raises(RuntimeError, match="0: its high-precision values were dropped"):
-        model[0].load_state_dict(plain()[0].state_dict())
-    with pytest.raises(f8sub.Float8ConfigError, match="dropped"):
-        wrapped(model.requires_grad_(True))
-
-
-def test_there_is_nothing_to_drop_in_a_model_without_primary_weights():
-    with pytest.raises(f8sub.Float8ConfigError, match="primary_weights=True"):
-        f8sub.drop_high_precision(made(primary=False))
-
-
-def test_a_parameter_that_something_else_holds_is_refused():
-    model = made()
-    held = weakref.ref(model[0].weight)
-    with pytest.raises(f8sub.Float8ConfigError, match=r"0: .*weak reference"):
-        wrapped(model)
-    assert held() is model[0].weight
-
-
 def test_tied_weights_stay_tied():
     model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))
     model[1].weight = model[0].weight
@@ -331,10 +326,3 @@ def test_gaussian_values_survive_what_a_narrow_state_dict_cannot_hold():
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     assert torch.equal(master, before)
     assert not torch.equal(master.bfloat16().float(), master)
-
-
-def test_delayed_scaling_of_a_primary_weight_is_refused_before_anything_is_converted():
-    model = plain()
-    with pytest.raises(f8sub.Float8ConfigError, match=r"0 with recipe 'delayed'.*past.*tensorwise"):
-        f8sub.convert_to_float8(model, recipe="delayed", primary_weights=True)
-    assert float8_layers(model) == []

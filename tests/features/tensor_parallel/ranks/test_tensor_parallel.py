@@ -20,11 +20,9 @@ from f8sub.formats import why_not_derivable
 from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 from tests.data_sets import generator, lognormal
 from tests.features.tensor_parallel.models import (
-    BATCH,
     HIDDEN,
     MLP,
     PLAN,
-    TOKENS,
     WIDTH,
     decibels,
     filled,
@@ -337,32 +335,6 @@ def test_a_weight_changed_on_some_tensor_parallel_ranks_is_visible(ranks):
     found = ranks(4, changed_on_one_part_only)
     assert [nan for nan, _ in found] == [True, False, True, False]
     assert all(any("up" in message for message in messages) for _, messages in found)
-
-
-def in_one_part_only(rank: int, world: int) -> str:
-    model = two_dimensional("rowwise", mesh_of(2, 2))
-    with torch.no_grad():
-        if rank == 3:
-            model.down.weight.to_local()[0, 0] = torch.nan
-    f8sub.precompute_scales(model)
-    return refusal(f8sub.Float8NumericsError, f8sub.precompute_scales, model)
-
-
-def test_nan_in_one_part_raises_on_every_rank(ranks):
-    assert all("down" in message for message in ranks(4, in_one_part_only))
-
-
-def account(rank: int, world: int) -> tuple[int, int]:
-    """Bytes of master weights: as the report tells them, and as they are."""
-    model = parallelize_module(f8sub.convert_to_float8(MLP()), mesh_of(world), PLAN)
-    told = f8sub.conversion_report(model, BATCH * TOKENS).bytes.here.master
-    weights = (model.up.weight, model.down.weight)
-    return told, sum(weight._local_tensor.untyped_storage().nbytes() for weight in weights)
-
-
-def test_bytes_that_the_report_tells(ranks):
-    for told, measured in ranks(2, account):
-        assert told == measured
 
 
 def copied(rank: int, world: int) -> list[tuple[torch.Tensor, bool]]:

@@ -1,5 +1,8 @@
-"""convert_to_float8 and back: what is converted, what is not and why, and what survives."""
+"""convert_to_float8 and back: what is converted, what is not and why, what survives, copies and checkpoints."""
 
+import copy
+import dataclasses
+import pickle
 import weakref
 from types import SimpleNamespace
 
@@ -14,7 +17,7 @@ from f8sub.weights.master_weight import MasterWeight
 from tests.convert.models import K, Mlp, N, converted, mlp, reasons, x_of
 from tests.data_sets import gaussian, generator
 from tests.layers import on_each_recipe
-from tests.models import seed_weights
+from tests.models import Transformer, seed_weights
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,47 +56,29 @@ def test_parameters_keep_identity_values_and_names():
     assert type(model.up.bias) is nn.Parameter
 
 
-def test_gradients_and_requires_grad_survive():
-    model = mlp()
-    model.up.weight.requires_grad_(False)
+def test_what_users_put_on_a_model_survives():
+    """Gradients, marks such as weight-decay groups set, hooks of tensors and of modules, eval mode."""
+    model, seen = mlp().eval(), []
     model(x_of()).backward(gaussian((8, 16), generator(2)))
-    grad = model.down.weight.grad
+    grad, weight = model.down.weight.grad, model.up.weight
+    model.lm_head.weight.requires_grad_(False)
+    model.down.weight.requires_grad_(False)
+    weight.no_weight_decay = model.up.extra = "kept"
+    weight.register_hook(lambda grad: seen.append("tensor hook"))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    model.up.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    model.up.register_forward_hook(lambda m, args, out: seen.append("forward"))
     f8sub.convert_to_float8(model)
     assert model.down.weight.grad is grad
-    assert not model.up.weight.requires_grad
-    assert model.down.weight.requires_grad
-
-
-def test_attributes_of_a_parameter_survive():
-    """Such as the marks that weight-decay groups and tensor-parallel libraries set."""
-    model = mlp()
-    model.up.weight.no_weight_decay = True
-    parameter = model.up.weight
-    f8sub.convert_to_float8(model)
-    assert getattr(model.up.weight, "no_weight_decay", False)
-    assert getattr(parameter, "no_weight_decay", False)
-
-
-def test_hooks_on_a_parameter_survive():
-    model, seen = mlp(), []
-    model.up.weight.register_hook(lambda grad: seen.append("tensor hook"))
-    model.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
-    f8sub.convert_to_float8(model)
+    assert [layer.weight.requires_grad for layer in (model.up, model.down, model.lm_head)] == [
+        True,
+        False,
+        False,
+    ]
+    assert [holder.no_weight_decay for holder in (model.up.weight, weight)] == ["kept"] * 2
+    assert (model.up.extra, model.up.training, model.training) == ("kept", False, False)
     model(x_of()).backward(gaussian((8, 16), generator(2)))
-    assert seen == ["tensor hook", "accumulated"]
-
-
-def test_module_hooks_and_eval_mode_survive():
-    model, seen = mlp().eval(), []
-    model.up.register_forward_hook(lambda m, args, out: seen.append("forward"))
-    model.up.register_forward_pre_hook(lambda m, args: seen.append("before"))
-    model.up.extra = "kept"
-    f8sub.convert_to_float8(model)
-    model(x_of())
-    assert seen == ["before", "forward"]
-    assert not model.up.training
-    assert not model.training
-    assert model.up.extra == "kept"
+    assert seen == ["before", "forward", "tensor hook", "accumulated"]
 
 
 def test_tied_layers_stay_tied():
@@ -208,16 +193,9 @@ def test_a_backend_that_cannot_run_the_recipe_is_an_error_and_changes_nothing():
 def test_nothing_to_convert_is_an_error():
     with pytest.raises(f8sub.Float8ConfigError, match=r"nothing to convert.*skip='\*'.*strict=False"):
         f8sub.convert_to_float8(mlp(), skip=("*",))
-
-
-def test_a_model_without_linear_layers_is_an_error():
-    with pytest.raises(
-        f8sub.Float8ConfigError, match=r"no nn.Linear layer; nor does f8sub convert its Conv2d\."
-    ):
+    without = r"no nn.Linear layer; nor does f8sub convert its Conv2d\."
+    with pytest.raises(f8sub.Float8ConfigError, match=without):
         f8sub.convert_to_float8(nn.Sequential(nn.Conv2d(3, 16, 3)))
-
-
-def test_nothing_to_convert_may_be_a_warning():
     model = mlp()
     with pytest.warns(f8sub.Float8Warning, match="nothing to convert"):
         assert f8sub.convert_to_float8(model, skip=("*",), strict=False) is model
@@ -305,3 +283,85 @@ def test_converting_back_after_fully_shard_is_an_error(one_rank):
     with pytest.raises(f8sub.Float8ConfigError, match="load the state dict into an unconverted model"):
         f8sub.convert_from_float8(model)
     assert type(model.up).__mro__[1] is f8sub.Float8Linear or isinstance(model.up, f8sub.Float8Linear)
+
+
+@on_each_recipe
+def test_back_to_plain_layers_is_bitwise(recipe):
+    expected = mlp()
+    model = f8sub.convert_to_float8(mlp(), recipe=recipe)
+    parameters = dict(model.named_parameters())
+    assert not torch.equal(model(x_of()), expected(x_of()))
+    assert f8sub.convert_from_float8(model) is model
+    assert [type(layer) for layer in (model.up, model.down)] == [nn.Linear] * 2
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter
+        assert parameter is parameters[name]
+    assert torch.equal(model(x_of()), expected(x_of()))
+    assert set(vars(model.up)) == set(vars(expected.up))
+    assert not model._forward_pre_hooks
+    assert converted(model) == []
+
+
+def test_back_and_forth():
+    model = Transformer()
+    fresh = f8sub.convert_to_float8(copy.deepcopy(model), recipe="rowwise")
+    f8sub.convert_from_float8(f8sub.convert_to_float8(model))
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    f8sub.convert_to_float8(model, recipe="rowwise")
+    assert torch.equal(model(x_of(2, 4, K)), fresh(x_of(2, 4, K)))
+
+
+def test_back_keeps_ties_gradients_and_hooks():
+    model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))
+    model[1].weight = model[0].weight
+    seen = []
+    model.register_forward_hook(lambda *args: seen.append(1))
+    f8sub.convert_to_float8(model)
+    model(x_of()).backward(gaussian((8, K), generator(2)))
+    grad = model[0].weight.grad.clone()
+    f8sub.convert_from_float8(model)
+    assert model[0].weight is model[1].weight
+    assert torch.equal(model[0].weight.grad, grad)
+    model(x_of())
+    assert seen == [1, 1]
+
+
+@on_each_recipe
+def test_a_deep_copy_of_the_model(recipe):
+    model = f8sub.convert_to_float8(mlp(), recipe=recipe)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x_of()), model(x_of()))
+    assert twin.up.converted is twin.down.converted
+    assert twin.up.converted is not model.up.converted
+    assert {record.module for record in twin.up.converted} == {twin.up, twin.down}
+    assert {record.module for record in model.up.converted} == {model.up, model.down}
+    with torch.no_grad():
+        twin.up.weight.mul_(3)
+    assert not torch.equal(twin(x_of()), model(x_of()))
+
+
+def test_a_model_from_another_process_is_numbered_anew():
+    """What its plans' numbers stand for there is none of this process's business."""
+    model, other = (f8sub.convert_to_float8(mlp(), recipe=recipe) for recipe in ("rowwise", "tensorwise"))
+    sent = copy.deepcopy(model)
+    assert sent.up.plan is model.up.plan
+    for number in (10**6, other.up.plan.number):
+        for layer in (sent.up, sent.down):
+            layer.plan = dataclasses.replace(model.up.plan, number=number)
+        arrived = pickle.loads(pickle.dumps(sent))
+        assert arrived.up.plan is arrived.down.plan is model.up.plan
+        with f8sub.autocast("tensorwise"):
+            assert torch.equal(arrived(x_of()), other(x_of()))
+
+
+def test_plain_checkpoints_go_both_ways():
+    model = f8sub.convert_to_float8(mlp())
+    state = model.state_dict()
+    assert list(state) == list(mlp().state_dict())
+    other = Mlp()
+    other.load_state_dict(state)
+    assert type(other.up.weight) is nn.Parameter
+    assert torch.equal(other.up.weight, mlp().up.weight)
+    back = f8sub.convert_to_float8(Mlp())
+    back.load_state_dict(mlp().state_dict())
+    assert torch.equal(back(x_of()), model(x_of()))

@@ -1,6 +1,7 @@
 """Which layers are converted: skip, filters, ties, subclasses and shapes, each with its reason."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import f8sub
 from f8sub.convert import patterns
+from f8sub.convert.linear_subclasses import extensions
 from tests.convert.models import K, converted, mlp, reasons, x_of
 
 
@@ -22,26 +24,16 @@ class TiedModel(nn.Module):
 
 
 def test_lm_head_tied_to_the_embedding_stays():
-    model = TiedModel("lm_head")
-    f8sub.convert_to_float8(model)
+    model = f8sub.convert_to_float8(TiedModel("lm_head"))
     assert converted(model) == ["up"]
     assert model.lm_head.weight is model.embedding.weight
     assert type(model.lm_head.weight) is nn.Parameter
 
 
-@pytest.mark.parametrize("head", ["lm_head", "output"], ids=str)
-def test_a_weight_tied_to_what_stays_in_high_precision_stays(head):
-    model = f8sub.convert_to_float8(TiedModel(head), skip_defaults=False)
-    assert converted(model) == ["up"]
-    assert reasons(model)[head] == "its weight is tied to embedding, which stays in high precision"
-
-
-def test_a_layer_tied_to_a_skipped_one_stays():
+def tied_to_the_first() -> nn.Module:
     model = nn.ModuleDict({name: nn.Linear(K, K) for name in ("first", "second", "third")})
     model["third"].weight = model["first"].weight
-    f8sub.convert_to_float8(model, skip=("first",))
-    assert converted(model) == ["second"]
-    assert "tied to first" in reasons(model)["third"]
+    return model
 
 
 class Scaled(nn.Linear):
@@ -56,14 +48,50 @@ class Plain(nn.Linear):
         return self.in_features, self.out_features
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_left_alone():
+def of_other_forwards() -> nn.Module:
     model = nn.Sequential(Scaled(K, K), nn.Linear(K, K), Plain(K, K))
     model[1].forward = lambda x: x
-    f8sub.convert_to_float8(model)
-    assert type(model[0]) is Scaled
-    assert converted(model) == ["2"]
-    assert "its class Scaled overrides nn.Linear's forward" in reasons(model)["0"]
-    assert "replaced the forward of this Linear" in reasons(model)["1"]
+    return model
+
+
+TO_THE_EMBEDDING = "its weight is tied to embedding, which stays in high precision"
+LEFT = {
+    **{
+        head: (lambda head=head: TiedModel(head), {"skip_defaults": False}, ["up"], {head: TO_THE_EMBEDDING})
+        for head in ("lm_head", "output")
+    },
+    "tied": (
+        tied_to_the_first,
+        {"skip": "first"},
+        ["second"],
+        {"first": "skip='first'", "third": "tied to first"},
+    ),
+    "other forwards": (
+        of_other_forwards,
+        {},
+        ["2"],
+        {"0": "its class Scaled overrides nn.Linear's forward", "1": "replaced the forward of this Linear"},
+    ),
+    "parametrized": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(K, K)), nn.Linear(K, K)),
+        {},
+        ["1"],
+        {"0": ""},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left_alone_and_why(case):
+    make, options, expected, why = LEFT[case]
+    model = make()
+    kinds = {name: type(model.get_submodule(name)) for name in why}
+    f8sub.convert_to_float8(model, **options)
+    found = reasons(model)
+    assert converted(model) == expected
+    assert found.keys() == why.keys()
+    assert all(part in found[name] for name, part in why.items()), found
+    assert {name: type(model.get_submodule(name)) for name in why} == kinds
 
 
 def test_a_subclass_that_inherits_its_forward_is_converted_as_what_it_is():
@@ -96,13 +124,6 @@ def test_dims_have_to_be_multiples_of_16(shape):
     assert converted(model) == ["1"]
     assert f"in_features={shape[0]}, out_features={shape[1]}" in reasons(model)["0"]
     assert "multiples of 16" in reasons(model)["0"]
-
-
-def test_a_parametrized_weight_is_left_alone():
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(K, K)), nn.Linear(K, K))
-    f8sub.convert_to_float8(model)
-    assert converted(model) == ["1"]
-    assert list(reasons(model)) == ["0"]
 
 
 SKIPS = {
@@ -213,3 +234,43 @@ def test_every_filter_has_to_agree():
 def test_filter_fqns_are_parts_of_names():
     assert converted(f8sub.convert_to_float8(mlp(), filter_fqns=["ow"])) == ["up"]
     assert converted(f8sub.convert_to_float8(mlp(), filter_fqns=[])) == ["up", "down"]
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.fixture
+def doubled():
+    extensions.add(Doubled)
+    yield nn.Sequential(Doubled(K, K), nn.Linear(K, K))
+    extensions.discard(Doubled)
+
+
+def test_the_forward_of_an_entered_subclass_runs_around_float8s(doubled):
+    plain = copy.deepcopy(doubled)
+    plain[0].__class__ = nn.Linear
+    f8sub.convert_to_float8(plain)
+    f8sub.convert_to_float8(doubled)
+    x = x_of(32, K)
+    assert isinstance(doubled[0], Doubled)
+    assert isinstance(doubled[0], f8sub.Float8Linear)
+    assert torch.equal(doubled[0](x), 2 * plain[0](x))
+    assert torch.equal(doubled[0](input=x), doubled[0](x))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_an_entered_subclass(doubled, again):
+    f8sub.convert_to_float8(doubled)
+    copied = again(doubled)
+    x = x_of(32, K)
+    assert type(copied[0]) is type(doubled[0])
+    assert torch.equal(copied(x), doubled(x))
+    assert copied[0].converted is not doubled[0].converted
+
+
+def test_an_entered_subclass_and_back(doubled):
+    f8sub.convert_from_float8(f8sub.convert_to_float8(doubled))
+    assert type(doubled[0]) is Doubled
+    assert type(doubled[1]) is nn.Linear

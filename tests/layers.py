@@ -11,6 +11,8 @@ from tests.models import seed_weights
 
 K, N, M = 32, 48, 24
 RECIPES = f8sub.recipe_names()
+OWN, OTHER = "tensorwise", "rowwise"
+"""The recipe of a layer and that of a context."""
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 
@@ -77,3 +79,13 @@ def results(model: nn.Module, run=lambda model, x: model(x), around=None) -> lis
         with around:
             y.backward(dy_of(y))
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def under(*contexts: f8sub.autocast):
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not contexts:
+            return model(x)
+        with contexts[0]:
+            return under(*contexts[1:])(model, x)
+
+    return run

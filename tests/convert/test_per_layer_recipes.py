@@ -40,13 +40,6 @@ def test_the_first_pattern_that_matches_decides():
     assert len(names) == 2 * 7 - 1
 
 
-def test_recipes_by_value():
-    mine = f8sub.get_recipe("tensorwise").with_high_precision(wgrad=True)
-    model = f8sub.convert_to_float8(mlp(), recipe={"up": mine, "*": "rowwise"})
-    assert model.up.plan.recipe == mine
-    assert model.down.plan.recipe.name == "rowwise"
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 def test_each_layer_computes_with_its_own(recipe):
     """Bitwise what a model of that recipe alone computes in that layer."""

@@ -113,17 +113,6 @@ def test_a_changed_weight_is_seen_without_recompiling(recipe):
             assert torch.equal(model(x), twin(x))
 
 
-@on_each_kind
-def test_grad_modes(recipe):
-    model, twin = compile_blocks(mlps(recipe)), mlps(recipe)
-    x = gaussian((2, 12, WIDTH), generator(1))
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert torch.equal(model(x), twin(x))
-    run = train(model, steps=2)
-    assert differences(run, train(twin, steps=2)) == []
-
-
 K, N, M = 64, 208, 24
 """No two tensors of the test below have K * N elements, the weight and its copies aside."""
 

@@ -141,14 +141,6 @@ def test_a_change_in_place_between_siblings_is_seen(recipe, change):
     assert torch.equal(found, expected)
 
 
-def test_another_tensor_between_siblings_is_another():
-    with torch.no_grad():
-        found = made(between=lambda x: x + 1)(x_of())
-        model = made()
-        expected = model.q(x_of()) + model.k(x_of() + 1) * model.v(x_of() + 1)
-    assert torch.equal(found, expected)
-
-
 def test_a_tensor_that_takes_a_dead_ones_place_is_another():
     """The memo refers to x weakly: an object made at the same address is not it."""
 

@@ -62,15 +62,6 @@ def test_layout(format, dtype):
         assert operand.format == format
 
 
-@on_each_format
-def test_one_usage_turned_is_the_other(format):
-    rows_only = f8sub.quantize(matrix(), format, columnwise=False)
-    turned = rows_only.t()
-    assert turned.rowwise is None
-    assert turned.shape == (160, 48)
-    assert torch.equal(turned.dequantize(), rows_only.dequantize().t())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_each_format
 def test_dequantize(format, dtype):
@@ -217,19 +208,6 @@ def test_copies_are_apart(format):
             assert getattr(twin, name).data_ptr() != getattr(tensor, name).data_ptr()
         assert_same(twin.rowwise, tensor.rowwise)
         assert_same(twin.columnwise, tensor.columnwise)
-
-
-@pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=str)
-@on_each_recipe
-def test_quantize_takes_the_recipes_formats(recipe, operand):
-    tensor = f8sub.quantize(matrix(), recipe, operand=operand)
-    given = f8sub.quantize(matrix(), f8sub.get_recipe(recipe), operand=operand)
-    formats = f8sub.get_recipe(recipe).formats(operand)
-    for usage, format in zip(("rowwise", "columnwise"), formats, strict=True):
-        found = getattr(tensor, usage)
-        assert (None if found is None else found.format) == format
-        if found is not None:
-            assert_same(getattr(given, usage), found)
 
 
 @on_each_recipe

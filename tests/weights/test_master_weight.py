@@ -179,16 +179,30 @@ def test_a_write_through_a_view_is_seen(view, of):
     assert torch.equal(after, fresh_output(model, "tensorwise", x))
 
 
-def test_a_write_through_a_view_taken_before_the_forward_is_seen():
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_a_compiled_optimizer_step_is_seen(options, fresh_compiler):
+    """Compiled code bypasses dispatch."""
     model, x = made(), x_of()
-    with torch.no_grad():
-        row, block = model[0].weight[1], model[0].weight[4:9]
-    for view in (block, row):
+    model(x).backward(gaussian((8, ROWS), generator(4)))
+    step = torch.compile(torch.optim.AdamW(model.parameters(), lr=2.0, **options).step, backend="aot_eager")
+    for _ in range(2):
         before = model(x).detach()
-        with torch.no_grad():
-            view.add_(200.0)
+        step()
         assert not torch.equal(model(x), before)
         assert torch.equal(model(x), fresh_output(model, "tensorwise", x))
+
+
+def test_a_compiled_function_that_writes_is_seen(fresh_compiler):
+    model, x = made(), x_of()
+    model(x)
+
+    @torch.compile(backend="aot_eager")
+    def grow(weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight.mul_(50.0)
+
+    grow(model[0].weight)
+    assert torch.equal(model(x), fresh_output(model, "tensorwise", x))
 
 
 def weights_cast(model: nn.Module, run) -> int:

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import f8sub
@@ -37,14 +36,6 @@ def through_numpy(weight: torch.Tensor) -> None:
 
 def through_a_storage(weight: torch.Tensor) -> None:
     torch.tensor([], dtype=weight.dtype).set_(weight.untyped_storage()).mul_(3)
-
-
-def checkpointed(folder) -> object:
-    def load(weight: torch.Tensor) -> None:
-        dcp.save({"weight": 3 * weight}, checkpoint_id=folder)
-        dcp.load({"weight": weight}, checkpoint_id=folder)
-
-    return load
 
 
 WRITES = {
@@ -81,14 +72,6 @@ def test_a_write_to_it_is_seen_at_once_and_after_it_is_gone(name):
     view.mul_(2)  # the last write
     del view
     assert torch.equal(model(x), fresh_output(2 * values, x))
-
-
-def test_a_checkpoint_loaded_into_it_in_place_is_seen(tmp_path):
-    model, x = made(), x_of(M, K)
-    model(x)
-    held = model.state_dict()["0.weight"]
-    checkpointed(tmp_path)(held)
-    assert torch.equal(model(x), fresh_output(held, x))
 
 
 def casts_of_the_weight(model: nn.Module) -> int:

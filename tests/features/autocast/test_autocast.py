@@ -10,8 +10,7 @@ import f8sub
 from f8sub.features.autocast import plan_in_use
 from f8sub.kernels.gemm.select import select_gemm
 from tests.data_sets import gaussian, generator
-from tests.features.autocast.blocks import OTHER, OWN, under
-from tests.layers import Block, K, M, N, block, on_each_recipe, results, x_of
+from tests.layers import OTHER, OWN, Block, K, M, N, block, on_each_recipe, results, under, x_of
 from tests.models import equal, seed_weights
 
 

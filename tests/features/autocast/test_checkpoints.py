@@ -7,8 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.autocast import plan_in_use
-from tests.features.autocast.blocks import OTHER, OWN, under
-from tests.layers import Block, K, M, N, block, dy_of, on_each_recipe, results, x_of
+from tests.layers import OTHER, OWN, Block, K, M, N, block, dy_of, on_each_recipe, results, under, x_of
 from tests.models import equal, seed_weights
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])

@@ -8,8 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from tests.compiling import compile_blocks
-from tests.features.autocast.blocks import OTHER, OWN, under
-from tests.layers import K, M, dy_of, results, x_of
+from tests.layers import OTHER, OWN, K, M, dy_of, results, under, x_of
 from tests.models import equal, seed_weights
 
 MINE = f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)

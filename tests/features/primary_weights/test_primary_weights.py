@@ -1,8 +1,10 @@
-"""Float8 primary weights: before an optimizer has their masters, after, and when those were dropped."""
+"""Float8 primary weights: before an optimizer has their masters, after, when those were dropped, and compiled."""
 
 import copy
 import io
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.layers import K, N, dy_of, x_of
 from tests.models import float8_layers, seed_weights
+from tests.selection import long_but
 
 RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -326,3 +329,67 @@ def test_gaussian_values_survive_what_a_narrow_state_dict_cannot_hold():
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     assert torch.equal(master, before)
     assert not torch.equal(master.bfloat16().float(), master)
+
+
+@pytest.mark.parametrize("recipe", long_but(["tensorwise", "mxfp8", "rowwise_with_gw_hp"], RECIPES))
+@pytest.mark.parametrize(
+    "dtype", long_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=["fp32", "bf16"]
+)
+def test_compiled_training_is_bitwise_eager(recipe, dtype, fresh_compiler):
+    model, expected = made(recipe, dtype), made(recipe, dtype)
+    optimizer, other = wrapped(model), wrapped(expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        assert torch.equal(step(compiled, optimizer, seed), step(expected, other, seed))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(step(compiled, optimizer, 2), step(expected, other, 2))
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@on_each_recipe
+def test_a_model_that_is_compiled_only_lets_go_of_its_high_precision_values_too(recipe, fresh_compiler):
+    model, expected = made(recipe), made(recipe)
+    x = x_of(8, K)
+    held = [StorageWeakRef(layer.weight.untyped_storage()) for layer in float8_layers(model)]
+    for converted in (model, expected):
+        f8sub.drop_high_precision(converted.requires_grad_(False))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), expected(x))
+    assert all(storage.expired() for storage in held)
+
+
+README = (Path(__file__).parents[3] / "README.md").read_text()
+SECTION = README.partition("### Master weights\n")[2].partition("\n## ")[0]
+EXAMPLES = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+HELD = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, PrimaryWeight)]
+
+
+@pytest.mark.parametrize("index", range(3), ids=["fp32", "bf16", "float8"])
+def test_the_example_trains(index):
+    assert len(EXAMPLES) == 3
+    torch.manual_seed(0)
+    names = {
+        "model": nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)),
+        "torch": torch,
+        "f8sub": f8sub,
+    }
+    exec(EXAMPLES[index], names)
+    model, optimizer = names["model"], names["optimizer"]
+    dtype, kind = HELD[index]
+    assert model[0].weight.dtype == dtype
+    assert kind is None or isinstance(model[0].weight, kind)
+    stepped = getattr(optimizer, "optimizer", optimizer)
+    assert {p.dtype for group in stepped.param_groups for p in group["params"]} == {torch.float32}
+    x = x_of(8, K, dtype=dtype)
+    target = dy_of(x)
+    losses = []
+    for _ in range(50):
+        loss = (model(x) - target).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]

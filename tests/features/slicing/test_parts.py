@@ -117,12 +117,6 @@ def test_each_way_to_say_which_rows(usages, name):
     assert_is_part(ROWS_OF[name], whole)
 
 
-@pytest.mark.parametrize("name", ["mask", "index", "step", "cat"], ids=str)
-def test_rows_take_their_own_scales_along(name):
-    assert_is_part(ROWS_OF[name], made("rowwise", "rowwise"))
-    assert_is_part(ROWS_OF[name], made("1x32-e8m0", "rowwise"))
-
-
 def test_a_row_that_is_not_there_is_an_error():
     with pytest.raises(IndexError):
         made("rowwise", "rowwise")[torch.tensor([ROWS])]

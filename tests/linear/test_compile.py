@@ -29,7 +29,7 @@ from tests.compiling import (
 )
 from tests.counting import FLOAT8
 from tests.data_sets import gaussian, generator
-from tests.layers import in_float8
+from tests.layers import Block, in_float8
 from tests.models import Transformer, seed_weights
 from tests.selection import long_but
 
@@ -220,20 +220,9 @@ def test_lengths_that_are_filled_up(monkeypatch):
     assert compiler.graphs == 1
 
 
-class Gated(nn.Module):
-    """Two siblings that read one x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.left(x)) * self.right(x)
-
-
 def test_floats_that_users_choose():
     """Those of two blocks differ: of the second one dynamo takes what it reads by the same names for dynamic."""
-    model = nn.Sequential(Gated(), Gated()).bfloat16()
+    model = nn.Sequential(Block(), Block()).bfloat16()
     recipes = {f"{i}.*": f8sub.get_recipe("delayed", margin=i + 0.5, dy_margin=i + 4.5) for i in range(2)}
     f8sub.convert_to_float8(seed_weights(model), recipes)
     twin, compiler = copy.deepcopy(model), Compiler()

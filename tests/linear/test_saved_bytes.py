@@ -49,21 +49,6 @@ def bytes_of_saved(x: torch.Tensor, recipe: str) -> int:
     return spec.code_bytes(*shape) + spec.scale_bytes(*shape)
 
 
-def test_bytes_an_element():
-    x = leaf(256, 256)
-    found = {name: round(bytes_of_saved(x, name) / x.numel(), 4) for name in RECIPES}
-    assert found == {
-        "blockwise": 1 + 0.0312,
-        "delayed": 1 + 0.0001,
-        "gridquant": 1 + 0.0001,
-        "mxfp8": 1 + 0.0312,
-        "nvfp4": 0.5 + 0.0626,
-        "rowwise": 1 + 0.0156,
-        "rowwise_with_gw_hp": 4.0,
-        "tensorwise": 1 + 0.0001,
-    }
-
-
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return gaussian(shape, generator(1)).to(dtype).requires_grad_()
 

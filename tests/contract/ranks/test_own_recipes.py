@@ -8,8 +8,7 @@ from torch.distributed.tensor import Shard
 
 import f8sub
 from tests import oracle
-from tests.contract.test_linear_numerics import COMBINATIONS, recipe_with
-from tests.contract.test_other_tiles import RECIPES
+from tests.contract.test_linear_numerics import COMBINATIONS, RECIPES, recipe_with
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard, train
 from tests.selection import long_but
@@ -87,16 +86,16 @@ def sharded(rank: int, world: int, name: str, dim: int) -> list[str]:
     return found
 
 
-QUICK = ("blocks", "mx", "odd-tiles")
+QUICK = ("blockwise-float", "mx", "odd-tiles")
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3], ids="world{}".format)
-@pytest.mark.parametrize("name", long_but(QUICK, RECIPES))
+@pytest.mark.parametrize("name", long_but(QUICK, oracle.VARIANTS))
 def test_gathered_in_float8_it_is_the_unsharded_model_bitwise(ranks, name, world):
     assert ranks(world, sharded, name, 0) == [[]] * world
 
 
-@pytest.mark.parametrize("name", ["blocks", "mx", "odd-tiles"], ids=str)
+@pytest.mark.parametrize("name", QUICK)
 def test_sharded_by_columns(ranks, name):
     assert ranks(2, sharded, name, 1) == [[]] * 2
 

@@ -59,3 +59,16 @@ def snapshot(layer: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) + self.k(x)
+
+
+def siblings(**options) -> nn.Module:
+    return f8sub.convert_to_float8(seed_weights(Siblings()), recipe=f8sub.get_recipe("delayed", **options))

@@ -18,6 +18,7 @@ from tests.features.delayed.layers import (
     layer_of,
     optimizer_of,
     run,
+    siblings,
     snapshot,
     state_of,
     step,
@@ -245,23 +246,6 @@ def test_scales_are_known_once_all_are_made_and_change_nothing():
         assert torch.equal(layer.weight, waits.weight)
 
 
-def test_known_scales_are_all_that_a_compiled_cast_reads():
-    layer = layer_of()
-    optimizer = optimizer_of(layer)
-    layer.compile(backend="aot_eager", fullgraph=True)
-    twin = layer_of()
-    twin_optimizer = optimizer_of(twin)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    graphs = []
-    for seed in range(4):
-        step(layer, optimizer, seed)
-        step(twin, twin_optimizer, seed)
-        assert torch.equal(layer.weight, twin.weight)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs == [1, 2, 2, 2]
-
-
 @pytest.mark.parametrize("forget", ["reset", "load", "to"])
 def test_scales_that_may_be_others_are_not_known(forget):
     layer = layer_of()
@@ -275,19 +259,6 @@ def test_scales_that_may_be_others_are_not_known(forget):
     else:
         layer.to("meta")
     assert not state_of(layer).is_known
-
-
-class Siblings(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q(x) + self.k(x)
-
-
-def siblings() -> nn.Module:
-    return f8sub.convert_to_float8(seed_weights(Siblings()), recipe="delayed")
 
 
 LOADS = {"eager": (False, False), "eager, kept": (False, True), "compiled": (True, False)}

@@ -49,7 +49,7 @@ dims that are no multiple of 16: the layer is skipped, with the reason
 x and w of different dtypes, fp16, integers: computed as documented, or a TypeError that names the layer
     tests/linear/test_linear.py::test_x_and_w_of_different_dtypes
     tests/contract/test_linear_numerics.py::test_fp16
-    tests/linear/test_linear_work.py::test_an_input_that_is_not_floating_point_names_the_layer
+    tests/linear/test_linear_work.py::test_an_input_of_another_kind_names_the_layer
 converted twice, after `fully_shard`, or nothing to convert: a warning that changes nothing, or a typed error
     tests/convert/test_convert.py::test_converting_twice_is_a_warning_and_changes_nothing
     tests/convert/test_convert.py::test_converting_with_another_recipe_is_an_error

@@ -135,13 +135,6 @@ def test_recipe_name_and_all_gather_aliases():
     assert wire == [True, False, True, False]
 
 
-def test_emulate_is_the_reference_backend():
-    model = f8sub.convert_to_float8(mlp(), backend="reference")
-    assert (model.up.plan.fprop, model.up.plan.dgrad, model.up.plan.wgrad) == ("reference",) * 3
-    same = f8sub.convert_to_float8(mlp())(x_of())
-    assert torch.allclose(model(x_of()), same, rtol=1e-5, atol=1e-5)
-
-
 BAD = {
     "recipe": ({"recipe": "int8"}, "unknown recipe 'int8'"),
     "recipe_name": ({"recipe_name": "int8"}, "unknown recipe 'int8'"),
@@ -177,17 +170,6 @@ def test_a_bad_option_is_an_error_and_changes_nothing(name):
     assert type(model.up) is nn.Linear
     assert type(model.up.weight) is nn.Parameter
     f8sub.convert_to_float8(model)
-
-
-def test_a_backend_that_cannot_run_the_recipe_is_an_error_and_changes_nothing():
-    blocks = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))
-    gemm = f8sub.GemmSpec(a=blocks, b=blocks)
-    recipe = f8sub.Recipe(name="blocks", fprop=gemm, dgrad=gemm, wgrad=gemm)
-    model = mlp()
-    with pytest.raises(f8sub.Float8ConfigError, match="not tiles of 32x32"):
-        f8sub.convert_to_float8(model, recipe, backend="scaled_mm")
-    assert type(model.up) is nn.Linear
-    assert f8sub.convert_to_float8(model, recipe).up.plan.fprop == "reference"
 
 
 def test_nothing_to_convert_is_an_error():

@@ -97,13 +97,6 @@ def test_the_report_names_both_recipes_and_no_pattern_that_decides():
     assert "in float8: tensorwise, scaled_mm" in str(report)
 
 
-@pytest.mark.parametrize("other", [{"*": "tensorwise"}, "tensorwise", {"up": "tensorwise"}], ids=str)
-def test_converting_again_with_another_recipe_is_an_error(other):
-    model = f8sub.convert_to_float8(mlp(), recipe={"up": "rowwise", "*": "tensorwise"})
-    with pytest.raises(f8sub.Float8ConfigError, match=r"up is already.*'rowwise'.*'tensorwise'"):
-        f8sub.convert_to_float8(model, recipe=other)
-
-
 @pytest.mark.filterwarnings("ignore::f8sub.Float8Warning")
 def test_a_bad_recipe_among_them_changes_nothing():
     blocks = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
-from f8sub.kernels.gemm import scaled_mm, select
+from f8sub.kernels.gemm import select
 from tests import oracle
 from tests.compiling import (
     HIDDEN,
@@ -208,18 +208,6 @@ def test_lengths_that_change(mode, recipe):
     assert compiler.graphs == (2 if mode == "None" or recipe == "delayed" else 1)
 
 
-@pytest.mark.long
-def test_lengths_that_are_filled_up(monkeypatch):
-    """As on a GPU, whose products take multiples of 16: lengths that are none are compiled with those that are."""
-    monkeypatch.setattr(scaled_mm, "_fills_up", lambda codes: True)
-    shapes = [(2, 5), (3, 16), (5, 33)]
-    eager = train(gained("tensorwise"), shapes=shapes)
-    compiler = Compiler()
-    compiled = train(compile_blocks(gained("tensorwise"), compiler, dynamic=True), shapes=shapes)
-    assert differences(compiled, eager) == []
-    assert compiler.graphs == 1
-
-
 def test_floats_that_users_choose():
     """Those of two blocks differ: of the second one dynamo takes what it reads by the same names for dynamic."""
     model = nn.Sequential(Block(), Block()).bfloat16()
@@ -294,13 +282,3 @@ def test_a_single_token_of_row_major_operands(row_major):
     eager = train(gained("mxfp8"), shapes=shapes)
     compiled = train(compile_blocks(gained("mxfp8"), dynamic=True), shapes=shapes)
     assert differences(compiled, eager) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_inductor_calls_kernels_that_write_transposed(recipe, row_major):
-    eager = train(mlps(recipe), steps=1)
-    compiled = train(compile_blocks(mlps(recipe), "inductor"), steps=1)
-    assert decibels(eager.outputs[0], compiled.outputs[0]) >= 40
-    for right, found in zip(eager.gradients, compiled.gradients, strict=True):
-        assert decibels(right, found) >= 20

@@ -83,8 +83,8 @@ def test_no_grad_casts_no_columns():
     assert sorted(work.casts) == sorted([(M, K), (N, K)])
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64], ids=str)
-def test_an_input_that_is_not_floating_point_names_the_layer(dtype):
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float64], ids=str)
+def test_an_input_of_another_kind_names_the_layer(dtype):
     model = f8sub.convert_to_float8(nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(K, N))}))
     x = torch.zeros(M, K, dtype=dtype)
     with pytest.raises(TypeError, match=rf"mlp\.0: .*{dtype}.*\({M}, {K}\)"):
@@ -97,14 +97,6 @@ def test_a_wrong_feature_count_names_the_layer(shape):
     x = torch.zeros(shape)
     with pytest.raises(f8sub.Float8ShapeError, match=rf"mlp\.0: expected an input of shape \(\.\.\., {K}\)"):
         model["mlp"][0](x)
-
-
-def test_a_float64_input_is_computed_or_refused_by_name():
-    """nn.Linear refuses a dtype that is not its weight's; a silent loss of precision would be the worst."""
-    layer = made()
-    x = gaussian((M, K), generator(1)).double()
-    with pytest.raises((TypeError, f8sub.Float8ConfigError), match=r"0: .*float64"):
-        layer(x)
 
 
 def test_create_graph_is_an_error_that_says_so():

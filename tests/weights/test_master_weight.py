@@ -264,15 +264,6 @@ def test_codes_are_cast_once_a_step(recipe):
         optimizer.zero_grad()
 
 
-def test_a_weight_in_two_dtypes_is_cast_for_each():
-    model, x = made(), x_of()
-    expected = made()(x.bfloat16())
-    model(x)
-    assert torch.equal(model(x.bfloat16()), expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(x), expected)
-
-
 READ_AS = {
     "transposed": lambda weight: weight.t(),
     "first rows": lambda weight: weight[:16],

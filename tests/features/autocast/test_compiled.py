@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from tests.compiling import compile_blocks
-from tests.layers import OTHER, OWN, K, M, dy_of, results, under, x_of
+from tests.layers import OTHER, OWN, K, results, under
 from tests.models import equal, seed_weights
 
 MINE = f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)
@@ -111,34 +110,6 @@ def test_a_decorated_function_inside_a_full_graph():
     compiled.compile(backend="aot_eager", fullgraph=True)
     assert equal(results(compiled), results(eager))
     assert not equal(results(eager), results(eager.layers))
-
-
-class EnteredInsideTheCheckpoint(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.with_other_recipe, x, use_reentrant=False)
-
-    def with_other_recipe(self, x: torch.Tensor) -> torch.Tensor:
-        with f8sub.autocast(OTHER):
-            return self.block(x)
-
-
-def test_compiled_code_inside_a_checkpoint_enters_the_context_there():
-    model = compile_blocks(layers(OWN))
-    assert equal(results(EnteredInsideTheCheckpoint(model)), results(layers(OTHER)))
-
-
-@pytest.mark.long
-def test_compiled_code_inside_a_checkpoint_is_refused_where_the_context_is_outside():
-    """Nothing of ours runs when torch repeats compiled code; torch notices that other tensors were saved."""
-    model = compile_blocks(layers(OWN))
-    with f8sub.autocast(OTHER):
-        y = checkpoint(model, x_of(M, K), use_reentrant=False)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        y.backward(dy_of(y))
 
 
 def test_a_recipe_that_cannot_run_is_refused_as_in_eager():

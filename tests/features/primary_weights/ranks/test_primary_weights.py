@@ -1,6 +1,5 @@
 """Float8 primary weights under FSDP2: the losses of high-precision weights, bit for bit, and what is kept of them."""
 
-import copy
 import gc
 import warnings
 import weakref
@@ -27,7 +26,6 @@ from tests.models import (
     equal,
     float8_layers,
     loss_of,
-    refusal,
     seed_weights,
     shard,
     shard_of,
@@ -197,31 +195,6 @@ def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(ranks,
         assert all(freed) == (dtype == torch.bfloat16)
 
 
-def loaded_and_assigned(rank: int, world: int) -> dict[str, tuple]:
-    source = seed_weights(Transformer(hidden=80, blocks=1), SPREAD, seed=5)
-    results = {}
-    for name in ("load", "copy", "expected"):
-        model = shard(made("tensorwise", name != "expected", hidden=80))
-        optimizer = optimizer_of(model, masters=name != "expected")
-        train(model, rank, steps=1, optimizer=optimizer)
-        state = shard(copy.deepcopy(source)).state_dict()
-        if name == "copy":
-            with torch.no_grad():
-                for key, parameter in model.named_parameters():
-                    parameter.copy_(state[key])
-        else:
-            model.load_state_dict(state)
-        losses = train(model, rank, start=1, steps=3, optimizer=optimizer)
-        results[name] = losses, [p.full_tensor().detach() for p in model.parameters()]
-    return results
-
-
-def test_values_loaded_and_written_after_the_first_step_reach_the_masters(ranks):
-    for found in ranks(3, loaded_and_assigned):
-        assert equal(found["load"], found["expected"])
-        assert equal(found["copy"], found["expected"])
-
-
 def frozen(rank: int, world: int, recipe: str, dtype: torch.dtype) -> dict:
     """The first block's weights frozen and dropped: the same losses as with high-precision weights, also frozen."""
     results = {}
@@ -276,16 +249,6 @@ def test_a_primary_weight_keeps_its_codes_from_step_to_step(ranks, recipe):
         assert all(held)
         assert len(set(losses)) == 1
         assert all_reduces == 0
-
-
-def replaced(rank: int, world: int) -> str:
-    model, optimizer = prepared(rank, "tensorwise", torch.float32, range(1))
-    model.to_empty(device="cpu")
-    return refusal(f8sub.Float8ConfigError, optimizer.step)
-
-
-def test_weights_made_anew_under_their_masters_are_reported_on_every_rank(ranks):
-    assert all("no longer is the float8 weight" in message for message in ranks(2, replaced))
 
 
 def held(rank: int, world: int) -> list[bool]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.delayed import histories
@@ -177,22 +177,13 @@ def test_one_rank_s_bad_activation_is_told_on_every_rank(ranks, operand, all_gat
         assert "master weight" not in message
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
 def in_mode(rank: int, world: int, mode: str, all_gather: bool) -> tuple:
     model = model_of(all_gather)
     if mode == "compiled":
         for layer in model.layers:
             layer.compile(backend="aot_eager", fullgraph=True)
     elif mode == "checkpointed":
-        model.layers = nn.ModuleList(Checkpointed(layer) for layer in model.layers)
+        model.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
     model = shard(model, reshard_after_forward=mode != "reshard-never")
     warnings.simplefilter("ignore" if mode == "forgotten" else "error", f8sub.Float8Warning)
     outputs, reduces = train(model, rank, precompute=mode != "forgotten")
@@ -201,7 +192,7 @@ def in_mode(rank: int, world: int, mode: str, all_gather: bool) -> tuple:
             model(batch(0, 0)[0])
         reduces = [1] * STEPS
     elif mode == "checkpointed":
-        model.layers = nn.ModuleList(layer.block for layer in model.layers)
+        model.layers = nn.ModuleList(layer._checkpoint_wrapped_module for layer in model.layers)
     return outputs, reduces, states_of(model)
 
 

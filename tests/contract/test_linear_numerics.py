@@ -20,11 +20,11 @@ from tests.specs import recipe_of, spec_of
 
 E4M3, POW2 = torch.float8_e4m3fn, ScaleRule.POWER_OF_2
 RECIPES = {
+    **{name: recipe_of(name) for name in oracle.VARIANTS},
     **{name: f8sub.get_recipe(name) for name in f8sub.recipe_names()},
     "blockwise-float": f8sub.get_recipe("blockwise", power_of_2_scales=False),
     "gridquant-32-e4m3": f8sub.get_recipe("gridquant", block=32, dy=torch.float8_e4m3fn),
 }
-RECIPES = {name: recipe_of(name) for name in oracle.VARIANTS} | RECIPES
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = {
     "64x48-to-32": ((64, 48), 32),

@@ -20,10 +20,6 @@ from tests.layers import on_each_recipe
 from tests.models import Transformer, seed_weights
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor, dtype=tensor.dtype) + tensor.detach()
-
-
 @on_each_recipe
 def test_it_returns_the_model_with_its_layers_swapped_in_place(recipe):
     model = mlp()

@@ -16,7 +16,6 @@ from f8sub.formats import E2M1
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR = Float8Format(E4M3, Tile(ALL, ALL))
 ROW_FLOAT = Float8Format(E4M3, Tile(1, ALL))
-ROW_POW2 = Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2)
 HIGH_PRECISION = GemmSpec(a=None, b=None)
 RECIPES = f8sub.recipe_names()
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import f8sub
 from tests.layers import K, N, x_of
-from tests.test_state_dict import M, made
+from tests.weights.test_state_dict import M, made
 
 
 def sharded(rank: int, world: int, primary: bool) -> dict[str, type]:

@@ -2,14 +2,13 @@
 
 import dataclasses
 
-import pytest
 import torch
 from torch import nn
 
 import f8sub
 from f8sub.kernels import reference
 from tests import oracle
-from tests.budgets import excess, product_budget
+from tests.budgets import product_budget
 from tests.data_sets import gaussian, generator
 
 DEPTH, STEP, BITS = 4096, 32, 14
@@ -56,25 +55,6 @@ def test_promotion_keeps_the_budget_where_one_sum_over_all_of_k_does_not(monkeyp
     assert promoted <= 1 < 4 < single
     assert promoted_loss < 4e-4
     assert single_loss > 2e-3
-
-
-@pytest.mark.parametrize("depth", [0, 1, 127, 128, 129, 300], ids=str)
-@pytest.mark.parametrize("fast_accum", [True, False], ids=["one-sum", "promoted"])
-def test_partial_sums(monkeypatch, depth, fast_accum):
-    """Of 128 elements each, the last of what is left; exactly one where the accumulator keeps all of it."""
-    a, b = gaussian((5, depth), generator(1)), gaussian((7, depth), generator(2))
-    add, depths = reference.add_partial_sum, []
-
-    def counted(total, left, right):
-        depths.append(left.shape[1])
-        add(total, left, right)
-
-    monkeypatch.setattr(reference, "add_partial_sum", counted)
-    found = reference.matmul_nt(a, b, fast_accum)
-    assert sum(depths) == depth
-    assert len(depths) == (1 if fast_accum else max(1, -(-depth // 128)))
-    assert found.shape == (5, 7)
-    assert excess(found, oracle.Product(a.double().numpy(), b.double().numpy())) <= 1
 
 
 def test_which_gemms_are_promoted():

@@ -5,9 +5,6 @@ torchao's smallest amax is 1e-12; non-finite elements stay NaN in place and take
 they decide it in torchao.
 """
 
-import importlib.util
-from dataclasses import replace
-
 import pytest
 import torch
 from torchao.float8.config import ScalingGranularity
@@ -94,26 +91,6 @@ def test_torchao_casts_each_tile_to_the_same_codes(tile, data, source, dtype, ru
     assert torch.equal(bits(in_tiles(ours.data, tile)), bits(theirs._data))
     assert torch.equal(ours.scale_inv.flatten()[not_zero], theirs._scale.flatten().reciprocal()[not_zero])
     assert (ours.scale_inv.flatten()[~not_zero] == 1).all()
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="torchao's blockwise references are in a file that imports triton, which comes with torch for CUDA",
-)
-@on_each_data_set
-def test_torchaos_blockwise_training_references(data):
-    from torchao.prototype.blockwise_fp8_training import kernels
-
-    x = draw(data, torch.float32)[1:129].repeat(2, 1).contiguous()
-    row = Float8Format(E4M3, Tile(1, 128))
-    ours, ours_columnwise, _ = reference.quantize(x, row, row)
-    for operand, (codes, scale_inv) in (
-        (ours, kernels.torch_blockwise_scale_act_quant_lhs(x)),
-        (rowwise(x, replace(row, tile=Tile(128, 128))), kernels.torch_blockwise_scale_weight_quant(x)),
-        (ours_columnwise, [part.t() for part in kernels.torch_blockwise_scale_act_quant_rhs(x)]),
-    ):
-        assert torch.equal(bits(operand.data), bits(codes))
-        assert torch.equal(operand.scale_inv, scale_inv)
 
 
 @on_both_float8

@@ -14,7 +14,7 @@ from f8sub.kernels.gemm import select
 from f8sub.kernels.triton import gemm_table, measured, triton_mm
 from tests.budgets import excess
 from tests.data_sets import generator, make, row_outliers
-from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
+from tests.kernels.interpreted import needs_triton
 from tests.oracle import Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -109,36 +109,31 @@ def parts_are_deterministic() -> None:
     assert excess(multiplied(a, b, torch.float32, parts=16), Product(exact(a), exact(b))) <= 1
 
 
-@needs_triton
 @pytest.mark.parametrize("shape", SHAPES)
 @on_each_pair
-def test_products(interpreter, pair, shape):  # noqa: F811
+def test_products(interpreter, pair, shape):
     interpreter(check, pair, SHAPES[shape], torch.float32, {})
 
 
-@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 @pytest.mark.parametrize(
     "changes",
     [{"rows": 128, "cols": 128, "warps": 8}, {"rows": 64, "cols": 32, "parts": 3}, {"rows": 16, "cols": 256}],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_tiles_and_dtypes(interpreter, changes, dtype):  # noqa: F811
+def test_tiles_and_dtypes(interpreter, changes, dtype):
     interpreter(check, "1x128-128x128", SHAPES["ragged"], dtype, changes)
 
 
-@needs_triton
-def test_a_slightly_wrong_scale_exceeds_the_budget(interpreter):  # noqa: F811
+def test_a_slightly_wrong_scale_exceeds_the_budget(interpreter):
     interpreter(wrong_scale)
 
 
-@needs_triton
-def test_nan_shows_where_it_belongs(interpreter):  # noqa: F811
+def test_nan_shows_where_it_belongs(interpreter):
     interpreter(bad_codes)
 
 
-@needs_triton
-def test_parts_of_k(interpreter):  # noqa: F811
+def test_parts_of_k(interpreter):
     interpreter(parts_are_deterministic)
 
 

@@ -43,15 +43,6 @@ def check(found: list[dict]) -> None:
 
 @needs_triton
 @pytest.mark.long
-def test_the_kernels_of_the_blockwise_recipe_and_the_transposition(tmp_path):
-    found = reported(tmp_path, "--only", "1x128 bf16 both", "transpose fp8", "1x128 recast")
-    kernels = {"paired_vectors", "crossing_vectors", "transpose_codes", "recast_by_vectors"}
-    assert {row["kernel"].removeprefix("quantize_") for row in found} == kernels
-    check(found)
-
-
-@needs_triton
-@pytest.mark.long
 def test_every_kernel(tmp_path):
     found = reported(tmp_path)
     assert len({row["kernel"] for row in found}) == 18

@@ -10,7 +10,7 @@ from f8sub.formats import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda
-from tests.cuda.products import assert_same_bits
+from tests.kernels.products import assert_same_bits
 from tests.selection import long_but
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

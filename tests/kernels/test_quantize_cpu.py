@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels import quantize, reference, scales
-from tests.cuda.products import assert_same_bits
 from tests.data_sets import gaussian, generator
+from tests.kernels.products import assert_same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {

@@ -9,8 +9,8 @@ from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm import block_scales, select
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda, support
-from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
+from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import (
     DTYPES,
     E4M3,

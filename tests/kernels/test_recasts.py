@@ -8,8 +8,8 @@ from f8sub.formats import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.kernels.triton import quantize_cuda, support
-from tests.cuda.products import assert_same_bits
 from tests.data_sets import generator, make
+from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import FORMATS, SHAPES, SMALL, on_each_format, same_bits
 from tests.selection import long_but
 

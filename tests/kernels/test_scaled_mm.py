@@ -1,6 +1,5 @@
 """torch._scaled_mm against the exact product, what it is padded to for CUDA, and what it refuses."""
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,21 +11,23 @@ from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
 from tests.budgets import excess
 from tests.cpu_products import natively_by_rows, skip_without_rows
-from tests.data_sets import gaussian, generator, row_outliers
-from tests.oracle import Product
+from tests.kernels.products import (
+    BLOCK,
+    E4M3,
+    E5M2,
+    LARGE_E5M2,
+    MX,
+    NV,
+    PAIRS,
+    ROW,
+    SMALL_BLOCK_PAIRS,
+    TENSOR,
+    TENSOR_E5M2,
+    VECTOR,
+    operands,
+    product,
+)
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TENSOR, TENSOR_E5M2 = Float8Format(E4M3, Tile(ALL, ALL)), Float8Format(E5M2, Tile(ALL, ALL))
-ROW, ROW_E5M2 = Float8Format(E4M3, Tile(1, ALL)), Float8Format(E5M2, Tile(1, ALL))
-PAIRS = {
-    "tensor-tensor": (TENSOR, TENSOR),
-    "e5m2-e4m3": (TENSOR_E5M2, TENSOR),
-    "e4m3-e5m2": (TENSOR, TENSOR_E5M2),
-    "row-row": (ROW, ROW),
-    "row-tensor": (ROW, TENSOR),
-    "tensor-row": (TENSOR, ROW),
-    "row-e5m2-row": (ROW_E5M2, ROW),
-}
 SHAPES = {"32x48x64": (32, 48, 64), "13x7x40": (13, 7, 40), "1x16x32": (1, 16, 32), "1x1x1": (1, 1, 1)}
 CPU = torch.device("cpu")
 on_each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
@@ -48,31 +49,17 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operands(pair, shape):
-    rows, cols, depth = shape
-    a = reference.quantize(row_outliers((rows, depth), generator(1)), pair[0], None)[0]
-    b = reference.quantize(row_outliers((cols, depth), generator(2)), pair[1], None)[0]
-    return a, b
-
-
-def product(a, b) -> Product:
-    def exact(operand) -> np.ndarray:
-        values = operand.data.double() * reference.spread(
-            operand.scale_inv.double(), operand.format.tile, operand.data.shape
-        )
-        return values.numpy()
-
-    return Product(exact(a), exact(b))
-
-
 @on_each_dtype
 @on_each_shape
 @on_each_pair
 def test_the_product(pair, shape, dtype):
+    """Of a CPU's, which accumulates in one way whatever is asked for."""
     skip_without_rows(*pair)
+    assert scaled_mm.why_not(*pair, CPU) is None
     a, b = operands(pair, shape)
     found = scaled_mm.gemm_nt(a, b, dtype, fast_accum=False)
     assert found.dtype == dtype
+    assert torch.equal(found, scaled_mm.gemm_nt(a, b, dtype, fast_accum=True))
     assert excess(found, product(a, b)) <= 1
     assert excess(reference.gemm_nt(a, b, dtype, False), product(a, b)) <= 1
 
@@ -99,15 +86,6 @@ def test_which_cpus_those_are(monkeypatch, amx, fp16, loops):
     monkeypatch.setattr(scaled_mm, "cpu_has_amx", lambda: amx)
     monkeypatch.setattr(scaled_mm, "cpu_has_amx_fp16", lambda: fp16)
     assert scaled_mm._onednn_loops() == loops
-
-
-@on_each_pair
-def test_fast_accumulation_changes_nothing_on_the_cpu(pair):
-    skip_without_rows(*pair)
-    a, b = operands(pair, (32, 48, 64))
-    assert torch.equal(
-        scaled_mm.gemm_nt(a, b, torch.float32, True), scaled_mm.gemm_nt(a, b, torch.float32, False)
-    )
 
 
 def cuda_path(a, b, dtype) -> tuple[torch.Tensor, dict]:
@@ -171,12 +149,6 @@ def test_why_not(name):
     assert reference.why_not(a, b, device) is None
 
 
-@on_each_pair
-def test_why_yes(pair):
-    skip_without_rows(*pair)
-    assert scaled_mm.why_not(*pair, CPU) is None
-
-
 def test_a_torch_without_rows_on_the_cpu_still_has_whole_tensors(monkeypatch):
     monkeypatch.setattr(scaled_mm, "_why_not_rows_on_the_cpu", lambda: "has none")
     assert scaled_mm.why_not(TENSOR, TENSOR_E5M2, CPU) is None
@@ -195,11 +167,10 @@ def test_the_gpu_has_to_be_an_ada_or_newer(monkeypatch, capability, fits):
     assert reason is None if fits else f"found {capability[0]}.{capability[1]}" in reason
 
 
-VECTOR, BLOCK = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
 HOPPER = {
     "hopper": ((9, 0), "13.0", VECTOR, BLOCK, None),
     "hopper-12.9": ((9, 0), "12.9", VECTOR, VECTOR, None),
-    "mixed": ((9, 0), "13.0", ROW, Float8Format(E5M2, Tile(256, 256)), None),
+    "mixed": ((9, 0), "13.0", ROW, LARGE_E5M2, None),
     "old-cuda": ((9, 0), "12.8", VECTOR, BLOCK, "CUDA 12.9 or newer, found SM 9.0, CUDA 12.8"),
     "ada": ((8, 9), "13.0", VECTOR, BLOCK, "found SM 8.9"),
     "blackwell": ((10, 0), "13.0", VECTOR, BLOCK, "found SM 10.0"),
@@ -217,24 +188,19 @@ def test_blocks_are_hoppers(monkeypatch, name):
     assert found is None if reason is None else reason in found
 
 
-TENTH = {
-    "mxfp8": (Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0),) * 2,
+TENTH = SMALL_BLOCK_PAIRS | {
     "of-larger-tiles": (
         Float8Format(E4M3, Tile(1, 64), ScaleRule.E8M0),
         Float8Format(E4M3, Tile(32, ALL), ScaleRule.E8M0),
-    ),
-    "nvfp4": (
-        Float8Format(E2M1, Tile(1, 16), ScaleRule.TWO_LEVEL),
-        Float8Format(E2M1, Tile(16, 16), ScaleRule.TWO_LEVEL),
     ),
 }
 UNLIKE = {
     "finer": (Float8Format(E4M3, Tile(1, 16), ScaleRule.E8M0),) * 2,
     "no-multiple": (Float8Format(E4M3, Tile(1, 48), ScaleRule.E8M0),) * 2,
-    "e5m2": (Float8Format(E5M2, Tile(1, 32), ScaleRule.E8M0), TENTH["mxfp8"][0]),
-    "two-rules": (TENTH["mxfp8"][0], TENTH["nvfp4"][0]),
-    "one-plain": (TENTH["mxfp8"][0], VECTOR),
-    "the-other-plain": (VECTOR, TENTH["mxfp8"][0]),
+    "e5m2": (Float8Format(E5M2, Tile(1, 32), ScaleRule.E8M0), MX),
+    "two-rules": (MX, NV),
+    "one-plain": (MX, VECTOR),
+    "the-other-plain": (VECTOR, MX),
 }
 
 
@@ -282,10 +248,3 @@ def test_no_rows_or_no_depth_gives_zeros(pair, backend):
         found = select.gemm_nt(backend, a, b, torch.bfloat16)
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, torch.zeros(rows, cols, dtype=torch.bfloat16))
-
-
-def test_operands_of_power_of_two_scales():
-    skip_without_rows()
-    pair = (Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),) * 2
-    a = reference.quantize(gaussian((13, 48), generator(3)), pair[0], None)[0]
-    assert excess(scaled_mm.gemm_nt(a, a, torch.float32, False), product(a, a)) <= 1

@@ -64,7 +64,7 @@ one rank alone calls or forgets `precompute_scales`, or writes to its shard: no 
     tests/faults/ranks/test_alone.py::test_in_the_middle_of_a_run
 all ranks forget it; weights loaded, swapped, written to: the next forward uses what the weights are, on all ranks alike
     tests/weights/ranks/test_wire.py::test_all_reduces_with_and_without_precompute_scales
-    tests/weights/ranks/test_stale_scales.py::test_sharded
+    tests/contract/ranks/test_weights.py::test_sharded
 deepcopy, pickle, flatten: nothing is lost; a copy changes on its own
     tests/tensor/test_master_weight.py::test_a_deep_copy_changes_on_its_own
     tests/tensor/test_master_weight.py::test_a_state_dict_pickles_as_plain_tensors

@@ -15,7 +15,7 @@ from tests.data_sets import gaussian, generator
 from tests.models import Stack, precompute, seed_weights, shard
 
 RECIPES = ("tensorwise", "delayed")
-"""How a write is noticed does not depend on the recipe (tests/contract/ranks/test_weights.py), how a history rolls does."""
+"""How a write is noticed does not depend on the recipe (contract/ranks/test_weights.py), how a history rolls does."""
 STEPS = 3
 WIDTHS = (64, 128, 64)
 """Two ranks hold 4096 elements of each weight, from which on torchao's optimizers have states of fewer bits."""

@@ -214,34 +214,6 @@ def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
     assert_nobody_waits(outcomes, "right", "Float8RankMismatchError")
 
 
-def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[str]:
-    """Another rank forgets at each step, with the user's own collectives before and after the forward."""
-    wait_shortly()
-    model, x = unprepared(recipe)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    f8sub.precompute_scales(model)
-    found = []
-    for step in range(2 * world):
-        mine = torch.tensor([1.0 + rank])
-        dist.all_reduce(mine)
-        assert mine.item() == world * (world + 1) / 2
-        found.append(outcome(model, lambda: model(x), x))
-        model(x).square().mean().backward()
-        for parameter in model.parameters():
-            parameter.grad.to_local().normal_().mul_(4.0**step)  # training would make y, and the test, vanish
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % world != rank:
-            f8sub.precompute_scales(model)
-    return found
-
-
-@on_each_wire
-def test_ranks_that_take_turns_in_forgetting(ranks, recipe):
-    for outcomes in zip(*ranks(3, takes_turns_in_forgetting, recipe), strict=True):
-        assert_nobody_waits(list(outcomes), "right")
-
-
 def one_rank_changes_its_shard(
     rank: int, world: int, recipe: str, precompute: bool
 ) -> tuple[list[str], list[str]]:

@@ -18,7 +18,7 @@ from tests.cuda import titan
 from tests.features.torchtitan import runs
 from tests.features.torchtitan.jobs_0_2 import job_file
 from tests.features.torchtitan.runs import gathered, last
-from tests.features.torchtitan.test_0_2 import LINEAR_ELEMENTS
+from tests.features.torchtitan.test_training import LINEAR_ELEMENTS
 
 RECIPES = (
     "tensorwise",

@@ -90,7 +90,7 @@ a checkpoint that is truncated, damaged, half written: refused by name on all ra
     tests/recipes/test_pretrain_checkpoint.py::test_a_save_cut_short_leaves_nothing_that_looks_whole
     tests/faults/ranks/test_corruption.py::test_each_of_600_damages_is_refused_clearly_or_loads_right
 a disk that is full on one rank: an error on all ranks; the last whole checkpoint stays
-    tests/recipes/test_pretrain_checkpoint_writing.py::test_a_full_disk_is_an_error_on_all_ranks
+    tests/recipes/test_pretrain_checkpoint.py::test_a_full_disk_is_an_error_on_all_ranks
 gradient accumulation, resharding, prefetch, offload, activation checkpointing: losses bitwise those without the float8 all-gather
     tests/weights/ranks/test_fsdp_modes.py::test_on_is_off
 tied, shared and frozen weights: cast and gathered once, or skipped with the reason

@@ -139,7 +139,7 @@ def test_what_changes_no_bit(train, mesh, changed, usual):
 )
 def test_what_is_refused_before_the_first_step(any_titan, assets, arguments, message):
     with pytest.raises(RankFailure, match=message):
-        any_titan(2, runs.train, arguments.split(), assets)
+        any_titan(4, runs.train, arguments.split(), assets)
 
 
 def parts_of_scales(rank: int, world: int, arguments: list[str], folder: Path) -> tuple[int, int, int]:
@@ -181,12 +181,13 @@ def test_a_weight_that_is_f8subs_no_more_is_an_error_before_the_first_step(any_t
 
 
 @long
-def test_a_container_of_optimizers_rolls_amax_histories_once_a_step(titan, assets):
-    steps = titan(2, runs.ages, ['f8sub:{"recipe_name":"delayed"}', "training.steps=3"], assets)[0]
-    assert steps == [3] * 10
+def test_a_container_of_optimizers_rolls_amax_histories_once_a_step(any_titan, assets):
+    steps = any_titan(2, runs.ages, ['f8sub:{"recipe_name":"delayed"}', "training.steps=3"], assets)[0]
+    assert steps == [3] * LINEAR_LAYERS
 
 
 @long
+@of_0_3
 def test_chunked_loss_with_the_head_in_float8_too(train):
     """The first loss is that of the same weights; later ones are of gradients that were summed in another order."""
     names = "chunked", "f8sub_chunked", 'f8sub_chunked:{"skip_defaults":false}', "bf16", "f8sub", "peer"
@@ -216,9 +217,9 @@ def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scale
 
 
 @long
-def test_nvfp4s_weights_cross_the_wire_as_half_a_byte(titan, assets):
+def test_nvfp4s_weights_cross_the_wire_as_half_a_byte(any_titan, assets):
     """Scales of 16x16 blocks are made from the amaxes that one all-reduce brings."""
-    bf16, ours = (titan(2, runs.count, [name, "training.steps=3"], assets)[0] for name in ("bf16", NVFP4))
+    bf16, ours = (any_titan(2, runs.count, [name, "training.steps=3"], assets)[0] for name in ("bf16", NVFP4))
     elements = LINEAR_ELEMENTS // 2 * 2  # gathered for forward, and for backward
     assert gathered(ours["bytes"][2]) == gathered(bf16["bytes"][2]) - 2 * elements + elements // 2
 

@@ -53,15 +53,11 @@ def check(pair: str, shape: tuple[int, int, int], dtype: torch.dtype, changes: d
     a, b = operands(PAIRS[pair], shape)
     found = multiplied(a, b, dtype, **changes)
     assert found.dtype == dtype
-    assert excess(found, product(a, b)) <= 1
-
-
-def wrong_scale() -> None:
-    a, b = operands((VECTOR_OF_2, BLOCK), SHAPES["ragged"])
     right = product(a, b)
-    assert excess(multiplied(a, b, torch.float32), right) <= 1
-    b.scale_inv[1, 2] *= 1 + 2.0**-7
-    assert excess(multiplied(a, b, torch.float32), right) > 1
+    assert excess(found, right) <= 1
+    if (pair, dtype) == ("1x128-128x128", torch.float32) and shape == SHAPES["ragged"]:  # it would show
+        b.scale_inv[1, 2] *= 1 + 2.0**-7
+        assert excess(multiplied(a, b, dtype, **changes), right) > 1
 
 
 def bad_codes() -> None:
@@ -96,10 +92,6 @@ def test_products(interpreter, pair, shape):
 )
 def test_tiles_and_dtypes(interpreter, changes, dtype):
     interpreter(check, "1x128-128x128", SHAPES["ragged"], dtype, changes)
-
-
-def test_a_slightly_wrong_scale_exceeds_the_budget(interpreter):
-    interpreter(wrong_scale)
 
 
 def test_nan_shows_where_it_belongs(interpreter):
@@ -169,10 +161,8 @@ def test_the_faster_one_of_each_shape_is_taken(hopper):
     assert list(winners.values()) == ["scaled_mm", "triton", "scaled_mm", "scaled_mm", "triton", "scaled_mm"]
     assert triton_mm._config(SPEC.a, SPEC.b, CUDA, WIDE).group == 4
     assert "no measurement" in str(measured.why_not(SPEC.a, VECTOR, CUDA))
-
-
-@needs_triton
-def test_where_cublaslt_always_won_it_is_what_is_shown(hopper):
+    # Where cuBLASLt always won, it is what is shown.
+    gemm_table.of.cache_clear()
     measure(hopper, (SQUARE, {"scaled_mm": 1272.0, "triton": 1200.0}), (WIDE, {"scaled_mm": 1120.0}))
     assert select.select_gemm(SPEC, CUDA) == "scaled_mm"
     reason = str(measured.why_not(SPEC.a, SPEC.b, CUDA))

@@ -149,11 +149,6 @@ def test_torchaos_nvfp4_cast(data, source):
     assert torch.equal(ours_unpacked[comparable], theirs_unpacked[comparable])
 
 
-def edge_row(x: list[float], format: Float8Format) -> tuple[list[float], list[int]]:
-    operand = rowwise(torch.tensor([x]), format)
-    return operand.scale_inv.float().flatten().tolist(), bits(operand.data).flatten().tolist()
-
-
 NEXT_ABOVE_448 = 448 + 2.0**-15
 E4M3_ROWS = {
     # x; scale_inv of the two rules; codes of any float32; codes of powers of two, None where they are the same
@@ -223,25 +218,18 @@ def test_edge_values(dtype, x, float_inv, power_inv, float_codes, power_codes):
     - The scale of the largest float32 is 1.75 * 2**-120 / (1 - 2**-24), in float32 (1.75 + 2**-23) * 2**-120, the
       inverse of which is 9586980 * 2**96; its code is the largest. With 2**-120 it is 2**8 less a trifle: 0x78.
     """
+    power_codes = float_codes if power_codes is None else power_codes
     for rule, scale_inv, codes in (
         (ScaleRule.FLOAT, float_inv, float_codes),
-        (ScaleRule.POWER_OF_2, power_inv, float_codes if power_codes is None else power_codes),
+        (ScaleRule.POWER_OF_2, power_inv, power_codes),
+        (ScaleRule.E8M0, power_inv, power_codes),
     ):
-        found_inv, found_codes = edge_row(x, Float8Format(dtype, Tile(1, ALL), rule))
-        assert found_inv == [torch.tensor(scale_inv).item()]
-        assert_codes(found_codes, codes, dtype)
-
-
-@pytest.mark.parametrize(("dtype", "x", "float_inv", "power_inv", "float_codes", "power_codes"), EDGE_ROWS)
-def test_edge_values_of_e8m0(dtype, x, float_inv, power_inv, float_codes, power_codes):
-    """The codes of powers of two; the inverse scale 2**k is the byte k + 127, so the cap is the byte 1, not 0."""
-    operand = rowwise(torch.tensor([x]), Float8Format(dtype, Tile(1, 32), ScaleRule.E8M0))
-    mantissa, exponent = torch.tensor(power_inv).frexp()
-    assert mantissa == 0.5
-    assert bits(operand.scale_inv).flatten().tolist() == [exponent.item() - 1 + 127]
-    assert_codes(
-        bits(operand.data).flatten().tolist(), float_codes if power_codes is None else power_codes, dtype
-    )
+        tile = Tile(1, 32) if rule is ScaleRule.E8M0 else Tile(1, ALL)
+        operand = rowwise(torch.tensor([x]), Float8Format(dtype, tile, rule))
+        assert operand.scale_inv.float().flatten().tolist() == [torch.tensor(scale_inv).item()]
+        assert_codes(bits(operand.data).flatten().tolist(), codes, dtype)
+    # Of e8m0, the inverse scale 2**k is the byte k + 127, so the cap is the byte 1, not 0.
+    assert bits(operand.scale_inv).item() == torch.tensor(power_inv).frexp().exponent.item() - 1 + 127
 
 
 def two_levels(*tiles: list[float]) -> tuple[float, list[int], list[list[int]]]:

@@ -15,6 +15,7 @@ from f8sub.weights import precompute_scales as precompute
 from f8sub.weights import shard as shards
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, float8_layers, loss_of, seed_weights, shard, shard_of, transformer
+from tests.weights.ranks.test_fsdp_modes import prefetching
 from tests.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4")
@@ -44,12 +45,6 @@ def forget_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards.Shard, "cast", anew)
 
 
-def prefetching(model: nn.Module) -> None:
-    model.set_modules_to_forward_prefetch([model.blocks[0]])
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
-
-
 def holds_codes(model: nn.Module) -> set[bool]:
     """Of the model's shards, whether codes of theirs are kept."""
     return {shard_of(layer)._wire is not None for layer in float8_layers(model)}
@@ -61,8 +56,7 @@ def held(
     """Losses, casts a step, and whether codes are kept after each backward; a step is how often its weights are looked
     at before they are trained with, and its microbatches."""
     casts = count_casts(monkeypatch)
-    model = shard(transformer(recipe, spread=2.0))
-    prefetching(model)
+    model = prefetching(transformer(recipe, spread=2.0))
     optimizer, losses, counts, found = torch.optim.AdamW(model.parameters(), lr=3e-3), [], [], []
     f8sub.precompute_scales(model)
     for step, (looks, microbatches) in enumerate(steps):

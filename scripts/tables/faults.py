@@ -19,14 +19,13 @@ from scripts.table import ROOT, Table, finish, parser
 
 LISTED = """
 NaN or infinity in an x: NaN in its row of y and nowhere else; named by `find_nonfinite`
-    tests/weights/ranks/test_non_finite.py::test_a_bad_activation_does_not_flush_the_rest
     tests/contract/test_linear_numerics.py::test_non_finite_elements_stay_where_they_are
     tests/features/tools/ranks/test_find_nonfinite.py::test_the_first_layer_role_and_rank
 NaN or infinity in one rank's shard: NaN codes on all ranks at once, then an error that names the layer
     tests/weights/ranks/test_non_finite.py::test_one_rank_s_bad_element_is_everyone_s
     tests/weights/ranks/test_non_finite.py::test_a_bad_element_shows_on_every_rank_without_precompute_scales_too
 NaN or infinity in a gradient: the step is none, bitwise, on all ranks; or the first layer, role and rank are named
-    tests/weights/ranks/test_non_finite.py::test_a_bad_cotangent_shows_in_its_row_of_dx_and_spares_the_others
+    tests/contract/test_linear_numerics.py::test_non_finite_elements_stay_where_they_are
     tests/features/tools/test_step_guard.py::test_a_run_with_bad_steps_is_the_run_without_them
     tests/features/tools/ranks/test_step_guard.py::test_one_rank_s_bad_batch_skips_the_step_of_all
     tests/features/tools/ranks/test_find_nonfinite.py::test_gradients_that_overflow_on_the_way
@@ -43,7 +42,7 @@ a batch of no rows, on all ranks or on one: (0, N); zero gradients, bitwise what
     tests/linear/test_linear.py::test_a_batch_of_no_rows
     tests/faults/ranks/test_inputs.py::test_a_batch_of_no_rows_on_one_rank_alone
 rows that the ranks do not divide, fewer rows than ranks: gathered bitwise as the whole weight is quantized
-    tests/weights/ranks/test_gathered_weight.py::test_some_ranks_short_and_some_empty
+    tests/weights/ranks/test_gathered_weight.py::test_any_number_of_rows
 dims that are no multiple of 16: the layer is skipped, with the reason
     tests/convert/test_filters.py::test_dims_have_to_be_multiples_of_16
 x and w of different dtypes, fp16, integers: computed as documented, or a TypeError that names the layer
@@ -64,7 +63,7 @@ one rank alone calls or forgets `precompute_scales`, or writes to its shard: no 
     tests/faults/ranks/test_alone.py::test_in_the_middle_of_a_run
 all ranks forget it; weights loaded, swapped, written to: the next forward uses what the weights are, on all ranks alike
     tests/weights/ranks/test_wire.py::test_all_reduces_with_and_without_precompute_scales
-    tests/weights/ranks/test_stale_scales.py::test_sharded
+    tests/contract/ranks/test_weights.py::test_sharded
 deepcopy, pickle, flatten: nothing is lost; a copy changes on its own
     tests/weights/test_master_weight.py::test_a_deep_copy_changes_on_its_own
     tests/weights/test_master_weight.py::test_a_state_dict_pickles_as_plain_tensors
@@ -91,7 +90,7 @@ a checkpoint that is truncated, damaged, half written: refused by name on all ra
     tests/recipes/test_pretrain_checkpoint.py::test_a_save_cut_short_leaves_nothing_that_looks_whole
     tests/faults/ranks/test_corruption.py::test_each_of_600_damages_is_refused_clearly_or_loads_right
 a disk that is full on one rank: an error on all ranks; the last whole checkpoint stays
-    tests/recipes/test_pretrain_checkpoint_writing.py::test_a_full_disk_is_an_error_on_all_ranks
+    tests/recipes/test_pretrain_checkpoint.py::test_a_full_disk_is_an_error_on_all_ranks
 gradient accumulation, resharding, prefetch, offload, activation checkpointing: losses bitwise those without the float8 all-gather
     tests/weights/ranks/test_fsdp_modes.py::test_on_is_off
 tied, shared and frozen weights: cast and gathered once, or skipped with the reason

@@ -8,27 +8,28 @@ from f8sub.formats import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.kernels.triton import quantize_cuda, support
-from tests.cuda.products import assert_same_bits
 from tests.data_sets import generator, make
-from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-from tests.kernels.quantized import FORMATS, SMALL, on_each_format, same_bits
+from tests.kernels.products import assert_same_bits
+from tests.kernels.quantized import FORMATS, SHAPES, SMALL, on_each_format, same_bits
 from tests.selection import long_but
 
 
-def derivations(name: str) -> None:
+def rowwise_of(format: Float8Format, shape: tuple[int, int] = SMALL) -> Operand:
+    return reference.quantize(make("gaussian", shape, 6), format, None)[0]
+
+
+def derivations(name: str, device: str = "cpu") -> None:
     format = FORMATS[name]
-    for shape in [(128, 256), (130, 72), (2, 300), (33, 70), (544, 300)]:
-        rowwise = reference.quantize(make("gaussian", shape, 6), format, None)[0]
-        assert rowwise is not None
+    for shape in (*SHAPES, (33, 70), (544, 300)):
+        rowwise = rowwise_of(format, shape)
+        given = rowwise._replace(data=rowwise.data.to(device), scale_inv=rowwise.scale_inv.to(device))
         for any_layout in (False, True):
-            found = derive_columnwise_in_backward(rowwise, format, rowwise.scale_inv, any_layout)
-            expected = reference.derive_columnwise(rowwise, format, any_layout)
-            same_bits(found, expected)
+            found = derive_columnwise_in_backward(given, format, given.scale_inv, any_layout)
+            same_bits(found, reference.derive_columnwise(rowwise, format, any_layout))
 
 
-@needs_triton
 @on_each_format
-def test_the_columnwise_usage_of_codes(interpreter, name):  # noqa: F811
+def test_the_columnwise_usage_of_codes(interpreter, name):
     interpreter(derivations, name)
 
 
@@ -56,9 +57,8 @@ def every_value(format: Float8Format, device: str = "cpu") -> None:
         assert_same_bits(found._replace(data=found.data.cpu(), scale_inv=found.scale_inv.cpu()), right)
 
 
-@needs_triton
 @pytest.mark.parametrize("name", long_but(["rowwise", "1x128"], RECAST))
-def test_every_code_under_many_scales(interpreter, name):  # noqa: F811
+def test_every_code_under_many_scales(interpreter, name):
     interpreter(every_value, FORMATS[name])
 
 
@@ -68,8 +68,7 @@ def launches_of_derivations(name: str) -> list[str]:
 
     from f8sub.kernels.triton import launch
 
-    rowwise = reference.quantize(make("gaussian", SMALL, 6), FORMATS[name], None)[0]
-    assert rowwise is not None
+    rowwise = rowwise_of(FORMATS[name])
     found: list[str] = []
     run = launch.Launch.run
 
@@ -83,24 +82,19 @@ def launches_of_derivations(name: str) -> list[str]:
     return found
 
 
-@needs_triton
-@pytest.mark.parametrize("name", RECAST)
-def test_rows_and_vectors_are_recast_without_a_matrix_of_values(interpreter, name):  # noqa: F811
-    lines = ["amax_of_code_columns", "recast_by_lines"]
-    expected = lines if FORMATS[name].tile == support.ROWWISE else ["recast_by_vectors"]
+@pytest.mark.parametrize("name", [*RECAST, "tensorwise", "128x128", "256x256-e5m2"])
+def test_which_kernels_derive_columns_without_a_matrix_of_values(interpreter, name):
+    by_tile = {
+        support.ROWWISE: ["amax_of_code_columns", "recast_by_lines"],
+        support.VECTOR: ["recast_by_vectors"],
+    }
+    expected = by_tile.get(FORMATS[name].tile, ["transpose_codes"])
     assert interpreter(launches_of_derivations, name) == expected
-
-
-@needs_triton
-@pytest.mark.parametrize("name", ["tensorwise", "128x128", "256x256-e5m2"])
-def test_scales_are_transposed_with_the_codes(interpreter, name):  # noqa: F811
-    assert interpreter(launches_of_derivations, name) == ["transpose_codes"]
 
 
 def codes_that_begin_within_a_word() -> None:
     format = FORMATS["128x128"]
-    rowwise = reference.quantize(make("gaussian", (128, 256), 6), format, None)[0]
-    assert rowwise is not None
+    rowwise = rowwise_of(format, (128, 256))
     memory = torch.empty(rowwise.data.numel() + 1, dtype=torch.uint8)[1:].view(format.dtype)
     codes = memory.view(rowwise.data.shape).copy_(rowwise.data)
     right = reference.derive_columnwise(rowwise, format)
@@ -108,7 +102,6 @@ def codes_that_begin_within_a_word() -> None:
     assert_same_bits(right._replace(data=quantize_cuda.transpose(codes)), right)
 
 
-@needs_triton
-def test_codes_that_begin_within_a_word(interpreter):  # noqa: F811
+def test_codes_that_begin_within_a_word(interpreter):
     """Words cannot be read there: by torch's operators."""
     interpreter(codes_that_begin_within_a_word)

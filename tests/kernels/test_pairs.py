@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda, support
-from tests.cuda.products import assert_same_bits
+from f8sub.kernels.triton import support
 from tests.data_sets import gaussian, generator
-from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-from tests.kernels.quantized import FORMATS
+from tests.kernels.interpreted import needs_triton
+from tests.kernels.quantized import FORMATS, INF, NAN, check, check_priors, usages_of
 
-NAN, INF = float("nan"), float("inf")
 PAIRED = {
     "1x128": "quantize_paired_vectors",
     "1x128-float": "quantize_paired_vectors",
@@ -42,20 +39,15 @@ def check_tiles(name: str, device: str = "cpu") -> None:
     """Each usage and both, bitwise; by pairs where there are columns."""
     from f8sub.kernels.triton import launch
 
-    format, x = FORMATS[name], tiles_of_every_kind()
-    for row, col in ((format, format), (format, None), (None, format)):
-        for ours, right in zip(
-            quantize_cuda.quantize(x.to(device), row, col), reference.quantize(x, row, col), strict=True
-        ):
-            assert (ours is None) == (right is None)
-            assert_same_bits(ours, right)
+    x = tiles_of_every_kind()
+    for row, col in usages_of(name):
+        check(x, row, col, device=device)
         (launched,) = launch.quantization(x, row, col).launches
         assert (launched.kernel.fn.__name__ == PAIRED[name]) == (col is not None)
 
 
-@needs_triton
 @pytest.mark.parametrize("name", PAIRED)
-def test_whole_tiles(interpreter, name):  # noqa: F811
+def test_whole_tiles(interpreter, name):
     interpreter(check_tiles, name)
 
 
@@ -68,15 +60,12 @@ def check_what_is_not_paired(name: str, device: str = "cpu") -> None:
     for other in (x.half(), x.float(), x[:250], x[:, :508].contiguous(), within):
         (launched,) = launch.quantization(other, format, format).launches
         assert launched.kernel.fn.__name__ not in PAIRED.values()
-        found = quantize_cuda.quantize(other, format, format)
-        for ours, right in zip(found, reference.quantize(other.cpu(), format, format), strict=True):
-            assert_same_bits(ours, right)
+        check(other.cpu(), format, format, device=device)
 
 
-@needs_triton
 @pytest.mark.long
 @pytest.mark.parametrize("name", PAIRED)
-def test_what_is_not_paired(interpreter, name):  # noqa: F811
+def test_what_is_not_paired(interpreter, name):
     interpreter(check_what_is_not_paired, name)
 
 
@@ -102,32 +91,18 @@ def test_which_gpus_compare_pairs(monkeypatch, capability, found):
 
 
 def check_pasts(name: str, device: str = "cpu", parts: int = 3) -> None:
-    """Scales of no past, covering and known, that saturate and do not; of finite tiles and of all kinds of them."""
+    """Of finite tiles and of all kinds of them; by pairs where there are columns."""
     from f8sub.kernels.triton import launch
 
-    format, x = FORMATS[name], tiles_of_every_kind()
-    for part in (x[128:, 384:].contiguous(), x[128:, :128].contiguous(), x[:128])[:parts]:
-        for scale in (0.0, 1.37, 3.7e3, 2.0**-120):
-            for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
-                past = PriorScale(torch.full((1, 1), scale), 1.0, covers, known)
-                on_device = past._replace(scale=past.scale.to(device))
-                for row, col in ((format, format), (None, format), (format, None)):
-                    expected = reference.quantize(part, row, col, prior=past)
-                    found = quantize_cuda.quantize(part.to(device), row, col, prior=on_device)
-                    assert_same_bits(found[0], expected[0])
-                    assert_same_bits(found[1], expected[1])
-                    torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
-                    plan = launch.quantization(part, row, col, past)
-                    is_paired = plan.launches[-1].kernel.fn.__name__ == "cast_pairs_with_prior"
-                    assert is_paired == (col is not None)
+    x = tiles_of_every_kind()
+    check_priors(name, (x[128:, 384:].contiguous(), x[128:, :128].contiguous(), x[:128])[:parts], device)
+    for row, col in usages_of(name):
+        plan = launch.quantization(x, row, col, PriorScale(torch.ones(1, 1), 1.0, False))
+        assert (plan.launches[-1].kernel.fn.__name__ == "cast_pairs_with_prior") == (col is not None)
 
 
-@needs_triton
-def test_pasts(interpreter):  # noqa: F811
-    interpreter(check_pasts, "tensorwise", "cpu", 1)
-
-
-@needs_triton
-@pytest.mark.long
-def test_pasts_of_every_kind_of_tile(interpreter):  # noqa: F811
-    interpreter(check_pasts, "tensorwise-e5m2")
+@pytest.mark.parametrize(
+    ("name", "parts"), [("tensorwise", 1), pytest.param("tensorwise-e5m2", 3, marks=pytest.mark.long)]
+)
+def test_pasts(interpreter, name, parts):
+    interpreter(check_pasts, name, "cpu", parts)

@@ -1,8 +1,11 @@
-"""However a weight was changed, the next forward uses what it is now, on all ranks alike."""
+"""The contract of weights: however one was changed, the next forward uses what it is now, on all ranks alike.
+
+Every weight, by every way it changes: a new kind of weight is a value of ``WEIGHTS``, a new way one of ``MUTATIONS``.
+"""
 
 import ctypes
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -16,12 +19,11 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, seed_weights, shard
 from tests.selection import long_but
-from tests.wires import ONE_RECIPE_A_WIRE, least_decibels, on_each
+from tests.wires import ONE_RECIPE_A_WIRE, QUICK, least_decibels, on_each
 
-RECIPES = ONE_RECIPE_A_WIRE
 FATAL = 2.0  # an amax this much too small saturates: 23 dB at 2x, 10 dB at 4x
 ROWS, COLUMNS = 96, 64
-on_each_recipe = on_each(RECIPES)
+on_each_recipe = on_each(ONE_RECIPE_A_WIRE)
 
 Mutation = Callable[[nn.Module, str], None]
 
@@ -138,11 +140,9 @@ def through_its_state_dict(model: nn.Module, folder: str) -> None:
 MUTATIONS: dict[str, Mutation] = {
     "adamw-foreach": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=True),
     "adamw-fused": optimizer_step(torch.optim.AdamW, lr=3.0, fused=True),
-    "adamw-loop": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=False),
     "sgd": optimizer_step(torch.optim.SGD, lr=3e3),
     "kernel-of-its-own": optimizer_step(KernelOfItsOwn, factor=20.0),
     "bypassing-dispatch": optimizer_step(BypassingDispatch),
-    "sgd-momentum-foreach": optimizer_step(torch.optim.SGD, lr=3e3, momentum=0.9, foreach=True),
     "load_state_dict": load_state_dict,
     "set_model_state_dict": set_state_dict,
     "in-place": in_place,
@@ -154,10 +154,16 @@ MUTATIONS: dict[str, Mutation] = {
     "init": initialized_again,
     "foreach": foreach,
 }
+THROUGH_OPERATORS = [*list(MUTATIONS)[list(MUTATIONS).index("load_state_dict") :], "wrapped-optimizer"]
+"""What changes weights that are no memory, as primary ones."""
 
 
 def inputs() -> torch.Tensor:
     return gaussian((32, COLUMNS), generator(3))
+
+
+def wrapped_optimizer(model: nn.Module, folder: str) -> None:
+    model.optimizer.step()
 
 
 def compiled_optimizer(model: nn.Module, folder: str) -> None:
@@ -200,7 +206,13 @@ REBOUND: dict[str, Mutation] = {
     "vector": vector_to_parameters,
     "vector-then-write": vector_to_parameters_then_write,
 }
-ALL = {"dcp.load": dcp_load, "compiled": compiled_optimizer, **MUTATIONS, **REBOUND}
+ALL = {
+    "dcp.load": dcp_load,
+    "compiled": compiled_optimizer,
+    "wrapped-optimizer": wrapped_optimizer,
+    **MUTATIONS,
+    **REBOUND,
+}
 
 
 def full_weight(model: nn.Module) -> torch.Tensor:
@@ -213,26 +225,43 @@ def decibels(model: nn.Module, y: torch.Tensor) -> float:
     return (20 * torch.log10(expected.norm() / (y.double() - expected).norm())).item()
 
 
-def prepared(recipe: str, sharded: bool) -> nn.Module:
-    """A model whose scales were computed."""
+def master(recipe: str, sharded: bool) -> nn.Module:
+    """A high-precision weight, of which codes are made."""
     model = f8sub.convert_to_float8(seed_weights(Stack(COLUMNS, ROWS)), recipe=recipe)
-    if sharded:
-        model = shard(model)
+    return shard(model) if sharded else model
+
+
+def primary(recipe: str, sharded: bool) -> nn.Module:
+    """Codes alone, whose master an optimizer has."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(COLUMNS, ROWS)), recipe=recipe, primary_weights=True)
+    model = shard(model) if sharded else model
+    model.optimizer = f8sub.optim.MasterWeights(torch.optim.SGD(model.parameters(), lr=3e3))
+    return model
+
+
+WEIGHTS = {"master": master, "primary": primary}
+
+
+def prepared(recipe: str, sharded: bool, weight: str = "master") -> nn.Module:
+    """A model whose scales were computed."""
+    model = WEIGHTS[weight](recipe, sharded)
     model.alias = local(model).detach()
     f8sub.precompute_scales(model)
     return model
 
 
-def used(recipe: str, sharded: bool) -> nn.Module:
+def used(recipe: str, sharded: bool, weight: str = "master") -> nn.Module:
     """A model whose scales and codes were computed and used, with gradients in place."""
-    model = prepared(recipe, sharded)
+    model = prepared(recipe, sharded, weight)
     model(inputs()).square().mean().backward()
     return model
 
 
-def after(mutation: str, folder: str, recipe: str, sharded: bool, precompute: bool) -> torch.Tensor:
+def after(
+    mutation: str, folder: str, recipe: str, sharded: bool, precompute: bool, weight: str = "master"
+) -> torch.Tensor:
     """y after the change; asserts that it is right, and that old scales would not have been."""
-    model = used(recipe, sharded)
+    model = used(recipe, sharded, weight)
     before = full_weight(model).clone()
     ALL[mutation](model, folder)
     growth = full_weight(model).abs().amax() / before.abs().amax()
@@ -247,8 +276,10 @@ def after(mutation: str, folder: str, recipe: str, sharded: bool, precompute: bo
     return y.detach()
 
 
-def on_a_rank(rank: int, world: int, mutation: str, recipe: str, folder: str) -> list[torch.Tensor]:
-    return [after(mutation, f"{folder}/{p}", recipe, sharded=True, precompute=p) for p in (False, True)]
+def on_a_rank(
+    rank: int, world: int, mutation: str, recipe: str, folder: str, weight: str = "master"
+) -> list[torch.Tensor]:
+    return [after(mutation, f"{folder}/{p}", recipe, True, p, weight) for p in (False, True)]
 
 
 def assert_alike(results: list[list[torch.Tensor]]) -> None:
@@ -257,10 +288,17 @@ def assert_alike(results: list[list[torch.Tensor]]) -> None:
             assert torch.equal(y, results[0][0])
 
 
-@pytest.mark.parametrize("mutation", [*MUTATIONS, "dcp.load"])
-@on_each_recipe
-def test_sharded(ranks, recipe, mutation, tmp_path):
-    assert_alike(ranks(2, on_a_rank, mutation, recipe, str(tmp_path)))
+def cases(of_master: Iterable[str], of_primary: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrize ``weight``, ``recipe`` and ``mutation``; recipes that are not ``QUICK`` are long."""
+    found = [("master", recipe, mutation) for recipe in ONE_RECIPE_A_WIRE for mutation in of_master]
+    found += [("primary", "tensorwise", mutation) for mutation in of_primary]
+    quick = [case for case in found if case[1] in QUICK]
+    return pytest.mark.parametrize(("weight", "recipe", "mutation"), long_but(quick, found))
+
+
+@cases([*MUTATIONS, "dcp.load"], [*THROUGH_OPERATORS, "dcp.load"])
+def test_sharded(ranks, weight, recipe, mutation, tmp_path):
+    assert_alike(ranks(2, on_a_rank, mutation, recipe, str(tmp_path), weight))
 
 
 def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder: str) -> list[torch.Tensor]:
@@ -273,19 +311,17 @@ def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder:
 UNEVEN = [name for name in MUTATIONS if name != "old-alias"] + ["dcp.load"]
 
 
-QUICK = ("adamw-foreach", "load_state_dict", "in-place-on-the-shard", "dcp.load")
-
-
-@pytest.mark.parametrize("mutation", long_but(QUICK, UNEVEN))
+@pytest.mark.parametrize(
+    "mutation", long_but(("adamw-foreach", "load_state_dict", "in-place-on-the-shard", "dcp.load"), UNEVEN)
+)
 def test_sharded_with_a_rank_that_holds_nothing(ranks, mutation, tmp_path):
     """16 rows over 7 ranks: the last rank's shard is empty, and nothing is ever written to it."""
     assert_alike(ranks(7, on_a_rank_of_many, mutation, "rowwise", str(tmp_path)))
 
 
-@pytest.mark.parametrize("mutation", [*MUTATIONS, *REBOUND])
-@on_each_recipe
-def test_unsharded(recipe, mutation, tmp_path):
-    after(mutation, str(tmp_path), recipe, sharded=False, precompute=False)
+@cases([*MUTATIONS, *REBOUND], THROUGH_OPERATORS)
+def test_unsharded(weight, recipe, mutation, tmp_path):
+    after(mutation, str(tmp_path), recipe, sharded=False, precompute=False, weight=weight)
 
 
 def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:

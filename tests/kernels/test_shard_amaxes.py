@@ -9,7 +9,6 @@ from f8sub.kernels.scales import PriorScale, scales_or_nan, shard_amax
 from f8sub.kernels.triton import shard_amaxes, support
 from f8sub.kernels.triton.shard_amaxes import Matrix
 from tests.data_sets import edge_values, generator, make
-from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -120,19 +119,16 @@ def scales(device: str) -> None:
                     torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@needs_triton
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long) for seed in (0, 1)])
-def test_amaxes_of_all_tiles_and_dtypes(interpreter, seed):  # noqa: F811
+def test_amaxes_of_all_tiles_and_dtypes(interpreter, seed):
     interpreter(amaxes, "cpu", seed)
 
 
-@needs_triton
-def test_amaxes_of_edge_values(interpreter):  # noqa: F811
+def test_amaxes_of_edge_values(interpreter):
     interpreter(edges, "cpu")
 
 
-@needs_triton
-def test_scales_of_many_amaxes(interpreter):  # noqa: F811
+def test_scales_of_many_amaxes(interpreter):
     interpreter(scales, "cpu")
 
 
@@ -155,8 +151,7 @@ def what_is_left() -> list[bool]:
     return found
 
 
-@needs_triton
-def test_what_no_launch_takes(interpreter):  # noqa: F811
+def test_what_no_launch_takes(interpreter):
     assert not any(interpreter(what_is_left))
 
 

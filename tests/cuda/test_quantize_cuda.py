@@ -9,18 +9,20 @@ from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda, support
-from tests.cuda.products import assert_same_bits
-from tests.data_sets import DATA_SETS, edge_values, make
-from tests.kernels import test_paired as pairs
+from tests.data_sets import make
+from tests.kernels import test_pairs as pairs
+from tests.kernels import test_quantize_cuda as interpreted
 from tests.kernels.interpreted import needs_triton
-from tests.kernels.quantized import DTYPES, FORMATS
-from tests.kernels.test_derived_columns import RECAST, every_value
-from tests.kernels.test_fused import parts, staging
+from tests.kernels.products import assert_same_bits
+from tests.kernels.quantized import DTYPES, FORMATS, check, check_priors, on_each_format, usages_of
+from tests.kernels.test_recasts import RECAST, derivations, every_value
 
-SHAPES = [(48, 160), (256, 512), (272, 400), (130, 144), (129, 130), (1, 300), (300, 1), (2048, 1536)]
+SHAPES = [(48, 160), (256, 512), (272, 400), (2048, 1536)]
+"""Of more programs than those that are interpreted."""
+
 pytestmark = needs_triton
-on_each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
 
 
 @pytest.fixture
@@ -39,34 +41,16 @@ def runs(monkeypatch) -> list[str]:
     return found
 
 
-def check(x: torch.Tensor, row: Float8Format | None, col: Float8Format | None) -> None:
-    found = quantize_cuda.quantize(x.cuda(), row, col)
-    for ours, right in zip(found, reference.quantize(x, row, col), strict=True):
-        assert_same_bits(ours, right)
-        assert ours is None or ours.data.is_contiguous()
-
-
 @on_each_dtype
 @on_each_format
-def test_every_data_set_shape_and_usage(format, dtype, runs):
-    for data in DATA_SETS:
-        for shape in SHAPES:
-            x = make(data, shape, 3, dtype)
-            x = x.where(x.isfinite(), 1e4)
-            for row, col in ((format, format), (format, None), (None, format)):
-                runs.clear()
-                check(x, row, col)
-                assert runs
-
-
-@on_each_dtype
-@on_each_format
-def test_edge_values_and_non_finite_elements(format, dtype):
-    for x in edge_values(dtype).values():
-        check(x, format, format)
-        x[3, 4], x[7, 9], x[15, 0] = float("nan"), float("inf"), float("-inf")
-        check(x, format, format)
-        check(torch.full_like(x, float("nan")), format, format)
+def test_every_data_set_shape_and_usage(name, dtype, runs):
+    interpreted.elements(name, dtype, "cuda")
+    interpreted.walks(name, dtype, "cuda")
+    for shape in SHAPES:
+        for row, col in usages_of(name):
+            runs.clear()
+            check(make("lognormal", shape, 3, dtype), row, col, device="cuda")
+            assert runs
 
 
 @pytest.mark.parametrize("name", pairs.PAIRED)
@@ -77,23 +61,14 @@ def test_whole_tiles_of_pairs(name, runs):
 
 
 @on_each_dtype
-@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
+@of_one_scale
 def test_scales_of_the_past(name, dtype, runs):
-    format = FORMATS[name]
-    for x in (make("lognormal", (272, 400), 4, dtype), *edge_values(dtype).values()):
-        for scale in (0.0, 1.0, 3.7e3, 2.0**-120):
-            for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
-                past = PriorScale(torch.full((1, 1), scale), 1.0, covers, known)
-                on_gpu = past._replace(scale=past.scale.cuda())
-                found = quantize_cuda.quantize(x.cuda(), format, format, prior=on_gpu)
-                expected = reference.quantize(x, format, format, prior=past)
-                assert_same_bits(found[0], expected[0])
-                assert_same_bits(found[1], expected[1])
-                torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)
+    interpreted.past_scales(name, dtype, "cuda")
+    check_priors(name, [make("lognormal", (272, 400), 4, dtype)], "cuda")
     assert set(runs) == {"amax_of_matrix", "cast_with_one"}
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
+@of_one_scale
 def test_scales_of_the_past_of_pairs(name, runs):
     pairs.check_pasts(name, "cuda")
     assert "cast_pairs_with_prior" in runs
@@ -107,26 +82,20 @@ def test_no_amax_is_looked_for_where_a_past_is_known(runs):
 
 
 def test_amaxes_are_staged(runs):
-    staging("cuda")
+    interpreted.staging("cuda")
     assert set(runs) == {"stage_amax"}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@on_each_dtype
+@on_each_format
 def test_parts_with_known_scales(name, dtype, runs):
-    parts(name, dtype, "cuda")
+    interpreted.parts(name, dtype, "cuda")
     assert set(runs) == {"cast_part"}
 
 
 @on_each_format
-def test_the_columnwise_usage_of_codes(format, runs):
-    for shape in SHAPES:
-        rowwise = reference.quantize(make("gaussian", shape, 6), format, None)[0]
-        assert rowwise is not None
-        on_gpu = rowwise._replace(data=rowwise.data.cuda(), scale_inv=rowwise.scale_inv.cuda())
-        assert_same_bits(
-            quantize_cuda.derive_columnwise(on_gpu, format), reference.derive_columnwise(rowwise, format)
-        )
+def test_the_columnwise_usage_of_codes(name, runs):
+    derivations(name, "cuda")
     assert runs
 
 
@@ -197,4 +166,4 @@ def test_in_a_cuda_graph():
 def test_formats_without_a_kernel_say_so():
     format = Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))
     assert select.quantizer_of(format, torch.device("cuda", 0)) == "reference"
-    check(make("gaussian", (48, 80), 1), format, format)
+    check(make("gaussian", (48, 80), 1), format, format, device="cuda")

@@ -4,95 +4,66 @@ import pytest
 import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
-from f8sub.formats import E2M1, Operand
+from f8sub.formats import E2M1
 from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm import block_scales, select
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda, support
-from tests.cuda.products import assert_same_bits
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
-from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
+from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import (
+    DTYPES,
     E4M3,
     E5M2,
     FORMATS,
+    INF,
+    NAN,
     POWER_OF_2,
+    SHAPES,
     SMALL,
-    on_each_dtype,
+    check,
+    check_priors,
     on_each_format,
     on_each_rule_and_dtype,
     on_each_walk,
-    on_each_walk_and_dtype,
-    same_bits,
+    usages_of,
 )
-
-LARGE = [(256, 128), (130, 144), (129, 130), (1, 300), (300, 1)]
-"""Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; single lines."""
+from tests.selection import long_but
 
 
-def check(
-    x: torch.Tensor, row: Float8Format | None, col: Float8Format | None, any_layout: bool = False
-) -> None:
-    found = quantize_cuda.quantize(x, row, col, any_layout)
-    for ours, right in zip(found, reference.quantize(x, row, col, any_layout), strict=True):
-        same_bits(ours, right)
+def bad_elements(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Three that are not finite, and nothing that is."""
+    some = make("gaussian", (24, 48), 2, dtype)
+    some[3, 4], some[7, 9], some[20, 0] = NAN, INF, -INF
+    none = torch.full_like(some, NAN)
+    none[3] = INF
+    return [some, none]
 
 
-def check_each_usage(x: torch.Tensor, name: str) -> None:
-    for row, col in ((FORMATS[name], FORMATS[name]), (FORMATS[name], None), (None, FORMATS[name])):
-        check(x, row, col)
+def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    format = FORMATS[name]
+    some, none = bad_elements(dtype)
+    data = [make(data, SMALL, 3, dtype) for data in DATA_SETS]
+    for x in (*data, *edge_values(dtype).values(), some, none):
+        check(x, format, format, device=device)
+    codes = quantize_cuda.quantize(some.to(device), format, None)[0].data
+    assert codes.float().isnan().sum() == 3
 
 
-def data_sets(name: str, dtype: torch.dtype) -> None:
-    for data in DATA_SETS:
-        x = make(data, SMALL, 3, dtype)
-        check(x, FORMATS[name], FORMATS[name])
+def walks(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
+    for x in (*(make("lognormal", shape, 5, dtype) for shape in SHAPES), *bad_elements(dtype)):
+        for row, col in usages_of(name):
+            check(x, row, col, device=device)
 
 
-def edges(name: str, dtype: torch.dtype) -> None:
-    for x in edge_values(dtype).values():
-        check(x, FORMATS[name], FORMATS[name])
-
-
-def shapes(name: str) -> None:
-    for shape in LARGE:
-        check_each_usage(make("lognormal", shape, 5, torch.bfloat16), name)
-
-
-def non_finite(name: str, dtype: torch.dtype) -> None:
-    x = make("gaussian", (24, 48), 2, dtype)
-    x[3, 4], x[7, 9], x[20, 0] = float("nan"), float("inf"), float("-inf")
-    check_each_usage(x, name)
-    nan = quantize_cuda.quantize(x, FORMATS[name], None)[0]
-    assert nan is not None
-    assert nan.data.float().isnan().sum() == 3
-    x[:] = float("nan")
-    x[3] = float("inf")
-    check_each_usage(x, name)
-
-
-@needs_triton
 @on_each_rule_and_dtype
-def test_data_sets(interpreter, name, dtype):  # noqa: F811
-    interpreter(data_sets, name, dtype)
+def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
+    interpreter(elements, name, dtype)
 
 
-@needs_triton
-@on_each_rule_and_dtype
-def test_edge_values(interpreter, name, dtype):  # noqa: F811
-    interpreter(edges, name, dtype)
-
-
-@needs_triton
 @on_each_walk
-def test_shapes_that_tiles_do_not_divide(interpreter, name):  # noqa: F811
-    interpreter(shapes, name)
-
-
-@needs_triton
-@on_each_walk_and_dtype
-def test_non_finite_elements(interpreter, name, dtype):  # noqa: F811
-    interpreter(non_finite, name, dtype)
+def test_shapes_that_tiles_do_not_divide(interpreter, name):
+    interpreter(walks, name)
 
 
 def many_scales(dtype: torch.dtype, rule: ScaleRule) -> None:
@@ -104,10 +75,9 @@ def many_scales(dtype: torch.dtype, rule: ScaleRule) -> None:
     check(amaxes, Float8Format(dtype, Tile(1, 128), rule), None)
 
 
-@needs_triton
 @pytest.mark.parametrize("rule", [ScaleRule.FLOAT, POWER_OF_2], ids=["float", "power_of_2"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_scales_of_many_amaxes(interpreter, dtype, rule):  # noqa: F811
+def test_scales_of_many_amaxes(interpreter, dtype, rule):
     interpreter(many_scales, dtype, rule)
 
 
@@ -123,32 +93,26 @@ def every_code(dtype: torch.dtype) -> None:
         assert_same_bits(ours, right)
 
 
-@needs_triton
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_every_bfloat16_is_cast_right(interpreter, dtype):  # noqa: F811
+def test_every_bfloat16_is_cast_right(interpreter, dtype):
     interpreter(every_code, dtype)
 
 
-def past_scales(name: str, dtype: torch.dtype) -> None:
-    format = FORMATS[name]
-    base, edge = make("lognormal", SMALL, 4, dtype), edge_values(dtype)
-    for x in (base, edge["largest_among_gaussian"], edge["smallest_subnormal"]):
-        for scale, bad in ((0.0, None), (1.0, "inf"), (3.7e3, "nan"), (2.0**-120, "-inf")):
-            if bad is not None:
-                x[2, 3] = float(bad)
-            for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
-                past = PriorScale(torch.full((1, 1), scale), 1.0, covers, known)
-                found = quantize_cuda.quantize(x, format, format, prior=past)
-                expected = reference.quantize(x, format, format, prior=past)
-                same_bits(found[0], expected[0])
-                same_bits(found[1], expected[1])
-                torch.testing.assert_close(found[2], expected[2], rtol=0, atol=0, equal_nan=True)
+def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    edge = edge_values(dtype)
+    matrices = (
+        make("lognormal", SMALL, 4, dtype),
+        *(edge[k] for k in ("largest_among_gaussian", "smallest_subnormal")),
+    )
+    for x, bad in zip(matrices, (INF, NAN, -INF), strict=True):
+        spoiled = x.clone()
+        spoiled[2, 3] = bad
+        check_priors(name, (x, spoiled), device)
 
 
-@needs_triton
-@on_each_dtype
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], DTYPES.values()), ids=str)
 @pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
-def test_scales_of_the_past(interpreter, name, dtype):  # noqa: F811
+def test_scales_of_the_past(interpreter, name, dtype):
     interpreter(past_scales, name, dtype)
 
 
@@ -164,15 +128,13 @@ def launches_with_a_past() -> list[list[str]]:
     return found
 
 
-@needs_triton
-def test_no_amax_is_looked_for_where_a_past_is_known(interpreter):  # noqa: F811
+def test_no_amax_is_looked_for_where_a_past_is_known(interpreter):
     both = ["amax_of_matrix", "cast_with_one"]
     assert interpreter(launches_with_a_past) == [both, both[1:], both]
 
 
 def staging(device: str = "cpu") -> None:
-    nan, inf = float("nan"), float("inf")
-    for amaxes in ([1.0, 3.0, 2.0], [2.0, inf, 1.0], [nan], [0.0, 2.0**-149, nan, 5.0], [-nan, 7.0]):
+    for amaxes in ([1.0, 3.0, 2.0], [2.0, INF, 1.0], [NAN], [0.0, 2.0**-149, NAN, 5.0], [-NAN, 7.0]):
         staged, met = torch.zeros(2, device=device).unbind()
         right = torch.zeros(2).unbind()
         for amax in amaxes:
@@ -180,13 +142,12 @@ def staging(device: str = "cpu") -> None:
             quantize_cuda.stage(given.to(device), staged, met)
             scales.stage(given, *right)
             assert (staged.item(), met.item()) == tuple(t.item() for t in right)
-        finite = [amax for amax in amaxes if abs(amax) < inf]
+        finite = [amax for amax in amaxes if abs(amax) < INF]
         assert staged.item() == max([0.0, *finite])
         assert met.item() == float(len(finite) < len(amaxes))
 
 
-@needs_triton
-def test_amaxes_are_staged(interpreter):  # noqa: F811
+def test_amaxes_are_staged(interpreter):
     interpreter(staging)
     staging()
 
@@ -201,13 +162,13 @@ PARTS = [
 """Where a part begins and its shape; the last begins within tiles of columns."""
 
 
-def parts(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+def parts(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
     """Parts of a matrix under its scales, some of which are NaN, into rows that are longer."""
     format = FORMATS[name]
     matrix = make("lognormal", (300, 272), 8, dtype)
     scale = scales.scale_from_amax(scales.amax(matrix, format.tile), format)
-    scale[-1, -1] *= float("nan") if scale.numel() > 1 else 2.0
-    matrix[40, 44], matrix[41, 45], matrix[42, 46] = float("nan"), float("inf"), float("-inf")
+    scale[-1, -1] *= NAN if scale.numel() > 1 else 2.0
+    matrix[40, 44], matrix[41, 45], matrix[42, 46] = NAN, INF, -INF
     for (row, col), (rows, cols) in PARTS:
         part = matrix[row : row + rows, col : col + cols].contiguous()
         for through in {dtype, torch.bfloat16}:
@@ -222,23 +183,20 @@ def parts(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
             assert not (signs & ~found.isnan()).any()
 
 
-@needs_triton
-@on_each_walk_and_dtype
-def test_parts_with_known_scales(interpreter, name, dtype):  # noqa: F811
-    interpreter(parts, name, dtype)
+@on_each_walk
+def test_parts_with_known_scales(interpreter, name):
+    interpreter(parts, name)
 
 
 def scales_of_vectors() -> None:
-    for operand in quantize_cuda.quantize(
-        gaussian((48, 400), generator(8)), FORMATS["1x128"], FORMATS["1x128"]
-    )[:2]:
+    x, format = gaussian((48, 400), generator(8)), FORMATS["1x128"]
+    for operand in quantize_cuda.quantize(x, format, format)[:2]:
         assert operand.scale_inv.stride() == (1, operand.data.shape[0])
         given = block_scales.vectors(operand)
         assert given.untyped_storage().data_ptr() == operand.scale_inv.untyped_storage().data_ptr()
 
 
-@needs_triton
-def test_scales_of_vectors_are_laid_out_as_the_gemm_reads_them(interpreter):  # noqa: F811
+def test_scales_of_vectors_are_laid_out_as_the_gemm_reads_them(interpreter):
     interpreter(scales_of_vectors)
 
 
@@ -249,12 +207,11 @@ def other_layouts() -> None:
         check(x[::2], format, format)
         if name != "1x128-float":
             check(x, format, FORMATS["1x128-float"])
-        for row, col in ((format, format), (format, None), (None, format)):
+        for row, col in usages_of(name):
             check(x, row, col, any_layout=True)
 
 
-@needs_triton
-def test_other_layouts_and_two_formats(interpreter):  # noqa: F811
+def test_other_layouts_and_two_formats(interpreter):
     interpreter(other_layouts)
 
 
@@ -270,8 +227,7 @@ def rounds_wrongly() -> bool:
     return float(torch.from_numpy(found.copy()).view(E4M3).float()) != 128.0
 
 
-@needs_triton
-def test_the_interpreter_still_needs_its_repair(interpreter):  # noqa: F811
+def test_the_interpreter_still_needs_its_repair(interpreter):
     assert interpreter(rounds_wrongly), (
         "Triton's interpreter rounds now: drop tests/kernels/interpreted.repair"
     )
@@ -299,14 +255,8 @@ def test_the_cpu_has_no_kernels(name):
     """Neither asked for through the module nor chosen by a layer on the CPU."""
     assert support.why_no_kernel(FORMATS[name]) is None
     assert "cpu" in str(support.why_no_triton(torch.device("cpu")))
-    check(gaussian(SMALL, generator(1)), FORMATS[name], FORMATS[name])
-    assert select.quantizer_of(FORMATS[name], torch.device("cpu")) in ("host", "reference")
-    past = PriorScale(torch.ones(1, 1), 0.0, False)
     x = gaussian(SMALL, generator(1))
+    check(x, FORMATS[name], FORMATS[name])
+    assert select.quantizer_of(FORMATS[name], torch.device("cpu")) in ("host", "reference")
     if FORMATS[name].tile.is_whole:
-        found, expected = (
-            kind(x, FORMATS[name], None, prior=past)[0]
-            for kind in (quantize_cuda.quantize, reference.quantize)
-        )
-        assert isinstance(found, Operand)
-        assert_same_bits(found, expected)
+        check_priors(name, [x])

@@ -2,7 +2,7 @@
 
 Median-row SQNR in dB against float64, as ``scripts/tables/recipe_errors.py`` measures it.
 
-    python scripts/tables/recipe_numbers.py --write-readme
+    python scripts/tables/recipe_numbers.py --write-docs
 """
 
 from __future__ import annotations

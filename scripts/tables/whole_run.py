@@ -3,7 +3,7 @@
 Speed is in tokens per second and GPU, memory the peak of active GiB, as torchtitan and ``recipes/pretrain.py`` log them.
 The file names the machine, the date and the command of every setting.
 
-    python scripts/tables/whole_run.py --write-readme --images docs/images
+    python scripts/tables/whole_run.py --write-docs --images docs/images
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from scripts.table import Table, finish, parser
+from scripts.table import Table, parser, write_between_markers
 from scripts.tables import drawing
 
 DATA = Path(__file__).with_suffix(".json")
@@ -79,7 +79,9 @@ def main() -> None:
     made.add_argument("--images", type=Path, metavar="FOLDER", help="also draw the charts there")
     arguments = made.parse_args()
     data = read()
-    finish(arguments, data, table(data), markdown(data))
+    table(data).show()
+    if arguments.write_docs:  # without the machine and the date of today, which are not those of the runs
+        write_between_markers(arguments.marker, markdown(data))
     if arguments.images:
         draw(data, arguments.images)
 

@@ -79,9 +79,9 @@ class Search:
 def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
     """Watch the linear layers of a model for NaN and infinity, through the forwards and backwards inside.
 
-    with f8sub.find_nonfinite(model) as search:
-        model(batch).sum().backward()
-    print(search)  # dy of layers.3.mlp.up on rank 5
+        with f8sub.find_nonfinite(model) as search:
+            model(batch).sum().backward()
+        print(search)  # dy of layers.3.mlp.up on rank 5
 
     To repeat a step that went wrong, not to train with: what it finds is read by the host when the context is left, and
     compiled code runs eagerly inside. All ranks enter and leave it together. An exception inside passes through, and

@@ -1,5 +1,7 @@
 """The picture of what happens to x, w and dy in one training step: docs/images/data_flow.svg.
 
+It is drawn with matplotlib and renewed by
+
     python scripts/tables/data_flow.py docs/images/data_flow.svg
 """
 
@@ -14,7 +16,11 @@ from matplotlib.figure import Figure
 
 from scripts.tables.drawing import BLUE, GREY, ORANGE, STYLE, arrow, box, save
 
-LEGEND = ((GREY, "high precision (bf16 or float32)"), (BLUE, "float8, 1 byte an element"), (ORANGE, "one matmul in float8"))
+LEGEND = (
+    (GREY, "high precision (bf16 or float32)"),
+    (BLUE, "float8, 1 byte an element"),
+    (ORANGE, "one matmul in float8"),
+)
 SIZE, WIDE = (1.7, 0.62), (2.0, 0.62)
 
 
@@ -25,7 +31,11 @@ def draw() -> Figure:
         axes.set_xlim(0, 12.4)
         axes.set_ylim(0, 6.7)
         axes.axis("off")
-        for row, name in ((5.9, "forward"), (3.35, "backward"), (1.1, "after optimizer.step(): precompute_scales")):
+        for row, name in (
+            (5.9, "forward"),
+            (3.35, "backward"),
+            (1.1, "after optimizer.step(): precompute_scales"),
+        ):
             axes.text(0.05, row + 0.42, name, fontweight="bold", ha="left")
         _forward(axes)
         _backward(axes)

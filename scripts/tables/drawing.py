@@ -70,14 +70,22 @@ def box(axes: Any, centre: tuple[float, float], text: str, *, colour: str, size:
     (x, y), (width, height) = centre, size
     corner = (x - width / 2, y - height / 2)
     style = "round,pad=0,rounding_size=0.12"
-    axes.add_patch(FancyBboxPatch(corner, width, height, boxstyle=style, facecolor=colour, edgecolor=INK, linewidth=0.9))
+    look = {"facecolor": colour, "edgecolor": INK, "linewidth": 0.9}
+    axes.add_patch(FancyBboxPatch(corner, width, height, boxstyle=style, **look))
     dark = colour in (BLUE, ORANGE)
     axes.text(x, y, text, ha="center", va="center", color="white" if dark else INK, fontsize=9)
 
 
-def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], text: str = "", *, above: float = 0.13) -> None:
+def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
     """An arrow between two points, with a word above its middle."""
     style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", xy=end, xytext=start, arrowprops=style)
     if text:
-        axes.text((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + above, text, ha="center", va="center", fontsize=8)
+        axes.text(
+            (start[0] + end[0]) / 2,
+            (start[1] + end[1]) / 2 + 0.13,
+            text,
+            ha="center",
+            va="center",
+            fontsize=8,
+        )

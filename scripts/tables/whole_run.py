@@ -1,7 +1,7 @@
 """What whole training runs gained: the README's table and its two charts, from the figures in ``whole_run.json``.
 
-Speed is in tokens per second and GPU, memory the peak of active GiB, as torchtitan and ``recipes/pretrain.py`` log them.
-The file names the machine, the date and the command of every setting.
+Speed is in tokens per second and GPU, memory the peak of active GiB, as torchtitan and ``recipes/pretrain.py`` log
+them. The file names the machine, the date and the command of every setting.
 
     python scripts/tables/whole_run.py --write-docs --images docs/images
 """
@@ -46,19 +46,26 @@ def table(data: dict[str, Any]) -> Table:
 
     settings = list(data["settings"])
     rows = [[arm, *(cell(arm, setting) for setting in settings)] for arm in data["tokens_per_second"]]
-    return Table("tokens/s a GPU (over bf16), peak of active memory", ["tokens/s a GPU (over bf16), peak", *settings], rows)
+    return Table(
+        "tokens/s a GPU (over bf16), peak of active memory",
+        ["tokens/s a GPU (over bf16), peak", *settings],
+        rows,
+    )
 
 
 def markdown(data: dict[str, Any]) -> str:
     """The table, and below it what a reader needs to repeat it."""
     commands = "\n".join(f"- {setting}: `{command}`" for setting, command in data["settings"].items())
-    return f"{table(data).markdown()}\n\nOn {data['machine']}; {data['date']}; one run each.\n{NOTE.replace(FUSED, chr(92) + FUSED)}\n\n{commands}"
+    where = f"On {data['machine']}; {data['date']}; one run each."
+    return f"{table(data).markdown()}\n\n{where}\n\\{NOTE}\n\n{commands}"
 
 
 def draw(data: dict[str, Any], folder: Path) -> None:
     """Write ``whole_run_speed.svg`` and ``whole_run_memory.svg``."""
     shown = [setting for setting in data["settings"] if setting.startswith("8B")]
-    subtitle = f"{NOTE} Llama 3 8B, 8192 tokens a GPU, FSDP2 and torch.compile, {data['machine']}; {data['date']}."
+    subtitle = (
+        f"{NOTE} Llama 3 8B, 8192 tokens a GPU, FSDP2 and torch.compile, {data['machine']}; {data['date']}."
+    )
     speeds: dict[str, dict[str, float]] = {setting: {} for setting in shown}
     memory: dict[str, dict[str, float]] = {setting: {} for setting in shown}
     for setting in shown:

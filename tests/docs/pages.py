@@ -17,7 +17,9 @@ import f8sub
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
 
-FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
+)
 WORDS = {"gpu", "continue"}
 """After ``python``: the example needs a GPU; it goes on in the names of the one before."""
 RANKS = re.compile(r"ranks=([1-9]\d*)")
@@ -117,10 +119,13 @@ class Output(NamedTuple):
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x), is_causal=True))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 class FeedForward(nn.Module):

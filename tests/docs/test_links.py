@@ -32,7 +32,8 @@ def test_paths_that_are_named_are_there(page):
 @by_page
 def test_a_table_that_a_script_writes_stands_between_two_markers(page):
     found = MARKER.findall(page.read_text())
-    assert found == [pair for name in dict.fromkeys(name for _, name in found) for pair in (("begin", name), ("end", name))]
+    names = dict.fromkeys(name for _, name in found)
+    assert found == [(end, name) for name in names for end in ("begin", "end")]
 
 
 def test_the_readme_is_short():
@@ -46,6 +47,10 @@ def test_every_page_is_reached_from_the_readme():
     while left:
         page = left.pop()
         seen.add(page)
-        targets = ((page.parent / link.partition("#")[0]).resolve() for link in links(page) if ":" not in link)
-        left += [target for target in targets if target.suffix == ".md" and target.exists() and target not in seen]
+        targets = (
+            (page.parent / link.partition("#")[0]).resolve() for link in links(page) if ":" not in link
+        )
+        left += [
+            target for target in targets if target.suffix == ".md" and target.exists() and target not in seen
+        ]
     assert {page for page in PAGES if page not in seen} == set()

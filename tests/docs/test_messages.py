@@ -7,7 +7,9 @@ PAGE = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().replace("`", 
 
 
 def test_every_error_and_warning_has_an_entry():
-    assert not [f"{PACKAGE.name}/{each.where}: {each.opening}" for each in messages() if each.opening not in PAGE]
+    assert not [
+        f"{PACKAGE.name}/{each.where}: {each.opening}" for each in messages() if each.opening not in PAGE
+    ]
 
 
 def test_messages_are_found():

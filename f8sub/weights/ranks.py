@@ -19,12 +19,13 @@ import itertools
 import json
 import os
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8RankMismatchError
-from f8sub.torch_compat import is_alive
+from f8sub.torch_compat import device_of_objects, is_alive
 from f8sub.weights.agreement import first_common
 
 
@@ -124,6 +125,24 @@ def _exchange_nonces(group: dist.ProcessGroup, device: str) -> str:
     return hashlib.sha256(bytes(torch.cat(received).tolist())).hexdigest()
 
 
+def gather_values(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of a group says, in the order of the ranks; ``dist.all_gather_object`` needs NumPy.
+
+    Args:
+        mine: what JSON can say.
+        group: None for all ranks of the job.
+    """
+    device, world = device_of_objects(group), dist.get_world_size(group)
+    said = list(json.dumps(mine).encode())
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(world)]
+    padded = said + [0] * (longest - len(said))
+    dist.all_gather(texts, torch.tensor(padded, dtype=torch.uint8, device=device), group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
 Described = dict[str, str]
 """A weight by what every rank has to have alike of it."""
 
@@ -141,8 +160,7 @@ def check_ranks(mine: list[Described], group: dist.ProcessGroup, device: str) ->
     dist.all_gather(received, sent, group=group)
     if all(bytes(theirs.tolist()) == digest for theirs in received):
         return
-    everyone: list[list[Described]] = [[] for _ in range(world)]
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[list[Described]] = gather_values(mine, group)
     ranks = dist.get_process_group_ranks(group)
     raise Float8RankMismatchError(_difference(dict(zip(ranks, everyone, strict=True))))
 

@@ -47,6 +47,12 @@ def test_the_import_loads_what_fsdp2_loads_and_little_else(tmp_path):
     assert len(others) < 10
 
 
+def test_nothing_needs_numpy():
+    """torch alone does not bring it, and collectives of objects need it."""
+    users = [path for path in (ROOT / "f8sub").rglob("*.py") if "_object(" in path.read_text()]
+    assert not users
+
+
 def test_the_readme_names_every_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     readme = (ROOT / "README.md").read_text()

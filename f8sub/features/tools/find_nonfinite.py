@@ -14,6 +14,7 @@ from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.ranks import gather_values
 from f8sub.weights.weight import local_tensor
 
 
@@ -64,8 +65,7 @@ class Search:
         mine = next(((i, *self._seen[i]) for i, bad in enumerate(found) if bad), None)
         everyone = [mine]
         if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
+            everyone = gather_values(mine)
         if any(everyone):
             first = min(other for other in everyone if other is not None)
             ranks = tuple(rank for rank, other in enumerate(everyone) if other == first)

@@ -279,9 +279,8 @@ def tensor_parallel_Float8ColwiseParallel():
     from f8sub.tensor_parallel import Float8ColwiseParallel
 
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 128, bias=False)))
-    parallelize_module(
-        model, init_device_mesh("cpu", (2,)), {"0": Float8ColwiseParallel(input_layouts=Shard(1))}
-    )
+    plan = {"0": Float8ColwiseParallel(input_layouts=Shard(1))}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     assert model(torch.randn(2, 16, 64)).shape == (2, 32, 64)  # gathered tokens, half of the features
 
 
@@ -294,9 +293,8 @@ def tensor_parallel_Float8RowwiseParallel():
     from f8sub.tensor_parallel import Float8RowwiseParallel
 
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(128, 64, bias=False)))
-    parallelize_module(
-        model, init_device_mesh("cpu", (2,)), {"0": Float8RowwiseParallel(output_layouts=Shard(1))}
-    )
+    plan = {"0": Float8RowwiseParallel(output_layouts=Shard(1))}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     assert model(torch.randn(2, 32, 64)).shape == (
         2,
         16,
@@ -315,7 +313,8 @@ def tensor_parallel_PrepareFloat8ModuleInput():
     model = nn.Sequential(nn.Sequential(nn.Linear(64, 128, bias=False)))
     f8sub.convert_to_float8(model)
     gather = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": gather, "0.0": Float8ColwiseParallel()})
+    plan = {"0": gather, "0.0": Float8ColwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     assert model(torch.randn(2, 16, 64)).shape == (2, 32, 64)
 
 

@@ -193,9 +193,9 @@ def tables(found: dict[str, list[str]]) -> dict[str, str]:
     return {"folders": folder_table(), **{name: flow_table(names) for name, names in found.items()}}
 
 
-BOX, GAP, LEFT, WIDE = 62, 16, 96, 372
+BOX, GAP, LEFT, WIDE = 70, 20, 96, 372
 """Of the core's boxes, in pixels: height, distance, left edge, width."""
-FEATURES, COLUMN, ROW = 520, 27, 45
+FEATURES, COLUMN, ROW = 520, 27, 55
 """Of the features' table: left edge, width of a column of dots, height of a row."""
 INK, GREY, BLUE, LINE = "#1f2933", "#627282", "#2563a8", "#b9c4d0"
 
@@ -248,12 +248,12 @@ def features(drawn: dict[str, Any], top: float) -> Iterator[str]:
             yield text(
                 dots - 20,
                 y + 17,
-                f"reads {', '.join(others)}",
+                f"also imports {', '.join(others)}",
                 10,
                 GREY,
                 'text-anchor="end" font-style="italic"',
             )
-        yield from lines(FEATURES + 4, y + 34, drawn[name]["holds"], 46, 1)
+        yield from lines(FEATURES + 4, y + 33, drawn[name]["holds"], 46)
         for i, folder in enumerate(CORE):
             fill = BLUE if folder in imports else "none"
             stroke = BLUE if folder in imports else LINE

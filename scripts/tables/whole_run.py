@@ -56,8 +56,8 @@ def table(data: dict[str, Any]) -> Table:
 def markdown(data: dict[str, Any]) -> str:
     """The table, and below it what a reader needs to repeat it."""
     commands = "\n".join(f"- {setting}: `{command}`" for setting, command in data["settings"].items())
-    where = f"On {data['machine']}; {data['date']}; one run each."
-    return f"{table(data).markdown()}\n\n{where}\n\\{NOTE}\n\n{commands}"
+    where = f"<sub>`python scripts/tables/whole_run.py` · {data['machine']} · {data['date']}</sub>"
+    return f"{table(data).markdown()}\n\nOne run each. \\{NOTE}\n\n{commands}\n\n{where}"
 
 
 def draw(data: dict[str, Any], folder: Path) -> None:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"<!-- begin (\w+) -->\n(.*?)<!-- end \1 -->", re.DOTALL)
 TABLES = {
     name: text
-    for page in sorted((ROOT / "docs").rglob("*.md"))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     for name, text in TABLE.findall(page.read_text())
 }
 OF_THE_CODE = {"folders", "flow_1", "flow_2", "flow_3"}

@@ -1,5 +1,8 @@
 """What the pages hold: fenced blocks, links, anchors, paths; and what their examples take for given."""
 
+import contextlib
+import dataclasses
+import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +41,13 @@ class Example:
         where: page and line of the first block.
         words: what stands after ``python`` in the first block's info string.
         source: their text.
+        output: lines that the page says they print: those of a block marked ``output`` below them, without "...".
     """
 
     where: str
     words: tuple[str, ...]
     source: str
+    output: tuple[str, ...] = ()
 
     @property
     def world(self) -> int | None:
@@ -64,6 +69,9 @@ def examples(page: Path) -> list[Example]:
     text, found = page.read_text(), []
     for block in FENCE.finditer(text):
         words = block["info"].split()
+        if words == ["output"]:
+            lines = tuple(line for line in block["text"].splitlines() if line.strip() != "...")
+            found[-1] = dataclasses.replace(found[-1], output=found[-1].output + lines)
         if words[:1] != ["python"]:
             continue
         words = words[1:]
@@ -72,7 +80,7 @@ def examples(page: Path) -> list[Example]:
         source = re.sub(f"^{block['indent']}", "", block["text"], flags=re.MULTILINE)
         if "continue" in words:
             before = found.pop()
-            found.append(Example(before.where, before.words, f"{before.source}\n{source}"))
+            found.append(dataclasses.replace(before, source=f"{before.source}\n{source}"))
         else:
             line = text.count("\n", 0, block.start()) + 1
             found.append(Example(f"{page.relative_to(ROOT)}:{line}", tuple(words), source))
@@ -192,7 +200,15 @@ def given(rank: int = 0, world: int = 1) -> dict[str, Any]:
     return names
 
 
+def run(example: Example, rank: int = 0, world: int = 1) -> None:
+    """Run an example, and see that it prints what the page says."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(example.source, example.where, "exec"), given(rank, world))
+    missing = set(example.output) - set(printed.getvalue().splitlines())
+    assert not missing, f"{printed.getvalue()}\nlacks {missing}"
+
+
 def run_on_rank(rank: int, world: int, example: Example) -> None:
-    """Run an example on one of the ranks that it needs."""
-    exec(compile(example.source, example.where, "exec"), given(rank, world))
+    """The same, on one of the ranks that it needs."""
+    run(example, rank, world)
     dist.barrier()

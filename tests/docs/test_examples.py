@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.docs.pages import EXAMPLES, Example, given
+from tests.docs.pages import EXAMPLES, Example, run
 
 ALONE = [example for example in EXAMPLES if example.world is None]
 
@@ -17,4 +17,4 @@ def test_it_runs(example, tmp_path, monkeypatch):
     if example.needs_gpu and not torch.cuda.device_count():
         pytest.skip("needs a CUDA device")
     monkeypatch.chdir(tmp_path)
-    exec(compile(example.source, example.where, "exec"), given())
+    run(example)

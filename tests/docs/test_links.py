@@ -54,3 +54,21 @@ def test_every_page_is_reached_from_the_readme():
             target for target in targets if target.suffix == ".md" and target.exists() and target not in seen
         ]
     assert {page for page in PAGES if page not in seen} == set()
+
+
+COMMAND = re.compile(
+    r"(?:python|nproc-per-node \S+|^) ?((?:scripts|recipes|tests)/[\w/]+\.py)((?: [^`\n|]*)?)", re.MULTILINE
+)
+
+
+@by_page
+def test_options_of_commands_are_there(page):
+    """Those of the repository's scripts; a name with a dot is torchtitan's or a setting of recipes/pretrain.py."""
+    shared = (ROOT / "scripts" / "table.py").read_text()
+    wrong = []
+    for script, rest in COMMAND.findall(page.read_text()):
+        source = (ROOT / script).read_text() + shared
+        wrong += [
+            f"{script} {option}" for option in re.findall(r"--[\w-]+\b(?!\.)", rest) if option not in source
+        ]
+    assert not wrong

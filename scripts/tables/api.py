@@ -69,6 +69,9 @@ option, a shape, a dtype or an error; the other pages say when to use what.
 It is generated from the code: `{COMMAND}` writes it, and a test says when it is
 out of date. The examples are in [`scripts/tables/api_examples.py`](../scripts/tables/api_examples.py)."""
 
+NOTES = {"f8sub.titan": "The options are explained on the page [torchtitan](torchtitan.md#options)."}
+"""What the page says of a module below its docstring."""
+
 FIELD = re.compile(r"^(\w+): (.*)$")
 HEADERS = {
     "Args": "Arguments",
@@ -247,7 +250,7 @@ def markdown(docstring: str) -> str:
         else:
             section = section if line else ""
             out.append(line)
-    return re.sub(r"``(.+?)``", r"`\1`", "\n".join(out)).strip()
+    return re.sub(r"``(.+?)``", r"`\1`", "\n".join(out)).replace("::\n", ":\n").strip()
 
 
 def members(module: str, node: ast.ClassDef) -> Iterator[str]:
@@ -361,7 +364,7 @@ def section(title: str, names: list[tuple[str, str]]) -> str:
     module = names[0][0]
     parts = [f"## {title}"]
     if title == module:
-        parts.append(markdown(ast.get_docstring(parsed(module)) or ""))
+        parts += [markdown(ast.get_docstring(parsed(module)) or ""), *NOTES.get(module, "").splitlines()]
     parts += [entry(*each) for each in names if not made_by_call(*each)]
     if alike := [name for each, name in names if made_by_call(each, name)]:
         listed = ", ".join(f"`{name}`" for name in alike)

@@ -50,6 +50,11 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def device_of_objects(group: dist.ProcessGroup | None) -> str:
+    """Type of the device whose tensors carry what a group's ranks say to each other, as torch chooses it."""
+    return str(distributed_c10d._get_object_coll_device(group))
+
+
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
     """``dist.all_gather_single``, which torch before 2.13 calls ``all_gather_into_tensor``."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -18,12 +18,13 @@ import itertools
 import json
 import os
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8RankMismatchError
-from f8sub.torch_compat import is_alive
+from f8sub.torch_compat import device_of_objects, is_alive
 from f8sub.weights.agreement import first_common
 
 
@@ -108,6 +109,24 @@ def own_group(ranks: tuple[int, ...], device: str) -> OwnGroup:
     return pool.take()
 
 
+def gather_values(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of a group says, in the order of the ranks; ``dist.all_gather_object`` needs NumPy.
+
+    Args:
+        mine: what JSON can say.
+        group: None for all ranks of the job.
+    """
+    device, world = device_of_objects(group), dist.get_world_size(group)
+    said = list(json.dumps(mine).encode())
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(world)]
+    padded = said + [0] * (longest - len(said))
+    dist.all_gather(texts, torch.tensor(padded, dtype=torch.uint8, device=device), group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
 def check_ranks(mine: list[dict[str, str]], group: dist.ProcessGroup, device: str) -> None:
     """Raise Float8RankMismatchError, on every rank alike, if ranks of a group describe their weights differently."""
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
@@ -117,8 +136,7 @@ def check_ranks(mine: list[dict[str, str]], group: dist.ProcessGroup, device: st
     dist.all_gather(received, sent, group=group)
     if all(bytes(theirs.tolist()) == digest for theirs in received):
         return
-    everyone: list[list[dict[str, str]]] = [[] for _ in range(world)]
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[list[dict[str, str]]] = gather_values(mine, group)
     ranks = dist.get_process_group_ranks(group)
     raise Float8RankMismatchError(_difference(dict(zip(ranks, everyone, strict=True))))
 

@@ -3,7 +3,7 @@
 Without arguments each test is run, and the table says how many cases there were and how many went as they must; some
 take minutes. With --list it is the table of tests alone.
 
-    python scripts/tables/faults.py --write-readme
+    python scripts/tables/faults.py --write-docs
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def main() -> None:
         for fault, (must, _) in FAULTS.items()
     ]
     bad = [fault for fault, cases in found.items() if {kind for kind in cases if cases[kind]} != {"passed"}]
-    arguments.write_readme &= not bad
+    arguments.write_docs &= not bad
     finish(arguments, found, Table("Faults", ["fault", "what must happen", "cases tried", "so it was"], rows))
     if bad:
         sys.exit(f"not every case went as it must, or there was none: {'; '.join(bad)}")

@@ -21,7 +21,7 @@ MASTER = "master"
 class MasterWeights(torch.optim.Optimizer):
     """Any optimizer, stepping float32 masters of the model's bfloat16, float16 and float8 primary weights.
 
-    optimizer = f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=3e-4))
+        optimizer = f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=3e-4))
 
     Construct it after ``fully_shard`` and, where a model is initialized on meta, after its initialization. Gradients
     stay on the model's parameters, where ``clip_grad_norm_`` and ``GradScaler`` look for them. Options such as lr are

@@ -219,7 +219,7 @@ def under_autocast(rank: int, world: int, policy: MixedPrecisionPolicy | None) -
 
 
 def test_under_autocast_a_bf16_policy_makes_it_bitwise_that_without_the_float8_all_gather(ranks):
-    """Without one codes are cast from float32 here and from bf16 there; the README says by how much they differ."""
+    """Without one codes are cast from float32 here and from bf16 there; docs/numerics.md says how far apart."""
     for found in ranks(2, under_autocast, BF16):
         assert found == dict.fromkeys(RECIPES, 0.0)
     for found in ranks(2, under_autocast, None):

@@ -19,6 +19,8 @@ from f8sub.errors import (
 from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
+from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
+from f8sub.features.export.save import save_float8
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision
 from f8sub.features.report.conversion_report import conversion_report
@@ -59,10 +61,13 @@ __all__ = [
     "convert_to_float8",
     "drop_high_precision",
     "find_nonfinite",
+    "float8_state_dict",
+    "float8_weights",
     "get_recipe",
     "precompute_scales",
     "quantize",
     "recipe_names",
     "register_precompute_hook",
+    "save_float8",
     "skip_step_if_nonfinite",
 ]

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from f8sub.tensor.float8_tensor import Float8Tensor
 
+
 class OpRecorder(TorchDispatchMode):
     """Within it operators run and are recorded; ``replay`` runs them again, and no Python around them.
 

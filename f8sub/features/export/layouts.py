@@ -7,8 +7,8 @@
 | compressed-tensors, block | ``weight``; ``weight_scale`` | as fp8's | squares |
 | compressed-tensors, mxfp8 | ``weight``; ``weight_scale`` | e4m3 (N, K); uint8 exponents (N, K / 32) | 1x32 e8m0 |
 
-Every scale multiplies the codes. Sources: transformers' ``FineGrainedFP8Config`` and the ``Fp8Config`` of vLLM and SGLang,
-which read the first; compressed-tensors' ``QuantizationConfig`` for the others.
+Every scale multiplies the codes. Sources: transformers' ``FineGrainedFP8Config`` and the ``Fp8Config`` of vLLM and
+SGLang, which read the first; compressed-tensors' ``QuantizationConfig`` for the others.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,6 @@
 """However a model is sharded, each rank gets the bytes of the unsharded model, at one byte an element on the wire."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -7,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -60,6 +63,14 @@ def unsharded(recipe: str) -> dict[str, torch.Tensor]:
     return f8sub.float8_state_dict(model, "compressed-tensors", dtype=BF16)[0]
 
 
+def write_unsharded(recipe: str, folder: Path) -> None:
+    """What ``save_float8`` writes, by one rank of several."""
+    state, config = f8sub.float8_state_dict(model_of(recipe), "compressed-tensors", dtype=BF16)
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+
+
 def sharded(model: nn.Module, way: str, world: int) -> nn.Module:
     if way in ("tp", "fsdp-tp"):
         mesh = mesh_of(1, 2) if way == "tp" else mesh_of(2, 2)
@@ -93,6 +104,31 @@ WAYS = [("fsdp", 2), ("fsdp", 3), ("fsdp", 5), ("hsdp", 4), ("columns", 2), ("tp
 @pytest.mark.parametrize(("way", "world"), long_but(WAYS[1:2] + WAYS[-1:], WAYS))
 def test_bytes_are_those_of_the_unsharded_model(ranks, recipe, way, world):
     assert ranks(world, exported, recipe, way) == [([], [])] * world
+
+
+def loaded(rank: int, world: int, recipe: str, way: str, folder: str) -> tuple[list[str], int]:
+    """What differs after a checkpoint was loaded into a sharded model of other weights, and the collectives of it."""
+    if rank == 0:
+        write_unsharded(recipe, Path(folder) / "out")
+    dist.barrier()
+    model = f8sub.convert_to_float8(seed_weights(Named(), seed=3), recipe=recipe)
+    model = sharded(model, way, world)
+    with Wire() as wire:
+        f8sub.load_float8(model, Path(folder) / "out")
+    f8sub.precompute_scales(model)
+    found, _ = f8sub.float8_state_dict(model, "compressed-tensors", dtype=BF16)
+    whole = f8sub.convert_to_float8(seed_weights(Named(), seed=4), recipe=recipe)
+    f8sub.load_float8(whole, Path(folder) / "out")
+    f8sub.precompute_scales(whole)
+    return differences(found, f8sub.float8_state_dict(whole, "compressed-tensors", dtype=BF16)[0]), sum(
+        wire.calls.values()
+    )
+
+
+@pytest.mark.parametrize("recipe", long_but(("blockwise",), ("blockwise", "rowwise", "mxfp8")))
+@pytest.mark.parametrize(("way", "world"), long_but(WAYS[1:2], WAYS))
+def test_each_rank_loads_its_own_shards(ranks, tmp_path, recipe, way, world):
+    assert ranks(world, loaded, recipe, way, str(tmp_path)) == [([], 0)] * world
 
 
 def sent(rank: int, world: int, recipe: str) -> int:

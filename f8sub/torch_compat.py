@@ -275,9 +275,8 @@ def is_executed(node: Any) -> bool:
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
     """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
-    offset, shape = [0] * tensor.dim(), tensor.shape
-    if isinstance(tensor, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

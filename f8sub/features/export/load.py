@@ -79,7 +79,7 @@ class _Checkpoint:
             found: dict[str, Any] = json.loads((self._folder / name).read_text())
         except FileNotFoundError as error:
             raise Float8ConfigError(
-                f"{self._folder} has no {name}: it is no checkpoint of Hugging Face's kind"
+                f"{self._folder} has no {name}, as Hugging Face's checkpoints have"
             ) from error
         except ValueError as error:
             raise Float8ConfigError(f"{self._folder / name} is no JSON: {error}") from error
@@ -185,7 +185,7 @@ def _matched(parts: list[Part], checkpoint: _Checkpoint, rename: Rename, strict:
             scale = next((prefix + leaf for leaf in _SCALES if prefix + leaf in checkpoint), None)
             if scale is None:
                 raise Float8ConfigError(
-                    f"{name} is float8 and the checkpoint has no scales of it: {prefix}{_SCALES[0]}"
+                    f"{name} is float8, and the checkpoint has no scales: {prefix}{_SCALES[0]}"
                 )
         tile = Tile(ALL, ALL) if scale is None else _tile_of(name.removesuffix(".weight"), checkpoint.config)
         found[part] = _Source(name, scale, tile)
@@ -280,7 +280,7 @@ def _values(part: Part, source: _Source, checkpoint: _Checkpoint) -> tuple[torch
     for dim, (edge, at) in enumerate(zip((source.tile.rows, source.tile.cols), where, strict=True)):
         if edge == ALL:
             continue
-        tiles = torch.arange(at.start, at.stop, device="cpu") // edge
+        tiles = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu") // edge
         scales = scales.index_select(dim, tiles)
     return codes.float() * scales, is_power_of_2
 

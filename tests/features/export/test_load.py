@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import f8sub
+from f8sub.features.export.load import _tile_of
 from f8sub.formats import ALL, Tile
 from f8sub.kernels import reference
 from tests.features.export.models import BF16, llama, multiplied, trained
@@ -82,7 +83,7 @@ CHANGES = {
     "no scales": (
         lambda t: t.pop(f"{UP}.weight_scale_inv"),
         "Config",
-        f"{UP}.weight is float8 and .* no scales",
+        f"{UP}.weight is float8, and .* no scales",
     ),
     "a block size of 64": (
         lambda t: t.update({f"{UP}.weight_scale_inv": torch.ones(6, 4)}),
@@ -137,7 +138,7 @@ def test_a_file_that_the_index_names_is_missing(saved):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(f8sub.Float8ConfigError, match="has no config.json"):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"has no config\.json"):
         f8sub.load_float8(llama(), tmp_path)
 
 
@@ -161,8 +162,6 @@ def test_what_both_have_is_loaded_if_not_strict(saved):
 
 
 def test_targets_of_groups():
-    from f8sub.features.export.load import _tile_of
-
     group = {"targets": ["re:.*mlp.*"], "weights": {"strategy": "channel"}}
     named = {"targets": ["a.q"], "weights": {"strategy": "group", "group_size": 32}}
     config = {
@@ -173,5 +172,5 @@ def test_targets_of_groups():
     }
     assert _tile_of("a.mlp.up", config) == Tile(1, ALL)
     assert _tile_of("a.q", config) == Tile(1, 32)
-    with pytest.raises(f8sub.Float8ConfigError, match="a.k: its weight is float8"):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"a\.k: its weight is float8"):
         _tile_of("a.k", config)

@@ -20,8 +20,8 @@ from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
 from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
-from f8sub.features.export.load import load_float8
 from f8sub.features.export.save import save_float8
+from f8sub.features.load.load import load_float8
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision
 from f8sub.features.report.conversion_report import conversion_report

@@ -83,7 +83,7 @@ def _warn(formats: dict[str, Float8Format], others: list[str]) -> None:
         warnings.warn(
             f"{floats[0]} and {len(floats) - 1} more layers have scales of blocks that are no powers of two. vLLM "
             "(with DeepGEMM) and SGLang (on Blackwell) cast such weights anew, which doubles float8's error; train "
-            "with recipe 'blockwise', whose scales are powers of two and stay as they are",
+            "with a recipe whose scales of blocks are powers of two, which stay as they are",
             Float8Warning,
             stacklevel=4,
         )

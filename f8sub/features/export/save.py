@@ -50,13 +50,13 @@ def save_float8(
     """
     exported = examined(model, layout)
     target = Path(folder)
-    _together(lambda: _check_target(target))
+    _together(lambda: check_target(target))
     model = unwrapped(model)
     tensors = stream(model, exported.layout, dtype, rename)
     failure = None
     if _is_writer():
         written = _config_of(model, dtype) if config is None else config
-        failure = _write(
+        failure = write(
             target, tensors, {**written, "quantization_config": exported.config(rename)}, shard_bytes
         )
     else:
@@ -64,7 +64,12 @@ def save_float8(
     _together(lambda: _raise(failure))
 
 
-def _check_target(target: Path) -> None:
+def check_target(target: Path) -> None:
+    """Check that a folder can be made.
+
+    Raises:
+        Float8ConfigError: it has something in it, or safetensors is not installed.
+    """
     try:
         import safetensors.torch  # noqa: F401
     except ImportError as error:
@@ -116,7 +121,7 @@ def _config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, A
     return config
 
 
-def _write(
+def write(
     target: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, Any], shard_bytes: int
 ) -> OSError | None:
     """Write all files beside ``target``, then give the folder its name; the error, if there was one.

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import f8sub
-from f8sub.features.export.load import _tile_of
+from f8sub.features.load.load import _tile_of
 from f8sub.formats import ALL, Tile
 from f8sub.kernels import reference
 from tests.features.export.models import BF16, llama, multiplied, trained

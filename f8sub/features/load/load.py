@@ -1,11 +1,8 @@
 """load_float8: start from a float8 checkpoint, such as Qwen3-FP8 or DeepSeek-V3: values for masters, shard by shard."""
 
-import contextlib
-import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +11,7 @@ import torch
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, float8_format, unwrapped
 from f8sub.features.export.float8_weights import Rename
+from f8sub.features.load.checkpoint import Checkpoint, some
 from f8sub.formats import ALL, Tile
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import local_slices
@@ -43,73 +41,6 @@ class _Source(NamedTuple):
     tile: Tile
 
 
-class _Checkpoint:
-    """Tensors in a folder of safetensors, read by slices."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            import safetensors
-        except ImportError as error:
-            raise Float8ConfigError("load_float8 reads with safetensors, which is not installed") from error
-        self._safetensors = safetensors
-        self._folder = folder
-        self._files: dict[str, Any] = {}
-        self._stack = contextlib.ExitStack()
-        self.config = self._json("config.json")
-        self._where = self._found()
-
-    def __enter__(self) -> "_Checkpoint":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._where
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def slice_of(self, name: str) -> Any:
-        """A tensor of which nothing was read yet, with ``get_shape``, ``get_dtype`` and indices."""
-        return self._open(self._where[name]).get_slice(name)
-
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads((self._folder / name).read_text())
-        except FileNotFoundError as error:
-            raise Float8ConfigError(
-                f"{self._folder} has no {name}, as Hugging Face's checkpoints have"
-            ) from error
-        except ValueError as error:
-            raise Float8ConfigError(f"{self._folder / name} is no JSON: {error}") from error
-        return found
-
-    def _found(self) -> dict[str, str]:
-        index = "model.safetensors.index.json"
-        if (self._folder / index).exists():
-            where = self._json(index).get("weight_map", {})
-            missing = sorted({file for file in where.values() if not (self._folder / file).exists()})
-            if missing:
-                raise Float8ConfigError(f"{self._folder} lacks {', '.join(missing)}, which its index names")
-            return dict(where)
-        file = "model.safetensors"
-        if not (self._folder / file).exists():
-            raise Float8ConfigError(f"{self._folder} has neither {file} nor {index}")
-        return dict.fromkeys(self._open(file).keys(), file)
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            try:
-                opened = self._safetensors.safe_open(self._folder / file, "pt")
-            except self._safetensors.SafetensorError as error:
-                raise Float8ConfigError(
-                    f"{self._folder / file} is cut short or no safetensors file: {error}"
-                ) from error
-            self._files[file] = self._stack.enter_context(opened)
-        return self._files[file]
-
-
 def load_float8(
     model: torch.nn.Module,
     folder: str | os.PathLike[str],
@@ -136,7 +67,7 @@ def load_float8(
         Float8ConfigError: no such checkpoint, a file cut short, another layout, or names that differ.
         Float8ShapeError: a tensor or its scales have another shape.
     """
-    with _Checkpoint(Path(folder)) as checkpoint:
+    with Checkpoint(Path(folder)) as checkpoint:
         parts = [part for _, parts in blocks_of(unwrapped(model)) for part in parts]
         sources = _matched(parts, checkpoint, rename or str, strict)
         for part, source in sources.items():
@@ -157,8 +88,7 @@ def load_float8(
         warnings.warn(
             f"{again[0]} and {len(again) - 1} more layers: the checkpoint's scales are of other blocks, or of another "
             f"rule, than the recipe's, so the weights are cast to float8 a second time, {_SECOND_CAST} off (relative). "
-            "Convert with a recipe of the checkpoint's scales: get_recipe('blockwise') for 128x128 with powers of "
-            "two, get_recipe('blockwise', power_of_2_scales=False) for any float32",
+            "Convert with a recipe whose weights have the checkpoint's blocks and its kind of scales",
             Float8Warning,
             stacklevel=2,
         )
@@ -169,7 +99,7 @@ def _tensor(part: Part) -> torch.Tensor:
     return tensor
 
 
-def _matched(parts: list[Part], checkpoint: _Checkpoint, rename: Rename, strict: bool) -> dict[Part, _Source]:
+def _matched(parts: list[Part], checkpoint: Checkpoint, rename: Rename, strict: bool) -> dict[Part, _Source]:
     """The source of every parameter; those of the checkpoint that are left, or missing, are an error if ``strict``."""
     found: dict[Part, _Source] = {}
     missing = []
@@ -193,15 +123,10 @@ def _matched(parts: list[Part], checkpoint: _Checkpoint, rename: Rename, strict:
     unused = sorted(name for name in checkpoint if name not in used)
     if strict and (missing or unused):
         raise Float8ConfigError(
-            f"the checkpoint lacks {_some(missing)} and has {_some(unused)}, which the model has not; give rename=, "
+            f"the checkpoint lacks {some(missing)} and has {some(unused)}, which the model has not; give rename=, "
             "or strict=False to load what both have"
         )
     return found
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) or "nothing"
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _tile_of(layer: str, config: dict[str, Any]) -> Tile:
@@ -241,7 +166,7 @@ def _targets(target: str, layer: str) -> bool:
     return target in ("Linear", layer)
 
 
-def _check_shapes(part: Part, source: _Source, checkpoint: _Checkpoint) -> None:
+def _check_shapes(part: Part, source: _Source, checkpoint: Checkpoint) -> None:
     shape, found = tuple(_tensor(part).shape), tuple(checkpoint.slice_of(source.name).get_shape())
     if found != shape:
         raise Float8ShapeError(
@@ -263,7 +188,7 @@ def _check_shapes(part: Part, source: _Source, checkpoint: _Checkpoint) -> None:
         )
 
 
-def _values(part: Part, source: _Source, checkpoint: _Checkpoint) -> tuple[torch.Tensor, bool]:
+def _values(part: Part, source: _Source, checkpoint: Checkpoint) -> tuple[torch.Tensor, bool]:
     """This rank's part of a tensor, dequantized, and whether its scales are powers of two."""
     where = local_slices(_tensor(part))
     stored = checkpoint.slice_of(source.name)

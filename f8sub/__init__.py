@@ -22,6 +22,7 @@ from f8sub.features.delayed import histories as _histories  # noqa: F401  (enter
 from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
 from f8sub.features.export.save import save_float8
 from f8sub.features.load.load import load_float8
+from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision
 from f8sub.features.report.conversion_report import conversion_report
@@ -50,6 +51,7 @@ __all__ = [
     "Float8Warning",
     "GemmSpec",
     "LayerReport",
+    "Monitor",
     "Operand",
     "Recipe",
     "Rounding",

@@ -27,6 +27,7 @@ from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F40
 from f8sub.features.primary_weights.masters import drop_high_precision
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.report.report import ConversionReport, LayerReport
+from f8sub.features.sensitivity.sensitivity import sensitivity
 from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (enters by its sockets)
 from f8sub.features.tools.find_nonfinite import find_nonfinite
 from f8sub.features.tools.step_guard import skip_step_if_nonfinite
@@ -73,5 +74,6 @@ __all__ = [
     "recipe_names",
     "register_precompute_hook",
     "save_float8",
+    "sensitivity",
     "skip_step_if_nonfinite",
 ]

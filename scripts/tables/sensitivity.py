@@ -1,9 +1,9 @@
-"""How well one pass of ``f8sub.sensitivity`` ranks layers, beside one run for each layer with that layer alone in float8.
+"""How well one pass of ``f8sub.sensitivity`` ranks layers, beside one run for each layer.
 
     python scripts/tables/sensitivity.py --write-readme
 
-A Llama of 3.5M parameters is trained a little on the standard library's source. Then each layer alone is put in float8
-and its harm is measured: how far the gradient of all parameters turns, and how far the loss moves, over several batches.
+A Llama of 3.5M parameters is trained a little on the standard library's source. Then each layer alone is put in float8,
+and its harm is measured: how far the gradient of all parameters turns, and how far the loss moves.
 """
 
 from __future__ import annotations

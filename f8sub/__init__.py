@@ -24,7 +24,7 @@ from f8sub.features.export.save import save_float8
 from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
-from f8sub.features.primary_weights.masters import drop_high_precision
+from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.report.report import ConversionReport, LayerReport
 from f8sub.features.sensitivity.sensitivity import sensitivity
@@ -73,6 +73,7 @@ __all__ = [
     "quantize",
     "recipe_names",
     "register_precompute_hook",
+    "restore_high_precision",
     "save_float8",
     "sensitivity",
     "skip_step_if_nonfinite",

@@ -1,8 +1,8 @@
 """Which layers float8 hurts most, for what they gain: one forward and backward instead of one for each layer.
 
 Everything runs in high precision, and each layer also makes the ``y8`` that float8 would have. To first order the loss
-changes by the sum of ``(y8 - y) * dy``. Terms cancel there by chance, so the harm that is told is the root of the sum of
-their squares.
+changes by the sum of ``(y8 - y) * dy``. Terms cancel there by chance, so the harm that is told is the root of the sum
+of their squares.
 """
 
 import functools

@@ -19,10 +19,15 @@ from f8sub.errors import (
 from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
+from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
+from f8sub.features.export.save import save_float8
+from f8sub.features.load.load import load_float8
+from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
-from f8sub.features.primary_weights.masters import drop_high_precision
+from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.report.report import ConversionReport, LayerReport
+from f8sub.features.sensitivity.sensitivity import sensitivity
 from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (enters by its sockets)
 from f8sub.features.tools.find_nonfinite import find_nonfinite
 from f8sub.features.tools.step_guard import skip_step_if_nonfinite
@@ -47,6 +52,7 @@ __all__ = [
     "Float8Warning",
     "GemmSpec",
     "LayerReport",
+    "Monitor",
     "Operand",
     "Recipe",
     "Rounding",
@@ -59,10 +65,16 @@ __all__ = [
     "convert_to_float8",
     "drop_high_precision",
     "find_nonfinite",
+    "float8_state_dict",
+    "float8_weights",
     "get_recipe",
+    "load_float8",
     "precompute_scales",
     "quantize",
     "recipe_names",
     "register_precompute_hook",
+    "restore_high_precision",
+    "save_float8",
+    "sensitivity",
     "skip_step_if_nonfinite",
 ]

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
@@ -260,3 +262,12 @@ def is_executed(node: Any) -> bool:
     The engine does not count the tensor that ``backward`` was called on, whose node is the one that runs first.
     """
     return node is torch._C._current_autograd_node() or bool(torch._C._will_engine_execute_node(node))
+
+
+def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

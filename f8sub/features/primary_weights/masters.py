@@ -153,6 +153,37 @@ def drop_high_precision(model: torch.nn.Module) -> None:
     reread_shards(layers)
 
 
+def restore_high_precision(model: torch.nn.Module) -> None:
+    """Give weights that are codes alone high-precision values again: those that the codes stand for.
+
+    So that something can be added to them, as PEFT's ``merge_and_unload`` adds an adapter; the sum is cast anew.
+    What ``drop_high_precision`` let go of does not come back. 4 or 2 bytes an element more, of the weight's own dtype.
+
+    Raises:
+        Float8ConfigError: a sharded weight; or no weight of the model is codes alone.
+    """
+    dropped = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, Float8Linear)
+        and isinstance(local := local_tensor(layer.weight), PrimaryWeight)
+        and local.master is None
+    ]
+    if not dropped:
+        raise Float8ConfigError(
+            "restore_high_precision found no weight whose values drop_high_precision dropped"
+        )
+    for layer in dropped:
+        if isinstance(layer.weight, DTensor):
+            raise Float8ConfigError(
+                f"{layer.fqn}: its weight is sharded; load the adapters into a model that is not, and merge there"
+            )
+        primary = layer.weight.primary  # type: ignore[attr-defined]
+        master = MasterWeight(primary.values().clone())
+        master.cell.record = primary.record
+        primary.master, primary.codes = master, None
+
+
 def _drop(layer: Float8Linear) -> None:
     local, format = local_tensor(layer.weight), layer.plan.recipe.fprop.b
     if not isinstance(local, PrimaryWeight) or format is None:

@@ -293,7 +293,7 @@ def _master_view(weight: PrimaryWeight) -> MasterWeight:
     if (master := primary.master) is None:
         raise Float8ConfigError(
             f"{primary.fqn}: its high-precision values were dropped, so its float8 codes cannot be changed; load "
-            "state dicts and initialize before drop_high_precision(model)"
+            "state dicts and initialize before drop_high_precision(model), or call restore_high_precision(model) first"
         )
     view: Any = master.detach().as_strided(
         weight.shape, weight.stride(), master.storage_offset() + weight.storage_offset()

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
-from f8sub.linear.sockets import placed, sources_of
+from f8sub.linear.sockets import sources_of
 from f8sub.tensor.float8_tensor import Float8Tensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -119,7 +120,7 @@ def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
     if isinstance(weight, DTensor):
         nothing = torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
         x = DTensor.from_local(nothing, weight.device_mesh, [Replicate()], run_check=False)
-        sources = placed(layer, weight, x).sources(layer, layer.plan, weight, x, sources)
+        sources = sockets.placement(layer, layer.plan, weight, x, None, sources).sources
         local = weight.to_local()
     if not isinstance(local, Float8Tensor):
         dtype = dtype or (None if local.dtype == torch.float32 else local.dtype)
@@ -128,7 +129,7 @@ def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
                 f"{part.fqn}: its weight is float32, and its codes depend on what the forward computes in; give "
                 "dtype=torch.bfloat16 for a forward under torch.autocast, or dtype=torch.float32"
             )
-    operand = weight_rowwise(local, recipe.fprop.b, dtype or local.dtype, sources)
+    operand = weight_rowwise(local, (layer.plan, dtype or local.dtype, sources))
     if not isinstance(operand, Operand):
         raise RuntimeError(f"{part.name}: a weight whose fprop is in float8 has no codes")
     operand = _whole(operand, weight) if isinstance(weight, DTensor) else operand

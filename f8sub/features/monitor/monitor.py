@@ -25,11 +25,12 @@ from f8sub.formats import Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import LayerSource, Sources
+from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
-from f8sub.linear.sockets import placed, sources_of
+from f8sub.linear.sockets import sources_of
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.host_copy import HostCopy
 from f8sub.torch_compat import autocast_dtype
-from f8sub.weights.findings import HostCopy
 from f8sub.weights.weight import Weight, master_of
 
 ROLES = ("x", "w", "dy")
@@ -232,9 +233,7 @@ class _Sample:
             dtype = autocast_dtype(x.device.type) or x.dtype
             sources = sources_of(layer, recipe)
             if isinstance(weight, DTensor):
-                places = placed(layer, weight, x)
-                sources = places.sources(layer, layer.plan, weight, x, sources)
-                x, weight, _ = places.local(x, weight, None)
+                x, weight, _, _, sources, _ = sockets.placement(layer, layer.plan, weight, x, None, sources)
             self._sources[name] = sources
             if not isinstance(x, Float8Tensor):
                 self._note(name, "x", x, recipe.fprop.a, dtype, sources.x)
@@ -263,7 +262,7 @@ class _Sample:
         if master is None:
             return  # codes alone
         values = master.plain if isinstance(master, Weight) else master
-        operand = weight_rowwise(weight, format, dtype, sources)
+        operand = weight_rowwise(weight, (layer.plan, dtype, sources))
         if isinstance(operand, Operand):
             self._take(name, "w", values.to(dtype), operand)
 

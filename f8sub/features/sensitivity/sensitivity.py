@@ -144,7 +144,7 @@ def _after(
         weight = (layer.weight.detach() if master is None else master.plain).to(dtype)
         sources = sources_of(layer, recipe)
         x8 = quantize(matrix, recipe.fprop.a, None, sources.x).rowwise
-        w8 = weight_rowwise(layer.weight, recipe.fprop.b, dtype, sources)
+        w8 = weight_rowwise(layer.weight, (plan, dtype, sources))
         a = matrix.float() if x8 is None else dequantize(x8, torch.float32)
         b = weight.float() if isinstance(w8, torch.Tensor) else dequantize(w8, torch.float32)
         error = (a @ b.t() - matrix.float() @ weight.float().t()).view(y.shape)

@@ -10,7 +10,7 @@ from typing_extensions import override
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.take_place import take_place
+from f8sub.linear.parameters import take_place
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.conversion import Conversion

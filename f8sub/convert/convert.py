@@ -3,7 +3,6 @@
 import functools
 import inspect
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Never, TypeVar
 
@@ -175,20 +174,8 @@ def convert_from_float8(model: Model) -> Model:
 
 def _select(model: torch.nn.Module, selection: Selection) -> dict[torch.nn.Linear, str]:
     """The layers to convert, by name; every other linear layer gets its reason."""
-    names: dict[torch.nn.Linear, str] = {}
-    owners: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
-    for fqn, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append((module, fqn))
-        if isinstance(module, torch.nn.Linear):
-            names[module] = fqn
+    names = {module: fqn for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     reasons = selection.reasons(model)
-    # A weight is gathered as float8 for all of its owners or for none.
-    converted = {module for module, reason in reasons.items() if reason is None}
-    for module in list(converted):
-        for owner, owner_fqn in owners[id(module.weight)]:
-            if owner not in converted and not isinstance(owner, Float8Linear):
-                reasons[module] = f"its weight is tied to {owner_fqn}, which stays in high precision"
     for module, reason in reasons.items():
         if reason is not None and not isinstance(module, Float8Linear):
             setattr(module, SKIP_REASON, reason)

@@ -1,5 +1,6 @@
 """Which layers are converted, and with which recipe: one reason for every layer that is not."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -148,7 +149,7 @@ class Selection:
             raise Float8ConfigError(f"min_dim is a number of features or None, got {self.min_dim!r}")
 
     def reasons(self, model: torch.nn.Module) -> dict[torch.nn.Linear, str | None]:
-        """Why each linear layer stays as it is, None where it is converted; ties aside."""
+        """Why each linear layer stays as it is, None where it is converted."""
         linears = {
             fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)
         }
@@ -156,7 +157,7 @@ class Selection:
         found = {module: self._why_not(module, fqn, by_default.get(fqn)) for fqn, module in linears.items()}
         if self.defaults or self.min_dim is not None:
             found |= too_small([module for module, reason in found.items() if reason is None], self.min_dim)
-        return found
+        return found | _tied_to_others(model, {module for module, why in found.items() if why is None})
 
     def idle(self, names: Sequence[str]) -> tuple[str, ...]:
         """The patterns that match none of a model's modules, each with the nearest of their ``names``."""
@@ -185,6 +186,22 @@ class Selection:
         if module.weight.dtype not in HIGH_PRECISION:
             return f"its weight is {module.weight.dtype}"
         return None
+
+
+def _tied_to_others(
+    model: torch.nn.Module, converted: set[torch.nn.Linear]
+) -> dict[torch.nn.Linear, str | None]:
+    """Those of ``converted`` whose weight another module has: it is gathered as float8 for all owners or for none."""
+    owners: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+    for fqn, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append((module, fqn))
+    found: dict[torch.nn.Linear, str | None] = {}
+    for module in converted:
+        for owner, fqn in owners[id(module.weight)]:
+            if owner not in converted and not isinstance(owner, Float8Linear):
+                found[module] = f"its weight is tied to {fqn}, which stays in high precision"
+    return found
 
 
 def why_not_class(module: torch.nn.Linear) -> str | None:

@@ -94,7 +94,9 @@ def _advice(
         yield "Unset TRITON_INTERPRET: with it Triton's kernels run in Python, thousands of times slower."
     if machine.variables.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         yield "Unset CUDA_LAUNCH_BLOCKING: with it the host waits for every kernel."
-    if {machine.variables.get(name, "0") for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")} - {"0"}:
+    if any(
+        machine.variables.get(name, "0") != "0" for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    ):
         yield "torch.compile is turned off by a variable: float8 is hardly faster than compiled bf16 without it."
     yield from _of_packages(machine)
     if machine.gpu_count > 1 and "NCCL_MAX_CTAS" not in machine.variables:

@@ -88,7 +88,7 @@ class Proof:
     @property
     def is_right(self) -> bool:
         """Whether all of it ran and gave what it must."""
-        return all(each.is_right for each in (*self.products, *self.casts))
+        return all(p.is_right for p in self.products) and all(cast.is_right for cast in self.casts)
 
     @property
     def is_native(self) -> bool:

@@ -114,7 +114,8 @@ def _by_data_sheet(
     by_memory = bandwidth / 4.8
     attention = H200.attention * peaks[HIGH]
     source = "from data sheets, not measured" + note
-    return Gpu(name, rates, H200.copy * by_memory, attention, H200.link * link / 900, H200.network, memory, source)
+    by_link = H200.link * link / 900
+    return Gpu(name, rates, H200.copy * by_memory, attention, by_link, H200.network, memory, source)
 
 
 H100 = _by_data_sheet("H100", dict.fromkeys(_HOPPER, 1.0), 3.35, 900, 80e9)

@@ -136,7 +136,8 @@ def block_of(fqn: str) -> str | None:
 
 def _others(model: torch.nn.Module) -> tuple[list[Product], tuple[str, ...]]:
     """Experts, attention of torch, Conv1D and routers; and the classes of what cannot be counted."""
-    found, not_counted = [], {}
+    found: list[Product] = []
+    not_counted: dict[str, None] = {}
     for other in other_weights(model):
         if other.multiplications is None:
             not_counted[other.detail.partition(":")[0]] = None

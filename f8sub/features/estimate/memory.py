@@ -38,7 +38,7 @@ class Memory:
     @property
     def total(self) -> float:
         """The sum."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(float(getattr(self, field.name)) for field in fields(self))
 
 
 def memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> Memory:

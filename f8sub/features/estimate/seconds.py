@@ -25,7 +25,7 @@ LOGIT_BYTES, LOGIT_BYTES_EAGER = 24, 64
 """Bytes that a loss moves for each logit, forward and backward, compiled and eager."""
 
 OPTIMIZER_BYTES = 7
-"""Times a parameter's bytes that fused AdamW moves: reads parameter, gradient, two states; writes all but the second."""
+"""Times a parameter's bytes that fused AdamW moves: it reads parameter, gradient and two states, and writes three."""
 
 COPY_IN = 12
 """Bytes of a copy's speed that a gradient's element takes on its way into the reduction: 6, at half the speed."""
@@ -40,8 +40,8 @@ NONE, SELECTIVE, GEMMS, FULL, UNSEEN = "none", "selective", "gemms", "full", "un
 CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)
 """What a checkpointed block makes again in backward: nothing; of products of one shape every second; no product; all.
 
-``SELECTIVE`` and ``GEMMS`` are ``checkpoint_policy("bf16")`` and ``("gemms")``; torchtitan's selective policy repeats as
-much as the first. ``UNSEEN`` is such a policy over float8 products that it does not see: all but the last repeat.
+``SELECTIVE`` and ``GEMMS`` are ``checkpoint_policy("bf16")`` and ``("gemms")``; torchtitan's selective policy repeats
+as much as the first. ``UNSEEN`` is such a policy over float8 products that it does not see: all but the last repeat.
 """
 
 
@@ -61,7 +61,7 @@ CASTS = {
     MX: Cast((4, 0.08, 2), (3, 0.08, 1), (3, 0.08, 1)),
     FP4: Cast((3, 0.08, 2), (2.5, 0.08, 1), (2.5, 0.08, 1)),
 }
-"""Source: docs, "Quantizers on a GPU"; of 1x32 and 1x16, which f8sub has no kernels for, Inductor's share for blocks."""
+"""Source: docs, "Quantizers on a GPU"; 1x32 and 1x16, for which f8sub has no kernels, have Inductor's for blocks."""
 
 PRIOR = Cast((4, 0.88, 1), (3, 0.88, 1), (3, 0.88, 1))
 """With scales that are known beforehand."""
@@ -127,7 +127,7 @@ class Seconds:
     def total(self) -> float:
         """The sum."""
         names = ("gemms", "casts", "attention", "elementwise", "copies", "exposed", "loss", "optimizer")
-        return sum(getattr(self, name) for name in names)
+        return sum(float(getattr(self, name)) for name in names)
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -151,8 +151,8 @@ def linear_seconds(
     high = GemmSpec(a=None, b=None)
     fprop, dgrad, wgrad = (high,) * 3 if used is None else (used.fprop, used.dgrad, used.wgrad)
     n, k = product.rows, product.cols
-    gemms = _gemm(fprop, rows, k, n, gpu) * (2 if repeated else 1)
-    gemms += _gemm(dgrad, rows, n, k, gpu) + _gemm(wgrad, n, rows, k, gpu)
+    gemms = gemm_seconds(fprop, rows, k, n, gpu) * (2 if repeated else 1)
+    gemms += gemm_seconds(dgrad, rows, n, k, gpu) + gemm_seconds(wgrad, n, rows, k, gpu)
     if used is None:
         return Seconds(gemms)
     prior = used.delayed is not None and not run.compiled
@@ -167,7 +167,8 @@ def linear_seconds(
     return Seconds(gemms, casts)
 
 
-def _gemm(spec: GemmSpec, m: float, k: float, n: float, gpu: Gpu) -> float:
+def gemm_seconds(spec: GemmSpec, m: float, k: float, n: float, gpu: Gpu) -> float:
+    """Of one product, (m, k) by (n, k), to bf16: it reads while it multiplies, and then writes."""
     size = [2.0 if operand is None else 1 / operand.codes_per_byte for operand in (spec.a, spec.b)]
     read = m * k * size[0] + n * k * size[1]
     return max(2 * m * n * k / gpu.rate(spec), read / gpu.copy) + 2 * m * n / gpu.copy + GAP
@@ -224,7 +225,8 @@ def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, 
     each = ELEMENTWISE if run.compiled else ELEMENTWISE_EAGER
     each *= 1 if run.checkpoint == NONE else 1 + REPEATED_ELEMENTWISE
     elementwise = run.tokens * touched * each / gpu.copy
-    return found + Seconds(attention=attention, elementwise=elementwise) + wire_seconds(products, recipe, gpu, run)
+    found += Seconds(attention=attention, elementwise=elementwise)
+    return found + wire_seconds(products, recipe, gpu, run)
 
 
 def code_bytes(product: Product, recipe: Recipe | None) -> float:
@@ -268,9 +270,7 @@ def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> S
     return found + Seconds(loss=loss, optimizer=state / gpu.copy)
 
 
-def by_product(
-    shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run
-) -> dict[tuple[str, int], float]:
+def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dict[tuple[str, int], float]:
     """Seconds of each weight's products and casts, by its name and N."""
     found: dict[tuple[str, int], float] = {}
     outside = [product for product in shapes.products if product.block is None]

@@ -117,7 +117,7 @@ def _of_memory(policies: Sequence[Policy], gpu: Gpu, run: Run) -> Iterator[str]:
         yield f"No policy fits in an {gpu.name}: shard over more GPUs, or give each fewer tokens."
         return
     fastest = min(fitting, key=lambda policy: policy.float8_seconds)
-    if chosen is None or fastest.float8_seconds >= chosen.float8_seconds * (1 - NEAR) and chosen.fits:
+    if chosen is None or (chosen.fits and fastest.float8_seconds >= chosen.float8_seconds * (1 - NEAR)):
         return
     what = "No checkpointing" if fastest.checkpoint == NONE else f"Checkpointing '{fastest.checkpoint}'"
     if chosen.fits:

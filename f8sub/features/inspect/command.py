@@ -13,14 +13,16 @@ from f8sub.recipe import recipe_names
 
 def add_inspect(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
-    words = "what float8 would gain of a model: speed, memory, bytes on the wire; needs neither GPU nor weights"
+    words = "what float8 would gain of a model: speed, memory, bytes on the wire; needs no GPU and no weights"
     made = commands.add_parser("inspect", help=words, description=f"{words[0].upper()}{words[1:]}.")
     made.add_argument("model", metavar="MODEL", help=FORMS)
     made.add_argument("--recipe", nargs="+", choices=recipe_names(), help="all by default")
-    made.add_argument("--gpu", nargs="+", choices=GPUS, default=list(GPUS), help="the first one counts for layers")
+    made.add_argument(
+        "--gpu", nargs="+", choices=GPUS, default=list(GPUS), help="the first counts for layers"
+    )
     made.add_argument("--tokens", type=int, default=8192, help="of one GPU in a step (8192)")
     made.add_argument("--sequence", type=int, help="tokens that attend to each other (all of them)")
-    made.add_argument("--mesh", default="8", help="GPUs that share the weights, or REPLICASxSHARDS for HSDP (8)")
+    made.add_argument("--mesh", default="8", help="GPUs that shard the weights; REPLICASxSHARDS for HSDP (8)")
     made.add_argument("--checkpoint", choices=CHECKPOINTS, default=SELECTIVE, help=f"({SELECTIVE})")
     made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
     made.add_argument("--json", action="store_true", help="print all figures as JSON")

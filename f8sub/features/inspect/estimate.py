@@ -199,7 +199,8 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
 
 
 def _run(tokens: int, sequence: int, mesh: Sequence[int], checkpoint: str) -> Run:
-    if any(type(size) is not int or size < 1 for size in (tokens, sequence, *mesh)) or len(mesh) not in (1, 2):
+    sizes = (tokens, sequence, *mesh)
+    if any(type(size) is not int or size < 1 for size in sizes) or len(mesh) not in (1, 2):
         raise Float8ConfigError(
             f"tokens, sequence and the one or two sizes of a mesh are positive whole numbers, got {tokens!r}, "
             f"{sequence!r} and {tuple(mesh)!r}"
@@ -232,9 +233,7 @@ def _predict(shapes: Shapes, kinds: Kinds, recipe: Recipe, gpu: Gpu, run: Run) -
     both = (None, recipe)
     steps = [seconds.step_seconds(shapes, each, gpu, run).total for each in both]
     by_block = seconds.in_blocks(shapes).values()
-    blocks = [
-        sum(seconds.block_seconds(block, each, gpu, run).total for block in by_block) for each in both
-    ]
+    blocks = [sum(seconds.block_seconds(block, each, gpu, run).total for block in by_block) for each in both]
     own = [seconds.by_product(shapes, each, gpu, run) for each in both]
     groups = tuple(
         sum(own[0][product.fqn, product.rows] for product in products)
@@ -256,6 +255,6 @@ def _predict(shapes: Shapes, kinds: Kinds, recipe: Recipe, gpu: Gpu, run: Run) -
 
 def _policy(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run, name: str) -> Policy:
     run = replace(run, checkpoint=name)
-    bytes_of = [memory(shapes, each, run) for each in (None, recipe)]
+    plain, own = memory(shapes, None, run), memory(shapes, recipe, run)
     times = [seconds.step_seconds(shapes, each, gpu, run).total for each in (None, recipe)]
-    return Policy(name, *bytes_of, *times, fits(bytes_of[1], gpu))
+    return Policy(name, plain, own, times[0], times[1], fits(own, gpu))

@@ -68,7 +68,7 @@ def _of_function(function: Callable[[], Any], name: str) -> torch.nn.Module:
     with torch.device("meta"):
         made = function()
         if not isinstance(made, torch.nn.Module):
-            config = getattr(getattr(made, "model_spec", None), "model", None)
+            config: Any = getattr(getattr(made, "model_spec", None), "model", None)
             made = config.build() if hasattr(config, "build") else made
     if not isinstance(made, torch.nn.Module):
         raise Float8ConfigError(

@@ -50,13 +50,15 @@ def _head(estimate: Estimate) -> list[str]:
     mesh = f"{run.shards} GPUs share the weights (fully_shard)"
     if run.replicas > 1:
         mesh = f"{run.replicas} x {mesh}"
-    words = (
+    model = (
         f"{estimate.title}: {_count(shapes.parameters)} parameters, {len(shapes.blocks)} blocks. A step trains "
-        f"{run.tokens:,} tokens a GPU in sequences of {run.sequence:,}; {mesh}; checkpointing: {run.checkpoint}.",
-        f"{sum(group.count for group in linear)} linear layers in float8: {share:.1%} of the FLOPs of products "
-        "with weights (attention scores are none).",
+        f"{run.tokens:,} tokens a GPU in sequences of {run.sequence:,}; {mesh}; checkpointing: {run.checkpoint}."
     )
-    return [line for text in words for line in _wrapped(text)]
+    covered = (
+        f"{sum(group.count for group in linear)} linear layers in float8: {share:.1%} of the FLOPs of products "
+        "with weights (attention scores are none)."
+    )
+    return [*_wrapped(model), *_wrapped(covered)]
 
 
 def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
@@ -73,7 +75,8 @@ def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
         cells = ""
         for gpu in gpus:
             found = estimate.of(gpu.name, name)
-            cells += f"{_ratio(found.blocks):>7}{_ratio(found.step):>6}" if found.native else f"{'-':>7}{'-':>6}"
+            own = (found.blocks, found.step) if found.native else (math.nan, math.nan)
+            cells += f"{_ratio(own[0]):>7}{_ratio(own[1]):>6}"
         lines.append(f"  {letters.get(name, ' ')}  {name:<21}{cells}".rstrip())
     notes = []
     if any(gpu.measured for gpu in gpus):
@@ -149,7 +152,8 @@ def _wire(estimate: Estimate) -> list[str]:
         f"  {'reduce-scatters of gradients':<34}{own.reduced / GB:>9.2f} GB   float32, the same in bf16",
     ]
     if own.replicated:
-        lines.append(f"  {'all-reduces between replicas':<34}{own.replicated / GB:>9.2f} GB   the same in bf16")
+        between = "all-reduces between replicas"
+        lines.append(f"  {between:<34}{own.replicated / GB:>9.2f} GB   the same in bf16")
     lines.append(f"  {'the all-reduce of amaxes':<34}{own.amaxes / 1e6:>9.3f} MB")
     return lines
 

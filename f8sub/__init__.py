@@ -19,6 +19,7 @@ from f8sub.errors import (
 from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
+from f8sub.features.inspect.estimate import Estimate, estimate
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision
 from f8sub.features.report.conversion_report import conversion_report
@@ -37,6 +38,7 @@ from f8sub.weights.precompute_scales import precompute_scales, register_precompu
 __all__ = [
     "ALL",
     "ConversionReport",
+    "Estimate",
     "Float8ConfigError",
     "Float8Format",
     "Float8Linear",
@@ -58,6 +60,7 @@ __all__ = [
     "convert_from_float8",
     "convert_to_float8",
     "drop_high_precision",
+    "estimate",
     "find_nonfinite",
     "get_recipe",
     "precompute_scales",

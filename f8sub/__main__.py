@@ -33,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(status)
 
 
+def run() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
 def _show(text: str) -> None:
     """Print a page; headings and verdicts in colour where this is a terminal and rich is installed."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None or text.startswith("{"):
@@ -49,4 +54,4 @@ def _show(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

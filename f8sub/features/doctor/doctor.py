@@ -111,7 +111,9 @@ def _advice(
 
 def _of_gpus(machine: Machine, device: torch.device) -> Iterator[str]:
     if not machine.gpus:
-        if machine.gpus_without_torch:
+        if machine.problem is not None:
+            yield f"torch sees a GPU and cannot use it: {machine.problem}."
+        elif machine.gpus_without_torch:
             built = f"built for CUDA {machine.cuda}, finds none" if machine.cuda else "built without CUDA"
             yield f"There is an NVIDIA GPU, and torch, {built}: {WITH_CUDA}, or update the driver."
         yield (

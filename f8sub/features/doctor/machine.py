@@ -73,6 +73,7 @@ class Machine:
         nccl: the version that torch was built with.
         gpus: those that torch sees.
         gpus_without_torch: how many nvidia-smi sees.
+        problem: why torch cannot use the GPUs that it sees.
         variables: those that are set.
         peers: versions of ``PEERS``.
     """
@@ -86,6 +87,7 @@ class Machine:
     nccl: str | None
     gpus: tuple[GpuFacts, ...]
     gpus_without_torch: int
+    problem: str | None
     variables: dict[str, str]
     peers: dict[str, str | None]
 
@@ -99,6 +101,7 @@ def look() -> Machine:
     """Look at this machine."""
     drivers = _by_nvidia_smi()
     hip = torch.version.hip
+    gpus, problem = _gpus()
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
@@ -106,9 +109,10 @@ def look() -> Machine:
         cuda=f"ROCm {hip}" if hip else torch.version.cuda,
         driver=drivers[0] if drivers else None,
         triton=version_of("triton"),
-        nccl=_nccl(),
-        gpus=_gpus(),
+        nccl=_nccl() if gpus else None,
+        gpus=gpus,
         gpus_without_torch=len(drivers),
+        problem=problem,
         variables={
             name: value
             for name, value in sorted(os.environ.items())
@@ -128,22 +132,22 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _gpus() -> tuple[GpuFacts, ...]:
+def _gpus() -> tuple[tuple[GpuFacts, ...], str | None]:
+    """The GPUs, or why they cannot be used."""
     alike: dict[tuple[str, tuple[int, int], int], int] = {}
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
+        try:
+            found = torch.cuda.get_device_properties(index)
+        except (RuntimeError, AssertionError) as error:  # the driver is too old, or the device is lost
+            return (), str(error).partition("\n")[0]
         key = found.name, (found.major, found.minor), found.total_memory
         alike[key] = alike.get(key, 0) + 1
-    return tuple(
-        GpuFacts(name, count, capability, memory) for (name, capability, memory), count in alike.items()
-    )
+    found_gpus = [GpuFacts(name, count, sm, memory) for (name, sm, memory), count in alike.items()]
+    return tuple(found_gpus), None
 
 
-def _nccl() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    found = torch.cuda.nccl.version()
-    return ".".join(map(str, found))
+def _nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _by_nvidia_smi() -> list[str]:

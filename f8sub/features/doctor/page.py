@@ -12,8 +12,8 @@ WIDTH = 80
 WORDS = {
     "scaled_mm": "torch._scaled_mm, cuBLASLt's tensor-core products on a GPU",
     "triton": "f8sub's own kernels, for Hopper",
-    "measured": "for each shape the faster of the two, by this GPU's table",
-    "reference": "plain PyTorch: exact, and about 30 times slower than bf16 on a GPU",
+    "measured": "for each shape cuBLASLt's or f8sub's, whichever was faster on this GPU",
+    "reference": "plain PyTorch: exact; on a GPU 30 times slower than bf16",
     "bf16": "the recipe leaves this product in high precision",
 }
 """What backends are."""
@@ -52,7 +52,7 @@ def _machine(machine: Machine) -> Iterator[str]:
 
 
 def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
-    yield "Recipes, each run once on a small layer: what multiplies, what casts"
+    yield "Recipes, each run once on a small layer: what makes y, dx and dw, and what casts"
     head = ("recipe", "y", "dx", "dw", "casts", "")
     yield _row(head)
     for proof in diagnosis.proofs:
@@ -77,7 +77,7 @@ def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _row(cells: tuple[str, ...]) -> str:
-    widths = (19, 10, 10, 10, 17, 8)
+    widths = (19, 10, 10, 10, 16, 8)
     return ("  " + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))).rstrip()
 
 

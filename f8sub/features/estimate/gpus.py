@@ -5,23 +5,15 @@ GPUs are an H200's, scaled by what data sheets say of both.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, ScaleRule
 from f8sub.kernels.gemm.select import REFERENCE_TIMES_BF16
 from f8sub.recipe import GemmSpec
 
-HIGH, WHOLE, ROWS, VECTORS, VECTORS_BY_SQUARES, SQUARES, MX, FP4 = (
-    "high precision",
-    "one scale a matrix",
-    "one scale a row",
-    "1x128 by 1x128",
-    "1x128 by 128x128",
-    "squares by squares",
-    "1x32, a byte",
-    "1x16, two levels",
-)
+HIGH, WHOLE, ROWS, VECTORS, SQUARES = "high precision", "one scale", "one a row", "1x128", "squares"
+VECTORS_BY_SQUARES, MX, FP4, OTHER = "1x128 by squares", "1x32, e8m0", "1x16, two levels", "other"
 """Kinds of products, by the scales of both operands."""
 
 
@@ -61,18 +53,15 @@ class Gpu:
 
 
 def kind_of_product(spec: GemmSpec) -> str:
-    """One of the kinds above; "other" for operands that go to the reference backend everywhere."""
+    """One of the kinds above; ``OTHER`` for operands that go to the reference backend everywhere."""
     if spec.a is None or spec.b is None:
         return HIGH
-    if not (spec.a.is_plain and spec.b.is_plain):
-        by_rule = {ScaleRule.E8M0: MX, ScaleRule.TWO_LEVEL: FP4}
-        return by_rule.get(spec.a.scale_rule, "other")
     kinds = {kind_of_tiles(spec.a), kind_of_tiles(spec.b)}
     if kinds <= {WHOLE, ROWS}:
         return ROWS if ROWS in kinds else WHOLE
     if kinds == {VECTORS, SQUARES}:
         return VECTORS_BY_SQUARES
-    return kinds.pop() if len(kinds) == 1 else "other"
+    return kinds.pop() if len(kinds) == 1 else OTHER
 
 
 def kind_of_tiles(format: Float8Format) -> str:
@@ -83,7 +72,7 @@ def kind_of_tiles(format: Float8Format) -> str:
     if tile.is_whole or tile.cols == ALL:
         return WHOLE if tile.is_whole else ROWS
     if tile.cols % 128:
-        return "other"
+        return OTHER
     return VECTORS if tile.rows == 1 else SQUARES
 
 
@@ -99,9 +88,9 @@ _HOPPER = {
 }
 """Fitted to an H200; a product's results are written besides. Data sheet: 989 in bf16, 1979 in float8, dense."""
 
-_BLACKWELL = {HIGH: 2250 / 989, WHOLE: 4500 / 1979, ROWS: 4500 / 1979}
+_BLACKWELL = {HIGH: 2250 / 989, FP4: 9000 / 1979, **dict.fromkeys((WHOLE, ROWS, MX), 4500 / 1979)}
 _MI300X = {HIGH: 1307 / 989, WHOLE: 2615 / 1979, ROWS: 2615 / 1979}
-"""Ratios of data sheets' peaks to an H200's."""
+"""Ratios of data sheets' dense peaks to an H200's, of 4 and of 8 bits to its 8."""
 
 H200 = Gpu("H200", _HOPPER, 3.8 * T, 520 * T, 0.13 * T, 0.05 * T, 141e9, "held to measured runs", True)
 
@@ -110,7 +99,7 @@ def _by_data_sheet(
     name: str, peaks: Mapping[str, float], bandwidth: float, link: float, memory: float, note: str = ""
 ) -> Gpu:
     """An H200 scaled by peaks, TB/s of memory and GB/s of links to other GPUs of the host."""
-    rates = {kind: _HOPPER[kind] * ratio for kind, ratio in peaks.items()}
+    rates = {kind: _HOPPER.get(kind, _HOPPER[WHOLE]) * ratio for kind, ratio in peaks.items()}
     by_memory = bandwidth / 4.8
     attention = H200.attention * peaks[HIGH]
     source = "from data sheets, not measured" + note
@@ -120,7 +109,6 @@ def _by_data_sheet(
 
 H100 = _by_data_sheet("H100", dict.fromkeys(_HOPPER, 1.0), 3.35, 900, 80e9)
 B200 = _by_data_sheet("B200", _BLACKWELL, 8.0, 1800, 180e9)
-B200 = replace(B200, rates={**B200.rates, MX: B200.rates[WHOLE], FP4: B200.rates[WHOLE] * 2})
 MI300X = _by_data_sheet(
     "MI300X", _MI300X, 5.3, 896, 192e9, "; it multiplies e4m3fnuz, to which f8sub does not cast yet"
 )

@@ -15,8 +15,8 @@ from f8sub.features.tools.byte_account import SAVED_INPUTS, SHARED_INPUTS
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipes import DEFAULT
 
-ATTENTION_OUTPUTS = (*SAVED_INPUTS, "out_proj", "c_proj", "dense_o")
-"""Names of layers that read what attention makes."""
+ATTENTION_OUTPUTS = ("out_proj", "c_proj", "proj", "dense")
+"""Names of layers that read what attention makes, besides ``SAVED_INPUTS``, in modules called attn or attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,28 @@ class Shapes:
     Attributes:
         products: all that it multiplies by, in its order.
         other_parameters: elements of embeddings, norms and biases.
-        blocks: names of its numbered blocks.
         logits: of a token, of all output heads.
         not_counted: classes whose work depends on more than tokens, such as convolutions.
     """
 
     products: tuple[Product, ...]
     other_parameters: int
-    blocks: tuple[str, ...]
     logits: int
     not_counted: tuple[str, ...]
+
+    @property
+    def blocks(self) -> dict[str, list[Product]]:
+        """The products of each numbered block, by its name."""
+        found: dict[str, list[Product]] = {}
+        for product in self.products:
+            if product.block is not None:
+                found.setdefault(product.block, []).append(product)
+        return found
+
+    @property
+    def outside(self) -> list[Product]:
+        """The products outside of numbered blocks."""
+        return [product for product in self.products if product.block is None]
 
     @property
     def parameters(self) -> int:
@@ -103,26 +115,26 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = ()) -> Shapes:
         parent, _, name = fqn.rpartition(".")
         elements = 0 if layer.weight in seen else layer.weight.numel()
         seen.add(layer.weight)
-        products.append(
-            Product(
-                fqn,
-                layer.out_features,
-                layer.in_features,
-                active_share_of_linear(model, fqn),
-                elements,
-                reasons[layer],
-                first.setdefault((parent, groups.get(name, (name,))), fqn),
-                name in ATTENTION_OUTPUTS,
-                block_of(fqn),
-            )
+        uses, reads = (
+            active_share_of_linear(model, fqn),
+            first.setdefault((parent, groups.get(name, (name,))), fqn),
         )
+        sizes = layer.out_features, layer.in_features, uses, elements
+        places = reasons[layer], reads, reads_attention(fqn), block_of(fqn)
+        products.append(Product(fqn, *sizes, *places))
     others, not_counted = _others(model)
     products += others
     counted = sum(product.elements for product in products)
     logits = sum(linears[fqn].out_features for fqn in heads)
-    blocks = dict.fromkeys(product.block for product in products if product.block is not None)
     total = sum(p.numel() for p in model.parameters())
-    return Shapes(tuple(products), total - counted, tuple(blocks), logits, not_counted)
+    return Shapes(tuple(products), total - counted, logits, not_counted)
+
+
+def reads_attention(fqn: str) -> bool:
+    """Whether a layer's x is what attention made, told by its name."""
+    *parents, name = fqn.split(".")
+    own = any(word in part for part in parents for word in ("attn", "attention"))
+    return name in SAVED_INPUTS or (own and name in ATTENTION_OUTPUTS)
 
 
 def block_of(fqn: str) -> str | None:
@@ -146,19 +158,9 @@ def _others(model: torch.nn.Module) -> tuple[list[Product], tuple[str, ...]]:
             experts = shape[0] if len(shape) == 3 else 1
             share = (active_share(model, other.fqn, experts) or 1.0) if len(shape) == 3 else 1.0
             rows, cols = shape[-2:]
-            found.append(
-                Product(
-                    other.fqn,
-                    rows,
-                    cols,
-                    experts * share,
-                    math.prod(shape),
-                    other.detail,
-                    other.fqn,
-                    False,
-                    block_of(other.fqn),
-                )
-            )
+            sizes = rows, cols, experts * share, math.prod(shape)
+            places = other.detail, other.fqn, reads_attention(other.fqn), block_of(other.fqn)
+            found.append(Product(other.fqn, *sizes, *places))
     return found, tuple(not_counted)
 
 

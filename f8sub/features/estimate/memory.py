@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from f8sub.features.estimate.layers import Product, Shapes
-from f8sub.features.estimate.seconds import FULL, NONE, Run, code_bytes, in_blocks, repeats
+from f8sub.features.estimate.seconds import FULL, NONE, Run, code_bytes, last_of, repeats
 from f8sub.recipe import Recipe
 
-EAGER_SAVES = 1.2
-"""Bytes for each element of x and y that eager code saves besides, between layers."""
-
-LOGIT_BYTES, LOGIT_BYTES_EAGER = 4, 10
-"""Bytes of a logit at the peak: bf16 and its gradient; eager code has float32 too."""
+EAGER_SAVES, LOGIT_BYTES, LOGIT_BYTES_EAGER = 1.2, 4, 10
+"""Bytes for each element of x and y that eager code saves besides; bytes of a logit at the peak, compiled and eager."""
 
 WORKSPACE = 0.4e9
 """Bytes of cuBLAS and of batches."""
@@ -44,27 +41,15 @@ class Memory:
 def memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> Memory:
     """Of a whole step with AdamW: the peak is where backward begins, or where the last block's ends."""
     weights = shapes.parameters / run.shards * run.master_bytes
-    blocks = list(in_blocks(shapes).values())
+    blocks = list(shapes.blocks.values())
     saved = sum(saved_bytes(products, recipe, run) for products in blocks)
     logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
-    head = sum(product.elements for product in shapes.products if product.block is None)
+    head = sum(product.elements for product in shapes.outside)
     at_logits = run.tokens * shapes.logits * logit + head * 2 * run.sharded
     codes = kept_codes(shapes, recipe, run)
-    at_end = weights + max((_in_backward(products, recipe, run) for products in blocks), default=0.0)
+    at_end = weights + max((in_backward_bytes(products, recipe, run) for products in blocks), default=0.0)
     transient = max(at_logits, at_end - saved - codes)
     return Memory(weights, 2 * weights, codes, saved, transient + WORKSPACE)
-
-
-def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
-    """Bytes of forward and backward of the blocks alone, the whole model's weights being there, without optimizer."""
-    weights = shapes.parameters / run.shards * run.master_bytes
-    blocks = list(in_blocks(shapes).values())
-    saved = sum(saved_bytes(products, recipe, run) for products in blocks)
-    gradients = sum(p.elements for products in blocks for p in products) / run.shards * run.master_bytes
-    gathered = 2 * max(_gathered(products, recipe) for products in blocks) * run.sharded
-    at_end = gradients + max(_in_backward(products, recipe, run) for products in blocks)
-    at_begin = kept_codes(shapes, recipe, run) + saved + gathered
-    return weights + max(at_begin, at_end) + WORKSPACE
 
 
 def kept_codes(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
@@ -86,7 +71,8 @@ def saved_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) ->
     if run.checkpoint == FULL:
         return entered
     again = repeats(products, recipe, run)
-    made = sum(2 * run.tokens * p.uses * p.rows for p, r in zip(products[:-1], again, strict=False) if not r)
+    again[last_of(products)] = True  # its y is summed into the next block's input, which is counted there
+    made = sum(2 * run.tokens * p.uses * p.rows for p, r in zip(products, again, strict=True) if not r)
     scores = sum(2 * run.tokens * product.cols for product in products if product.reads_attention)
     return entered + made + scores
 
@@ -102,12 +88,13 @@ def _own_bytes(product: Product, recipe: Recipe | None, run: Run) -> float:
     return x * size + 2 * y + (0 if run.compiled else EAGER_SAVES * (x + y))
 
 
-def _gathered(products: Sequence[Product], recipe: Recipe | None) -> float:
+def gathered_bytes(products: Sequence[Product], recipe: Recipe | None) -> float:
+    """Of the weights of one block."""
     return sum(product.elements * code_bytes(product, recipe) for product in products)
 
 
-def _in_backward(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
+def in_backward_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
     """Of one block: what it saved or makes again, its gathered weights and its gradients before they are reduced."""
     made_again = sum(_own_bytes(product, recipe, run) for product in products)
     elements = sum(product.elements for product in products)
-    return made_again + (2 * _gathered(products, recipe) + 6 * elements) * run.sharded
+    return made_again + (2 * gathered_bytes(products, recipe) + 6 * elements) * run.sharded

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from f8sub.features.estimate.gpus import FP4, MX, ROWS, SQUARES, VECTORS, WHOLE, Gpu, kind_of_tiles
 from f8sub.features.estimate.layers import Product, Shapes
 from f8sub.formats import Float8Format
+from f8sub.recipe import HIGH_PRECISION_GEMM as HIGH_GEMM
 from f8sub.recipe import GemmSpec, Recipe
 
 GAP, CAST_GAP = 5e-6, 9e-6
@@ -63,12 +64,10 @@ CASTS = {
 }
 """Source: docs, "Quantizers on a GPU"; 1x32 and 1x16, for which f8sub has no kernels, have Inductor's for blocks."""
 
-PRIOR = Cast((4, 0.88, 1), (3, 0.88, 1), (3, 0.88, 1))
-"""With scales that are known beforehand."""
+PRIOR = Cast((4, 0.88, 1), (3, 0.88, 1), (3, 0.88, 1))  # with scales that are known beforehand
 
-DERIVED = {ROWS: (3, 0.67, 2)}
-"""Gathered codes to their columnwise usage; ``TRANSPOSED`` where only bytes are transposed."""
-TRANSPOSED = (2, 0.83, 1)
+DERIVED, TRANSPOSED = {ROWS: (3, 0.67, 2)}, (2, 0.83, 1)
+"""The same of gathered codes that become columnwise: those that are re-scaled, and others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +125,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """The sum."""
-        names = ("gemms", "casts", "attention", "elementwise", "copies", "exposed", "loss", "optimizer")
-        return sum(float(getattr(self, name)) for name in names)
+        return sum(float(getattr(self, name)) for name in self.__slots__)
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -148,8 +146,7 @@ def linear_seconds(
     """
     used = recipe if product.reason is None else None
     rows = run.tokens * product.uses
-    high = GemmSpec(a=None, b=None)
-    fprop, dgrad, wgrad = (high,) * 3 if used is None else (used.fprop, used.dgrad, used.wgrad)
+    fprop, dgrad, wgrad = (HIGH_GEMM,) * 3 if used is None else (used.fprop, used.dgrad, used.wgrad)
     n, k = product.rows, product.cols
     gemms = gemm_seconds(fprop, rows, k, n, gpu) * (2 if repeated else 1)
     gemms += gemm_seconds(dgrad, rows, n, k, gpu) + gemm_seconds(wgrad, n, rows, k, gpu)
@@ -202,7 +199,7 @@ def repeats(products: Sequence[Product], recipe: Recipe | None, run: Run) -> lis
     """Which products of one block backward makes again."""
     if run.checkpoint in (NONE, GEMMS):
         return [False] * len(products)
-    last = len(products) - 1
+    last = last_of(products)
     if run.checkpoint == FULL or (run.checkpoint == UNSEEN and recipe is not None):
         return [i != last for i in range(len(products))]
     met: Counter[tuple[int, int]] = Counter()
@@ -211,6 +208,13 @@ def repeats(products: Sequence[Product], recipe: Recipe | None, run: Run) -> lis
         met[product.rows, product.cols] += 1
         found.append(met[product.rows, product.cols] % 2 == 0 and i != last)
     return found
+
+
+def last_of(products: Sequence[Product]) -> int:
+    """Which is the product whose y nothing in the block reads: the last one that has its x for itself."""
+    readers = Counter(product.reads for product in products)
+    alone = [i for i, product in enumerate(products) if readers[product.reads] == 1]
+    return alone[-1] if alone else len(products) - 1
 
 
 def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
@@ -229,12 +233,17 @@ def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, 
     return found + wire_seconds(products, recipe, gpu, run)
 
 
+def wire_format(product: Product, recipe: Recipe | None) -> Float8Format | None:
+    """The format in which a weight is gathered; None where that is in high precision."""
+    if recipe is None or product.reason is not None or None in recipe.formats("w"):
+        return None
+    return recipe.formats("w")[0]
+
+
 def code_bytes(product: Product, recipe: Recipe | None) -> float:
     """Bytes an element of a gathered weight, scales aside."""
-    if recipe is None or product.reason is not None:
-        return 2.0
-    row, col = recipe.formats("w")
-    return 2.0 if row is None or col is None else 1 / row.codes_per_byte
+    format = wire_format(product, recipe)
+    return 2.0 if format is None else 1 / format.codes_per_byte
 
 
 def wire_seconds(
@@ -258,12 +267,12 @@ def wire_seconds(
 def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
     """Of a whole step: blocks, what is outside of them, loss and AdamW."""
     found = Seconds()
-    for products in in_blocks(shapes).values():
+    for products in shapes.blocks.values():
         found += block_seconds(products, recipe, gpu, run)
-    outside = [product for product in shapes.products if product.block is None]
-    for product in outside:
+    for product in shapes.outside:
         found += linear_seconds(product, recipe, gpu, replace(run, checkpoint=NONE), False, run.sharded)
-    found += wire_seconds([*outside, _rest(shapes)], recipe, gpu, run, passes=1)
+    rest = Product("", 0, 0, 0, shapes.other_parameters, "no product", "", False, None)
+    found += wire_seconds([*shapes.outside, rest], recipe, gpu, run, passes=1)
     logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
     loss = run.tokens * shapes.logits * logit / gpu.copy
     state = shapes.parameters / run.shards * run.master_bytes * OPTIMIZER_BYTES
@@ -273,23 +282,10 @@ def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> S
 def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dict[tuple[str, int], float]:
     """Seconds of each weight's products and casts, by its name and N."""
     found: dict[tuple[str, int], float] = {}
-    outside = [product for product in shapes.products if product.block is None]
-    for products in (*in_blocks(shapes).values(), outside):
+    outside = shapes.outside
+    for products in (*shapes.blocks.values(), outside):
         again = [False] * len(products) if products is outside else repeats(products, recipe, run)
         for product, repeated in zip(products, again, strict=True):
             time = linear_seconds(product, recipe, gpu, run, repeated, run.sharded).total
             found[product.fqn, product.rows] = found.get((product.fqn, product.rows), 0.0) + time
     return found
-
-
-def in_blocks(shapes: Shapes) -> dict[str, list[Product]]:
-    """Products by block."""
-    found: dict[str, list[Product]] = {block: [] for block in shapes.blocks}
-    for product in shapes.products:
-        if product.block is not None:
-            found[product.block].append(product)
-    return found
-
-
-def _rest(shapes: Shapes) -> Product:
-    return Product("", 0, 0, 0, shapes.other_parameters, "no product", "", False, None)

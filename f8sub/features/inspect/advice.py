@@ -21,17 +21,9 @@ if TYPE_CHECKING:
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
 
-FULL_SHARE = 0.95
-"""Share of a GPU's memory that a step may take: the rest is the allocator's and NCCL's."""
-
-NEAR = 0.03
-"""Speeds that differ by less are the same: the recipe with more precise operands is recommended."""
-
-LITTLE = 1.05
-"""A whole step that is less than this many times as fast is not worth a change of numbers."""
-
-MUCH_EXPOSED = 0.15
-"""Share of a step in which GPUs wait for each other that is worth a word."""
+FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
+"""Of a GPU's memory a step may take so much, the rest is the allocator's and NCCL's; speeds that differ by less are the
+same; a step that is fewer times as fast is not worth a change of numbers; such a share of waiting is worth a word."""
 
 
 def fits(bytes_of: Memory, gpu: Gpu) -> bool:
@@ -77,15 +69,19 @@ def advice(
     converted = any(product.reason is None for product in shapes.products)
     if recipe is None or not converted:
         yield (
-            f"No recipe has native kernels on an {gpu.name}: train in bf16."
+            f"No recipe has native kernels on {gpu.name}: train in bf16."
             if converted
             else "No layer would be converted, so float8 changes nothing; the reasons are above."
         )
         return
     best = next(each for each in predictions if each.recipe == recipe.name)
-    yield f'f8sub.convert_to_float8(model, recipe="{recipe.name}"), {_why(best, predictions)}.'
     if best.step < LITTLE:
-        yield "A step gains less than 5 %: more tokens a GPU, or wider layers, would gain more."
+        yield (
+            f"Float8 gains little here: {recipe.name} makes a step {best.step:.2f} times as fast as bf16's, "
+            f"of which {_share(shapes, gpu, run):.0%} are products that would be in float8."
+        )
+    else:
+        yield f'f8sub.convert_to_float8(model, recipe="{recipe.name}"): {_why(best, predictions)}.'
     if skip := losing(shapes, recipe, gpu, run):
         yield f"These layers lose time in float8: skip={skip}"
     yield from _of_memory(policies, gpu, run)
@@ -110,11 +106,18 @@ def _why(best: Prediction, predictions: Sequence[Prediction]) -> str:
     return f"{speed}; {faster.recipe} is less precise and {faster.step:.2f} times as fast"
 
 
+def _share(shapes: Shapes, gpu: Gpu, run: Run) -> float:
+    """Of a step in bf16, the products with weights that would be converted."""
+    times = by_product(shapes, None, gpu, run)
+    converted = {(product.fqn, product.rows) for product in shapes.products if product.reason is None}
+    return sum(times[key] for key in converted) / step_seconds(shapes, None, gpu, run).total
+
+
 def _of_memory(policies: Sequence[Policy], gpu: Gpu, run: Run) -> Iterator[str]:
     chosen = next((policy for policy in policies if policy.checkpoint == run.checkpoint), None)
     fitting = [policy for policy in policies if policy.fits]
     if not fitting:
-        yield f"No policy fits in an {gpu.name}: shard over more GPUs, or give each fewer tokens."
+        yield f"No policy fits in {gpu.name}'s memory: shard over more GPUs, or give each fewer tokens."
         return
     fastest = min(fitting, key=lambda policy: policy.float8_seconds)
     if chosen is None or (chosen.fits and fastest.float8_seconds >= chosen.float8_seconds * (1 - NEAR)):

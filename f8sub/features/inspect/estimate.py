@@ -14,9 +14,9 @@ from f8sub.features.estimate.gpus import GPUS, Gpu, gpu_of
 from f8sub.features.estimate.layers import Product, Shapes, alike, shapes_of
 from f8sub.features.estimate.memory import Memory, memory
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE, Run
+from f8sub.features.estimate.wire import Wire, wire
 from f8sub.features.inspect.advice import advice, fits, recommended
 from f8sub.features.inspect.page import page
-from f8sub.features.inspect.wire import Wire, wire
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 
 
@@ -181,21 +181,14 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     predictions = tuple(_predict(shapes, kinds, recipe, gpu, run) for gpu in found for recipe in chosen)
     best = recommended(chosen, [each for each in predictions if each.gpu == found[0].name])
     policies = tuple(_policy(shapes, best, found[0], run, name) for name in CHECKPOINTS)
-    made = Estimate(
-        type(model).__name__,
-        shapes,
-        run,
-        found,
-        _groups(shapes, kinds),
-        predictions,
-        None if best is None else best.name,
-        policies,
-        wire(shapes, best, run),
-        wire(shapes, None, run),
-        (),
-    )
     own = tuple(each for each in predictions if each.gpu == found[0].name)
-    return replace(made, advice=tuple(advice(shapes, best, found[0], run, own, policies)))
+    todo = tuple(advice(shapes, best, found[0], run, own, policies))
+    wires = wire(shapes, best, run), wire(shapes, None, run)
+    name = None if best is None else best.name
+    groups = _groups(shapes, kinds)
+    return Estimate(
+        type(model).__name__, shapes, run, found, groups, predictions, name, policies, *wires, todo
+    )
 
 
 def _run(tokens: int, sequence: int, mesh: Sequence[int], checkpoint: str) -> Run:
@@ -232,7 +225,7 @@ def _groups(shapes: Shapes, kinds: Kinds) -> tuple[LayerGroup, ...]:
 def _predict(shapes: Shapes, kinds: Kinds, recipe: Recipe, gpu: Gpu, run: Run) -> Prediction:
     both = (None, recipe)
     steps = [seconds.step_seconds(shapes, each, gpu, run).total for each in both]
-    by_block = seconds.in_blocks(shapes).values()
+    by_block = shapes.blocks.values()
     blocks = [sum(seconds.block_seconds(block, each, gpu, run).total for block in by_block) for each in both]
     own = [seconds.by_product(shapes, each, gpu, run) for each in both]
     groups = tuple(
@@ -240,17 +233,9 @@ def _predict(shapes: Shapes, kinds: Kinds, recipe: Recipe, gpu: Gpu, run: Run) -
         / sum(own[1][product.fqn, product.rows] for product in products)
         for products in kinds.values()
     )
-    return Prediction(
-        gpu.name,
-        recipe.name,
-        all(gpu.is_native(spec) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)),
-        gpu.measured,
-        blocks[0] / blocks[1] if by_block else math.nan,
-        steps[0] / steps[1],
-        steps[1],
-        steps[0],
-        groups,
-    )
+    native = all(gpu.is_native(spec) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    ratios = blocks[0] / blocks[1] if by_block else math.nan, steps[0] / steps[1]
+    return Prediction(gpu.name, recipe.name, native, gpu.measured, *ratios, steps[1], steps[0], groups)
 
 
 def _policy(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run, name: str) -> Policy:

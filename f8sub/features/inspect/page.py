@@ -49,7 +49,7 @@ def _head(estimate: Estimate) -> list[str]:
     share = sum(group.flops_share for group in linear)
     mesh = f"{run.shards} GPUs share the weights (fully_shard)"
     if run.replicas > 1:
-        mesh = f"{run.replicas} x {mesh}"
+        mesh = f"{run.replicas} copies of the weights on {run.shards} GPUs each (HSDP)"
     model = (
         f"{estimate.title}: {_count(shapes.parameters)} parameters, {len(shapes.blocks)} blocks. A step trains "
         f"{run.tokens:,} tokens a GPU in sequences of {run.sequence:,}; {mesh}; checkpointing: {run.checkpoint}."
@@ -98,7 +98,7 @@ def _layers(estimate: Estimate, letters: dict[str, str]) -> list[str]:
     columns = {name: estimate.of(first, name).groups for name in letters}
     head = "".join(f"{letter:>{RATIO}}" for letter in letters.values())
     lines = [
-        f"Layers: share of all products with weights; speed on an {first}, recipes by letter",
+        f"Layers: share of all products with weights; speed on {first}, recipes by letter",
         f"  {'':<{NAME}}{'layers':>{COUNT}}{'N x K':>{SHAPE}}{'share':>{FLOPS}}{head}".rstrip(),
     ]
     ranked = sorted(range(len(estimate.groups)), key=lambda i: -estimate.groups[i].flops_share)[:MOST_ROWS]
@@ -136,7 +136,7 @@ def _memory(estimate: Estimate) -> list[str]:
     for policy in estimate.policies:
         bytes_of = [each.total / GIB for each in (policy.bf16, policy.float8)]
         speeds = [estimate.run.tokens / each for each in (policy.bf16_seconds, policy.float8_seconds)]
-        note = "" if policy.fits else f"   more than {gpu.memory / GIB:.0f}"
+        note = "" if policy.fits else f"  over {gpu.memory / GIB:.0f} GiB"
         lines.append(
             f"  {policy.checkpoint:<14}{bytes_of[0]:>10.1f}{bytes_of[1]:>12.1f}{speeds[0]:>13,.0f}{speeds[1]:>14,.0f}"
             + note

@@ -10,8 +10,8 @@ import torch
 
 import f8sub
 from f8sub.features.estimate import gpus, seconds
+from f8sub.features.estimate import memory as bytes_of
 from f8sub.features.estimate.layers import Product, Shapes, shapes_of
-from f8sub.features.estimate.memory import blocks_memory, memory
 from f8sub.features.estimate.seconds import Run
 from f8sub.recipe import GemmSpec, Recipe
 
@@ -66,12 +66,24 @@ def alone(product: Product, recipe: Recipe | None, run: Run) -> float:
 
 
 def blocks(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
-    each = seconds.in_blocks(shapes).values()
+    each = shapes.blocks.values()
     return sum(seconds.block_seconds(block, recipe, gpus.H200, run).total for block in each)
 
 
 def step(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
     return seconds.step_seconds(shapes, recipe, gpus.H200, run).total
+
+
+def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
+    """Of forward and backward of the blocks alone, the whole model's weights being there, without optimizer."""
+    weights = shapes.parameters / run.shards * run.master_bytes
+    each = list(shapes.blocks.values())
+    saved = sum(bytes_of.saved_bytes(block, recipe, run) for block in each)
+    gradients = sum(product.elements for block in each for product in block) / run.shards * run.master_bytes
+    gathered = 2 * max(bytes_of.gathered_bytes(block, recipe) for block in each)
+    at_end = gradients + max(bytes_of.in_backward_bytes(block, recipe, run) for block in each)
+    at_begin = bytes_of.kept_codes(shapes, recipe, run) + saved + gathered
+    return weights + max(at_begin, at_end) + bytes_of.WORKSPACE
 
 
 def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
@@ -81,7 +93,7 @@ def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     of_blocks = group["kind"] == "blocks"
     timed = blocks if of_blocks else step
     time, plain = timed(shapes, recipe, run), timed(shapes, None, run)
-    held = blocks_memory(shapes, recipe, run) if of_blocks else memory(shapes, recipe, run).total
+    held = blocks_memory(shapes, recipe, run) if of_blocks else bytes_of.memory(shapes, recipe, run).total
     whole = sum(product.elements for product in shapes.products) + shapes.other_parameters
     return {
         "ms": time * 1e3,
@@ -187,6 +199,6 @@ def test_shares_of_casts_are_those_that_were_measured():
 def test_products_of_a_blocks_backward(checkpoint, recipe, products):
     """Counted in torch.compile's graphs of a Llama block of seven layers, without checkpointing, by torchtitan's
     selective policy, and by that where it does not see float8 products."""
-    block = next(iter(seconds.in_blocks(llama("8b", 4)).values()))
+    block = next(iter(llama("8b", 4).blocks.values()))
     again = seconds.repeats(block, recipe and f8sub.get_recipe(recipe), Run(checkpoint=checkpoint))
     assert 2 * len(block) + sum(again) == products

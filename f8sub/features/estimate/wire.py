@@ -1,9 +1,10 @@
 """Bytes that a training step's collectives carry, on each GPU."""
 
+import math
 from dataclasses import dataclass
 
 from f8sub.features.estimate.layers import Product, Shapes
-from f8sub.features.estimate.seconds import Run
+from f8sub.features.estimate.seconds import Run, wire_format
 from f8sub.recipe import Recipe
 from f8sub.weights.layout import bytes_on_the_wire
 from f8sub.weights.record import lies_in_rows
@@ -29,15 +30,8 @@ class Wire:
 
 
 def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
-    """Of ``fully_shard``, a block a group, resharded after forward.
-
-    Args:
-        shapes: the model.
-        recipe: None for bf16.
-        run: its mesh.
-    """
-    others = shapes.other_parameters
-    whole = others * BF16 + sum(
+    """Of ``fully_shard``, a block a group, resharded after forward; ``recipe`` None for bf16."""
+    whole = shapes.other_parameters * BF16 + sum(
         _gathered(product, recipe) * (1 if product.block is None else 2) for product in shapes.products
     )
     away = (run.shards - 1) / run.shards
@@ -50,20 +44,15 @@ def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
     )
 
 
-def _in_float8(product: Product, recipe: Recipe | None) -> bool:
-    return recipe is not None and product.reason is None and None not in recipe.formats("w")
-
-
 def _gathered(product: Product, recipe: Recipe | None) -> float:
-    row = None if recipe is None else recipe.formats("w")[0]
-    if row is None or not _in_float8(product, recipe) or not product.elements:
+    row = wire_format(product, recipe)
+    if row is None or not product.elements:
         return product.elements * BF16
     return bytes_on_the_wire(row, (product.rows, product.cols))
 
 
 def _amaxes(product: Product, recipe: Recipe | None) -> float:
-    row = None if recipe is None else recipe.formats("w")[0]
-    if row is None or not _in_float8(product, recipe) or lies_in_rows(row.tile) or not product.elements:
+    row = wire_format(product, recipe)
+    if row is None or not product.elements or lies_in_rows(row.tile):
         return 0.0
-    down, across = row.tile.scale_shape((product.rows, product.cols))
-    return FLOAT32 * down * across
+    return FLOAT32 * math.prod(row.tile.scale_shape((product.rows, product.cols)))

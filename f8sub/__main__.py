@@ -48,8 +48,8 @@ def _show(text: str) -> None:
 
     shown = Text(text)
     shown.highlight_regex(re.compile(r"^\S.*$", re.MULTILINE), "bold")
-    shown.highlight_regex(r"\b(reference|failed|no)\b", "red")
-    shown.highlight_regex(r"\b(native|ours|right)\b", "green")
+    shown.highlight_regex(re.compile(r"(failed|slow)$", re.MULTILINE), "red")
+    shown.highlight_regex(re.compile(r"native$", re.MULTILINE), "green")
     Console(soft_wrap=True).print(shown)
 
 

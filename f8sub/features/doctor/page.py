@@ -53,7 +53,7 @@ def _machine(machine: Machine) -> Iterator[str]:
 
 def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
     yield "Recipes, each run once on a small layer: what makes y, dx and dw, and what casts"
-    head = ("recipe", "y", "dx", "dw", "casts", "")
+    head = ("recipe", "y", "dx", "dw", "casts", "here")
     yield _row(head)
     for proof in diagnosis.proofs:
         backends = [product.backend or "bf16" for product in proof.products]

@@ -114,7 +114,9 @@ def prove(recipe: Recipe, device: torch.device) -> Proof:
     operands: dict[str, Quantized] = {}
     casts = []
     for name, shape in shapes.items():
-        values = torch.randn(shape, generator=rng, dtype=torch.float32).to(device, torch.bfloat16)
+        values = torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu").to(
+            device, torch.bfloat16
+        )
         cast, operands[name] = _cast(plan, name, values)
         if cast is not None:
             casts.append(cast)
@@ -177,7 +179,10 @@ def _product(plan: Plan, gemm: str, a: Operand | None, b: Operand | None) -> Pro
         found = gemm_nt(backend, a, b, torch.bfloat16, spec.fast_accum)
         by_tensor_cores = plan.device.type != "cpu" and backend != REFERENCE
         promoted = (IN if spec.fast_accum else PROMOTED) if by_tensor_cores else None
-        return Product(gemm, backend, error_in_bounds(found, a, b, promoted), None, reasons)
+        error = error_in_bounds(found, a, b, promoted)
+        if error == math.inf:
+            return Product(gemm, backend, None, "its result has NaN or infinity", reasons)
+        return Product(gemm, backend, error, None, reasons)
     except Exception as error:  # as above
         return Product(gemm, backend, None, _first_line(error), reasons)
 

@@ -7,11 +7,9 @@ from f8sub.features.estimate.layers import Product, Shapes
 from f8sub.features.estimate.seconds import FULL, NONE, Run, code_bytes, last_of, repeats
 from f8sub.recipe import Recipe
 
-EAGER_SAVES, LOGIT_BYTES, LOGIT_BYTES_EAGER = 1.2, 4, 10
-"""Bytes for each element of x and y that eager code saves besides; bytes of a logit at the peak, compiled and eager."""
-
-WORKSPACE = 0.4e9
-"""Bytes of cuBLAS and of batches."""
+EAGER_SAVES, LOGIT_BYTES, LOGIT_BYTES_EAGER, WORKSPACE = 1.2, 4, 10, 0.4e9
+"""Bytes for each element of x and y that eager code saves besides; bytes of a logit at the peak, compiled and eager;
+bytes of cuBLAS and of batches."""
 
 
 @dataclass(frozen=True, slots=True)

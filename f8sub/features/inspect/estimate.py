@@ -1,6 +1,5 @@
 """f8sub.estimate: predicted speed, memory and bytes on the wire of a model in float8."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -29,7 +28,7 @@ class Prediction:
         recipe: its name.
         native: whether every float8 product has a kernel there; the others' figures are of the reference backend.
         measured: whether measured runs on this GPU are held to the estimate; else it is from data sheets.
-        blocks: bf16's time over float8's of all blocks, forward and backward.
+        blocks: bf16's time over float8's of all blocks, forward and backward; None without numbered blocks.
         step: the same of a whole step.
         step_seconds: of float8.
         bf16_seconds: of bf16.
@@ -40,7 +39,7 @@ class Prediction:
     recipe: str
     native: bool
     measured: bool
-    blocks: float
+    blocks: float | None
     step: float
     step_seconds: float
     bf16_seconds: float
@@ -234,7 +233,7 @@ def _predict(shapes: Shapes, kinds: Kinds, recipe: Recipe, gpu: Gpu, run: Run) -
         for products in kinds.values()
     )
     native = all(gpu.is_native(spec) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    ratios = blocks[0] / blocks[1] if by_block else math.nan, steps[0] / steps[1]
+    ratios = blocks[0] / blocks[1] if by_block else None, steps[0] / steps[1]
     return Prediction(gpu.name, recipe.name, native, gpu.measured, *ratios, steps[1], steps[0], groups)
 
 

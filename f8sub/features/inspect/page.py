@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterable, Iterator
 from string import ascii_lowercase
@@ -75,7 +74,7 @@ def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
         cells = ""
         for gpu in gpus:
             found = estimate.of(gpu.name, name)
-            own = (found.blocks, found.step) if found.native else (math.nan, math.nan)
+            own = (found.blocks, found.step) if found.native else (None, None)
             cells += f"{_ratio(own[0]):>7}{_ratio(own[1]):>6}"
         lines.append(f"  {letters.get(name, ' ')}  {name:<21}{cells}".rstrip())
     notes = []
@@ -174,8 +173,8 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent or "  ")
 
 
-def _ratio(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _count(parameters: int) -> str:

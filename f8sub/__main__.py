@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> None:
-    """The console script."""
+    """The console script; it finds modules of the working directory, as ``python -m`` does."""
+    sys.path.insert(0, "")
     sys.exit(main())
 
 

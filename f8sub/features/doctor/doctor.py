@@ -117,8 +117,8 @@ def _of_gpus(machine: Machine, device: torch.device) -> Iterator[str]:
             built = f"built for CUDA {machine.cuda}, finds none" if machine.cuda else "built without CUDA"
             yield f"There is an NVIDIA GPU, and torch, {built}: {WITH_CUDA}, or update the driver."
         yield (
-            "There is no GPU for torch: every recipe runs on this CPU, with the codes of a GPU, to try f8sub out and to "
-            "test it; it gains no speed. For speed use a GPU of SM 8.9 or newer: Ada, Hopper, Blackwell."
+            "There is no GPU for torch: every recipe runs on this CPU, with the codes of a GPU, to try f8sub out and "
+            "to test it; it gains no speed. For speed use a GPU of SM 8.9 or newer: Ada, Hopper, Blackwell."
         )
         return
     gpu = machine.gpus[0]

@@ -25,6 +25,10 @@ FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
 """Of a GPU's memory a step may take so much, the rest is the allocator's and NCCL's; speeds that differ by less are the
 same; a step that is fewer times as fast is not worth a change of numbers; such a share of waiting is worth a word."""
 
+HOST_SECONDS = 0.012
+"""A block that takes less may be waiting for the host. Four blocks of a Llama, head and AdamW took it 40 ms ("On GPUs"
+in the README), and a 1B model of 10 ms a block was slower than its GPU."""
+
 
 def fits(bytes_of: Memory, gpu: Gpu) -> bool:
     """Whether a GPU holds it."""
@@ -68,11 +72,8 @@ def advice(
     """
     converted = any(product.reason is None for product in shapes.products)
     if recipe is None or not converted:
-        yield (
-            f"No recipe has native kernels on {gpu.name}: train in bf16."
-            if converted
-            else "No layer would be converted, so float8 changes nothing; the reasons are above."
-        )
+        unconverted = "No layer would be converted, so float8 changes nothing; the reasons are above."
+        yield f"No recipe has native kernels on {gpu.name}: train in bf16." if converted else unconverted
         return
     best = next(each for each in predictions if each.recipe == recipe.name)
     if best.step < LITTLE:
@@ -85,6 +86,11 @@ def advice(
     if skip := losing(shapes, recipe, gpu, run):
         yield f"These layers lose time in float8: skip={skip}"
     yield from _of_memory(policies, gpu, run)
+    if shapes.blocks and best.step_seconds < HOST_SECONDS * len(shapes.blocks):
+        yield (
+            "A step is so short that the host may not keep ahead of the GPU, which makes float8 slower than told here. "
+            "More tokens a GPU help."
+        )
     exposed = step_seconds(shapes, recipe, gpu, run).exposed / best.step_seconds
     if exposed > MUCH_EXPOSED:
         yield (
@@ -114,13 +120,13 @@ def _share(shapes: Shapes, gpu: Gpu, run: Run) -> float:
 
 
 def _of_memory(policies: Sequence[Policy], gpu: Gpu, run: Run) -> Iterator[str]:
-    chosen = next((policy for policy in policies if policy.checkpoint == run.checkpoint), None)
+    chosen = next(policy for policy in policies if policy.checkpoint == run.checkpoint)
     fitting = [policy for policy in policies if policy.fits]
     if not fitting:
         yield f"No policy fits in {gpu.name}'s memory: shard over more GPUs, or give each fewer tokens."
         return
     fastest = min(fitting, key=lambda policy: policy.float8_seconds)
-    if chosen is None or (chosen.fits and fastest.float8_seconds >= chosen.float8_seconds * (1 - NEAR)):
+    if chosen.fits and fastest.float8_seconds >= chosen.float8_seconds * (1 - NEAR):
         return
     what = "No checkpointing" if fastest.checkpoint == NONE else f"Checkpointing '{fastest.checkpoint}'"
     if chosen.fits:

@@ -90,8 +90,8 @@ class Policy:
 class Estimate:
     """What is predicted. ``str()`` is a page of 80 columns, ``as_dict()`` is for JSON.
 
-    Times are of code compiled block by block with the host ahead of the GPU. On an H200 they are within 10 % of what
-    was measured, see ``docs/estimate.md``.
+    Times are of code compiled block by block with the host ahead of the GPU. An H200's are fitted to measured runs,
+    which they hit within 10 % but for those that ``docs/estimate.md`` names.
 
     Attributes:
         title: the model's class.

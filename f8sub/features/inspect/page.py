@@ -80,7 +80,9 @@ def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
     notes = []
     if any(gpu.measured for gpu in gpus):
         shown = ", ".join(gpu.name for gpu in gpus if gpu.measured)
-        notes.append(f"{shown}: such figures were within 10 % of measured runs. All are for compiled blocks.")
+        notes.append(
+            f"{shown}: fitted to measured runs of Llamas, nearly all within 10 %. All are of compiled blocks."
+        )
     others: dict[str, list[str]] = {}
     for gpu in gpus:
         if not gpu.measured:
@@ -159,18 +161,12 @@ def _wire(estimate: Estimate) -> list[str]:
 
 def _bullets(sentences: Iterable[str]) -> Iterator[str]:
     for sentence in sentences:
-        yield from textwrap.wrap(
-            sentence,
-            WIDTH,
-            initial_indent="  - ",
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield from _wrapped(sentence, "  - ", "    ")
 
 
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent or "  ")
+def _wrapped(text: str, first: str = "", others: str = "  ") -> list[str]:
+    wrapper = textwrap.TextWrapper(WIDTH, first, others, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
 
 
 def _ratio(value: float | None) -> str:

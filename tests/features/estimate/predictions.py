@@ -3,7 +3,7 @@
 import functools
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     recipe = recipe_of(row["recipe"])
     of_blocks = group["kind"] == "blocks"
     timed = blocks if of_blocks else step
-    time, plain = timed(shapes, recipe, run), timed(shapes, None, run)
+    time, plain = timed(shapes, recipe, run), timed(shapes, None, replace(run, compiled=True))
     held = blocks_memory(shapes, recipe, run) if of_blocks else bytes_of.memory(shapes, recipe, run).total
     whole = sum(product.elements for product in shapes.products) + shapes.other_parameters
     return {

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Never, TypeVar
 
@@ -193,16 +192,7 @@ def _reasons(
     modules: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Linear], selection: Selection
 ) -> dict[str, str | None]:
     """Why each linear layer is not converted, which is entered in the layer; None where it is."""
-    owners: dict[int, list[str]] = defaultdict(list)
-    for fqn, module in modules.items():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append(fqn)
     reasons = selection.reasons(modules, linears)
-    # A weight is gathered as float8 for all of its owners or for none.
-    float8 = {fqn for fqn, reason in reasons.items() if reason in IN_FLOAT8}
-    for fqn in [fqn for fqn, reason in reasons.items() if reason is None]:
-        if apart := [owner for owner in owners[id(linears[fqn].weight)] if owner not in float8]:
-            reasons[fqn] = f"its weight is tied to {apart[-1]}, which stays in high precision"
     for fqn, reason in reasons.items():
         if reason not in IN_FLOAT8:
             setattr(linears[fqn], SKIP_REASON, reason)

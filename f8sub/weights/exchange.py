@@ -116,7 +116,7 @@ class Exchange:
     def reduce(self, *, tell: bool = True) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
 
-        Raises Float8NumericsError if the reduction before found NaN or infinity; ``tell=False`` leaves that to the next.
+        Raises Float8NumericsError if the reduction before found NaN or infinity; ``tell=False`` leaves that for later.
         """
         self.settle()
         if tell:

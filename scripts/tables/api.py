@@ -36,9 +36,11 @@ SECTIONS = {
             "autocast",
             "checkpoint_policy",
             "drop_high_precision",
+            "restore_high_precision",
         ],
     ),
-    "Find what went wrong": ("f8sub", ["skip_step_if_nonfinite", "find_nonfinite"]),
+    "Find what went wrong": ("f8sub", ["skip_step_if_nonfinite", "find_nonfinite", "Monitor", "sensitivity"]),
+    "Serve and load": ("f8sub", ["save_float8", "load_float8", "float8_weights", "float8_state_dict"]),
     "Recipes and formats": (
         "f8sub",
         [
@@ -115,6 +117,8 @@ def public_names(module: str) -> list[str]:
     for node in statements(parsed(module).body):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             listed += ast.literal_eval(node.value)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module:
+            listed += public_names(node.module)
         elif isinstance(node, ast.ImportFrom):
             imported += [alias.name for alias in node.names if alias.asname == alias.name]
     return list(dict.fromkeys(listed or imported))
@@ -136,6 +140,8 @@ def definition(module: str, name: str) -> tuple[str, ast.stmt, str]:
             if name in map(ast.unparse, targets):
                 return module, node, string(following)
         if isinstance(node, ast.ImportFrom):
+            if node.names[0].name == "*" and node.module and name in public_names(node.module):
+                return definition(node.module, name)
             for alias in node.names:
                 if name == (alias.asname or alias.name) and node.module:
                     return definition(node.module, alias.name)

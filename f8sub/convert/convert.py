@@ -28,17 +28,18 @@ from f8sub.convert.filters import (
     layer_recipes,
 )
 from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
+from f8sub.convert.forward_hooks import check_ranks_hook, guests_hook
 from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, warn_of_reference
+from f8sub.linear.parameters import take_place
 from f8sub.linear.saved_input import AUTO, close_scope, open_scope
-from f8sub.linear.take_place import take_place
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.precompute_scales import check_ranks_hook, guests_hook, watch_optimizer_steps
+from f8sub.weights.precompute_scales import watch_optimizer_steps
 from f8sub.weights.weight import Weight
 
 Model = TypeVar("Model", bound=torch.nn.Module)

@@ -39,8 +39,12 @@ SECTIONS = {
             "restore_high_precision",
         ],
     ),
-    "Find what went wrong": ("f8sub", ["skip_step_if_nonfinite", "find_nonfinite", "Monitor", "sensitivity"]),
-    "Serve and load": ("f8sub", ["save_float8", "load_float8", "float8_weights", "float8_state_dict"]),
+    "Look at a run": ("f8sub", ["Monitor", "sensitivity"]),
+    "Serve, and start from float8": (
+        "f8sub",
+        ["save_float8", "float8_state_dict", "float8_weights", "load_float8"],
+    ),
+    "Find what went wrong": ("f8sub", ["skip_step_if_nonfinite", "find_nonfinite"]),
     "Recipes and formats": (
         "f8sub",
         [
@@ -117,8 +121,6 @@ def public_names(module: str) -> list[str]:
     for node in statements(parsed(module).body):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             listed += ast.literal_eval(node.value)
-        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module:
-            listed += public_names(node.module)
         elif isinstance(node, ast.ImportFrom):
             imported += [alias.name for alias in node.names if alias.asname == alias.name]
     return list(dict.fromkeys(listed or imported))
@@ -140,8 +142,6 @@ def definition(module: str, name: str) -> tuple[str, ast.stmt, str]:
             if name in map(ast.unparse, targets):
                 return module, node, string(following)
         if isinstance(node, ast.ImportFrom):
-            if node.names[0].name == "*" and node.module and name in public_names(node.module):
-                return definition(node.module, name)
             for alias in node.names:
                 if name == (alias.asname or alias.name) and node.module:
                     return definition(node.module, alias.name)

@@ -19,6 +19,7 @@ from f8sub.errors import (
 from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
+from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, reduce_gradients_in_float8
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision
 from f8sub.features.report.conversion_report import conversion_report
@@ -46,6 +47,7 @@ __all__ = [
     "Float8Tensor",
     "Float8Warning",
     "GemmSpec",
+    "GradientReduction",
     "LayerReport",
     "Operand",
     "Recipe",
@@ -63,6 +65,7 @@ __all__ = [
     "precompute_scales",
     "quantize",
     "recipe_names",
+    "reduce_gradients_in_float8",
     "register_precompute_hook",
     "skip_step_if_nonfinite",
 ]

@@ -82,7 +82,7 @@ def sum_chunks(
     total = tl.zeros((BLOCKS, BLOCK), tl.float32)
     # Unrolled, so that the rows of several ranks are on their way at a time.
     for rank in tl.range(0, ranks, loop_unroll_factor=4):
-        row = received_ptr + rank.to(tl.int64) * row_bytes
+        row = received_ptr + tl.cast(rank, tl.int64) * row_bytes
         if CODES:
             codes = tl.load(row + code_at + i, mask=i < size, other=0)
             exponent = tl.load(row + scale_at + block, mask=block * BLOCK < size, other=1).to(tl.int32)

@@ -186,16 +186,11 @@ class Reduction(NamedTuple):
     """
 
     key: Any
-    ranks: dist.ProcessGroup | None
+    ranks: Any
     dtype: torch.dtype
     device: torch.device
     comm: Any
     is_default: bool
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether over several ranks."""
-        return self.ranks is not None and self.ranks.size() > 1
 
 
 def reductions(module: FSDPModule) -> list[Reduction]:

@@ -15,8 +15,6 @@ from f8sub.features.gradient_wire.layout import BLOCK
 INFINITY, NAN = 0x7E, 0x7F
 TOP_EXPONENT, TOP_MANTISSA = 8, 0x500000
 """416 = 1.625 * 2**8, the largest code below those of infinity and NaN."""
-LARGEST = 254
-"""The exponent of the largest finite float32, biased by 127."""
 
 
 def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,8 +23,8 @@ def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = F.pad(x, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
     largest = torch.where(blocks.isfinite(), blocks.abs(), 0.0).amax(-1).view(torch.int32)
     exponent = (largest >> 23) - TOP_EXPONENT + ((largest & 0x7FFFFF) > TOP_MANTISSA).to(torch.int32)
-    exponent = exponent.clamp(1, LARGEST)
-    scaled = torch.where(blocks.isfinite(), blocks, 0.0) * _power_of_2(LARGEST - exponent)[..., None]
+    exponent = exponent.clamp(1, 254)  # of finite float32, biased by 127
+    scaled = torch.where(blocks.isfinite(), blocks, 0.0) * _power_of_2(254 - exponent)[..., None]
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)[..., :size]
     codes = torch.where(x.isinf(), (x.signbit().to(torch.uint8) << 7) | INFINITY, codes)
     return torch.where(x.isnan(), NAN, codes), exponent.to(torch.uint8)
@@ -37,9 +35,9 @@ def decode(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     size = codes.shape[-1]
     values = codes.view(torch.float8_e4m3fn).float()
     values = torch.where(codes & 0x7F == INFINITY, values * torch.inf, values)
-    blocks = F.pad(values, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocks: torch.Tensor = F.pad(values, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
     return (blocks * _power_of_2(exponents.to(torch.int32))[..., None]).flatten(-2)[..., :size]
 
 
 def _power_of_2(biased: torch.Tensor) -> torch.Tensor:
-    return torch.bitwise_left_shift(biased, 23).view(dtype=torch.float32)
+    return (biased * 2**23).view(torch.float32)

@@ -57,30 +57,18 @@ def encoded(x):
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 1)
     # Rare, so most programs do not look at each element.
-    if tl.max(largest, 0) >= 0x7F800000:
-        finite = magnitude < 0x7F800000
-        exponent = exponent_of(tl.max(tl.where(finite, magnitude, 0), 1))
-        codes = scaled_down(tl.where(finite, x, 0.0), exponent)
+    is_special = tl.max(largest, 0) >= 0x7F800000
+    if is_special:
+        largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), 1)
+    exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x500000).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+    scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    codes = (x * scale[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if is_special:
         infinity = ((x.to(tl.int32, bitcast=True) >> 24) & 0x80 | 0x7E).to(tl.uint8)
         codes = tl.where(magnitude == 0x7F800000, infinity, codes)
         codes = tl.where(magnitude > 0x7F800000, tl.full(x.shape, 0x7F, tl.uint8), codes)
-    else:
-        exponent = exponent_of(largest)
-        codes = scaled_down(x, exponent)
     return codes, exponent.to(tl.uint8)
-
-
-@triton.jit
-def exponent_of(largest):
-    """The biased exponent of blocks by the bits of their largest magnitudes."""
-    exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x500000).to(tl.int32)
-    return tl.minimum(tl.maximum(exponent, 1), 254)
-
-
-@triton.jit
-def scaled_down(x, exponent):
-    scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return (x * scale[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

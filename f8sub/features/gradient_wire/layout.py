@@ -56,10 +56,7 @@ def layout_of(sizes: tuple[int, ...], *, codes: bool = True) -> Layout:
 
 
 def chunk_size(shape: Sequence[int], world: int) -> int:
-    """Elements of a gradient that each of ``world`` ranks keeps, its rows padded to a multiple of them.
-
-    Source: FSDP2's ``_get_dim0_padded_size``.
-    """
+    """Elements of a gradient that each rank keeps, with padded rows; source: FSDP2's ``_get_dim0_padded_size``."""
     return -(-shape[0] // world) * math.prod(shape[1:])
 
 

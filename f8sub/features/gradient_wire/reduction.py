@@ -6,7 +6,6 @@ dispatches to it and becomes the cast, so no flat copy of the gradients in high 
 those of each call, because gradients that a backward pass does not make are not in its list.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,12 +28,8 @@ class Hops(NamedTuple):
 
 @dataclass
 class Packed:
-    """Gradients of one reduction, their ``layout``, and ``divisor``, what FSDP2 divided them by after they were packed.
+    """Gradients as they are sent, and in float32 where they are measured; and what FSDP2 divided them by since."""
 
-    ``wire`` is uint8, (ranks, layout.row_bytes), and ``exact`` float32, the same gradients where they are measured.
-    """
-
-    reduction: "Float8ReduceScatter"
     layout: Layout
     wire: torch.Tensor
     exact: torch.Tensor | None
@@ -52,26 +47,23 @@ class GradientBuffer(torch.Tensor):
         cls,
         reduction: "Float8ReduceScatter",
         contents: list[Packed],
-        shape: Sequence[int],
-        dtype: torch.dtype,
+        like: torch.Tensor,
         device: torch.device,
     ) -> "GradientBuffer":
-        """One that has this shape."""
-        made: GradientBuffer = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        """One with the shape and dtype of ``like``."""
+        made: GradientBuffer = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=device
+        )
         made.reduction, made.contents = reduction, contents
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """FSDP2 shapes the buffer, fills it and divides it; of everything else there are no values.
-
-        Raises:
-            Float8ConfigError: any other operator.
-        """
+        """FSDP2 shapes the buffer, fills it and divides it; for anything else there are no values."""
         name, buffer = func._schema.name, args[0]  # of a copy, the gradients
         if name == "aten::view":
-            shape = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta").view(args[1]).shape
-            return cls.of(buffer.reduction, buffer.contents, shape, buffer.dtype, buffer.device)
+            like = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta").view(args[1])
+            return cls.of(buffer.reduction, buffer.contents, like, buffer.device)
         if name in ("fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype"):
             out = kwargs["out"]
             out.contents.append(out.reduction.pack(buffer, out.shape[0]))
@@ -99,22 +91,16 @@ class Float8ReduceScatter:
         self._calls = 0
         self.measured: torch.Tensor | None = None
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
         """The input; once it is filled, the output."""
         if self._input:
             self._input = []
             return torch.empty(*size, dtype=dtype, device=device)
-        return GradientBuffer.of(self, self._input, size, dtype, torch.device(device))
+        like = torch.empty(*size, dtype=dtype, device="meta")
+        return GradientBuffer.of(self, self._input, like, torch.device(device))
 
     def pack(self, gradients: Sequence[torch.Tensor], ranks: int) -> Packed:
-        """What this rank sends.
-
-        Raises:
-            Float8ConfigError: a CUDA graph is captured.
-        """
-        device = gradients[0].device
+        """What this rank sends."""
         if is_capturing(gradients[0]):
             raise Float8ConfigError(
                 "a CUDA graph is captured, and reduce_gradients_in_float8 sends the addresses of gradients to the GPU, "
@@ -129,10 +115,10 @@ class Float8ReduceScatter:
         wire = pack(sources, layout, ranks, hosts)
         exact = None
         if self._measure_every and self._calls % self._measure_every == 0:
-            exact = torch.empty(ranks * layout.numel, dtype=torch.float32, device=device)
+            exact = torch.empty(ranks * layout.numel, dtype=torch.float32, device=wire.device)
             torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=exact.view(ranks, -1))
         self._calls += 1
-        return Packed(self, layout, wire, exact)
+        return Packed(layout, wire, exact)
 
     def __call__(
         self,
@@ -142,11 +128,7 @@ class Float8ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Exchange the bytes, and write the sum that ``op`` asks for.
-
-        Raises:
-            Float8ConfigError: an operation that is no sum and no mean.
-        """
+        """Exchange the bytes, and write the sum that ``op`` asks for."""
         packed: Packed = input_tensor.contents[0]
         factor = factor_of(op, group.size())
         if factor is None:
@@ -154,20 +136,18 @@ class Float8ReduceScatter:
                 f"FSDP2 was to reduce gradients by {op}; reduce_gradients_in_float8 has sums and means"
             )
         factor /= packed.divisor
-        layout, wire = packed.layout, packed.wire
+        layout, wire, ranks = packed.layout, packed.wire, group
         if self._hops is not None:
-            layout, wire = self._to_hosts(layout, wire, *self._hops)
-        received = _exchanged(wire, group if self._hops is None else self._hops.across)
-        add(received, layout, factor, output_tensor)
+            layout, wire = self._to_hosts(layout, wire, self._hops)
+            ranks = self._hops.across
+        add(_exchanged(wire, ranks), layout, factor, output_tensor)
         if packed.exact is not None:
             self._measure(packed.exact, output_tensor, factor, group)
 
-    def _to_hosts(
-        self, layout: Layout, wire: torch.Tensor, within: dist.ProcessGroup, across: dist.ProcessGroup
-    ) -> tuple[Layout, torch.Tensor]:
+    def _to_hosts(self, layout: Layout, wire: torch.Tensor, hops: Hops) -> tuple[Layout, torch.Tensor]:
         """Codes of the sums over this host's ranks, which come in bfloat16, for the counterparts on all hosts."""
-        hosts, width = across.size(), layout.numel
-        received = _exchanged(wire.view(within.size(), -1), within)
+        hosts, width = hops.across.size(), layout.numel
+        received = _exchanged(wire.view(hops.within.size(), -1), hops.within)
         chunks = tuple(
             Chunk(chunk.size, host * layout.row_bytes + chunk.code_at, 0, host * width + chunk.out_at)
             for host in range(hosts)
@@ -191,15 +171,6 @@ class Float8ReduceScatter:
         right = torch.where(right.isfinite(), right, 0.0)
         self.measured = torch.stack([right.square().sum(), error.square().sum()])
         dist.all_reduce(self.measured, group=group)
-
-    def decibels(self) -> float | None:
-        """Of the last measured sum; None where none was measured yet."""
-        if self.measured is None:
-            return None
-        signal, error = self.measured.tolist()
-        if signal and error:
-            return 10 * math.log10(signal / error)
-        return math.nan if signal == error else math.copysign(math.inf, signal - error)
 
 
 def _exchanged(wire: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -22,19 +22,10 @@ class Source(NamedTuple):
     length: int
 
 
-def pack(
-    sources: Sequence[Source],
-    layout: Layout,
-    ranks: int,
-    hosts: int = 1,
-) -> torch.Tensor:
-    """What each rank is sent: uint8, (ranks, layout.row_bytes).
+def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) -> torch.Tensor:
+    """What each of ``ranks`` is sent of a source for each chunk: uint8, (ranks, layout.row_bytes).
 
-    Args:
-        sources: one for each chunk of ``layout``.
-        layout: of a row.
-        ranks: how many destinations there are.
-        hosts: rows are in the order of ranks on their hosts first, so that equal parts go to the ranks of a host.
+    Rows are in the order of ranks on their host first, so that equal parts go to the ranks of a host.
     """
     device = sources[0].data.device
     # Nobody reads the bytes between chunks.
@@ -46,12 +37,8 @@ def pack(
             for launch in launches.pack(sources, layout, hosts, out):
                 launch.run()
         return out
-    rows = torch.arange(ranks, device=device, dtype=torch.int64)
-    local = ranks // hosts
-    rows = (rows % local) * hosts + rows // local
+    rows = torch.arange(ranks, device=device, dtype=torch.int64).view(-1, hosts).t().flatten()
     for source, chunk in zip(sources, layout.chunks, strict=True):
-        if not chunk.size:
-            continue
         needed = source.stride * (ranks - 1) + chunk.size
         x = F.pad(source.data.flatten()[: source.length].float(), (0, max(0, needed - source.length)))
         x = x.as_strided((ranks, chunk.size), (source.stride, 1))
@@ -65,14 +52,7 @@ def pack(
 
 
 def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> None:
-    """Write the sum of the rows in their order, added in float32, times ``factor``.
-
-    Args:
-        received: uint8, (ranks, layout.row_bytes).
-        layout: of a row.
-        factor: of the sum, rounded to float32.
-        out: (layout.numel,), float32, bfloat16 or float16.
-    """
+    """Write the sum of the rows, added in float32 in their order, times ``factor`` to ``out``, (layout.numel,)."""
     if support.takes(received):
         from f8sub.features.gradient_wire import launches
 
@@ -80,15 +60,13 @@ def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor
             for launch in launches.add(received, layout, factor, out):
                 launch.run()
         return
-    total = torch.zeros(layout.numel, dtype=torch.float32, device=out.device)
-    for row in received:
-        for chunk in layout.chunks:
-            width = chunk.size if layout.codes else 2 * chunk.size
-            codes = row[chunk.code_at : chunk.code_at + width]
-            if layout.codes:
-                scales = row[chunk.scale_at : chunk.scale_at + chunk.blocks]
-                values = decode(codes[None], scales[None])[0]
-            else:
-                values = codes.view(torch.bfloat16).float()
-            total[chunk.out_at : chunk.out_at + chunk.size] += values
-    out.copy_(total * factor)
+    for chunk in layout.chunks:
+        codes = received[:, chunk.code_at : chunk.code_at + chunk.size * (1 if layout.codes else 2)]
+        if layout.codes:
+            rows = decode(codes, received[:, chunk.scale_at : chunk.scale_at + chunk.blocks])
+        else:
+            rows = codes.contiguous().view(torch.bfloat16).float()
+        total = torch.zeros(chunk.size, dtype=torch.float32, device=out.device)
+        for row in rows:
+            total += row
+        out[chunk.out_at : chunk.out_at + chunk.size] = total * factor

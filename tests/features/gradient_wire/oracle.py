@@ -31,12 +31,10 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 def chunks(gradient: np.ndarray, ranks: int, dim: int = 0) -> list[np.ndarray]:
     """What each rank keeps, with the rows that it lacks as zeros."""
-    parts = [part for part in np.array_split(gradient, 1)] if ranks == 1 else []
-    if ranks > 1:
-        size = -(-gradient.shape[dim] // ranks)
-        padding = [(0, 0)] * gradient.ndim
-        padding[dim] = (0, size * ranks - gradient.shape[dim])
-        parts = np.split(np.pad(gradient, padding), ranks, axis=dim)
+    size = -(-gradient.shape[dim] // ranks)
+    padding = [(0, 0)] * gradient.ndim
+    padding[dim] = (0, size * ranks - gradient.shape[dim])
+    parts = np.split(np.pad(gradient, padding), ranks, axis=dim)
     return [np.ascontiguousarray(part).reshape(-1) for part in parts]
 
 
@@ -57,7 +55,7 @@ def summed(
         factor = 1 / ranks if factor is None else factor
         kept = [part * np.float32(factor) for part in kept]
     shape = list(gradients[0].shape)
-    rows = shape[:dim] + [-1] + shape[dim + 1 :]
+    rows = [*shape[:dim], -1, *shape[dim + 1 :]]
     whole = np.concatenate([part.reshape(rows) for part in kept], axis=dim)
     return torch.from_numpy(whole).narrow(dim, 0, shape[dim]).contiguous()
 

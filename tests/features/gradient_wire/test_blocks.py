@@ -23,7 +23,9 @@ def test_every_magnitude():
     """Blocks from the smallest subnormal number to the largest that keeps its sum finite, and ties."""
     rng = generator(2)
     x = gaussian((250, 128), rng) * 2.0 ** torch.arange(-145, 105)[:, None].double()
-    x = torch.cat([x.float().flatten(), torch.cat([v.flatten() for v in edge_values(torch.float32).values()])])
+    x = torch.cat(
+        [x.float().flatten(), torch.cat([v.flatten() for v in edge_values(torch.float32).values()])]
+    )
     x = x[x.abs() < 3.2e38]
     ties = torch.arange(0.0, 416.0, 0.5 / 8)[:5120]
     for data in (x, ties):

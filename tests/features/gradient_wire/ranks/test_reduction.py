@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
 from tests.features.gradient_wire import oracle
@@ -233,7 +233,7 @@ def test_cpu_offload(ranks):
 
 
 def not_finite(rank: int, world: int) -> None:
-    """NaN, both infinities, and their difference: what a float32 sum has, where it has it; neighbours keep their bits."""
+    """NaN, both infinities, and their difference are where a float32 sum has them; neighbours keep their bits."""
     whole = []
     for index in range(world):
         model = network()
@@ -246,8 +246,6 @@ def not_finite(rank: int, world: int) -> None:
         whole[index][0][place] = value
     model = sharded(network())
     f8sub.reduce_gradients_in_float8(model)
-    hooks = [model[0].weight.register_hook(lambda g: None)] if False else []
-    assert not hooks
     spoil(model, rank, places)
     guarded = torch.optim.SGD(model.parameters(), lr=1.0)
     guard = f8sub.skip_step_if_nonfinite(guarded)
@@ -328,7 +326,9 @@ def measured(rank: int, world: int) -> list[dict[str, float]]:
         assert wire.calls["_reduce_scatter_base_"] == (2 if step % 2 == 0 else 0)
         found.append(reduction.decibels())
     exact = [sum(each) / world for each in own_gradients_of(world, 2)]
-    signal, error = (sum(t.double().square().sum() for t in some) for some in (exact[:2], errors(model, exact)))
+    signal, error = (
+        sum(t.double().square().sum() for t in some) for some in (exact[:2], errors(model, exact))
+    )
     assert found[2]["0"] == pytest.approx(float(10 * torch.log10(signal / error)), abs=0.01)
     return found
 
@@ -346,32 +346,21 @@ def test_measured(ranks):
     assert all(29 < value < 45 for each in found[0] for value in each.values())
 
 
-def hidden_linear(rank: int, world: int) -> None:
-    """Tensor parallelism beside it: local gradients of the parts, reduced over the data-parallel ranks."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
+def with_tensor_parallelism(rank: int, world: int) -> None:
+    """Gradients of this rank's parts of the weights, reduced over the data-parallel ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    data = mesh["dp"].get_local_rank()
-    model = nn.Sequential(nn.Linear(24, 64, bias=False), nn.GELU(), nn.Linear(64, 24, bias=False))
-    source = network(64)
-    with torch.no_grad():
-        model[0].weight.copy_(source[0].weight)
-        model[2].weight.copy_(source[3].weight)
     found = []
     for reduce in (f8sub.reduce_gradients_in_float8, lambda model: None):
-        import copy
-
-        part = parallelize_module(
-            copy.deepcopy(model), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        )
-        part = sharded(part, mesh=mesh["dp"])
-        reduce(part)
-        backward(part, data)
-        found.append([p.grad.full_tensor() for p in part.parameters()])
+        source = network(64)
+        model = nn.Sequential(source[0], nn.GELU(), source[3])
+        styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model = sharded(parallelize_module(model, mesh["tp"], styles), mesh=mesh["dp"])
+        reduce(model)
+        backward(model, mesh["dp"].get_local_rank())
+        found.append([p.grad.full_tensor() for p in model.parameters()])
     for ours, right in zip(*found, strict=True):
         assert oracle.decibels(ours, right) > 29
-    dist.barrier()
 
 
 def test_tensor_parallelism(ranks):
-    ranks(4, hidden_linear)
+    ranks(4, with_tensor_parallelism)

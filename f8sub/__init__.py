@@ -19,11 +19,17 @@ from f8sub.errors import (
 from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
+from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
+from f8sub.features.export.save import save_float8
 from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, reduce_gradients_in_float8
+from f8sub.features.inspect.estimate import Estimate, estimate
+from f8sub.features.load.load import load_float8
+from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
-from f8sub.features.primary_weights.masters import drop_high_precision
+from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.report.report import ConversionReport, LayerReport
+from f8sub.features.sensitivity.sensitivity import sensitivity
 from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (enters by its sockets)
 from f8sub.features.tools.find_nonfinite import find_nonfinite
 from f8sub.features.tools.step_guard import skip_step_if_nonfinite
@@ -38,6 +44,7 @@ from f8sub.weights.precompute_scales import precompute_scales, register_precompu
 __all__ = [
     "ALL",
     "ConversionReport",
+    "Estimate",
     "Float8ConfigError",
     "Float8Format",
     "Float8Linear",
@@ -49,6 +56,7 @@ __all__ = [
     "GemmSpec",
     "GradientReduction",
     "LayerReport",
+    "Monitor",
     "Operand",
     "Recipe",
     "Rounding",
@@ -60,12 +68,19 @@ __all__ = [
     "convert_from_float8",
     "convert_to_float8",
     "drop_high_precision",
+    "estimate",
     "find_nonfinite",
+    "float8_state_dict",
+    "float8_weights",
     "get_recipe",
+    "load_float8",
     "precompute_scales",
     "quantize",
     "recipe_names",
     "reduce_gradients_in_float8",
     "register_precompute_hook",
+    "restore_high_precision",
+    "save_float8",
+    "sensitivity",
     "skip_step_if_nonfinite",
 ]

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
@@ -48,6 +50,11 @@ def default_store() -> Any:
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether the group was destroyed neither by itself nor with the default one."""
     return group in distributed_c10d._world.pg_map
+
+
+def device_of_objects(group: dist.ProcessGroup | None) -> str:
+    """Type of the device whose tensors carry what a group's ranks say to each other, as torch chooses it."""
+    return str(distributed_c10d._get_object_coll_device(group))
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -309,3 +316,12 @@ def is_executed(node: Any) -> bool:
     The engine does not count the tensor that ``backward`` was called on, whose node is the one that runs first.
     """
     return node is torch._C._current_autograd_node() or bool(torch._C._will_engine_execute_node(node))
+
+
+def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -9,7 +9,7 @@ are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % 
 
 Finished runs are kept and not trained again; runs that are missing are trained one after the other.
 
-    python scripts/loss_compare.py --recipes tensorwise rowwise --seeds 0 1 2 --write-readme
+    python scripts/loss_compare.py --recipes tensorwise rowwise --seeds 0 1 2 --write-docs
 
 Runs that were trained elsewhere, by torchtitan for one, are compared by what they logged: give an arm's name and its
 runs, in the same order of seeds. Where nothing was held out, it is the mean of the last tenth of the training losses.
@@ -371,8 +371,8 @@ def main() -> None:
     made.add_argument("--recorded", **recorded, help="compare these and train nothing")
     arguments = made.parse_args()
     if arguments.recorded:
-        if arguments.write_readme:
-            made.error("--write-readme is for the runs that this script trains")
+        if arguments.write_docs:
+            made.error("--write-docs is for the runs that this script trains")
         try:
             arms = arms_of(arguments.recorded, BASELINE)
         except ValueError as error:

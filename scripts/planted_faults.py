@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("f8sub", "tests", "recipes", "scripts", "pyproject.toml", "README.md")
+COPIED = ("f8sub", "tests", "recipes", "scripts", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
 SECONDS = 600
 """After which the tests of one fault are ended: a fault that makes ranks wait for ever counts as caught."""
 

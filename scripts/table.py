@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
+import importlib.metadata
 import json
+import platform
+import re
 import string
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +88,9 @@ def parser(description: str | None, marker: str = "") -> argparse.ArgumentParser
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--json", metavar="FILE", help="also write the figures here")
-    made.set_defaults(write_readme=False, marker=marker)
+    made.set_defaults(write_docs=False, marker=marker)
     if marker:
-        made.add_argument("--write-readme", action="store_true", help="put the table into its page")
+        made.add_argument("--write-docs", action="store_true", help="put the table into its page of docs/")
     return made
 
 
@@ -94,8 +99,24 @@ def finish(arguments: argparse.Namespace, figures: Any, table: Table, markdown: 
     table.show()
     if arguments.json:
         write_json(arguments.json, figures)
-    if arguments.write_readme:
-        write_between_markers(arguments.marker, markdown or table.markdown())
+    if arguments.write_docs:
+        write_between_markers(arguments.marker, f"{markdown or table.markdown()}\n\n{provenance()}")
+
+
+def provenance() -> str:
+    """The line below a table: the command without what says where its figures go, the machine, and the date."""
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
+    options = re.sub(r" --(write-docs|json[ =]\S+)", "", " ".join(["", *sys.argv[1:]]))
+    torch = importlib.metadata.version("torch").partition("+")[0]
+    today = datetime.date.today().isoformat()
+    return f"<sub>`python {script}{options}` · {processor()}, torch {torch} · {today}</sub>"
+
+
+def processor() -> str:
+    """The CPU's name as Linux tells it."""
+    cpus = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 @contextlib.contextmanager
@@ -119,12 +140,14 @@ def write_between_markers(name: str, text: str, root: Path = ROOT) -> None:
         ValueError: no page has each marker once, in this order.
     """
     begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
-    pages = {page: page.read_text() for page in (root / "README.md", *sorted((root / "docs").rglob("*.md")))}
-    page = next((page for page, content in pages.items() if begin in content), root / "README.md")
-    before, found_begin, rest = pages[page].partition(begin)
+    found = (root / "README.md", *sorted((root / "docs").rglob("*.md")))
+    pages = {page: page.read_text() for page in found if page.exists()}
+    page = next((page for page, content in pages.items() if begin in content), None)
+    before, found_begin, rest = pages.get(page, "").partition(begin)
     _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end) or begin in after or end in before + after:
+    if page is None or not (found_begin and found_end) or begin in after or end in before + after:
+        where = page or "README.md or a page of docs/"
         raise ValueError(
-            f"{page} needs the lines {begin.strip()} and {end}, each once: the table goes between them"
+            f"{where} needs the lines {begin.strip()} and {end}, each once: the table goes between them"
         )
     page.write_text(f"{before}{begin}{text}\n{end}{after}")

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,3 +55,12 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     if request.node.get_closest_marker("own_ranks") is not None:
         return run
     return partial(run, file=request.node.location[0])
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled before a test nor after it, and nothing is counted."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -17,7 +17,6 @@ from tests.models import seed_weights
 RECIPES = f8sub.recipe_names()
 WAYS = ("float8", "high_precision", "recompute")
 WIDTH, HEADS, TOKENS = 32, 2, 12
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 on_each_way = pytest.mark.parametrize("way", WAYS)
 
 
@@ -93,10 +92,6 @@ def trained(
         f8sub.precompute_scales(model)
     assert all(tensor.isfinite().all() for tensor in found)
     return found
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def nodes_of(y: torch.Tensor) -> Iterator[tuple[Any, list[torch.Tensor]]]:

@@ -1,5 +1,6 @@
-"""One converted layer, what it is called with, and its gradients."""
+"""One converted layer, or a block of them, what it is called with, and its gradients."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -9,6 +10,10 @@ from tests.data_sets import gaussian, generator
 from tests.models import seed_weights
 
 K, N, M = 32, 48, 24
+RECIPES = f8sub.recipe_names()
+OWN, OTHER = "tensorwise", "rowwise"
+"""The recipe of a layer and that of a context."""
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 
 def made(recipe: str = "tensorwise", dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
@@ -45,3 +50,42 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, recipe: str = "ten
     found, expected = found.detach().float(), expected.detach().float()
     share = 0.2 if oracle.spec_of(recipe, "x").format == "e2m1" else 0.1
     assert (found - expected).norm() <= share * expected.norm()
+
+
+class Block(nn.Module):
+    """Siblings that share one x, then a layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(N, K)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+def block(recipe: str | f8sub.Recipe | None = "tensorwise") -> nn.Module:
+    model = seed_weights(Block())
+    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
+
+
+def results(model: nn.Module, run=lambda model, x: model(x), around=None) -> list[torch.Tensor]:
+    """y, dx and every gradient of ``run``; backward outside of any context, or inside ``around``."""
+    model.zero_grad()
+    x = x_of(M, K)
+    y = run(model, x)
+    if around is None:
+        y.backward(dy_of(y))
+    else:
+        with around:
+            y.backward(dy_of(y))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def under(*contexts: f8sub.autocast):
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not contexts:
+            return model(x)
+        with contexts[0]:
+            return under(*contexts[1:])(model, x)
+
+    return run

@@ -88,8 +88,18 @@ RECIPES: dict[str, dict[str, Spec]] = {
 }
 """Formats of each tensor; the columnwise operand is the transposed matrix, quantized along its own rows."""
 
-VARIANTS = {"blockwise-float": _blockwise("float"), "gridquant-32-e4m3": _grid(32, "e4m3")}
-"""The same with options."""
+_ROW = Spec("e4m3", (1, ALL))
+_FOUR_BITS = Spec("e2m1", (ALL, ALL))
+VARIANTS = {
+    "blockwise-float": _blockwise("float"),
+    "gridquant-32-e4m3": _grid(32, "e4m3"),
+    "mx": dict.fromkeys(("x", "w", "dy"), Spec("e4m3", (1, 32), "power_of_2")),
+    "odd-tiles": {"x": Spec("e4m3", (3, 7)), "w": Spec("e4m3", (5, 5)), "dy": _ROW},
+    "rows-by-tensor": {"x": _ROW, "w": Spec("e4m3", (ALL, ALL)), "dy": _ROW},
+    "four-bits-by-tensor": {"x": _FOUR_BITS, "w": _FOUR_BITS, "dy": Spec("e2m1", (1, ALL))},
+    "two-levels-by-tensor": dict.fromkeys(("x", "w", "dy"), Spec("e4m3", (ALL, ALL), "two_level")),
+}
+"""The same with options, and recipes that f8sub does not ship: the tile idea carries them all."""
 
 HIGH_PRECISION = {"rowwise_with_gw_hp": {"wgrad"}}
 """GEMMs whose operands are read as they are."""

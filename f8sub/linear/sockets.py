@@ -7,7 +7,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
-from f8sub.kernels.scales import Sources
+from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -90,3 +90,8 @@ scaling: Callable[["Float8Linear", Recipe], Sources] = _no_scaling
 placement: Callable[..., Placed] = _no_placement
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
 contexts = Contexts()
+
+
+def sources_of(layer: "Float8Linear", recipe: Recipe) -> Sources:
+    """The sources of a forward that begins now, for features that look at one."""
+    return CURRENT_SOURCES if recipe.scaling is None else scaling(layer, recipe)

@@ -17,7 +17,7 @@ def recipe(*, stochastic_rounding: bool = False, hadamard: bool = False) -> Reci
         stochastic_rounding: round dy stochastically, so that small gradients are right on average.
         hadamard: multiply both operands of wgrad by a random 16x16 Hadamard transform, which spreads an outlier over
             the 16 elements of its tile: 0.4 dB more in dw where single tokens are large, none on gaussian data, and
-            less where small elements beside an outlier matter (``pytest tests/test_nvfp4_options.py``).
+            less where small elements beside an outlier matter (``pytest tests/values/test_nvfp4_options.py``).
     """
     row, block = (Float8Format(E2M1, Tile(rows, 16), ScaleRule.TWO_LEVEL) for rows in (1, 16))
     grad = replace(row, rounding=Rounding.STOCHASTIC) if stochastic_rounding else row

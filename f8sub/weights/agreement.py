@@ -1,8 +1,8 @@
 """Agree over the store whether every rank came to the same point, without waiting for one that does not.
 
-Nothing stays in the store. A point is counted in one key: every rank adds 1 when it comes, and ``_PASSED`` in the very
-operation with which it leaves. A rank that leaves has read what it came for. So the rank whose count says that all left
-is the last reader, and it alone deletes the keys: nobody reads them after that.
+Nothing stays in the store. A point is counted in one key: every rank adds 1 when it comes and ``_PASSED`` when it
+leaves, after it has read what it came for. So the rank whose count says that all left is the last reader, and it alone
+deletes the keys.
 """
 
 import collections
@@ -30,13 +30,9 @@ _left_behind: collections.deque[tuple[weakref.ref[Any], str]] = collections.dequ
 def all_arrive(point: str, world: int) -> bool:
     """Whether all ``world`` ranks come to ``point``; every rank that comes gets the same answer.
 
-    The last rank to arrive decides yes, the first to lose patience decides no, and the first decision stands. A rank
-    that never comes is not needed for it, and one that comes later finds it made. One that comes so late that the
-    decision was deleted waits, and decides no again: those who deleted it do not come a second time.
-
-    Args:
-        point: a name that the ranks share and never used before for another decision.
-        world: how many ranks there are.
+    The last rank to arrive decides yes, the first to lose patience decides no, and the first decision stands. One that
+    comes later finds it made. One that comes so late that the decision was deleted waits, and decides no again: those
+    who deleted it do not come a second time. ``point`` is a name that the ranks share and used for no other decision.
     """
     store, arrived, decision = default_store(), f"{point}/arrived", f"{point}/decision"
     if store.add(arrived, 1) % _PASSED == world:
@@ -47,20 +43,19 @@ def all_arrive(point: str, world: int) -> bool:
         # Not get, which waits: where the answer is no, another rank may have deleted it meanwhile.
         decided = store.compare_set(decision, "", "no")
     if not _leave(store, arrived, decision, world) and decided != b"yes":
-        _leave_behind(store, point)
+        # Ranks may still come to this point; those of an old one have had time to.
+        _left_behind.append((weakref.ref(store), point))
+        if len(_left_behind) > _REMEMBERED:
+            of_store, oldest = _left_behind.popleft()
+            if of_store() is store:
+                _delete(store, f"{oldest}/arrived", f"{oldest}/decision")
     return bool(decided == b"yes")
 
 
 def first_common(point: str, offers: Sequence[str], world: int) -> str | None:
     """The first of ``offers`` that all ranks bring to ``point``, which no rank can fail to come to; no collective.
 
-    Args:
-        point: see ``all_arrive``.
-        offers: what this rank brings, in an order that the ranks share.
-        world: how many ranks there are.
-
-    Returns:
-        The same on every rank; None where no offer is common to all.
+    Offers are in an order that the ranks share. The result is the same on every rank; None where all share none.
     """
     store, arrived, decision = default_store(), f"{point}/arrived", f"{point}/decision"
     for offer in offers:
@@ -83,10 +78,7 @@ def tell(ticket: str) -> None:
 
 
 def all_told(ticket: str, world: int) -> bool:
-    """Whether all ranks told; the same answer everywhere once the collective that they joined is over.
-
-    Every rank that told asks, and asks once. When the first one asks, no rank tells any more.
-    """
+    """Whether all ranks told, the same answer everywhere; every rank that told asks once, after the collective."""
     store = default_store()
     passed, told = divmod(store.add(ticket, _PASSED), _PASSED)
     if passed == told:
@@ -95,20 +87,11 @@ def all_told(ticket: str, world: int) -> bool:
 
 
 def _leave(store: Any, arrived: str, decision: str, world: int) -> bool:
-    """Leave a point; whether this rank was the last of all to do so, and deleted the point."""
+    """Leave a point; whether this rank was the last of all to do so."""
     is_last = store.add(arrived, _PASSED) // _PASSED == world
     if is_last:
         _delete(store, arrived, decision)
     return bool(is_last)
-
-
-def _leave_behind(store: Any, point: str) -> None:
-    """Remember a point that ranks may still come to, and delete the oldest one."""
-    _left_behind.append((weakref.ref(store), point))
-    if len(_left_behind) > _REMEMBERED:
-        of_store, oldest = _left_behind.popleft()
-        if of_store() is store:
-            _delete(store, f"{oldest}/arrived", f"{oldest}/decision")
 
 
 def _delete(store: Any, *keys: str) -> None:

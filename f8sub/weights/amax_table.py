@@ -1,15 +1,18 @@
-"""AmaxTable: where the amaxes of many weights lie for one all-reduce, and the scales that are made of them."""
+"""AmaxTable: the amaxes of many weights side by side, for one all-reduce; their scales; and what is wrong with them."""
 
 import itertools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import shard_amaxes, support
-from f8sub.weights.findings import sent_to
+from f8sub.tensor.host_copy import HostCopy, sent_to
+from f8sub.weights.guests import Guest, Region
 from f8sub.weights.shard import Shard
 
 if TYPE_CHECKING:
@@ -22,20 +25,13 @@ _SLOT = 4
 class AmaxTable:
     """Flat float32 memory, the same on every rank, whose parts the shards and the unsharded weights look at.
 
-    Args:
-        shards: weights of one format, margin and dtype side by side.
-        regions: number of entries of each guest's region.
-        device: type of the device that gathers.
-
-    Attributes:
-        whole: all that is reduced when regions are due: ``amax`` and then ``parts``.
-        amax: the weights' amaxes, infinity for one that is not finite, and last a lane: 1 + the index of a weight
-            that changed on some ranks only.
-        parts: of the regions.
+    ``whole`` is ``amax`` and then the ``parts`` of the guests' regions. ``amax`` are the weights' amaxes, those of one
+    ``Shard.rule`` side by side, infinity for one that is not finite; and as the last entry a lane: 1 + the index of a
+    weight that changed on some ranks only.
     """
 
-    def __init__(self, shards: Sequence[Shard], regions: Sequence[int], device: str) -> None:
-        self._shards = shards
+    def __init__(self, shards: Sequence[Shard], regions: Mapping[Guest, Region], device: str) -> None:
+        self.shards, self.regions = shards, regions
         self._look_for(shards)
         self._places: list[Any] | None = None
         self._launches: list[Launch] = []
@@ -43,23 +39,20 @@ class AmaxTable:
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
         slots = [size + -size % _SLOT for size in sizes]
         with torch.inference_mode(mode=False):
-            parts = [sum(slots) + 1, *regions]
+            parts = [sum(slots) + 1, *(region.size for region in regions.values())]
             self.whole = torch.zeros(sum(parts), dtype=torch.float32, device=device)
             self.amax, *self.parts = self.whole.split(parts)
             self._scale = torch.ones(sum(slots), dtype=torch.float32, device=device)
             self._scale_inv = torch.ones_like(self._scale)
-            start = 0
-            for index, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
-                shard.index = index
+            starts = itertools.accumulate(slots, initial=0)
+            for shard, start, size in zip(shards, starts, sizes, strict=False):
                 flat = (self.amax, self._scale, self._scale_inv)
                 shard.lay_out(*(part[start : start + size] for part in flat))
-                start += slots[index]
 
     def group_by_rule(self) -> None:
         """Find the weights side by side whose scales are made alike."""
-        from_table = [shard for shard in self._shards if not shard.wire.carries_scales]
-        runs = itertools.groupby(from_table, key=lambda s: s.rule)
-        self._runs = [list(run) for _, run in runs]
+        from_table = (shard for shard in self.shards if not shard.wire.carries_scales)
+        self._runs = [list(run) for _, run in itertools.groupby(from_table, key=lambda s: s.rule)]
 
     def take_amaxes(self) -> None:
         """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""
@@ -69,22 +62,24 @@ class AmaxTable:
         if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
             with torch._C._DisableTorchDispatch():
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
-            all_of_it = len(whole) * _SLOT == len(self.amax) - 1
-            where = slice(0, -1, _SLOT) if all_of_it else self._positions(whole)
+            where: slice | torch.Tensor = slice(0, -1, _SLOT)
+            if len(whole) * _SLOT != len(self.amax) - 1:
+                positions = [int(shard.scales.amax.storage_offset()) for shard in whole]
+                where = sent_to(self.amax.device, positions)
             self.amax[where] = torch.stack(amaxes).float()
         for shard in self._finer:
             shard.write_amax()
-        for shard in self._shards:
-            shard.mark_scaled()
+        for shard in self.shards:
+            shard.amax_of = shard.master.state
         if self._tensorwise or self._finer:
             self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
     def _take_together(self) -> None:
-        """Take the amaxes that a launch over many shards can take; which it is, is kept while they stay in place."""
-        masters = [shard.master for shard in self._shards]
+        """Take the amaxes that kernels take of many shards; launches are kept while the shards stay in place."""
+        masters = [shard.master for shard in self.shards]
         places = [(master.data_ptr(), master.shape, master.stride()) for master in masters]
         if places != self._places:
-            matrices = {shard: shard.in_table for shard in self._shards if shard.master.numel()}
+            matrices = {shard: shard.in_table for shard in self.shards if shard.master.numel()}
             taken = {shard: m for shard, m in matrices.items() if shard_amaxes.takes(m, self.amax.device)}
             self._launches = shard_amaxes.amaxes(list(taken.values()), self.amax)
             self._look_for([shard for shard in matrices if shard not in taken])
@@ -99,35 +94,30 @@ class AmaxTable:
         self._tensorwise = [s for s in shards if s.wire.table_tile.is_whole]
         self._finer = [s for s in shards if not s.wire.table_tile.is_whole]
 
-    def _positions(self, shards: list[Shard]) -> torch.Tensor:
-        return sent_to(self.amax.device, [int(shard.amax.storage_offset()) for shard in shards])
-
     def write_scales(self) -> None:
         """Make the scales of the reduced amaxes, in place."""
         for shards in self._runs:
-            self._write_scales(shards)
-        for shard in self._shards:
+            if shards[0].format.scale_rule.stored_as != torch.float32:
+                for shard in shards:
+                    self._write(shard, shard.scales[:3], None)
+                continue
+            first, last = shards[0].scales.amax, shards[-1].scales.amax
+            part = slice(first.storage_offset(), last.storage_offset() + last.numel())
+            priors = [shard.prior() for shard in shards if shard.prior is not None]
+            prior = None
+            if priors:
+                # Side by side as the weights are in the table, with zeros between.
+                scales = torch.cat([each.scale.view(1) for each in priors])
+                spread = scales.new_zeros((len(priors) - 1) * _SLOT + 1)
+                spread[::_SLOT] = scales
+                prior = PriorScale(spread, priors[0].margin, priors[0].covers)
+            self._write(shards[0], (self.amax[part], self._scale[part], self._scale_inv[part]), prior)
+        for shard in self.shards:
             shard.scales_written()
 
-    def _write_scales(self, shards: list[Shard]) -> None:
-        """Make the scales of weights of one format and dtype, which lie side by side in the table."""
-        if shards[0].format.scale_rule.stored_as != torch.float32:
-            for shard in shards:
-                self._write(shard, shard.amax, shard.scale, shard.scale_inv, None)
-            return
-        first, last = shards[0].amax, shards[-1].amax
-        part = slice(first.storage_offset(), last.storage_offset() + last.numel())
-        prior = _side_by_side([shard.prior() for shard in shards if shard.prior is not None])
-        self._write(shards[0], self.amax[part], self._scale[part], self._scale_inv[part], prior)
-
-    def _write(
-        self,
-        shard: Shard,
-        amax: torch.Tensor,
-        scale: torch.Tensor,
-        scale_inv: torch.Tensor,
-        prior: PriorScale | None,
-    ) -> None:
+    def _write(self, shard: Shard, entries: Sequence[torch.Tensor], prior: PriorScale | None) -> None:
+        """Make the scales of entries (amax, scale, scale_inv), by the rule of ``shard``."""
+        amax, scale, scale_inv = entries
         if shard_amaxes.takes_amaxes(amax, shard.format, shard.dtype):
             with support.device_of(amax):
                 shard_amaxes.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()
@@ -138,16 +128,49 @@ class AmaxTable:
         scale.copy_(made.scale)
         with _unsafe_preserve_version_counter(scale_inv):
             scale_inv.copy_(made.scale_inv)
-        if shard.global_scale_inv is not None and made.global_scale_inv is not None:
-            with _unsafe_preserve_version_counter(shard.global_scale_inv):
-                shard.global_scale_inv.copy_(made.global_scale_inv)
+        global_scale_inv = shard.scales.global_scale_inv
+        if global_scale_inv is not None and made.global_scale_inv is not None:
+            with _unsafe_preserve_version_counter(global_scale_inv):
+                global_scale_inv.copy_(made.global_scale_inv)
 
 
-def _side_by_side(priors: Sequence[PriorScale]) -> PriorScale | None:
-    """The prior scales of weights that lie side by side in the table, where zeros are between; None of none."""
-    if not priors:
-        return None
-    scales = torch.cat([prior.scale.view(1) for prior in priors])
-    spread = scales.new_zeros((len(priors) - 1) * _SLOT + 1)
-    spread[::_SLOT] = scales
-    return PriorScale(spread, priors[0].margin, priors[0].covers)
+class Findings:
+    """What a reduction of a table met: NaN and infinity, weights that changed alone, and what regions ``read``."""
+
+    def __init__(self, table: AmaxTable, told: Sequence[tuple[Region, torch.Tensor]]) -> None:
+        amax = table.amax
+        self._copy = HostCopy(torch.cat([amax[:-1].isinf(), amax[-1:], *(found for _, found in told)]))
+        self._sizes = [len(amax) - 1, 1, *(len(found) for _, found in told)]
+        self._shards, self._regions = table.shards, [region for region, _ in told]
+
+    def tell(self) -> None:
+        """Warn, or raise Float8NumericsError with the names of the layers, on every rank alike."""
+        found = self._copy.read()
+        if not found.any():
+            return
+        weights, lane, *of_regions = found.split(self._sizes)
+        if (alone := int(lane)) > 0:
+            warnings.warn(
+                f"{self._shards[alone - 1].fqn}: its weight changed on some ranks and not on others since scales "
+                "were computed; the ranks gathered it with the scales from before the change, and what those could "
+                "not hold as NaN, or as the largest code of a format without NaN. Change a sharded weight on every "
+                "rank alike, then call precompute_scales(model)",
+                Float8Warning,
+                stacklevel=5,
+            )
+        entries = [(shard.fqn, shard.scales.amax) for shard in self._shards]
+        bad = [fqn for fqn, amax in entries if weights[amax.storage_offset() :][: amax.numel()].any()]
+        messages = [bad_weights(bad, "on this or another rank")] if bad else []
+        for region, of_region in zip(self._regions, of_regions, strict=True):
+            messages += region.tell(of_region) if of_region.any() else []
+        if messages:
+            raise Float8NumericsError(". ".join(messages))
+
+
+def bad_weights(fqns: Sequence[str], where: str) -> str:
+    """The error that NaN or infinity in the weights of these layers is."""
+    return (
+        f"NaN or infinity in the master weight of {', '.join(fqns)} ({where}) when scales were last computed; its "
+        "float8 codes have been NaN since. Restore the weights from a checkpoint, and look at the gradients of the "
+        "optimizer step before: gradient norm, learning rate, loss scale"
+    )

@@ -1,108 +1,45 @@
 """Conversion: the weights of one ``convert_to_float8``, for what they do together."""
 
 import hashlib
-import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
-from f8sub.kernels.gemm.select import Plan, reference_warning
-from f8sub.kernels.scales import PriorScale
 from f8sub.torch_compat import param_dtypes, resharded_to_part
 from f8sub.version import __version__
 from f8sub.weights.agreement import all_arrive
-from f8sub.weights.exchange import Exchange, Region
+from f8sub.weights.exchange import Exchange
+from f8sub.weights.guests import Guest, makers
 from f8sub.weights.layout import ShardLayout, sharded_dims
 from f8sub.weights.ranks import check_ranks
-from f8sub.weights.record import WeightRecord
 from f8sub.weights.shard import Shard
-from f8sub.weights.weight import local_tensor, master_of
+from f8sub.weights.weight import WeightRecord, local_tensor, master_of
 
 _SEEN = "float8_seen"
 """Attribute of every module that ``convert_to_float8`` was given."""
 
 Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
+Records = weakref.WeakKeyDictionary[torch.nn.Module, dict[str, WeightRecord]]
 ParamDtypes = dict[tuple[torch.nn.Module, str], torch.dtype | None]
-
-
-class Guest:
-    """What a feature does for the weights of one conversion; a feature overrides what it needs."""
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the model's forwards have to be seen."""
-        return False
-
-    def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
-        """What makes the weight's scale together with its amax, (1, 1); None for the amax alone."""
-        return None
-
-    def region(self, records: Sequence[WeightRecord], device: str, before: Region | None) -> Region | None:
-        """A region for the exchange of these sharded weights.
-
-        Args:
-            records: of the weights.
-            device: type of the device that gathers.
-            before: the guest's region of the exchange while it had fewer weights.
-        """
-        return None
-
-    def forward(self) -> bool:
-        """A forward of the model begins; whether the guest has seen all of them that it needs."""
-        return True
-
-    def loaded(self) -> None:
-        """A state dict was loaded into a module of the conversion."""
-
-    def before_count(self) -> None:
-        """An optimizer step of some of the weights is about to be counted."""
-
-    def counted(self) -> None:
-        """It was counted."""
-
-    def precompute(self) -> None:
-        """``precompute_scales`` is called, before anything is reduced; where a guest counts steps.
-
-        Raises:
-            Float8NumericsError: the guest knows of NaN or infinity.
-        """
-
-    def requested(self) -> None:
-        """``precompute_scales`` began all reductions.
-
-        Raises:
-            Float8NumericsError: the guest knows of NaN or infinity.
-        """
-
-
-MakeGuest = Callable[["Conversion"], Guest]
-
-makers: list[MakeGuest] = []
-"""What features have added: called once a conversion."""
+G = TypeVar("G", bound=Guest)
 
 
 class Conversion:
-    """All weights of one ``convert_to_float8`` call, in an order that every rank agrees on.
+    """All weights of one ``convert_to_float8`` call, in an order that every rank agrees on; holds no module alive.
 
-    Holds no module alive. A deep copy or a pickle of the model makes one of its own, which its layers enter as they
-    are made.
+    A deep copy or a pickle of the model makes one of its own, which its layers enter as they are made.
 
     Attributes:
-        primary_weights: whether the weights become float8 once an optimizer has their masters.
-        idle_patterns: patterns of options that decide for none of the layers, with reasons.
+        options: what features were asked for, by name.
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
-        steps: number of optimizer steps among them.
-        step_guards: what skips steps whose gradients are not finite; each lives with its optimizer.
-        is_sharded: whether FSDP2 or tensor parallelism shards any of the weights.
-        exchanges: one for each process group that gathers weights, set of ranks that share their scales, and set of
-            all ranks that hold them.
+        exchanges: by ``group``, ``sharers`` and ``ranks`` of the weights' layouts.
     """
 
     made: ClassVar[int] = 0
@@ -111,24 +48,16 @@ class Conversion:
     counts_steps: ClassVar[bool] = False
     """Whether a guest of any conversion asks for optimizer steps: until then this is all that their end reads."""
 
-    def __init__(self, primary_weights: bool = False, idle_patterns: tuple[str, ...] = ()) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         Conversion.made += 1
-        self.primary_weights = primary_weights
-        self.idle_patterns = idle_patterns
-        self._records: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, WeightRecord]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._unsharded: dict[WeightRecord, None] = {}
-        self._shards: dict[WeightRecord, Shard] = {}
+        self.options = options or {}
+        self._records: Records = weakref.WeakKeyDictionary()
         self.changes = 0
-        self.steps = 0
-        self.step_guards: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.is_sharded = self._told_of_reference = False
         self.exchanges: dict[Ranks, Exchange] = {}
         self.guests: list[Guest] = [make(self) for make in makers]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Conversion, (self.primary_weights, self.idle_patterns)
+        return Conversion, (self.options,)
 
     @staticmethod
     def see(model: torch.nn.Module) -> None:
@@ -151,16 +80,14 @@ class Conversion:
     def add(
         self, module: torch.nn.Module, name: str, fqn: str, format: Float8Format | None, gathered: bool
     ) -> WeightRecord:
-        """Enter the parameter ``name`` of a module, which is a ``WeightOwner``."""
+        """Enter the parameter ``name`` of a module, see ``WeightRecord.module``."""
         record = WeightRecord(self, module, name, fqn, format, gathered)
         self._records.setdefault(module, {})[name] = record
-        self._unsharded[record] = None
         return record
 
     def discard(self, module: torch.nn.Module) -> None:
         """Take a module's weights out."""
-        for record in self._records.pop(module, {}).values():
-            self._unsharded.pop(record, None)
+        self._records.pop(module, None)
 
     def owns(self, module: torch.nn.Module) -> bool:
         """Whether weights of ``module`` are among these."""
@@ -178,43 +105,40 @@ class Conversion:
     def __iter__(self) -> Iterator[WeightRecord]:
         return iter(sorted(self.records, key=lambda record: record.fqn))
 
-    def warn_of_reference(self, plans: Iterable[Plan]) -> None:
-        """Warn once a conversion where GEMMs on a GPU fall to the reference backend, see ``reference_warning``."""
-        if not self._told_of_reference and (message := reference_warning(plans)):
-            self._told_of_reference = True
-            warnings.warn(message, Float8Warning, stacklevel=4)
+    def guest(self, kind: type[G]) -> G:
+        """The guest of a feature."""
+        return next(guest for guest in self.guests if isinstance(guest, kind))
 
     def refresh(self, *, asked: bool = False) -> None:
-        """Enter the weights that were sharded since the last look.
+        """Enter the weights that were sharded since the last look, which every rank knows.
 
-        Which weights those are, every rank knows; that a known one got another local tensor, one rank alone may
-        (FSDP2 pads the short shards anew), so that is looked at where nothing is communicated.
-
-        Args:
-            asked: this is because of a call that a rank may have forgotten, so nothing is begun together before
-                all ranks came. Else it is before an all-gather, which no rank can forget.
+        With ``asked`` a rank may have forgotten to call this, so nothing is begun together before all ranks came. Else
+        this is before an all-gather, which no rank can forget.
         """
-        new = [(record, record.parameter) for record in self._unsharded if not record.entered]
+        records = self.records
+        new = [(record, record.parameter) for record in records if not record.entered]
         if sharded := [(record, w) for record, w in new if isinstance(w, DTensor) and sharded_dims(w)]:
             self._enter(sorted(sharded, key=lambda each: each[0].fqn), asked)
-        for record, shard in self._shards.items():
-            shard.follow(record)
+        for record in records:
+            if (shard := record.shard) is not None:
+                shard.follow(record)  # as one rank alone may have to, so nothing is communicated
 
     def shard_of(self, record: WeightRecord) -> Shard:
-        """The shard of a weight that is about to be gathered.
-
-        Raises:
-            Float8ConfigError: the module's parameter is not what is gathered.
-        """
+        """The shard of a weight that is about to be gathered."""
         if not record.entered:
             self.refresh()
-        if record.shard is None:
+        if (shard := record.shard) is None:
             raise Float8ConfigError(
                 f"{record.fqn}: its weight is gathered but is not a sharded parameter of the layer "
                 f"({type(record.parameter).__name__}); assign weights before fully_shard"
             )
-        record.shard.follow(record)
-        return record.shard
+        shard.follow(record)
+        return shard
+
+    def settle(self) -> None:
+        """Have guests finish what a state dict holds, which is about to be taken or loaded."""
+        for guest in self.guests:
+            guest.before_state_dict()
 
     def loaded(self) -> None:
         """Enter that a state dict was loaded into one of the modules."""
@@ -222,72 +146,51 @@ class Conversion:
         for guest in self.guests:
             guest.loaded()
 
-    def count_step(self, records: Iterable[WeightRecord]) -> None:
-        """Enter that an optimizer has just stepped these weights."""
-        for guest in self.guests:
-            guest.before_count()
-        self.steps += 1
-        for record in records:
-            record.last_step = self.steps
-
-    def reduce_regions(self) -> None:
-        """Reduce the guests' regions that are due and that no all-gather will ask for."""
-        for exchange in self.exchanges.values():
-            exchange.reduce_regions()
-
-    def settle(self) -> None:
-        """Reduce what is due and finish what is under way, before a state dict of guests is taken or loaded."""
-        for exchange in self.exchanges.values():
-            exchange.settle_for_state_dict()
-
-    @property
-    def unsharded(self) -> Iterable[WeightRecord]:
-        """The weights that no exchange covers."""
-        return self._unsharded
-
-    def _enter(self, new: list[tuple[WeightRecord, DTensor]], asked: bool) -> None:
-        _refuse_partly_resharded([record for record, _ in new])
-        layouts = {record: ShardLayout.of(weight, record.fqn) for record, weight in new}
+    def _enter(self, new: Sequence[tuple[WeightRecord, DTensor]], asked: bool) -> None:
+        """Give shards to weights that were sharded, and exchanges to the shards."""
+        resharded = resharded_to_part(record.module for record, _ in new if record.gathered)
+        if fqns := sorted({record.fqn for record, _ in new if record.module in resharded}):
+            # FSDP2 gathers anew what it kept of a weight after forward, without the hooks that say what it is.
+            raise Float8ConfigError(
+                f"{fqns[0]} and {len(fqns) - 1} more: sharded with reshard_after_forward=<int>, which FSDP2 does not "
+                "do for weights with all-gather hooks (torch raises NotImplementedError in backward); pass True or "
+                "False to fully_shard, or convert with float8_all_gather=False"
+            )
         dtypes = param_dtypes(record.module for record, _ in new)
-        for key in dict.fromkeys(map(_ranks_of, layouts.values())):
-            members = [record for record, _ in new if _ranks_of(layouts[record]) == key]
-            layout = layouts[members[0]]
-            exchange = self.exchanges.get(key) or Exchange(self, layout)
-            if not self._compared(members, layout, dtypes, exchange, asked):
+        shards = {shard.master.cell: shard for e in self.exchanges.values() for shard in e.table.shards}
+        alike = defaultdict(list)
+        for record, weight in new:
+            layout = ShardLayout.of(weight, record.fqn)
+            alike[layout.group, layout.sharers, layout.ranks].append((record, layout))
+        for ranks, members in alike.items():
+            exchange = self.exchanges.get(ranks) or Exchange(self, members[0][1])
+            if not self._compared([record for record, _ in members], dtypes, exchange, asked):
                 continue
-            self.is_sharded = True
-            for record in members:
+            for record, layout in members:
                 record.entered = True
-                if shard := self._shard(record, layouts[record], dtypes, exchange):
-                    self._shards[record] = record.shard = shard
-                    del self._unsharded[record]
-            if ours := [record for record, shard in self._shards.items() if shard.exchange is exchange]:
-                self.exchanges[key] = exchange
-                alive = (record for record in ours if record.module is not None)
-                exchange.set_records(sorted(alive, key=lambda record: record.fqn))
+                if shard := self._shard(record, layout, dtypes, exchange):
+                    record.shard = shards.setdefault(shard.master.cell, shard)  # tied weights have one
+            shared = [record for record in self if (s := record.shard) is not None and s.exchange is exchange]
+            if shared:
+                self.exchanges[ranks] = exchange
+                exchange.set_records(shared)
 
     def _compared(
-        self,
-        members: list[WeightRecord],
-        layout: ShardLayout,
-        dtypes: ParamDtypes,
-        exchange: Exchange,
-        asked: bool,
+        self, members: list[WeightRecord], dtypes: ParamDtypes, exchange: Exchange, asked: bool
     ) -> bool:
-        """Compare weights across the ranks that hold them; False where ``asked`` and some rank did not come.
-
-        Raises:
-            Float8RankMismatchError: ranks that were converted differently.
-        """
+        """Compare weights across the ranks that hold them; False where ``asked`` and some rank did not come."""
+        layout = exchange.layout
         ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
         if world > 1:
             if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
                 return False
+            of_guests = {name: value for guest in self.guests for name, value in guest.described().items()}
             described = [
                 {
                     "layer": record.fqn,
                     "f8sub": __version__,
                     **record.module.weight_described(record.name, torch.device(layout.device)),
+                    **of_guests,
                     "param_dtype": str(dtypes.get((record.module, record.name))),
                 }
                 for record in members
@@ -301,7 +204,7 @@ class Conversion:
     def _shard(
         self, record: WeightRecord, layout: ShardLayout, dtypes: ParamDtypes, exchange: Exchange
     ) -> Shard | None:
-        """The shard of a weight that is gathered as float8 or has a prior scale; None of any other."""
+        """A shard of a weight that is gathered as float8 or has a prior scale; None of any other."""
         gathered_by = record.module, record.name
         sent = record.gathered and gathered_by in dtypes
         prior = next((prior for guest in self.guests if (prior := guest.prior_of(record))), None)
@@ -322,26 +225,13 @@ class Conversion:
                     f"puts together from one byte an element, and {format} has two in one; "
                     "shard it by rows, or convert with float8_all_gather=False"
                 )
-            layout.check_lines_up(format.tile, record.fqn)
+            for dim, part in layout.cuts:  # no GEMM could read the scales of tiles that reach out of a part
+                format.tile.check_cut(
+                    dim, layout.whole[dim], part, f"{record.fqn}: its weight {layout.whole}"
+                )
         if master.cell.record is None or master.cell.record.conversion is None:
             master.cell.record = record  # else of another module's weight that is tied to this one
-        tied = next((shard for shard in self._shards.values() if shard.master.cell is master.cell), None)
-        return tied or Shard(record, master, layout, dtypes.get(gathered_by), exchange, prior, sent=sent)
-
-
-def _ranks_of(layout: ShardLayout) -> Ranks:
-    return layout.group, layout.sharers, layout.ranks
-
-
-def _refuse_partly_resharded(records: list[WeightRecord]) -> None:
-    """FSDP2 gathers anew what it kept of a weight after forward, without the hooks that would say what it is."""
-    found = resharded_to_part(record.module for record in records if record.gathered)
-    if fqns := sorted({record.fqn for record in records if record.module in found}):
-        raise Float8ConfigError(
-            f"{fqns[0]} and {len(fqns) - 1} more: sharded with reshard_after_forward=<int>, which FSDP2 does not do "
-            "for weights with all-gather hooks (torch raises NotImplementedError in backward); pass True or False to "
-            "fully_shard, or convert with float8_all_gather=False"
-        )
+        return Shard(record, master, layout, dtypes.get(gathered_by), exchange, prior, sent=sent)
 
 
 _entered: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """Where one rank's shard lies in a weight, and the bytes it sends of it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,32 +10,30 @@ from torch.distributed.tensor import DTensor
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, Tile
 from f8sub.torch_compat import all_gather
-from f8sub.weights.record import lies_in_rows
+
+_ALIGNMENT = 16
+"""Bytes that a row and its scales are filled up to: NCCL is slow and tensor cores refuse what is not aligned so."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
     """Where a rank's shard lies in the whole weight.
 
-    A weight with leading dimensions, (E, N, K) of experts, counts as the matrix (E * N, K); it is sharded along the
-    first or the last dimension.
-
-    Tensor parallelism cuts the whole weight into parts first, and ``fully_shard`` shards each of them: what FSDP2 puts
-    together is then the rank's part, whose scales are the whole weight's all the same.
+    A weight with leading dimensions, (E, N, K) of experts, counts as the matrix (E * N, K). Tensor parallelism cuts the
+    whole weight into parts, and ``fully_shard`` shards each part along its first or last dimension. FSDP2 then puts
+    together the rank's part, whose scales are nevertheless the whole weight's.
 
     Attributes:
         whole: (rows, columns) of the whole weight.
-        shape: (rows, columns) of what FSDP2 puts together: the whole weight, or the rank's tensor-parallel part of it.
+        shape: (rows, columns) of what FSDP2 puts together: the whole weight, or the rank's tensor-parallel part.
         inner: dimensions between the first and the last, (N,) of (E, N, K).
-        origin: (row, column) of that part's first element in the whole weight.
+        origin: (row, column) in the whole weight at which ``shape`` begins.
         cuts: (dimension, extent of a full part) of each tensor-parallel cut.
         dim: the dimension of the matrix that FSDP2 shards along.
         chunk: extent of a full shard along ``dim``; FSDP2 pads shorter ones to it.
-        offset: (row, column) of the shard's first element in the whole weight.
-        group: the ranks that hold the other shards of ``shape``.
-        world: how many they are.
-        sharers: the ranks that hold shards of the whole weight; its amaxes are reduced over those.
-        ranks: all that hold a part or a copy of the weight: ``sharers`` and, under HSDP, their replicas.
+        offset: (row, column) in the whole weight at which the shard begins.
+        group: the ranks that hold the shards of ``shape``, ``world`` of them.
+        sharers: the ranks that hold shards of the whole weight; ``ranks`` adds their replicas under HSDP.
         device: type of the device that gathers; under CPU offload the shard itself lies on the CPU.
     """
 
@@ -55,16 +53,9 @@ class ShardLayout:
 
     @classmethod
     def of(cls, weight: DTensor, fqn: str = "a layer") -> "ShardLayout":
-        """Read the layout off a sharded weight.
-
-        The first mesh dimension that shards it is ``fully_shard``'s, whose mesh comes before the tensor-parallel one.
-        One that tensor parallelism alone shards has the same layout and is never gathered.
-
-        Raises:
-            Float8ConfigError: it is sharded along a dimension between the first and the last.
-        """
+        """The layout of a sharded weight; Float8ConfigError where a middle dimension is sharded."""
         mesh, dims = weight.device_mesh, sharded_dims(weight)
-        first, *tensor_parallel = dims
+        first, *tensor_parallel = dims  # fully_shard's mesh dimension comes first
         if not set(dims.values()) <= {0, weight.dim() - 1}:
             raise Float8ConfigError(
                 f"{fqn}: its weight {tuple(weight.shape)} is sharded as {weight.placements}; shard the first or the "
@@ -106,24 +97,15 @@ class ShardLayout:
         return (self.shape[0] // math.prod(self.inner), *self.inner) if self.inner else None
 
     def matrix(self, shard: torch.Tensor) -> torch.Tensor:
-        """A shard without leading dimensions."""
+        """The shard without leading dimensions."""
         return shard.view(shard.shape[0] * math.prod(self.inner), shard.shape[-1]) if self.inner else shard
 
     def stacked(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes for the wire with the shard's leading dimensions, which FSDP2 compares on ranks with a short shard."""
+        """Codes for the wire with the shard's leading dimensions, which FSDP2 may compare."""
         return codes.unflatten(0, (-1, *self.inner)) if self.inner else codes
 
-    def check_lines_up(self, tile: Tile, fqn: str) -> None:
-        """That every tensor-parallel part consists of whole tiles, or lies within one.
-
-        Raises:
-            Float8ConfigError: a part has tiles that do not begin where it does, and no GEMM could read its scales.
-        """
-        for dim, part in self.cuts:
-            tile.check_cut(dim, self.whole[dim], part, f"{fqn}: its weight {self.whole}")
-
     def tiles_of_part(self, scales: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """Of the scales of the whole weight's tiles, those of ``shape``: a view."""
+        """Those of the scales of the whole weight that are of ``shape``: a view."""
         for dim, edge in enumerate((tile.rows, tile.cols)):
             if edge != ALL:
                 scales = scales.narrow(dim, self.origin[dim] // edge, tile.scale_shape(self.shape)[dim])
@@ -137,36 +119,26 @@ def sharded_dims(weight: DTensor) -> dict[int, int]:
     return {i: dim for i, dim in dims.items() if dim is not None}
 
 
-_ALIGNMENT = 16
-"""Bytes that a row and its scales are filled up to: NCCL is slow and tensor cores refuse what is not aligned so."""
+def lies_in_rows(tile: Tile) -> bool:
+    """Whether each row of a matrix has several tiles of its own."""
+    return tile.rows == 1 and tile.cols != ALL
 
 
-@dataclass(frozen=True, slots=True)
 class WireFormat:
     """What one rank sends of a weight: a uint8 matrix with the codes of one row of the shard in each of its rows.
 
-    Scales of tiles that lie inside one row are known to the rank that holds the row, and follow the row's codes. All
-    others cross shards: they are made from the amax table, on every rank alike, and not sent.
-
-    Attributes:
-        format: w's rowwise format.
-        layout: of the shards.
-        carries_scales: whether the scales follow the codes.
+    Scales of tiles that lie inside one row follow the row's codes (``carries_scales``): the rank that holds the row
+    knows them. All others cross shards. Every rank makes them from the amax table, and none sends them.
     """
 
-    format: Float8Format
-    layout: ShardLayout
-    carries_scales: bool = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        tile = self.format.tile
-        whole_tiles = all(dim == 0 or part % tile.cols == 0 for dim, part in self.layout.cuts)
-        carries_scales = lies_in_rows(tile) and self.layout.dim == 0 and whole_tiles
-        object.__setattr__(self, "carries_scales", carries_scales)
+    def __init__(self, format: Float8Format, layout: ShardLayout) -> None:
+        self.format, self.layout, tile = format, layout, format.tile
+        whole_tiles = all(dim == 0 or part % tile.cols == 0 for dim, part in layout.cuts)
+        self.carries_scales = lies_in_rows(tile) and layout.dim == 0 and whole_tiles
 
     @property
     def table_tile(self) -> Tile:
-        """What one entry of the amax table stands for: a tile, or the whole weight that only reports NaN there."""
+        """What one entry of the amax table stands for: a tile, or the whole weight, to report NaN alone."""
         return Tile(ALL, ALL) if self.carries_scales else self.format.tile
 
     @property
@@ -174,10 +146,10 @@ class WireFormat:
         """Shape of every rank's all-gather input, in bytes."""
         rows, cols = self.layout.shape
         rows, cols = (self.layout.chunk, cols) if self.layout.dim == 0 else (rows, self.layout.chunk)
-        return rows, _bytes_of_row(self.format, cols, self.carries_scales)
+        return rows, bytes_of_row(self.format, cols, self.carries_scales)
 
     def scales_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The part of rows on the wire that holds their scales, as these are stored: a view."""
+        """The scales in rows of the wire, as they are stored: a view."""
         cols = self.layout.shape[1]
         start = _aligned(cols // self.format.codes_per_byte)
         stored_as = self.format.scale_rule.stored_as
@@ -185,12 +157,7 @@ class WireFormat:
         return rows[:, start : start + count].view(stored_as)
 
     def gather(self, codes: torch.Tensor, gathered: torch.Tensor) -> None:
-        """What FSDP2's all-gather does, once more.
-
-        Args:
-            codes: this rank's, ``padded_shape``.
-            gathered: uint8; the other ranks' too are written here.
-        """
+        """Write all ranks' codes, this rank's ``codes`` of ``padded_shape`` among them, to ``gathered``."""
         if self.layout.world == 1:
             gathered.view(-1).copy_(codes.view(-1))
         elif self.layout.dim == 0:
@@ -202,11 +169,7 @@ class WireFormat:
             torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
 
     def unsharded(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The codes of ``layout.shape`` in the gathered bytes, and their scales where they are there: views.
-
-        Args:
-            gathered: uint8; the shards one after the other, padding included.
-        """
+        """Views of the gathered bytes: the codes of ``layout.shape``, and their scales where the wire carries them."""
         rows, cols = self.layout.shape
         codes_end = cols // self.format.codes_per_byte
         width = self.padded_shape[1] if self.layout.dim == 0 else codes_end
@@ -216,12 +179,8 @@ class WireFormat:
         return codes, self.scales_of(whole) if self.carries_scales else None
 
 
-def bytes_on_the_wire(format: Float8Format, shape: tuple[int, int]) -> int:
-    """Bytes of a whole weight of ``shape`` that is sharded by rows which the ranks divide."""
-    return shape[0] * _bytes_of_row(format, shape[1], lies_in_rows(format.tile))
-
-
-def _bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:
+def bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:
+    """Bytes of a row on the wire."""
     codes = cols // format.codes_per_byte
     if not carries_scales:
         return codes

@@ -1,44 +1,57 @@
 """MasterWeight: a high-precision weight that knows when it was changed.
 
-Codes are cast from it once and used until it changes. Version counters cannot tell when that is (foreach and fused
-AdamW and ``dcp.load`` bump none), so every operator that writes to it, through any view, marks one cell that all its
-views share.
+Codes are cast from it once and used until it changes. Version counters cannot tell when: foreach and fused AdamW and
+``dcp.load`` bump none. So every operator that writes to it marks a cell that all views of the storage share.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
+from f8sub.formats import Operand
 from f8sub.tensor.operators import Operator, describe
 from f8sub.torch_compat import is_capturing, tensors_in_storage
-from f8sub.weights.record import Cell, State, WeightRecord
-from f8sub.weights.weight import Weight, local_tensor
+from f8sub.weights.weight import Weight, WeightRecord, local_tensor
 
-aten = torch.ops.aten
-c10d = torch.ops.c10d
+State = tuple[int, int, int]
+"""Which storage a weight lies in, and what was written to it, see ``MasterWeight.state``."""
 
-_COPIES = {
-    aten._pin_memory.default,
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-}
-"""Operators whose result is a master weight of its own: what FSDP2, DTensor and ``nn.Module`` re-make weights with."""
+_numbers = itertools.count(1)
 
-_COPIES_OF_OTHERS = {"spmd_types::replicate_to_varying"}
-"""Likewise, of libraries that need not be installed: what torchtitan cuts weights for tensor parallelism with."""
 
-_COLLECTIVES = {getattr(c10d, name).default for name in ("scatter_", "broadcast_") if hasattr(c10d, name)}
-"""In-place collectives of ``distribute_tensor``: the result holds the tensors they wrote to."""
+class Cell:
+    """What all views of one storage share.
+
+    Attributes:
+        number: unique in this process. FSDP2 gives a weight new storages, whose epochs may equal the old one's.
+        epoch: number of operators that wrote to the storage.
+        storage: held weakly, so that its address cannot become another one's. ``p.data = t`` replaces a weight's.
+        cast: the codes cast last and what they were cast from, see ``linear/weight_cast.py``.
+        record: of the weight, or of one of those that are tied; None where it is no module's.
+        replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
+        copied: what ``copies`` compares.
+        shared: whether plain tensors may lie in the storage, such as a state dict's: writes to those are not seen.
+    """
+
+    __slots__ = "__weakref__", "cast", "copied", "epoch", "number", "record", "replayed", "shared", "storage"
+
+    def __init__(self, storage: StorageWeakRef | None) -> None:
+        self.number = next(_numbers)
+        self.epoch = 0
+        self.storage = storage
+        self.cast: tuple[tuple[Any, ...], Operand] | None = None
+        self.record: WeightRecord | None = None
+        self.replayed = self.shared = False
+        self.copied: tuple[Cell, int, int, torch.Size] | None = None
+
+    def copies(self, source: "Cell", shape: torch.Size) -> bool:
+        """Whether a view of ``shape`` was copied from ``source`` and neither storage changed since."""
+        return self.copied == (source, source.epoch, self.epoch, shape)
 
 
 Self = TypeVar("Self", bound="MasterWeight")
@@ -47,9 +60,8 @@ Self = TypeVar("Self", bound="MasterWeight")
 class MasterWeight(Weight):
     """A weight in high precision, sharded or whole, that pickles, checkpoints and computes as the tensor it is.
 
-    Storage-backed: checkpointers and safetensors find a real storage behind it. Any operator runs on the plain
-    tensor and returns plain tensors, except the views and copies that sharding APIs re-make weights with.
-    While ``torch.compile`` traces it is a wrapper around the traced tensor instead.
+    Checkpointers find a real storage behind it. Operators return plain tensors, except the views and copies that
+    sharding APIs re-make weights with. While ``torch.compile`` traces, it wraps the traced tensor instead.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -101,52 +113,45 @@ class MasterWeight(Weight):
 
     @property
     def plain(self) -> torch.Tensor:
-        """The same storage as an ordinary tensor. Made anew each time: none is kept past ``p.data = t``."""
+        """The same storage as an ordinary tensor, made anew each time: none is kept past ``p.data = t``."""
         if self._traced is not None:
             return self._traced
         with torch._C._DisableTorchDispatch():
             return torch.Tensor.detach(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of any tensor; what is written to the array is not seen."""
+        """What is written to the array is not seen."""
         return self.plain.numpy(force=force)
 
-    def tolist(self) -> Any:
-        """As of any tensor."""
+    def tolist(self) -> Any:  # noqa: D102
         return self.plain.tolist()
 
     @property
     def exported(self) -> torch.Tensor:
-        """``plain``, for others to keep. For as long as they do no codes are, because who writes to it is not seen."""
+        """``plain``, for others to keep; until they let it go no codes are kept, because they may write to it."""
         self.cell.shared = True
         return self.plain
 
+    @override
     def exported_as(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a state dict holds of ``parameter``, whose local tensor this is: in the same memory, without a graph.
-
-        The local tensor of a DTensor keeps its class: DTensor's in-place operators on lists count no version of it.
-        """
         if parameter is self:
             return self.exported
+        # Its local tensor keeps the class: DTensor's in-place operators on lists count no version.
         found = parameter.detach()
         local_tensor(found).copies_plainly = True  # type: ignore[attr-defined]
         return found
 
     @property
     def state(self) -> State:
-        """Another value in every other storage, and after every change.
-
-        Eager operators mark the cell, compiled code bumps the version only.
-        """
-        cell = self.cell
+        """Another value in every other storage, and after every change."""
+        cell = self.cell  # which eager operators mark; compiled code bumps the version only
         return cell.number, cell.epoch, 0 if self.is_inference() else self._version
 
     @property
     def owns_storage(self) -> bool:
-        """False where plain tensors may write to the storage unseen, so that nothing is cached.
+        """False where plain tensors may write unseen: after ``p.data = t``, and while a state dict has views of it.
 
-        After ``p.data = t``, and while a state dict's tensors or any view of them are there. When they are gone the
-        weight counts as changed, once.
+        Nothing is cached then. When those views are gone the weight counts as changed, once.
         """
         storage = self.cell.storage
         if storage is None or self.untyped_storage()._cdata != storage.cdata:
@@ -159,17 +164,16 @@ class MasterWeight(Weight):
         return True
 
     def mark_stale(self) -> None:
-        """Say that the weight changes now; of itself, where no operator of its own shows it (compiled optimizers)."""
+        """Enter that the weight changes now; to be called where no operator of its own shows it: compiled steps."""
         self.cell.epoch += 1
         if is_capturing(self):
             self.cell.replayed = True
 
     @property
     def _inner(self) -> torch.Tensor:
-        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own.
+        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own, as torch.compile demands.
 
-        torch.compile refuses a subclass whose inner tensor shares the outer one's StorageImpl, and guards on the
-        alias's identity, so it is kept for as long as the storage it was made from is the weight's.
+        It guards on the alias's identity, so that is kept for as long as its storage is the weight's.
         """
         if self._traced is not None:
             return self._traced
@@ -190,12 +194,6 @@ class MasterWeight(Weight):
         outer_stride: Sequence[int],
     ) -> "MasterWeight":
         return cls(inner["_inner"])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.plain
-        if isinstance(self, torch.nn.Parameter):
-            return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
-        return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -230,7 +228,10 @@ class MasterWeight(Weight):
         if len(types) == 1 and isinstance(first, MasterWeight):
             plainly = first._traced is None
         else:
-            plainly = all(issubclass(t, MasterWeight) for t in types) and not _any_traced(args, kwargs)
+            plainly = all(issubclass(t, MasterWeight) for t in types) and not any(
+                isinstance(t, MasterWeight) and t._traced is not None
+                for t in pytree.tree_leaves((args, kwargs))
+            )
         if plainly:
             with torch._C._DisableTorchDispatch():
                 out = func(*args, **kwargs)
@@ -261,108 +262,35 @@ def _wrap_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
 def _note_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     target, source = args[:2]
     if isinstance(target, MasterWeight) and isinstance(source, MasterWeight):
-        target.cell.mark_copy_of(source.cell, target.shape)
+        target.cell.copied = source.cell, source.cell.epoch, target.cell.epoch, target.shape
     return out
 
 
 def _wrap_collective(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """The result holds the tensors that were written to."""
     kind = next(type(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
     return pytree.tree_map_only(torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out)
 
 
-class _Handling(NamedTuple):
-    """How an operator is run.
+_Wrap = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+"""Makes an operator's result of its arguments and its plain result."""
 
-    Attributes:
-        operator: what it does.
-        wrap: makes the result of (args, kwargs, plain result); None where that is the plain result.
-    """
-
-    operator: Operator
-    wrap: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
-
-
-_WRAPS = {
-    **dict.fromkeys(_COPIES, _wrap_copy),
-    **dict.fromkeys(_COLLECTIVES, _wrap_collective),
-    aten.copy_.default: _note_copy,
+_WRAPS: dict[str, _Wrap] = {
+    # What FSDP2, DTensor and nn.Module re-make weights with; and torchtitan, for tensor parallelism.
+    **dict.fromkeys(("aten::_pin_memory", "aten::_to_copy", "aten::clone"), _wrap_copy),
+    **dict.fromkeys(("aten::empty_like", "aten::new_empty", "aten::new_zeros"), _wrap_copy),
+    "spmd_types::replicate_to_varying": _wrap_copy,
+    # In-place collectives of distribute_tensor.
+    "c10d::scatter_": _wrap_collective,
+    "c10d::broadcast_": _wrap_collective,
+    "aten::copy_": _note_copy,
 }
 
-_HANDLINGS: dict[int, _Handling] = {}
-"""By identity of the operator, which ``describe`` keeps alive."""
+_HANDLINGS: dict[int, tuple[Operator, _Wrap | None]] = {}
+"""What an operator does and its wrap, if any; by identity of the operator, which ``describe`` keeps alive."""
 
 
-def _handling_of(func: Any) -> _Handling:
+def _handling_of(func: Any) -> tuple[Operator, _Wrap | None]:
     op = describe(func)
-    wrap = _WRAPS.get(func) or (_wrap_views if op.is_view else None)
-    if func._schema.name in _COPIES_OF_OTHERS:
-        wrap = _wrap_copy
-    _HANDLINGS[id(func)] = _Handling(op, wrap)
+    _HANDLINGS[id(func)] = op, _WRAPS.get(func.name()) or (_wrap_views if op.is_view else None)
     return _HANDLINGS[id(func)]
-
-
-def rowwise_of(
-    weight: MasterWeight,
-    format: Float8Format,
-    dtype: torch.dtype,
-    source: LayerSource = CURRENT,
-    through: torch.dtype | None = None,
-) -> Operand:
-    """A master weight's rowwise operand, cast once and kept until the weight changes.
-
-    A function, not a method: torch.compile takes a method of a tensor for an operator.
-
-    Args:
-        weight: (N, K), not sharded.
-        format: format of the codes.
-        dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
-        source: of the scale.
-        through: the weight is rounded to this before that; the dtype that it has in the model, where that is another.
-    """
-    if torch.compiler.is_compiling():
-        return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, source)
-    cell = weight.cell
-    # A CUDA graph that recorded no cast would read these codes after every later step; and so would eager code
-    # beside a graph that recorded the step.
-    owned = weight.owns_storage and not (cell.replayed or is_capturing(weight))
-    # Views share the cell: a transposed weight, or some of its rows, has other codes.
-    place = weight.shape, weight.stride(), weight.storage_offset()
-    key = weight.state, place, format, dtype, source.generation
-    if owned and cell.cast is not None and cell.cast[0] == key:
-        return cell.cast[1]
-    if torch.is_inference_mode_enabled():
-        # The cast outlives this forward, and a later backward cannot save inference tensors.
-        with torch.inference_mode(mode=False):
-            operand = quantize_rowwise(_rounded(weight, through, dtype), format, source)
-    else:
-        operand = quantize_rowwise(_rounded(weight, through, dtype), format, source)
-    # Under FakeTensorMode the codes of a real weight are fake, and must not outlive the mode.
-    cell.cast = (key, operand) if owned and type(operand.data) is torch.Tensor else None
-    return operand
-
-
-def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dtype) -> Operand | None:
-    """What ``rowwise_of`` returned last and keeps, if it was asked for that; None in compiled code."""
-    if torch.compiler.is_compiling() or weight.cell.cast is None:
-        return None
-    (*_, kept_format, kept_dtype, _), operand = weight.cell.cast
-    return operand if kept_format is format and kept_dtype is dtype else None
-
-
-def _rounded(weight: MasterWeight, through: torch.dtype | None, dtype: torch.dtype) -> torch.Tensor:
-    values = weight.plain if through is None else weight.plain.to(through)
-    return values if values.dtype is dtype else values.to(dtype)
-
-
-def quantize_rowwise(weight: torch.Tensor, format: Float8Format, source: ScaleSource = CURRENT) -> Operand:
-    """A high-precision weight's rowwise operand; see ``rowwise_of``."""
-    operand = quantize(weight, format, None, source).rowwise
-    if operand is None:
-        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
-    return operand
-
-
-def _any_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch.compile is tracing the call; then every master weight in it is a traced one."""
-    weights = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
-    return any(weight._traced is not None for weight in weights)

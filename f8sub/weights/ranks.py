@@ -2,15 +2,14 @@
 
 A group has one user at a time, because ranks need not reduce two exchanges in one order. A rank that forgets
 ``precompute_scales`` reduces before its next all-gather, when the others may have reduced the table of another model.
-On one group the tables' all-reduces would be paired wrongly; on a group of each its own they cannot be.
+On one group those all-reduces would be paired wrongly.
 
 A group is used again, because each one takes sockets and threads (gloo) or device memory (NCCL). It is not destroyed
-with its user: garbage is collected at other times on other ranks. ``new_group`` names a group by its ranks and by how
-many groups the process has. Where ranks destroyed theirs at different times those numbers would differ, and the next
-``new_group`` would wait for ever. Nor could such a name be used twice: the store still has the addresses of the first.
+with its user, because garbage is collected at other times on other ranks. ``new_group`` names a group by its ranks and
+by how many groups the process has: those numbers would differ, and the next ``new_group`` would wait for ever.
 
-The ranks agree over the store which group is free on all of them. One that a rank has used more often than another,
-because its user there ended in a different place, is free on none: its collectives no longer pair.
+The ranks agree over the store which group is free on all of them. One that a rank used more often than another is free
+on none: its collectives no longer pair.
 """
 
 import gc
@@ -19,23 +18,18 @@ import itertools
 import json
 import os
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8RankMismatchError
-from f8sub.torch_compat import is_alive
+from f8sub.torch_compat import device_of_objects, is_alive
 from f8sub.weights.agreement import first_common
 
 
 class _Slot:
-    """A process group, and who has it.
-
-    Attributes:
-        group: the process group.
-        calls: how many collectives its users called so far.
-        user: refers to the ``OwnGroup`` of the present user, or to None.
-    """
+    """A process group, how many collectives its users called so far, and who has it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -50,9 +44,7 @@ class _Slot:
 class OwnGroup:
     """A process group that nobody else uses while this is held.
 
-    Attributes:
-        life: a name that its ranks share, and that no other user of a group has, now or in processes that were
-            restarted: a store may outlive those.
+    Its ranks share the name ``life``. No other user has it, not even in restarted processes, which a store may outlive.
     """
 
     def __init__(self, slot: _Slot, life: str) -> None:
@@ -71,69 +63,68 @@ class _Pool:
     def __init__(self, ranks: tuple[int, ...], device: str) -> None:
         self._ranks = ranks
         self._uses = 0
-        self._slots: list[_Slot] = []
-        self._life = _exchange_nonces(self._new_slot().group, device)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether no process group was destroyed meanwhile, the default one with all others for instance."""
-        return all(is_alive(slot.group) for slot in self._slots)
+        self.slots: list[_Slot] = []
+        group = self._new_slot().group
+        # For a name that these ranks share and no ranks before them.
+        nonce = torch.tensor(list(os.urandom(8)), dtype=torch.uint8, device=device)
+        received = [torch.empty_like(nonce) for _ in ranks]
+        dist.all_gather(received, nonce, group=group)
+        self._life = hashlib.sha256(bytes(torch.cat(received).tolist())).hexdigest()
 
     def take(self) -> OwnGroup:
         """A group that is free on all ranks, or a new one."""
         self._uses += 1
         life = f"{self._life}/{self._uses}"
-        slot = self._free(life) if self._uses > 1 else self._slots[0]
-        return OwnGroup(slot or self._new_slot(), life)
-
-    def _free(self, life: str) -> _Slot | None:
-        taken = sum(not slot.is_free for slot in self._slots)
+        if self._uses == 1:
+            return OwnGroup(self.slots[0], life)
+        taken = sum(not slot.is_free for slot in self.slots)
         if taken.bit_count() == 1:
             # Models are cycles, which are garbage for a while. Not at every number: it may take long.
             gc.collect()
-        offers = {f"{i} {slot.calls}": slot for i, slot in enumerate(self._slots) if slot.is_free}
+        offers = {f"{i} {slot.calls}": slot for i, slot in enumerate(self.slots) if slot.is_free}
         chosen = first_common(f"f8sub/{life}/group", list(offers), len(self._ranks))
-        return None if chosen is None else offers[chosen]
+        return OwnGroup(self._new_slot() if chosen is None else offers[chosen], life)
 
     def _new_slot(self) -> _Slot:
-        self._slots.append(_Slot(dist.new_group(list(self._ranks), use_local_synchronization=True)))
-        return self._slots[-1]
+        self.slots.append(_Slot(dist.new_group(list(self._ranks), use_local_synchronization=True)))
+        return self.slots[-1]
 
 
 _pools: dict[tuple[int, ...], _Pool] = {}
 
 
 def own_group(ranks: tuple[int, ...], device: str) -> OwnGroup:
-    """A process group of these ranks; all of them call this together, in the same order for the same ranks.
+    """A process group of two ranks or more, in an order that they share, for tensors on that type of device.
 
-    Args:
-        ranks: at least two, in an order that they share.
-        device: type of the device whose tensors will be reduced.
+    All of them call this together, in the same order for the same ranks.
     """
     pool = _pools.get(ranks)
-    if pool is None or not pool.is_alive:
+    # The default group may have been destroyed meanwhile, and all others with it.
+    if pool is None or not all(is_alive(slot.group) for slot in pool.slots):
         pool = _pools[ranks] = _Pool(ranks, device)
     return pool.take()
 
 
-def _exchange_nonces(group: dist.ProcessGroup, device: str) -> str:
-    """A name that the ranks share and no ranks before them."""
-    nonce = torch.tensor(list(os.urandom(8)), dtype=torch.uint8, device=device)
-    received = [torch.empty_like(nonce) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, nonce, group=group)
-    return hashlib.sha256(bytes(torch.cat(received).tolist())).hexdigest()
+def gather_values(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of a group says, in the order of the ranks; ``dist.all_gather_object`` needs NumPy.
 
-
-Described = dict[str, str]
-"""A weight by what every rank has to have alike of it."""
-
-
-def check_ranks(mine: list[Described], group: dist.ProcessGroup, device: str) -> None:
-    """Compare what was converted, and how, across the ranks that are about to exchange codes or gradients.
-
-    Raises:
-        Float8RankMismatchError: on every rank alike, with the ranks and the first layer that differ.
+    Args:
+        mine: what JSON can say.
+        group: None for all ranks of the job.
     """
+    device, world = device_of_objects(group), dist.get_world_size(group)
+    said = list(json.dumps(mine).encode())
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(world)]
+    padded = said + [0] * (longest - len(said))
+    dist.all_gather(texts, torch.tensor(padded, dtype=torch.uint8, device=device), group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
+def check_ranks(mine: list[dict[str, str]], group: dist.ProcessGroup, device: str) -> None:
+    """Raise Float8RankMismatchError, on every rank alike, if ranks of a group describe their weights differently."""
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
     sent = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     world = dist.get_world_size(group)
@@ -141,14 +132,13 @@ def check_ranks(mine: list[Described], group: dist.ProcessGroup, device: str) ->
     dist.all_gather(received, sent, group=group)
     if all(bytes(theirs.tolist()) == digest for theirs in received):
         return
-    everyone: list[list[Described]] = [[] for _ in range(world)]
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[list[dict[str, str]]] = gather_values(mine, group)
     ranks = dist.get_process_group_ranks(group)
     raise Float8RankMismatchError(_difference(dict(zip(ranks, everyone, strict=True))))
 
 
-def _difference(everyone: dict[int, list[Described]]) -> str:
-    """Which ranks differ, in the first layer and the fields that they differ in; the same text on every rank."""
+def _difference(everyone: dict[int, list[dict[str, str]]]) -> str:
+    """Which ranks differ in which fields of the first layer that differs; the same text on every rank."""
     for layers in itertools.zip_longest(*everyone.values(), fillvalue={"layer": "none further"}):
         fields = [field for field in layers[0] if len({str(layer.get(field)) for layer in layers}) > 1]
         if not fields:

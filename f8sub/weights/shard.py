@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -14,20 +14,29 @@ from f8sub.kernels.triton import quantize_cuda
 from f8sub.kernels.triton.shard_amaxes import Matrix
 from f8sub.torch_compat import graph_task, is_capturing
 from f8sub.weights.layout import ShardLayout, WireFormat
-from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.record import State, WeightRecord
-from f8sub.weights.weight import Weight, master_of
+from f8sub.weights.master_weight import MasterWeight, State
+from f8sub.weights.weight import Weight, WeightRecord, master_of
 
 if TYPE_CHECKING:
     from f8sub.weights.exchange import Exchange
 
 
-class _Uses:
-    """Counts in how many all-gathers backward needs the codes of a weight, to know the last one.
+class TableScales(NamedTuple):
+    """A weight's amaxes and scales, which the table writes in place; one entry a ``wire.table_tile``.
 
-    In training the last one is in a step's last backward, where memory is short and the codes are not needed again.
-    Evaluations count for nothing.
+    The unsharded tensor holds ``part_scale_inv``, unless the wire carries its own: under tensor parallelism a copy of a
+    part of ``scale_inv``, else that very tensor. ``global_scale_inv`` is (1, 1), of formats with two levels of scales.
     """
+
+    amax: torch.Tensor
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    part_scale_inv: torch.Tensor
+    global_scale_inv: torch.Tensor | None
+
+
+class _Uses:
+    """Counts the all-gathers of a weight in a step's backward, for its codes to be let go with the last of them."""
 
     def __init__(self) -> None:
         self._state: State | None = None
@@ -50,18 +59,14 @@ class Shard:
     """One rank's shard of one weight, as the wire sees it.
 
     Attributes:
-        index: position in the order of its exchange.
+        sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for a guest.
         gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
-        prior: see ``Guest.prior_of``.
-        sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for a guest.
-        amax: float32 view of the amax table, one entry a ``wire.table_tile`` of the whole weight.
-        scale: likewise.
-        scale_inv: likewise, as the format stores it.
-        part_scale_inv: the scales of ``layout.shape``, which the unsharded tensor holds unless the wire carries its
-            own. Under tensor parallelism a copy of a part of ``scale_inv``, else that very tensor.
-        global_scale_inv: (1, 1), where the format's scales have two levels.
+        amax_of: the state of ``master`` that its amax was taken from.
+        in_a_graph: whether a CUDA graph recorded its casts.
     """
+
+    scales: TableScales
 
     def __init__(
         self,
@@ -74,23 +79,19 @@ class Shard:
         *,
         sent: bool,
     ) -> None:
-        if (format := record.format) is None:
+        if record.format is None:
             raise RuntimeError(f"{record.fqn}: a weight that no GEMM reads in float8 has no codes")
         self.fqn, self.master, self.layout, self.prior, self.sent = record.fqn, master, layout, prior, sent
-        self.wire = WireFormat(format, layout)
-        self.index = self.gathers = 0
+        self.format, self.wire = record.format, WireFormat(record.format, layout)
+        self.gathers = 0
         self.dtype = dtype or (master.dtype if record.parameter is None else record.parameter.dtype)
         self._follows_dtype = dtype is None
         self._exchange = weakref.ref(exchange)
-        self.amax = self.scale = self.scale_inv = self.part_scale_inv = torch.empty(
-            0, dtype=torch.float32, device=layout.device
-        )
-        self.global_scale_inv: torch.Tensor | None = None
-        self._scaled_state: State | None = None
+        self.amax_of: State | None = None
         self._wire: torch.Tensor | None = None
         self._wire_key: tuple[State, int, torch.dtype] | None = None
-        self._in_a_graph = False
         self._uses = _Uses()
+        self.in_a_graph = False
 
     @property
     def exchange(self) -> "Exchange":
@@ -99,11 +100,6 @@ class Shard:
         if exchange is None:
             raise RuntimeError(f"{self.fqn}: its weight is gathered and its model is gone")
         return exchange
-
-    @property
-    def format(self) -> Float8Format:
-        """The format of the codes: w's rowwise format."""
-        return self.wire.format
 
     @property
     def values(self) -> torch.Tensor:
@@ -117,28 +113,23 @@ class Shard:
 
     @property
     def rule(self) -> tuple[Float8Format, float, torch.dtype]:
-        """What the scales depend on besides the amax: format, headroom of a first scale, dtype.
-
-        The headroom is -1, which no prior scale has, where the amax alone makes the scale.
-        """
+        """What the scales depend on besides the amax: format, the prior scale's margin (-1 without one), dtype."""
         return self.format, -1.0 if self.prior is None else self.prior().margin, self.dtype
 
     @property
     def stale(self) -> bool:
         """Whether the shard changed since its amax was taken."""
-        return self._scaled_state != self.master.state or not self.master.owns_storage
+        return self.amax_of != self.master.state or not self.master.owns_storage
 
     @property
     def shows_changes(self) -> bool:
-        """Whether a change of the weight is always a change of this shard; ``dcp.load`` writes to no empty one."""
+        """Whether a change of the weight is always one of this shard; ``dcp.load`` writes to no empty one."""
         return self.master.numel() > 0
 
     def follow(self, record: WeightRecord) -> None:
         """Turn to the local tensor that the parameter holds now.
 
-        FSDP2 pads a short shard anew at its first forward and after ``load_state_dict``, on that rank alone: a
-        copy of what the scales were computed from is not a change. The codes that are kept may be older than those
-        scales, so they are cast anew in any case: ``MasterWeight.state`` is another one in another storage.
+        FSDP2 pads a short shard anew, on that rank alone. A copy of what the scales were computed from is no change.
         """
         held = getattr(record.parameter, "_local_tensor", None)  # None while it is unsharded
         if held is self.master or held is None:
@@ -148,17 +139,18 @@ class Shard:
             return
         if self._follows_dtype and held.dtype != self.dtype:
             self.dtype = held.dtype
-            self.exchange.group_by_rule()
+            self.exchange.settle()
+            self.exchange.table.group_by_rule()
         was_fresh = not self.stale and local.cell.copies(self.master.cell, local.shape)
         self.master = local
-        self._scaled_state = local.state if was_fresh else None
+        self.amax_of = local.state if was_fresh else None
 
     @property
     def in_table(self) -> Matrix:
-        """The shard, and where the amax of every tile that it touches goes."""
-        tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.table_shape[1]
+        """The shard, and where its amaxes go."""
+        tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.scales.amax.shape[1]
         row, col = first_tile(tile, offset)
-        entry = int(self.amax.storage_offset()) + row * in_a_row + col
+        entry = int(self.scales.amax.storage_offset()) + row * in_a_row + col
         return Matrix(self.values, tile, offset, entry, in_a_row)
 
     def write_amax(self) -> None:
@@ -166,58 +158,45 @@ class Shard:
         if self.master.numel():
             touched = shard_amax(self.values, self.wire.table_tile, self.layout.offset)
             row, col = first_tile(self.wire.table_tile, self.layout.offset)
-            self.amax[row : row + touched.shape[0], col : col + touched.shape[1]] = touched
-
-    def mark_scaled(self) -> None:
-        """Remember which state of the shard its amax was taken from."""
-        self._scaled_state = self.master.state
+            self.scales.amax[row : row + touched.shape[0], col : col + touched.shape[1]] = touched
 
     def lay_out(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Take the weight's entries of the table, flat, as its own; scales of other dtypes have a tensor apart."""
-        self.amax, self.scale = amax.view(self.table_shape), scale.view(self.table_shape)
-        self.scale_inv = scale_inv.view(self.table_shape)
-        rule, device = self.format.scale_rule, amax.device
+        shape, rule, device = self.table_shape, self.format.scale_rule, amax.device
+        scale_inv = scale_inv.view(shape)
         if rule.stored_as != torch.float32:
-            ones = torch.ones(self.table_shape, dtype=torch.float32, device=device)
-            self.scale_inv = ones.to(rule.stored_as)
-        self.global_scale_inv = (
-            torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None
-        )
-        part = self.layout.tiles_of_part(self.scale_inv, self.wire.table_tile)
-        self.part_scale_inv = self.scale_inv
-        if part.shape != self.scale_inv.shape:
-            self.part_scale_inv = part.clone(memory_format=torch.contiguous_format)
+            scale_inv = torch.ones(shape, dtype=torch.float32, device=device).to(rule.stored_as)
+        part = self.layout.tiles_of_part(scale_inv, self.wire.table_tile)
+        whole = part.shape == scale_inv.shape
+        part = scale_inv if whole else part.clone(memory_format=torch.contiguous_format)
+        of_all = torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None
+        self.scales = TableScales(amax.view(shape), scale.view(shape), scale_inv, part, of_all)
 
     def scales_written(self) -> None:
-        """The table made new scales, in place: bring those of the rank's tensor-parallel part up to date."""
-        if self.part_scale_inv is not self.scale_inv:
-            with _unsafe_preserve_version_counter(self.part_scale_inv):
-                self.part_scale_inv.copy_(self.layout.tiles_of_part(self.scale_inv, self.wire.table_tile))
+        """Bring the rank's tensor-parallel part up to date with the scales that were just made."""
+        scale_inv, part = self.scales.scale_inv, self.scales.part_scale_inv
+        if part is not scale_inv:
+            with _unsafe_preserve_version_counter(part):
+                part.copy_(self.layout.tiles_of_part(scale_inv, self.wire.table_tile))
 
     def cast(self, source: Weight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
-        They are let go with the last gather, see ``_Uses``; one more casts once more.
-
-        While a CUDA graph is captured they are cast in any case, from memory that stays where it is into memory that
-        does: each replay casts the weight as it is then.
+        A CUDA graph that is captured records a cast in any case: each replay casts the weight as it is then.
 
         Args:
             source: the shard on the device that gathers it: ``master``, or its copy under CPU offload.
             generation: which scales the table holds.
-            beyond_range: None to clamp to the format's range; else values larger than this many times the
-                range become NaN, so that codes cast with an older scale are right or visibly wrong. e2m1, which
-                has no NaN, is clamped in any case.
+            beyond_range: make values NaN that are larger than this many times the format's range, if it has NaN, so
+                that codes cast with an older scale are right or visibly wrong; None to clamp them.
 
         Returns:
             uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.
         """
         key = (self.master.state, 0 if self.wire.carries_scales else generation, self.dtype)
         capturing = is_capturing(source)
-        self._in_a_graph |= capturing
-        is_known = (
-            key == self._wire_key and beyond_range is None and self.master.owns_storage and not capturing
-        )
+        forced = capturing or beyond_range is not None
+        is_known = key == self._wire_key and self.master.owns_storage and not forced
         codes = self._wire
         if codes is None or not is_known:
             with torch.inference_mode(mode=False):
@@ -227,11 +206,10 @@ class Shard:
                     codes = make(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
                 if values.numel():
                     self._cast_into(codes, values, beyond_range)
-        self._wire_key = None if capturing or beyond_range is not None else key
-        # A primary weight is its codes, and a graph writes to where they were when it was captured.
-        stays = (
-            self._in_a_graph or source.keeps_codes or not self._uses.is_last(self.master.state, self.gathers)
-        )
+        self._wire_key = None if forced else key
+        # A graph writes to where they were when it was captured.
+        stays = self.in_a_graph or source.keeps_codes
+        stays = stays or not self._uses.is_last(self.master.state, self.gathers)
         self._wire = codes if stays else None
         if not stays and codes.is_cuda:
             # FSDP2 may read them on another stream than the one they were allocated on.
@@ -247,7 +225,7 @@ class Shard:
             self.wire.scales_of(rows).copy_(scales.scale_inv)
             scale = scales.scale
         else:
-            offset, scale = self.layout.offset, self.scale
+            offset, scale = self.layout.offset, self.scales.scale
         if beyond_range is not None and format.has_nan:
             shard = shard.to(self.dtype)
             scaled = shard.float() * reference.spread(scale, format.tile, shard.shape, offset)

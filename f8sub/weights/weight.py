@@ -1,24 +1,21 @@
-"""Weight: a parameter that codes are cast from, with the hooks by which FSDP2 gathers those.
+"""WeightRecord, what a weight is; and Weight, a parameter that codes are cast from, with FSDP2's hooks.
 
 [Note: from a shard to an unsharded weight]
 
     MasterWeight --fsdp_pre_all_gather--> uint8 codes --all-gather--> --fsdp_post_all_gather--> Float8Tensor(rowwise)
 
-- A MasterWeight is a parameter's local tensor in high precision. Its cell (``record.py``) is shared by all views of a
-  storage and counts what was written to it.
-- A WeightRecord (``record.py``) is what a weight is, whatever tensor holds it: FSDP2 pads, moves and re-makes
-  tensors.
-- A Conversion (``conversion.py``) has the records of one ``convert_to_float8``. Before the first all-gather it enters
-  those that are sharded: it compares them across ranks, and gives each a shard and an exchange.
-- A Shard (``shard.py``) is this rank's part: where it lies, its scales, its codes, which are cast once a step.
-- The wire (``layout.py``) is what is sent of a shard: one uint8 matrix, with scales either in its rows or not sent.
-  That form alone is right for uneven and empty shards, Shard(1), shard groups of one, HSDP, gloo and NCCL alike.
-- An Exchange (``exchange.py``) has the scales; see the note there.
-
-The hooks keep nothing: FSDP2 calls them more often than once a pass.
+- A MasterWeight (``master_weight.py``) is a parameter's local tensor in high precision. All views of its storage share
+  a cell, which counts what was written. A WeightRecord is one a weight: FSDP2 pads, moves and re-makes tensors.
+- A Conversion (``conversion.py``) has the records of one ``convert_to_float8``. Before the first all-gather it compares
+  those that are sharded across ranks, and gives each a shard and an exchange.
+- A Shard (``shard.py``) is this rank's part. Its codes are cast once a step. The wire (``layout.py``) is what is sent:
+  one uint8 matrix, with scales in its rows or none. That form alone is right for uneven and empty shards, Shard(1),
+  shard groups of one, HSDP, gloo and NCCL alike. The scales come from an Exchange (``exchange.py``).
+- The hooks keep nothing: FSDP2 calls them more often than once a pass.
 """
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,12 +25,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
-from f8sub.formats import Operand
+from f8sub.formats import Float8Format, Operand
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import preset_signature
-from f8sub.weights.record import WeightRecord
+from f8sub.weights.layout import lies_in_rows
 
 if TYPE_CHECKING:
+    from f8sub.weights.conversion import Conversion
     from f8sub.weights.master_weight import MasterWeight
     from f8sub.weights.shard import Shard
 
@@ -41,20 +39,72 @@ Metadata = tuple["Shard", str | None]
 """The shard, and the ticket of ``Exchange.gather_input``."""
 
 
-class Weight(torch.Tensor):
-    """What ``MasterWeight`` is, and any other kind of weight that has one.
+class WeightRecord:
+    """What a weight is to FSDP2 and to a GEMM.
 
-    FSDP2 finds the hooks on the local tensor of a parameter, where its record says that it is gathered as float8.
+    Module, conversion and shard are referred to weakly. Tensors hold the record where no garbage collector sees it, and
+    those three lead back to the tensors: no model would ever be freed.
+
+    Attributes:
+        fqn: the name in errors and reports.
+        format: the rowwise codes' format; None where no GEMM reads the weight in float8.
+        gathered: whether FSDP2 gathers the weight as float8.
+        in_rows: whether a row on the wire is not one byte an element: it is packed, or its scales follow.
+        entered: whether the ranks that shard the weight compared it.
     """
+
+    def __init__(
+        self,
+        conversion: "Conversion",
+        module: torch.nn.Module,
+        name: str,
+        fqn: str,
+        format: Float8Format | None,
+        gathered: bool,
+    ) -> None:
+        self.fqn, self.name, self.format, self.gathered = fqn, name, format, gathered
+        self.in_rows = format is not None and (format.codes_per_byte > 1 or lies_in_rows(format.tile))
+        self.entered = False
+        self._shard: weakref.ref[Shard] | None = None
+        self._conversion, self._module = weakref.ref(conversion), weakref.ref(module)
+
+    @property
+    def conversion(self) -> "Conversion | None":
+        """The weights converted together with this one, while any of their modules is alive."""
+        return self._conversion()
+
+    @property
+    def shard(self) -> "Shard | None":
+        """This rank's part of the weight; None where it is not sharded, or no exchange makes its scales."""
+        return None if self._shard is None else self._shard()
+
+    @shard.setter
+    def shard(self, shard: "Shard") -> None:
+        self._shard = weakref.ref(shard)
+
+    @property
+    def module(self) -> Any:
+        """The module, None when it is gone.
+
+        Its ``weight_described(name, device)`` says what every rank must have alike of a parameter, as dict[str, str].
+        """
+        return self._module()
+
+    @property
+    def parameter(self) -> torch.Tensor | None:
+        """What the module has in the weight's place now: sharded, unsharded, or None."""
+        module = self.module
+        return None if module is None else module._parameters.get(self.name)
+
+
+class Weight(torch.Tensor):
+    """A parameter's local tensor, on which FSDP2 finds the hooks if the weight is gathered as float8."""
 
     keeps_codes: bool = False
     """Whether the codes that were cast stay for as long as the weight does."""
 
     rowwise_codes: ClassVar[Callable[..., Operand]]
-    """The rowwise operand of (weight, format, dtype, source), unsharded; of MasterWeight that is ``rowwise_of``.
-
-    A static function: torch.compile takes a method of a tensor for an operator.
-    """
+    """``rowwise_of`` of such a weight; static, because torch.compile takes a tensor's methods for operators."""
 
     @property
     def record(self) -> WeightRecord | None:
@@ -72,39 +122,36 @@ class Weight(torch.Tensor):
         raise NotImplementedError
 
     def exported_as(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a state dict holds of ``parameter``, whose local tensor this is: in the same memory, without a graph."""
+        """What a state dict holds of ``parameter``, whose local tensor this is: the same memory, without a graph."""
         raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.plain
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+        return plain.__reduce_ex__(protocol)
 
     def was_gathered(self, shard: "Shard") -> None:
         """Codes of the weight as it is, with scales of its own, were gathered from all ranks."""
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
-        """This rank's codes, cast once a step: one uint8 tensor of ``WireFormat.padded_shape``, and metadata.
+        """This rank's codes, one uint8 tensor of ``WireFormat.padded_shape``, and metadata.
 
-        Rows that are not one byte an element, packed or followed by their scales, take the shorter form of the hook.
-        FSDP2 checks the size of what the other form returns, on ranks with a short shard alone, while the others wait
-        for ever; it does not check this form, which is told less.
+        FSDP2 compares the size of what the longer form of the hook returns with the weight's, on ranks with a short
+        shard alone, while the others wait for ever. Rows that are not one byte an element take the shorter form.
         """
         form = _rows_to_wire if self._wire_record().in_rows else _codes_to_wire
         return types.MethodType(form, self)
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
-        """The unsharded weight, rowwise only; its columnwise operand is made in backward and freed there.
-
-        Later calls find codes and scales already in place: both are views of memory that FSDP2 and the exchange
-        write to.
-        """
+        """The unsharded weight, rowwise only: views of memory that FSDP2 and the exchange write to, later calls too."""
         self._wire_record()
         return self._from_wire
 
     def _wire_record(self) -> WeightRecord:
-        """The record.
-
-        Raises:
-            AttributeError: FSDP2 gathers the weight in high precision, and looks for no hooks then.
-        """
+        """The record; AttributeError where FSDP2 gathers the weight in high precision, and so is to find no hooks."""
         record = self.record
         if record is None or not record.gathered:
             raise AttributeError("the weight is gathered in high precision")
@@ -126,8 +173,9 @@ class Weight(torch.Tensor):
         if out is not None:
             return None
         codes, scale_inv = shard.wire.unsharded(gathered)
-        scale_inv = shard.part_scale_inv if scale_inv is None else scale_inv
-        rowwise = Operand(codes, scale_inv, shard.format, shard.global_scale_inv)
+        scales = shard.scales
+        scale_inv = scales.part_scale_inv if scale_inv is None else scale_inv
+        rowwise = Operand(codes, scale_inv, shard.format, scales.global_scale_inv)
         return Float8Tensor(rowwise, None, param_dtype, shard.layout.leading), (gathered,)
 
 
@@ -173,41 +221,3 @@ def master_of(local: torch.Tensor) -> "MasterWeight | None":
 def local_tensor(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded parameter, or the whole of any other."""
     return weight._local_tensor if isinstance(weight, DTensor) else weight
-
-
-def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
-    if not isinstance(weight, DTensor):
-        return local
-    mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def exported(weight: torch.Tensor) -> torch.Tensor:
-    """A weight, or an optimizer's master of one, as a state dict holds it: in the same memory, without a graph."""
-    local = local_tensor(weight)
-    return local.exported_as(weight) if isinstance(local, Weight) else weight.detach()
-
-
-def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
-    """Make the Python object ``old`` be what ``new`` is, with what users and autograd left on it.
-
-    Optimizers, ties and modules that hold ``old`` then hold the new one. ``new`` gets gradient, hooks and attributes
-    in any case.
-
-    Returns:
-        False where torch cannot swap the two, because something else refers to the tensor (a weak reference, an
-        autograd graph); the caller then has to replace the reference itself.
-    """
-    new.grad = old.grad
-    new._backward_hooks = old._backward_hooks
-    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
-    own: Any = getattr(type(old), "OWN_ATTRIBUTES", ())
-    for name, value in vars(old).items():
-        if name not in own:
-            setattr(new, name, value)
-    try:
-        torch.utils.swap_tensors(old, new)
-    except RuntimeError:
-        return False
-    return True

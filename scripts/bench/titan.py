@@ -25,11 +25,14 @@ from scripts.loss_compare import read_tensorboard
 from scripts.table import ROOT, Table, parser, progress, write_json
 
 F8SUB = ("--job.custom_config_module=f8sub.titan", "--model.converters=f8sub")
-PEER = (
+PEER_BY_NAME = (
     "--model.converters=quantize.linear.float8",
+    "--quantize.linear.float8.filter_fqns=output",
+)
+PEER = (
+    *PEER_BY_NAME,
     "--quantize.linear.float8.enable_fsdp_float8_all_gather",
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-    "--quantize.linear.float8.filter_fqns=output",
 )
 COMPILED = ("--compile.enable",)
 ARMS: dict[str, tuple[str, ...]] = {
@@ -39,6 +42,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "f8sub delayed compiled": (*F8SUB, "--f8sub.recipe_name=delayed", *COMPILED),
     "f8sub tensorwise eager": F8SUB,
     "f8sub rowwise compiled": (*F8SUB, "--f8sub.recipe_name=rowwise", *COMPILED),
+    "f8sub blockwise compiled": (*F8SUB, "--f8sub.recipe_name=blockwise", *COMPILED),
+    "torchao rowwise compiled": (*PEER_BY_NAME, "--quantize.linear.float8.recipe_name=rowwise", *COMPILED),
     "f8sub gridquant compiled": (*F8SUB, "--f8sub.recipe_name=gridquant", *COMPILED),
     "f8sub delayed eager": (*F8SUB, "--f8sub.recipe_name=delayed"),
     "bf16 eager": (),

@@ -1,7 +1,7 @@
 """The bytes of a Llama's linear layers in float8 and in bf16: weights, all-gather, saved for backward, transient.
 
 Predicted, on the meta device, for the GEMMs of an H200: no GPU needed. What is predicted is held to what is measured
-by tests/test_byte_account.py and tests/features/tools/ranks/test_byte_account.py.
+by tests/features/tools/test_byte_account.py and tests/features/tools/ranks/test_byte_account.py.
 
     python scripts/tables/byte_account.py --recipe blockwise --keep-x float8
 """
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
 from f8sub.linear.saved_input import KEEP_X
-from scripts.table import ROOT, write_between_markers
+from scripts.table import ROOT, provenance, write_between_markers
 from scripts.tables.byte_lab import TOKENS, plan_for_the_device
 
 sys.path.append(str(ROOT / "recipes"))
@@ -30,7 +30,7 @@ def main() -> None:
     options.add_argument("--recipe", choices=f8sub.recipe_names(), default="tensorwise")
     options.add_argument("--keep-x", choices=KEEP_X, default="auto")
     options.add_argument("--tokens", type=int, default=TOKENS)
-    options.add_argument("--write-readme", action="store_true", help="put the table into its page")
+    options.add_argument("--write-docs", action="store_true", help="put the table into its page")
     arguments = options.parse_args()
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES[arguments.size], vocab_size=128256))
@@ -38,8 +38,8 @@ def main() -> None:
     plan_for_the_device(model)
     text = str(f8sub.conversion_report(model, arguments.tokens).bytes)
     print(text)
-    if arguments.write_readme:
-        write_between_markers("byte_account", f"```\n{text}\n```")
+    if arguments.write_docs:
+        write_between_markers("byte_account", f"```\n{text}\n```\n\n{provenance()}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ one of the ways below, and loaded. A clear refusal (CheckpointError) and a load 
 not matter: the manifest's step) are fine; anything else is a failure of this script. Beside it, single bits flipped in
 the same tensors as torch.save, safetensors and torch.distributed.checkpoint hold them, without a manifest.
 
-    python scripts/tables/corruption.py --write-readme
+    python scripts/tables/corruption.py --write-docs
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def main() -> None:
         flips = of_formats(Path(folder, "formats"), arguments.flips, arguments.seed)
     dist.destroy_process_group()
     bad = {name: found for name, found in damages.items() if found.keys() & {WRONG, UNCLEAR}}
-    arguments.write_readme &= not bad
+    arguments.write_docs &= not bad
     finish(arguments, {"damages": damages, "flips": flips}, table(damages, flips))
     if bad:
         sys.exit(f"damages that were neither refused clearly nor loaded right: {bad}")

@@ -3,7 +3,7 @@
 Without arguments each test is run, and the table says how many cases there were and how many went as they must; some
 take minutes. With --list it is the table of tests alone.
 
-    python scripts/tables/faults.py --write-readme
+    python scripts/tables/faults.py --write-docs
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from scripts.table import ROOT, Table, finish, parser
 
 LISTED = """
 NaN or infinity in an x: NaN in its row of y and nowhere else; named by `find_nonfinite`
-    tests/weights/ranks/test_non_finite.py::test_a_bad_activation_does_not_flush_the_rest
     tests/contract/test_linear_numerics.py::test_non_finite_elements_stay_where_they_are
     tests/features/tools/ranks/test_find_nonfinite.py::test_the_first_layer_role_and_rank
 NaN or infinity in one rank's shard: NaN codes on all ranks at once, then an error that names the layer
     tests/weights/ranks/test_non_finite.py::test_one_rank_s_bad_element_is_everyone_s
     tests/weights/ranks/test_non_finite.py::test_a_bad_element_shows_on_every_rank_without_precompute_scales_too
 NaN or infinity in a gradient: the step is none, bitwise, on all ranks; or the first layer, role and rank are named
-    tests/weights/ranks/test_non_finite.py::test_a_bad_cotangent_shows_in_its_row_of_dx_and_spares_the_others
+    tests/contract/test_linear_numerics.py::test_non_finite_elements_stay_where_they_are
     tests/features/tools/test_step_guard.py::test_a_run_with_bad_steps_is_the_run_without_them
     tests/features/tools/ranks/test_step_guard.py::test_one_rank_s_bad_batch_skips_the_step_of_all
     tests/features/tools/ranks/test_find_nonfinite.py::test_gradients_that_overflow_on_the_way
@@ -40,21 +39,21 @@ the largest number of a dtype: dequantizes to a finite number
     tests/kernels/test_reference.py::test_the_largest_number_of_a_dtype_dequantizes_to_a_finite_one
     tests/contract/test_linear_numerics.py::test_the_largest_number_stands_for_a_finite_one_nearby
 a batch of no rows, on all ranks or on one: (0, N); zero gradients, bitwise what a loss of weight 0 gives
-    tests/test_linear.py::test_a_batch_of_no_rows
+    tests/linear/test_linear.py::test_a_batch_of_no_rows
     tests/faults/ranks/test_inputs.py::test_a_batch_of_no_rows_on_one_rank_alone
 rows that the ranks do not divide, fewer rows than ranks: gathered bitwise as the whole weight is quantized
-    tests/weights/ranks/test_gathered_weight.py::test_some_ranks_short_and_some_empty
+    tests/weights/ranks/test_gathered_weight.py::test_any_number_of_rows
 dims that are no multiple of 16: the layer is skipped, with the reason
-    tests/test_filters.py::test_dims_have_to_be_multiples_of_16
+    tests/convert/test_filters.py::test_dims_have_to_be_multiples_of_16
 x and w of different dtypes, fp16, integers: computed as documented, or a TypeError that names the layer
-    tests/test_linear.py::test_x_and_w_of_different_dtypes
+    tests/linear/test_linear.py::test_x_and_w_of_different_dtypes
     tests/contract/test_linear_numerics.py::test_fp16
-    tests/test_linear_work.py::test_an_input_that_is_not_floating_point_names_the_layer
+    tests/linear/test_linear_work.py::test_an_input_of_another_kind_names_the_layer
 converted twice, after `fully_shard`, or nothing to convert: a warning that changes nothing, or a typed error
-    tests/test_convert.py::test_converting_twice_is_a_warning_and_changes_nothing
-    tests/test_convert.py::test_converting_with_another_recipe_is_an_error
-    tests/test_convert.py::test_converting_after_fully_shard_is_an_error
-    tests/test_convert.py::test_nothing_to_convert_is_an_error
+    tests/convert/test_convert.py::test_converting_twice_is_a_warning_and_changes_nothing
+    tests/convert/test_convert.py::test_converting_with_another_recipe_is_an_error
+    tests/convert/test_convert.py::test_converting_after_fully_shard_is_an_error
+    tests/convert/test_convert.py::test_nothing_to_convert_is_an_error
 a rank with another recipe, format, option, dtype or f8sub: `Float8RankMismatchError` on all ranks within 5 s, with ranks and fields
     tests/weights/ranks/test_rank_mismatch.py::test_a_rank_that_differs
     tests/weights/ranks/test_rank_mismatch.py::test_a_replica_that_differs_is_not_averaged_with_the_others
@@ -64,14 +63,14 @@ one rank alone calls or forgets `precompute_scales`, or writes to its shard: no 
     tests/faults/ranks/test_alone.py::test_in_the_middle_of_a_run
 all ranks forget it; weights loaded, swapped, written to: the next forward uses what the weights are, on all ranks alike
     tests/weights/ranks/test_wire.py::test_all_reduces_with_and_without_precompute_scales
-    tests/weights/ranks/test_stale_scales.py::test_sharded
+    tests/contract/ranks/test_weights.py::test_sharded
 deepcopy, pickle, flatten: nothing is lost; a copy changes on its own
-    tests/tensor/test_master_weight.py::test_a_deep_copy_changes_on_its_own
-    tests/tensor/test_master_weight.py::test_a_state_dict_pickles_as_plain_tensors
+    tests/weights/test_master_weight.py::test_a_deep_copy_changes_on_its_own
+    tests/weights/test_master_weight.py::test_a_state_dict_pickles_as_plain_tensors
     tests/tensor/test_float8_tensor.py::test_flatten_and_unflatten
 `inference_mode`: the same y, and training goes on
-    tests/test_linear.py::test_no_grad_and_inference_mode_give_the_same_y
-    tests/test_linear.py::test_training_after_inference_mode
+    tests/linear/test_linear.py::test_no_grad_and_inference_mode_give_the_same_y
+    tests/linear/test_linear.py::test_training_after_inference_mode
     tests/faults/ranks/test_inputs.py::test_inference_mode_between_and_after_training_steps
 a checkpoint read where f8sub is not, or into a bf16 model: plain tensors, bitwise
     tests/weights/ranks/test_checkpoint.py::test_a_process_without_f8sub_reads_a_model
@@ -91,16 +90,16 @@ a checkpoint that is truncated, damaged, half written: refused by name on all ra
     tests/recipes/test_pretrain_checkpoint.py::test_a_save_cut_short_leaves_nothing_that_looks_whole
     tests/faults/ranks/test_corruption.py::test_each_of_600_damages_is_refused_clearly_or_loads_right
 a disk that is full on one rank: an error on all ranks; the last whole checkpoint stays
-    tests/recipes/test_pretrain_checkpoint_writing.py::test_a_full_disk_is_an_error_on_all_ranks
+    tests/recipes/test_pretrain_checkpoint.py::test_a_full_disk_is_an_error_on_all_ranks
 gradient accumulation, resharding, prefetch, offload, activation checkpointing: losses bitwise those without the float8 all-gather
     tests/weights/ranks/test_fsdp_modes.py::test_on_is_off
 tied, shared and frozen weights: cast and gathered once, or skipped with the reason
-    tests/test_filters.py::test_lm_head_tied_to_the_embedding_stays
-    tests/test_convert.py::test_tied_layers_stay_tied
-    tests/test_linear.py::test_one_layer_used_twice
-    tests/test_linear_work.py::test_gemms_nobody_needs_are_not_run
+    tests/convert/test_filters.py::test_lm_head_tied_to_the_embedding_stays
+    tests/convert/test_convert.py::test_tied_layers_stay_tied
+    tests/linear/test_linear.py::test_one_layer_used_twice
+    tests/linear/test_linear_work.py::test_gemms_nobody_needs_are_not_run
 meta-device initialization: converted on meta, it trains as one that was not
-    tests/test_convert.py::test_meta_device_then_to_empty
+    tests/convert/test_convert.py::test_meta_device_then_to_empty
 a GPU or torch that cannot: another backend, or an error with every candidate's reason
     tests/kernels/test_scaled_mm.py::test_the_gpu_has_to_be_an_ada_or_newer
     tests/kernels/test_scaled_mm.py::test_auto_falls_back_to_the_reference_and_a_named_backend_does_not
@@ -158,7 +157,7 @@ def main() -> None:
         for fault, (must, _) in FAULTS.items()
     ]
     bad = [fault for fault, cases in found.items() if {kind for kind in cases if cases[kind]} != {"passed"}]
-    arguments.write_readme &= not bad
+    arguments.write_docs &= not bad
     finish(arguments, found, Table("Faults", ["fault", "what must happen", "cases tried", "so it was"], rows))
     if bad:
         sys.exit(f"not every case went as it must, or there was none: {'; '.join(bad)}")

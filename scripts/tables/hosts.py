@@ -10,7 +10,7 @@ On the hosts that ``multihost.sh`` makes of this machine, one rank each: 2 and 4
 and with links of 200 Mbit/s. Times are medians of the turns' ratios, their quartiles beside them. Needs root and Linux;
 as root, about five minutes:
 
-    python scripts/tables/hosts.py --write-readme
+    python scripts/tables/hosts.py --write-docs
 
 Under torchrun it measures the hosts that torchrun started it on:
 

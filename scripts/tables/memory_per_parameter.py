@@ -4,7 +4,7 @@ Measured after two AdamW steps and a forward, whose codes a backward would let g
 FSDP2: every storage that is alive and was not before the model was made, by what holds it. No gradients: they are freed
 by then. Per parameter of the model, all ranks together.
 
-    python scripts/tables/memory_per_parameter.py --json memory.json
+    python scripts/tables/memory_per_parameter.py --write-docs
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import f8sub
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from scripts.bench.ranks import on_ranks
-from scripts.table import Table, parser, write_json
+from scripts.table import Table, finish, parser
 
 SIZE, LAYERS, WORLD = 256, 4, 2
 SETUPS = {
@@ -110,16 +110,19 @@ def figures(world: int) -> dict[str, dict[str, float]]:
     return {name: bytes_per_parameter(name, world) for name in SETUPS}
 
 
+def table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
+    lines = [
+        [f"{name}, {ranks}", *(f"{row[holder]:.2f}" for holder in (*HOLDERS, "total"))]
+        for name in SETUPS
+        for ranks, row in ((ranks, rows[name]) for ranks, rows in found.items())
+    ]
+    return Table("Bytes a parameter, all ranks together", ["", *HOLDERS, "total"], lines)
+
+
 def main() -> None:
-    output = parser(__doc__).parse_args().json
+    arguments = parser(__doc__, "memory_per_parameter").parse_args()
     found = {f"{world} rank{'s' * (world > 1)}": on_ranks(world, figures, world)[0] for world in (1, WORLD)}
-    for ranks, rows in found.items():
-        lines = [
-            [name, *(f"{row[holder]:.2f}" for holder in (*HOLDERS, "total"))] for name, row in rows.items()
-        ]
-        print(f"{Table('', [f'bytes a parameter, {ranks}', *HOLDERS, 'total'], lines).markdown()}\n")
-    if output:
-        write_json(output, found)
+    finish(arguments, found, table(found))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ SQNR in dB, of the whole product and the median over its rows, and the share of 
 quantization flushes to zero (rowwise / columnwise usage). 512 tokens, 512 x 512 weights, float32 in and
 out, so that nothing but the recipe rounds.
 
-    python scripts/tables/recipe_errors.py --write-readme
+    python scripts/tables/recipe_errors.py --write-docs
 """
 
 from __future__ import annotations

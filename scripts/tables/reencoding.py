@@ -5,7 +5,7 @@ reads of x. For every recipe that has to re-scale them: the share of the codes t
 SQNR of the median column (a whole hides its small columns) either way, and the share of the elements that only
 re-encoding flushes to zero. 1024 x 1024 matrices.
 
-    python scripts/tables/reencoding.py --write-readme
+    python scripts/tables/reencoding.py --write-docs
 """
 
 from __future__ import annotations

@@ -5,18 +5,14 @@ import torch
 
 import f8sub
 from f8sub import get_recipe
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import PROMOTION
+from tests.kernels.products import exact
 from tests.oracle import Product
 
 RECIPES = f8sub.recipe_names()
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def exact(operand: Operand) -> np.ndarray:
-    return reference.dequantize(operand, torch.float64).numpy()
 
 
 def factor(operand: Operand | None, matrix: torch.Tensor) -> np.ndarray:
@@ -47,29 +43,3 @@ def linear(
         "dx": Product(factor(dy_row, dy), factor(w_col, w.t())),
         "dw": Product(factor(dy_col, dy.t()), factor(x_col, x.t())),
     }
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor of any dtype, on the CPU; not every dtype can be copied or compared."""
-    return tensor.contiguous().view(-1).view(torch.uint8).cpu()
-
-
-def assert_same_bits(found: Operand | None, expected: Operand | None) -> None:
-    if expected is None or found is None:
-        assert found is expected
-        return
-    assert found.format == expected.format
-    assert len(found.tensors) == len(expected.tensors)
-    for part, right in zip(found.tensors, (tensor.cpu() for tensor in expected.tensors), strict=True):
-        assert (part.shape, part.dtype) == (right.shape, right.dtype)
-        differ = bits(part) != bits(right)
-        if part.dtype in FLOAT8:  # Of NaN the sign is the processor's.
-            differ &= ~(part.cpu().float().isnan() & right.float().isnan()).view(-1)
-        wrong = int(differ.sum())
-        assert wrong == 0, f"{wrong} of {right.numel()} bytes of {found.format} differ"
-
-
-def operand(format: Float8Format, matrix: torch.Tensor) -> Operand:
-    made = reference.quantize(matrix, format, None)[0]
-    assert made is not None
-    return made

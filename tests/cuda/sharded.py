@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import f8sub
-from tests.cuda.products import bits
 from tests.data_sets import gaussian, generator
+from tests.kernels.products import bits
 from tests.models import BF16, float8_layers, precompute, shard, transformer
 from tests.weights.ranks.test_losses import SPREAD, optimizer_of
 from tests.wire import Wire

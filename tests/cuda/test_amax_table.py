@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.cuda.test_fused import runs  # noqa: F401
+from tests.cuda.test_quantize_cuda import runs  # noqa: F401
 from tests.kernels.interpreted import needs_triton
-from tests.kernels.test_many import amaxes, edges, scales
+from tests.kernels.test_shard_amaxes import amaxes, edges, scales
 from tests.weights.ranks.test_amax_table import differences
 
 pytestmark = needs_triton

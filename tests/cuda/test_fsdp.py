@@ -1,4 +1,8 @@
-"""fully_shard over NCCL on one GPU: the world of one that the CPU tests have, with streams."""
+"""fully_shard over NCCL on one GPU and on two: bitwise what is not sharded, one all-reduce a step, half the bytes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import f8sub
 from tests.cuda.products import RECIPES
 from tests.cuda.sharded import (
+    all_reduces_of_a_step,
     gathered_bits,
     losses_on_and_off,
     model_on_gpu,
@@ -21,30 +26,47 @@ from tests.models import BF16, shard
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 
-@on_each_recipe
-def test_the_gathered_weight_is_the_quantized_one(ranks, recipe):
-    for found, expected in ranks(1, gathered_bits, recipe, gpus=True, timeout=120)[0]:
-        assert found == expected
+@pytest.fixture(params=[1, 2], ids=["one", "two"])
+def on_gpus(request, ranks) -> Callable[..., list[Any]]:
+    """``on_gpus(body, *args)`` on one GPU, and on two where there are two."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip("needs two CUDA devices")
+    return functools.partial(ranks, request.param, gpus=True, timeout=240)
 
 
 @on_each_recipe
-def test_losses_with_the_float8_all_gather_and_without(ranks, recipe):
-    on, off = ranks(1, losses_on_and_off, recipe, gpus=True, timeout=120)[0]
-    assert on == off
-    assert on[-1] < on[0]
-
-
-def test_cpu_offload(ranks):
-    offloaded, resident = ranks(1, offloaded_losses, "tensorwise", gpus=True, timeout=120)[0]
-    assert offloaded == pytest.approx(resident, rel=1e-3)
+def test_the_gathered_weight_is_the_quantized_one(on_gpus, recipe):
+    for layers in on_gpus(gathered_bits, recipe):
+        for found, expected in layers:
+            assert found == expected
 
 
 @on_each_recipe
-def test_a_non_finite_weight_is_reported(ranks, recipe):
-    ((poisoned, message),) = ranks(1, non_finite, recipe, gpus=True, timeout=120)
-    assert poisoned == [False] * 13 + [True]
-    assert "blocks.1.down" in message
-    assert "blocks.0" not in message
+def test_losses_with_the_float8_all_gather_and_without(on_gpus, recipe):
+    for on, off in on_gpus(losses_on_and_off, recipe):
+        assert on == off
+        assert on[-1] < on[0]
+
+
+def test_cpu_offload(on_gpus):
+    for offloaded, resident in on_gpus(offloaded_losses, "tensorwise"):
+        assert offloaded == pytest.approx(resident, rel=1e-3)
+
+
+@on_each_recipe
+def test_a_non_finite_weight_is_reported_by_every_rank(on_gpus, recipe):
+    for poisoned, message in on_gpus(non_finite, recipe):
+        assert poisoned == [False] * 13 + [True]
+        assert "blocks.1.down" in message
+        assert "blocks.0" not in message
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@on_each_recipe
+def test_one_all_reduce_a_step(ranks, recipe):
+    """Of three; ``mxfp8`` and ``nvfp4`` have scales of their own rows alone, which need none."""
+    for calls, _ in ranks(2, all_reduces_of_a_step, recipe, gpus=True, timeout=120):
+        assert calls == 3 if recipe == "tensorwise" else calls <= 3
 
 
 def steps_without_a_sync(rank: int, world: int, recipe: str, compiled: bool) -> None:
@@ -60,8 +82,8 @@ def steps_without_a_sync(rank: int, world: int, recipe: str, compiled: bool) -> 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @on_each_recipe
-def test_the_host_never_waits(ranks, recipe, compiled):
-    ranks(1, steps_without_a_sync, recipe, compiled, gpus=True, timeout=240)
+def test_the_host_never_waits(on_gpus, recipe, compiled):
+    on_gpus(steps_without_a_sync, recipe, compiled)
 
 
 def moved_by_fully_shard(rank: int, world: int) -> tuple[str, list[float]]:
@@ -75,3 +97,25 @@ def moved_by_fully_shard(rank: int, world: int) -> tuple[str, list[float]]:
 
 def test_a_model_converted_on_the_cpu_is_sharded_on_the_gpu(ranks):
     assert ranks(1, moved_by_fully_shard, gpus=True, timeout=120) == [("cpu", ["cuda", "cuda"])]
+
+
+def guarded_steps(rank: int, world: int) -> tuple[int, bool]:
+    """Steps skipped, and whether the bad one left every weight and state as it was."""
+    model = shard(model_on_gpu("tensorwise"), BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    guard = f8sub.skip_step_if_nonfinite(optimizer)
+    train(model, optimizer, rank, steps=3)
+    with NoSync():
+        train(model, optimizer, rank, steps=2, losses=False)
+    tensors = [p.to_local() for p in model.parameters()]
+    tensors += [getattr(v, "_local_tensor", v) for state in optimizer.state.values() for v in state.values()]
+    before = [tensor.clone() for tensor in tensors]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    with NoSync():
+        optimizer.step()
+    return int(guard.skipped), all(map(torch.equal, tensors, before))
+
+
+def test_the_step_guard_decides_on_the_device_and_a_bad_step_changes_nothing(on_gpus):
+    assert set(on_gpus(guarded_steps)) == {(1, True)}

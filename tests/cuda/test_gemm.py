@@ -4,41 +4,25 @@ import pytest
 import torch
 
 import f8sub
-from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile
-from f8sub.formats import E2M1
+from f8sub import GemmSpec
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
 from f8sub.kernels.triton import triton_mm
 from tests.budgets import excess
-from tests.cuda.products import exact, operand, promoted
+from tests.cuda.products import promoted
 from tests.data_sets import generator, row_outliers
-from tests.oracle import Product
+from tests.kernels.products import (
+    BLOCK,
+    BLOCK_PAIRS,
+    OUR_PAIRS,
+    PAIRS,
+    ROW,
+    SMALL_BLOCK_PAIRS,
+    VECTOR,
+    operands,
+    product,
+)
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TENSOR, ROW = Float8Format(E4M3, Tile(ALL, ALL)), Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2)
-TENSOR_E5M2, ROW_E5M2 = Float8Format(E5M2, Tile(ALL, ALL)), Float8Format(E5M2, Tile(1, ALL))
-VECTOR, BLOCK = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
-LARGE = Float8Format(E4M3, Tile(256, 256))
-PAIRS = {
-    "tensor-tensor": (TENSOR, TENSOR),
-    "e5m2-e4m3": (TENSOR_E5M2, TENSOR),
-    "e4m3-e5m2": (TENSOR, TENSOR_E5M2),
-    "row-row": (ROW, ROW),
-    "row-e5m2-row": (ROW_E5M2, ROW),
-    "row-tensor": (ROW, TENSOR),
-}
-BLOCK_PAIRS = {
-    "1x128-128x128": (VECTOR, BLOCK),
-    "1x128-1x128": (VECTOR, VECTOR),
-    "128x128-1x128": (BLOCK, VECTOR),
-    "256x256-256x256": (LARGE, LARGE),
-    "256x256-e5m2-256x256": (Float8Format(E5M2, Tile(256, 256)), LARGE),
-    "row-128x128": (ROW, BLOCK),
-    "1x128-tensor": (VECTOR, TENSOR),
-}
-MX = Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)
-NV, NV_WEIGHT = (Float8Format(E2M1, Tile(rows, 16), ScaleRule.TWO_LEVEL) for rows in (1, 16))
-SMALL_BLOCK_PAIRS = {"mxfp8": (MX, MX), "nvfp4": (NV, NV), "nvfp4-weight": (NV, NV_WEIGHT)}
 SHAPES = {
     "aligned": (64, 48, 256),
     "many-blocks": (272, 400, 656),
@@ -51,13 +35,6 @@ on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPE
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 
 
-def operands(pair, shape):
-    rows, cols, depth = shape
-    a = operand(pair[0], row_outliers((rows, depth), generator(1)) / 300)
-    b = operand(pair[1], row_outliers((cols, depth), generator(2)) / 300)
-    return a, b
-
-
 def on_gpu(a):
     return a.of(a.format, *(tensor.cuda() for tensor in a.tensors))
 
@@ -66,10 +43,10 @@ def worst(a, b, dtype, fast_accum, backend=scaled_mm) -> float:
     found = backend.gemm_nt(on_gpu(a), on_gpu(b), dtype, fast_accum)
     assert found.dtype == dtype
     # Off Hopper rows are multiplied in CUTLASS, whose results are bf16.
-    limited = a.format.tile == ROW.tile and torch.cuda.get_device_capability()[0] != 9
+    limited = ROW.tile in (a.format.tile, b.format.tile) and torch.cuda.get_device_capability()[0] != 9
     name = "reference" if backend is reference else "a tensor core"
     accumulated = promoted(name, fast_accum, a.data.shape[1])
-    return excess(found.to(torch.bfloat16) if limited else found, Product(exact(a), exact(b)), accumulated)
+    return excess(found.to(torch.bfloat16) if limited else found, product(a, b), accumulated)
 
 
 @pytest.mark.parametrize("fast_accum", [False, True], ids=["precise", "fast"])
@@ -94,32 +71,27 @@ def test_one_scale_a_block(pair, shape, dtype):
     assert worst(a, b, dtype, False) <= 1
 
 
-OUR_PAIRS = BLOCK_PAIRS | {
-    "256x256-e5m2-256x256-e5m2": (Float8Format(E5M2, Tile(256, 256)),) * 2,
-    "384x128-1x256": (Float8Format(E4M3, Tile(384, 128)), Float8Format(E4M3, Tile(1, 256))),
-}
+@pytest.fixture(params=OUR_PAIRS.values(), ids=list(OUR_PAIRS))
+def our_pair(request):
+    if reason := triton_mm.why_not(*request.param, torch.device("cuda")):
+        pytest.skip(f"on this CUDA device triton {reason}")
+    return request.param
 
 
 @on_each_dtype
 @on_each_shape
-@pytest.mark.parametrize("pair", OUR_PAIRS.values(), ids=list(OUR_PAIRS))
-def test_one_scale_a_block_by_our_kernels(pair, shape, dtype):
-    a, b = operands(pair, shape)
-    if reason := triton_mm.why_not(a.format, b.format, torch.device("cuda")):
-        pytest.skip(f"on this CUDA device triton {reason}")
+def test_one_scale_a_block_by_our_kernels(our_pair, shape, dtype):
+    a, b = operands(our_pair, shape)
     assert worst(a, b, dtype, False, triton_mm) <= 1
 
 
-@pytest.mark.parametrize("pair", OUR_PAIRS.values(), ids=list(OUR_PAIRS))
-def test_our_kernels_make_many_tiles_one_after_the_other(pair):
+def test_our_kernels_make_many_tiles_one_after_the_other(our_pair):
     """Programs of the persistent kernel that make three tiles each, twice, to the same bits."""
     device = torch.device("cuda")
-    if reason := triton_mm.why_not(*pair, device):
-        pytest.skip(f"on this CUDA device triton {reason}")
     rng = torch.Generator(device).manual_seed(1)
     a, b = (
         reference.quantize(torch.randn(lines, 1040, generator=rng, device=device), format, None)[0]
-        for lines, format in zip((5000, 2500), pair, strict=True)
+        for lines, format in zip((5000, 2500), our_pair, strict=True)
     )
     found = triton_mm.gemm_nt(a, b, torch.float32, False)
     assert torch.equal(found, triton_mm.gemm_nt(a, b, torch.float32, False))
@@ -128,12 +100,9 @@ def test_our_kernels_make_many_tiles_one_after_the_other(pair):
 
 
 @pytest.mark.parametrize("depth", [100, 512, 513, 656, 896])
-@pytest.mark.parametrize("pair", OUR_PAIRS.values(), ids=list(OUR_PAIRS))
-def test_our_kernels_take_any_number_of_blocks_of_k(pair, depth):
+def test_our_kernels_take_any_number_of_blocks_of_k(our_pair, depth):
     """1, 4, 5, 6 and 7 blocks, of which a pass of the persistent kernel's loop takes one or four."""
-    a, b = operands(pair, (200, 300, depth))
-    if reason := triton_mm.why_not(a.format, b.format, torch.device("cuda")):
-        pytest.skip(f"on this CUDA device triton {reason}")
+    a, b = operands(our_pair, (200, 300, depth))
     assert worst(a, b, torch.float32, False, triton_mm) <= 1
 
 
@@ -142,16 +111,13 @@ def lines_of_infinite_scales(a):
 
 
 @pytest.mark.parametrize("depth", [896, 1040], ids=["7-blocks", "9-blocks"])
-@pytest.mark.parametrize("pair", OUR_PAIRS.values(), ids=list(OUR_PAIRS))
-def test_nan_and_infinity_stay_where_they_belong_in_our_kernels(pair, depth):
+def test_nan_and_infinity_stay_where_they_belong_in_our_kernels(our_pair, depth):
     """In rows and columns of NaN codes, then of infinite scales; not in what the same registers sum next."""
     device = torch.device("cuda")
-    if reason := triton_mm.why_not(*pair, device):
-        pytest.skip(f"on this CUDA device triton {reason}")
     rng = torch.Generator(device).manual_seed(1)
     a, b = (
         reference.quantize(torch.randn(lines, depth, generator=rng, device=device), format, None)[0]
-        for lines, format in zip((520, 392), pair, strict=True)
+        for lines, format in zip((520, 392), our_pair, strict=True)
     )
     scales = a.scale_inv.clone(), b.scale_inv.clone()
     a.scale_inv[0, -1], b.scale_inv[-1, 0] = torch.inf, torch.inf
@@ -175,7 +141,7 @@ def test_nan_and_infinity_stay_where_they_belong_in_our_kernels(pair, depth):
 def test_a_wrong_scale_of_one_block_exceeds_the_budget():
     """What makes the budget of a tensor core's sums mean something."""
     a, b = operands((VECTOR, BLOCK), SHAPES["many-blocks"])
-    right = Product(exact(a), exact(b))
+    right = product(a, b)
     b.scale_inv[1, 2] *= 2
     found = reference.gemm_nt(on_gpu(a), on_gpu(b), torch.float32, False)
     assert excess(found, right, 128) > 1
@@ -219,5 +185,5 @@ def test_float8_tensors_multiply(recipe):
     cpu = f8sub.quantize(x, recipe, operand="x"), f8sub.quantize(w, recipe, operand="w")
     assert b.t().columnwise.data.data_ptr() == b.rowwise.data.data_ptr()
     backend = select.select_gemm(GemmSpec(a=a.rowwise.format, b=b.rowwise.format), a.device)
-    right = Product(exact(cpu[0].rowwise), exact(cpu[1].rowwise))
+    right = product(cpu[0].rowwise, cpu[1].rowwise)
     assert excess(a @ b.t(), right, promoted(backend, False, 96)) <= 1

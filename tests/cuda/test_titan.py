@@ -3,10 +3,10 @@
 torchtitan 0.3 does not import on torch 2.11. What a run is told to do is in ``tests/features/torchtitan/jobs_0_2.py``.
 """
 
+import functools
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from tests.cuda import titan
 from tests.features.torchtitan import runs
 from tests.features.torchtitan.jobs_0_2 import job_file
-from tests.features.torchtitan.runs import gathered, last
-from tests.features.torchtitan.test_0_2 import LINEAR_ELEMENTS
+from tests.features.torchtitan.runs import gathered, last, more_all_reduces
+from tests.features.torchtitan.test_training import LINEAR_ELEMENTS
 
 RECIPES = (
     "tensorwise",
@@ -67,25 +67,23 @@ def assets(titan_on_gpus: Callable[..., list[Any]], tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="session")
-def trained(titan_on_gpus: Callable[..., list[Any]], assets: Path) -> dict[tuple[int, str], dict[int, float]]:
-    """Losses by step of the runs so far."""
+def trained(titan_on_gpus: Callable[..., list[Any]], assets: Path) -> Callable[[int, str], dict[int, float]]:
+    """Losses by step; the same run is made once."""
 
-    class Runs(dict[tuple[int, str], dict[int, float]]):
-        def __missing__(self, key: tuple[int, str]) -> dict[int, float]:
-            world, arguments = key
-            self[key] = titan_on_gpus(world, titan.train, arguments.split(), assets)[0]["losses"]
-            return self[key]
+    @functools.cache
+    def run(world: int, arguments: str) -> dict[int, float]:
+        return titan_on_gpus(world, titan.train, arguments.split(), assets)[0]["losses"]
 
-    return Runs()
+    return run
 
 
 @pytest.fixture
 def train(trained: Any, record_property: Callable[[str, object], None]) -> Callable[..., dict[int, float]]:
-    """``train(mesh, "f8sub --option")``: losses by step; the same run is made once, and each is in pytest's report."""
+    """``train(mesh, "f8sub --option")``: losses by step, which are in pytest's report."""
 
     def run(mesh: str, arguments: str) -> dict[int, float]:
         world, options = MESHES[mesh]
-        losses = trained[world, " ".join(f"{arguments} {options}".split())]
+        losses = trained(world, " ".join(f"{arguments} {options}".split()))
         record_property(f"{mesh}: {arguments}", losses)
         return losses
 
@@ -140,9 +138,7 @@ def test_weights_cross_nccl_as_one_byte_and_one_all_reduce_makes_their_scales(
     record_property("bytes gathered of a step, bf16 and float8", (before, after, linear))
     assert before > 2 * linear
     assert after == before - linear
-    extra = Counter({key: n for key, n in ours["calls"][step].items() if key[0] == "allreduce"})
-    extra.subtract({key: n for key, n in bf16["calls"][step].items() if key[0] == "allreduce"})
-    assert {key: n for key, n in extra.items() if n} == {("allreduce", "float32"): 1}
+    assert more_all_reduces(ours, bf16, step) == {("allreduce", "float32"): 1}
 
 
 @pytest.mark.parametrize(("mesh", "how"), [on("fsdp2", ""), on("fsdp2", COMPILED), on("tp2", "")])

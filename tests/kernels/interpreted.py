@@ -17,15 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed; it comes with torch for CUDA"
-)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+WITHOUT = "triton is not installed; it comes with torch for CUDA"
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=WITHOUT)
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Callable[..., Any]:
     """``interpreter(function, *arguments)`` in that process."""
+    if not HAS_TRITON:
+        pytest.skip(WITHOUT)
     return lambda function, *arguments: _process().submit(function, *arguments).result()
 
 

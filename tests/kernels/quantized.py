@@ -1,17 +1,21 @@
 """Formats that Triton's quantizers cast to, and whether what they made is the reference's to the bit."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import Operand
-from tests.cuda.products import assert_same_bits
+from f8sub.kernels import reference
+from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.triton import quantize_cuda
+from tests.kernels.products import assert_same_bits
 from tests.selection import long_but
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POWER_OF_2 = ScaleRule.POWER_OF_2
+NAN, INF = float("nan"), float("inf")
 FORMATS = {
     "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
     "tensorwise-e5m2": Float8Format(E5M2, Tile(ALL, ALL), POWER_OF_2),
@@ -24,38 +28,25 @@ FORMATS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 SMALL = (40, 72)
-
-
-def with_long(names: Iterable[str], quick: Container[str]) -> pytest.MarkDecorator:
-    """Parametrize ``name``; all but ``quick`` are long."""
-    return pytest.mark.parametrize("name", long_but(quick, names))
-
+SHAPES = [(256, 128), (130, 144), (129, 130), (1, 300), (300, 1)]
+"""Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; single lines."""
 
 on_each_format = pytest.mark.parametrize("name", FORMATS)
-on_each_walk = with_long(FORMATS, ("tensorwise", "rowwise", "1x128", "128x128", "256x256-e5m2"))
-"""What depends on how a kernel walks through a matrix: the other formats are walked through alike."""
-on_each_rule = with_long(FORMATS, ("tensorwise", "1x128"))
-"""What is a rule of single elements, which all walks call: data sets, edge values."""
-
-
-def with_dtypes(quick: Container[str]) -> pytest.MarkDecorator:
-    """Parametrize ``name`` and ``dtype``: every format in bf16, and two in every dtype; all but ``quick`` are long."""
-    cases = [(name, torch.bfloat16) for name in FORMATS]
-    others = [dtype for dtype in DTYPES.values() if dtype is not torch.bfloat16]
-    cases += [(name, dtype) for name in ("tensorwise", "1x128") for dtype in others]
-    chosen = [(name, torch.bfloat16) for name in FORMATS if name in quick]
-    return pytest.mark.parametrize(("name", "dtype"), long_but(chosen, cases))
-
-
-on_each_rule_and_dtype = with_dtypes(("tensorwise", "1x128"))
-on_each_walk_and_dtype = with_dtypes(("tensorwise", "rowwise", "1x128", "128x128", "256x256-e5m2"))
-on_each_dtype = pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param(dtype, id=name, marks=() if name == "bf16" else pytest.mark.long)
-        for name, dtype in DTYPES.items()
-    ],
+on_each_walk = pytest.mark.parametrize(
+    "name", long_but(("tensorwise", "rowwise", "1x128", "128x128", "256x256-e5m2"), FORMATS)
 )
+"""What depends on how a kernel walks through a matrix: the other formats are walked through alike."""
+on_each_rule_and_dtype = pytest.mark.parametrize(
+    ("name", "dtype"),
+    long_but(
+        [(name, torch.bfloat16) for name in ("tensorwise", "1x128")],
+        [
+            *((name, torch.bfloat16) for name in FORMATS),
+            *((name, dtype) for name in ("tensorwise", "1x128") for dtype in (torch.float32, torch.float16)),
+        ],
+    ),
+)
+"""What is a rule of single elements, which all walks call: data sets, edge values."""
 
 
 def same_bits(ours: Operand | None, right: Operand | None) -> None:
@@ -67,3 +58,35 @@ def same_bits(ours: Operand | None, right: Operand | None) -> None:
     by_column = ours.format.tile == Tile(1, 128)
     assert ours.scale_inv.is_contiguous() or (by_column and ours.scale_inv.t().is_contiguous())
     assert_same_bits(*(operand._replace(data=operand.data.contiguous()) for operand in (ours, right)))
+
+
+def check(
+    x: torch.Tensor,
+    row: Float8Format | None,
+    col: Float8Format | None,
+    any_layout: bool = False,
+    device: str = "cpu",
+) -> None:
+    found = quantize_cuda.quantize(x.to(device), row, col, any_layout)
+    for ours, right in zip(found, reference.quantize(x, row, col, any_layout), strict=True):
+        same_bits(ours, right)
+
+
+def usages_of(name: str) -> list[tuple[Float8Format | None, Float8Format | None]]:
+    """Both operands in a format, the rowwise one alone and the columnwise one alone."""
+    return [(FORMATS[name], FORMATS[name]), (FORMATS[name], None), (None, FORMATS[name])]
+
+
+def check_priors(name: str, matrices: Iterable[torch.Tensor], device: str = "cpu") -> None:
+    """Scales of the past: of none, covering and known ones, that saturate and do not."""
+    for x in matrices:
+        for scale in (0.0, 1.37, 3.7e3, 2.0**-120):
+            for covers, known in ((False, False), (True, False), (False, scale != 0), (True, scale != 0)):
+                past = PriorScale(torch.full((1, 1), scale), 1.0, covers, known)
+                on_device = past._replace(scale=past.scale.to(device))
+                for row, col in usages_of(name):
+                    expected = reference.quantize(x, row, col, prior=past)
+                    found = quantize_cuda.quantize(x.to(device), row, col, prior=on_device)
+                    same_bits(found[0], expected[0])
+                    same_bits(found[1], expected[1])
+                    torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)

@@ -5,9 +5,6 @@ torchao's smallest amax is 1e-12; non-finite elements stay NaN in place and take
 they decide it in torchao.
 """
 
-import importlib.util
-from dataclasses import replace
-
 import pytest
 import torch
 from torchao.float8.config import ScalingGranularity
@@ -96,26 +93,6 @@ def test_torchao_casts_each_tile_to_the_same_codes(tile, data, source, dtype, ru
     assert (ours.scale_inv.flatten()[~not_zero] == 1).all()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="torchao's blockwise references are in a file that imports triton, which comes with torch for CUDA",
-)
-@on_each_data_set
-def test_torchaos_blockwise_training_references(data):
-    from torchao.prototype.blockwise_fp8_training import kernels
-
-    x = draw(data, torch.float32)[1:129].repeat(2, 1).contiguous()
-    row = Float8Format(E4M3, Tile(1, 128))
-    ours, ours_columnwise, _ = reference.quantize(x, row, row)
-    for operand, (codes, scale_inv) in (
-        (ours, kernels.torch_blockwise_scale_act_quant_lhs(x)),
-        (rowwise(x, replace(row, tile=Tile(128, 128))), kernels.torch_blockwise_scale_weight_quant(x)),
-        (ours_columnwise, [part.t() for part in kernels.torch_blockwise_scale_act_quant_rhs(x)]),
-    ):
-        assert torch.equal(bits(operand.data), bits(codes))
-        assert torch.equal(operand.scale_inv, scale_inv)
-
-
 @on_both_float8
 @on_each_dtype
 @on_each_data_set
@@ -170,11 +147,6 @@ def test_torchaos_nvfp4_cast(data, source):
         torch.stack((packed & 0xF, packed >> 4), -1).view(tiles.shape) for packed in (bits(ours.data), codes)
     )
     assert torch.equal(ours_unpacked[comparable], theirs_unpacked[comparable])
-
-
-def edge_row(x: list[float], format: Float8Format) -> tuple[list[float], list[int]]:
-    operand = rowwise(torch.tensor([x]), format)
-    return operand.scale_inv.float().flatten().tolist(), bits(operand.data).flatten().tolist()
 
 
 NEXT_ABOVE_448 = 448 + 2.0**-15
@@ -246,25 +218,18 @@ def test_edge_values(dtype, x, float_inv, power_inv, float_codes, power_codes):
     - The scale of the largest float32 is 1.75 * 2**-120 / (1 - 2**-24), in float32 (1.75 + 2**-23) * 2**-120, the
       inverse of which is 9586980 * 2**96; its code is the largest. With 2**-120 it is 2**8 less a trifle: 0x78.
     """
+    power_codes = float_codes if power_codes is None else power_codes
     for rule, scale_inv, codes in (
         (ScaleRule.FLOAT, float_inv, float_codes),
-        (ScaleRule.POWER_OF_2, power_inv, float_codes if power_codes is None else power_codes),
+        (ScaleRule.POWER_OF_2, power_inv, power_codes),
+        (ScaleRule.E8M0, power_inv, power_codes),
     ):
-        found_inv, found_codes = edge_row(x, Float8Format(dtype, Tile(1, ALL), rule))
-        assert found_inv == [torch.tensor(scale_inv).item()]
-        assert_codes(found_codes, codes, dtype)
-
-
-@pytest.mark.parametrize(("dtype", "x", "float_inv", "power_inv", "float_codes", "power_codes"), EDGE_ROWS)
-def test_edge_values_of_e8m0(dtype, x, float_inv, power_inv, float_codes, power_codes):
-    """The codes of powers of two; the inverse scale 2**k is the byte k + 127, so the cap is the byte 1, not 0."""
-    operand = rowwise(torch.tensor([x]), Float8Format(dtype, Tile(1, 32), ScaleRule.E8M0))
-    mantissa, exponent = torch.tensor(power_inv).frexp()
-    assert mantissa == 0.5
-    assert bits(operand.scale_inv).flatten().tolist() == [exponent.item() - 1 + 127]
-    assert_codes(
-        bits(operand.data).flatten().tolist(), float_codes if power_codes is None else power_codes, dtype
-    )
+        tile = Tile(1, 32) if rule is ScaleRule.E8M0 else Tile(1, ALL)
+        operand = rowwise(torch.tensor([x]), Float8Format(dtype, tile, rule))
+        assert operand.scale_inv.float().flatten().tolist() == [torch.tensor(scale_inv).item()]
+        assert_codes(bits(operand.data).flatten().tolist(), codes, dtype)
+    # Of e8m0, the inverse scale 2**k is the byte k + 127, so the cap is the byte 1, not 0.
+    assert bits(operand.scale_inv).item() == torch.tensor(power_inv).frexp().exponent.item() - 1 + 127
 
 
 def two_levels(*tiles: list[float]) -> tuple[float, list[int], list[list[int]]]:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
-from torchao.prototype.mx_formats.utils import to_blocked
 
 import f8sub
 from f8sub import ALL, Float8Format, ScaleRule, Tile
@@ -17,9 +16,8 @@ from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales, scaled_mm
 from tests.budgets import excess
 from tests.data_sets import generator, row_outliers
-from tests.oracle import VALUES, Product
-
-E4M3 = torch.float8_e4m3fn
+from tests.kernels.products import E4M3, MX, NV, SMALL_BLOCK_PAIRS, operands, product
+from tests.oracle import VALUES
 
 TILES = {
     "1x128": (1, 128),
@@ -96,16 +94,11 @@ def test_scales_that_are_laid_out_are_not_copied():
     assert block_scales.squares(operand).data_ptr() == operand.scale_inv.data_ptr()
 
 
-MX = Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)
-NV, NV_WEIGHT = (Float8Format(E2M1, Tile(rows, 16), ScaleRule.TWO_LEVEL) for rows in (1, 16))
-PAIRS = {
-    "mxfp8": (MX, MX),
+PAIRS = SMALL_BLOCK_PAIRS | {
     "mxfp8-of-larger-tiles": (
         Float8Format(E4M3, Tile(1, 64), ScaleRule.E8M0),
         Float8Format(E4M3, Tile(32, ALL), ScaleRule.E8M0),
     ),
-    "nvfp4": (NV, NV),
-    "nvfp4-weight": (NV, NV_WEIGHT),
 }
 SHAPES = {
     "aligned": (128, 256, 128),
@@ -114,7 +107,6 @@ SHAPES = {
     "one-block": (3, 5, 16),
     "one-row": (1, 130, 130),
 }
-SIZES = {ScaleRule.E8M0: 32, ScaleRule.TWO_LEVEL: 16}
 on_each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
 on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 
@@ -143,20 +135,14 @@ def elements(codes: torch.Tensor) -> np.ndarray:
     return VALUES["e2m1"][np.stack([packed & 15, packed >> 4], -1).reshape(packed.shape[0], -1)]
 
 
-def operands(pair, shape):
-    rows, cols, depth = shape
-    return [
-        reference.quantize(row_outliers((size, depth), generator(size)) / 300, format, None)[0]
-        for size, format in zip((rows, cols), pair, strict=True)
-    ]
-
-
-def exact(operand) -> np.ndarray:
-    return reference.dequantize(operand, torch.float64).numpy()
-
-
 def blackwell(a, b, scale_a, kinds_a, scale_b, kinds_b, swizzles_a, swizzles_b, output_dtype):
-    """``F.scaled_mm`` of Blackwell: its checks, and the product in float64."""
+    """``F.scaled_mm`` of Blackwell: its checks, torch's own of shapes and dtypes, and the product in float64."""
+    on_meta = [[t.to("meta") for t in scales] for scales in (scale_a, scale_b)]
+    made = torch.nn.functional.scaled_mm(
+        *(a.to("meta"), b.to("meta"), on_meta[0], kinds_a, on_meta[1], kinds_b, swizzles_a, swizzles_b),
+        output_dtype=output_dtype,
+    )
+    assert (made.shape, made.dtype) == ((a.shape[0], b.shape[1]), output_dtype)
     two_levels = a.dtype == E2M1
     per_byte = 2 if two_levels else 1
     size, stored, kind = (
@@ -199,46 +185,8 @@ def test_what_blackwell_is_given(monkeypatch, pair, shape):
     a, b = operands(pair, shape)
     for dtype in (torch.float32, torch.bfloat16):
         found = scaled_mm.gemm_nt(a, b, dtype, fast_accum=False)
-        assert found.dtype == dtype
-        assert excess(found, Product(exact(a), exact(b))) <= 1
-
-
-@on_each_shape
-@on_each_pair
-def test_torch_takes_the_shapes_and_dtypes(monkeypatch, pair, shape):
-    asked = []
-
-    def on_meta(a, b, scale_a, kinds_a, scale_b, kinds_b, swizzles_a, swizzles_b, output_dtype):
-        shapes = ([t.to("meta") for t in scales] for scales in (scale_a, scale_b))
-        left, right = shapes
-        made = torch.nn.functional.scaled_mm(
-            a.to("meta"),
-            b.to("meta"),
-            left,
-            kinds_a,
-            right,
-            kinds_b,
-            swizzles_a,
-            swizzles_b,
-            output_dtype=output_dtype,
-        )
-        asked.append(made)
-        return torch.zeros(made.shape, dtype=made.dtype)
-
-    monkeypatch.setattr(scaled_mm, "scaled_mm", on_meta)
-    a, b = operands(pair, shape)
-    found = scaled_mm.gemm_nt(a, b, torch.bfloat16, fast_accum=False)
-    assert found.shape == (shape[0], shape[1])
-    assert len(asked) == 1
-
-
-@on_each_shape
-@pytest.mark.parametrize("format", [MX, NV], ids=["mxfp8", "nvfp4"])
-def test_the_swizzle_is_torchaos(format, shape):
-    """Byte for byte what torchao's mx and nvfp4 training gives cuBLASLt."""
-    operand = operands((format, format), shape)[0]
-    found = block_scales.swizzled(operand, SIZES[format.scale_rule]).view(torch.uint8)
-    assert torch.equal(found, to_blocked(operand.scale_inv.view(torch.uint8)).flatten())
+        assert (found.shape, found.dtype) == (shape[:2], dtype)
+        assert excess(found, product(a, b)) <= 1
 
 
 @pytest.mark.parametrize("hadamard", [None, 16], ids=["plain", "hadamard"])

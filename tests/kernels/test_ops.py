@@ -1,5 +1,7 @@
 """The operators as torch.compile sees them: schema, fake and result."""
 
+import functools
+
 import pytest
 import torch
 
@@ -46,16 +48,10 @@ def copy(formats, shape):
     return ops.copy_after, (operand.scale_inv, gaussian((4, shape[0]), generator(2)))
 
 
-def quantization(formats, shape):
-    return ops.quantize_as_one_node, (gaussian(shape, generator(1)), None, formats[0].name, formats[1].name)
-
-
-def row_quantization(formats, shape):
-    return ops.quantize_as_one_node, (gaussian(shape, generator(1)), None, formats[0].name, None)
-
-
-def column_quantization(formats, shape):
-    return ops.quantize_as_one_node, (gaussian(shape, generator(1)), None, None, formats[1].name)
+def quantization(formats, shape, usages=slice(None)):
+    names = [None, None]
+    names[usages] = [format.name for format in formats][usages]
+    return ops.quantize_as_one_node, (gaussian(shape, generator(1)), None, *names)
 
 
 def multiplication(formats, shape):
@@ -69,8 +65,8 @@ OPERATORS = {
     "derive_columnwise": derivation,
     "copy_after": copy,
     "quantize_both": quantization,
-    "quantize_rowwise": row_quantization,
-    "quantize_columnwise": column_quantization,
+    "quantize_rowwise": functools.partial(quantization, usages=slice(0, 1)),
+    "quantize_columnwise": functools.partial(quantization, usages=slice(1, 2)),
     "gemm_nt": multiplication,
 }
 on_each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))

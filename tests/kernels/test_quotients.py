@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
-
 AMAXES = [
     (-127, 448.0),
     (-118, 448.0),
@@ -74,22 +72,20 @@ def check_inverses(off: int, exponent: int) -> None:
     scale = binade(exponent)[: 1 if exponent == 126 else None]
     with reciprocals(off):
         wrong = ~same(inverses(scale), scale.double().reciprocal().float())
-    # Of all ones the nearest reciprocal alone will do, which GPUs have: tests/cuda/test_quotients.py.
+    # Of all ones the nearest reciprocal alone will do, which GPUs have: tests/cuda/test_quantize_cuda.py.
     assert not wrong[scale.view(torch.int32) & 0x7FFFFF != 0x7FFFFF].any()
     assert off or not wrong.any()
 
 
-@needs_triton
 @pytest.mark.long
 @pytest.mark.parametrize("off", [-1, 1])
 @pytest.mark.parametrize(("exponent", "top"), AMAXES)
-def test_every_mantissa_has_the_scale_of_ieee(interpreter, exponent, off, top):  # noqa: F811
+def test_every_mantissa_has_the_scale_of_ieee(interpreter, exponent, off, top):
     interpreter(check_scales, off, exponent, top)
 
 
-@needs_triton
 @pytest.mark.long
 @pytest.mark.parametrize("off", [-1, 0, 1])
 @pytest.mark.parametrize("exponent", SCALES)
-def test_every_mantissa_has_the_inverse_of_ieee(interpreter, exponent, off):  # noqa: F811
+def test_every_mantissa_has_the_inverse_of_ieee(interpreter, exponent, off):
     interpreter(check_inverses, off, exponent)

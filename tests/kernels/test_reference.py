@@ -1,17 +1,22 @@
 """The specification itself: amax, scale, cast and derivation, tile by tile, against float64."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import f8sub
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels import reference, scales
 from tests import oracle
+from tests.budgets import excess, product_budget
 from tests.data_sets import DATA_SETS, gaussian, generator, lognormal, make, spread_columns
 from tests.specs import STORED_AS, spec_of
 
@@ -33,7 +38,6 @@ on_each_tile = pytest.mark.parametrize("tile", TILES.values(), ids=list(TILES))
 on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 on_each_rule = pytest.mark.parametrize("rule", list(ScaleRule), ids=[rule.value for rule in ScaleRule])
 ONE_LEVEL = [rule for rule in ScaleRule if rule is not ScaleRule.TWO_LEVEL]
-on_each_rule_of_one_level = pytest.mark.parametrize("rule", ONE_LEVEL, ids=[rule.value for rule in ONE_LEVEL])
 on_each_dtype = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
@@ -50,10 +54,11 @@ def amax_by_loop(x: torch.Tensor, tile: Tile) -> list[list[float]]:
     return result
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @on_each_shape
 @on_each_tile
-def test_amax_is_a_loop_over_the_elements(tile, shape):
-    x = lognormal(shape, generator(1))
+def test_amax_is_a_loop_over_the_elements(tile, shape, dtype):
+    x = lognormal(shape, generator(1)).to(dtype)
     if x.numel():
         x.view(-1)[::7], x.view(-1)[3::50], x.view(-1)[5::61] = 0.0, NAN, -INF
     found = scales.amax(x, tile)
@@ -62,11 +67,15 @@ def test_amax_is_a_loop_over_the_elements(tile, shape):
     assert found.tolist() == amax_by_loop(x, tile)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@on_each_tile
-def test_amax_of_narrower_dtypes_is_exact(tile, dtype):
-    x = gaussian((33, 65), generator(2)).to(dtype)
-    assert scales.amax(x, tile).tolist() == amax_by_loop(x, tile)
+def matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Of each shape; and one with elements that are not finite, beside others and alone in their tiles."""
+    for shape in SHAPES[:3]:
+        yield make("lognormal", shape, 3)
+    if dtype != E2M1:  # which has no NaN: test_against_casts.py
+        x = gaussian((40, 160), generator(5))
+        x[3, 4], x[7, 150], x[39, 0] = INF, -INF, NAN
+        x[8:12] = NAN
+        yield x
 
 
 @on_each_rule
@@ -74,8 +83,7 @@ def test_amax_of_narrower_dtypes_is_exact(tile, dtype):
 @on_each_tile
 def test_codes_and_scales_are_the_oracles(tile, dtype, rule):
     format = Float8Format(dtype, tile, rule)
-    for shape in SHAPES[:3]:
-        x = make("lognormal", shape, 3)
+    for x in matrices(dtype):
         row, col, _ = reference.quantize(x, format, format)
         for operand, matrix in ((row, x), (col, x.t())):
             expected = oracle.quantize(oracle.to_numpy(matrix), spec_of(format))
@@ -85,7 +93,19 @@ def test_codes_and_scales_are_the_oracles(tile, dtype, rule):
             assert operand.scale_inv.dtype == STORED_AS[rule]
             assert operand.scale_inv.stride() == torch.empty(operand.scale_inv.shape).stride()
             back = reference.dequantize(operand, torch.float32)
-            assert np.array_equal(back.numpy(), expected.values.astype(np.float32))
+            assert np.array_equal(back.numpy(), expected.values.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("rule", ONE_LEVEL, ids=[rule.value for rule in ONE_LEVEL])
+@on_each_dtype
+def test_scales_of_every_power_of_two_amax(dtype, rule):
+    amax = torch.tensor([math.ldexp(1.0, exponent) for exponent in range(-149, 128)])
+    format = Float8Format(dtype, Tile(1, ALL), rule)
+    scale = scales.scale_from_amax(amax, format)
+    assert scale.isfinite().all()
+    assert (scale > 0).all()
+    assert scale.reciprocal().isfinite().all()
+    assert np.array_equal(scale.numpy(), oracle.scale_of(amax.double().numpy(), spec_of(format)))
 
 
 @on_each_rule
@@ -100,44 +120,6 @@ def test_a_zero_tile_has_scale_one_and_zero_codes(tile, rule):
     assert (operand.scale_inv.float()[empty] == 1).all()
     assert (operand.data.view(torch.uint8)[8:] == 0).all()
     assert (operand.data.view(torch.uint8)[:, 64:] == 0).all()
-
-
-@pytest.mark.parametrize("bad", [INF, -INF, NAN], ids=["inf", "-inf", "nan"])
-@on_each_dtype
-@on_each_tile
-def test_one_bad_element_is_nan_in_place_and_its_neighbours_are_as_without_it(tile, dtype, bad):
-    format = Float8Format(dtype, tile)
-    x = gaussian((20, 70), generator(5))
-    x[3, 4] = 0.0
-    clean = reference.quantize(x, format, format)
-    x[3, 4] = bad
-    for (_, where), usage, without in zip(
-        (("row", (3, 4)), ("col", (4, 3))), reference.quantize(x, format, format)[:2], clean[:2], strict=True
-    ):
-        assert usage.data[where].float().isnan()
-        others = torch.ones(usage.data.shape, dtype=torch.bool)
-        others[where] = False
-        assert torch.equal(usage.data.view(torch.uint8)[others], without.data.view(torch.uint8)[others])
-        assert torch.equal(usage.scale_inv, without.scale_inv)
-
-
-@on_each_dtype
-def test_a_tile_without_a_finite_element(dtype):
-    operand = reference.quantize(torch.full((4, 16), NAN), Float8Format(dtype, Tile(1, ALL)), None)[0]
-    assert (operand.scale_inv == 1).all()
-    assert operand.data.float().isnan().all()
-
-
-@on_each_rule_of_one_level
-@on_each_dtype
-def test_the_largest_element_reaches_the_largest_code_exactly(dtype, rule):
-    """amax = max * 2**k gets scale 2**-k, under every rule."""
-    top = torch.finfo(dtype).max
-    for k in (-100, -1, 0, 3, 90):
-        x = torch.tensor([[top * 2.0**k, -top * 2.0**k, 2.0**k, 0.0]])
-        operand = reference.quantize(x, Float8Format(dtype, Tile(1, ALL), rule), None)[0]
-        assert operand.scale_inv.float().item() == 2.0**k
-        assert operand.data.float().tolist() == [[top, -top, 1.0, 0.0]]
 
 
 @on_each_rule
@@ -167,30 +149,6 @@ def test_the_largest_number_of_a_dtype_dequantizes_to_a_finite_one(source, dtype
     step = {E4M3: 2.0**-4, E5M2: 2.0**-3}[dtype]
     assert back[0, 0] >= largest * (1 - step)
     assert back[0, 1] == -back[0, 0]
-
-
-def test_scales_of_every_power_of_two_amax():
-    amax = torch.tensor([math.ldexp(1.0, exponent) for exponent in range(-149, 128)])
-    for dtype in (E4M3, E5M2):
-        for rule in ONE_LEVEL:
-            scale = scales.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL), rule))
-            assert scale.isfinite().all()
-            assert (scale > 0).all()
-            assert scale.reciprocal().isfinite().all()
-            expected = oracle.scale_of(
-                amax.double().numpy(), spec_of(Float8Format(dtype, Tile(1, ALL), rule))
-            )
-            assert np.array_equal(scale.numpy(), expected)
-
-
-@on_each_dtype
-def test_power_of_two_scales_are_the_float_ones_rounded_down(dtype):
-    amax = lognormal((1, 4096), generator(6)).abs()
-    exact = scales.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL)))
-    pow2 = scales.scale_from_amax(amax, Float8Format(dtype, Tile(1, ALL), ScaleRule.POWER_OF_2))
-    assert (pow2.frexp().mantissa == 0.5).all()
-    assert (pow2 <= exact).all()
-    assert (2 * pow2 > exact).all()
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -259,11 +217,6 @@ def test_magnitudes_beyond_the_range_are_clamped_and_ties_go_to_even(dtype):
     assert found.tolist() == [[top, -top, top, 1.0, -1.0]]
 
 
-def test_minus_zero_keeps_its_sign():
-    codes = reference.cast(torch.tensor([[-0.0, 0.0, -1e-30]]), torch.ones(1, 1), E4M3)
-    assert codes.view(torch.uint8).tolist() == [[0x80, 0x00, 0x80]]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_dequantize_rounds_once_to_the_dtype(dtype):
     operand = reference.quantize(gaussian((32, 48), generator(7)), Float8Format(E4M3, Tile(1, ALL)), None)[0]
@@ -288,11 +241,12 @@ def test_square_tiles_are_derived_by_moving_bytes(tile, rule):
 
 
 @pytest.mark.parametrize("name", DATA_SETS, ids=list(DATA_SETS))
+@pytest.mark.parametrize("by_row", [None, Tile(128, 128)], ids=["as-rows", "of-squares"])
 @pytest.mark.parametrize("tile", [Tile(1, ALL), Tile(1, 32), Tile(1, 128)], ids=str)
-def test_power_of_two_scales_are_derived_exactly(tile, name):
+def test_power_of_two_scales_are_derived_exactly(tile, by_row, name):
     """What differs from the rowwise values are subnormals of the new tile: less than half their step off."""
     format = Float8Format(E4M3, tile, ScaleRule.POWER_OF_2)
-    row = reference.quantize(make(name, (160, 96), 9), format, None)[0]
+    row = reference.quantize(make(name, (160, 96), 9), replace(format, tile=by_row or tile), None)[0]
     derived = reference.derive_columnwise(row, format)
     before = reference.dequantize(row, torch.float32).t()
     after = reference.dequantize(derived, torch.float32)
@@ -302,17 +256,6 @@ def test_power_of_two_scales_are_derived_exactly(tile, name):
     assert ((after - before).abs() <= step / 2)[subnormal].all()
     expected = oracle.quantize(before.double().numpy(), spec_of(format))
     assert torch.equal(derived.data.view(torch.uint8), expected.codes_as())
-
-
-def test_a_128x128_weight_serves_1x32_columns_exactly_with_powers_of_two():
-    row_format = Float8Format(E4M3, Tile(128, 128), ScaleRule.POWER_OF_2)
-    col_format = Float8Format(E4M3, Tile(1, 32), ScaleRule.POWER_OF_2)
-    row = reference.quantize(gaussian((130, 160), generator(10)), row_format, None)[0]
-    derived = reference.derive_columnwise(row, col_format)
-    assert derived.scale_inv.shape == (160, 5)
-    assert torch.equal(
-        reference.dequantize(derived, torch.float32), reference.dequantize(row, torch.float32).t()
-    )
 
 
 SHARDS = {
@@ -356,24 +299,82 @@ def test_a_shards_amax_tells_of_what_is_not_finite_and_where(tile, bad):
     assert found.isinf().sum() == 1
 
 
-@on_each_tile
-def test_the_product_is_that_of_the_dequantized_operands(tile):
-    format = Float8Format(E4M3, tile)
-    a, b = (
-        reference.quantize(gaussian(shape, generator(13)), format, None)[0]
-        for shape in ((20, 160), (24, 160))
-    )
-    exact = (
-        reference.dequantize(a, torch.float32).double() @ reference.dequantize(b, torch.float32).double().t()
-    )
-    found = reference.gemm_nt(a, b, torch.float32, True)
-    assert found.shape == (20, 24)
-    assert (found - exact).abs().max() <= 1e-5 * exact.abs().max()
-
-
 def test_no_operand_asked_for_is_none():
     format = Float8Format(E4M3, Tile(1, ALL))
     x = gaussian((16, 32), generator(14))
     assert reference.quantize(x, None, None) == (None, None, None)
     assert reference.quantize(x, None, format)[0] is None
     assert isinstance(reference.quantize(x, format, None)[0], Operand)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 127, 128, 129, 300], ids=str)
+@pytest.mark.parametrize("fast_accum", [True, False], ids=["one-sum", "promoted"])
+def test_partial_sums(monkeypatch, depth, fast_accum):
+    """Of 128 elements each, the last of what is left; exactly one where the accumulator keeps all of it."""
+    a, b = gaussian((5, depth), generator(1)), gaussian((7, depth), generator(2))
+    add, depths = reference.add_partial_sum, []
+
+    def counted(total, left, right):
+        depths.append(left.shape[1])
+        add(total, left, right)
+
+    monkeypatch.setattr(reference, "add_partial_sum", counted)
+    found = reference.matmul_nt(a, b, fast_accum)
+    assert sum(depths) == depth
+    assert len(depths) == (1 if fast_accum else max(1, -(-depth // 128)))
+    assert found.shape == (5, 7)
+    assert excess(found, oracle.Product(a.double().numpy(), b.double().numpy())) <= 1
+
+
+DEPTH, STEP, BITS = 4096, 32, 14
+"""K; the elements of K that one tensor core instruction multiplies; the bits its accumulator keeps of a sum."""
+
+
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int32) & -(1 << (24 - BITS))).view(torch.float32)
+
+
+def add_as_hopper_does(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``reference.add_partial_sum`` whose sum loses all but 14 bits after every step."""
+    partial = torch.zeros_like(total)
+    for left, right in zip(a.split(STEP, 1), b.split(STEP, 1), strict=True):
+        partial = truncated(partial + left @ right.t())
+    total += partial
+
+
+def narrow_excess(recipe: f8sub.Recipe) -> tuple[float, float]:
+    """Error of y over K = 4096, in units of the budget below; and the largest relative one."""
+    x, w = gaussian((16, DEPTH), generator(1)).abs(), gaussian((16, DEPTH), generator(2)).abs()
+    layer = nn.Linear(DEPTH, 16, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+        y = f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)(x)
+    product = oracle.Product(oracle.values("blockwise", "x", x)[0], oracle.values("blockwise", "w", w)[0])
+    # Each of the 128 / 32 steps of a partial sum may lose its last bit.
+    lost = reference.PROMOTION // STEP * 2.0 ** -(BITS - 1) * product.matmul
+    error = abs(y.double().numpy() - product.value)
+    return (error / (lost + product_budget(product, y.dtype))).max(), (error / product.value).max()
+
+
+def test_promotion_keeps_the_budget_where_one_sum_over_all_of_k_does_not(monkeypatch):
+    """Of like signs, K = 4096, a sum of 14 bits loses 0.34 %, 4.7 budgets; a promoted one 0.013 %, 0.18 budgets.
+
+    Source of the 14 bits: DeepSeek-V3, arXiv 2412.19437, 3.3.2. In float32 both are right to a millionth.
+    """
+    blockwise = f8sub.get_recipe("blockwise")
+    one_sum = replace(blockwise, fprop=replace(blockwise.fprop, fast_accum=True))
+    in_float32 = [narrow_excess(recipe)[1] for recipe in (blockwise, one_sum)]
+    assert max(in_float32) < 1e-6
+    monkeypatch.setattr(reference, "add_partial_sum", add_as_hopper_does)
+    (promoted, promoted_loss), (single, single_loss) = narrow_excess(blockwise), narrow_excess(one_sum)
+    assert promoted <= 1 < 4 < single
+    assert promoted_loss < 4e-4
+    assert single_loss > 2e-3
+
+
+def test_which_gemms_are_promoted():
+    """Scales of parts of K are applied to partial sums: only a scale for all of K leaves the choice."""
+    for name in f8sub.recipe_names():
+        recipe = f8sub.get_recipe(name)
+        for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad):
+            assert spec.a is None or not spec.fast_accum or spec.a.tile.cols == spec.b.tile.cols == f8sub.ALL

@@ -1,6 +1,5 @@
 """torch._scaled_mm against the exact product, what it is padded to for CUDA, and what it refuses."""
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,21 +11,23 @@ from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
 from tests.budgets import excess
 from tests.cpu_products import natively_by_rows, skip_without_rows
-from tests.data_sets import gaussian, generator, row_outliers
-from tests.oracle import Product
+from tests.kernels.products import (
+    BLOCK,
+    E4M3,
+    E5M2,
+    LARGE_E5M2,
+    MX,
+    NV,
+    PAIRS,
+    ROW,
+    SMALL_BLOCK_PAIRS,
+    TENSOR,
+    TENSOR_E5M2,
+    VECTOR,
+    operands,
+    product,
+)
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TENSOR, TENSOR_E5M2 = Float8Format(E4M3, Tile(ALL, ALL)), Float8Format(E5M2, Tile(ALL, ALL))
-ROW, ROW_E5M2 = Float8Format(E4M3, Tile(1, ALL)), Float8Format(E5M2, Tile(1, ALL))
-PAIRS = {
-    "tensor-tensor": (TENSOR, TENSOR),
-    "e5m2-e4m3": (TENSOR_E5M2, TENSOR),
-    "e4m3-e5m2": (TENSOR, TENSOR_E5M2),
-    "row-row": (ROW, ROW),
-    "row-tensor": (ROW, TENSOR),
-    "tensor-row": (TENSOR, ROW),
-    "row-e5m2-row": (ROW_E5M2, ROW),
-}
 SHAPES = {"32x48x64": (32, 48, 64), "13x7x40": (13, 7, 40), "1x16x32": (1, 16, 32), "1x1x1": (1, 1, 1)}
 CPU = torch.device("cpu")
 on_each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
@@ -48,31 +49,17 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operands(pair, shape):
-    rows, cols, depth = shape
-    a = reference.quantize(row_outliers((rows, depth), generator(1)), pair[0], None)[0]
-    b = reference.quantize(row_outliers((cols, depth), generator(2)), pair[1], None)[0]
-    return a, b
-
-
-def product(a, b) -> Product:
-    def exact(operand) -> np.ndarray:
-        values = operand.data.double() * reference.spread(
-            operand.scale_inv.double(), operand.format.tile, operand.data.shape
-        )
-        return values.numpy()
-
-    return Product(exact(a), exact(b))
-
-
 @on_each_dtype
 @on_each_shape
 @on_each_pair
 def test_the_product(pair, shape, dtype):
+    """Of a CPU's, which accumulates in one way whatever is asked for."""
     skip_without_rows(*pair)
+    assert scaled_mm.why_not(*pair, CPU) is None
     a, b = operands(pair, shape)
     found = scaled_mm.gemm_nt(a, b, dtype, fast_accum=False)
     assert found.dtype == dtype
+    assert torch.equal(found, scaled_mm.gemm_nt(a, b, dtype, fast_accum=True))
     assert excess(found, product(a, b)) <= 1
     assert excess(reference.gemm_nt(a, b, dtype, False), product(a, b)) <= 1
 
@@ -101,15 +88,6 @@ def test_which_cpus_those_are(monkeypatch, amx, fp16, loops):
     assert scaled_mm._onednn_loops() == loops
 
 
-@on_each_pair
-def test_fast_accumulation_changes_nothing_on_the_cpu(pair):
-    skip_without_rows(*pair)
-    a, b = operands(pair, (32, 48, 64))
-    assert torch.equal(
-        scaled_mm.gemm_nt(a, b, torch.float32, True), scaled_mm.gemm_nt(a, b, torch.float32, False)
-    )
-
-
 def cuda_path(a, b, dtype) -> tuple[torch.Tensor, dict]:
     """``_gemm_nt_cuda`` run on the CPU, with the scales that ``gemm_nt`` hands it."""
     a_scale_inv, b_scale_inv = a.scale_inv, b.scale_inv
@@ -130,6 +108,8 @@ def test_what_cublaslt_is_given(pair, shape, dtype):
     a, b = operands(pair, shape)
     found, call = cuda_path(a, b, dtype)
     left, right = call["self"], call["mat2"]
+    if shape == SHAPES["32x48x64"]:  # which is aligned: nothing is copied
+        assert (left.data_ptr(), right.data_ptr()) == (a.data.data_ptr(), b.data.data_ptr())
     assert all(size % 16 == 0 for size in (*left.shape, *right.shape))
     assert left.is_contiguous()
     assert right.t().is_contiguous()
@@ -147,13 +127,6 @@ def test_what_cublaslt_is_given(pair, shape, dtype):
     assert excess(found.to(rounded), product(a, b)) <= 1
 
 
-def test_aligned_operands_are_not_copied():
-    a, b = operands((TENSOR, TENSOR), (32, 48, 64))
-    _, call = cuda_path(a, b, torch.bfloat16)
-    assert call["self"].data_ptr() == a.data.data_ptr()
-    assert call["mat2"].data_ptr() == b.data.data_ptr()
-
-
 WHY_NOT = {
     "1x128": (Float8Format(E4M3, Tile(1, 128)), TENSOR, CPU, "not tiles of 1x128"),
     "128x128": (TENSOR, Float8Format(E4M3, Tile(128, 128)), CPU, "not tiles of 128x128"),
@@ -164,17 +137,11 @@ WHY_NOT = {
 }
 
 
-@pytest.mark.parametrize("name", WHY_NOT, ids=list(WHY_NOT))
+@pytest.mark.parametrize("name", WHY_NOT)
 def test_why_not(name):
     a, b, device, reason = WHY_NOT[name]
     assert reason in scaled_mm.why_not(a, b, device)
     assert select.GEMM["reference"].why_not(a, b, device) is None
-
-
-@on_each_pair
-def test_why_yes(pair):
-    skip_without_rows(*pair)
-    assert scaled_mm.why_not(*pair, CPU) is None
 
 
 def test_a_torch_without_rows_on_the_cpu_still_has_whole_tensors(monkeypatch):
@@ -184,22 +151,28 @@ def test_a_torch_without_rows_on_the_cpu_still_has_whole_tensors(monkeypatch):
     assert scaled_mm.why_not(ROW, ROW, torch.device("xpu")) == "runs on cuda and cpu, not on xpu"
 
 
-@pytest.mark.parametrize(
-    ("capability", "fits"),
-    [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)],
-    ids=["8.0", "8.6", "8.9", "9.0", "10.0"],
-)
-def test_the_gpu_has_to_be_an_ada_or_newer(monkeypatch, capability, fits):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = scaled_mm.why_not(TENSOR, TENSOR, torch.device("cuda", 0))
-    assert reason is None if fits else f"found {capability[0]}.{capability[1]}" in reason
+@pytest.fixture
+def why_not_on(monkeypatch):
+    """``why_not_on(capability, cuda, a, b)``: of such a GPU."""
+
+    def ask(capability, cuda, a, b) -> str | None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        return scaled_mm.why_not(a, b, torch.device("cuda", 0))
+
+    return ask
 
 
-VECTOR, BLOCK = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)], ids=str)
+def test_the_gpu_has_to_be_an_ada_or_newer(why_not_on, capability):
+    reason = why_not_on(capability, "13.0", TENSOR, TENSOR)
+    assert reason is None if capability >= (8, 9) else f"found {capability[0]}.{capability[1]}" in reason
+
+
 HOPPER = {
     "hopper": ((9, 0), "13.0", VECTOR, BLOCK, None),
     "hopper-12.9": ((9, 0), "12.9", VECTOR, VECTOR, None),
-    "mixed": ((9, 0), "13.0", ROW, Float8Format(E5M2, Tile(256, 256)), None),
+    "mixed": ((9, 0), "13.0", ROW, LARGE_E5M2, None),
     "old-cuda": ((9, 0), "12.8", VECTOR, BLOCK, "CUDA 12.9 or newer, found SM 9.0, CUDA 12.8"),
     "ada": ((8, 9), "13.0", VECTOR, BLOCK, "found SM 8.9"),
     "blackwell": ((10, 0), "13.0", VECTOR, BLOCK, "found SM 10.0"),
@@ -208,46 +181,37 @@ HOPPER = {
 }
 
 
-@pytest.mark.parametrize("name", HOPPER, ids=list(HOPPER))
-def test_blocks_are_hoppers(monkeypatch, name):
-    capability, cuda, a, b, reason = HOPPER[name]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    found = scaled_mm.why_not(a, b, torch.device("cuda", 0))
+@pytest.mark.parametrize("name", HOPPER)
+def test_blocks_are_hoppers(why_not_on, name):
+    *given, reason = HOPPER[name]
+    found = why_not_on(*given)
     assert found is None if reason is None else reason in found
 
 
-TENTH = {
-    "mxfp8": (Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0),) * 2,
+TENTH = SMALL_BLOCK_PAIRS | {
     "of-larger-tiles": (
         Float8Format(E4M3, Tile(1, 64), ScaleRule.E8M0),
         Float8Format(E4M3, Tile(32, ALL), ScaleRule.E8M0),
-    ),
-    "nvfp4": (
-        Float8Format(E2M1, Tile(1, 16), ScaleRule.TWO_LEVEL),
-        Float8Format(E2M1, Tile(16, 16), ScaleRule.TWO_LEVEL),
     ),
 }
 UNLIKE = {
     "finer": (Float8Format(E4M3, Tile(1, 16), ScaleRule.E8M0),) * 2,
     "no-multiple": (Float8Format(E4M3, Tile(1, 48), ScaleRule.E8M0),) * 2,
-    "e5m2": (Float8Format(E5M2, Tile(1, 32), ScaleRule.E8M0), TENTH["mxfp8"][0]),
-    "two-rules": (TENTH["mxfp8"][0], TENTH["nvfp4"][0]),
-    "one-plain": (TENTH["mxfp8"][0], VECTOR),
-    "the-other-plain": (VECTOR, TENTH["mxfp8"][0]),
+    "e5m2": (Float8Format(E5M2, Tile(1, 32), ScaleRule.E8M0), MX),
+    "two-rules": (MX, NV),
+    "one-plain": (MX, VECTOR),
+    "the-other-plain": (VECTOR, MX),
 }
 
 
-@pytest.mark.parametrize("name", [*TENTH, *UNLIKE], ids=[*TENTH, *UNLIKE])
-def test_scales_of_one_byte_are_blackwells(monkeypatch, name):
+@pytest.mark.parametrize("name", [*TENTH, *UNLIKE])
+def test_scales_of_one_byte_are_blackwells(why_not_on, name):
     a, b = (TENTH | UNLIKE)[name]
-    found = {}
-    for capability in ((9, 0), (10, 0), (12, 0)):
-        for cuda in ("12.6", "12.8", None):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-            monkeypatch.setattr(torch.version, "cuda", cuda)
-            found[capability, cuda] = scaled_mm.why_not(a, b, torch.device("cuda", 0))
-    fits = [key for key, reason in found.items() if reason is None]
+    gpus = [
+        (capability, cuda) for capability in ((9, 0), (10, 0), (12, 0)) for cuda in ("12.6", "12.8", None)
+    ]
+    found = {gpu: why_not_on(*gpu, a, b) for gpu in gpus}
+    fits = [gpu for gpu, reason in found.items() if reason is None]
     assert fits == ([((10, 0), "12.8"), ((12, 0), "12.8")] if name in TENTH else [])
     expected = "found SM 9.0, CUDA 12.8" if name in TENTH else f"both operands alike, not {a} and {b}"
     assert expected in found[(9, 0), "12.8"]
@@ -265,10 +229,6 @@ def test_auto_falls_back_to_the_reference_and_a_named_backend_does_not():
         f8sub.Float8ConfigError, match=r"no backend can multiply.*not tiles of 128x128, 1x128"
     ):
         select.select_gemm(spec, CPU, "scaled_mm")
-
-
-def test_an_unknown_backend_lists_the_known_ones():
-    spec = GemmSpec(a=None, b=None)
     with pytest.raises(f8sub.Float8ConfigError, match=r"unknown backend 'cutlass'.*scaled_mm.*reference"):
         select.select_gemm(spec, CPU, "cutlass")
 
@@ -282,10 +242,3 @@ def test_no_rows_or_no_depth_gives_zeros(pair, backend):
         found = select.gemm_nt(backend, a, b, torch.bfloat16)
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, torch.zeros(rows, cols, dtype=torch.bfloat16))
-
-
-def test_operands_of_power_of_two_scales():
-    skip_without_rows()
-    pair = (Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),) * 2
-    a = reference.quantize(gaussian((13, 48), generator(3)), pair[0], None)[0]
-    assert excess(scaled_mm.gemm_nt(a, a, torch.float32, False), product(a, a)) <= 1

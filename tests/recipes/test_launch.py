@@ -86,15 +86,15 @@ def test_slurm_starts_torchrun_on_every_node_of_the_job(tmp_path, expected):
     assert [record["amax_all_reduces"] for record in records(settings)] == [1] * settings.training.steps
 
 
-def test_outside_of_slurm_its_launcher_says_so():
-    done = subprocess.run(
-        [LAUNCHERS / "slurm.sh", "recipes/pretrain.py"], capture_output=True, text=True, env=environment()
-    )
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("slurm.sh", "recipes/pretrain.py"), "submit this script with sbatch"),
+        (("torchrun.sh",), "no program to run; for example recipes/pretrain.py"),
+    ],
+)
+def test_a_launcher_that_cannot_start_says_why(command, says):
+    words = [LAUNCHERS / command[0], *command[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment())
     assert done.returncode != 0
-    assert "submit this script with sbatch" in done.stderr
-
-
-def test_torchrun_needs_a_program():
-    done = subprocess.run([LAUNCHERS / "torchrun.sh"], capture_output=True, text=True, env=environment())
-    assert done.returncode == 2
-    assert "no program to run; for example recipes/pretrain.py" in done.stderr
+    assert says in done.stderr

@@ -1,15 +1,18 @@
-"""A checkpoint is whole or it is refused by name, before anything opens its files."""
+"""A checkpoint is whole or refused by name, before anything opens its files; and how it comes to the disk."""
 
+import errno
 import json
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import checkpoint
 import pytest
 import torch
 from checkpoint import CheckpointError, Checkpoints
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -85,12 +88,6 @@ def test_what_is_saved_is_loaded(ranks, folder):
     for rank, (state, tensors) in enumerate(replies):
         assert state == STATE
         assert tensors == {"sharded": full.tolist(), "same": same.tolist(), f"own.{rank}": [float(rank + 2)]}
-
-
-def test_the_manifest_lists_every_file(folder):
-    step = folder / "step-00000001"
-    assert set(manifest_of(step)["files"]) == {p.name for p in step.iterdir()} - {"manifest.json"}
-    assert set(manifest_of(step)["files"]) >= {".metadata", "state.json", "__0_0.distcp", "__1_0.distcp"}
 
 
 def test_another_number_of_ranks_loads_all_but_the_tensors_of_ranks(ranks, folder):
@@ -215,11 +212,8 @@ def canary(tmp_path):
     path = tmp_path / "code_ran"
     yield path
     assert not path.exists()
-
-
-def test_the_canary_would_sing(tmp_path):
-    pickle.loads(pickle.dumps(Canary(tmp_path / "code_ran")))
-    assert (tmp_path / "code_ran").is_dir()
+    pickle.loads(pickle.dumps(Canary(path)))
+    assert path.is_dir()  # it would have sung
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
@@ -265,3 +259,103 @@ def test_names_are_steps_in_order(tmp_path):
         (tmp_path / name).mkdir()
     assert Checkpoints(tmp_path).names() == ["step-00000009", "step-00000010"]
     assert Checkpoints(Path("/no/such/folder")).names() == []
+
+
+def test_in_the_background_the_same_files_are_written(ranks, tmp_path):
+    ranks(3, save, tmp_path / "sync", [1, 2])
+    ranks(3, save, tmp_path / "async", [1, 2], 0, True)
+    tensors = {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "state.json"}
+    for step in (1, 2):
+        expected, found = (
+            manifest_of(tmp_path / kind / f"step-{step:08d}")["files"] for kind in ("sync", "async")
+        )
+        assert set(found) == set(expected) == tensors | {".metadata"}
+        files = {path.name for path in (tmp_path / "sync" / f"step-{step:08d}").iterdir()}
+        assert files == set(found) | {"manifest.json"}
+        assert all(found[name] == expected[name] for name in tensors)
+    assert ranks(3, load, tmp_path / "async", "step-00000002") == ranks(
+        3, load, tmp_path / "sync", "step-00000002"
+    )
+
+
+def hold(event):
+    """Let no rank's tensors reach the disk before the event."""
+    write_data = FileSystemWriter.write_data
+
+    def held(self, *args, **kwargs):
+        event.wait()
+        return write_data(self, *args, **kwargs)
+
+    FileSystemWriter.write_data = held
+
+
+def train_on_while_it_is_written(rank, world, folder):
+    """What is the newest whole checkpoint while one is written; the tensors change in the meantime."""
+    Checkpoints(folder).save(1, some_tensors(world, 1), STATE)
+    released = threading.Event()
+    hold(released)
+    checkpoints = Checkpoints(folder, keep_latest_k=1, asynchronous=True)
+    tensors = some_tensors(world, 2)
+    checkpoints.save(2, tensors, STATE)  # which would not return if it waited for the disk
+    for tensor in tensors.values():
+        tensor.zero_()
+    meanwhile, broken = checkpoints.newest_whole()
+    released.set()
+    checkpoints.wait()
+    return (
+        meanwhile,
+        "cut short" in broken["step-00000002"],
+        checkpoints.names(),
+        load(rank, world, folder, "step-00000002"),
+    )
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(ranks, tmp_path):
+    """It is whole when its manifest is there and not before; the older one is kept until then."""
+    for meanwhile, cut_short, names, loaded in ranks(2, train_on_while_it_is_written, tmp_path / "a"):
+        assert meanwhile == "step-00000001"
+        assert cut_short
+        assert names == ["step-00000002"]
+        state, tensors = loaded
+        assert state == STATE
+        assert tensors["sharded"] == torch.randn(7, 3, generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def full_disk(rank, world, folder, where, asynchronous):
+    """What every rank is told when the last rank's disk is full, or rank 0's where only that writes."""
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoints = Checkpoints(folder, asynchronous=asynchronous)
+    checkpoints.save(1, some_tensors(world, 1), STATE)
+    checkpoints.wait()
+    kept = {name: getattr(checkpoint, name) for name in ("_digest", "_write_at_once", "_remove")}
+    write_data = FileSystemWriter.write_data
+    if rank == (world - 1 if where in ("write_data", "_digest") else 0):
+        setattr(FileSystemWriter if where == "write_data" else checkpoint, where, fail)
+    message = ""
+    try:
+        checkpoints.save(2, some_tensors(world, 2), STATE)
+        checkpoints.wait()
+    except CheckpointError as error:
+        message = str(error)
+    FileSystemWriter.write_data = write_data
+    for name, function in kept.items():
+        setattr(checkpoint, name, function)
+    found = checkpoints.newest_whole()[0]
+    checkpoints.save(2, some_tensors(world, 2), STATE)
+    checkpoints.wait()
+    return message, found, checkpoints.newest_whole()[0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("where", ["_remove", "write_data", "_digest", "_write_at_once"])
+def test_a_full_disk_is_an_error_on_all_ranks(ranks, tmp_path, where, asynchronous):
+    replies = ranks(3, full_disk, tmp_path / "a", where, asynchronous)
+    assert len(set(replies)) == 1
+    message, found, later = replies[0]
+    odd = 2 if where in ("write_data", "_digest") else 0
+    assert f"was not written (rank {odd}: [Errno 28] No space left on device)" in message
+    assert found == "step-00000001"
+    assert later == "step-00000002"

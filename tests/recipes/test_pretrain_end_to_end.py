@@ -8,15 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from checkpoint import MANIFEST
 from compare import summarize
 
+from tests import namespaces
+from tests.namespaces import ROOT
 from tests.recipes.runs import QUICK
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "recipes" / "pretrain.py")
 QUICKLY = QUICK.split()
 FIGURES = {
@@ -31,45 +31,26 @@ FIGURES = {
 
 
 def environment(**more):
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+    return {"CUDA_VISIBLE_DEVICES": "", "HOME": os.environ.get("HOME", "/")} | namespaces.environment(**more)
 
 
 def start_ranks(world, options):
     """What torchrun does, without an agent that would pass the signal on to every rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, *options],
-            env=environment(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(world),
-                LOCAL_WORLD_SIZE=str(world),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes = []
+    for rank in range(world):
+        of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        variables = environment(**meeting, **{name: str(value) for name, value in of_rank.items()})
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": variables}
+        processes.append(subprocess.Popen([sys.executable, SCRIPT, *options], **how))
+    return processes
 
 
-def run_alone(*options, **more):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *options],
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def run(*words):
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
 
 
 def wait_for_steps(path, count, processes):
@@ -96,7 +77,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all_with_0(tmp_path):
     step = int(saved.name.removeprefix("step-"))
     assert f"Stopped by a signal after step {step}." in outputs[0]
     assert (saved / MANIFEST).exists()
-    again = run_alone(*options, "--training.steps", str(step + 1), "--checkpoint.resume", "newest")
+    again = run(SCRIPT, *options, "--training.steps", str(step + 1), "--checkpoint.resume", "newest")
     assert again.returncode == 0, again.stderr
     assert f"Resumed from {saved}" in again.stdout
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -105,25 +86,22 @@ def test_a_signal_to_one_rank_saves_and_ends_all_with_0(tmp_path):
 
 @pytest.mark.long
 def test_compare_under_torchrun_writes_the_plot_and_the_figures(tmp_path):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
-    options = [
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = "--training.seq_len 64 --training.steps 14 --training.device cpu --compare bf16 --float8.recipe rowwise"
+    folder = [
         "--job.config_file",
         str(ROOT / "recipes" / "pretrain.toml"),
         "--job.dump_folder",
         str(tmp_path),
     ]
-    options += ["--training.seq_len", "64", "--training.steps", "14", "--training.device", "cpu"]
-    options += ["--compare", "bf16", "--float8.recipe", "rowwise"]
-    done = subprocess.run(
-        [sys.executable, *launch, *options], env=environment(), capture_output=True, text=True, timeout=600
-    )
+    done = run(*launch, SCRIPT, *folder, *options.split())
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "loss.png") in done.stdout
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary) == {*FIGURES, "run"}
-    run = summary["run"]
-    assert (run["recipe"], run["steps"], run["ranks"], run["device"]) == ("rowwise", 14, 2, "cpu")
+    told = (summary["run"][name] for name in ("recipe", "steps", "ranks", "device"))
+    assert tuple(told) == ("rowwise", 14, 2, "cpu")
     assert "A CPU has no float8 units" in done.stdout
     assert summary["amax_all_reduces_per_step"] == 1
     assert 0.5 < summary["all_gather_bytes_float8"] / summary["all_gather_bytes_bf16"] < 0.55
@@ -139,7 +117,7 @@ def test_compare_under_torchrun_writes_the_plot_and_the_figures(tmp_path):
 @pytest.mark.long
 def test_a_single_process_with_compile_and_activation_checkpointing(tmp_path):
     options = ["--job.dump_folder", str(tmp_path), *QUICKLY, "--float8.recipe", "rowwise"]
-    done = run_alone(*options, "--compile.enabled", "true", "--activation_checkpoint.enabled", "true")
+    done = run(SCRIPT, *options, "--compile.enabled", "true", "--activation_checkpoint.enabled", "true")
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0] - 0.3
@@ -159,7 +137,7 @@ def test_a_single_process_with_compile_and_activation_checkpointing(tmp_path):
     ],
 )
 def test_mistakes_end_with_one_message_and_no_traceback(tmp_path, options, code, message):
-    done = run_alone("--job.dump_folder", str(tmp_path), *options)
+    done = run(SCRIPT, "--job.dump_folder", str(tmp_path), *options)
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr

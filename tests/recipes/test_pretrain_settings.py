@@ -14,18 +14,11 @@ def toml(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_command_line_as_in_torchtitan():
-    settings = parse(
-        ["--float8.recipe", "rowwise", "--float8.all_gather", "false", "--training.steps", "200"]
-    )
-    assert settings.float8_recipe == "rowwise"
-    assert settings.float8.all_gather is False
-    assert settings.training.steps == 200
-
-
 def test_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
     path = toml(tmp_path, "[training]\nsteps = 7\nseq_len = 64\n[optimizer]\nlr = 1\n")
-    settings = parse(["--training.steps", "9", "--job.config_file", path])
+    options = ["--training.steps", "9", "--float8.recipe", "rowwise", "--float8.all_gather", "false"]
+    settings = parse([*options, "--job.config_file", path])
+    assert (settings.float8_recipe, settings.float8.all_gather) == ("rowwise", False)
     assert (settings.training.steps, settings.training.seq_len) == (9, 64)
     assert settings.optimizer.lr == 1.0
     assert isinstance(settings.optimizer.lr, float)
@@ -46,16 +39,10 @@ def test_without_float8(option):
 def test_recipes_of_some_layers_are_a_table(tmp_path):
     assert Settings().float8.layer_recipes == {}
     path = toml(tmp_path, "[float8.layer_recipes]\n'layers.*.mlp' = 'rowwise'\n'layers.0' = 'blockwise'\n")
-    settings = parse(["--job.config_file", path])
-    assert list(settings.float8.layer_recipes.items()) == [
-        ("layers.*.mlp", "rowwise"),
-        ("layers.0", "blockwise"),
-    ]
-    settings = parse(["--float8.layer_recipes", "layers.*.mlp", "rowwise", "layers.0", "blockwise"])
-    assert list(settings.float8.layer_recipes.items()) == [
-        ("layers.*.mlp", "rowwise"),
-        ("layers.0", "blockwise"),
-    ]
+    words = ["--float8.layer_recipes", "layers.*.mlp", "rowwise", "layers.0", "blockwise"]
+    for given in (["--job.config_file", path], words):
+        found = list(parse(given).float8.layer_recipes.items())
+        assert found == [("layers.*.mlp", "rowwise"), ("layers.0", "blockwise")]
 
 
 def test_the_shipped_file_parses():

@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import f8sub
+from tests.models import BF16
 
 # Accelerate keeps its state for the process.
 pytestmark = pytest.mark.own_ranks
 
 STEPS = 1
 """Before the checkpoint, and again after it."""
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Record:
@@ -83,17 +83,11 @@ def recorded(script: ModuleType, *, empty: bool = False) -> Iterator[Record]:
         yield record
 
 
-def weights_of(model: torch.nn.Module, read: Callable[[DTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+def weights_of(
+    model: torch.nn.Module, read: Callable[[DTensor], torch.Tensor] = DTensor.to_local
+) -> dict[str, torch.Tensor]:
     state = model.state_dict()
     return {name: (read(v) if isinstance(v, DTensor) else v).clone() for name, v in state.items()}
-
-
-def local_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return weights_of(model, DTensor.to_local)
-
-
-def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return weights_of(model, DTensor.full_tensor)
 
 
 def uninterrupted(
@@ -122,7 +116,7 @@ def uninterrupted(
             optimizer.step()
             optimizer.zero_grad()
             f8sub.precompute_scales(model)
-    return record.losses, local_weights(model)
+    return record.losses, weights_of(model)
 
 
 def check_wire(record: Record, model: Any, loaded_by_a_step: int = 0) -> None:
@@ -145,7 +139,7 @@ def check_same(record: Record, model: torch.nn.Module, **options: Any) -> None:
     losses, weights = uninterrupted(record.batches, **options)
     assert len(set(losses)) == len(losses)
     assert record.losses == losses
-    found = local_weights(model)
+    found = weights_of(model)
     assert found.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(found[name], weight), name
@@ -175,7 +169,7 @@ def plainly(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
         first = plain_loop.PlainLoop()
         first.train(STEPS)
         first.save(f"{folder}/dcp")
-        saved = full_weights(first.model)
+        saved = weights_of(first.model, DTensor.full_tensor)
         second = plain_loop.PlainLoop()
         second.batches = first.batches
         second.load(f"{folder}/dcp")
@@ -203,7 +197,7 @@ def accelerated(rank: int, world: int, folder: str, options: dict[str, Any]) -> 
         first = accelerate_fsdp2.AccelerateLoop(accelerator)
         first.train(2 * STEPS)
         accelerator.save_state(folder)
-        saved = full_weights(first.model)
+        saved = weights_of(first.model, DTensor.full_tensor)
         accelerator.free_memory()
         second = accelerate_fsdp2.AccelerateLoop(accelerator)
         second.batches = first.batches
@@ -248,7 +242,7 @@ def by_trainer(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
 
         first = trainer_of(STEPS)
         first.train()
-        saved = full_weights(first.model)
+        saved = weights_of(first.model, DTensor.full_tensor)
         second = trainer_of(2 * STEPS)
         second.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS}")
     check_wire(record, second.model)
@@ -268,7 +262,7 @@ def by_lightning(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
         first, trainer = lightning_fsdp2.Float8Module(), trainer_of(STEPS)
         trainer.fit(first, DataLoader(Tokens(), batch_size=8))
         trainer.save_checkpoint(f"{folder}/saved.ckpt")
-        saved = full_weights(first.model)
+        saved = weights_of(first.model, DTensor.full_tensor)
         second, trainer = lightning_fsdp2.Float8Module(), trainer_of(2 * STEPS)
         trainer.fit(second, DataLoader(Tokens(), batch_size=8), ckpt_path=f"{folder}/saved.ckpt")
     check_wire(record, second.model, 1)

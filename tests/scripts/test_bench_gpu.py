@@ -7,9 +7,10 @@ import torch
 
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
+from f8sub.linear import weight_cast
 from f8sub.weights import master_weight
 from scripts.bench import timing
-from scripts.bench.gpu import gemms, graphs, linears, llama, quantizers, slices, variants
+from scripts.bench.gpu import gemms, graphs, linears, quantizers, slices, variants
 from scripts.bench.gpu.session import Session
 from tests.op_recorder import OpRecorder
 
@@ -46,53 +47,25 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
         assert rows.keys() >= {"copy", "256x256 column", *named}
         assert rows["copy"]["of_copy"] == 1.0
         assert all(row["median_ms"] > 0 and row["gb_per_s"] > 0 for row in rows.values())
-    graphed = {f"{name} graphed" for name in BASELINES} | {GRAPHED}
-    assert figures["slice"]["graphed"] == {}
-    assert figures["slice"]["skipped"] == dict.fromkeys(graphed, "a CUDA graph needs a CUDA device")
-    assert GRAPHED in printed
-
-
-@pytest.mark.long
-def test_gemm(everything):
-    found = everything[0]["figures"]["gemm"]
-    assert [name.split(" ")[0] for name in found["products"]] == ["fprop", "dgrad", "wgrad", "128^3"]
     kinds = {
         f"{kind}, {backend}": module.why_not(a, b, CPU) is None
         for kind, (a, b, _) in gemms.KINDS.items()
         for backend, module in select.GEMM.items()
         if backend != "reference"
     }
-    for rows in found["products"].values():
+    for rows in figures["gemm"]["products"].values():
         assert rows.keys() == {"bf16", *(name for name, runs in kinds.items() if runs)}
-        assert rows["bf16"]["over_bf16"] == 1
         assert all(row["tflops"] > 0 and row["sqnr_db"] > gemms.FLOOR_DB for row in rows.values())
-    assert set(found["skipped"]) == {name for name, runs in kinds.items() if not runs}
-
-
-@pytest.mark.long
-def test_linear(everything):
-    (rows,) = everything[0]["figures"]["linear"]["layers"].values()
-    assert set(rows) == {*BASELINES, *COMPARED[:2]}
-    bf16 = min(rows[name]["launched"]["median_ms"] for name in BASELINES[:2])
-    for row in rows.values():
-        assert row["launched"]["over_bf16"] == bf16 / row["launched"]["median_ms"]
-        assert row["host_us"] > 0
-        assert (row["kernels"], row["peak_bytes"]) == (None, None)
-    rowwise, tensorwise = (rows[name]["sqnr_db"]["dx"] for name in COMPARED[:2])
-    assert 20 < tensorwise < rowwise < 40
-
-
-@pytest.mark.long
-def test_slice(everything):
-    (rows,) = everything[0]["figures"]["slice"]["tokens"].values()
-    assert set(rows) == {*BASELINES, *COMPARED[:2]}
-    loss = rows["bf16 compiled"]["check"]["loss"]
-    for name, row in rows.items():
-        for what in ("blocks", "step"):
-            assert row[what]["tokens_per_s"] == pytest.approx(32e3 / row[what]["median_ms"])
-        assert row["check"]["loss"] == pytest.approx(loss, rel=0.05)
-        assert (row["check"]["loss"] != loss) == ("bf16" not in name)
-    assert rows["bf16 compiled"]["step"]["over_bf16"] == 1
+    (layers,), (steps,) = figures["linear"]["layers"].values(), figures["slice"]["tokens"].values()
+    assert set(layers) == set(steps) == {*BASELINES, *COMPARED[:2]}
+    assert all(20 < layers[name]["sqnr_db"]["dx"] < 40 for name in COMPARED[:2])
+    for row in steps.values():
+        assert row["step"]["tokens_per_s"] == pytest.approx(32e3 / row["step"]["median_ms"])
+        assert row["check"]["loss"] == pytest.approx(steps["bf16 compiled"]["check"]["loss"], rel=0.05)
+    graphed = {f"{name} graphed" for name in BASELINES} | {GRAPHED}
+    assert figures["slice"]["graphed"] == {}
+    assert figures["slice"]["skipped"] == dict.fromkeys(graphed, "a CUDA graph needs a CUDA device")
+    assert GRAPHED in printed
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -111,13 +84,6 @@ def test_a_slice_of_two_ranks(everything, run_script):
     (rows,), (alone,) = (found["tokens"].values() for found in slices_of)
     for name in ("bf16 eager", COMPARED[1]):
         assert rows[name]["check"]["loss"] == pytest.approx(alone[name]["check"]["loss"], rel=1e-4)
-
-
-@pytest.mark.long
-def test_the_other_groups_are_of_one_rank(run_script):
-    finished = run_script("bench_gpu.py", "--group", "quantize", "slice", by=TORCHRUN)
-    assert finished.returncode != 0
-    assert "--group slice alone" in finished.stderr
 
 
 def make_plan(recipe, device):
@@ -166,7 +132,8 @@ def recorded_on_the_cpu(monkeypatch, variant: variants.Variant, left_out: str = 
     def record(run):
         run()
         with monkeypatch.context() as patched, OpRecorder() as graph:
-            patched.setattr(master_weight, "is_capturing", lambda tensor: True)
+            for module in (master_weight, weight_cast):
+                patched.setattr(module, "is_capturing", lambda tensor: True)
             loss = run()
         return (graph.without(left_out) if left_out else graph).replay, loss, 4096
 
@@ -207,20 +174,6 @@ def test_a_graph_that_does_not_train_is_not_timed(monkeypatch):
     assert "losses of replayed steps" in error
 
 
-def test_a_graph_reads_the_batch_it_is_given(monkeypatch):
-    batches = [llama.Batch.random("tiny", 32, CPU) for _ in range(2)]
-    trainer = types.SimpleNamespace(step=lambda batch: batch.tokens.sum() + batch.targets.sum())
-
-    def record(run):
-        loss = run()
-        return lambda: loss.copy_(run()), loss, 0
-
-    monkeypatch.setattr(graphs, "record", record)
-    graphed = graphs.GraphedStep(trainer, batches[0])
-    for batch in (batches[1], batches[0]):
-        assert int(graphed(batch)) == int(trainer.step(batch))
-
-
 def test_how_far_losses_of_replays_may_be_off():
     launched = [6.0, 5.5, 5.0]
     assert graphs.compare(launched, launched, launched)["error"] == 0
@@ -235,16 +188,6 @@ def test_how_far_losses_of_replays_may_be_off():
 def test_a_pattern_that_matches_nothing():
     with pytest.raises(ValueError, match="matches none of"):
         variants.chosen(["f8sub rowvise*"], CPU)
-
-
-def test_a_wrong_quantizer_is_not_timed():
-    format = quantizers.FORMATS["tensorwise"]
-    right = quantizers.quantizer_of(reference.quantize, (format, format))
-    x = torch.randn(16, 32)
-    quantizers.check(quantizers.Bench("right", right, right, 4.0), x)
-    wrong = quantizers.Bench("wrong", lambda x: right(x * 1.5), right, 4.0)
-    with pytest.raises(RuntimeError, match="wrong of"):
-        quantizers.check(wrong, x)
 
 
 def test_another_backend_is_found_and_a_wrong_one_not_timed(monkeypatch):
@@ -262,18 +205,22 @@ def test_another_backend_is_found_and_a_wrong_one_not_timed(monkeypatch):
     assert set(run.failed) == {f"gemm product {kind} fast, other" for kind in ("tensorwise", "rowwise")}
 
 
-def test_a_wrong_layer_is_not_timed():
+def test_what_computes_something_wrong_is_not_timed():
+    format = quantizers.FORMATS["tensorwise"]
+    quantize = quantizers.quantizer_of(reference.quantize, (format, format))
+    x = torch.randn(16, 32)
+    quantizers.check(quantizers.Bench("right", quantize, quantize, 4.0), x)
+    with pytest.raises(RuntimeError, match="wrong of"):
+        quantizers.check(quantizers.Bench("wrong", lambda x: quantize(x * 1.5), quantize, 4.0), x)
+
     variant = variants.Variant("f8sub", "rowwise", False)
     layer = linears.Layer(variant, 32, 48, CPU)
-    given = torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
+    given = x.bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
     right = linears.right_of(given, 48)
     assert set(linears.check(layer, given, right)) == {"y", "dx", "dw"}
     with pytest.raises(RuntimeError, match="f8sub rowwise eager"):
         linears.check(layer, given, (*right[:2], right[2].flip(0)))
 
-
-def test_a_wrong_model_is_not_timed():
-    variant = variants.Variant("f8sub", "rowwise", False)
     trainer = types.SimpleNamespace(variant=variant, blocks=4, clear=lambda: None)
     weights = {"first": torch.randn(8, 8), "last": torch.randn(8, 8)}
     trainer.loss_and_gradients = lambda batch: torch.tensor(6.0)

@@ -101,9 +101,9 @@ def test_float32_scales_would_round_twice():
 
 
 def test_a_table_goes_between_its_markers_and_nothing_else_changes(tmp_path):
-    (tmp_path / "README.md").write_text("no markers\n")
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
+    (page.parent / "another.md").write_text("no markers\n")
     page.write_text("before\n<!-- begin it -->\nold\n<!-- end it -->\nafter\n")
     table = Table("title", ["", "number"], [["a", "1"], ["b", "2"]])
     for _ in range(2):
@@ -117,7 +117,8 @@ BEGIN, END = "<!-- begin it -->\n", "<!-- end it -->\n"
 
 @pytest.mark.parametrize("content", ["", BEGIN, END + BEGIN, (BEGIN + END) * 2])
 def test_a_page_without_the_markers_is_left_alone(tmp_path, content):
-    page = tmp_path / "README.md"
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
     page.write_text(content)
     with pytest.raises(ValueError, match="begin it"):
         write_between_markers("it", "text", tmp_path)

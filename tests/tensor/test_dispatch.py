@@ -172,40 +172,6 @@ def test_linear_with_a_bias_reads_rows_of_both(format, mode):
     assert excess(found, Product(exact(x.rowwise), exact(w.rowwise), bias.double().numpy())) <= 1
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=str)
-def test_matmul_and_addmm_in_every_mode(mode):
-    a, b = tensor(), tensor(shape=(48, 16))
-    bias = gaussian((16,), generator(3))
-    expected = a @ b
-    with mode():
-        found, with_bias = a @ b, torch.addmm(bias, a, b)
-    assert torch.equal(found, expected)
-    assert torch.equal(with_bias, bias + expected)
-
-
-@on_each_format
-def test_the_three_gemms_of_a_linear_layer_need_no_copies(format):
-    x, w, dy = tensor(format, (32, 48), 1), tensor(format, (16, 48), 2), tensor(format, (32, 16), 3)
-    with Float8Work() as work:
-        y, dx, dw = x @ w.t(), dy @ w, dy.t() @ x
-    assert work.matmuls == 3
-    for found, a, b in (
-        (y, x.rowwise, w.rowwise),
-        (dx, dy.rowwise, w.columnwise),
-        (dw, dy.columnwise, x.columnwise),
-    ):
-        assert excess(found, Product(exact(a), exact(b))) <= 1
-
-
-def test_tiles_that_no_kernel_takes_run_in_the_reference():
-    format = Float8Format(E4M3, Tile(1, 32))
-    a, b = tensor(format), tensor(format, (48, 16))
-    with Float8Work() as work:
-        found = a @ b
-    assert (work.scaled_matmuls, work.matmuls) == (0, 1)
-    assert excess(found, Product(exact(a.rowwise), exact(b.columnwise))) <= 1
-
-
 MISSING = {
     "mm-left": (lambda a, b: a @ b, {"rowwise": False}, {}, "rowwise"),
     "mm-right": (lambda a, b: a @ b, {}, {"columnwise": False}, "columnwise"),
@@ -298,9 +264,3 @@ def test_another_device():
     assert isinstance(moved, Float8Tensor)
     assert (moved.device.type, moved.rowwise.data.device.type) == ("meta", "meta")
     assert moved.columnwise.scale_inv.shape == (48, 1)
-
-
-def test_shapes_that_do_not_fit_are_an_error():
-    a, b = tensor(), tensor(shape=(32, 16))
-    with pytest.raises((RuntimeError, ValueError), match=r"48|32"):
-        a @ b

@@ -10,6 +10,7 @@ from f8sub import ALL, Float8Format, Float8Tensor, ScaleRule, Tile
 from f8sub.formats import E2M1
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal
+from tests.layers import on_each_recipe
 from tests.specs import STORED_AS, spec_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -22,9 +23,7 @@ FORMATS = {
     "1x16-e2m1": Float8Format(E2M1, Tile(1, 16), ScaleRule.TWO_LEVEL),
     "16x16-e2m1": Float8Format(E2M1, Tile(16, 16), ScaleRule.TWO_LEVEL),
 }
-RECIPES = f8sub.recipe_names()
 on_each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 BUFFERS = [
     f"{usage}_{part}"
     for usage in ("rowwise", "columnwise")
@@ -61,28 +60,6 @@ def test_layout(format, dtype):
         assert operand.scale_inv.shape == format.tile.scale_shape(shape)
         assert sum(t.nbytes for t in operand.tensors[1:]) == spec_of(format).scale_bytes(*shape)
         assert operand.format == format
-
-
-@on_each_format
-def test_t_swaps_the_usages_and_moves_no_bytes(format):
-    tensor = f8sub.quantize(matrix(), format)
-    turned = tensor.t()
-    assert isinstance(turned, Float8Tensor)
-    assert turned.shape == (160, 48)
-    for ours, theirs in ((turned.rowwise, tensor.columnwise), (turned.columnwise, tensor.rowwise)):
-        assert ours.data.data_ptr() == theirs.data.data_ptr()
-        assert ours.scale_inv.data_ptr() == theirs.scale_inv.data_ptr()
-        assert ours.format == theirs.format
-    assert_same(turned.t().rowwise, tensor.rowwise)
-
-
-@on_each_format
-def test_one_usage_turned_is_the_other(format):
-    rows_only = f8sub.quantize(matrix(), format, columnwise=False)
-    turned = rows_only.t()
-    assert turned.rowwise is None
-    assert turned.shape == (160, 48)
-    assert torch.equal(turned.dequantize(), rows_only.dequantize().t())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -231,19 +208,6 @@ def test_copies_are_apart(format):
             assert getattr(twin, name).data_ptr() != getattr(tensor, name).data_ptr()
         assert_same(twin.rowwise, tensor.rowwise)
         assert_same(twin.columnwise, tensor.columnwise)
-
-
-@pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=str)
-@on_each_recipe
-def test_quantize_takes_the_recipes_formats(recipe, operand):
-    tensor = f8sub.quantize(matrix(), recipe, operand=operand)
-    given = f8sub.quantize(matrix(), f8sub.get_recipe(recipe), operand=operand)
-    formats = f8sub.get_recipe(recipe).formats(operand)
-    for usage, format in zip(("rowwise", "columnwise"), formats, strict=True):
-        found = getattr(tensor, usage)
-        assert (None if found is None else found.format) == format
-        if found is not None:
-            assert_same(getattr(given, usage), found)
 
 
 @on_each_recipe

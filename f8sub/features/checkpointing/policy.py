@@ -44,7 +44,7 @@ def checkpoint_policy(keep: str = "bf16", *, save: Iterable[Any] = ()) -> Callab
 
     Losses and gradients are bitwise those without checkpointing. Bytes below are of one token and one Llama layer of
     4096/14336 features with 8 heads for keys and values, in bf16, the layer's input included; without checkpointing
-    bf16 saves 148 kB, and checkpointing that saves nothing else 8 kB. ``scripts/bench/checkpointing.py`` prints them.
+    bf16 saves 148 kB, and checkpointing that saves nothing else 8 kB.
 
     Args:
         keep: "bf16" saves what the usual policy for bf16 does: attention, and of products of one shape every second

@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.features.delayed.layers import state_of, states_of
 from f8sub.features.delayed.state import OPERANDS, ScalingState, W, roll
-from f8sub.features.non_finite.held_weights import looked_at, weight_amaxes
+from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
+from f8sub.features.non_finite.skipped_steps import SkippedSteps
 from f8sub.kernels.scales import PriorScale
+from f8sub.tensor.host_copy import HostCopy, sent_to
 from f8sub.torch_compat import (
     broadcast_no_more,
     graph_task,
@@ -29,14 +31,17 @@ from f8sub.torch_compat import (
     running_ddp,
     takes_uneven_inputs,
 )
-from f8sub.weights.conversion import Conversion, Guest, makers
-from f8sub.weights.findings import HostCopy, sent_to
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.exchange import Exchange
+from f8sub.weights.guests import Guest, makers
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.ranks import own_group
-from f8sub.weights.record import WeightRecord
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import WeightRecord, local_tensor
 
 _Held = tuple[WeightRecord, ScalingState]
+
+_last_steps: weakref.WeakKeyDictionary[WeightRecord, int] = weakref.WeakKeyDictionary()
+"""The last optimizer step of its conversion that stepped a weight."""
 
 
 class _Histories:
@@ -82,11 +87,14 @@ class _Histories:
 class _ShardedHistories(_Histories):
     """The ``Region`` of the sharded layers of one exchange. Their weights' amaxes are the exchange's own."""
 
-    def __init__(self, guest: "_DelayedGuest", records: Sequence[WeightRecord], rolled_at: int) -> None:
+    def __init__(
+        self, guest: "_DelayedGuest", records: Sequence[WeightRecord], before: "_ShardedHistories | None"
+    ) -> None:
         by_name = sorted(records, key=lambda record: record.fqn)
         super().__init__([(record, state_of(record.module, record.module.plan.recipe)) for record in by_name])
         self.size = 2 * len(records) * len(OPERANDS)
-        self.rolled_at = rolled_at
+        self.rolled_at: int = 0 if before is None else before.rolled_at
+        self.asked_at: int = -1 if before is None else before.asked_at
         self._guest = guest
         self._weights: torch.Tensor | None = None
         self._stepped = self._own
@@ -105,7 +113,7 @@ class _ShardedHistories(_Histories):
     def write(self, out: torch.Tensor) -> None:
         shards = [record.shard for record in self.records if record.shard is not None]
         if self._weights is None:
-            positions = [int(shard.amax.storage_offset()) for shard in shards]
+            positions = [int(shard.scales.amax.storage_offset()) for shard in shards]
             self._weights = torch.tensor(positions, dtype=torch.int64, device=out.device)
         since = self._guest.covered(self.rolled_at)
         self._stepped = sent_to(out.device, [_stepped(shard.master, since) for shard in shards])
@@ -115,6 +123,23 @@ class _ShardedHistories(_Histories):
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
         # A copy: the roll writes to it, and the table is the exchange's.
         return self.roll(reduced.view(2, -1, 3).clone(), weight_amax[self._weights], self._stepped).flatten()
+
+    def all_settle(self, exchange: Exchange) -> bool:
+        """Whether all ranks came here since the last optimizer step; asked once, not for every layer."""
+        ranks, step = exchange.layout.ranks, self._guest.steps
+        if len(ranks) == 1 or self.asked_at == step:
+            return len(ranks) == 1
+        self.asked_at = step
+        if exchange.all_arrive(ranks, "settle", step):
+            return True
+        warnings.warn(
+            f"{exchange.table.shards[0].fqn}: a state dict was taken or loaded on some ranks only, after an optimizer "
+            "step and before precompute_scales(model); it lacks what the amax histories saw in that step. Call "
+            "precompute_scales(model) first, or take it on every rank",
+            Float8Warning,
+            stacklevel=2,
+        )
+        return False
 
     def tell(self, found: torch.Tensor) -> list[str]:
         return self._guest.errors_of(_operands(self.records, found.view(-1, len(OPERANDS))))
@@ -158,21 +183,17 @@ class _DelayedGuest(Guest):
     """The ``Guest`` of the conversion: rolls the histories of its layers, once an optimizer step.
 
     Attributes:
-        loaded_at: the conversion's optimizer steps when a state dict was loaded last, which covers those.
+        steps: optimizer steps of the conversion's weights so far.
+        loaded_at: ``steps`` when a state dict was loaded last, which covers those.
     """
 
     def __init__(self, conversion: Conversion) -> None:
-        self.loaded_at = 0
+        self.steps = self.loaded_at = 0
         self._conversion: Conversion = weakref.proxy(conversion)
         self._replicas: _Replicas | None = None
         self._rolled_at = 0
         self._staged: tuple[list[WeightRecord], HostCopy] | None = None
         self._non_finite: list[str] = []
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the conversion's weights so far."""
-        return self._conversion.steps
 
     def covered(self, rolled_at: int) -> int:
         """The optimizer step that histories cover which rolled at step ``rolled_at``, or were loaded later."""
@@ -195,10 +216,9 @@ class _DelayedGuest(Guest):
         recipe = record.module.plan.recipe
         return None if recipe.delayed is None else functools.partial(state_of(record.module, recipe).prior, W)
 
-    def region(self, records: Sequence[WeightRecord], device: str, before: Any) -> _ShardedHistories | None:
+    def region(self, records: Sequence[WeightRecord], before: Any) -> _ShardedHistories | None:
         with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
-        rolled_at = 0 if before is None else before.rolled_at
-        return _ShardedHistories(self, with_histories, rolled_at) if with_histories else None
+        return _ShardedHistories(self, with_histories, before) if with_histories else None
 
     def forward(self) -> bool:
         """Have the ranks of DDP share what the histories see, if DDP runs the layers now.
@@ -206,7 +226,7 @@ class _DelayedGuest(Guest):
         Returns:
             Whether there is no more to wait for: they do, or FSDP2 shards the layers.
         """
-        is_sharded = self._conversion.is_sharded
+        is_sharded = len(self._conversion.exchanges) > 0
         if self._replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
             self._replicas = _Replicas(ddp)
         return is_sharded or self._replicas is not None
@@ -214,12 +234,26 @@ class _DelayedGuest(Guest):
     def loaded(self) -> None:
         self.loaded_at = self.steps
 
-    def before_count(self) -> None:
+    def before_state_dict(self) -> None:
+        """Roll what is due, if all ranks take or load a state dict now, and finish the roll under way."""
+        for exchange in self._conversion.exchanges.values():
+            region = exchange.table.regions.get(self)
+            if isinstance(region, _ShardedHistories):
+                if region.due and region.all_settle(exchange):
+                    exchange.reduce(tell=False)
+                exchange.settle()
+
+    def stepped(self, weights: Sequence[torch.Tensor]) -> None:
         # What was loaded in place before this step does not cover it.
         for _, state in self._held():
             state.notice_writes()
+        self.steps += 1
+        for weight in weights:
+            if (record := _record_of(weight)) is not None:
+                _last_steps[record] = self.steps
+        self._roll_unasked()
 
-    def counted(self) -> None:
+    def _roll_unasked(self) -> None:
         """Roll the histories that no all-gather will ask for; in a backward pass the next call does it."""
         if not self.is_due(self._rolled_at):
             return
@@ -227,12 +261,15 @@ class _DelayedGuest(Guest):
         if not (held := self._held()):
             return
         self._conversion.refresh()
-        self._conversion.reduce_regions()
+        for exchange in self._conversion.exchanges.values():
+            if not exchange.gathers and exchange.regions_due:
+                exchange.reduce(tell=False)
+                exchange.settle()
         alike = [(r, s) for r, s in held if s.recipe == r.module.plan.recipe and r.shard is None]
         of_contexts = [(r, s) for r, s in held if s.recipe != r.module.plan.recipe]
         if alike or of_contexts:
             self._roll(alike, of_contexts, since)
-        looked_at(self._conversion, [record for record, _ in (*alike, *of_contexts)])
+        self._conversion.guest(HeldWeights).skip(record for record, _ in (*alike, *of_contexts))
 
     def _roll(self, alike: Sequence[_Held], of_contexts: Sequence[_Held], since: int) -> None:
         """Roll the histories that no exchange reduces.
@@ -284,7 +321,7 @@ class _DelayedGuest(Guest):
         Raises:
             Float8NumericsError: with the layers and operands.
         """
-        self.counted()
+        self._roll_unasked()
         if self._staged is not None and self._staged[1].there:
             self._read()
         operands, self._non_finite = self._non_finite, []
@@ -296,7 +333,7 @@ class _DelayedGuest(Guest):
 
         An x or a dy is a warning only where steps with gradients that are not finite are skipped.
         """
-        skips = len(self._conversion.step_guards) > 0
+        skips = len(self._conversion.guest(SkippedSteps).guards) > 0
         harmless = [o for o in operands if skips and not o.startswith(OPERANDS[W])]
         if harmless:
             warnings.warn(_left_out(harmless), Float8Warning, stacklevel=8)
@@ -313,9 +350,14 @@ makers.append(_DelayedGuest)
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:
     """Whether an optimizer stepped the weight after step ``since``; every rank knows that alike."""
-    # Where modules share the weight, the record of one of them knows.
-    record = weight.record if isinstance(weight, MasterWeight) else None
-    return record is not None and record.last_step > since
+    record = _record_of(weight)
+    return record is not None and _last_steps.get(record, 0) > since
+
+
+def _record_of(weight: torch.Tensor) -> WeightRecord | None:
+    """A master weight's record; where modules share it, that of one of them."""
+    local = local_tensor(weight)
+    return local.record if isinstance(local, MasterWeight) else None
 
 
 def _operands(records: Sequence[WeightRecord], non_finite: torch.Tensor) -> list[str]:

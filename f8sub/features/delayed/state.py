@@ -25,7 +25,7 @@ from f8sub.kernels.scales import (
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.recipe import OperandName, Recipe
 from f8sub.recipes.delayed import DelayedScaling
-from f8sub.weights.findings import HostCopy
+from f8sub.tensor.host_copy import HostCopy
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
 """The columns of every buffer."""

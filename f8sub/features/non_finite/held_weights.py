@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from f8sub.errors import Float8NumericsError
+from f8sub.tensor.host_copy import HostCopy, sent_to
 from f8sub.torch_compat import is_capturing
-from f8sub.weights.conversion import Conversion, Guest, makers
-from f8sub.weights.findings import HostCopy, bad_weights, sent_to
-from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.record import State, WeightRecord
-from f8sub.weights.weight import local_tensor, master_of
+from f8sub.weights.amax_table import bad_weights
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.guests import Guest, makers
+from f8sub.weights.master_weight import MasterWeight, State
+from f8sub.weights.weight import WeightRecord, local_tensor, master_of
 
 
 class HeldWeights(Guest):
@@ -37,7 +38,7 @@ class HeldWeights(Guest):
             Float8NumericsError: NaN or infinity in a weight; names the layers.
         """
         conversion = self._conversion()
-        records = [] if conversion is None else [r for r in conversion.unsharded if r.module is not None]
+        records = [] if conversion is None else [r for r in conversion.records if r.shard is None]
         weights = (record.parameter for record in records)
         if records and not any(weight is not None and is_capturing(weight) for weight in weights):
             self._tell()
@@ -94,13 +95,6 @@ def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
         norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)
         amaxes.index_copy_(0, sent_to(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))
     return amaxes
-
-
-def looked_at(conversion: Conversion, records: Iterable[WeightRecord]) -> None:
-    """Leave weights, as they are now, out of the next look: another guest has just looked at them."""
-    for guest in conversion.guests:
-        if isinstance(guest, HeldWeights):
-            guest.skip(records)
 
 
 makers.append(HeldWeights)

@@ -59,10 +59,10 @@ class DroppedShard(Shard):
             return reference.dequantize(Operand(codes, self.wire.scales_of(rows), self.format), torch.float32)
         # Tiles of the whole weight need not begin where the shard does: a scale for each element.
         scale_inv = reference.spread(
-            self.scale_inv.float(), self.format.tile, self._shape, self.layout.offset
+            self.scales.scale_inv.float(), self.format.tile, self._shape, self.layout.offset
         )
         format = dataclasses.replace(self.format, tile=Tile(1, 1))
-        operand = Operand(codes, scale_inv.expand(self._shape), format, self.global_scale_inv)
+        operand = Operand(codes, scale_inv.expand(self._shape), format, self.scales.global_scale_inv)
         return reference.dequantize(operand, torch.float32)
 
     @property
@@ -73,4 +73,5 @@ class DroppedShard(Shard):
 
     @property
     def _scales(self) -> list[torch.Tensor]:
-        return [s for s in (self.scale, self.scale_inv, self.global_scale_inv) if s is not None]
+        scales = self.scales
+        return [s for s in (scales.scale, scales.scale_inv, scales.global_scale_inv) if s is not None]

@@ -1,5 +1,6 @@
 """From converted weights in high precision to primary weights in float8, and to codes alone."""
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -8,22 +9,59 @@ from typing_extensions import override
 
 from f8sub.convert.checks import Chosen, of_options
 from f8sub.errors import Float8ConfigError
-from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight
+from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.parameters import take_place
 from f8sub.linear.sockets import LayerGuest, guests
+from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.weights.master_weight import MasterWeight, rowwise_of
-from f8sub.weights.record import Cell
-from f8sub.weights.weight import like_sharded, local_tensor, master_of, take_place
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.guests import Guest, makers
+from f8sub.weights.master_weight import Cell, MasterWeight
+from f8sub.weights.weight import local_tensor, master_of
+
+
+class PrimaryWeights(Guest):
+    """Whether the weights of a conversion become float8, and the optimizers that may step them.
+
+    Attributes:
+        chosen: whether they become float8 once an optimizer has their masters.
+        taken: cells of the masters that optimizers hold.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.chosen = bool(conversion.options.get("primary_weights"))
+        self.taken: weakref.WeakSet[Cell] = weakref.WeakSet()
+
+    @override
+    def described(self) -> dict[str, str]:
+        return {"primary_weights": str(self.chosen)}
+
+    @override
+    def before_step(self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor]) -> None:
+        if not self.chosen or hasattr(optimizer, "takes_masters"):
+            return
+        for weight in weights:
+            local = local_tensor(weight)
+            if isinstance(local, MasterWeight) and local.cell not in self.taken and weight.requires_grad:
+                raise Float8ConfigError(
+                    f"{type(optimizer).__name__} steps a weight of shape {tuple(weight.shape)} that was converted "
+                    "with primary_weights=True: wrap it in f8sub.optim.MasterWeights(optimizer), which keeps the "
+                    "high-precision master, or convert with primary_weights=False"
+                )
+
+
+makers.append(PrimaryWeights)
+
+
+def has_primary_weights(conversion: Conversion) -> bool:
+    """Whether the weights of a conversion become float8 once an optimizer has their masters."""
+    return conversion.guest(PrimaryWeights).chosen
 
 
 class PrimaryLayers(LayerGuest):
     """What primary weights add to what is said of their layers."""
-
-    @override
-    def alike(self, layer: Float8Linear) -> dict[str, str]:
-        return {"primary_weights": str(layer.converted.primary_weights)}
 
     @override
     def deviation(self, layer: Float8Linear) -> str | None:
@@ -58,7 +96,7 @@ def is_primary(parameter: torch.Tensor) -> bool:
     local = local_tensor(parameter)
     if isinstance(local, MasterWeight):
         conversion = None if local.record is None else local.record.conversion
-        return conversion is not None and conversion.primary_weights
+        return conversion is not None and has_primary_weights(conversion)
     return isinstance(local, PrimaryWeight)
 
 
@@ -83,7 +121,8 @@ def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
             "dropped, and float8 codes are not a master to train; construct MasterWeights before "
             "drop_high_precision(model)"
         )
-    master.cell.taken = True
+    if (record := master.record) is not None and (conversion := record.conversion) is not None:
+        conversion.guest(PrimaryWeights).taken.add(master.cell)
     taken = torch.nn.Parameter(like_sharded(master, parameter), parameter.requires_grad)
     # FSDP2's, the model's and the optimizer's views are of one weight.
     if isinstance(local, PrimaryWeight):
@@ -101,7 +140,7 @@ def drop_high_precision(model: torch.nn.Module) -> None:
     Raises:
         Float8ConfigError: the model has no layer converted with ``primary_weights=True``.
     """
-    layers = [m for m in model.modules() if isinstance(m, Float8Linear) and m.converted.primary_weights]
+    layers = [m for m in model.modules() if isinstance(m, Float8Linear) and has_primary_weights(m.converted)]
     if not layers:
         raise Float8ConfigError(
             "drop_high_precision found no layer converted with primary_weights=True; the other layers' weights stay in "
@@ -112,6 +151,37 @@ def drop_high_precision(model: torch.nn.Module) -> None:
             _to_codes(layer.weight, layer.weight.dtype, may_replace=True)
             _drop(layer)
     reread_shards(layers)
+
+
+def restore_high_precision(model: torch.nn.Module) -> None:
+    """Give weights that are codes alone high-precision values again: those that the codes stand for.
+
+    So that something can be added to them, as PEFT's ``merge_and_unload`` adds an adapter; the sum is cast anew.
+    What ``drop_high_precision`` let go of does not come back. 4 or 2 bytes an element more, of the weight's own dtype.
+
+    Raises:
+        Float8ConfigError: a sharded weight; or no weight of the model is codes alone.
+    """
+    dropped = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, Float8Linear)
+        and isinstance(local := local_tensor(layer.weight), PrimaryWeight)
+        and local.master is None
+    ]
+    if not dropped:
+        raise Float8ConfigError(
+            "restore_high_precision found no weight whose values drop_high_precision dropped"
+        )
+    for layer in dropped:
+        if isinstance(layer.weight, DTensor):
+            raise Float8ConfigError(
+                f"{layer.fqn}: its weight is sharded; load the adapters into a model that is not, and merge there"
+            )
+        primary = layer.weight.primary  # type: ignore[attr-defined]
+        master = MasterWeight(primary.values().clone())
+        master.cell.record = primary.record
+        primary.master, primary.codes = master, None
 
 
 def _drop(layer: Float8Linear) -> None:

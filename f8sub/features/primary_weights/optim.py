@@ -9,9 +9,11 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.masters import is_primary, reread_shards, take_master
+from f8sub.features.primary_weights.primary_weight import like_sharded
+from f8sub.linear.parameters import exported
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import exported, like_sharded, local_tensor, master_of
+from f8sub.weights.weight import local_tensor, master_of
 
 MASTER = "master"
 """Name of the master among the states of its parameter."""
@@ -20,7 +22,7 @@ MASTER = "master"
 class MasterWeights(torch.optim.Optimizer):
     """Any optimizer, stepping float32 masters of the model's bfloat16, float16 and float8 primary weights.
 
-    optimizer = f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=3e-4))
+        optimizer = f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=3e-4))
 
     Construct it after ``fully_shard`` and, where a model is initialized on meta, after its initialization. Gradients
     stay on the model's parameters, where ``clip_grad_norm_`` and ``GradScaler`` look for them. Options such as lr are

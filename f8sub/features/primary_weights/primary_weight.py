@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.dropped_shard import DroppedShard
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, LayerSource
+from f8sub.linear.weight_cast import rowwise_of
 from f8sub.tensor.operators import describe
-from f8sub.weights.master_weight import MasterWeight, rowwise_of
-from f8sub.weights.record import WeightRecord
+from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.shard import Shard
-from f8sub.weights.weight import Weight, like_sharded
+from f8sub.weights.weight import Weight, WeightRecord
 
 aten = torch.ops.aten
 
@@ -206,12 +207,6 @@ class PrimaryWeight(Weight):
             primary.codes = values
         return cls.of(primary, values.device)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.plain
-        if isinstance(self, torch.nn.Parameter):
-            return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
-        return plain.__reduce_ex__(protocol)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A weight of its own in high precision, which no optimizer has taken."""
         if id(self) not in memo:
@@ -284,13 +279,21 @@ def primary_rowwise(
 PrimaryWeight.rowwise_codes = staticmethod(primary_rowwise)
 
 
+def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
+    if not isinstance(weight, DTensor):
+        return local
+    mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def _master_view(weight: PrimaryWeight) -> MasterWeight:
     """What a write to ``weight`` is to write to."""
     primary = weight.primary
     if (master := primary.master) is None:
         raise Float8ConfigError(
             f"{primary.fqn}: its high-precision values were dropped, so its float8 codes cannot be changed; load "
-            "state dicts and initialize before drop_high_precision(model)"
+            "state dicts and initialize before drop_high_precision(model), or call restore_high_precision(model) first"
         )
     view: Any = master.detach().as_strided(
         weight.shape, weight.stride(), master.storage_offset() + weight.storage_offset()

@@ -163,7 +163,7 @@ def layers_report(model: torch.nn.Module) -> ConversionReport:
             continue
         if converted := isinstance(module, Float8Linear):
             detail = module.how
-            idle += module.converted.idle_patterns
+            idle += module.converted.options["idle_patterns"]
         else:
             detail = getattr(module, SKIP_REASON, NOT_SEEN)
         sizes = module.in_features, module.out_features

@@ -14,6 +14,7 @@ from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.ranks import gather_values
 from f8sub.weights.weight import local_tensor
 
 
@@ -64,8 +65,7 @@ class Search:
         mine = next(((i, *self._seen[i]) for i, bad in enumerate(found) if bad), None)
         everyone = [mine]
         if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
+            everyone = gather_values(mine)
         if any(everyone):
             first = min(other for other in everyone if other is not None)
             ranks = tuple(rank for rank, other in enumerate(everyone) if other == first)
@@ -79,9 +79,9 @@ class Search:
 def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
     """Watch the linear layers of a model for NaN and infinity, through the forwards and backwards inside.
 
-    with f8sub.find_nonfinite(model) as search:
-        model(batch).sum().backward()
-    print(search)  # dy of layers.3.mlp.up on rank 5
+        with f8sub.find_nonfinite(model) as search:
+            model(batch).sum().backward()
+        print(search)  # dy of layers.3.mlp.up on rank 5
 
     To repeat a step that went wrong, not to train with: what it finds is read by the host when the context is left, and
     compiled code runs eagerly inside. All ranks enter and leave it together. An exception inside passes through, and

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.non_finite.skipped_steps import SkippedSteps
 from f8sub.features.primary_weights.optim import MasterWeights, conversions_of
 from f8sub.torch_compat import untraced
 from f8sub.weights.conversion import Conversion
@@ -87,7 +88,7 @@ class StepGuard:
         if (optimizer := self._optimizer()) is not None:
             _guarded.discard(optimizer)
         for conversion in self._conversions:
-            conversion.step_guards.discard(self)
+            conversion.guest(SkippedSteps).guards.discard(self)
 
     def _enter_conversions(self, optimizer: torch.optim.Optimizer) -> None:
         """Also of groups that were added since."""
@@ -96,7 +97,7 @@ class StepGuard:
         self._groups_seen = len(optimizer.param_groups)
         self._conversions |= conversions_of(p for g in optimizer.param_groups for p in g["params"])
         for conversion in self._conversions:
-            conversion.step_guards.add(self)
+            conversion.guest(SkippedSteps).guards.add(self)
 
     @untraced
     @torch.no_grad()

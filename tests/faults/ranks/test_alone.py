@@ -9,17 +9,9 @@ import torch
 import f8sub
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, seed_weights, shard
+from tests.models import Stack, seed_weights, shard, take_step
 
 STEPS, STEP = 14, 10
-
-
-def act(kind: str, model: torch.nn.Module) -> None:
-    if kind == "calls":
-        f8sub.precompute_scales(model)
-    elif kind == "writes":
-        with torch.no_grad():
-            model.layers[0].weight.to_local().mul_(1.001)
 
 
 def run(rank: int, world: int, recipe: str, kind: str, odd: int) -> list[float]:
@@ -33,15 +25,15 @@ def run(rank: int, world: int, recipe: str, kind: str, odd: int) -> list[float]:
         warnings.simplefilter("ignore", f8sub.Float8Warning)
         for step in range(STEPS):
             alone = step == STEP and rank == odd
-            if alone:
-                act(kind, model)
+            if alone and kind == "calls":
+                f8sub.precompute_scales(model)
+            elif alone and kind == "writes":
+                with torch.no_grad():
+                    model.layers[0].weight.to_local().mul_(1.001)
             loss = (model(gaussian((16, 32), generator(step))) - 1).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            losses.append(take_step(optimizer, loss))
             if not (alone and kind == "forgets"):
                 f8sub.precompute_scales(model)
-            losses.append(loss.item())
     return losses
 
 

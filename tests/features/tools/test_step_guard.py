@@ -190,14 +190,6 @@ def test_a_step_that_raised_leaves_nothing_behind(name):
     assert int(guard.skipped) == 1
 
 
-def test_removed_it_lets_bad_steps_through():
-    model, optimizer, guard = guarded("sgd-fused", 32, 48)
-    guard.remove()
-    set_gradients(model, 0, torch.nan)
-    optimizer.step()
-    assert model.layers[0].weight.isnan().any()
-
-
 def test_each_optimizer_has_its_own_guard_and_groups_that_are_added_have_it_too():
     """A NaN in an x is an error of delayed scaling where no optimizer of the layers skips the step."""
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="delayed")

@@ -5,6 +5,7 @@ Nothing here imports torchtitan before a rank runs it.
 
 import copy
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -71,16 +72,33 @@ def configured(arguments: list[str], folder: Path, *, emulate: bool = True) -> A
     """An arm's config, parsed as on the command line.
 
     Args:
-        arguments: the arm; then options of torchtitan's command line.
+        arguments: as ``configs.configured`` of torchtitan 0.3 takes them; options of the command line go as they are.
         folder: where a run takes its assets from and leaves everything.
         emulate: whether float8 is multiplied by what runs on any device.
     """
     from torchtitan.config import ConfigManager
 
-    arm, *options = arguments
+    name, _, given = arguments[0].partition(":")
+    arm, _, checkpointed = name.partition("_")
+    options = [f"--f8sub.{key}={value}" for key, value in json.loads(given or "{}").items()]
+    options += [word for option in arguments[1:] for word in spelled(option)]
+    if checkpointed:
+        options.append(f"--activation_checkpoint.mode={checkpointed.removesuffix('_ac')}")
+        options.append("--activation_checkpoint.selective_ac_option=op")
     return ConfigManager().parse_args(
         [f"--job.config_file={job_file(arm, folder, emulate=emulate)}", *options]
     )
+
+
+def spelled(option: str) -> list[str]:
+    """``section.field=value``, whose value is JSON, as on the command line of torchtitan 0.2."""
+    if option.startswith("--"):
+        return [option]
+    path, _, text = option.partition("=")
+    value = json.loads(text)
+    said = [f"--{path}"] if value is True else [f"--{path}={value}"]
+    # Compiled is the model alone, as in the configs of the tests of 0.3.
+    return [*said, "--compile.components=model"] if path == "compile.enable" else said
 
 
 def with_few_layers(parallelize: Callable[[Any], Any] = lambda parallelize: parallelize) -> None:

@@ -159,27 +159,6 @@ def test_the_command_line_alone():
 
 
 @alone
-def test_an_override_says_another_recipe_than_the_config():
-    from f8sub import titan
-
-    config = titan.llama3_debugmodel_f8sub().model_spec.model
-    assert titan.float8(config, recipe_name="blockwise") is config
-    assert on_meta(config).layers["0"].attention.wo.plan.recipe.name == "blockwise"
-
-
-@alone
-def test_the_ready_made_config_parses():
-    from torchtitan.config import ConfigManager
-
-    config = ConfigManager().parse_args(
-        ["--module", "f8sub.titan", "--config", "llama3_debugmodel_f8sub", "--training.steps", "3"]
-    )
-    assert config.training.steps == 3
-    assert config.to_dict()["model_spec"] is not None
-    assert converted(on_meta(config.model_spec.model))
-
-
-@alone
 def test_what_a_spec_did_after_building_optimizers_is_done_first():
     import dataclasses
 

@@ -7,36 +7,29 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
 from tests.features.torchtitan.runs import alone
+from tests.features.torchtitan.test_training import of_torch_2_14
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "recipes" / "torchtitan"
-SETTINGS: dict[str, dict[str, Any]] = {
-    "llama3_8b.sh": {"flavor": "8B", "batch": 2, "tensor": 1, "pipeline": 1, "full": False},
-    "llama3_70b.sh": {"flavor": "70B", "batch": 16, "tensor": 8, "pipeline": 1, "full": True},
-    "llama3_405b.sh": {"flavor": "405B", "batch": 32, "tensor": 8, "pipeline": 8, "full": True},
-    "convergence.sh bf16": {"flavor": "8B", "batch": 4, "tensor": 1, "pipeline": 1, "full": False},
-    "convergence.sh float8": {"flavor": "8B", "batch": 4, "tensor": 1, "pipeline": 1, "full": False},
+SETTINGS = {
+    "llama3_8b.sh": ("8B", 2, 1, 1, False),
+    "llama3_70b.sh": ("70B", 16, 8, 1, True),
+    "llama3_405b.sh": ("405B", 32, 8, 8, True),
+    "convergence.sh bf16": ("8B", 4, 1, 1, False),
+    "convergence.sh float8": ("8B", 4, 1, 1, False),
 }
+"""Flavor, batch of a rank, degrees of tensor and pipeline parallelism, and whether checkpointing is full."""
 
 
 def command(script: str, *options: str, **variables: str) -> list[str]:
     """What a script would start."""
     name, *arm = script.split()
-    done = subprocess.run(
-        [SCRIPTS / name, *arm, *options],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
+    how = {"capture_output": True, "text": True, "check": True, "timeout": 600}
+    done = subprocess.run([SCRIPTS / name, *arm, *options], env={**os.environ, **variables}, **how)
     return shlex.split(done.stdout)
 
 
@@ -52,23 +45,18 @@ def test_options_parse(script):
     module, program, *options = command(script, "--training.steps", "7", LAUNCHER="echo")
     assert [module, program] == ["-m", "torchtitan.train"]
     config = ConfigManager().parse_args(options)
-    expected = SETTINGS[script]
-    assert config.model_spec.flavor == expected["flavor"]
-    assert (config.training.local_batch_size, config.training.seq_len) == (expected["batch"], 8192)
-    assert config.training.steps == 7
-    parallelism = config.parallelism
-    assert (parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree) == (
-        expected["tensor"],
-        expected["pipeline"],
-    )
-    assert parallelism.data_parallel_shard_degree == -1
-    assert ("FullAC" in type(config.activation_checkpoint).__qualname__) == expected["full"]
+    training, parallelism = config.training, config.parallelism
+    tensor, pipeline = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
+    is_full = "FullAC" in type(config.activation_checkpoint).__qualname__
+    found = config.model_spec.flavor, training.local_batch_size, tensor, pipeline, is_full
+    assert found == SETTINGS[script]
+    assert (training.seq_len, training.steps, parallelism.data_parallel_shard_degree) == (8192, 7, -1)
     assert config.compile.enable
     if "convergence" in script:
         assert config.compile.components == ["model"]
         assert config.metrics.enable_tensorboard
-    assert config.compile.enable_async_tensor_parallel == (expected["tensor"] > 1)
-    if expected["pipeline"] > 1:
+    assert config.compile.enable_async_tensor_parallel == (tensor > 1)
+    if pipeline > 1:
         assert config.training.disable_cuda_graphs  # torchtitan refuses them in a pipeline
     assert ("float8" in config.model_spec.model.to_dict()) == ("bf16" not in script)
 
@@ -108,10 +96,6 @@ ON_TORCH_2_13 = ("--parallelism.spmd_backend", "partial_dtensor")
 # There compiled tensor parallelism is refused.
 EAGER = ("--compile.no-enable", "--compile.no-enable_async_tensor_parallel", *ON_TORCH_2_13)
 
-of_torch_2_14 = pytest.mark.skipif(
-    torch.__version__ < TorchVersion("2.14"),
-    reason="torchtitan 0.3 has pipelines and spmd_types from torch 2.14 on: scripts/test_torchtitan.sh has that",
-)
 RUNS = [
     ("llama3_70b.sh", (*TP, *EAGER, "--training.local_batch_size", "4"), "tp"),
     pytest.param("llama3_8b.sh", COMPILED, "dp_shard", marks=of_torch_2_14),
@@ -142,20 +126,10 @@ def launched(script: str, assets: Path, folder: Path, *options: str) -> str:
         *("--hf_assets_path", assets / "tokenizer", "--dataloader.dataset", "c4_test"),
         *("--dataloader.dataset_path", assets / "data", "--dump_folder", folder),
     )
-    done = subprocess.run(
-        [SCRIPTS / name, *arm, *own, *SHORT, *options],
-        env={
-            **os.environ,
-            "LAUNCHER": str(launcher),
-            "PYTHON": sys.executable,
-            "PYTHONPATH": str(ROOT),
-            "NPROC_PER_NODE": "2",
-            "RDZV_ENDPOINT": "localhost:0",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    variables = {"LAUNCHER": str(launcher), "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    variables |= {"NPROC_PER_NODE": "2", "RDZV_ENDPOINT": "localhost:0"}
+    words = [SCRIPTS / name, *arm, *own, *SHORT, *options]
+    done = subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, timeout=600)
     said = re.sub(r"\x1b\[[\d;]+m", "", done.stdout + done.stderr)
     assert done.returncode == 0, said
     return said
@@ -170,9 +144,10 @@ def test_a_script_trains(assets, tmp_path, script, options, sharded):
 
 def check_of(said: str, script: str, options: tuple[str, ...], sharded: str) -> None:
     """What torchtitan and f8sub tell of a run that succeeded."""
-    assert f"Building llama3 {SETTINGS[script]['flavor']}" in said
+    flavor, *_, is_full = SETTINGS[script]
+    assert f"Building llama3 {flavor}" in said
     assert re.search(rf"active dimensions: \[.*'{sharded}'", said), said
-    assert f"Applied {'Full' if SETTINGS[script]['full'] else 'Selective'}AC" in said
+    assert f"Applied {'Full' if is_full else 'Selective'}AC" in said
     assert re.search(r"f8sub: \d+ of \d+ linear layers in float8", said), said
     assert ("Compiling each TransformerBlock" in said) == (EAGER[0] not in options)
     assert re.search(r"step: +3 +loss: +[678]\.", said), said

@@ -1,4 +1,4 @@
-"""torchtitan's trainer with f8sub, on gloo ranks: debug Llama, real text, a tokenizer trained on the spot."""
+"""torchtitan's trainer with f8sub, 0.3's and 0.2's, on gloo ranks: debug Llama, real text, a tokenizer of its own."""
 
 import itertools
 import json
@@ -15,11 +15,15 @@ from torch.torch_version import TorchVersion
 
 import f8sub
 from tests.features.torchtitan import runs
+from tests.features.torchtitan.jobs_0_2 import job_file
 from tests.features.torchtitan.runs import gathered, last, more_all_reduces
 from tests.ranks import RankFailure
 
-pytestmark = pytest.mark.usefixtures("titan")
+pytestmark = pytest.mark.usefixtures("any_titan")
 long = pytest.mark.long
+of_0_3 = pytest.mark.skipif(
+    runs.installed() == "0.2", reason="of torchtitan 0.3, here is 0.2: scripts/test_torchtitan.sh has both"
+)
 
 FROM_THE_COMMAND_LINE = "override.imports=" + json.dumps(
     [["f8sub.titan.float8", {"recipe_name": "tensorwise", "emulate": True}], "f8sub.titan.precompute_scales"],
@@ -50,21 +54,23 @@ MESHES = {
 }
 """World size and options of each way to shard."""
 
-of_torch_2_14 = pytest.mark.skipif(
-    torch.__version__ < TorchVersion("2.14"),
-    reason="torchtitan 0.3 has pipelines and spmd_types from torch 2.14 on: scripts/test_torchtitan.sh has that",
+WITHOUT_PIPELINES = (
+    "torchtitan 0.3 has pipelines and spmd_types from torch 2.14 on: scripts/test_torchtitan.sh has that"
 )
+of_torch_2_14 = pytest.mark.skipif(torch.__version__ < TorchVersion("2.14"), reason=WITHOUT_PIPELINES)
 
 
 def mesh(name: str) -> Any:
     """A parameter of tests, which is long but for the first."""
     marks = [long] if name != "fsdp2" else []
-    needs = PP in MESHES[name][1] or SPMD in MESHES[name][1]
+    needs = SPMD in MESHES[name][1] or (PP in MESHES[name][1] and runs.installed() == "0.3")
     return pytest.param(name, marks=[*marks, of_torch_2_14] if needs else marks)
 
 
-LINEAR_ELEMENTS = 2 * 256 * (768 + 256 + 3 * 768)
+LINEAR_ELEMENTS = 2 * 256 * (4 * 256 + 3 * 768)
 """Of the converted weights of two blocks."""
+LINEAR_LAYERS = 14 if runs.installed() == "0.2" else 10
+"""q, k and v are one matrix in torchtitan 0.3."""
 
 
 @pytest.mark.parametrize("mesh", [mesh(name) for name in MESHES])
@@ -100,7 +106,10 @@ def test_other_recipes(train, mesh, recipe):
 @pytest.mark.parametrize(
     ("mesh", "changed", "usual"),
     [
-        *((mesh, f"bf16 {FROM_THE_COMMAND_LINE}", "f8sub") for mesh in ("1", "fsdp2", "fsdp2-tp2")),
+        *(
+            pytest.param(mesh, f"bf16 {FROM_THE_COMMAND_LINE}", "f8sub", marks=of_0_3)
+            for mesh in ("1", "fsdp2", "fsdp2-tp2")
+        ),
         *((mesh, f"f8sub_{ac}_ac", "f8sub") for ac in ("full", "selective") for mesh in ("fsdp2", "tp2")),
         ("fsdp2", f"f8sub {COMPILED}", "f8sub"),
         ("fsdp2", f"f8sub_selective_ac {COMPILED}", "f8sub"),
@@ -119,14 +128,18 @@ def test_what_changes_no_bit(train, mesh, changed, usual):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (f"{NVFP4} {TP}", r"layers\.0\.\S+: tensor parallelism cuts its w, and recipe 'nvfp4'"),
+        pytest.param(
+            f"{NVFP4} {TP}",
+            r"layers\.0\.\S+: tensor parallelism cuts its w, and recipe 'nvfp4'",
+            marks=of_0_3,
+        ),
         (f"f8sub {TP} {COMPILED}", r"which torch\.compile cannot trace"),
-        (f"f8sub_hooked {TP} {COMPILED}", r"which torch\.compile cannot trace"),
+        pytest.param(f"f8sub_hooked {TP} {COMPILED}", r"which torch\.compile cannot trace", marks=of_0_3),
     ],
 )
-def test_what_is_refused_before_the_first_step(titan, assets, arguments, message):
+def test_what_is_refused_before_the_first_step(any_titan, assets, arguments, message):
     with pytest.raises(RankFailure, match=message):
-        titan(2, runs.train, arguments.split(), assets)
+        any_titan(4, runs.train, arguments.split(), assets)
 
 
 def parts_of_scales(rank: int, world: int, arguments: list[str], folder: Path) -> tuple[int, int, int]:
@@ -140,22 +153,41 @@ def parts_of_scales(rank: int, world: int, arguments: list[str], folder: Path) -
 
 
 @long
-@of_torch_2_14
-@pytest.mark.parametrize("config", ["f8sub", "f8sub_hooked"])
-def test_scales_are_made_once_a_step_for_all_parts_of_a_pipeline(titan, assets, config):
+@pytest.mark.skipif(
+    LINEAR_LAYERS == 10 and torch.__version__ < TorchVersion("2.14"), reason=WITHOUT_PIPELINES
+)
+@pytest.mark.parametrize("config", ["f8sub", pytest.param("f8sub_hooked", marks=of_0_3)])
+def test_scales_are_made_once_a_step_for_all_parts_of_a_pipeline(any_titan, assets, config):
     stages = f"{PP.replace('1F1B', 'Interleaved1F1B')} parallelism.pipeline_parallel_layers_per_stage=1"
-    found = titan(2, parts_of_scales, f"{config} {stages} training.steps=2".split(), assets)
+    found = any_titan(2, parts_of_scales, f"{config} {stages} training.steps=2".split(), assets)
     assert all(parts == hooked == 2 for parts, hooked, _ in found)
-    assert sum(layers for *_, layers in found) == 10
+    assert sum(layers for *_, layers in found) == LINEAR_LAYERS
+
+
+def lose(rank: int, world: int, arguments: list[str], folder: Path) -> str:
+    """A weight is replaced after sharding; what training says, and whether an optimizer had stepped."""
+    trainer = runs.trainer_of(rank, arguments, folder)
+    sharded = trainer.model_parts[0].layers["1"].feed_forward.w2.weight
+    sharded._local_tensor = sharded._local_tensor.plain.clone()
+    with pytest.raises(f8sub.Float8ConfigError) as raised:
+        trainer.train()
+    assert not any(optimizer.state for optimizer in trainer.optimizers)
+    return str(raised.value)
+
+
+def test_a_weight_that_is_f8subs_no_more_is_an_error_before_the_first_step(any_titan, assets):
+    for said in any_titan(2, lose, ["f8sub"], assets):
+        assert "layers.1.feed_forward.w2: FSDP2 would gather its weight in high precision" in said
 
 
 @long
-def test_a_container_of_optimizers_rolls_amax_histories_once_a_step(titan, assets):
-    steps = titan(2, runs.ages, ['f8sub:{"recipe_name":"delayed"}', "training.steps=3"], assets)[0]
-    assert steps == [3] * 10
+def test_a_container_of_optimizers_rolls_amax_histories_once_a_step(any_titan, assets):
+    steps = any_titan(2, runs.ages, ['f8sub:{"recipe_name":"delayed"}', "training.steps=3"], assets)[0]
+    assert steps == [3] * LINEAR_LAYERS
 
 
 @long
+@of_0_3
 def test_chunked_loss_with_the_head_in_float8_too(train):
     """The first loss is that of the same weights; later ones are of gradients that were summed in another order."""
     names = "chunked", "f8sub_chunked", 'f8sub_chunked:{"skip_defaults":false}', "bf16", "f8sub", "peer"
@@ -170,10 +202,10 @@ COUNTED = ("fsdp2", "hsdp2x2", "fsdp2-tp2", "spmd-fsdp2", "spmd-hsdp2x2", "spmd-
 
 
 @pytest.mark.parametrize("mesh", [mesh(name) for name in COUNTED])
-def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scales(titan, assets, mesh):
+def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scales(any_titan, assets, mesh):
     world, options = MESHES[mesh]
     arguments = f"{options} training.steps=3".split()
-    bf16, ours = (titan(world, runs.count, [name, *arguments], assets)[0] for name in ("bf16", "f8sub"))
+    bf16, ours = (any_titan(world, runs.count, [name, *arguments], assets)[0] for name in ("bf16", "f8sub"))
     step = 2  # counted from 0: the optimizer has stepped
     before, after = bf16["bytes"][step], ours["bytes"][step]
     shards = 2 if "hsdp" in mesh else world
@@ -185,9 +217,9 @@ def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scale
 
 
 @long
-def test_nvfp4s_weights_cross_the_wire_as_half_a_byte(titan, assets):
+def test_nvfp4s_weights_cross_the_wire_as_half_a_byte(any_titan, assets):
     """Scales of 16x16 blocks are made from the amaxes that one all-reduce brings."""
-    bf16, ours = (titan(2, runs.count, [name, "training.steps=3"], assets)[0] for name in ("bf16", NVFP4))
+    bf16, ours = (any_titan(2, runs.count, [name, "training.steps=3"], assets)[0] for name in ("bf16", NVFP4))
     elements = LINEAR_ELEMENTS // 2 * 2  # gathered for forward, and for backward
     assert gathered(ours["bytes"][2]) == gathered(bf16["bytes"][2]) - 2 * elements + elements // 2
 
@@ -195,20 +227,19 @@ def test_nvfp4s_weights_cross_the_wire_as_half_a_byte(titan, assets):
 @long
 @pytest.mark.parametrize("mesh", [mesh(name) for name in ("fsdp2", "fsdp2-tp2", "pp2", "spmd-fsdp2-tp2")])
 def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
-    titan, assets, train, tmp_path, mesh
+    any_titan, assets, train, tmp_path, mesh
 ):
     world, options = MESHES[mesh]
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
-    saving = f"{options} checkpoint.enable=true"
 
     def run(config: str) -> dict[int, float]:
-        return titan(world, runs.train, f"{config} {saving}".split(), tmp_path)[-1]["losses"]
+        arguments = f"{config} {options} checkpoint.enable=true".split()
+        return any_titan(world, runs.train, arguments, tmp_path)[-1]["losses"]
 
     of_nvfp4 = [(NVFP4, "bf16")] if mesh == "fsdp2" else []
     for config, other in (("f8sub", "bf16"), ("bf16", "f8sub"), *of_nvfp4):
-        whole = train(world, f"{config} {options}")
-        first = run(f"{config} training.steps=3 lr_scheduler.total_steps=5")
-        assert first == {step: whole[step] for step in (1, 2, 3)}
+        whole = run(config)
+        assert whole == train(world, f"{config} {options}")
         saved = tmp_path / "checkpoint" / "step-3"
         assert list(saved.glob("*.distcp"))
         assert not any(b"f8sub" in file.read_bytes() for file in saved.iterdir())
@@ -255,20 +286,31 @@ def test_40_steps_are_as_near_to_bf16s_as_torchtitans_own_converters(titan, asse
     assert sum(total >= flipped[0] for total in flipped) > 0.05 * len(flipped), off
 
 
-@long
-def test_torchtitans_command_line_under_torchrun(assets, tmp_path):
-    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
-    module = "-m tests.features.torchtitan.cpu --module tests.features.torchtitan.configs --config bf16"
-    command = [
-        *(sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]),
-        *(*module.split(), "--hf_assets_path", tmp_path / "tokenizer"),
-        *("--dataloader.dataset_path", tmp_path / "data", "--dump_folder", tmp_path),
+def command_line(version: str | None, folder: Path) -> list[Any]:
+    """What torchrun runs, for two steps with f8sub."""
+    if version == "0.2":
+        return [
+            *("tests.features.torchtitan.cpu_0_2", "--job.config_file", job_file("bf16", folder)),
+            *("--training.steps=2", "--job.custom_config_module=f8sub.titan", "--model.converters=f8sub"),
+            *("--f8sub.recipe_name=rowwise", "--f8sub.emulate"),
+        ]
+    module = "tests.features.torchtitan.cpu --module tests.features.torchtitan.configs --config bf16"
+    return [
+        *(*module.split(), "--hf_assets_path", folder / "tokenizer"),
+        *("--dataloader.dataset_path", folder / "data", "--dump_folder", folder),
         *("--training.steps", "2", "--override.imports"),
         'f8sub.titan.float8={"recipe_name": "tensorwise", "emulate": true}',
         "f8sub.titan.precompute_scales",
     ]
+
+
+@long
+def test_torchtitans_command_line_under_torchrun(assets, tmp_path):
+    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
+    launch = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]]
+    command = [*launch, *command_line(runs.installed(), tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout + done.stderr
-    assert "10 of 11 linear layers in float8" in said
+    assert done.returncode == 0, said
+    assert f"{LINEAR_LAYERS} of {LINEAR_LAYERS + 1} linear layers in float8" in said
     assert "Training completed" in said

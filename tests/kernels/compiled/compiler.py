@@ -96,26 +96,24 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def chosen(cases: Iterable[Any], arguments: argparse.Namespace) -> list[Any]:
-    return [case for case in cases if case.words.startswith(tuple(arguments.only))]
-
-
 def side_by_side(
-    function: Callable[[Any], Any], cases: list[Any], arguments: argparse.Namespace
-) -> dict[Any, Any]:
-    """What a function says of each case."""
+    function: Callable[[Any], Any], cases: Iterable[Any], arguments: argparse.Namespace
+) -> list[tuple[str, Any]]:
+    """The words of each case that is asked for, and what a function says of it."""
+    chosen = [case for case in cases if case.words.startswith(tuple(arguments.only))]
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        return dict(zip(cases, pool.map(function, cases), strict=True))
+        return list(zip((case.words for case in chosen), pool.map(function, chosen), strict=True))
 
 
 def tell(
-    found: list[tuple[str, dict[str, Any]]],
+    reports: list[tuple[str, dict[str, Any]]],
     columns: Sequence[tuple[str, str]],
     arguments: argparse.Namespace,
 ) -> NoReturn:
     """Print kernels' names and reports, and exit with status 1 where one has a reason in its ``missed``."""
     title = f"sm_{CAPABILITY}a, triton {triton.__version__}"
-    finish(arguments, [figures for _, figures in found], Table.of(title, found, columns))
+    found = [(f"{words}: {r['kernel']}" if "kernel" in r else words, r) for words, r in reports]
+    finish(arguments, [report for _, report in reports], Table.of(title, found, columns))
     wrong = [f"{name}: {', '.join(figures['missed'])}" for name, figures in found if figures["missed"]]
     print("\n".join(wrong) if wrong else f"{len(found)} kernels, none misses what it is held to")
     sys.exit(bool(wrong))

@@ -143,15 +143,14 @@ def main() -> None:
     options.add_argument("--shape", nargs=2, type=int, default=WHOLE, help="of a matrix, if not ragged")
     options.add_argument("--capability", type=int, default=CAPABILITY, choices=SHARED)
     arguments = options.parse_args()
-    chosen = compiler.chosen(cases(tuple(arguments.shape)), arguments)
-    if arguments.capability != CAPABILITY:
-        of_that = functools.partial(fits, capability=arguments.capability)
-        reasons = compiler.side_by_side(of_that, chosen, arguments)
-        wrong = [f"{case.words}: {why}" for case, why in reasons.items() if why]
-        print("\n".join(wrong) if wrong else f"{len(chosen)} kernels, all run on sm_{arguments.capability}")
-        sys.exit(bool(wrong))
-    found = compiler.side_by_side(report, chosen, arguments)
-    compiler.tell([(f"{case.words}: {r['kernel']}", r) for case, r in found.items()], TABLE, arguments)
+    all_cases = cases(tuple(arguments.shape))
+    if arguments.capability == CAPABILITY:
+        compiler.tell(compiler.side_by_side(report, all_cases, arguments), TABLE, arguments)
+    of_that = functools.partial(fits, capability=arguments.capability)
+    reasons = compiler.side_by_side(of_that, all_cases, arguments)
+    wrong = [f"{words}: {why}" for words, why in reasons if why]
+    print("\n".join(wrong) if wrong else f"{len(reasons)} kernels, all run on sm_{arguments.capability}")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def tables_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for table in model.layers[0].converted.exchanges.values():
         table.settle()
         for name in ("whole", "_scale", "_scale_inv"):
-            yield name, getattr(table._entries, name).cpu().clone()
+            yield name, getattr(table.table, name).cpu().clone()
 
 
 def change(model: nn.Module, step: int) -> None:

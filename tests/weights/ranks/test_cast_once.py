@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.weights import exchange, master_weight
+from f8sub.linear import weight_cast
+from f8sub.weights import exchange
 from f8sub.weights import precompute_scales as precompute
 from f8sub.weights import shard as shards
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, float8_layers, loss_of, seed_weights, shard, shard_of, train, transformer
+from tests.models import Stack, float8_layers, loss_of, seed_weights, shard, shard_of, transformer
+from tests.weights.ranks.test_fsdp_modes import prefetching
 from tests.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4")
-STEPS, MICROBATCHES = 2, 3
 
 
 def count_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -45,34 +46,6 @@ def forget_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards.Shard, "cast", anew)
 
 
-def prefetching(model: nn.Module) -> None:
-    model.set_modules_to_forward_prefetch([model.blocks[0]])
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
-
-
-def with_and_without(rank: int, world: int, recipe: str) -> tuple:
-    found = []
-    for forget in (False, True):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            casts = count_casts(monkeypatch)
-            if forget:
-                forget_casts(monkeypatch)
-            model = shard(transformer(recipe, spread=2.0))
-            prefetching(model)
-            found.append((train(model, rank, steps=STEPS, microbatches=MICROBATCHES), casts))
-    return tuple(found)
-
-
-@on_each(RECIPES)
-def test_once_a_step_for_all_microbatches_with_prefetching(ranks, recipe):
-    for (losses, casts), (expected, anew) in ranks(2, with_and_without, recipe):
-        assert losses == expected
-        assert set(casts.values()) == {STEPS}
-        assert len(casts) == 14
-        assert min(anew.values()) >= 2 * STEPS * MICROBATCHES
-
-
 def holds_codes(model: nn.Module) -> set[bool]:
     """Of the model's shards, whether codes of theirs are kept."""
     return {shard_of(layer)._wire is not None for layer in float8_layers(model)}
@@ -84,7 +57,7 @@ def held(
     """Losses, casts a step, and whether codes are kept after each backward; a step is how often its weights are looked
     at before they are trained with, and its microbatches."""
     casts = count_casts(monkeypatch)
-    model = shard(transformer(recipe, spread=2.0))
+    model = prefetching(transformer(recipe, spread=2.0))
     optimizer, losses, counts, found = torch.optim.AdamW(model.parameters(), lr=3e-3), [], [], []
     f8sub.precompute_scales(model)
     for step, (looks, microbatches) in enumerate(steps):
@@ -110,7 +83,7 @@ def held_and_forgotten(rank: int, world: int, recipe: str, steps: tuple[tuple[in
         found = held(rank, world, recipe, steps, monkeypatch)
     with pytest.MonkeyPatch.context() as monkeypatch:
         forget_casts(monkeypatch)
-        return *found, held(rank, world, recipe, steps, monkeypatch)[0]
+        return *found, held(rank, world, recipe, steps, monkeypatch)[:2]
 
 
 @on_each(RECIPES)
@@ -118,8 +91,11 @@ def test_codes_are_let_go_with_the_last_gather_of_a_step(ranks, recipe):
     """As many as the step before had in backward, whatever evaluations come between; a step that has more casts once
     more, and one that has fewer keeps them."""
     steps = ((0, 1), (0, 1), (5, 1), (0, 3), (1, 3), (0, 2), (0, 2))
-    for losses, casts, found, expected in ranks(2, held_and_forgotten, recipe, steps):
+    for losses, casts, found, (expected, anew) in ranks(2, held_and_forgotten, recipe, steps):
         assert losses == expected
+        assert all(
+            min(counts) >= 2 * microbatches for counts, (_, microbatches) in zip(anew, steps, strict=True)
+        )
         assert casts == [{1}, {1}, {1}, {2}, {1}, {1}, {1}]
         kept, let_go = True, False
         assert found == [
@@ -221,7 +197,7 @@ def test_codes_of_an_unsharded_weight_are_not_kept_in_a_graph(recipe, monkeypatc
     layer(x)
     kept = layer.weight.cell.cast
     assert kept is not None
-    monkeypatch.setattr(master_weight, "is_capturing", lambda tensor: True)
+    monkeypatch.setattr(weight_cast, "is_capturing", lambda tensor: True)
     y = layer(x)
     assert layer.weight.cell.cast is None
     y.backward(gaussian((8, 48), generator(2)))

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 import f8sub
 from tests.data_sets import generator
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float64]
+pytestmark = pytest.mark.own_ranks
 STEPS = 2
 
 
@@ -16,7 +16,7 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator(seed), dtype=torch.float32)
 
 
-def trained(recipe: str, sharded: bool) -> list[torch.Tensor]:
+def trained(recipe: str) -> list[torch.Tensor]:
     """Outputs and weights of a few steps; the tensors that a user makes are float32 by name."""
     layers = (nn.Linear(64, 96, dtype=torch.float32), nn.Linear(96, 64, bias=False, dtype=torch.float32))
     model = nn.Sequential(*layers)
@@ -24,8 +24,7 @@ def trained(recipe: str, sharded: bool) -> list[torch.Tensor]:
         for seed, parameter in enumerate(model.parameters()):
             parameter.copy_(noise(*parameter.shape, seed=100 + seed) / 8)
     f8sub.convert_to_float8(model, recipe=recipe)
-    if sharded:
-        fully_shard(model)
+    fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     f8sub.skip_step_if_nonfinite(optimizer)
     f8sub.precompute_scales(model)
@@ -37,7 +36,7 @@ def trained(recipe: str, sharded: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         f8sub.precompute_scales(model)
         found.append(y.detach())
-    return found + [getattr(p, "_local_tensor", p).detach() for p in model.parameters()]
+    return found + [p.to_local().detach() for p in model.parameters()]
 
 
 def quantized(recipe: str) -> list[torch.Tensor]:
@@ -52,25 +51,17 @@ def as_bytes(tensors: list[torch.Tensor]) -> list[bytes]:
 
 def everything(rank: int, world: int, dtype: torch.dtype) -> dict[str, list[bytes]]:
     torch.set_default_dtype(dtype)
-    found = {}
-    for recipe in f8sub.recipe_names():
-        found[f"{recipe}, quantize"] = as_bytes(quantized(recipe))
-        found[f"{recipe}, unsharded"] = as_bytes(trained(recipe, sharded=False))
-        found[f"{recipe}, sharded"] = as_bytes(trained(recipe, sharded=True))
-    return found
+    kinds = {"quantize": quantized, "training": trained}
+    return {f"{r}, {kind}": as_bytes(made(r)) for r in f8sub.recipe_names() for kind, made in kinds.items()}
 
 
-@pytest.fixture(scope="module")
-def of_float32() -> dict[str, list[dict[str, list[bytes]]]]:
-    """What float32's ranks found, once for the file."""
-    return {}
+def test_another_default_changes_no_bit(ranks):
+    """In processes of their own: what was made and kept under one default must not hide in another's run.
 
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_another_default_changes_no_bit(ranks, of_float32, dtype):
-    """In processes of their own: what was made and kept under one default must not hide in another's run."""
-    if not of_float32:
-        of_float32["ranks"] = ranks(2, everything, torch.float32)
-    for found, expected in zip(ranks(2, everything, dtype), of_float32["ranks"], strict=True):
+    That all factories name their dtype, tests/contract/test_house.py looks at.
+    """
+    for found, expected in zip(
+        *(ranks(2, everything, dtype) for dtype in (torch.bfloat16, torch.float32)), strict=True
+    ):
         assert found.keys() == expected.keys()
         assert [name for name in expected if found[name] != expected[name]] == []

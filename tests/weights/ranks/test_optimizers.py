@@ -2,6 +2,7 @@
 without it, which reads the weights anew at every forward."""
 
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,53 +16,35 @@ from tests.data_sets import gaussian, generator
 from tests.models import Stack, precompute, seed_weights, shard
 
 RECIPES = ("tensorwise", "delayed")
-"""How a write is noticed does not depend on the recipe (test_stale_scales.py), how a history rolls does."""
+"""How a write is noticed does not depend on the recipe (contract/ranks/test_weights.py), how a history rolls does."""
 STEPS = 3
 WIDTHS = (64, 128, 64)
 """Two ranks hold 4096 elements of each weight, from which on torchao's optimizers have states of fewer bits."""
 
 Implementation = dict[str, Any]
-FOR_LOOP: Implementation = {"foreach": False}
-FOREACH: Implementation = {"foreach": True}
-FUSED: Implementation = {"fused": True}
-ONLY: Implementation = {}
+OF_TORCH = sorted(name for name in torch.optim.__all__ if name[0].isupper() and name != "Optimizer")
+OF_TORCHAO = ["torchao.AdamW8bit", "torchao.AdamW4bit", "torchao.AdamWFp8"]
 
-OPTIMIZERS: dict[str, tuple[Implementation, ...]] = {
-    "Adadelta": (FOR_LOOP, FOREACH),
-    "Adafactor": (FOR_LOOP, FOREACH),
-    "Adagrad": (FOR_LOOP, FOREACH, FUSED),
-    "Adam": (FOR_LOOP, FOREACH, FUSED),
-    "AdamW": (FOR_LOOP, FOREACH, FUSED),
-    "Adamax": (FOR_LOOP, FOREACH),
-    "ASGD": (FOR_LOOP, FOREACH),
-    "LBFGS": (ONLY,),
-    "Muon": (ONLY,),
-    "NAdam": (FOR_LOOP, FOREACH),
-    "RAdam": (FOR_LOOP, FOREACH),
-    "RMSprop": (FOR_LOOP, FOREACH),
-    "Rprop": (FOR_LOOP, FOREACH),
-    "SGD": (FOR_LOOP, FOREACH, FUSED),
-    "SparseAdam": (ONLY,),
-    "torchao.AdamW8bit": (ONLY,),
-    "torchao.AdamW4bit": (ONLY,),
-    "torchao.AdamWFp8": (ONLY,),
-}
-CASES = [(name, options) for name, implementations in OPTIMIZERS.items() for options in implementations]
+
+def implementations(name: str) -> list[Implementation]:
+    """A loop over the parameters, foreach and fused, where torch has the choice."""
+    choices = inspect.signature(getattr(torch.optim, name)).parameters
+    found = [{"foreach": False}, {"foreach": True}] if "foreach" in choices else [{}]
+    return [*found, {"fused": True}] if "fused" in choices else found
+
+
+CASES = [(name, options) for name in OF_TORCH for options in implementations(name)]
+CASES += [(name, {}) for name in OF_TORCHAO]
 ONE_OF_EACH_KIND = [
-    ("SGD", FOR_LOOP),
-    ("AdamW", FOREACH),
-    ("AdamW", FUSED),
-    ("LBFGS", ONLY),
-    ("torchao.AdamW8bit", ONLY),
+    ("SGD", {"foreach": False}),
+    ("AdamW", {"foreach": True}),
+    ("AdamW", {"fused": True}),
+    ("LBFGS", {}),
+    ("torchao.AdamW8bit", {}),
 ]
 LEARNING_RATE = {"Adadelta": 1.0, "SGD": 1.0, "LBFGS": 0.1}
 FEWER_RUNS: Implementation = {"max_iter": 4}
 """Of LBFGS, which runs the model up to 20 times a step."""
-
-
-def test_every_optimizer_of_torch_is_tried():
-    torch_s = {name for name in torch.optim.__all__ if name[0].isupper() and name != "Optimizer"}
-    assert torch_s <= set(OPTIMIZERS), "add what this torch has more"
 
 
 def class_of(name: str) -> type[torch.optim.Optimizer]:
@@ -141,7 +124,7 @@ def case(name: str, options: Implementation, compiled: bool) -> Any:
     ("name", "options", "compiled"),
     [
         *(case(name, options, False) for name, options in CASES),
-        *(case(name, ONLY, True) for name in ("AdamW", "LBFGS", "torchao.AdamW8bit")),
+        *(case(name, {}, True) for name in ("AdamW", "LBFGS", "torchao.AdamW8bit")),
     ],
 )
 def test_on_is_off(ranks, name, options, compiled):

@@ -1,12 +1,21 @@
-"""Weights are known by their records: through ties, copies, moves and models that are converted in parts."""
+"""Weights are known by their records: through ties, moves, assignments and stacks, and in parts of a model."""
+
+import dataclasses
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import f8sub
+from f8sub.kernels.quantize import quantize
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
+from tests.models import refusal, take_step
 
 WIDTH = 32
 
@@ -26,7 +35,7 @@ class Tied(nn.Module):
 
 def pair() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, 48, bias=False), nn.Linear(48, WIDTH, bias=False))
 
 
 def converted(model: nn.Module, recipe: str = "tensorwise", **options: object) -> nn.Module:
@@ -37,12 +46,8 @@ def losses(model: nn.Module) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(3):
-        loss = model(gaussian((8, WIDTH), generator(step))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        found.append(take_step(optimizer, model(gaussian((8, WIDTH), generator(step))).square().mean()))
         f8sub.precompute_scales(model)
-        found.append(loss.item())
     return found
 
 
@@ -97,3 +102,97 @@ def moved(rank: int, world: int) -> list[torch.Tensor]:
 def test_a_model_that_comes_to_another_dtype_is_rounded_to_that(ranks):
     for late, early in ranks(2, moved):
         assert torch.equal(late, early)
+
+
+def in_each_order(rank: int, world: int) -> dict[str, tuple[list[float], str]]:
+    """Losses and the class of the local weight, for every order of converting, sharding and assigning."""
+    found = {}
+    for order in ("copied", "assigned-then-sharded", "sharded-then-assigned", "meta-then-assigned"):
+        with torch.device("meta" if order.startswith("meta") else "cpu"):
+            model = converted(pair())
+        state = pair().state_dict()
+        if order == "assigned-then-sharded":
+            model.load_state_dict(state, assign=True)
+        fully_shard(model)
+        if order in ("sharded-then-assigned", "meta-then-assigned"):
+            parameters = dict(model.named_parameters())
+            state = {
+                k: distribute_tensor(v, parameters[k].device_mesh, parameters[k].placements)
+                for k, v in state.items()
+            }
+            model.load_state_dict(state, assign=True)
+        found[order] = losses(model), type(model[0].weight._local_tensor).__name__
+    return found
+
+
+def test_assigning_a_state_dict_keeps_the_float8_all_gather(ranks):
+    for found in ranks(2, in_each_order):
+        assert len({str(one) for one in found.values()}) == 1, found
+        assert found["copied"][1] == "MasterWeight"
+
+
+def assigned_by_hand(rank: int, world: int) -> str:
+    model = converted(pair())
+    model[1].weight = nn.Parameter(torch.randn(WIDTH, 48))
+    fully_shard(model)
+    return refusal(f8sub.Float8ConfigError, f8sub.precompute_scales, model)
+
+
+def test_a_parameter_put_in_its_place_is_refused(ranks):
+    for message in ranks(2, assigned_by_hand):
+        assert message.startswith("1: ")
+        assert "high precision" in message
+
+
+SHAPES = {"up": (24, 32), "down": (32, 24)}
+
+
+class Experts(nn.Module):
+    """Two stacked weights, entered by their records as a feature would."""
+
+    def __init__(self, experts: int, format: f8sub.Float8Format) -> None:
+        super().__init__()
+        self.converted = Conversion()
+        for seed, (name, (rows, cols)) in enumerate(SHAPES.items()):
+            # One scale an expert is a tile of an expert's rows.
+            tile = dataclasses.replace(format.tile, rows=rows) if format.tile.is_whole else format.tile
+            own = dataclasses.replace(format, tile=tile)
+            record = self.converted.add(self, name, f"experts.{name}", own, gathered=True)
+            values = gaussian((experts * rows, cols), generator(seed)).view(experts, rows, cols)
+            master = MasterWeight(values)
+            master.cell.record = record
+            setattr(self, name, nn.Parameter(master))
+        Conversion.see(self)
+
+    def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
+        return {"shape": str(tuple(getattr(self, name).shape))}
+
+
+def gathered(rank: int, world: int, experts: int, format: f8sub.Float8Format) -> tuple[int, list[bool]]:
+    """Number of all-reduces, and whether shapes, codes and scales are those of the matrix of all experts."""
+    model = Experts(experts, format)
+    whole = {}
+    for name in SHAPES:
+        matrix = getattr(model, name).detach().plain.flatten(0, 1)
+        whole[name] = quantize(matrix, model.converted.record_of(model, name).format, None).rowwise
+    fully_shard(model)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        f8sub.precompute_scales(model)
+        model.unshard()
+    same = []
+    for name, (rows, cols) in SHAPES.items():
+        weight, expected = getattr(model, name), whole[name]
+        same.append(weight.shape == (experts, rows, cols))
+        same.append(torch.equal(weight.rowwise.data.view(torch.uint8), expected.data.view(torch.uint8)))
+        same.append(torch.equal(weight.rowwise.scale_inv.float(), expected.scale_inv.float()))
+    return all_reduce.call_count, same
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize(("world", "experts"), [(2, 4), (3, 5), (3, 2)])
+def test_stacked_weights_are_gathered_like_matrices(ranks, world, experts, recipe):
+    """Mixed: experts that the ranks divide and do not, and a rank that has none."""
+    format = f8sub.get_recipe(recipe).fprop.b
+    for reductions, same in ranks(world, gathered, experts, format):
+        assert reductions == 1
+        assert all(same), same

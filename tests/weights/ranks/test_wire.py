@@ -13,7 +13,7 @@ from torch import nn
 import f8sub
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, Stack, seed_weights, shard
+from tests.models import BF16, Stack, seed_weights, shard, take_step
 from tests.wire import Wire
 from tests.wires import ONE_RECIPE_A_WIRE, gathered_bytes, least_decibels, on_each, wire_of
 
@@ -89,78 +89,58 @@ def test_bytes_an_element_of_a_large_weight(ranks, recipe):
         assert 0.5 < found <= limit, found
 
 
-def train(rank: int, world: int, recipe: str, precompute: bool, steps: int) -> dict:
-    """All-reduces and gathered bytes of each step, the warnings of the run, its losses."""
+def forgetful_and_not(rank: int, world: int, recipe: str, precompute: bool) -> dict[str, list]:
+    """All-reduces and gathered bytes of each step but the first, the warnings of the run, its losses."""
     model = shard(stack(recipe))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    all_reduces, gathered_bytes, losses = [], [], []
+    found: dict[str, list] = {"all_reduces": [], "gathered": [], "losses": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(steps):
+        for step in range(4):
             with Wire() as wire:
                 if precompute:
                     f8sub.precompute_scales(model)
                 loss = model(gaussian((16, WIDTHS[0]), generator(step + 100 * rank))).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            all_reduces.append(wire.all_reduces)
-            gathered_bytes.append(wire.gathered)
-            losses.append(loss.item())
-    messages = [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
-    return {"all_reduces": all_reduces, "gathered": gathered_bytes, "warnings": messages, "losses": losses}
+                found["losses"].append(take_step(optimizer, loss))
+            if step:
+                found["all_reduces"].append(wire.all_reduces)
+                found["gathered"].append(wire.gathered)
+    return found | {"warnings": float8_warnings(caught)}
 
 
-def both_ways(rank: int, world: int, recipe: str, steps: int) -> tuple[dict, dict]:
-    return train(rank, world, recipe, True, steps), train(rank, world, recipe, False, steps)
+def float8_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
 
 
 @on_each_recipe
 def test_all_reduces_with_and_without_precompute_scales(ranks, recipe):
     weights = len(WIDTHS) - 1
     float8 = sum(gathered_bytes(recipe, fan_out, fan_in) for fan_in, fan_out in itertools.pairwise(WIDTHS))
-    for called, forgotten in ranks(2, both_ways, recipe, 4):
-        assert called["all_reduces"][1:] == [1, 1, 1]
-        assert called["gathered"][1:] == [2 * float8] * 3
+    both = (ranks(2, forgetful_and_not, recipe, precompute) for precompute in (True, False))
+    for called, forgotten in zip(*both, strict=True):
+        assert called["all_reduces"] == [1, 1, 1]
+        assert called["gathered"] == [2 * float8] * 3
         assert called["warnings"] == []
-        assert all(count <= weights for count in forgotten["all_reduces"][1:])
-        assert len(forgotten["warnings"]) == 1
-        assert "precompute_scales" in forgotten["warnings"][0]
+        assert all(count <= weights for count in forgotten["all_reduces"])
+        (told,) = forgotten["warnings"]
+        assert "precompute_scales" in told
         assert forgotten["losses"] == called["losses"]
 
 
-def expected_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """In float64 with the weights as they are now on all ranks."""
-    for parameter in model.parameters():
-        x = x.double() @ parameter.full_tensor().double().t()
-    return x
-
-
-def relative_error(model: nn.Module, y: torch.Tensor, x: torch.Tensor) -> float:
-    expected = expected_of(model, x)
-    return ((y.double() - expected).norm() / expected.norm()).item()
-
-
-def verdict(model: nn.Module, y: torch.Tensor, x: torch.Tensor) -> str:
-    visible = y.isnan()
-    y = torch.where(visible, expected_of(model, x).to(y.dtype), y)
-    if relative_error(model, y, x) > 10 ** (-least_decibels(model.layers[0].plan.recipe.name) / 20):
-        return "wrong"
-    return "right or NaN" if visible.any() else "right"
-
-
 def outcome(model: nn.Module, forward: Callable[[], torch.Tensor], x: torch.Tensor) -> str:
-    """ "right", "right or NaN", "wrong" or the name of f8sub's error."""
+    """ "right", "right or NaN", "wrong" or the name of f8sub's error; by float64 and the weights of all ranks."""
     try:
-        return verdict(model, forward(), x)
+        y = forward()
     except (f8sub.Float8RankMismatchError, f8sub.Float8NumericsError) as error:
         return type(error).__name__
-
-
-def wait_shortly() -> None:
-    """In this rank: whatever ranks decide, the outcome is right, so that nothing depends on how long they wait."""
-    agreement.PATIENCE = datetime.timedelta(milliseconds=300)
-    warnings.simplefilter("ignore", f8sub.Float8Warning)
+    expected = x.double()
+    for parameter in model.parameters():
+        expected = expected @ parameter.full_tensor().double().t()
+    seen = torch.where(y.isnan(), expected, y.double())
+    error = ((seen - expected).norm() / expected.norm()).item()
+    if error > 10 ** (-least_decibels(model.layers[0].plan.recipe.name) / 20):
+        return "wrong"
+    return "right or NaN" if y.isnan().any() else "right"
 
 
 def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
@@ -182,7 +162,9 @@ def unprepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
 def one_rank_forgets(
     rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool, at_once: bool
 ) -> str:
-    wait_shortly()
+    # Whatever ranks decide, the outcome is right, so that nothing depends on how long they wait.
+    agreement.PATIENCE = datetime.timedelta(milliseconds=300)
+    warnings.simplefilter("ignore", f8sub.Float8Warning)
     model, x = (unprepared if at_once else prepared)(recipe)
 
     def forward() -> torch.Tensor:
@@ -214,34 +196,6 @@ def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
     assert_nobody_waits(outcomes, "right", "Float8RankMismatchError")
 
 
-def takes_turns_in_forgetting(rank: int, world: int, recipe: str) -> list[str]:
-    """Another rank forgets at each step, with the user's own collectives before and after the forward."""
-    wait_shortly()
-    model, x = unprepared(recipe)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    f8sub.precompute_scales(model)
-    found = []
-    for step in range(2 * world):
-        mine = torch.tensor([1.0 + rank])
-        dist.all_reduce(mine)
-        assert mine.item() == world * (world + 1) / 2
-        found.append(outcome(model, lambda: model(x), x))
-        model(x).square().mean().backward()
-        for parameter in model.parameters():
-            parameter.grad.to_local().normal_().mul_(4.0**step)  # training would make y, and the test, vanish
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % world != rank:
-            f8sub.precompute_scales(model)
-    return found
-
-
-@on_each_wire
-def test_ranks_that_take_turns_in_forgetting(ranks, recipe):
-    for outcomes in zip(*ranks(3, takes_turns_in_forgetting, recipe), strict=True):
-        assert_nobody_waits(list(outcomes), "right")
-
-
 def one_rank_changes_its_shard(
     rank: int, world: int, recipe: str, precompute: bool
 ) -> tuple[list[str], list[str]]:
@@ -261,7 +215,7 @@ def one_rank_changes_its_shard(
         warnings.simplefilter("always")
         first = outcome(model, after_precompute if precompute else lambda: model(x), x)
         found = [first, *(outcome(model, after_precompute, x) for _ in range(2))]
-    return found, [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
+    return found, float8_warnings(caught)
 
 
 @pytest.mark.parametrize("precompute", [False, True], ids=["forgotten", "precompute"])

@@ -112,23 +112,6 @@ def test_a_recipe_that_cannot_read_what_was_gathered_is_refused(ranks):
         assert runs
 
 
-def compiled(rank: int, world: int) -> list[Losses]:
-    torch._dynamo.reset()
-    found = []
-    for compile in (False, True):
-        model = transformer("rowwise", spread=2.0)
-        if compile:
-            model.blocks[0].compile(backend="aot_eager", fullgraph=True)
-        found.append(train(shard(model, BF16), rank, around=lambda: f8sub.autocast("rowwise_with_gw_hp")))
-    return found
-
-
-@pytest.mark.long
-def test_around_compiled_blocks(ranks):
-    for eager, found in ranks(2, compiled):
-        assert found == eager
-
-
 def backward_of(rank: int, world: int) -> list[tuple[torch.Tensor, list[tuple[int, ...]]]]:
     """dx of one layer and the casts of its backward, outside of contexts and with fprop in high precision."""
     stack = f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe="tensorwise")

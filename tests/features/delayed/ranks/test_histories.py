@@ -1,23 +1,26 @@
-"""Delayed scaling across ranks: one all-reduce a step over all ranks that hold a layer, and the same bits on each."""
+"""Delayed scaling across ranks: one all-reduce a step over all that hold a layer, the same bits on each."""
 
 import copy
+import datetime
 import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.delayed import histories
+from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
-from tests.delayed_simulation import FP8_MAX, Simulation
+from tests.features.delayed.simulation import FP8_MAX, Simulation
 from tests.models import Stack, equal, refusal, seed_weights, shard
+from tests.selection import long_but
 from tests.wire import Wire
 from tests.wires import on_each_world
 
@@ -142,32 +145,6 @@ def test_replicas_share_their_histories(ranks, world, reduce_amax):
         assert equal(states, first) == (reduce_amax or rank == 0)
 
 
-def changes_without_a_step(rank: int, world: int) -> tuple:
-    """Requests, unannounced changes and load_state_dict: scales of the weights only, and nothing rolls."""
-    model = shard(model_of())
-    train(model, rank, 2)
-    before = states_of(model)
-    f8sub.precompute_scales(model)
-    with torch.no_grad():
-        model.layers[0].weight.mul_(100.0)
-    x, _ = batch(9, rank)
-    with torch.no_grad():
-        grown = model.layers[0](x)
-    exact = x @ model.layers[0].weight.full_tensor().t()
-    saturated = (grown - exact).norm() / exact.norm()
-    model.load_state_dict(copy.deepcopy(model.state_dict()))
-    f8sub.precompute_scales(model)
-    with torch.no_grad():
-        model(x)
-    return before, states_of(model), saturated.item()
-
-
-def test_only_an_optimizer_step_rolls(ranks):
-    for before, after, saturated in ranks(2, changes_without_a_step):
-        assert equal(after, before)
-        assert saturated < 0.1
-
-
 def spoiled(rank: int, world: int, operand: str, all_gather: bool) -> tuple:
     model = shard(model_of(all_gather))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -200,22 +177,13 @@ def test_one_rank_s_bad_activation_is_told_on_every_rank(ranks, operand, all_gat
         assert "master weight" not in message
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
 def in_mode(rank: int, world: int, mode: str, all_gather: bool) -> tuple:
     model = model_of(all_gather)
     if mode == "compiled":
         for layer in model.layers:
             layer.compile(backend="aot_eager", fullgraph=True)
     elif mode == "checkpointed":
-        model.layers = nn.ModuleList(Checkpointed(layer) for layer in model.layers)
+        model.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
     model = shard(model, reshard_after_forward=mode != "reshard-never")
     warnings.simplefilter("ignore" if mode == "forgotten" else "error", f8sub.Float8Warning)
     outputs, reduces = train(model, rank, precompute=mode != "forgotten")
@@ -224,7 +192,7 @@ def in_mode(rank: int, world: int, mode: str, all_gather: bool) -> tuple:
             model(batch(0, 0)[0])
         reduces = [1] * STEPS
     elif mode == "checkpointed":
-        model.layers = nn.ModuleList(layer.block for layer in model.layers)
+        model.layers = nn.ModuleList(layer._checkpoint_wrapped_module for layer in model.layers)
     return outputs, reduces, states_of(model)
 
 
@@ -238,33 +206,6 @@ def test_each_mode_is_the_usual_run(ranks, mode, all_gather):
     Weights that FSDP2 keeps unsharded between forward and backward use the scales they were gathered with.
     """
     assert equal(ranks(2, in_mode, mode, all_gather), ranks(2, sharded, all_gather))
-
-
-def save(rank: int, world: int, folder: str) -> tuple:
-    model = shard(model_of())
-    train(model, rank, 3)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-    return states_of(model), batch_output(model, 7)
-
-
-def batch_output(model: nn.Module, step: int) -> torch.Tensor:
-    with torch.no_grad():
-        return model(batch(step, 0)[0])
-
-
-def load(rank: int, world: int, folder: str) -> tuple:
-    model = shard(seed_weights(model_of(), seed=5))
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state)
-    f8sub.precompute_scales(model)
-    return states_of(model), batch_output(model, 7)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3], ids=["world1", "world2", "world3"])
-def test_dcp_restores_bitwise_on_any_number_of_ranks(ranks, world, tmp_path):
-    saved = ranks(2, save, str(tmp_path))[0]
-    assert all(equal(found, saved) for found in ranks(world, load, str(tmp_path)))
 
 
 def two_meshes(rank: int, world: int) -> tuple:
@@ -286,25 +227,6 @@ def test_layers_of_two_meshes_are_reduced_over_their_own_ranks(ranks):
         assert equal(states[:1], results[2 * replica][1][:1])
         assert torch.equal(states[1]["history"][:, 0], results[0][1][1]["history"][:, 0])
     assert not torch.equal(results[0][1][0]["history"], results[2][1][0]["history"])
-
-
-def load_before_the_roll(rank: int, world: int) -> tuple:
-    """A state dict that is loaded between a step and precompute_scales has the histories of steps of its own."""
-    model = shard(model_of())
-    train(model, rank, 2)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    before = states_of(model)
-    x, dy = batch(2, rank)
-    model(x).backward(dy)
-    torch.optim.SGD(model.parameters(), lr=1e-3).step()
-    model.load_state_dict(saved)
-    f8sub.precompute_scales(model)
-    return before, states_of(model)
-
-
-def test_a_loaded_history_does_not_roll_for_the_step_before(ranks):
-    for before, after in ranks(2, load_before_the_roll):
-        assert equal(after, before)
 
 
 def train_with_optimizers(model: nn.Module, ranks: range, frozen: bool) -> list[dict[str, torch.Tensor]]:
@@ -354,3 +276,96 @@ def sharded_in_parts(rank: int, world: int) -> int:
 
 def test_histories_do_not_roll_again_because_another_layer_is_sharded(ranks):
     assert ranks(2, sharded_in_parts) == [0, 0]
+
+
+def state_dicts_before_precompute(rank: int, world: int, all_gather: bool, load: str) -> tuple:
+    """Steps after each of which a state dict is taken, and loaded again, before the scales are precomputed."""
+    agreement.PATIENCE = datetime.timedelta(seconds=20)  # on a busy machine
+    model = shard(model_of(all_gather))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    f8sub.precompute_scales(model)
+    outputs, taken = [], []
+    for step in range(STEPS):
+        x, dy = batch(step, rank)
+        y = model(x)
+        y.backward(dy)
+        outputs.append(y.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(copy.deepcopy(model.state_dict()))
+        if load == "all":
+            model.load_state_dict(taken[-1])
+        elif load == "nothing":
+            model.load_state_dict({}, strict=False)
+        f8sub.precompute_scales(model)
+    histories = [{k: v for k, v in state.items() if "scaling_states" in k} for state in taken]
+    return outputs, histories, states_of(model)
+
+
+@pytest.mark.parametrize("load", ["all", "nothing", "never"])
+def test_a_state_dict_between_a_step_and_precompute_scales_changes_nothing(ranks, load):
+    """It has the step's amaxes of all ranks, whatever is gathered."""
+    expected, _, expected_states = ranks(2, sharded, True)[0]
+    on, off = (ranks(2, state_dicts_before_precompute, gather, load) for gather in (True, False))
+    assert equal(on[0][0], expected)
+    for (_, taken, states), (_, expected_histories, _) in zip(on, off, strict=True):
+        assert equal(states, expected_states)
+        assert equal(taken, expected_histories)
+
+
+def taken_on_one_rank(rank: int, world: int) -> tuple:
+    """Nobody waits for the others long, and the step's amaxes are in the histories later."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", f8sub.Float8Warning)
+        model = shard(model_of())
+        train(model, rank, 2, precompute=False)
+        if rank == 1:
+            with mock.patch.object(agreement, "PATIENCE", datetime.timedelta(milliseconds=1)):
+                model.state_dict()
+        f8sub.precompute_scales(model)
+        return [str(w.message) for w in told if "state dict" in str(w.message)], states_of(model)
+
+
+def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(ranks):
+    (expected, _) = ranks(2, trained_twice)
+    for rank, (told, states) in enumerate(ranks(2, taken_on_one_rank)):
+        assert len(told) == rank
+        assert equal(states, expected)
+
+
+def trained_twice(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+    model = shard(model_of())
+    train(model, rank, 2)
+    return states_of(model)
+
+
+def loaded_in_place(rank: int, world: int, all_gather: bool, compiled: bool) -> list[tuple]:
+    """A run that goes on from another's state as ``dcp.load`` does it: the tensors of a state dict are written to.
+
+    Torch steps the optimizer once before that, with gradients of zeros, so that it has a state to write to.
+    """
+    trained, model = shard(model_of(all_gather)), shard(model_of(all_gather))
+    train(trained, rank, 2)
+    saved = copy.deepcopy(trained.state_dict())
+    if compiled:
+        model.compile(backend="aot_eager")
+        train(model, rank, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loaded = model.state_dict()
+    get_optimizer_state_dict(model, optimizer)
+    with torch.no_grad():
+        for name, value in loaded.items():
+            value.copy_(saved[name])
+    model.load_state_dict(loaded)
+    resumed, expected = states_of(model), states_of(trained)
+    return [
+        (resumed, train(model, rank, 2)[0], states_of(model)),
+        (expected, train(trained, rank, 2)[0], states_of(trained)),
+    ]
+
+
+@on_and_off
+@pytest.mark.parametrize("compiled", long_but([False], [False, True]), ids=["eager", "compiled"])
+def test_a_run_goes_on_from_what_was_loaded_in_place(ranks, all_gather, compiled):
+    for resumed, expected in ranks(2, loaded_in_place, all_gather, compiled):
+        assert equal(resumed, expected)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import f8sub
 from f8sub.features.delayed.layers import states_of
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, equal, float8_layers, refusal, seed_weights
+from tests.models import Stack, equal, float8_layers, seed_weights
 from tests.wire import Wire
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -64,24 +64,6 @@ def test_replicas_share_what_all_microbatches_saw(ranks, reduce_amax):
             assert buffers["0.history_x"].tolist() == [0.0, *((8.0 * (1 + seen) * x).item() for x in first)]
     (_, one), (_, other) = results[0][0], results[1][0]
     assert equal(one, other) == reduce_amax
-
-
-def bad_on_one_rank(rank: int, world: int) -> str:
-    model = replicas()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    x = gaussian((8, 32), generator(1))
-    x[2, 3] = torch.inf if rank == 1 else 1.0
-    y = model(x).nan_to_num()
-    y.backward(gaussian(tuple(y.shape), generator(2)))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    return refusal(f8sub.Float8NumericsError, f8sub.precompute_scales, model)
-
-
-def test_one_replica_s_bad_activation_is_told_on_every_rank(ranks):
-    for message in ranks(2, bad_on_one_rank):
-        assert "x of layers.0" in message
 
 
 def of_uneven_inputs(rank: int, world: int) -> str:

@@ -1,6 +1,5 @@
 """Float8 primary weights under FSDP2: the losses of high-precision weights, bit for bit, and what is kept of them."""
 
-import copy
 import gc
 import warnings
 import weakref
@@ -13,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
@@ -27,7 +26,6 @@ from tests.models import (
     equal,
     float8_layers,
     loss_of,
-    refusal,
     seed_weights,
     shard,
     shard_of,
@@ -171,30 +169,6 @@ def test_resumed_losses_are_bitwise_the_same_and_checkpoints_reshard(ranks, dtyp
     assert len(masters) == (7 if dtype == torch.float32 else 16)
 
 
-def initialized_on_meta(rank: int, world: int) -> list[list[float]]:
-    losses = []
-    for on_meta in (True, False):
-        with torch.device("meta" if on_meta else "cpu"):
-            model = Transformer(blocks=1)
-        f8sub.convert_to_float8(model, primary_weights=True)
-        if not on_meta:
-            seed_weights(model, SPREAD)
-        shard(model)
-        if on_meta:
-            model.to_empty(device="cpu")
-            full = seed_weights(Transformer(blocks=1), SPREAD).state_dict()
-            for name, parameter in model.named_parameters():
-                whole = distribute_tensor(full[name], parameter.device_mesh, parameter.placements)
-                parameter.data.copy_(whole)
-        losses.append(train(model, rank, steps=3, optimizer=optimizer_of(model, masters=True)))
-    return losses
-
-
-def test_a_model_made_on_meta_trains_from_its_initial_values(ranks):
-    for on_meta, expected in ranks(3, initialized_on_meta):
-        assert on_meta == expected
-
-
 def wrapped_late(rank: int, world: int, dtype: torch.dtype) -> tuple[list[list[float]], list[bool]]:
     """MasterWeights after a first evaluation, which FSDP2's lazy initialization comes with."""
     losses = []
@@ -219,53 +193,6 @@ def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(ranks,
         assert late == early
         # Float32 values became the master where they were.
         assert all(freed) == (dtype == torch.bfloat16)
-
-
-def unfrozen(rank: int, world: int, primary: bool) -> list[tuple[list[float], set[torch.dtype]]]:
-    """A layer that is frozen for two steps: from before its master was made, or from after."""
-    found = []
-    for frozen_first in (True, False):
-        model = shard(made("tensorwise", primary, torch.bfloat16, hidden=80))
-        model.blocks[0].up.requires_grad_(not frozen_first)
-        optimizer = optimizer_of(model, masters=True)
-        model.blocks[0].up.requires_grad_(False)
-        losses = train(model, rank, steps=2, optimizer=optimizer)
-        model.blocks[0].up.requires_grad_(True)
-        losses += train(model, rank, start=2, steps=3, optimizer=optimizer)
-        found.append((losses, {master.dtype for master in optimizer.optimizer.param_groups[0]["params"]}))
-    return found
-
-
-@pytest.mark.parametrize("primary", [True, False], ids=["primary", "bf16"])
-def test_a_weight_that_is_unfrozen_gets_its_master_in_the_first_step(ranks, primary):
-    for late, early in ranks(3, unfrozen, primary):
-        assert late == early
-        assert late[1] == {torch.float32}
-
-
-def loaded_and_assigned(rank: int, world: int) -> dict[str, tuple]:
-    source = seed_weights(Transformer(hidden=80, blocks=1), SPREAD, seed=5)
-    results = {}
-    for name in ("load", "copy", "expected"):
-        model = shard(made("tensorwise", name != "expected", hidden=80))
-        optimizer = optimizer_of(model, masters=name != "expected")
-        train(model, rank, steps=1, optimizer=optimizer)
-        state = shard(copy.deepcopy(source)).state_dict()
-        if name == "copy":
-            with torch.no_grad():
-                for key, parameter in model.named_parameters():
-                    parameter.copy_(state[key])
-        else:
-            model.load_state_dict(state)
-        losses = train(model, rank, start=1, steps=3, optimizer=optimizer)
-        results[name] = losses, [p.full_tensor().detach() for p in model.parameters()]
-    return results
-
-
-def test_values_loaded_and_written_after_the_first_step_reach_the_masters(ranks):
-    for found in ranks(3, loaded_and_assigned):
-        assert equal(found["load"], found["expected"])
-        assert equal(found["copy"], found["expected"])
 
 
 def frozen(rank: int, world: int, recipe: str, dtype: torch.dtype) -> dict:
@@ -299,31 +226,8 @@ def test_frozen_weights_keep_their_codes_alone_and_change_nothing(ranks, recipe)
             assert equal(found["gathered"], found["expected"])
 
 
-def dropped_in_use(rank: int, world: int, recipe: str) -> tuple[list[float], int]:
-    """Losses of a frozen model before and after its masters are dropped, and the amax all-reduces since then."""
-    model = shard(made(recipe, primary=True, hidden=80).requires_grad_(False))
-    f8sub.precompute_scales(model)
-    losses = [loss_of(model, 0, rank).item()]
-    model.reshard()
-    f8sub.drop_high_precision(model)
-    with Wire() as wire:
-        for _ in range(2):
-            losses.append(loss_of(model, 0, rank).item())
-            model.reshard()
-    assert all(layer.weight.to_local().primary.master is None for layer in float8_layers(model))
-    return losses, wire.all_reduces
-
-
-@on_each_recipe
-def test_weights_that_are_dropped_in_use_are_as_before_without_new_scales(ranks, recipe):
-    for losses, all_reduces in ranks(3, dropped_in_use, recipe):
-        assert len(set(losses)) == 1
-        assert all_reduces == 0
-
-
-def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[bool], list[float]]:
-    """Whether a trained model's shards have their codes still after backward gathered them last, and losses before and
-    after its masters are dropped."""
+def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[bool], list[float], int]:
+    """Whether shards have their codes after backward; losses before and after masters are dropped; all-reduces."""
     model = shard(made(recipe, primary=True))
     train(model, rank, steps=3, optimizer=optimizer_of(model, masters=True))
     held = [shard_of(layer)._wire is not None for layer in float8_layers(model)]
@@ -334,24 +238,17 @@ def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[boo
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return held, [*losses, loss_of(model, 0, rank).item()]
+    with Wire() as wire:
+        losses.append(loss_of(model, 0, rank).item())
+    return held, losses, wire.all_reduces
 
 
 @on_each_recipe
 def test_a_primary_weight_keeps_its_codes_from_step_to_step(ranks, recipe):
-    for held, losses in ranks(2, dropped_after_training, recipe):
+    for held, losses, all_reduces in ranks(2, dropped_after_training, recipe):
         assert all(held)
         assert len(set(losses)) == 1
-
-
-def replaced(rank: int, world: int) -> str:
-    model, optimizer = prepared(rank, "tensorwise", torch.float32, range(1))
-    model.to_empty(device="cpu")
-    return refusal(f8sub.Float8ConfigError, optimizer.step)
-
-
-def test_weights_made_anew_under_their_masters_are_reported_on_every_rank(ranks):
-    assert all("no longer is the float8 weight" in message for message in ranks(2, replaced))
+        assert all_reduces == 0
 
 
 def held(rank: int, world: int) -> list[bool]:

@@ -7,7 +7,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.data_sets import gaussian, generator
 from tests.features.tensor_parallel.models import PLANS, feed_forward, mesh_of
-from tests.kept_x import Block, model_of, same, tokens
+from tests.kept_x import Block, model_of, tokens
+from tests.models import equal
 from tests.wire import Wire
 
 
@@ -25,7 +26,7 @@ def _attention_cut_by_heads(rank: int, world: int, recipe: str, way: str):
         grads = [p.grad.full_tensor() for name, p in model.named_parameters() if name[0] in "qkvo"]
         found.append([y.detach(), x.grad, *grads])
         reductions.append(wire.calls["all_reduce"])
-    return same(*found), reductions
+    return equal(*found), reductions
 
 
 class Heads(Block):
@@ -40,8 +41,8 @@ class Heads(Block):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("way", ["auto", "high_precision"])
 def test_tensor_parallelism(ranks, recipe, way):
-    for equal, (found, expected) in ranks(2, _attention_cut_by_heads, recipe, way):
-        assert equal
+    for same, (found, expected) in ranks(2, _attention_cut_by_heads, recipe, way):
+        assert same
         # The amax of a part is not the whole x's: it is reduced once more, where columns of x are not the rank's own.
         again = recipe == "tensorwise" and way == "high_precision"
         assert found == expected + again
@@ -59,4 +60,4 @@ def _received(rank: int, world: int, way: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("way", ["high_precision", "recompute", "float8"])
 def test_an_x_that_came_in_float8_stays_as_it_came(ranks, way):
     for found, expected in zip(ranks(2, _received, way), ranks(2, _received, "auto"), strict=True):
-        assert same(found, expected)
+        assert equal(found, expected)

@@ -13,18 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import f8sub
 from f8sub.formats import why_not_derivable
 from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
-from tests.data_sets import gaussian, generator, lognormal
+from tests.data_sets import generator, lognormal
 from tests.features.tensor_parallel.models import (
-    BATCH,
     HIDDEN,
     MLP,
     PLAN,
-    TOKENS,
     WIDTH,
     decibels,
     filled,
@@ -32,7 +30,7 @@ from tests.features.tensor_parallel.models import (
     mesh_of,
     products_of,
 )
-from tests.models import BF16, Stack, Transformer, equal, refusal, seed_weights, train
+from tests.models import BF16, equal, refusal, seed_weights
 from tests.wire import Wire
 from tests.wires import on_each
 
@@ -265,42 +263,6 @@ def test_bytes_and_collectives_of_a_step(ranks, recipe):
         assert calls["all_reduce"] == 2 + amaxes
 
 
-WHOLE = {"output_layouts": Replicate()}
-BLOCK_PLAN = {
-    **{f"blocks.*.{name}": ColwiseParallel(**WHOLE) for name in ("q", "k", "v")},
-    "blocks.*.o": RowwiseParallel(input_layouts=Replicate()),
-    "blocks.*.gate": ColwiseParallel(),
-    "blocks.*.up": ColwiseParallel(),
-    "blocks.*.down": RowwiseParallel(),
-}
-
-
-def transformer(recipe: str) -> nn.Module:
-    return f8sub.convert_to_float8(seed_weights(Transformer(hidden=64)), recipe=recipe)
-
-
-def losses(model: nn.Module) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-    return train(model, steps=5, optimizer=optimizer)
-
-
-def trained(rank: int, world: int, recipe: str, shape: tuple[int, int]) -> list[float]:
-    mesh = mesh_of(*shape)
-    model = parallelize_module(transformer(recipe), mesh["tp"], BLOCK_PLAN)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    return losses(fully_shard(model, mesh=mesh["dp"]))
-
-
-@pytest.mark.parametrize("shape", [pytest.param((1, 2), marks=pytest.mark.long), (2, 2)], ids=["1x2", "2x2"])
-@on_each(["tensorwise", "rowwise", "blockwise"])
-def test_losses_are_the_unsharded_model_s(ranks, recipe, shape):
-    expected = losses(transformer(recipe))
-    for found in ranks(math.prod(shape), trained, recipe, shape):
-        assert found[0] == pytest.approx(expected[0], rel=1e-4)
-        assert found == pytest.approx(expected, rel=5e-3)
-
-
 def saved_and_loaded(rank: int, world: int, folder: str) -> list[str]:
     model = two_dimensional("rowwise", mesh_of(2, 2))
     with torch.no_grad():
@@ -373,51 +335,6 @@ def test_a_weight_changed_on_some_tensor_parallel_ranks_is_visible(ranks):
     found = ranks(4, changed_on_one_part_only)
     assert [nan for nan, _ in found] == [True, False, True, False]
     assert all(any("up" in message for message in messages) for _, messages in found)
-
-
-def in_one_part_only(rank: int, world: int) -> str:
-    model = two_dimensional("rowwise", mesh_of(2, 2))
-    with torch.no_grad():
-        if rank == 3:
-            model.down.weight.to_local()[0, 0] = torch.nan
-    f8sub.precompute_scales(model)
-    return refusal(f8sub.Float8NumericsError, f8sub.precompute_scales, model)
-
-
-def test_nan_in_one_part_raises_on_every_rank(ranks):
-    assert all("down" in message for message in ranks(4, in_one_part_only))
-
-
-def account(rank: int, world: int) -> tuple[int, int]:
-    """Bytes of master weights: as the report tells them, and as they are."""
-    model = parallelize_module(f8sub.convert_to_float8(MLP()), mesh_of(world), PLAN)
-    told = f8sub.conversion_report(model, BATCH * TOKENS).bytes.here.master
-    weights = (model.up.weight, model.down.weight)
-    return told, sum(weight._local_tensor.untyped_storage().nbytes() for weight in weights)
-
-
-def test_bytes_that_the_report_tells(ranks):
-    for told, measured in ranks(2, account):
-        assert told == measured
-
-
-def overflow_in_one_part(rank: int, world: int) -> str:
-    """dy is finite; dx overflows in the half of the columns that rank 1 has."""
-    model = Stack(32, 32, 32)
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.weight.copy_(torch.eye(32))
-        model.layers[1].weight[:, 16:] *= 4.0
-    model = f8sub.convert_to_float8(model.half())
-    parallelize_module(model, mesh_of(world), {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
-    x = gaussian((8, 32), generator(0)).half().requires_grad_()
-    with f8sub.find_nonfinite(model) as search:
-        model(x).backward(torch.full((8, 32), 3e4, dtype=torch.float16))
-    return str(search)
-
-
-def test_gradients_that_overflow_in_one_part_are_found_there(ranks):
-    assert ranks(2, overflow_in_one_part) == ["dx of layers.1 on rank 1"] * 2
 
 
 def copied(rank: int, world: int) -> list[tuple[torch.Tensor, bool]]:

@@ -1,0 +1,191 @@
+"""save_float8: a checkpoint of a model's own codes, in safetensors, that inference engines load."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from f8sub.errors import Float8ConfigError
+from f8sub.features.export.codes import unwrapped
+from f8sub.features.export.float8_weights import Rename, examined, stream
+
+SHARD_BYTES = 5_000_000_000
+"""Bytes of tensors in a file, as Hugging Face's ``save_pretrained`` has it."""
+
+
+def save_float8(
+    model: torch.nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    layout: str = "auto",
+    dtype: torch.dtype | None = None,
+    config: dict[str, Any] | None = None,
+    rename: Rename | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Save the codes that a model's forward multiplies as a checkpoint that inference engines load.
+
+    Every rank of the model calls it; rank 0 writes, block by block. The folder appears when it is complete.
+
+    Args:
+        model: as in ``float8_weights``.
+        folder: to make; it may exist if it is empty.
+        layout: as in ``float8_weights``; so are ``dtype`` and ``rename``.
+        dtype: likewise.
+        config: what ``config.json`` holds beside ``quantization_config``. None for ``model.config``, if it has one.
+        rename: likewise.
+        shard_bytes: of tensors in one file; a larger model has several, with an index.
+
+    Raises:
+        Float8ConfigError: see ``float8_weights``; or the folder has something in it, or safetensors is not installed.
+        Float8NumericsError: a weight has NaN.
+        OSError: rank 0 could not write; on every rank, with nothing left of it.
+    """
+    exported = examined(model, layout)
+    target = Path(folder)
+    _together(lambda: check_target(target))
+    model = unwrapped(model)
+    tensors = stream(model, exported.layout, dtype, rename)
+    failure = None
+    if _is_writer():
+        written = _config_of(model, dtype) if config is None else config
+        failure = write(
+            target, tensors, {**written, "quantization_config": exported.config(rename)}, shard_bytes
+        )
+    else:
+        _drain(tensors)
+    _together(lambda: _raise(failure))
+
+
+def check_target(target: Path) -> None:
+    """Check that a folder can be made.
+
+    Raises:
+        Float8ConfigError: it has something in it, or safetensors is not installed.
+    """
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise Float8ConfigError("save_float8 writes with safetensors, which is not installed") from error
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise Float8ConfigError(f"{target} exists and is not an empty folder; save_float8 overwrites nothing")
+
+
+def _is_writer() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _together(action: Callable[[], None]) -> None:
+    """Do something on the rank that writes, and have every rank raise what it raised.
+
+    Raises:
+        Exception: of the action.
+    """
+    failure: list[Exception | None] = [None]
+    if _is_writer():
+        try:
+            action()
+        except (Float8ConfigError, OSError) as error:
+            failure = [error]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
+
+
+def _raise(error: OSError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _drain(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    for _ in tensors:
+        pass
+
+
+def _config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What transformers reads of a model; nothing where the model is none of its own."""
+    own: Any = getattr(model, "config", None)
+    config = dict(own.to_dict()) if hasattr(own, "to_dict") else {}
+    # fully_shard gives a module a class of its own, which inherits the model's.
+    config["architectures"] = [type(model).__mro__[isinstance(model, FSDPModule)].__name__]
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    return config
+
+
+def write(
+    target: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, Any], shard_bytes: int
+) -> OSError | None:
+    """Write all files beside ``target``, then give the folder its name; the error, if there was one.
+
+    What is left of ``tensors`` is taken in any case: gathering them is a collective.
+    """
+    failure: OSError | None = None
+    partial: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+        partial.chmod(0o755)
+        _write_files(partial, tensors, shard_bytes)
+        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+        partial.replace(target)
+    except OSError as error:
+        failure = error
+    except BaseException:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if failure is not None:
+        _drain(tensors)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+    return failure
+
+
+def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
+    files: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    size = total = 0
+    for name, tensor in tensors:
+        if pending and size + tensor.nbytes > shard_bytes:
+            _write_file(folder, len(files), pending)
+            files.append(list(pending))
+            pending, size = {}, 0
+        pending[name] = tensor.cpu().contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    _write_file(folder, len(files), pending)
+    files.append(list(pending))
+    if len(files) == 1:
+        (folder / _file(0)).rename(folder / "model.safetensors")
+        return
+    where = {}
+    for index, names in enumerate(files):
+        called = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
+        (folder / _file(index)).rename(folder / called)
+        where.update(dict.fromkeys(names, called))
+    index_of = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index_of, indent=2, sort_keys=True) + "\n"
+    )
+
+
+def _file(index: int) -> str:
+    return f"part-{index}"
+
+
+def _write_file(folder: Path, index: int, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, folder / _file(index), metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"could not write {folder / _file(index)}: {error}") from error

@@ -1,0 +1,153 @@
+"""What is measured of one operand, in numbers that can be added over ranks.
+
+A SQNR is the ratio of signal to quantization noise in dB. The SQNR of a whole matrix hides small rows: the large ones
+decide it. So each row has one, and the median of those is told from a histogram, which ranks can add.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from f8sub.formats import E2M1, Float8Format, Operand
+from f8sub.kernels import reference
+
+SUMS = ("count", "nonzero", "saturated", "flushed", "subnormal", "signal", "noise")
+"""Added over ranks: elements, those that are not 0, those cut off at the largest code, those with code 0 that are not
+0, subnormal codes, sums of squares of the values and of the errors."""
+
+_CUT_OFF = 1.125
+"""How many times its code's value an element is that counts as saturated: a scale that e4m3 stores is off by less."""
+
+MAXIMA = ("amax", "scale_max", "minus_scale_min")
+"""The maximum over ranks is taken of these."""
+
+LOWEST, STEP, BINS = -20.0, 0.5, 168
+"""The histogram of rows' SQNR: dB of its first bin, dB of a bin, number of bins."""
+
+WIDTH = len(SUMS) + BINS
+"""Numbers of one operand that are added."""
+
+_SMALLEST_NORMAL = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14, E2M1: 1.0}
+"""Source: the OCP's formats, and NVFP4's e2m1."""
+
+
+class Measured(NamedTuple):
+    """Of one matrix: float32, (``WIDTH``,) and (``len(MAXIMA)``,), on its device."""
+
+    sums: torch.Tensor
+    maxima: torch.Tensor
+
+
+def measure(values: torch.Tensor, operand: Operand) -> Measured:
+    """Compare a matrix with its codes, without waiting for the device.
+
+    Args:
+        values: (rows, cols), in the dtype that was cast.
+        operand: its rowwise operand.
+    """
+    exact = values.float()
+    made = reference.dequantize(operand, torch.float32)[:, : exact.shape[1]]
+    codes = _magnitudes(operand)[:, : exact.shape[1]]
+    signal, noise = exact.square(), (made - exact).square()
+    nonzero = exact != 0
+    subnormal = (codes > 0) & (codes < _SMALLEST_NORMAL[operand.format.dtype])
+    sums = [
+        torch.ones_like(exact),
+        nonzero,
+        (codes >= operand.format.max) & (exact.abs() > _CUT_OFF * made.abs()),
+        (codes == 0) & nonzero,
+        subnormal,
+        signal,
+        noise,
+    ]
+    row_signal, row_noise = signal.sum(1), noise.sum(1)
+    row_db = 10 * (row_signal / row_noise.clamp(min=1e-38)).log10()
+    bins = ((row_db - LOWEST) / STEP).floor().clamp(0, BINS - 1).nan_to_num(0.0).long()
+    histogram = torch.zeros(BINS, dtype=torch.float32, device=exact.device)
+    histogram.scatter_add_(0, bins, (row_signal > 0).float())
+    scale_inv = operand.scale_inv.float()
+    if operand.global_scale_inv is not None:
+        scale_inv = scale_inv * operand.global_scale_inv
+    largest = [exact.abs().amax(), 1 / scale_inv.amin(), -1 / scale_inv.amax()]
+    return Measured(
+        torch.cat([torch.stack([each.sum(dtype=torch.float32) for each in sums]), histogram]),
+        torch.stack(largest).float(),
+    )
+
+
+def _magnitudes(operand: Operand) -> torch.Tensor:
+    """Magnitudes of the codes, float32, (rows, cols): values with scales of 1."""
+    plain = Float8Format(operand.format.dtype, operand.format.tile)
+    ones = torch.ones(operand.scale_inv.shape, dtype=torch.float32, device=operand.data.device)
+    return reference.dequantize(Operand(operand.data, ones, plain), torch.float32).abs()
+
+
+class Statistics(NamedTuple):
+    """What is told of one operand of one layer in one step.
+
+    Attributes:
+        step: number of the step.
+        layer: full name.
+        role: "x", "w" or "dy".
+        format: as documentation names it.
+        amax: largest magnitude.
+        rms: root of the mean square.
+        scale_min: the smallest scale of its tiles.
+        scale_max: the largest.
+        saturated: share of elements, not 0, that are cut off at the largest code, by more than an eighth.
+        flushed: share of elements, not 0, whose code is 0.
+        subnormal: share of elements, not 0, whose code is subnormal.
+        sqnr: of the whole matrix, dB.
+        row_sqnr: the median of its rows', dB; to half a dB.
+    """
+
+    step: int
+    layer: str
+    role: str
+    format: str
+    amax: float
+    rms: float
+    scale_min: float
+    scale_max: float
+    saturated: float
+    flushed: float
+    subnormal: float
+    sqnr: float
+    row_sqnr: float
+
+
+def statistics_of(
+    step: int, layer: str, role: str, format: Float8Format, sums: list[float], maxima: list[float]
+) -> Statistics | None:
+    """The statistics of what ranks added; None where no rank had an element."""
+    found = dict(zip(SUMS, sums, strict=False))
+    amax, scale_max, minus_scale_min = maxima
+    if not found["count"]:
+        return None
+    nonzero = max(found["nonzero"], 1.0)
+    ratio = torch.tensor(found["signal"] / max(found["noise"], 1e-38), dtype=torch.float64, device="cpu")
+    return Statistics(
+        step=step,
+        layer=layer,
+        role=role,
+        format=str(format),
+        amax=amax,
+        rms=(found["signal"] / found["count"]) ** 0.5,
+        scale_min=-minus_scale_min,
+        scale_max=scale_max,
+        saturated=found["saturated"] / nonzero,
+        flushed=found["flushed"] / nonzero,
+        subnormal=found["subnormal"] / nonzero,
+        sqnr=float(10 * ratio.log10()),
+        row_sqnr=_median(sums[len(SUMS) :]),
+    )
+
+
+def _median(histogram: list[float]) -> float:
+    """Middle of the bin that holds the median; NaN of no rows."""
+    left = sum(histogram) / 2
+    for index, count in enumerate(histogram):
+        left -= count
+        if left <= 0 < count:
+            return LOWEST + (index + 0.5) * STEP
+    return float("nan")

@@ -1,0 +1,1 @@
+"""Sensitivity: which layers float8 hurts most, from one forward and backward."""

@@ -1,0 +1,157 @@
+"""Which layers float8 hurts most, for what they gain: one forward and backward instead of one for each layer.
+
+Everything runs in high precision, and each layer also makes the ``y8`` that float8 would have. To first order the loss
+changes by the sum of ``(y8 - y) * dy``. Terms cancel there by chance, so the harm that is told is the root of the sum
+of their squares.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from f8sub.errors import Float8ConfigError
+from f8sub.kernels.gemm.select import Plan
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.reference import dequantize
+from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
+from f8sub.linear.sockets import sources_of
+from f8sub.torch_compat import autocast_dtype
+from f8sub.weights.weight import Weight, master_of
+
+
+class LayerSensitivity(NamedTuple):
+    """One layer.
+
+    Attributes:
+        fqn: its name.
+        harm: size of the change of the loss that its fprop in float8 makes, in units of the loss.
+        flops: share of the FLOPs of all layers that were looked at, 0 to 1.
+    """
+
+    fqn: str
+    harm: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Layers, the ones that one would leave in high precision first on top. ``str()`` is a table.
+
+    Attributes:
+        layers: by harm for each FLOP, falling.
+        loss: in high precision.
+    """
+
+    layers: tuple[LayerSensitivity, ...]
+    loss: float
+
+    def skip(self, flops: float = 0.05) -> list[str]:
+        """Names for ``convert_to_float8(skip=...)``: the first layers that have at most this share of FLOPs."""
+        names, left = [], flops
+        for layer in self.layers:
+            if layer.flops <= left:
+                names.append(layer.fqn)
+                left -= layer.flops
+        return names
+
+    def __str__(self) -> str:
+        width = max(len(layer.fqn) for layer in self.layers)
+        lines = [f"{'layer':{width}}      harm   FLOPs  harm / FLOPs"]
+        lines += [
+            f"{layer.fqn:{width}}  {layer.harm:8.2e}  {layer.flops:6.2%}  {layer.harm / max(layer.flops, 1e-12):12.2e}"
+            for layer in self.layers
+        ]
+        return "\n".join([*lines, f"skip={self.skip()!r}  # at most 5% of these layers' FLOPs"])
+
+
+def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], torch.Tensor]) -> Sensitivity:
+    """Look at how much each converted layer's float8 changes the loss of one batch.
+
+    Gradients of the parameters are left as they were. What dy's rounding does is not part of it: it does not tell which
+    layers are sensitive (``python scripts/tables/sensitivity.py``).
+
+    Args:
+        model: converted, not sharded; trained a little, because at first all layers are alike.
+        loss_of: from the model to the loss of a batch, a tensor of one element. It runs once, with gradients.
+
+    Raises:
+        Float8ConfigError: no converted layer, a sharded one, one whose master was dropped, or one that did not run.
+    """
+    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
+    if not layers:
+        raise Float8ConfigError(
+            "sensitivity found no float8 layer; call f8sub.convert_to_float8(model) first"
+        )
+    found: dict[str, tuple[torch.Tensor, int]] = {}
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with ExitStack() as exits:
+        for parameter, grad in kept:
+            parameter.grad = None
+            exits.callback(setattr, parameter, "grad", grad)
+        for fqn, layer in layers.items():
+            _check(fqn, layer)
+            exits.callback(setattr, layer, "plan", layer.plan)
+            hook = layer.register_forward_hook(
+                functools.partial(_after, found, fqn, layer.plan), with_kwargs=True
+            )
+            exits.callback(hook.remove)
+            plan = layer.plan
+            high = plan.recipe.with_high_precision(fprop=True, dgrad=True, wgrad=True)
+            layer.plan = Plan.make(high, plan.device, plan.backend)
+        exits.enter_context(torch.compiler.set_stance("force_eager"))
+        loss = loss_of(model)
+        loss.backward()
+    if missing := sorted(layers.keys() - found.keys()):
+        raise Float8ConfigError(
+            f"{', '.join(missing)}: not run by loss_of, or its output takes no part in the loss; leave such layers out "
+            "of the conversion"
+        )
+    total = sum(flops for _, flops in found.values())
+    rows = [LayerSensitivity(fqn, harm.sqrt().item(), flops / total) for fqn, (harm, flops) in found.items()]
+    return Sensitivity(tuple(sorted(rows, key=lambda row: -row.harm / row.flops)), loss.item())
+
+
+def _check(fqn: str, layer: Float8Linear) -> None:
+    if isinstance(layer.weight, DTensor):
+        raise Float8ConfigError(f"{fqn}: its weight is sharded; call sensitivity before fully_shard")
+    if isinstance(layer.weight, Weight) and master_of(layer.weight) is None:
+        raise Float8ConfigError(
+            f"{fqn}: its high-precision values were dropped, so nothing tells what float8 lost"
+        )
+
+
+def _after(
+    found: dict[str, tuple[torch.Tensor, int]],
+    fqn: str,
+    plan: Plan,
+    layer: Float8Linear,
+    args: Any,
+    kwargs: dict[str, Any],
+    y: torch.Tensor,
+) -> None:
+    if not y.requires_grad:
+        return
+    x: torch.Tensor = args[0] if args else kwargs["input"]
+    recipe, dtype = plan.recipe, autocast_dtype(x.device.type) or x.dtype
+    with torch.no_grad():
+        matrix = x.detach().reshape(-1, x.shape[-1]).to(dtype)
+        master = master_of(layer.weight)
+        weight = (layer.weight.detach() if master is None else master.plain).to(dtype)
+        sources = sources_of(layer, recipe)
+        x8 = quantize(matrix, recipe.fprop.a, None, sources.x).rowwise
+        w8 = weight_rowwise(layer.weight, (plan, dtype, sources))
+        a = matrix.float() if x8 is None else dequantize(x8, torch.float32)
+        b = weight.float() if isinstance(w8, torch.Tensor) else dequantize(w8, torch.float32)
+        error = (a @ b.t() - matrix.float() @ weight.float().t()).view(y.shape)
+    flops = matrix.shape[0] * weight.numel()
+
+    def note(dy: torch.Tensor) -> None:
+        harm, before = (error * dy.float()).square().sum(), found.get(fqn)
+        found[fqn] = (harm, flops) if before is None else (before[0] + harm, before[1] + flops)
+
+    y.register_hook(note)

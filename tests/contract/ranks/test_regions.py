@@ -1,0 +1,147 @@
+"""The contract of regions: what each is given, by the exchange that carries it, and what it gives.
+
+A new region is a value of ``REGIONS``; what it does with the maxima is tested with its feature.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import f8sub
+from f8sub.weights.conversion import Guest
+from f8sub.weights.exchange import Exchange
+from tests.data_sets import gaussian, generator
+from tests.models import Stack, seed_weights, shard
+from tests.wire import Wire
+
+
+class Probe(Guest):
+    """A guest whose region is due after every optimizer step, writes what is of this rank, and always tells."""
+
+    size = 3
+
+    def __init__(self, conversion: Any) -> None:
+        self._conversion, self._covered = conversion, 0
+
+    def region(self, records: Any, device: str, before: Any) -> "Probe":
+        return self
+
+    @property
+    def due(self) -> bool:
+        return self._covered != self._conversion.steps
+
+    def write(self, out: torch.Tensor) -> None:
+        self._covered = self._conversion.steps
+        out.copy_(torch.tensor([1.0, 2.0, 3.0]).roll(dist.get_rank()))
+
+    def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
+        return reduced.clone()
+
+    def tell(self, found: torch.Tensor) -> list[str]:
+        return []
+
+
+def of_a_guest() -> nn.Module:
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="rowwise")
+    conversion = model.layers[0].converted
+    conversion.guests.append(Probe(conversion))
+    return model
+
+
+def of_histories() -> nn.Module:
+    return f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="delayed")
+
+
+REGIONS: dict[str, Callable[[], nn.Module]] = {"of a guest": of_a_guest, "of histories": of_histories}
+
+
+class Spied:
+    """A region, and all that it is asked, in order."""
+
+    def __init__(self, region: Any) -> None:
+        self._region, self.calls = region, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._region, name)
+
+    def write(self, out: torch.Tensor) -> None:
+        assert (out.shape, out.dtype) == ((self._region.size,), torch.float32)
+        self._region.write(out)
+        self.calls.append(("write", out.clone()))
+
+    def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
+        found = self._region.read(reduced, weight_amax)
+        self.calls.append(("read", reduced.clone(), weight_amax.clone(), found.clone()))
+        return found
+
+    def tell(self, found: torch.Tensor) -> list[str]:
+        self.calls.append(("tell", found.clone()))
+        return self._region.tell(found)
+
+
+def spy(model: nn.Module) -> tuple[Exchange, Spied]:
+    (exchange,) = model.layers[0].converted.exchanges.values()
+    ((guest, region),) = exchange._regions.items()
+    exchange._regions[guest] = Spied(region)
+    return exchange, exchange._regions[guest]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    model(gaussian((8, 32), generator(seed))).backward(gaussian((8, 32), generator(seed + 1)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def carried(rank: int, world: int, name: str, replicas: int) -> tuple[list, list, list[int]]:
+    """What the region was asked in two steps and one call without a step, then the weights' amaxes; all-reduces."""
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    model = shard(REGIONS[name](), mesh=mesh if replicas > 1 else mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    f8sub.precompute_scales(model)
+    exchange, region = spy(model)
+    reductions = []
+    for seed in (10 * rank, 10 * rank + 2, None):
+        if seed is not None:
+            step(model, optimizer, seed)
+        with Wire() as wire:
+            f8sub.precompute_scales(model)
+            exchange.settle()
+        reductions.append(wire.all_reduces)
+    amaxes = [p.full_tensor().abs().amax().item() for p in model.parameters()]
+    return region.calls, amaxes, reductions
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas"), [(1, 1), (2, 1), (4, 2)], ids=["alone", "sharded", "replicas"]
+)
+@pytest.mark.parametrize("name", REGIONS)
+def test_what_every_rank_wrote_is_read_as_its_maximum_by_all(ranks, name, world, replicas):
+    """HSDP's replicas take part, whose weights are alike and whose regions are not."""
+    found = ranks(world, carried, name, replicas)
+    for calls in zip(*(calls for calls, _, _ in found), strict=True):
+        assert len({call[0] for call in calls}) == 1
+        if calls[0][0] == "write":
+            expected = torch.stack([written for _, written in calls]).amax(0)
+        elif calls[0][0] == "read":
+            assert all(torch.equal(reduced, expected) for _, reduced, *_ in calls)
+            assert len({tuple(told.shape) for *_, told in calls}) == 1
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_it_rides_along_once_a_step_and_is_told_by_the_next(ranks, name):
+    for calls, amaxes, reductions in ranks(2, carried, name, 1):
+        assert reductions == [1, 1, 1]
+        kinds = [call[0] for call in calls if call[0] != "tell"]
+        assert kinds == ["write", "read"] * 2
+        last = [call for call in calls if call[0] == "read"][-1]
+        if name == "of histories":
+            assert sorted(last[2].tolist())[-2:] == sorted(amaxes)
+        tells = [call[1] for call in calls if call[0] == "tell"]
+        reads = [call[3] for call in calls if call[0] == "read"]
+        assert all(any(torch.equal(told, read) for read in reads) for told in tells)
+        assert len(tells) == (2 if reads[0].any() else 0)

@@ -1,0 +1,387 @@
+"""The contract of weights: however one was changed, the next forward uses what it is now, on all ranks alike.
+
+Every weight, by every way it changes: a new kind of weight is a value of ``WEIGHTS``, a new way one of ``MUTATIONS``.
+"""
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.models import Stack, seed_weights, shard
+from tests.selection import long_but
+from tests.wires import ONE_RECIPE_A_WIRE, QUICK, least_decibels, on_each
+
+FATAL = 2.0  # an amax this much too small saturates: 23 dB at 2x, 10 dB at 4x
+ROWS, COLUMNS = 96, 64
+on_each_recipe = on_each(ONE_RECIPE_A_WIRE)
+
+Mutation = Callable[[nn.Module, str], None]
+
+
+def local(model: nn.Module) -> torch.Tensor:
+    weight = model.layers[0].weight
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def new_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {"layers.0.weight": 20 * gaussian((ROWS, COLUMNS), generator(8))}
+
+
+def optimizer_step(make: Callable[..., torch.optim.Optimizer], **options) -> Mutation:
+    def mutate(model: nn.Module, folder: str) -> None:
+        optimizer = make(model.parameters(), **options)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return mutate
+
+
+def load_state_dict(model: nn.Module, folder: str) -> None:
+    other = Stack(COLUMNS, ROWS)
+    other.load_state_dict(new_weights(model))
+    model.load_state_dict(shard(other).state_dict() if hasattr(model, "unshard") else other.state_dict())
+
+
+def dcp_load(model: nn.Module, folder: str) -> None:
+    other = Stack(COLUMNS, ROWS)
+    other.load_state_dict(new_weights(model))
+    dcp.save(shard(other).state_dict(), checkpoint_id=folder)
+    # A plain model's checkpoint has none of the histories of delayed scaling.
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(model.state_dict(), checkpoint_id=folder, planner=planner)
+
+
+def set_state_dict(model: nn.Module, folder: str) -> None:
+    set_model_state_dict(model, new_weights(model), options=StateDictOptions(full_state_dict=True))
+
+
+@torch.no_grad()
+def in_place(model: nn.Module, folder: str) -> None:
+    model.layers[0].weight.mul_(20.0)
+
+
+@torch.no_grad()
+def in_place_on_the_shard(model: nn.Module, folder: str) -> None:
+    local(model).copy_(20 * local(model).flip(-1))
+
+
+@torch.no_grad()
+def through_views(model: nn.Module, folder: str) -> None:
+    local(model)[1:].view(-1)[::3].mul_(-20.0)
+    local(model).t()[5].fill_(9.0)
+
+
+def through_data(model: nn.Module, folder: str) -> None:
+    local(model).data.mul_(20.0)
+
+
+@torch.no_grad()
+def through_an_old_alias(model: nn.Module, folder: str) -> None:
+    """A view taken before anything was computed from the weight."""
+    model.alias.mul_(20.0)
+
+
+@torch.no_grad()
+def initialized_again(model: nn.Module, folder: str) -> None:
+    torch.manual_seed(4)
+    nn.init.normal_(model.layers[0].weight, std=10.0)
+
+
+@torch.no_grad()
+def foreach(model: nn.Module, folder: str) -> None:
+    torch._foreach_mul_([local(model)], 20.0)
+
+
+class KernelOfItsOwn(torch.optim.Optimizer):
+    """Writes to memory as CUDA kernels of optimizers in 8 bits do: no operator and no version counter shows it."""
+
+    def __init__(self, parameters, factor: float) -> None:
+        super().__init__(parameters, {"factor": factor})
+
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                if count := shard.numel():
+                    memory = (ctypes.c_float * count).from_address(shard.data_ptr())
+                    memory[:] = [group["factor"] * value for value in memory]
+
+
+class BypassingDispatch(torch.optim.Optimizer):
+    """Writes where no operator of the weight's shows it, as generated code does."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                weight = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                with torch._C._DisableTorchDispatch():
+                    torch.ops.aten.mul_.Scalar(weight, 20.0)
+
+
+@torch.no_grad()
+def through_its_state_dict(model: nn.Module, folder: str) -> None:
+    torch._foreach_mul_([model.state_dict()["layers.0.weight"]], 20.0)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "adamw-foreach": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=True),
+    "adamw-fused": optimizer_step(torch.optim.AdamW, lr=3.0, fused=True),
+    "sgd": optimizer_step(torch.optim.SGD, lr=3e3),
+    "kernel-of-its-own": optimizer_step(KernelOfItsOwn, factor=20.0),
+    "bypassing-dispatch": optimizer_step(BypassingDispatch),
+    "load_state_dict": load_state_dict,
+    "set_model_state_dict": set_state_dict,
+    "in-place": in_place,
+    "state-dict": through_its_state_dict,
+    "in-place-on-the-shard": in_place_on_the_shard,
+    "views": through_views,
+    "data": through_data,
+    "old-alias": through_an_old_alias,
+    "init": initialized_again,
+    "foreach": foreach,
+}
+THROUGH_OPERATORS = [*list(MUTATIONS)[list(MUTATIONS).index("load_state_dict") :], "wrapped-optimizer"]
+"""What changes weights that are no memory, as primary ones."""
+
+
+def inputs() -> torch.Tensor:
+    return gaussian((32, COLUMNS), generator(3))
+
+
+def wrapped_optimizer(model: nn.Module, folder: str) -> None:
+    model.optimizer.step()
+
+
+def compiled_optimizer(model: nn.Module, folder: str) -> None:
+    """torchao's 8-bit AdamW compiles its step with Inductor."""
+    from torchao.optim import AdamW8bit
+
+    torch._inductor.config.compile_threads = 1
+    optimizer = AdamW8bit(model.parameters(), lr=3.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assign_data(model: nn.Module, folder: str) -> None:
+    model.layers[0].weight.data = new_weights(model)["layers.0.weight"]
+
+
+def assign_data_then_write_to_it(model: nn.Module, folder: str) -> None:
+    """The tensor assigned is a plain one: nothing shows that it was written to."""
+    weight = gaussian((ROWS, COLUMNS), generator(8))
+    model.layers[0].weight.data = weight
+    model(inputs())
+    weight.mul_(20.0)
+
+
+def vector_to_parameters(model: nn.Module, folder: str) -> None:
+    vector = new_weights(model)["layers.0.weight"].flatten()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def vector_to_parameters_then_write(model: nn.Module, folder: str) -> None:
+    vector = gaussian((ROWS * COLUMNS,), generator(8))
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    model(inputs())
+    vector.mul_(20.0)
+
+
+REBOUND: dict[str, Mutation] = {
+    "assigned-data": assign_data,
+    "assigned-data-then-write": assign_data_then_write_to_it,
+    "vector": vector_to_parameters,
+    "vector-then-write": vector_to_parameters_then_write,
+}
+ALL = {
+    "dcp.load": dcp_load,
+    "compiled": compiled_optimizer,
+    "wrapped-optimizer": wrapped_optimizer,
+    **MUTATIONS,
+    **REBOUND,
+}
+
+
+def full_weight(model: nn.Module) -> torch.Tensor:
+    weight = model.layers[0].weight.detach()
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+def decibels(model: nn.Module, y: torch.Tensor) -> float:
+    expected = inputs().double() @ full_weight(model).double().t()
+    return (20 * torch.log10(expected.norm() / (y.double() - expected).norm())).item()
+
+
+def master(recipe: str, sharded: bool) -> nn.Module:
+    """A high-precision weight, of which codes are made."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(COLUMNS, ROWS)), recipe=recipe)
+    return shard(model) if sharded else model
+
+
+def primary(recipe: str, sharded: bool) -> nn.Module:
+    """Codes alone, whose master an optimizer has."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(COLUMNS, ROWS)), recipe=recipe, primary_weights=True)
+    model = shard(model) if sharded else model
+    model.optimizer = f8sub.optim.MasterWeights(torch.optim.SGD(model.parameters(), lr=3e3))
+    return model
+
+
+WEIGHTS = {"master": master, "primary": primary}
+
+
+def prepared(recipe: str, sharded: bool, weight: str = "master") -> nn.Module:
+    """A model whose scales were computed."""
+    model = WEIGHTS[weight](recipe, sharded)
+    model.alias = local(model).detach()
+    f8sub.precompute_scales(model)
+    return model
+
+
+def used(recipe: str, sharded: bool, weight: str = "master") -> nn.Module:
+    """A model whose scales and codes were computed and used, with gradients in place."""
+    model = prepared(recipe, sharded, weight)
+    model(inputs()).square().mean().backward()
+    return model
+
+
+def after(
+    mutation: str, folder: str, recipe: str, sharded: bool, precompute: bool, weight: str = "master"
+) -> torch.Tensor:
+    """y after the change; asserts that it is right, and that old scales would not have been."""
+    model = used(recipe, sharded, weight)
+    before = full_weight(model).clone()
+    ALL[mutation](model, folder)
+    growth = full_weight(model).abs().amax() / before.abs().amax()
+    assert growth > FATAL, f"this change would not show: the amax grew by {growth:.2f}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        if precompute:
+            f8sub.precompute_scales(model)
+        y = model(inputs())
+    found = decibels(model, y)
+    assert found >= least_decibels(recipe), f"{found:.1f} dB, precompute_scales called: {precompute}"
+    return y.detach()
+
+
+def on_a_rank(
+    rank: int, world: int, mutation: str, recipe: str, folder: str, weight: str = "master"
+) -> list[torch.Tensor]:
+    return [after(mutation, f"{folder}/{p}", recipe, True, p, weight) for p in (False, True)]
+
+
+def assert_alike(results: list[list[torch.Tensor]]) -> None:
+    for ys in results:
+        for y in ys:
+            assert torch.equal(y, results[0][0])
+
+
+def cases(of_master: Iterable[str], of_primary: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrize ``weight``, ``recipe`` and ``mutation``; recipes that are not ``QUICK`` are long."""
+    found = [("master", recipe, mutation) for recipe in ONE_RECIPE_A_WIRE for mutation in of_master]
+    found += [("primary", "tensorwise", mutation) for mutation in of_primary]
+    quick = [case for case in found if case[1] in QUICK]
+    return pytest.mark.parametrize(("weight", "recipe", "mutation"), long_but(quick, found))
+
+
+@cases([*MUTATIONS, "dcp.load"], [*THROUGH_OPERATORS, "dcp.load"])
+def test_sharded(ranks, weight, recipe, mutation, tmp_path):
+    assert_alike(ranks(2, on_a_rank, mutation, recipe, str(tmp_path), weight))
+
+
+def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder: str) -> list[torch.Tensor]:
+    global ROWS
+    ROWS = 16
+    return on_a_rank(rank, world, mutation, recipe, folder)
+
+
+# FSDP2 moves a short shard to a padded storage at the first forward, so old aliases are of the past.
+UNEVEN = [name for name in MUTATIONS if name != "old-alias"] + ["dcp.load"]
+
+
+@pytest.mark.parametrize(
+    "mutation", long_but(("adamw-foreach", "load_state_dict", "in-place-on-the-shard", "dcp.load"), UNEVEN)
+)
+def test_sharded_with_a_rank_that_holds_nothing(ranks, mutation, tmp_path):
+    """16 rows over 7 ranks: the last rank's shard is empty, and nothing is ever written to it."""
+    assert_alike(ranks(7, on_a_rank_of_many, mutation, "rowwise", str(tmp_path)))
+
+
+@cases([*MUTATIONS, *REBOUND], THROUGH_OPERATORS)
+def test_unsharded(weight, recipe, mutation, tmp_path):
+    after(mutation, str(tmp_path), recipe, sharded=False, precompute=False, weight=weight)
+
+
+def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:
+    after("compiled", folder, recipe, sharded=False, precompute=False)
+
+
+@pytest.mark.parametrize("recipe", long_but(["tensorwise"], ["tensorwise", "mxfp8"]))
+def test_a_compiled_optimizer_step(ranks, recipe, tmp_path):
+    assert_alike(ranks(2, on_a_rank, "compiled", recipe, str(tmp_path)))
+    ranks(1, compiled_unsharded, recipe, str(tmp_path))
+
+
+def loaded_on_uneven_shards(rank: int, world: int, recipe: str) -> list[torch.Tensor]:
+    """y after a pass, after a state dict was loaded without precompute_scales, and what it must be.
+
+    The reduction is made in the first layer's gather, so that the second one's amaxes are new when its codes are not.
+    """
+    widths = (32, 16, 64, 32)
+    loaded = {name: 20 * value for name, value in seed_weights(Stack(*widths), seed=8).state_dict().items()}
+    model = f8sub.convert_to_float8(seed_weights(Stack(*widths)), recipe=recipe)
+    fully_shard(model)
+    x = gaussian((4, widths[0]), generator(3))
+    model(x).backward(gaussian((4, widths[-1]), generator(4)))
+    set_model_state_dict(model, dict(loaded), options=StateDictOptions(full_state_dict=True))
+    alone = f8sub.convert_to_float8(Stack(*widths), recipe=recipe)
+    alone.load_state_dict(loaded)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        return [model(x), alone(x)]
+
+
+@pytest.mark.parametrize("world", [3, 5], ids=["world3", "world5"])
+@on_each_recipe
+def test_a_state_dict_loaded_into_uneven_shards(ranks, recipe, world):
+    """FSDP2 pads a short shard into new memory, on some ranks alone; of 16 rows the fifth rank has none."""
+    for sharded, alone in ranks(world, loaded_on_uneven_shards, recipe):
+        assert torch.equal(sharded, alone)
+
+
+def converted_dtype(rank: int, world: int, recipe: str, sharded: bool) -> list[float]:
+    """Another dtype, then a change through the new weight. FSDP2 itself takes one until its first forward."""
+    model = (prepared if sharded else used)(recipe, sharded).to(torch.bfloat16)
+    found = []
+    for factor in (1.0, 20.0):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", f8sub.Float8Warning)
+            local(model).mul_(factor)
+            y = model(inputs().bfloat16())
+        assert y.dtype == torch.bfloat16
+        found.append(decibels(model, y))
+    return found
+
+
+@on_each_recipe
+def test_another_dtype_unsharded(recipe):
+    assert min(converted_dtype(0, 1, recipe, sharded=False)) >= least_decibels(recipe)
+
+
+@on_each_recipe
+def test_another_dtype_sharded(ranks, recipe):
+    first, second = ranks(2, converted_dtype, recipe, True)
+    assert first == second
+    assert min(first) >= least_decibels(recipe)

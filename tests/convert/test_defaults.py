@@ -1,0 +1,163 @@
+"""What stays in high precision by default: heads, routers, adapters and small layers, and what only looks like one."""
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from tests.convert.models import K, converted, reasons
+
+HEADS = [
+    "lm_head",
+    "output",
+    "head",
+    "heads",
+    "score",
+    "classifier",
+    "classification_head",
+    "embed_out",
+    "value_head",
+    "v_head",
+    "reward_head",
+]
+
+
+class Holder(nn.Module):
+    pass
+
+
+def model_of(*names: str, **widths: int) -> nn.Module:
+    """Square linear layers of these names, in this order; a number is a place in a list."""
+    model = Holder()
+    for fqn in names:
+        at, segments = model, fqn.split(".")
+        for segment, following in zip(segments, [*segments[1:], ""], strict=True):
+            if not following:
+                child = nn.Linear(K, widths.get(segment, K))
+            elif segment in at._modules:
+                child = at._modules[segment]
+            else:
+                child = nn.ModuleList() if following.isdigit() else Holder()
+            at._modules[segment] = child
+            at = child
+    return model
+
+
+def left(model: nn.Module, **options) -> list[str]:
+    return list(reasons(f8sub.convert_to_float8(model, **options)))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_is_the_last_layer_outside_of_blocks(name):
+    names = "blocks.0.up", "blocks.1.up", f"decoder.{name}"
+    assert left(model_of(*names)) == [f"decoder.{name}"]
+    assert left(model_of(*names), skip_defaults=False) == []
+    if name != "lm_head":
+        assert left(model_of(f"decoder.{name}", "decoder.up")) == []
+        assert left(model_of(f"blocks.0.{name}", f"blocks.1.{name}")) == []
+        assert left(model_of(f"blocks.0.{name}")) == []
+        assert left(model_of(f"my_{name}s")) == []
+
+
+BERT = [
+    f"encoder.layer.{i}.{name}"
+    for i in range(2)
+    for name in ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")
+]
+OUTPUTS = {
+    "lm_head-first": (["lm_head", "blocks.0.up"], ["lm_head"]),
+    "lm_head-of-layers": (["up", "lm_head.dense", "lm_head.decoder"], ["lm_head.dense", "lm_head.decoder"]),
+    "bert": (BERT, []),
+    "bert-of-one-layer": (BERT[:4], []),
+    "a-block-alone": (["attention.output.dense", "output.dense"], []),
+    "bert-with-a-classifier": ([*BERT, "pooler.dense", "classifier"], ["classifier"]),
+    "two-heads": (["model.up", "score", "value_head"], ["score", "value_head"]),
+    "trl": (
+        ["pretrained_model.up", "pretrained_model.lm_head", "v_head.summary"],
+        ["pretrained_model.lm_head", "v_head.summary"],
+    ),
+    "hidden-layers": (["up", "classifier.0", "classifier.3"], ["classifier.3"]),
+    "two-towers": (["visual.up", "visual.head", "text.up", "text.head"], ["visual.head", "text.head"]),
+}
+
+
+def test_heads_beside_each_other_in_one_module_are_all_outputs():
+    """As PEFT keeps the old and the new one: neither takes what the other makes."""
+    names = "model.up", "score.original_module", "score.modules_to_save.default"
+    assert left(model_of(*names, original_module=16, default=16)) == list(names[1:])
+
+
+ROUTERS = {
+    "torchtitan": (["moe.router.gate", "moe.experts.0.up"], ["moe.router.gate"]),
+    "switch": (["mlp.router.classifier", "mlp.experts.0.wi"], ["mlp.router.classifier"]),
+    "mixtral-4": (["moe.gate", "moe.experts.0.w1", "moe.experts.0.gate"], ["moe.gate"]),
+    "hunyuan": (["mlp.gate.wg", "mlp.experts.0.up", "mlp.shared_mlp.gate"], ["mlp.gate.wg"]),
+    "qwen2": (["mlp.shared_expert.gate_proj", "mlp.shared_expert_gate"], ["mlp.shared_expert_gate"]),
+    "gating": (["mlp.gating", "mlp.experts.up"], ["mlp.gating"]),
+    "ffn": (["mlp.gate", "mlp.gate_proj", "mlp.up", "attention.output_gate", "mlp.routers"], []),
+}
+ADAPTERS = ["lora_A.default", "lora_B.default", "lora_a", "lora_b", "lora_up", "lora_down"]
+ADAPTERS += ["lora_embedding_A.default", "lora_magnitude_vector.default"]
+CASES = {
+    **{name: (*case, "output head (default)") for name, case in OUTPUTS.items()},
+    **{name: (*case, "router of experts (default)") for name, case in ROUTERS.items()},
+    **{
+        name: (
+            ["layers.0.q.base_layer", f"layers.0.q.{name}", "layers.0.up"],
+            [f"layers.0.q.{name}"],
+            "LoRA adapter (default)",
+        )
+        for name in ADAPTERS
+    },
+    "no adapters": (["lora_model.q", "lora.q", "q_lora_A"], [], ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_which_layers_stay_and_why(case):
+    names, expected, why = CASES[case]
+    model = model_of(*names)
+    assert left(model) == expected
+    assert set(reasons(model).values()) <= {why}
+    assert left(model_of(*names), skip_defaults=False) == []
+
+
+def sized(*shapes: tuple[int, int]) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(*shape) for shape in shapes))
+
+
+def test_small_layers_of_a_large_model_stay():
+    shapes = (512, 2048), (1024, 256), (256, 1024), (2048, 512)
+    model = sized(*shapes)
+    assert left(model) == ["1", "2"]
+    assert set(reasons(model).values()) == {"smaller dimension below min_dim=512 (default)"}
+    assert left(sized(*shapes), skip_defaults=False) == []
+
+
+def test_a_model_of_small_layers_is_converted_and_its_report_says_what_that_gains():
+    for model in (sized((496, 2048), (2048, 16)), sized((1024, 1024), (256, 1408))):
+        assert left(model) == []
+        assert "Layers with fewer than 512 features in or out" in str(f8sub.conversion_report(model))
+    assert "fewer than" not in str(f8sub.conversion_report(f8sub.convert_to_float8(sized((512, 512)))))
+
+
+def test_a_limit_that_was_asked_for_has_no_exceptions():
+    assert left(sized((64, 64), (64, 48)), min_dim=64) == ["1"]
+    assert left(sized((64, 64), (64, 48)), min_dim=64, skip_defaults=False) == ["1"]
+    assert left(sized((1024, 1024), (1024, 16)), min_dim=0) == []
+    with pytest.raises(f8sub.Float8ConfigError, match=r"below min_dim=128.*Pass a smaller min_dim"):
+        f8sub.convert_to_float8(sized((64, 64)), min_dim=128)
+
+
+def test_all_reasons_together_and_none_of_them_on_request():
+    names = [
+        "layers.0.q.base_layer",
+        "layers.0.q.lora_A.default",
+        "layers.0.moe.gate",
+        "layers.0.moe.experts.0.up",
+    ]
+    model = f8sub.convert_to_float8(model_of(*names, "output"))
+    assert converted(model) == [names[0], names[3]]
+    assert "skip_defaults=False converts these too" in str(f8sub.conversion_report(model))
+    assert left(model_of(*names, "output"), skip_defaults=False) == []

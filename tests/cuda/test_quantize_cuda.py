@@ -1,0 +1,187 @@
+"""Triton's quantizers on a GPU equal the reference on the CPU bitwise, and they are what runs there."""
+
+import pytest
+import torch
+
+import f8sub
+from f8sub import Float8Format
+from f8sub.kernels import reference
+from f8sub.kernels.gemm import select
+from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.triton import quantize_cuda, support
+from tests.data_sets import make
+from tests.kernels import test_pairs as pairs
+from tests.kernels import test_quantize_cuda as interpreted
+from tests.kernels.interpreted import needs_triton
+from tests.kernels.products import assert_same_bits
+from tests.kernels.quantized import DTYPES, FORMATS, check, check_priors, on_each_format, usages_of
+from tests.kernels.test_quotients import binade, right_scales, same
+from tests.kernels.test_recasts import RECAST, derivations, every_value
+
+SHAPES = [(48, 160), (256, 512), (272, 400), (2048, 1536)]
+"""Of more programs than those that are interpreted."""
+
+pytestmark = needs_triton
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[str]:
+    """Names of the kernels that were launched."""
+    from f8sub.kernels.triton import launcher
+
+    found: list[str] = []
+    run = launcher.Launch.run
+
+    def counted(self: launcher.Launch) -> None:
+        found.append(self.kernel.fn.__name__)
+        run(self)
+
+    monkeypatch.setattr(launcher.Launch, "run", counted)
+    return found
+
+
+@on_each_dtype
+@on_each_format
+def test_every_data_set_shape_and_usage(name, dtype, runs):
+    interpreted.elements(name, dtype, "cuda")
+    interpreted.walks(name, dtype, "cuda")
+    for shape in SHAPES:
+        for row, col in usages_of(name):
+            runs.clear()
+            check(make("lognormal", shape, 3, dtype), row, col, device="cuda")
+            assert runs
+
+
+@pytest.mark.parametrize("name", pairs.PAIRED)
+def test_whole_tiles_of_pairs(name, runs):
+    pairs.check_tiles(name, "cuda")
+    assert pairs.PAIRED[name] in runs
+    pairs.check_what_is_not_paired(name, "cuda")
+
+
+@on_each_dtype
+@of_one_scale
+def test_scales_of_the_past(name, dtype, runs):
+    interpreted.past_scales(name, dtype, "cuda")
+    check_priors(name, [make("lognormal", (272, 400), 4, dtype)], "cuda")
+    assert set(runs) == {"amax_of_matrix", "cast_with_one"}
+
+
+@of_one_scale
+def test_scales_of_the_past_of_pairs(name, runs):
+    pairs.check_pasts(name, "cuda")
+    assert "cast_pairs_with_prior" in runs
+
+
+def test_no_amax_is_looked_for_where_a_past_is_known(runs):
+    x = make("lognormal", (272, 400), 4, torch.bfloat16).cuda()
+    past = PriorScale(torch.ones(1, 1, device="cuda"), 0.0, covers=False, is_known=True)
+    quantize_cuda.quantize(x, FORMATS["tensorwise"], FORMATS["tensorwise"], prior=past)
+    assert runs == ["cast_with_one"]
+
+
+def test_amaxes_are_staged(runs):
+    interpreted.staging("cuda")
+    assert set(runs) == {"stage_amax"}
+
+
+@on_each_dtype
+@on_each_format
+def test_parts_with_known_scales(name, dtype, runs):
+    interpreted.parts(name, dtype, "cuda")
+    assert set(runs) == {"cast_part"}
+
+
+@on_each_format
+def test_the_columnwise_usage_of_codes(name, runs):
+    derivations(name, "cuda")
+    assert runs
+
+
+@pytest.mark.parametrize("name", RECAST)
+def test_every_code_under_many_scales(name, runs):
+    every_value(FORMATS[name], "cuda")
+    lines = {"amax_of_code_columns", "recast_by_lines"}
+    assert set(runs) == (lines if FORMATS[name].tile == support.ROWWISE else {"recast_by_vectors"})
+
+
+def test_codes_of_more_elements_than_32_bits_count(runs):
+    """The last columns of a matrix of codes whose offsets need 64 bits."""
+    format = FORMATS["rowwise"]
+    x = torch.randn(65664, 33024, dtype=torch.bfloat16, device="cuda")
+    rowwise = quantize_cuda.quantize(x, format, None)[0]
+    assert rowwise is not None
+    found = quantize_cuda.derive_columnwise(rowwise, format)
+    last = rowwise._replace(data=rowwise.data[:, -256:].cpu().contiguous(), scale_inv=rowwise.scale_inv.cpu())
+    right = reference.derive_columnwise(last, format)
+    assert_same_bits(found._replace(data=found.data[-256:], scale_inv=found.scale_inv[-256:]), right)
+    assert runs == ["quantize_rows", "amax_of_code_columns", "recast_by_lines"]
+
+
+def test_more_elements_than_32_bits_count(runs):
+    """The last tiles of a matrix whose offsets need 64 bits."""
+    format = FORMATS["1x128"]
+    x = torch.randn(33024, 65664, dtype=torch.bfloat16, device="cuda")
+    assert x.numel() > 2**31
+    row, col, _ = quantize_cuda.quantize(x, format, format)
+    assert row is not None
+    assert col is not None
+    last_rows, *_ = reference.quantize(x[-256:].cpu(), format, None)
+    _, last_cols, _ = reference.quantize(x[:, -256:].cpu().contiguous(), None, format)
+    assert last_rows is not None
+    assert last_cols is not None
+    assert_same_bits(row._replace(data=row.data[-256:], scale_inv=row.scale_inv[-256:]), last_rows)
+    assert_same_bits(col._replace(data=col.data[-256:], scale_inv=col.scale_inv[-256:]), last_cols)
+    assert runs == ["quantize_paired_vectors"]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant", "delayed"])
+def test_a_layer_shows_and_runs_them(recipe, runs):
+    layer = f8sub.convert_to_float8(
+        torch.nn.Sequential(torch.nn.Linear(256, 384, bias=False, device="cuda", dtype=torch.bfloat16)),
+        recipe=recipe,
+    )[0]
+    assert layer.plan.quantizers == "triton"
+    assert "reference" not in repr(layer)
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    y.backward(torch.randn_like(y))
+    assert len(runs) >= 3
+
+
+def test_in_a_cuda_graph():
+    x = torch.randn(272, 400, device="cuda", dtype=torch.bfloat16)
+    for format in FORMATS.values():
+        quantize_cuda.quantize(x, format, format)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            row, col, _ = quantize_cuda.quantize(x, format, format)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        for ours, right in zip((row, col), reference.quantize(x.cpu(), format, format)[:2], strict=True):
+            assert_same_bits(ours, right)
+
+
+def test_formats_without_a_kernel_say_so():
+    format = Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))
+    assert select.quantizer_of(format, torch.device("cuda", 0)) == "reference"
+    check(make("gaussian", (48, 80), 1), format, format, device="cuda")
+
+
+@pytest.mark.parametrize("top", [448.0, 57344.0])
+def test_every_amax_has_the_scale_of_ieee(top):
+    from tests.kernels.quotients import scales
+
+    for exponent in range(-127, 128):
+        amax = binade(exponent).cuda()
+        assert bool(same(scales(amax, top, 4096), right_scales(amax, top)).all()), exponent
+
+
+def test_every_scale_has_the_inverse_of_ieee():
+    from tests.kernels.quotients import inverses
+
+    for exponent in range(-126, 127):
+        scale = binade(exponent)[: 1 if exponent == 126 else None].cuda()
+        assert bool(same(inverses(scale, 4096), scale.double().reciprocal().float()).all()), exponent

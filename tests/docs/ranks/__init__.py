@@ -1,0 +1,1 @@
+"""Examples of the pages that need ranks."""

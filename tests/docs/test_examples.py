@@ -1,0 +1,20 @@
+"""Every Python example of README.md and docs/ that one process can run, in a folder of its own."""
+
+import pytest
+import torch
+
+from tests.docs.pages import EXAMPLES, Example, run
+
+ALONE = [example for example in EXAMPLES if example.world is None]
+
+
+def named(example: Example) -> str:
+    return example.where
+
+
+@pytest.mark.parametrize("example", ALONE, ids=named)
+def test_it_runs(example, tmp_path, monkeypatch):
+    if example.needs_gpu and not torch.cuda.device_count():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.chdir(tmp_path)
+    run(example)

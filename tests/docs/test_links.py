@@ -1,0 +1,74 @@
+"""Links, anchors and paths of the pages lead to something that is there; README.md is short."""
+
+import re
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, anchors, links, paths
+
+MOST_LINES, MOST_WORDS = 250, 2500
+MARKER = re.compile(r"^<!-- (begin|end) (\w+) -->$", re.MULTILINE)
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@by_page
+def test_links_lead_to_files_and_headings_that_are_there(page):
+    wrong = []
+    for link in links(page):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+@by_page
+def test_paths_that_are_named_are_there(page):
+    assert not [path for path in sorted(paths(page)) if not any(ROOT.glob(path))]
+
+
+@by_page
+def test_a_table_that_a_script_writes_stands_between_two_markers(page):
+    found = MARKER.findall(page.read_text())
+    names = dict.fromkeys(name for _, name in found)
+    assert found == [(end, name) for name in names for end in ("begin", "end")]
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    assert len(text.split()) <= MOST_WORDS
+
+
+def test_every_page_is_reached_from_the_readme():
+    seen, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        seen.add(page)
+        targets = (
+            (page.parent / link.partition("#")[0]).resolve() for link in links(page) if ":" not in link
+        )
+        left += [
+            target for target in targets if target.suffix == ".md" and target.exists() and target not in seen
+        ]
+    assert {page for page in PAGES if page not in seen} == set()
+
+
+COMMAND = re.compile(
+    r"(?:python|nproc-per-node \S+|^) ?((?:scripts|recipes|tests)/[\w/]+\.py)((?: [^`\n|]*)?)", re.MULTILINE
+)
+
+
+@by_page
+def test_options_of_commands_are_there(page):
+    """Those of the repository's scripts; a name with a dot is torchtitan's or a setting of recipes/pretrain.py."""
+    shared = (ROOT / "scripts" / "table.py").read_text()
+    wrong = []
+    for script, rest in COMMAND.findall(page.read_text()):
+        source = (ROOT / script).read_text() + shared
+        wrong += [
+            f"{script} {option}" for option in re.findall(r"--[\w-]+\b(?!\.)", rest) if option not in source
+        ]
+    assert not wrong

@@ -1,0 +1,87 @@
+"""What is installed: the wheel's contents, an f8sub that runs from it, and what its import loads."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import f8sub
+from tests.docs.pages import ROOT
+
+RUN = """
+import f8sub, torch
+from f8sub.kernels.triton import gemm_table
+recipe = f8sub.get_recipe("blockwise")
+assert gemm_table.of("NVIDIA H200", recipe.fprop.a, recipe.fprop.b)
+model = f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+model(torch.randn(16, 64)).sum().backward()
+print(f8sub.__file__, f8sub.__version__)
+"""
+
+LOADED = """
+import sys
+import torch, torch.distributed.fsdp
+before = set(sys.modules)
+import f8sub
+print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[0] != "f8sub"))
+"""
+
+
+def python(code: str, folder: Path, *paths: Path) -> str:
+    """What another Python prints that finds ``paths`` before anything that is installed."""
+    inserted = f"import sys; sys.path[:0] = {list(map(str, paths))!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", inserted + code], capture_output=True, text=True, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_import_loads_what_fsdp2_loads_and_little_else(tmp_path):
+    """So it costs its own modules: 0.1 s of CPU time over torch.distributed.fsdp, which itself takes 0.5 s."""
+    others = python(LOADED, tmp_path, ROOT).split()
+    assert {name.partition(".")[0] for name in others} <= {"torch", *sys.stdlib_module_names}
+    assert len(others) < 10
+
+
+def test_nothing_needs_numpy():
+    """torch alone does not bring it, and collectives of objects need it."""
+    users = [path for path in (ROOT / "f8sub").rglob("*.py") if "_object(" in path.read_text()]
+    assert not users
+
+
+def test_the_readme_names_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    readme = (ROOT / "README.md").read_text()
+    assert not [extra for extra in extras if f"| `{extra}` |" not in readme]
+
+
+@pytest.mark.long
+def test_the_wheel_runs_and_holds_types_and_measured_tables(tmp_path):
+    built = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(built, check=True)
+    (wheel,) = tmp_path.glob("f8sub-*.whl")
+    assert wheel.name.startswith(f"f8sub-{f8sub.__version__}-")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "f8sub").rglob("*") if path.suffix in (".py", ".json")
+    }
+    assert {*package, "f8sub/py.typed"} == {name for name in names if not name.startswith("f8sub-")}
+    assert "f8sub/kernels/triton/gemm_tables/nvidia_h200.json" in names
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    place, version = python(RUN, tmp_path, tmp_path / "installed").split()
+    assert place.startswith(str(tmp_path / "installed"))
+    assert version == f8sub.__version__

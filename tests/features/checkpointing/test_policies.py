@@ -1,0 +1,175 @@
+"""Selective checkpointing by the lists of operators that people have: float8 layers repeat what bf16 layers do."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.selection import long_but
+
+aten = torch.ops.aten
+WIDTH, HIDDEN, TOKENS = 64, 128, 32
+GEMMS = {"mm", "_scaled_mm", "reference_gemm_nt", "scaled_mm_gemm_nt"}
+RECIPES = long_but(
+    ("tensorwise", "blockwise"), ["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
+)
+
+
+class Block(nn.Module):
+    """The seven layers of a Llama block; a product of q, k and v stands for attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        h = x + self.o(torch.tanh(self.q(h)) * self.k(h) + self.v(h))
+        z = self.norm2(h)
+        return h + self.down(F.silu(self.gate(z)) * self.up(z))
+
+
+def every_second_mm() -> Any:
+    """torchtitan 0.2's policy: every second product is made again."""
+    seen: Counter[bool] = Counter()
+
+    def decide(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func is not aten.mm.default:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[ctx.is_recompute] += 1
+        odd = seen[ctx.is_recompute] % 2
+        return CheckpointPolicy.MUST_SAVE if odd else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+def compute_intensive() -> Any:
+    """torchtitan 0.3's policy: torch's own list of operators."""
+    saved = {
+        op.default if hasattr(op, "default") else op for op in get_default_op_list().compute_intensive_ops
+    }
+    return create_selective_checkpoint_contexts(
+        lambda ctx, func, *args, **kwargs: (
+            CheckpointPolicy.MUST_SAVE if func in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+    )
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, f8sub.Float8Tensor) for kind in types):
+            return NotImplemented
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def block(recipe: str | None) -> nn.Module:
+    torch.manual_seed(0)
+    made = Block().bfloat16()
+    return made if recipe is None else f8sub.convert_to_float8(made, recipe, skip_defaults=False)
+
+
+def compiled_backward(recipe: str | None, contexts: Callable[[], Any] | None) -> Counter[str]:
+    """Operators of the compiled graph of a backward pass."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, example: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: graph,
+        bw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    model = block(recipe)
+    run = (
+        functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts) if contexts else model
+    )
+    x = gaussian((TOKENS, WIDTH), generator(1)).bfloat16().requires_grad_()
+    torch.compile(run, backend=backend, fullgraph=True)(x).sum().backward()
+    nodes = (node for graph in graphs for node in graph.graph.nodes if node.op == "call_function")
+    return Counter(
+        node.target.overloadpacket.__name__ for node in nodes if hasattr(node.target, "overloadpacket")
+    )
+
+
+def gemms(counts: Counter[str]) -> int:
+    return sum(counts[name] for name in GEMMS)
+
+
+POLICIES = {
+    "every-second-mm": (every_second_mm, 17),
+    "torchs-own-list": (compute_intensive, 14),
+    "bf16": (f8sub.checkpoint_policy("bf16"), 17),
+    "gemms": (f8sub.checkpoint_policy("gemms"), 14),
+}
+"""Products of a backward pass under each. Of bf16 there are 14, and the second, fourth and sixth once more."""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_of_a_compiled_backward(recipe, policy):
+    contexts, products = POLICIES[policy]
+    assert gemms(compiled_backward(recipe, contexts)) == products
+
+
+def test_products_of_bf16():
+    assert gemms(compiled_backward(None, every_second_mm)) == 17
+
+
+def test_a_policy_saves_what_it_is_asked_to_besides():
+    policy = f8sub.checkpoint_policy("bf16", save=[aten.mm.default])
+    assert gemms(compiled_backward("tensorwise", policy)) == 14
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(f8sub.Float8ConfigError, match="unknown keep='all'; choose one of 'bf16', 'gemms'"):
+        f8sub.checkpoint_policy("all")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("contexts", [every_second_mm, compute_intensive])
+def test_compiled_backward_finds_no_amax_again(recipe, contexts):
+    counts, without = compiled_backward(recipe, contexts), compiled_backward(recipe, None)
+    assert counts["amax"] == without["amax"] > 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("contexts", [every_second_mm, compute_intensive, f8sub.checkpoint_policy("gemms")])
+def test_eager_code_repeats_what_the_list_says_and_changes_no_bit(recipe, contexts):
+    found = []
+    for context_fn in (None, contexts):
+        model = block(recipe)
+        x = gaussian((TOKENS, WIDTH), generator(1)).bfloat16().requires_grad_()
+        run = (
+            functools.partial(checkpoint, use_reentrant=False, context_fn=context_fn) if context_fn else None
+        )
+        y = run(model, x) if run else model(x)
+        with Operators() as seen:
+            y.backward(gaussian((TOKENS, WIDTH), generator(2)).bfloat16())
+        found.append((y, x.grad, *(p.grad for p in model.parameters())))
+        if context_fn and recipe == "tensorwise":
+            assert seen.counts["_scaled_mm"] == (17 if context_fn is every_second_mm else 14)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

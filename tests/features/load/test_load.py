@@ -1,0 +1,176 @@
+"""A float8 checkpoint comes back as the values that its codes stand for, or as an error before anything is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import f8sub
+from f8sub.features.load.load import _tile_of
+from f8sub.formats import ALL, Tile
+from f8sub.kernels import reference
+from tests.features.export.models import BF16, llama, multiplied, trained
+from tests.models import seed_weights
+from tests.selection import long_but
+
+FLOAT_SCALES = f8sub.get_recipe("blockwise", power_of_2_scales=False)
+
+
+def other(recipe) -> torch.nn.Module:
+    """Other values than the checkpoint's."""
+    return f8sub.convert_to_float8(seed_weights(llama(), seed=5), recipe=recipe)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(recipe, **options) -> tuple[torch.nn.Module, Path]:
+        model = trained(recipe)
+        f8sub.save_float8(model, tmp_path / "out", dtype=BF16, **options)
+        return model, tmp_path / "out"
+
+    return save
+
+
+@pytest.mark.parametrize("recipe", long_but(("blockwise",), ("blockwise", "rowwise", "mxfp8")))
+def test_forward_multiplies_the_values_of_the_file(saved, recipe):
+    model, folder = saved(recipe)
+    loaded = other(recipe)
+    f8sub.load_float8(loaded, folder)
+    f8sub.precompute_scales(loaded)
+    expected, found = multiplied(model), multiplied(loaded)
+    format = f8sub.get_recipe(recipe).fprop.b
+    for fqn, operand in expected.items():
+        right = reference.dequantize(f8sub.Operand(*operand, format), torch.float32)
+        assert torch.equal(reference.dequantize(f8sub.Operand(*found[fqn], format), torch.float32), right), (
+            fqn
+        )
+    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight.to(BF16).float())
+
+
+@pytest.mark.filterwarnings("ignore:.*no powers of two:f8sub.Float8Warning")
+@pytest.mark.parametrize("recipe", ["tensorwise", FLOAT_SCALES], ids=["tensorwise", "float scales"])
+def test_masters_have_the_values_of_any_layout(saved, recipe):
+    _, folder = saved(recipe)
+    loaded = llama()
+    f8sub.load_float8(loaded, folder)
+    stored = load_file(folder / "model.safetensors")
+    codes = stored["model.layers.1.mlp.up_proj.weight"].double()
+    if recipe == "tensorwise":
+        scale = stored["model.layers.1.mlp.up_proj.weight_scale"].double()
+    else:
+        scale = stored["model.layers.1.mlp.up_proj.weight_scale_inv"].double()
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight.detach(), (codes * scale).float())
+
+
+def test_a_second_cast_is_a_warning(saved):
+    _, folder = saved("blockwise")
+    with pytest.warns(f8sub.Float8Warning, match=r"layers.0.self_attn.q_proj and 13 more .* a second time"):
+        f8sub.load_float8(other("rowwise"), folder)
+
+
+def broken(folder: Path, change) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+UP = "model.layers.0.mlp.up_proj"
+CHANGES = {
+    "no scales": (
+        lambda t: t.pop(f"{UP}.weight_scale_inv"),
+        "Config",
+        f"{UP}.weight is float8, and .* no scales",
+    ),
+    "a block size of 64": (
+        lambda t: t.update({f"{UP}.weight_scale_inv": torch.ones(6, 4)}),
+        "Shape",
+        r"scales of 128x128 has \(3, 2\) of them, .* has \(6, 4\)",
+    ),
+    "another shape": (
+        lambda t: t.update({"model.norm.weight": torch.ones(7)}),
+        "Shape",
+        r"model.norm.weight: the model has \(256,\), .* has \(7,\)",
+    ),
+    "a name too few": (
+        lambda t: t.pop("model.norm.weight"),
+        "Config",
+        "lacks model.norm.weight and has nothing",
+    ),
+    "a name too many": (
+        lambda t: t.update({"b": torch.ones(1)}),
+        "Config",
+        "lacks nothing and has b, which the model has not",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_foreign_checkpoint_is_an_error_and_writes_nothing(saved, change):
+    _, folder = saved("blockwise")
+    edit, kind, text = CHANGES[change]
+    broken(folder, edit)
+    model = other("blockwise")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(getattr(f8sub, f"Float8{kind}Error"), match=text):
+        f8sub.load_float8(model, folder)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_file_that_is_cut_short(saved):
+    _, folder = saved("blockwise")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(f8sub.Float8ConfigError, match="cut short or no safetensors file"):
+        f8sub.load_float8(other("blockwise"), folder)
+
+
+def test_a_file_that_the_index_names_is_missing(saved):
+    _, folder = saved("blockwise", shard_bytes=300_000)
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"lacks model-00002-of-\d+.safetensors, which its index names"
+    ):
+        f8sub.load_float8(other("blockwise"), folder)
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"has no config\.json"):
+        f8sub.load_float8(llama(), tmp_path)
+
+
+def test_a_layout_that_is_not_read(saved):
+    _, folder = saved("blockwise")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "modelopt"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(f8sub.Float8ConfigError, match=r"q_proj: .* quant_method 'modelopt'"):
+        f8sub.load_float8(other("blockwise"), folder)
+
+
+def test_what_both_have_is_loaded_if_not_strict(saved):
+    model, folder = saved("blockwise")
+    broken(folder, lambda t: t.pop("model.norm.weight"))
+    loaded = other("blockwise")
+    norm = loaded.model.norm.weight.detach().clone()
+    f8sub.load_float8(loaded, folder, strict=False)
+    assert torch.equal(loaded.model.norm.weight, norm)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.to(BF16).float())
+
+
+def test_targets_of_groups():
+    group = {"targets": ["re:.*mlp.*"], "weights": {"strategy": "channel"}}
+    named = {"targets": ["a.q"], "weights": {"strategy": "group", "group_size": 32}}
+    config = {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"0": group, "1": named},
+        }
+    }
+    assert _tile_of("a.mlp.up", config) == Tile(1, ALL)
+    assert _tile_of("a.q", config) == Tile(1, 32)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"a\.k: its weight is float8"):
+        _tile_of("a.k", config)

@@ -1,0 +1,225 @@
+"""A monitor changes no bit, samples the steps it was asked for, and tells what a layer's own operands are."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import f8sub
+from f8sub.features.monitor import monitor as module
+from f8sub.features.monitor import writers
+from f8sub.linear import float8_linear
+from tests.models import float8_layers, loss_of, transformer
+from tests.selection import long_but
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "nvfp4")
+
+
+def run(recipe: str, monitored: bool, steps: int = 4, **options):
+    torch.manual_seed(0)  # stochastic rounding
+    model = transformer(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    monitor = f8sub.Monitor(model, every=2, **options) if monitored else mock.MagicMock()
+    losses = []
+    for step in range(steps):
+        with monitor:
+            loss = loss_of(model, step, 0)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()], monitor
+
+
+@pytest.mark.parametrize("recipe", long_but(("tensorwise", "delayed"), RECIPES[:-1]))
+def test_losses_and_weights_are_the_same_bitwise(recipe):
+    losses, weights, monitor = run(recipe, True)
+    expected, expected_weights, _ = run(recipe, False)
+    monitor.flush()
+    assert losses == expected
+    assert all(map(torch.equal, weights, expected_weights))
+    assert {row.step for row in monitor.rows} == {0, 2}
+    assert len(monitor.rows) == 2 * 3 * 14
+
+
+@pytest.mark.parametrize("recipe", long_but(("tensorwise", "delayed"), RECIPES))
+def test_what_is_measured_is_what_the_layer_multiplies(recipe):
+    """The codes of x, w and dy that fprop and dgrad multiply are those that are measured."""
+    torch.manual_seed(0)
+    model = transformer(recipe)
+    multiplied, measured = set(), []
+    multiply, measure = float8_linear.multiply, module.measure
+
+    def record_product(backend, a, b, *rest):
+        multiplied.update(operand.data.view(torch.uint8).numpy().tobytes() for operand in (a, b))
+        return multiply(backend, a, b, *rest)
+
+    def record_measured(values, operand):
+        measured.append(operand.data.view(torch.uint8).numpy().tobytes())
+        return measure(values, operand)
+
+    monitor = f8sub.Monitor(model, every=1)
+    with (
+        mock.patch.object(float8_linear, "multiply", record_product),
+        mock.patch.object(module, "measure", record_measured),
+        monitor,
+    ):
+        loss_of(model, 0, 0).backward()
+    roles = {"x": 0, "w": 1, "dy": 2}
+    assert len(measured) == 14 * len(roles)
+    # nvfp4 rounds dy at random.
+    expected = 14 * (2 if recipe == "nvfp4" else 3)
+    assert sum(codes in multiplied for codes in measured) >= expected
+
+
+def test_rows_are_lines_of_json_and_calls(tmp_path):
+    called = []
+    _, _, monitor = run(
+        "rowwise", True, to=[tmp_path / "a" / "n.jsonl", lambda step, rows: called.append((step, len(rows)))]
+    )
+    monitor.flush()
+    lines = [json.loads(line) for line in (tmp_path / "a" / "n.jsonl").read_text().splitlines()]
+    assert lines == [row._asdict() for row in monitor.rows]
+    assert called == [(0, 42), (2, 42)]
+
+
+def test_tensorboard_and_wandb():
+    board, logged = mock.MagicMock(), mock.MagicMock()
+    _, _, monitor = run(
+        "rowwise", True, to=[writers.tensorboard(board), writers.wandb(logged)], roles=("w",), layers="*.q"
+    )
+    monitor.flush()
+    names = {call.args[0] for call in board.add_scalar.call_args_list}
+    assert "float8/w.row_sqnr/blocks.1.q" in names
+    assert logged.log.call_count == 2
+    assert set(logged.log.call_args.args[0]) == names
+
+
+def test_layers_and_roles_are_chosen():
+    _, _, monitor = run("rowwise", True, layers=["blocks.0.*"], roles=("dy",))
+    monitor.flush()
+    assert {(row.layer.rpartition(".")[0], row.role) for row in monitor.rows} == {("blocks.0", "dy")}
+
+
+def test_an_optimizer_that_is_attached_ends_steps():
+    model = transformer("tensorwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = f8sub.Monitor(model, every=2)
+    detach = monitor.attach(optimizer)
+    for step in range(4):
+        for micro in range(2):
+            loss_of(model, 2 * step + micro, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+    detach()
+    monitor.flush()
+    assert [row.step for row in monitor.rows] == [0] * 42 + [2] * 42
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in float8_layers(model))
+
+
+def test_the_first_microbatch_is_measured():
+    rows = []
+    for micros in (1, 2):
+        model = transformer("tensorwise")
+        monitor = f8sub.Monitor(model, every=1)
+        with monitor:
+            for micro in range(micros):
+                loss_of(model, micro, 0).backward()
+        monitor.flush()
+        rows.append(monitor.rows)
+    assert rows[0] == rows[1]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, recipe: str, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = transformer(recipe), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.inner.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.inner.lm_head(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_have_the_same_rows(reentrant):
+    found = []
+    for model in (transformer("tensorwise"), Checkpointed("tensorwise", reentrant)):
+        monitor = f8sub.Monitor(model, every=1)
+        x = torch.randn(4, 4, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with monitor:
+            y = model(x)
+            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+        monitor.flush()
+        found.append([row._replace(layer=row.layer.removeprefix("inner.")) for row in monitor.rows])
+    assert found[0] == found[1]
+    assert len(found[0]) == 42
+
+
+def test_compiled_blocks_are_sampled_and_not_compiled_again():
+    model = transformer("tensorwise")
+    torch._dynamo.reset()
+    counted = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counted)
+    monitor = f8sub.Monitor(model, every=3)
+    frames = []
+    for step in range(6):
+        with monitor:
+            loss_of(model, step, 0).backward()
+        frames.append(counted.frame_count)
+    monitor.flush()
+    assert {row.step for row in monitor.rows} == {0, 3}
+    assert len(monitor.rows) == 84
+    assert frames[0] == 0
+    assert frames[1] == frames[-1] > 0
+
+
+def test_evaluation_is_not_measured():
+    model = transformer("tensorwise")
+    monitor = f8sub.Monitor(model, every=1)
+    with monitor, torch.no_grad():
+        loss_of(model, 0, 0)
+    monitor.flush()
+    assert monitor.rows == []
+
+
+def test_a_step_that_fails_is_not_told():
+    model = transformer("tensorwise")
+    monitor = f8sub.Monitor(model, every=1)
+    loss = loss_of(model, 0, 0)
+    with pytest.raises(RuntimeError, match="scalar outputs"), monitor:
+        (loss * torch.ones(2)).backward()
+    monitor.flush()
+    assert monitor.rows == []
+    assert not any(layer._forward_pre_hooks for layer in float8_layers(model))
+
+
+def test_worst_operands_with_advice_and_a_picture(tmp_path):
+    model = transformer("tensorwise")
+    with torch.no_grad():
+        model.blocks[1].q.weight[3] *= 1e6
+    monitor = f8sub.Monitor(model, every=1)
+    with monitor:
+        loss_of(model, 0, 0).backward()
+    first = monitor.worst(3).splitlines()
+    assert len(first) == 4
+    assert any(
+        "blocks.1.q" in line and " w " in line and "scales of rows or blocks" in line for line in first
+    )
+    monitor.heatmap("w", tmp_path / "w.png")
+    assert (tmp_path / "w.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(f8sub.Float8ConfigError, match="no sample has 'mean' of 'w'"):
+        monitor.heatmap("w", tmp_path / "w.png", "mean")
+
+
+@pytest.mark.parametrize("options", [{"layers": "decoder.*"}, {"roles": ("y",)}, {"every": 0}])
+def test_what_cannot_be_monitored(options):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"Monitor found no float8 layer|every is 1 or more"):
+        f8sub.Monitor(transformer("tensorwise"), **options)

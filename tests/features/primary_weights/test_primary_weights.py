@@ -1,0 +1,395 @@
+"""Float8 primary weights: before an optimizer has their masters, after, when those were dropped, and compiled."""
+
+import copy
+import io
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import f8sub
+from f8sub.features.primary_weights.primary_weight import PrimaryWeight
+from f8sub.weights.master_weight import MasterWeight
+from tests.data_sets import gaussian, generator
+from tests.layers import K, N, dy_of, x_of
+from tests.models import float8_layers, seed_weights
+from tests.selection import long_but
+
+RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
+DTYPES = [torch.float32, torch.bfloat16]
+on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+
+
+def plain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return seed_weights(nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))).to(dtype)
+
+
+def made(
+    recipe: str = "tensorwise", dtype: torch.dtype = torch.float32, primary: bool = True
+) -> nn.Sequential:
+    return f8sub.convert_to_float8(plain(dtype), recipe=recipe, primary_weights=primary)
+
+
+def wrapped(model: nn.Module, lr: float = 1e-2) -> f8sub.optim.MasterWeights:
+    return f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=lr))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1) -> torch.Tensor:
+    y = model(x_of(8, K, dtype=next(model.parameters()).dtype, seed=seed))
+    y.backward(dy_of(y))
+    optimizer.step()
+    optimizer.zero_grad()
+    return y.detach()
+
+
+def kinds(model: nn.Module) -> set[type]:
+    return {type(layer.weight) for layer in float8_layers(model)}
+
+
+@on_each_dtype
+@on_each_recipe
+def test_conversion_keeps_the_initial_values_and_the_optimizer_takes_them_exactly(recipe, dtype):
+    model, initial = made(recipe, dtype), plain(dtype).state_dict()
+    assert all(issubclass(kind, MasterWeight) for kind in kinds(model))
+    optimizer = wrapped(model)
+    assert all(issubclass(kind, PrimaryWeight) for kind in kinds(model))
+    masters = dict(
+        zip(initial, (p for g in optimizer.optimizer.param_groups for p in g["params"]), strict=True)
+    )
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master, initial[name].float())
+    assert model[0].weight.dtype == dtype
+
+
+@on_each_dtype
+@on_each_recipe
+def test_training_is_that_of_high_precision_weights(recipe, dtype):
+    """Outputs, gradients and weights of float32 weights, or of bf16 weights with masters, bit for bit."""
+    model, other = made(recipe, dtype), made(recipe, dtype, primary=False)
+    optimizer = wrapped(model)
+    expected = wrapped(other) if dtype == torch.bfloat16 else torch.optim.AdamW(other.parameters(), lr=1e-2)
+    for seed in range(5):
+        assert torch.equal(step(model, optimizer, seed), step(other, expected, seed))
+    for name, value in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_wider_inputs_meet_the_weights_as_the_model_has_them():
+    """A bf16 weight is its master rounded to bf16, whatever a GEMM's dtype is."""
+    outputs = []
+    for primary in (True, False):
+        model = made(dtype=torch.bfloat16, primary=primary)
+        optimizer = wrapped(model)
+        step(model, optimizer)
+        outputs.append(model(x_of(8, K)))
+    assert outputs[0].dtype == torch.float32
+    assert torch.equal(*outputs)
+
+
+def test_an_optimizer_that_was_not_wrapped_is_refused_before_it_changes_anything():
+    model = made()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    model(x_of(8, K)).square().mean().backward()
+    with pytest.raises(f8sub.Float8ConfigError, match="MasterWeights"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+TENSORWISE = f8sub.get_recipe("tensorwise")
+REFUSED = {
+    "high-precision-wire": ({"float8_all_gather": False}, "primary_weights"),
+    "w-in-high-precision": (
+        {"recipe": TENSORWISE.with_high_precision(dgrad=True)},
+        "primary_weights",
+    ),
+    "delayed": ({"recipe": "delayed"}, r"0 with recipe 'delayed'.*past.*tensorwise"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_primary_weight_is_refused_at_conversion(case):
+    options, message = REFUSED[case]
+    model = plain()
+    with pytest.raises(f8sub.Float8ConfigError, match=message):
+        f8sub.convert_to_float8(model, primary_weights=True, **options)
+    assert not float8_layers(model)
+
+
+def test_a_weight_without_values_or_that_something_else_holds_becomes_no_primary_weight():
+    """Once it is initialized and free, it does."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))
+    f8sub.convert_to_float8(model, primary_weights=True)
+    with pytest.raises(f8sub.Float8ConfigError, match="meta"):
+        wrapped(model)
+    seed_weights(model.to_empty(device="cpu"))
+    held = weakref.ref(model[0].weight)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"0: .*weak reference"):
+        wrapped(model)
+    assert held() is model[0].weight
+    del held
+    wrapped(model)
+    x = x_of(8, K)
+    assert torch.equal(model(x), made(primary=False)(x))
+
+
+def test_what_dropped_weights_and_others_refuse():
+    with pytest.raises(f8sub.Float8ConfigError, match="primary_weights=True"):
+        f8sub.drop_high_precision(made(primary=False))
+    model = made().requires_grad_(False)
+    f8sub.drop_high_precision(model)
+    with pytest.raises(RuntimeError, match="0: its high-precision values were dropped"):
+        model[0].load_state_dict(plain()[0].state_dict())
+    with pytest.raises(f8sub.Float8ConfigError, match="dropped"):
+        wrapped(model.requires_grad_(True))
+
+
+@on_each_dtype
+def test_state_dicts_are_plain_and_load_before_and_after_the_optimizer(dtype):
+    source = seed_weights(plain(dtype), seed=4).state_dict()
+    for load_first in (True, False):
+        model = made(dtype=dtype)
+        if load_first:
+            model.load_state_dict(source)
+        wrapped(model)
+        if not load_first:
+            model(x_of(8, K, dtype=dtype))
+            model.load_state_dict(source)
+        state = model.state_dict()
+        assert state.keys() == source.keys()
+        for name, value in state.items():
+            assert not isinstance(value, PrimaryWeight)
+            assert value.dtype == dtype
+            assert torch.equal(value, source[name]), name
+        x = x_of(8, K, dtype=dtype)
+        expected = f8sub.convert_to_float8(plain(dtype))
+        expected.load_state_dict(source)
+        assert torch.equal(model(x), expected(x))
+
+
+def test_assign_keeps_the_master_that_the_optimizer_has():
+    model = made()
+    optimizer = wrapped(model)
+    source = seed_weights(plain(), seed=4).state_dict()
+    weight = model[0].weight
+    model[0].load_state_dict({"weight": source["0.weight"], "bias": source["0.bias"]}, assign=True)
+    assert model[0].weight is weight
+    assert torch.equal(optimizer.optimizer.param_groups[0]["params"][0], source["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.bfloat16(),
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.randn(N, K))),
+    ],
+    ids=["dtype", "assigned"],
+)
+def test_a_weight_replaced_after_the_optimizer_took_it_is_reported(change):
+    model = made()
+    optimizer = wrapped(model)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"0\b.*MasterWeights"):
+        (change(model), step(model, optimizer))
+
+
+def test_to_empty_and_initialized_again_it_trains_from_the_new_values():
+    model = made()
+    optimizer = wrapped(model)
+    seed_weights(model.to_empty(device="cpu"), seed=6)
+    expected = f8sub.convert_to_float8(seed_weights(plain(), seed=6))
+    other = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    for seed in range(2):
+        assert torch.equal(step(model, optimizer, seed), step(expected, other, seed))
+
+
+def test_writes_reach_the_master_and_the_next_forward():
+    model = made()
+    optimizer = wrapped(model)
+    x = x_of(8, K)
+    model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+        model[0].weight[3:5].zero_()
+        nn.init.constant_(model[2].weight, 0.25)
+    expected = plain()
+    with torch.no_grad():
+        expected[0].weight.mul_(2.0)
+        expected[0].weight[3:5].zero_()
+        nn.init.constant_(expected[2].weight, 0.25)
+    assert torch.equal(optimizer.optimizer.param_groups[0]["params"][0], expected[0].weight)
+    assert torch.equal(model(x), f8sub.convert_to_float8(expected)(x))
+
+
+def test_it_reads_as_the_tensor_it_stands_for():
+    model = made(dtype=torch.bfloat16)
+    wrapped(model)
+    weight, value = model[0].weight, plain(torch.bfloat16)[0].weight
+    assert torch.equal(weight, value)
+    assert torch.equal(weight.t()[3:7] @ weight, value.t()[3:7] @ value)
+    assert weight.norm() == value.norm()
+    assert torch.equal(weight.float(), value.float())
+    assert type(torch.zeros_like(weight)) is torch.Tensor
+    assert "PrimaryWeight" in repr(weight)
+
+
+def test_fresh_zeros_that_fsdp_makes_are_good_for_nothing_else():
+    model = made()
+    wrapped(model)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"torch\.zeros"):
+        model[0].weight.new_zeros(3) + 1
+
+
+def test_a_model_pickles_and_copies_as_high_precision():
+    model = made(dtype=torch.bfloat16)
+    wrapped(model)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert all(type(value) in (torch.Tensor, nn.Parameter) for value in loaded.values())
+    twin = copy.deepcopy(model)
+    assert all(issubclass(kind, MasterWeight) for kind in kinds(twin))
+    x = x_of(8, K, dtype=torch.bfloat16)
+    assert torch.equal(twin(x), model(x))
+    optimizer = wrapped(twin)
+    step(twin, optimizer)
+    assert not torch.equal(twin(x), model(x))
+
+
+def test_converted_back_it_has_the_values():
+    model = made()
+    wrapped(model)
+    f8sub.convert_from_float8(model)
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model[0].weight, plain()[0].weight)
+
+
+@on_each_dtype
+@on_each_recipe
+def test_dropped_weights_are_their_codes_and_compute_the_same(recipe, dtype):
+    model = made(recipe, dtype)
+    x = x_of(8, K, dtype=dtype)
+    model.requires_grad_(False)
+    expected = model(x).detach()
+    values = [StorageWeakRef(layer.weight.untyped_storage()) for layer in float8_layers(model)]
+    f8sub.drop_high_precision(model)
+    assert torch.equal(model(x), expected)
+    assert [storage.expired() for storage in values] == [True, True]
+    assert torch.equal(model(x), expected)
+    dequantized = f8sub.quantize(plain(dtype)[0].weight, recipe, operand="w").dequantize()
+    assert torch.equal(model[0].weight, dequantized)
+    assert torch.equal(model.state_dict()["0.weight"], dequantized)
+
+
+def test_what_is_frozen_still_has_gradients_of_x():
+    model, expected = made(), made(primary=False)
+    for converted in (model, expected):
+        converted[0].weight.requires_grad_(False)
+    f8sub.drop_high_precision(model)
+    optimizer, other = wrapped(model), torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    for seed in range(3):
+        x, y = x_of(8, K, seed=seed), x_of(8, K, seed=seed)
+        for network, stepping, input in ((model, optimizer, x), (expected, other, y)):
+            output = network(input)
+            output.backward(dy_of(output))
+            stepping.step()
+            stepping.zero_grad()
+        assert torch.equal(x.grad, y.grad)
+    assert model[0].weight.primary.master is None
+    assert model[2].weight.primary.master is not None
+
+
+def test_tied_weights_stay_tied():
+    model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))
+    model[1].weight = model[0].weight
+    f8sub.convert_to_float8(seed_weights(model), primary_weights=True)
+    optimizer = wrapped(model)
+    assert model[0].weight is model[1].weight
+    before = model[0].weight.clone()
+    step(model, optimizer)
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_gaussian_values_survive_what_a_narrow_state_dict_cannot_hold():
+    """A bf16 state dict loaded back into a bf16 model leaves the float32 masters as they were."""
+    model = made(dtype=torch.bfloat16)
+    optimizer = wrapped(model)
+    step(model, optimizer)
+    master = optimizer.optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        master.add_(1e-4 * gaussian(tuple(master.shape), generator(0)))
+    before = master.detach().clone()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert torch.equal(master, before)
+    assert not torch.equal(master.bfloat16().float(), master)
+
+
+@pytest.mark.parametrize("recipe", long_but(["tensorwise", "mxfp8", "rowwise_with_gw_hp"], RECIPES))
+@pytest.mark.parametrize(
+    "dtype", long_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=["fp32", "bf16"]
+)
+def test_compiled_training_is_bitwise_eager(recipe, dtype, fresh_compiler):
+    model, expected = made(recipe, dtype), made(recipe, dtype)
+    optimizer, other = wrapped(model), wrapped(expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        assert torch.equal(step(compiled, optimizer, seed), step(expected, other, seed))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(step(compiled, optimizer, 2), step(expected, other, 2))
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@on_each_recipe
+def test_a_model_that_is_compiled_only_lets_go_of_its_high_precision_values_too(recipe, fresh_compiler):
+    model, expected = made(recipe), made(recipe)
+    x = x_of(8, K)
+    held = [StorageWeakRef(layer.weight.untyped_storage()) for layer in float8_layers(model)]
+    for converted in (model, expected):
+        f8sub.drop_high_precision(converted.requires_grad_(False))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), expected(x))
+    assert all(storage.expired() for storage in held)
+
+
+README = (Path(__file__).parents[3] / "README.md").read_text()
+SECTION = README.partition("### Master weights\n")[2].partition("\n## ")[0]
+EXAMPLES = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+HELD = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, PrimaryWeight)]
+
+
+@pytest.mark.parametrize("index", range(3), ids=["fp32", "bf16", "float8"])
+def test_the_example_trains(index):
+    assert len(EXAMPLES) == 3
+    torch.manual_seed(0)
+    names = {
+        "model": nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)),
+        "torch": torch,
+        "f8sub": f8sub,
+    }
+    exec(EXAMPLES[index], names)
+    model, optimizer = names["model"], names["optimizer"]
+    dtype, kind = HELD[index]
+    assert model[0].weight.dtype == dtype
+    assert kind is None or isinstance(model[0].weight, kind)
+    stepped = getattr(optimizer, "optimizer", optimizer)
+    assert {p.dtype for group in stepped.param_groups for p in group["params"]} == {torch.float32}
+    x = x_of(8, K, dtype=dtype)
+    target = dy_of(x)
+    losses = []
+    for _ in range(50):
+        loss = (model(x) - target).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]

@@ -1,0 +1,118 @@
+"""conversion_report: equal layers in one row, what is no nn.Linear, and shares of the whole model."""
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from tests.convert.models import K, N, mlp
+from tests.models import Transformer
+
+
+def report_of(model: nn.Module, **options) -> f8sub.ConversionReport:
+    return f8sub.conversion_report(f8sub.convert_to_float8(model, **options))
+
+
+def rows(report: f8sub.ConversionReport) -> dict[str, list[str]]:
+    """Cells of each row, by the layers' name."""
+    lines = [line.split() for line in str(report).splitlines() if line.startswith("  ")]
+    return {cells[0]: cells[1:] for cells in lines if len(cells) > 3 and cells[2] == "x"}
+
+
+def test_the_first_line_is_the_summary():
+    report = report_of(mlp(), recipe="tensorwise")
+    layers = {layer.fqn: layer for layer in report.layers}
+    assert (layers["up"].in_features, layers["up"].out_features, layers["up"].converted) == (K, N, True)
+    share, own = 2 * K * N / (2 * K * N + K * 16), 2 * K * N / (2 * K * N + K * 16 + N + K + 16)
+    assert report.flops_share == pytest.approx(share)
+    assert report.parameters_share == pytest.approx(own)
+    assert report.summary == (
+        f"2 of 3 linear layers in float8, {share:.1%} of FLOPs, {own:.1%} of parameters (tensorwise, scaled_mm)"
+    )
+    lines = str(report).splitlines()
+    assert lines[0] == report.summary
+    assert lines[2:6:3] == ["in float8: tensorwise, scaled_mm", "not in float8: output head (default)"]
+
+
+def test_a_model_that_was_not_converted():
+    report = f8sub.conversion_report(mlp())
+    assert report.flops_share == 0
+    assert "not in float8: convert_to_float8 has not seen it" in str(report)
+    assert f8sub.conversion_report(nn.ReLU()).flops_share == 0
+
+
+def test_equal_layers_are_one_row_and_a_large_model_fits_a_screen():
+    with torch.device("meta"):
+        model = Transformer(1024, 4096, blocks=48, classes=32000)
+    text = str(report := report_of(model))
+    cells = rows(report)
+    square, all_of_it = 1024 * 1024, 48 * (4 + 3 * 4) * 1024 * 1024 + 32000 * 1024
+    assert cells["blocks.*.q"][:6] == ["48", "x", "1024", "x", "1024", f"{48 * square / all_of_it:.1%}"]
+    assert cells["lm_head"][:5] == ["1", "x", "32000", "x", "1024"]
+    assert len(cells) == 8
+    assert len(text.splitlines()) < 40
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_many_kinds_and_long_names_fit_too():
+    model = nn.ModuleDict({f"{'a' * 60}{i}": nn.Linear(16, 16 + 16 * i) for i in range(50)})
+    text = str(report_of(model))
+    assert "and 34 kinds of smaller layers" in text
+    assert "a49 " in text
+    assert len(text.splitlines()) < 40
+    assert max(map(len, text.splitlines())) <= 100
+
+
+class Router(nn.Module):
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.weight = nn.Parameter(torch.empty(8, K))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(8, N, K))
+        self.w2 = nn.Parameter(torch.empty(8, K, N))
+
+
+class Moe(nn.Module):
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.router, self.experts = Router(top_k), Experts()
+        self.position = nn.Parameter(torch.empty(1, 5, K))
+        self.shared = nn.Linear(K, N)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "used", "words"), [(2, 2, "2 of 8 used by a token"), (0, 8, "all 8 counted")]
+)
+def test_experts_count_as_often_as_a_token_uses_them(top_k, used, words):
+    report = report_of(Moe(top_k))
+    parameters = 8 * 2 * N * K
+    routing = 8 * K
+    assert report.flops_share == pytest.approx(N * K / (N * K + routing + parameters * used / 8))
+    assert report.parameters_share == pytest.approx(N * K / (N * K + N + routing + 5 * K + parameters))
+    assert [other.fqn for other in report.others] == ["router", "experts"]
+    assert words in " ".join(str(report).split())
+
+
+def test_top_k_of_a_config_and_experts_in_a_list():
+    model = nn.Module()
+    model.config = type("Config", (), {"num_experts_per_tok": 1})()
+    model.mlp = nn.Module()
+    model.mlp.experts = nn.ModuleList(nn.Linear(K, N) for _ in range(4))
+    model.up = nn.Linear(K, N)
+    report = report_of(model, skip="up")
+    assert report.flops_share == pytest.approx(1 / 2)
+    assert [layer.multiplications for layer in report.layers] == [K * N / 4] * 4 + [K * N]
+
+
+def test_attention_of_torch_and_convolutions():
+    layer = nn.TransformerEncoderLayer(64, 2, 128)
+    assert report_of(layer).flops_share == pytest.approx(2 * 128 / (2 * 128 + 4 * 64))
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Embedding(10, 16), nn.Linear(16, 16))
+    report = report_of(model)
+    assert (report.flops_share, report.others[0].multiplications) == (1.0, None)
+    assert rows(report)["0"] == ["1", "x", "16", "x", "3", "x", "3", "x", "3", "?", f"{432 / 880:.1%}"]

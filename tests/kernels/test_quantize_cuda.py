@@ -1,0 +1,262 @@
+"""Triton's quantizers, interpreted on the CPU, equal the reference bitwise."""
+
+import pytest
+import torch
+
+from f8sub import ALL, Float8Format, ScaleRule, Tile
+from f8sub.formats import E2M1
+from f8sub.kernels import reference, scales
+from f8sub.kernels.gemm import block_scales, select
+from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.triton import quantize_cuda, support
+from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
+from tests.kernels.products import assert_same_bits
+from tests.kernels.quantized import (
+    DTYPES,
+    E4M3,
+    E5M2,
+    FORMATS,
+    INF,
+    NAN,
+    POWER_OF_2,
+    SHAPES,
+    SMALL,
+    check,
+    check_priors,
+    on_each_format,
+    on_each_rule_and_dtype,
+    on_each_walk,
+    usages_of,
+)
+from tests.selection import long_but
+
+
+def bad_elements(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Three that are not finite, and nothing that is."""
+    some = make("gaussian", (24, 48), 2, dtype)
+    some[3, 4], some[7, 9], some[20, 0] = NAN, INF, -INF
+    none = torch.full_like(some, NAN)
+    none[3] = INF
+    return [some, none]
+
+
+def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    format = FORMATS[name]
+    some, none = bad_elements(dtype)
+    data = [make(data, SMALL, 3, dtype) for data in DATA_SETS]
+    for x in (*data, *edge_values(dtype).values(), some, none):
+        check(x, format, format, device=device)
+    codes = quantize_cuda.quantize(some.to(device), format, None)[0].data
+    assert codes.float().isnan().sum() == 3
+
+
+def walks(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
+    for x in (*(make("lognormal", shape, 5, dtype) for shape in SHAPES), *bad_elements(dtype)):
+        for row, col in usages_of(name):
+            check(x, row, col, device=device)
+
+
+@on_each_rule_and_dtype
+def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
+    interpreter(elements, name, dtype)
+
+
+@on_each_walk
+def test_shapes_that_tiles_do_not_divide(interpreter, name):
+    interpreter(walks, name)
+
+
+def many_scales(dtype: torch.dtype, rule: ScaleRule) -> None:
+    """Every exponent, with mantissas at the ends, around 1.75 (that of the largest codes) and in between."""
+    drawn = torch.randint(0, 1 << 23, (8,), generator=generator(3)).tolist()
+    mantissas = [0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFE, 0x7FFFFF, *drawn]
+    bits = [(exponent << 23) | mantissa for exponent in range(255) for mantissa in mantissas]
+    amaxes = torch.tensor(bits, dtype=torch.int32).view(torch.float32)[:, None]
+    check(amaxes, Float8Format(dtype, Tile(1, 128), rule), None)
+
+
+@pytest.mark.parametrize("rule", [ScaleRule.FLOAT, POWER_OF_2], ids=["float", "power_of_2"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_scales_of_many_amaxes(interpreter, dtype, rule):
+    interpreter(many_scales, dtype, rule)
+
+
+def every_code(dtype: torch.dtype) -> None:
+    """All bfloat16 there are, under the scale 1."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    one = PriorScale(torch.ones(1, 1), 0.0, False)
+    format = Float8Format(dtype, Tile(ALL, ALL))
+    expected, found = (
+        kind(x, format, format, prior=one) for kind in (reference.quantize, quantize_cuda.quantize)
+    )
+    for ours, right in zip(found[:2], expected[:2], strict=True):
+        assert_same_bits(ours, right)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_every_bfloat16_is_cast_right(interpreter, dtype):
+    interpreter(every_code, dtype)
+
+
+def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    edge = edge_values(dtype)
+    matrices = (
+        make("lognormal", SMALL, 4, dtype),
+        *(edge[k] for k in ("largest_among_gaussian", "smallest_subnormal")),
+    )
+    for x, bad in zip(matrices, (INF, NAN, -INF), strict=True):
+        spoiled = x.clone()
+        spoiled[2, 3] = bad
+        check_priors(name, (x, spoiled), device)
+
+
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], DTYPES.values()), ids=str)
+@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
+def test_scales_of_the_past(interpreter, name, dtype):
+    interpreter(past_scales, name, dtype)
+
+
+def launches_with_a_past() -> list[list[str]]:
+    """Kernels of a cast with a past that is not known to be there, with one that is, and with one that covers."""
+    from f8sub.kernels.triton import launch
+
+    x, scale, format = make("gaussian", SMALL, 4, torch.bfloat16), torch.ones(1, 1), FORMATS["tensorwise"]
+    found = []
+    for covers, known in ((False, False), (False, True), (True, True)):
+        plan = launch.quantization(x, format, format, PriorScale(scale, 0.0, covers, known))
+        found.append([each.kernel.fn.__name__ for each in plan.launches])
+    return found
+
+
+def test_no_amax_is_looked_for_where_a_past_is_known(interpreter):
+    both = ["amax_of_matrix", "cast_with_one"]
+    assert interpreter(launches_with_a_past) == [both, both[1:], both]
+
+
+def staging(device: str = "cpu") -> None:
+    for amaxes in ([1.0, 3.0, 2.0], [2.0, INF, 1.0], [NAN], [0.0, 2.0**-149, NAN, 5.0], [-NAN, 7.0]):
+        staged, met = torch.zeros(2, device=device).unbind()
+        right = torch.zeros(2).unbind()
+        for amax in amaxes:
+            given = torch.full((1, 1), amax)
+            quantize_cuda.stage(given.to(device), staged, met)
+            scales.stage(given, *right)
+            assert (staged.item(), met.item()) == tuple(t.item() for t in right)
+        finite = [amax for amax in amaxes if abs(amax) < INF]
+        assert staged.item() == max([0.0, *finite])
+        assert met.item() == float(len(finite) < len(amaxes))
+
+
+def test_amaxes_are_staged(interpreter):
+    interpreter(staging)
+    staging()
+
+
+PARTS = [
+    ((0, 0), (300, 272)),
+    ((128, 0), (130, 272)),
+    ((33, 0), (65, 272)),
+    ((0, 128), (300, 144)),
+    ((7, 40), (50, 90)),
+]
+"""Where a part begins and its shape; the last begins within tiles of columns."""
+
+
+def parts(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    """Parts of a matrix under its scales, some of which are NaN, into rows that are longer."""
+    format = FORMATS[name]
+    matrix = make("lognormal", (300, 272), 8, dtype)
+    scale = scales.scale_from_amax(scales.amax(matrix, format.tile), format)
+    scale[-1, -1] *= NAN if scale.numel() > 1 else 2.0
+    matrix[40, 44], matrix[41, 45], matrix[42, 46] = NAN, INF, -INF
+    for (row, col), (rows, cols) in PARTS:
+        part = matrix[row : row + rows, col : col + cols].contiguous()
+        for through in {dtype, torch.bfloat16}:
+            spread = reference.spread(scale, format.tile, part.shape, (row, col))
+            right = reference.cast(part.to(through), spread, format.dtype)
+            out = torch.full((rows, 304), 0xAB, dtype=torch.uint8, device=device)
+            quantize_cuda.cast_into(out, part.to(device), scale.to(device), format, (row, col), through)
+            assert (out[:, cols:] == 0xAB).all()
+            found = out[:, :cols].cpu().view(format.dtype).float()
+            torch.testing.assert_close(found, right.float(), rtol=0, atol=0, equal_nan=True)
+            signs = found.signbit() ^ right.float().signbit()
+            assert not (signs & ~found.isnan()).any()
+
+
+@on_each_walk
+def test_parts_with_known_scales(interpreter, name):
+    interpreter(parts, name)
+
+
+def scales_of_vectors() -> None:
+    x, format = gaussian((48, 400), generator(8)), FORMATS["1x128"]
+    for operand in quantize_cuda.quantize(x, format, format)[:2]:
+        assert operand.scale_inv.stride() == (1, operand.data.shape[0])
+        given = block_scales.vectors(operand)
+        assert given.untyped_storage().data_ptr() == operand.scale_inv.untyped_storage().data_ptr()
+
+
+def test_scales_of_vectors_are_laid_out_as_the_gemm_reads_them(interpreter):
+    interpreter(scales_of_vectors)
+
+
+def other_layouts() -> None:
+    x = gaussian((48, 80), generator(8))
+    for name, format in FORMATS.items():
+        check(x.t(), format, format)
+        check(x[::2], format, format)
+        if name != "1x128-float":
+            check(x, format, FORMATS["1x128-float"])
+        for row, col in usages_of(name):
+            check(x, row, col, any_layout=True)
+
+
+def test_other_layouts_and_two_formats(interpreter):
+    interpreter(other_layouts)
+
+
+def rounds_wrongly() -> bool:
+    """Whether Triton's interpreter, as it comes, casts 127.9 to something else than 128."""
+    import triton.language as tl
+    from triton.runtime import interpreter as module
+
+    cells = module._convert_float.__closure__
+    (convert,) = (cell.cell_contents for cell in cells if callable(cell.cell_contents))
+    nearest = module._ir.ROUNDING_MODE.RTNE
+    found = convert(torch.tensor([127.9]).numpy(), tl.float32, tl.float8e4nv, nearest)
+    return float(torch.from_numpy(found.copy()).view(E4M3).float()) != 128.0
+
+
+def test_the_interpreter_still_needs_its_repair(interpreter):
+    assert interpreter(rounds_wrongly), (
+        "Triton's interpreter rounds now: drop tests/kernels/interpreted.repair"
+    )
+
+
+UNCOVERED = {
+    "32x32": Float8Format(E4M3, Tile(32, 32)),
+    "128x256": Float8Format(E4M3, Tile(128, 256)),
+    "1x64": Float8Format(E4M3, Tile(1, 64)),
+    "columns": Float8Format(E4M3, Tile(ALL, 1)),
+    "e8m0": Float8Format(E4M3, Tile(1, 128), ScaleRule.E8M0),
+    "e2m1": Float8Format(E2M1, Tile(ALL, ALL)),
+    "hadamard": Float8Format(E4M3, Tile(ALL, ALL), hadamard=16),
+}
+
+
+@pytest.mark.parametrize("name", UNCOVERED)
+def test_what_no_kernel_casts_to(name):
+    words = str(UNCOVERED[name]), str(UNCOVERED[name].tile)
+    assert any(word in str(support.why_no_kernel(UNCOVERED[name])) for word in words)
+
+
+@on_each_format
+def test_the_cpu_has_no_kernels(name):
+    """Neither asked for through the module nor chosen by a layer on the CPU."""
+    assert support.why_no_kernel(FORMATS[name]) is None
+    assert "cpu" in str(support.why_no_triton(torch.device("cpu")))
+    x = gaussian(SMALL, generator(1))
+    check(x, FORMATS[name], FORMATS[name])
+    assert select.quantizer_of(FORMATS[name], torch.device("cpu")) in ("host", "reference")
+    if FORMATS[name].tile.is_whole:
+        check_priors(name, [x])

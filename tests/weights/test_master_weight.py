@@ -1,0 +1,375 @@
+"""MasterWeight: any change makes the next forward read it anew, nothing else does; plain wherever it is stored."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import f8sub
+from f8sub.weights.master_weight import MasterWeight
+from tests.counting import Float8Work
+from tests.data_sets import gaussian, generator
+from tests.layers import on_each_recipe
+
+ROWS, COLS = 48, 32
+PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def made(recipe: str = "tensorwise", dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    layer = nn.Linear(COLS, ROWS, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(gaussian((ROWS, COLS), generator(1)))
+        layer.bias.copy_(gaussian((ROWS,), generator(6)))
+    return f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)
+
+
+def x_of(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return gaussian((8, COLS), generator(2)).to(dtype)
+
+
+def fresh_output(model: nn.Module, recipe: str, x: torch.Tensor) -> torch.Tensor:
+    """What a layer converted just now gives with the same values."""
+    layer = nn.Linear(COLS, ROWS, dtype=model[0].weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(model[0].weight)
+        layer.bias.copy_(model[0].bias)
+    return f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)(x)
+
+
+def step_with(make) -> object:
+    def step(model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.grad = gaussian(tuple(parameter.shape), generator(3)).to(parameter.dtype)
+        make(parameters).step()
+
+    return step
+
+
+def add_to(vector: torch.Tensor, model: nn.Module) -> None:
+    vector.add_(0.5)
+    vector_to_parameters(vector, model.parameters())
+
+
+def twice_from_one_vector(model: nn.Module) -> None:
+    vector = parameters_to_vector(model.parameters()).detach()
+    add_to(vector, model)
+    model(x_of())  # reads the weight as it is between the two
+    add_to(vector, model)
+
+
+def through_the_vector_alone(model: nn.Module) -> None:
+    vector = parameters_to_vector(model.parameters()).detach()
+    vector_to_parameters(vector, model.parameters())
+    model(x_of())
+    vector.mul_(3.0)
+
+
+def rebind_twice(model: nn.Module) -> None:
+    """The storage that is let go first may be given out again for the second."""
+    weight = model[0].weight
+    weight.data = torch.zeros(ROWS, COLS)
+    weight.data = gaussian((ROWS, COLS), generator(9))
+
+
+def in_place(change):
+    def apply(model: nn.Module) -> None:
+        with torch.no_grad():
+            change(model[0].weight)
+
+    return apply
+
+
+def set_item(weight):
+    weight[0] = 9.0
+
+
+def set_mask(weight):
+    weight[weight > 0.5] = 9.0
+
+
+CHANGES = {
+    "adamw-foreach": step_with(lambda p: torch.optim.AdamW(p, lr=0.5, foreach=True)),
+    "adamw-fused": step_with(lambda p: torch.optim.AdamW(p, lr=0.5, fused=True)),
+    "adamw-for-loop": step_with(lambda p: torch.optim.AdamW(p, lr=0.5, foreach=False, fused=False)),
+    "sgd-momentum": step_with(lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9)),
+    "sgd-fused": step_with(lambda p: torch.optim.SGD(p, lr=0.5, fused=True)),
+    "adafactor": step_with(lambda p: torch.optim.Adafactor(p, lr=0.5)),
+    "load_state_dict": lambda m: m.load_state_dict(
+        {"0.weight": gaussian((ROWS, COLS), generator(7)), "0.bias": torch.zeros(ROWS)}
+    ),
+    "load_state_dict-assign": lambda m: m.load_state_dict(
+        {"0.weight": gaussian((ROWS, COLS), generator(7)), "0.bias": torch.zeros(ROWS)}, assign=True
+    ),
+    "init": lambda m: nn.init.xavier_uniform_(m[0].weight),
+    "init-orthogonal": lambda m: nn.init.orthogonal_(m[0].weight),
+    "init-sparse": lambda m: nn.init.sparse_(m[0].weight, 0.5),
+    "reset_parameters": lambda m: m[0].reset_parameters(),
+    "vector_to_parameters": lambda m: add_to(parameters_to_vector(m.parameters()).detach(), m),
+    "vector_to_parameters-twice": twice_from_one_vector,
+    "the-vector-behind-it": through_the_vector_alone,
+    "rebind-data": lambda m: setattr(m[0].weight, "data", gaussian((ROWS, COLS), generator(8))),
+    "rebind-data-twice": rebind_twice,
+    "to-bf16-and-back": lambda m: m.to(torch.bfloat16).to(torch.float32),
+    "mul_": in_place(lambda w: w.mul_(3)),
+    "copy_": in_place(lambda w: w.copy_(gaussian((ROWS, COLS), generator(4)))),
+    "out=": in_place(lambda w: torch.mul(gaussian((ROWS, COLS), generator(4)), 2.0, out=w)),
+    "foreach": in_place(lambda w: torch._foreach_mul_([w], 3.0)),
+    "addmm_": in_place(lambda w: w.addmm_(torch.ones(ROWS, 2), torch.ones(2, COLS))),
+    "set_": in_place(lambda w: w.set_(gaussian((ROWS, COLS), generator(4)))),
+    "data.mul_": lambda m: m[0].weight.data.mul_(3),
+    "detach.mul_": lambda m: m[0].weight.detach().mul_(3),
+    "index_fill_": in_place(lambda w: w.index_fill_(0, torch.tensor([0]), 9.0)),
+    "setitem": in_place(set_item),
+    "setitem-mask": in_place(set_mask),
+}
+VIEWS = {
+    "view": lambda w: w.view(-1),
+    "view_as": lambda w: w.view_as(torch.empty(COLS, ROWS)),
+    "reshape": lambda w: w.reshape(COLS, ROWS),
+    "flatten": lambda w: w.flatten(),
+    "slice": lambda w: w[:7],
+    "narrow": lambda w: w.narrow(0, 3, 5),
+    "chunk": lambda w: w.chunk(3)[1],
+    "split": lambda w: w.split(7)[0],
+    "split-sizes": lambda w: w.split([8, 40])[0],
+    "select": lambda w: w[0],
+    "unbind": lambda w: w.unbind()[2],
+    "t": lambda w: w.t(),
+    "T": lambda w: w.T,
+    "permute": lambda w: w.permute(1, 0),
+    "unsqueeze": lambda w: w.unsqueeze(0),
+    "diagonal": lambda w: w.diagonal(),
+    "unfold": lambda w: w.unfold(0, 2, 2),
+    "expand": lambda w: w.expand(ROWS, COLS),
+    "squeeze": lambda w: w.squeeze(),
+    "movedim": lambda w: w.movedim(0, 1),
+    "unflatten": lambda w: w.unflatten(0, (2, ROWS // 2)),
+    "view-dtype": lambda w: w.view(torch.int32).view(torch.float32),
+    "a-view-of-a-view": lambda w: w[2:9][1:, :4],
+    "a-selection-of-a-view": lambda w: w[2:9][1],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=list(CHANGES))
+@on_each_recipe
+def test_the_forward_after_a_change_reads_the_weight_as_it_is(recipe, change):
+    model, x = made(recipe), x_of()
+    before = model(x).detach()
+    CHANGES[change](model)
+    after = model(x)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, fresh_output(model, recipe, x))
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=list(VIEWS))
+@pytest.mark.parametrize("of", ["parameter", "data", "detached"], ids=str)
+def test_a_write_through_a_view_is_seen(view, of):
+    model, x = made(), x_of()
+    weight = model[0].weight
+    before = model(x).detach()
+    with torch.no_grad():
+        source = {"parameter": weight, "data": weight.data, "detached": weight.detach()}[of]
+        VIEWS[view](source).add_(200.0)
+    after = model(x)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, fresh_output(model, "tensorwise", x))
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_a_compiled_optimizer_step_is_seen(options, fresh_compiler):
+    """Compiled code bypasses dispatch."""
+    model, x = made(), x_of()
+    model(x).backward(gaussian((8, ROWS), generator(4)))
+    step = torch.compile(torch.optim.AdamW(model.parameters(), lr=2.0, **options).step, backend="aot_eager")
+    for _ in range(2):
+        before = model(x).detach()
+        step()
+        assert not torch.equal(model(x), before)
+        assert torch.equal(model(x), fresh_output(model, "tensorwise", x))
+
+
+def test_a_compiled_function_that_writes_is_seen(fresh_compiler):
+    model, x = made(), x_of()
+    model(x)
+
+    @torch.compile(backend="aot_eager")
+    def grow(weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight.mul_(50.0)
+
+    grow(model[0].weight)
+    assert torch.equal(model(x), fresh_output(model, "tensorwise", x))
+
+
+def weights_cast(model: nn.Module, run) -> int:
+    with Float8Work() as work:
+        run()
+    return sum(shape in ((ROWS, COLS), (COLS, ROWS)) for shape in work.casts)
+
+
+CLEAN = {
+    "forward-and-backward": lambda m: m(x_of().requires_grad_()).backward(gaussian((8, ROWS), generator(4))),
+    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1),
+    "zero_grad": lambda m: m.zero_grad(),
+    "deepcopy": lambda m: copy.deepcopy(m),
+    "pickle": lambda m: torch.save(m[0].weight, io.BytesIO()),
+    "parameters_to_vector": lambda m: parameters_to_vector(m.parameters()),
+    "norm": lambda m: m[0].weight.norm().item(),
+    "matmul": lambda m: x_of() @ m[0].weight.t(),
+    "repr": lambda m: repr(m[0].weight),
+    "train-and-eval": lambda m: m.eval().train(),
+    "requires_grad_": lambda m: m.requires_grad_(True),
+    "new-optimizer": lambda m: torch.optim.AdamW(m.parameters()),
+    "to-its-own-dtype": lambda m: m.to(torch.float32),
+    "conversion_report": f8sub.conversion_report,
+    "precompute_scales": f8sub.precompute_scales,
+    "quantize": lambda m: f8sub.quantize(m[0].weight, "tensorwise", "w", columnwise=False),
+}
+
+
+@pytest.mark.parametrize("operation", CLEAN, ids=list(CLEAN))
+@on_each_recipe
+def test_what_changes_nothing_casts_nothing_again(recipe, operation):
+    model = made(recipe)
+    model(x_of()).backward(gaussian((8, ROWS), generator(5)))
+    CLEAN[operation](model)
+    assert weights_cast(model, lambda: model(x_of())) == 0
+    model[0].weight.mark_stale()
+    assert weights_cast(model, lambda: model(x_of())) == 1
+
+
+@on_each_recipe
+def test_codes_are_cast_once_a_step(recipe):
+    """Three micro-batches, forward and backward: one cast of the weight; the step makes the next.
+
+    Where columns are re-scaled from the codes, each backward does that, and frees them.
+    """
+    model = made(recipe)
+    tile = f8sub.get_recipe(recipe).fprop.b.tile
+    rescaled = 0 if tile.rows == tile.cols else 3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def accumulate() -> None:
+        for seed in range(3):
+            x = gaussian((8, COLS), generator(seed)).requires_grad_()
+            model(x).backward(gaussian((8, ROWS), generator(10 + seed)))
+
+    for _ in range(3):
+        assert weights_cast(model, accumulate) == 1 + rescaled
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+READ_AS = {
+    "transposed": lambda weight: weight.t(),
+    "first rows": lambda weight: weight[:16],
+    "last rows": lambda weight: weight[16:],
+    "columns": lambda weight: weight[:, :16],
+}
+
+
+@pytest.mark.parametrize("view", READ_AS, ids=list(READ_AS))
+def test_a_view_of_the_weight_has_codes_of_its_own(view):
+    """Of a square weight, whose transpose has its very shape."""
+    layer = nn.Linear(COLS, COLS, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(gaussian((COLS, COLS), generator(1)))
+    model = f8sub.convert_to_float8(nn.Sequential(layer), recipe="rowwise")
+    weight = READ_AS[view](model[0].weight)
+    x = gaussian((8, weight.shape[1]), generator(2)).requires_grad_()
+    model(gaussian((8, COLS), generator(2)))
+    y = torch.func.functional_call(model, {"0.weight": weight}, (x,))
+    dy = gaussian(tuple(y.shape), generator(3))
+    y.backward(dy)
+    for found, expected in ((y, x @ weight.t()), (x.grad, dy @ weight)):
+        assert (found - expected).norm() < 0.06 * expected.norm()
+
+
+def test_what_torch_compile_traces_has_the_strides_of_the_weight():
+    weight = f8sub.convert_to_float8(nn.Sequential(nn.Linear(32, 32)), recipe="tensorwise")[0].weight
+    assert weight._inner.stride() == (32, 1)
+    weight.data = weight.data.t()
+    assert weight._inner.stride() == (1, 32)
+
+
+def test_a_deep_copy_changes_on_its_own():
+    model, x = made(), x_of()
+    y = model(x).detach()
+    twin = copy.deepcopy(model)
+    assert isinstance(twin[0].weight, MasterWeight)
+    assert twin[0].weight.data_ptr() != model[0].weight.data_ptr()
+    with torch.no_grad():
+        twin[0].weight.mul_(3)
+    assert torch.equal(model(x), y)
+    assert torch.equal(twin(x), fresh_output(twin, "tensorwise", x))
+    with torch.no_grad():
+        model[0].weight.mul_(5)
+    assert torch.equal(twin(x), fresh_output(twin, "tensorwise", x))
+    assert torch.equal(model(x), fresh_output(model, "tensorwise", x))
+
+
+def test_deepcopy_keeps_gradients_ties_and_requires_grad():
+    model = nn.Sequential(nn.Linear(COLS, COLS), nn.Linear(COLS, COLS))
+    model[1].weight = model[0].weight
+    model = f8sub.convert_to_float8(model)
+    model(x_of()).backward(gaussian((8, COLS), generator(4)))
+    model[0].bias.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    assert twin[0].weight is twin[1].weight
+    assert torch.equal(twin[0].weight.grad, model[0].weight.grad)
+    assert twin[0].weight.grad.data_ptr() != model[0].weight.grad.data_ptr()
+    assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def test_a_state_dict_pickles_as_plain_tensors():
+    model = made()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    assert b"f8sub" not in file.getvalue()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert all(type(tensor) in PLAIN for tensor in loaded.values())
+    assert torch.equal(loaded["0.weight"], torch.zeros(ROWS, COLS) + model[0].weight.detach())
+
+
+def test_a_parameter_pickles_as_a_plain_parameter():
+    weight = made()[0].weight
+    file = io.BytesIO()
+    torch.save({"parameter": weight, "tensor": weight.detach()}, file)
+    assert b"f8sub" not in file.getvalue()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["parameter"]) is nn.Parameter
+    assert type(loaded["tensor"]) is torch.Tensor
+    assert loaded["parameter"].requires_grad
+
+
+def test_optimizer_states_and_gradients_are_plain():
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
+    model(x_of()).backward(gaussian((8, ROWS), generator(4)))
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert len(states) == 8
+    assert all(type(value) in PLAIN for value in states if isinstance(value, torch.Tensor))
+    assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+
+
+READS = {
+    "numpy": lambda w: torch.from_numpy(w.detach().numpy().copy()),
+    "tolist": lambda w: torch.tensor(w.detach().tolist()),
+    "item": lambda w: w.detach()[0, 0].item() + torch.zeros(ROWS, COLS) * 0 + (w.detach() - w.detach()[0, 0]),
+    "float": lambda w: w.detach().double().float(),
+    "stack": lambda w: torch.stack(list(w.detach().unbind())),
+}
+
+
+@pytest.mark.parametrize("read", READS, ids=list(READS))
+def test_it_can_be_read_as_a_tensor_can(read):
+    weight = made()[0].weight
+    expected = torch.zeros(ROWS, COLS) + weight.detach()
+    assert torch.allclose(READS[read](weight) + 0, expected, rtol=0, atol=1e-6)

@@ -69,12 +69,20 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.Proces
     getattr(dist, name)(output, input, group=group)
 
 
-def factor_of(op: Any, ranks: int) -> float | None:
-    """What a reduction by ``op`` multiplies a sum over ``ranks`` by; None for what is neither sum nor mean."""
+def factor_of(op: Any, ranks: int) -> float:
+    """What a reduction by ``op`` multiplies a sum over ``ranks`` by.
+
+    Raises:
+        Float8ConfigError: ``op`` is neither sum nor mean.
+    """
     kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        return None if factor is None else float(factor)
-    return {dist.ReduceOp.SUM: 1.0, dist.ReduceOp.AVG: 1 / ranks}.get(kind)
+    factors = {dist.ReduceOp.SUM: 1.0, dist.ReduceOp.AVG: 1 / ranks, dist.ReduceOp.PREMUL_SUM: factor}
+    found = factors.get(kind)
+    if found is None:
+        raise Float8ConfigError(
+            f"FSDP2 was to reduce gradients by {op}; reduce_gradients_in_float8 has sums and means"
+        )
+    return float(found)
 
 
 @functools.cache

@@ -48,7 +48,9 @@ def reduce_gradients_in_float8(
         Float8RankMismatchError: ranks of a shard group have different options.
     """
     if measure_every < 1 or (ranks_per_host is not None and ranks_per_host < 1):
-        raise Float8ConfigError(f"{measure_every=} and {ranks_per_host=}: give 1 or more")
+        raise Float8ConfigError(
+            f"measure_every and ranks_per_host are 1 or more, got {measure_every}, {ranks_per_host}"
+        )
     found = _reductions(model)
     every = measure_every if measure else 0
     hops: dict[dist.ProcessGroup, Hops | None] = {}
@@ -56,7 +58,7 @@ def reduce_gradients_in_float8(
     for fqn, (module, reduction) in found.items():
         group, before = reduction.ranks, reduction.comm
         if group not in hops:
-            hops[group] = hops_of(group, flat, ranks_per_host, every)
+            hops[group] = hops_of(group, reduction.device, (flat, ranks_per_host, every))
         if isinstance(before, Float8ReduceScatter):
             before = before.before
         comm = Float8ReduceScatter(before, hops[group], every)
@@ -109,9 +111,16 @@ def _reductions(model: torch.nn.Module) -> dict[str, tuple[FSDPModule, Reduction
                 "call fully_shard for the modules of each mesh by themselves"
             )
         for reduction in of_module:
-            if reduction.ranks is not None and reduction.ranks.size() > 1:
-                found.setdefault(id(reduction.key), (fqn, module, reduction))
-                _check(name, reduction)
+            if reduction.ranks is None or reduction.ranks.size() == 1:
+                continue
+            found.setdefault(id(reduction.key), (fqn, module, reduction))
+            if not reduction.is_default and not isinstance(reduction.comm, Float8ReduceScatter):
+                raise Float8ConfigError(
+                    f"{name} has a reduce-scatter of its own, {type(reduction.comm).__name__}: leave out "
+                    "set_custom_reduce_scatter and FSDP2's options of memory for communication, or this call"
+                )
+            if reduction.device.type == "cuda" and (why := why_no_triton(reduction.device)) is not None:
+                raise Float8ConfigError(f"reduce_gradients_in_float8 packs gradients by Triton, which {why}")
     rounded = [fqn or "the model" for fqn, _, reduction in found.values() if reduction.dtype != torch.float32]
     if rounded:
         warnings.warn(
@@ -121,13 +130,3 @@ def _reductions(model: torch.nn.Module) -> dict[str, tuple[FSDPModule, Reduction
             stacklevel=3,
         )
     return {fqn: (module, reduction) for fqn, module, reduction in found.values()}
-
-
-def _check(name: str, reduction: Reduction) -> None:
-    if not reduction.is_default and not isinstance(reduction.comm, Float8ReduceScatter):
-        raise Float8ConfigError(
-            f"{name} has a reduce-scatter of its own, {type(reduction.comm).__name__}: leave out "
-            "set_custom_reduce_scatter and FSDP2's options of memory for communication, or this call"
-        )
-    if reduction.device.type == "cuda" and (why := why_no_triton(reduction.device)) is not None:
-        raise Float8ConfigError(f"reduce_gradients_in_float8 packs gradients by Triton, which {why}")

@@ -130,12 +130,7 @@ class Float8ReduceScatter:
     ) -> None:
         """Exchange the bytes, and write the sum that ``op`` asks for."""
         packed: Packed = input_tensor.contents[0]
-        factor = factor_of(op, group.size())
-        if factor is None:
-            raise Float8ConfigError(
-                f"FSDP2 was to reduce gradients by {op}; reduce_gradients_in_float8 has sums and means"
-            )
-        factor /= packed.divisor
+        factor = factor_of(op, group.size()) / packed.divisor
         layout, wire, ranks = packed.layout, packed.wire, group
         if self._hops is not None:
             layout, wire = self._to_hosts(layout, wire, self._hops)

@@ -158,7 +158,7 @@ def steps(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple
     batches = [Batch.random(size, tokens, device) for _ in range(2)]
     for name in ("float32", "bfloat16", "float8", "float32 again"):
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-        trainer = Trainer(variant, size, tokens, device, blocks, dtype, checkpointed=True)
+        trainer = Trainer(variant, size, tokens, device, blocks, "selective", dtype)
         if name == "float8":
             f8sub.reduce_gradients_in_float8(trainer.model)
         for batch in batches:

@@ -11,13 +11,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-import f8sub
 from f8sub.weights.weight import local_tensor
+from scripts.bench.gpu.checkpoints import checkpointed
 from scripts.bench.gpu.variants import Variant
 
 DIMENSIONS = (
@@ -97,8 +96,8 @@ class Trainer:
         tokens: int,
         device: torch.device,
         blocks: int,
+        checkpoint: str = "none",
         reduce_dtype: torch.dtype = torch.float32,
-        checkpointed: bool = False,
     ) -> None:
         self.variant, self.device, self.blocks = variant, device, blocks
         config = LlamaConfig(
@@ -118,9 +117,7 @@ class Trainer:
         first, last = self.model.blocks[0], self.model.blocks[-1]
         self.probes = {"first": first.self_attn.q_proj, "last": last.mlp.down_proj}
         for index, block in enumerate(self.model.blocks):
-            if checkpointed:
-                block = checkpoint_wrapper(block, context_fn=f8sub.checkpoint_policy())
-            self.model.blocks[index] = variant.compile(block, device)
+            self.model.blocks[index] = variant.compile(checkpointed(block, checkpoint), device)
         if not variant.graphed:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
             for part in (self.model.embedding, *self.model.blocks, self.model.lm_head, self.model):

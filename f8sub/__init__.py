@@ -19,6 +19,7 @@ from f8sub.errors import (
 from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
+from f8sub.features.experts.grouped_linear import grouped_linear
 from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
 from f8sub.features.export.save import save_float8
 from f8sub.features.load.load import load_float8
@@ -68,6 +69,7 @@ __all__ = [
     "float8_state_dict",
     "float8_weights",
     "get_recipe",
+    "grouped_linear",
     "load_float8",
     "precompute_scales",
     "quantize",

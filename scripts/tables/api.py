@@ -46,7 +46,10 @@ SECTIONS = {
             *("ScaleRule", "Rounding"),
         ],
     ),
-    "Tensors and layers": ("f8sub", ["quantize", "Float8Tensor", "Operand", "Float8Linear"]),
+    "Tensors and layers": (
+        "f8sub",
+        ["quantize", "Float8Tensor", "Operand", "Float8Linear", "grouped_linear"],
+    ),
     "Errors and warnings": (
         "f8sub",
         [

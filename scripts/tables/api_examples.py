@@ -189,6 +189,13 @@ def Rounding():
     assert recipe.dgrad.a.rounding is f8sub.Rounding.STOCHASTIC
 
 
+def grouped_linear():
+    x, weight = torch.randn(10, 32), torch.randn(3, 16, 32)  # ten tokens, three experts
+    ends = torch.tensor([4, 4, 10])  # four tokens, none, six
+    y = f8sub.grouped_linear(x, weight, ends, "rowwise")
+    assert y.shape == (10, 16)
+
+
 def quantize():
     x = torch.randn(256, 512)
     quantized = f8sub.quantize(x, "blockwise", operand="x")

@@ -22,6 +22,7 @@ from f8sub.features.delayed import histories as _histories  # noqa: F401  (enter
 from f8sub.features.experts.grouped_linear import grouped_linear
 from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
 from f8sub.features.export.save import save_float8
+from f8sub.features.inspect.estimate import Estimate, estimate
 from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
@@ -43,6 +44,7 @@ from f8sub.weights.precompute_scales import precompute_scales, register_precompu
 __all__ = [
     "ALL",
     "ConversionReport",
+    "Estimate",
     "Float8ConfigError",
     "Float8Format",
     "Float8Linear",
@@ -65,6 +67,7 @@ __all__ = [
     "convert_from_float8",
     "convert_to_float8",
     "drop_high_precision",
+    "estimate",
     "find_nonfinite",
     "float8_state_dict",
     "float8_weights",

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Never, TypeVar
 
@@ -28,17 +27,18 @@ from f8sub.convert.filters import (
     layer_recipes,
 )
 from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
+from f8sub.convert.forward_hooks import check_ranks_hook, guests_hook
 from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, warn_of_reference
+from f8sub.linear.parameters import take_place
 from f8sub.linear.saved_input import AUTO, close_scope, open_scope
-from f8sub.linear.take_place import take_place
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.precompute_scales import check_ranks_hook, guests_hook, watch_optimizer_steps
+from f8sub.weights.precompute_scales import watch_optimizer_steps
 from f8sub.weights.weight import Weight
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -192,16 +192,7 @@ def _reasons(
     modules: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Linear], selection: Selection
 ) -> dict[str, str | None]:
     """Why each linear layer is not converted, which is entered in the layer; None where it is."""
-    owners: dict[int, list[str]] = defaultdict(list)
-    for fqn, module in modules.items():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append(fqn)
     reasons = selection.reasons(modules, linears)
-    # A weight is gathered as float8 for all of its owners or for none.
-    float8 = {fqn for fqn, reason in reasons.items() if reason in IN_FLOAT8}
-    for fqn in [fqn for fqn, reason in reasons.items() if reason is None]:
-        if apart := [owner for owner in owners[id(linears[fqn].weight)] if owner not in float8]:
-            reasons[fqn] = f"its weight is tied to {apart[-1]}, which stays in high precision"
     for fqn, reason in reasons.items():
         if reason not in IN_FLOAT8:
             setattr(linears[fqn], SKIP_REASON, reason)

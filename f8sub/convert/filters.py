@@ -1,5 +1,6 @@
 """Which layers are converted, and with which recipe: one reason for every layer that is not."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -131,12 +132,21 @@ class Selection:
     def reasons(
         self, modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
     ) -> dict[str, str | None]:
-        """Why each linear layer stays as it is, by name; None where it is converted. Ties aside."""
+        """Why each linear layer stays as it is, by name; None where it is converted."""
         by_default = default_reasons(modules, linears) if self.defaults else {}
         found = {fqn: self._why_not(module, fqn, by_default.get(fqn)) for fqn, module in linears.items()}
         if self.defaults or self.min_dim is not None:
             left = {fqn: linears[fqn] for fqn, reason in found.items() if reason is None}
             found |= too_small(left, self.min_dim)
+        # A weight is gathered as float8 for all of its owners or for none.
+        owners: dict[int, list[str]] = defaultdict(list)
+        for fqn, module in modules.items():
+            for parameter in module.parameters(recurse=False):
+                owners[id(parameter)].append(fqn)
+        float8 = {fqn for fqn, reason in found.items() if reason in IN_FLOAT8}
+        for fqn in [fqn for fqn, reason in found.items() if reason is None]:
+            if apart := [owner for owner in owners[id(linears[fqn].weight)] if owner not in float8]:
+                found[fqn] = f"its weight is tied to {apart[-1]}, which stays in high precision"
         return found
 
     def idle(self, names: Sequence[str]) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
+from f8sub.linear.parameters import exported
 from f8sub.linear.saved_input import AUTO, Call, GemmInput, Kept, cast_x, present, x_columnwise
 from f8sub.linear.sockets import contexts
 from f8sub.linear.weight_cast import last_cast, quantize_rowwise, rowwise_of
@@ -38,7 +39,7 @@ from f8sub.tensor.product import multiply
 from f8sub.torch_compat import apply, autocast_dtype, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import Weight, WeightRecord, exported, local_tensor
+from f8sub.weights.weight import Weight, WeightRecord, local_tensor
 
 
 class Float8Linear(torch.nn.Linear):

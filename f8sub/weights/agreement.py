@@ -43,7 +43,12 @@ def all_arrive(point: str, world: int) -> bool:
         # Not get, which waits: where the answer is no, another rank may have deleted it meanwhile.
         decided = store.compare_set(decision, "", "no")
     if not _leave(store, arrived, decision, world) and decided != b"yes":
-        _leave_behind(store, point)
+        # Ranks may still come to this point; those of an old one have had time to.
+        _left_behind.append((weakref.ref(store), point))
+        if len(_left_behind) > _REMEMBERED:
+            of_store, oldest = _left_behind.popleft()
+            if of_store() is store:
+                _delete(store, f"{oldest}/arrived", f"{oldest}/decision")
     return bool(decided == b"yes")
 
 
@@ -87,15 +92,6 @@ def _leave(store: Any, arrived: str, decision: str, world: int) -> bool:
     if is_last:
         _delete(store, arrived, decision)
     return bool(is_last)
-
-
-def _leave_behind(store: Any, point: str) -> None:
-    """Remember a point that ranks may still come to, and delete the oldest one."""
-    _left_behind.append((weakref.ref(store), point))
-    if len(_left_behind) > _REMEMBERED:
-        of_store, oldest = _left_behind.popleft()
-        if of_store() is store:
-            _delete(store, f"{oldest}/arrived", f"{oldest}/decision")
 
 
 def _delete(store: Any, *keys: str) -> None:

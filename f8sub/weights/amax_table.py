@@ -25,12 +25,9 @@ _SLOT = 4
 class AmaxTable:
     """Flat float32 memory, the same on every rank, whose parts the shards and the unsharded weights look at.
 
-    Attributes:
-        shards: weights of one ``Shard.rule`` side by side.
-        regions: of the guests, whose memory is ``parts``.
-        whole: all that is reduced when regions are due: ``amax`` and then ``parts``.
-        amax: the weights' amaxes, infinity for one that is not finite; and as the last entry a lane: 1 + the index of
-            a weight that changed on some ranks only.
+    ``whole`` is ``amax`` and then the ``parts`` of the guests' regions. ``amax`` are the weights' amaxes, those of one
+    ``Shard.rule`` side by side, infinity for one that is not finite; and as the last entry a lane: 1 + the index of a
+    weight that changed on some ranks only.
     """
 
     def __init__(self, shards: Sequence[Shard], regions: Mapping[Guest, Region], device: str) -> None:
@@ -54,9 +51,8 @@ class AmaxTable:
 
     def group_by_rule(self) -> None:
         """Find the weights side by side whose scales are made alike."""
-        from_table = [shard for shard in self.shards if not shard.wire.carries_scales]
-        runs = itertools.groupby(from_table, key=lambda s: s.rule)
-        self._runs = [list(run) for _, run in runs]
+        from_table = (shard for shard in self.shards if not shard.wire.carries_scales)
+        self._runs = [list(run) for _, run in itertools.groupby(from_table, key=lambda s: s.rule)]
 
     def take_amaxes(self) -> None:
         """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""

@@ -18,7 +18,6 @@ from f8sub.weights.agreement import all_arrive
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, makers
 from f8sub.weights.layout import ShardLayout, sharded_dims
-from f8sub.weights.master_weight import Cell
 from f8sub.weights.ranks import check_ranks
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import WeightRecord, local_tensor, master_of
@@ -33,10 +32,9 @@ G = TypeVar("G", bound=Guest)
 
 
 class Conversion:
-    """All weights of one ``convert_to_float8`` call, in an order that every rank agrees on.
+    """All weights of one ``convert_to_float8`` call, in an order that every rank agrees on; holds no module alive.
 
-    Holds no module alive. A deep copy or a pickle of the model makes one of its own, which its layers enter as they
-    are made.
+    A deep copy or a pickle of the model makes one of its own, which its layers enter as they are made.
 
     Attributes:
         options: what features were asked for, by name.
@@ -114,8 +112,8 @@ class Conversion:
     def refresh(self, *, asked: bool = False) -> None:
         """Enter the weights that were sharded since the last look, which every rank knows.
 
-        With ``asked`` this is because of a call that a rank may have forgotten, so nothing is begun together before all
-        ranks came. Else it is before an all-gather, which no rank can forget.
+        With ``asked`` a rank may have forgotten to call this, so nothing is begun together before all ranks came. Else
+        this is before an all-gather, which no rank can forget.
         """
         records = self.records
         new = [(record, record.parameter) for record in records if not record.entered]
@@ -165,28 +163,23 @@ class Conversion:
             layout = ShardLayout.of(weight, record.fqn)
             alike[layout.group, layout.sharers, layout.ranks].append((record, layout))
         for ranks, members in alike.items():
-            layout = members[0][1]
-            exchange = self.exchanges.get(ranks) or Exchange(self, layout)
-            if not self._compared([record for record, _ in members], layout, dtypes, exchange, asked):
+            exchange = self.exchanges.get(ranks) or Exchange(self, members[0][1])
+            if not self._compared([record for record, _ in members], dtypes, exchange, asked):
                 continue
-            for record, of_record in members:
+            for record, layout in members:
                 record.entered = True
-                if shard := self._shard(record, of_record, dtypes, exchange, shards):
-                    shards[shard.master.cell] = record.shard = shard
+                if shard := self._shard(record, layout, dtypes, exchange):
+                    record.shard = shards.setdefault(shard.master.cell, shard)  # tied weights have one
             shared = [record for record in self if (s := record.shard) is not None and s.exchange is exchange]
             if shared:
                 self.exchanges[ranks] = exchange
                 exchange.set_records(shared)
 
     def _compared(
-        self,
-        members: list[WeightRecord],
-        layout: ShardLayout,
-        dtypes: ParamDtypes,
-        exchange: Exchange,
-        asked: bool,
+        self, members: list[WeightRecord], dtypes: ParamDtypes, exchange: Exchange, asked: bool
     ) -> bool:
         """Compare weights across the ranks that hold them; False where ``asked`` and some rank did not come."""
+        layout = exchange.layout
         ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
         if world > 1:
             if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
@@ -209,14 +202,9 @@ class Conversion:
         return True
 
     def _shard(
-        self,
-        record: WeightRecord,
-        layout: ShardLayout,
-        dtypes: ParamDtypes,
-        exchange: Exchange,
-        known: Mapping[Cell, Shard],
+        self, record: WeightRecord, layout: ShardLayout, dtypes: ParamDtypes, exchange: Exchange
     ) -> Shard | None:
-        """The shard of a weight that is gathered as float8 or has a prior scale; tied weights have one."""
+        """A shard of a weight that is gathered as float8 or has a prior scale; None of any other."""
         gathered_by = record.module, record.name
         sent = record.gathered and gathered_by in dtypes
         prior = next((prior for guest in self.guests if (prior := guest.prior_of(record))), None)
@@ -243,8 +231,7 @@ class Conversion:
                 )
         if master.cell.record is None or master.cell.record.conversion is None:
             master.cell.record = record  # else of another module's weight that is tied to this one
-        tied = known.get(master.cell)
-        return tied or Shard(record, master, layout, dtypes.get(gathered_by), exchange, prior, sent=sent)
+        return Shard(record, master, layout, dtypes.get(gathered_by), exchange, prior, sent=sent)
 
 
 _entered: Counter[str] = Counter()

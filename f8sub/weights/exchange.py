@@ -13,14 +13,13 @@
 When the table is reduced is decided by what every rank knows, never by what one rank alone knows:
 
 - An optimizer step or ``load_state_dict`` happened since the last reduction. A rank reduces once: in precompute_scales,
-  or, where it forgot that, before its next all-gather. It does so on a process group of the exchange's own and does not
-  wait until the scales are needed, so that no other collective in between can cross it.
+  or, where it forgot that, before its next all-gather. A process group of the exchange's own lets other collectives
+  come between this one's begin and its end.
 - precompute_scales is called without such an event: the ranks agree over the store that all of them did.
-- A shard changed in another way (an in-place operator, ``dcp.load``). One rank cannot know whether the others changed
-  theirs too. So it tells the store, joins the all-gather as it is, and reads the store again: every rank has passed
-  the point where it would have said so. If all did, all reduce, and gather this weight again. If not, the codes stand:
-  those the old scale can hold are right, the others are NaN. Under tensor parallelism the ranks of one all-gather have
-  a part of the weight; the ranks of all parts then agree over the store.
+- A shard changed in another way (an in-place operator, ``dcp.load``). One rank cannot know whether the others' did. So
+  it tells the store, joins the all-gather as it is, and reads the store: every rank has passed the point where it would
+  have told. If all did, all reduce, and gather this weight again. If not, the codes stand: those the old scale can hold
+  are right, the others are NaN. Under tensor parallelism the ranks of all parts then agree over the store.
 """
 
 import warnings
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
 
-
 _MISSED = (
     "precompute_scales(model) was not called after the weights changed (optimizer.step() or load_state_dict); scales "
     "are computed before the next all-gather instead: right, but not overlapped with anything. Call "
@@ -55,24 +53,16 @@ _MISSED = (
 
 
 class Exchange:
-    """See the module's docstring.
-
-    Attributes:
-        layout: of one of the weights: the ranks that gather and share it.
-        generation: number of reductions whose scales are in place.
-    """
+    """See the module's docstring; ``generation`` is the number of reductions whose scales are in place."""
 
     def __init__(self, conversion: "Conversion", layout: ShardLayout) -> None:
-        self.conversion = conversion
-        self.layout = layout
-        self.generation = 0
+        self.conversion, self.layout = conversion, layout
+        self.generation = self._requests = self._changed_alone = 0
         self.table = AmaxTable([], {}, "cpu")
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
         self._under_way: tuple[dist.Work | None, list[tuple[Region, torch.Tensor]]] | None = None
         self._changes_covered = -1
-        self._requests = 0
         self._requested = self._warned = False
-        self._changed_alone = 0
         self._findings: list[Findings] = []
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
@@ -93,11 +83,6 @@ class Exchange:
         in_order = sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn))
         self.table = AmaxTable(in_order, regions, self.layout.device)
         self._changes_covered = -1
-
-    def group_by_rule(self) -> None:
-        """Enter that weights have another dtype than before."""
-        self.settle()
-        self.table.group_by_rule()
 
     @property
     def gathers(self) -> bool:
@@ -131,8 +116,7 @@ class Exchange:
     def reduce(self, *, tell: bool = True) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
 
-        Raises:
-            Float8NumericsError: the reduction before found NaN or infinity; with ``tell=False`` the next one says so.
+        Raises Float8NumericsError if the reduction before found NaN or infinity; ``tell=False`` leaves that for later.
         """
         self.settle()
         if tell:

@@ -27,8 +27,8 @@ class Region(Protocol):
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
         """Take the maximum, (size,), before the scales of the weights are made: it may decide them.
 
-        ``weight_amax`` are the reduced amaxes of all weights, float32; infinity for one that is not finite. Returns
-        float32, of one dimension and a constant length: not 0 where there is something to tell.
+        ``weight_amax`` are the reduced amaxes of all weights, infinity for one that is not finite. Returns float32, of
+        one dimension and a constant length: not 0 where there is something to tell.
         """
 
     def tell(self, found: torch.Tensor) -> list[str]:

@@ -33,8 +33,7 @@ class ShardLayout:
         chunk: extent of a full shard along ``dim``; FSDP2 pads shorter ones to it.
         offset: (row, column) in the whole weight at which the shard begins.
         group: the ranks that hold the shards of ``shape``, ``world`` of them.
-        sharers: the ranks that hold shards of the whole weight; its amaxes are reduced over those.
-        ranks: ``sharers`` and, under HSDP, their replicas.
+        sharers: the ranks that hold shards of the whole weight; ``ranks`` adds their replicas under HSDP.
         device: type of the device that gathers; under CPU offload the shard itself lies on the CPU.
     """
 
@@ -54,13 +53,9 @@ class ShardLayout:
 
     @classmethod
     def of(cls, weight: DTensor, fqn: str = "a layer") -> "ShardLayout":
-        """The layout of a sharded weight; the first mesh dimension that shards it is ``fully_shard``'s.
-
-        Raises:
-            Float8ConfigError: it is sharded along a dimension between the first and the last.
-        """
+        """The layout of a sharded weight; Float8ConfigError where a middle dimension is sharded."""
         mesh, dims = weight.device_mesh, sharded_dims(weight)
-        first, *tensor_parallel = dims
+        first, *tensor_parallel = dims  # fully_shard's mesh dimension comes first
         if not set(dims.values()) <= {0, weight.dim() - 1}:
             raise Float8ConfigError(
                 f"{fqn}: its weight {tuple(weight.shape)} is sharded as {weight.placements}; shard the first or the "
@@ -151,7 +146,7 @@ class WireFormat:
         """Shape of every rank's all-gather input, in bytes."""
         rows, cols = self.layout.shape
         rows, cols = (self.layout.chunk, cols) if self.layout.dim == 0 else (rows, self.layout.chunk)
-        return rows, _bytes_of_row(self.format, cols, self.carries_scales)
+        return rows, bytes_of_row(self.format, cols, self.carries_scales)
 
     def scales_of(self, rows: torch.Tensor) -> torch.Tensor:
         """The scales in rows of the wire, as they are stored: a view."""
@@ -162,7 +157,7 @@ class WireFormat:
         return rows[:, start : start + count].view(stored_as)
 
     def gather(self, codes: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Write all ranks' codes, this rank's being ``codes`` of ``padded_shape``, to ``gathered``, as FSDP2 does."""
+        """Write all ranks' codes, this rank's ``codes`` of ``padded_shape`` among them, to ``gathered``."""
         if self.layout.world == 1:
             gathered.view(-1).copy_(codes.view(-1))
         elif self.layout.dim == 0:
@@ -174,10 +169,7 @@ class WireFormat:
             torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
 
     def unsharded(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The codes of ``layout.shape``, and their scales where the wire carries them: views.
-
-        ``gathered`` is uint8: the shards one after the other, with their padding.
-        """
+        """Views of the gathered bytes: the codes of ``layout.shape``, and their scales where the wire carries them."""
         rows, cols = self.layout.shape
         codes_end = cols // self.format.codes_per_byte
         width = self.padded_shape[1] if self.layout.dim == 0 else codes_end
@@ -187,12 +179,8 @@ class WireFormat:
         return codes, self.scales_of(whole) if self.carries_scales else None
 
 
-def bytes_on_the_wire(format: Float8Format, shape: tuple[int, int]) -> int:
-    """Bytes of a whole weight of ``shape`` that is sharded by rows which the ranks divide."""
-    return shape[0] * _bytes_of_row(format, shape[1], lies_in_rows(format.tile))
-
-
-def _bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:
+def bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:
+    """Bytes of a row on the wire."""
     codes = cols // format.codes_per_byte
     if not carries_scales:
         return codes

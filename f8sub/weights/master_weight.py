@@ -1,8 +1,7 @@
 """MasterWeight: a high-precision weight that knows when it was changed.
 
-Codes are cast from it once and used until it changes. Version counters cannot tell when that is: foreach and fused
-AdamW and ``dcp.load`` bump none. So every operator that writes to it, through any view, marks a cell that all views of
-the storage share.
+Codes are cast from it once and used until it changes. Version counters cannot tell when: foreach and fused AdamW and
+``dcp.load`` bump none. So every operator that writes to it marks a cell that all views of the storage share.
 """
 
 import itertools
@@ -61,8 +60,8 @@ Self = TypeVar("Self", bound="MasterWeight")
 class MasterWeight(Weight):
     """A weight in high precision, sharded or whole, that pickles, checkpoints and computes as the tensor it is.
 
-    Checkpointers and safetensors find a real storage behind it. Operators return plain tensors, except the views and
-    copies that sharding APIs re-make weights with. While ``torch.compile`` traces, it wraps the traced tensor instead.
+    Checkpointers find a real storage behind it. Operators return plain tensors, except the views and copies that
+    sharding APIs re-make weights with. While ``torch.compile`` traces, it wraps the traced tensor instead.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -172,7 +171,7 @@ class MasterWeight(Weight):
 
     @property
     def _inner(self) -> torch.Tensor:
-        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own, which torch.compile asks for.
+        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own, as torch.compile demands.
 
         It guards on the alias's identity, so that is kept for as long as its storage is the weight's.
         """

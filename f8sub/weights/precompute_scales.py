@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
 
     Raises:
         Float8ConfigError: no model that ``convert_to_float8`` saw, or a CUDA graph of sharded weights is captured.
-        Float8NumericsError: the previous call found NaN or infinity in a weight; names the layers. On every rank
-            alike, except for weights that are sharded and gathered in high precision: there on the ranks that hold
-            it. A recipe may look for it in x and dy too, and tells at the latest one call later.
+        Float8NumericsError: the previous call found NaN or infinity in a weight (a recipe may look for it in x and dy
+            too, and tell one call later); names the layers. On every rank alike, except for weights that are sharded
+            and gathered in high precision: there on the ranks that hold it.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """
     for conversion in _conversions(_parts_of(model)):
@@ -58,8 +58,7 @@ def register_precompute_hook(
 ) -> torch.utils.hooks.RemovableHandle:
     """Call ``precompute_scales(model)`` after every ``optimizer.step()``; accelerate's wrapper is taken too.
 
-    Returns a handle whose ``remove()`` takes the hook out again. Raises Float8ConfigError for what is no model that
-    ``convert_to_float8`` saw.
+    Returns a handle that removes the hook again. Raises Float8ConfigError where ``convert_to_float8`` saw no model.
     """
     parts = _parts_of(model)
     _conversions(parts)
@@ -71,10 +70,7 @@ def register_precompute_hook(
 
 
 class _PrecomputeHook:
-    """Enters the step that it follows, where it is the optimizer's first such hook, and precomputes the scales.
-
-    Torch runs an optimizer's own hooks before those of all optimizers, which would enter the step too late.
-    """
+    """Precomputes scales; the optimizer's first such hook enters the step, as hooks of all optimizers run later."""
 
     def __init__(self, parts: list[torch.nn.Module]) -> None:
         self.parts = parts
@@ -90,33 +86,9 @@ def _precompute_hook(optimizer: torch.optim.Optimizer) -> _PrecomputeHook | None
     return next((hook for hook in hooks if isinstance(hook, _PrecomputeHook)), None)
 
 
-def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
-    if not torch.compiler.is_compiling():
-        conversion.refresh()
-        _remove(check_ranks_hook, module)
-
-
-def guests_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a converted model, until all guests saw what they wait for."""
-    if not torch.compiler.is_compiling():
-        waiting = [guest for guest in conversion.guests if not guest.forward()]
-        if not waiting:
-            _remove(guests_hook, module)
-
-
-def _remove(function: Callable[..., None], module: torch.nn.Module) -> None:
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if getattr(hook, "func", None) is function:
-            del module._forward_pre_hooks[key]
-
-
 @functools.cache
 def watch_optimizer_steps() -> None:
-    """Have every optimizer of this process mark the weights that it changes, as every rank then knows.
-
-    A compiled step bypasses the dispatch that would mark the weights otherwise.
-    """
+    """Have every optimizer mark the weights that it changes: a compiled step bypasses the dispatch that would."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 

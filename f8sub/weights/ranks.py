@@ -8,8 +8,8 @@ A group is used again, because each one takes sockets and threads (gloo) or devi
 with its user, because garbage is collected at other times on other ranks. ``new_group`` names a group by its ranks and
 by how many groups the process has: those numbers would differ, and the next ``new_group`` would wait for ever.
 
-The ranks agree over the store which group is free on all of them. One that a rank has used more often than another,
-because its user there ended in a different place, is free on none: its collectives no longer pair.
+The ranks agree over the store which group is free on all of them. One that a rank used more often than another is free
+on none: its collectives no longer pair.
 """
 
 import gc
@@ -63,36 +63,31 @@ class _Pool:
     def __init__(self, ranks: tuple[int, ...], device: str) -> None:
         self._ranks = ranks
         self._uses = 0
-        self._slots: list[_Slot] = []
+        self.slots: list[_Slot] = []
         group = self._new_slot().group
-        # A name that these ranks share and no ranks before them.
+        # For a name that these ranks share and no ranks before them.
         nonce = torch.tensor(list(os.urandom(8)), dtype=torch.uint8, device=device)
         received = [torch.empty_like(nonce) for _ in ranks]
         dist.all_gather(received, nonce, group=group)
         self._life = hashlib.sha256(bytes(torch.cat(received).tolist())).hexdigest()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether no process group was destroyed meanwhile, the default one with all others for instance."""
-        return all(is_alive(slot.group) for slot in self._slots)
 
     def take(self) -> OwnGroup:
         """A group that is free on all ranks, or a new one."""
         self._uses += 1
         life = f"{self._life}/{self._uses}"
         if self._uses == 1:
-            return OwnGroup(self._slots[0], life)
-        taken = sum(not slot.is_free for slot in self._slots)
+            return OwnGroup(self.slots[0], life)
+        taken = sum(not slot.is_free for slot in self.slots)
         if taken.bit_count() == 1:
             # Models are cycles, which are garbage for a while. Not at every number: it may take long.
             gc.collect()
-        offers = {f"{i} {slot.calls}": slot for i, slot in enumerate(self._slots) if slot.is_free}
+        offers = {f"{i} {slot.calls}": slot for i, slot in enumerate(self.slots) if slot.is_free}
         chosen = first_common(f"f8sub/{life}/group", list(offers), len(self._ranks))
         return OwnGroup(self._new_slot() if chosen is None else offers[chosen], life)
 
     def _new_slot(self) -> _Slot:
-        self._slots.append(_Slot(dist.new_group(list(self._ranks), use_local_synchronization=True)))
-        return self._slots[-1]
+        self.slots.append(_Slot(dist.new_group(list(self._ranks), use_local_synchronization=True)))
+        return self.slots[-1]
 
 
 _pools: dict[tuple[int, ...], _Pool] = {}
@@ -104,7 +99,8 @@ def own_group(ranks: tuple[int, ...], device: str) -> OwnGroup:
     All of them call this together, in the same order for the same ranks.
     """
     pool = _pools.get(ranks)
-    if pool is None or not pool.is_alive:
+    # The default group may have been destroyed meanwhile, and all others with it.
+    if pool is None or not all(is_alive(slot.group) for slot in pool.slots):
         pool = _pools[ranks] = _Pool(ranks, device)
     return pool.take()
 

@@ -24,11 +24,8 @@ if TYPE_CHECKING:
 class TableScales(NamedTuple):
     """A weight's amaxes and scales, which the table writes in place; one entry a ``wire.table_tile``.
 
-    Attributes:
-        scale_inv: as the format stores it.
-        part_scale_inv: the scales of ``layout.shape``, which the unsharded tensor holds unless the wire carries its
-            own. Under tensor parallelism a copy of a part of ``scale_inv``, else that very tensor.
-        global_scale_inv: (1, 1), where the format's scales have two levels.
+    The unsharded tensor holds ``part_scale_inv``, unless the wire carries its own: under tensor parallelism a copy of a
+    part of ``scale_inv``, else that very tensor. ``global_scale_inv`` is (1, 1), of formats with two levels of scales.
     """
 
     amax: torch.Tensor
@@ -62,7 +59,6 @@ class Shard:
     """One rank's shard of one weight, as the wire sees it.
 
     Attributes:
-        prior: see ``Guest.prior_of``.
         sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for a guest.
         gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
@@ -133,8 +129,7 @@ class Shard:
     def follow(self, record: WeightRecord) -> None:
         """Turn to the local tensor that the parameter holds now.
 
-        FSDP2 pads a short shard anew at its first forward and after ``load_state_dict``, on that rank alone. A copy of
-        what the scales were computed from is not a change; but its codes are cast anew, for its state is another one.
+        FSDP2 pads a short shard anew, on that rank alone. A copy of what the scales were computed from is no change.
         """
         held = getattr(record.parameter, "_local_tensor", None)  # None while it is unsharded
         if held is self.master or held is None:
@@ -144,7 +139,8 @@ class Shard:
             return
         if self._follows_dtype and held.dtype != self.dtype:
             self.dtype = held.dtype
-            self.exchange.group_by_rule()
+            self.exchange.settle()
+            self.exchange.table.group_by_rule()
         was_fresh = not self.stale and local.cell.copies(self.master.cell, local.shape)
         self.master = local
         self.amax_of = local.state if was_fresh else None
@@ -186,14 +182,13 @@ class Shard:
     def cast(self, source: Weight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
-        While a CUDA graph is captured they are cast in any case, in memory that stays where it is: each replay casts
-        the weight as it is then.
+        A CUDA graph that is captured records a cast in any case: each replay casts the weight as it is then.
 
         Args:
             source: the shard on the device that gathers it: ``master``, or its copy under CPU offload.
             generation: which scales the table holds.
-            beyond_range: None to clamp to the format's range; else values larger than this many times the range
-                become NaN, so that codes cast with an older scale are right or visibly wrong (but e2m1 has no NaN).
+            beyond_range: make values NaN that are larger than this many times the format's range, if it has NaN, so
+                that codes cast with an older scale are right or visibly wrong; None to clamp them.
 
         Returns:
             uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.

@@ -5,16 +5,13 @@
     MasterWeight --fsdp_pre_all_gather--> uint8 codes --all-gather--> --fsdp_post_all_gather--> Float8Tensor(rowwise)
 
 - A MasterWeight (``master_weight.py``) is a parameter's local tensor in high precision. All views of its storage share
-  a cell, which counts what was written.
-- A WeightRecord is one a weight, whatever tensor holds it: FSDP2 pads, moves and re-makes tensors.
+  a cell, which counts what was written. A WeightRecord is one a weight: FSDP2 pads, moves and re-makes tensors.
 - A Conversion (``conversion.py``) has the records of one ``convert_to_float8``. Before the first all-gather it compares
   those that are sharded across ranks, and gives each a shard and an exchange.
-- A Shard (``shard.py``) is this rank's part: where it lies, its scales, and its codes, which are cast once a step.
-- The wire (``layout.py``) is what is sent of a shard: one uint8 matrix, with scales in its rows or none. That form
-  alone is right for uneven and empty shards, Shard(1), shard groups of one, HSDP, gloo and NCCL alike.
-- An Exchange (``exchange.py``) makes the scales; see the note there.
-
-The hooks keep nothing: FSDP2 calls them more often than once a pass.
+- A Shard (``shard.py``) is this rank's part. Its codes are cast once a step. The wire (``layout.py``) is what is sent:
+  one uint8 matrix, with scales in its rows or none. That form alone is right for uneven and empty shards, Shard(1),
+  shard groups of one, HSDP, gloo and NCCL alike. The scales come from an Exchange (``exchange.py``).
+- The hooks keep nothing: FSDP2 calls them more often than once a pass.
 """
 
 import types
@@ -49,8 +46,7 @@ class WeightRecord:
     those three lead back to the tensors: no model would ever be freed.
 
     Attributes:
-        fqn: the name in errors and reports: the layer's, where that has one weight.
-        name: the parameter's name in its module.
+        fqn: the name in errors and reports.
         format: the rowwise codes' format; None where no GEMM reads the weight in float8.
         gathered: whether FSDP2 gathers the weight as float8.
         in_rows: whether a row on the wire is not one byte an element: it is packed, or its scales follow.
@@ -90,8 +86,7 @@ class WeightRecord:
     def module(self) -> Any:
         """The module, None when it is gone.
 
-        It has ``converted``, the conversion, and ``weight_described(name, device) -> dict[str, str]``: what every rank
-        must have alike of its parameter ``name``, which ``device`` gathers.
+        Its ``weight_described(name, device)`` says what every rank must have alike of a parameter, as dict[str, str].
         """
         return self._module()
 
@@ -226,9 +221,3 @@ def master_of(local: torch.Tensor) -> "MasterWeight | None":
 def local_tensor(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded parameter, or the whole of any other."""
     return weight._local_tensor if isinstance(weight, DTensor) else weight
-
-
-def exported(weight: torch.Tensor) -> torch.Tensor:
-    """A weight, or an optimizer's master of one, as a state dict holds it: in the same memory, without a graph."""
-    local = local_tensor(weight)
-    return local.exported_as(weight) if isinstance(local, Weight) else weight.detach()

@@ -36,7 +36,13 @@ SECTIONS = {
             "autocast",
             "checkpoint_policy",
             "drop_high_precision",
+            "restore_high_precision",
         ],
+    ),
+    "Look at a run": ("f8sub", ["Monitor", "sensitivity"]),
+    "Serve, and start from float8": (
+        "f8sub",
+        ["save_float8", "float8_state_dict", "float8_weights", "load_float8"],
     ),
     "Find what went wrong": ("f8sub", ["skip_step_if_nonfinite", "find_nonfinite"]),
     "Recipes and formats": (

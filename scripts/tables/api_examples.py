@@ -56,6 +56,53 @@ def convert_from_float8():
     assert type(model[0]) is nn.Linear
 
 
+def Monitor():
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))
+    monitor = f8sub.Monitor(model, every=100)
+    with monitor:
+        model(torch.randn(8, 64)).square().mean().backward()
+    print(monitor.worst(3))
+
+
+def sensitivity():
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    x = torch.randn(8, 64)
+    found = f8sub.sensitivity(model, lambda model: model(x).square().mean())
+    names = found.skip(0.05)  # for convert_to_float8(skip=...)
+
+
+def restore_high_precision():
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)), primary_weights=True)
+    f8sub.drop_high_precision(model.requires_grad_(False))
+    f8sub.restore_high_precision(model)
+    with torch.no_grad():
+        model[0].weight += 0.01  # cast anew
+
+
+def save_float8():
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(256, 256)), recipe="blockwise")
+    f8sub.save_float8(model, "served", dtype=torch.bfloat16)
+
+
+def float8_state_dict():
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(256, 256)), recipe="blockwise")
+    state, quantization_config = f8sub.float8_state_dict(model, dtype=torch.bfloat16)
+
+
+def float8_weights():
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(256, 256)), recipe="blockwise")
+    for name, tensor in f8sub.float8_weights(model, dtype=torch.bfloat16):
+        print(name, tensor.dtype, tuple(tensor.shape))
+
+
+def load_float8():
+    trained = f8sub.convert_to_float8(nn.Sequential(nn.Linear(256, 256)), recipe="blockwise")
+    f8sub.save_float8(trained, "start", dtype=torch.bfloat16)
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(256, 256)), recipe="blockwise")
+    f8sub.load_float8(model, "start")
+    f8sub.precompute_scales(model)
+
+
 def conversion_report():
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 10)))
     print(f8sub.conversion_report(model))  # what was converted, and why the rest was not

@@ -97,3 +97,25 @@ def moved_by_fully_shard(rank: int, world: int) -> tuple[str, list[float]]:
 
 def test_a_model_converted_on_the_cpu_is_sharded_on_the_gpu(ranks):
     assert ranks(1, moved_by_fully_shard, gpus=True, timeout=120) == [("cpu", ["cuda", "cuda"])]
+
+
+def guarded_steps(rank: int, world: int) -> tuple[int, bool]:
+    """Steps skipped, and whether the bad one left every weight and state as it was."""
+    model = shard(model_on_gpu("tensorwise"), BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    guard = f8sub.skip_step_if_nonfinite(optimizer)
+    train(model, optimizer, rank, steps=3)
+    with NoSync():
+        train(model, optimizer, rank, steps=2, losses=False)
+    tensors = [p.to_local() for p in model.parameters()]
+    tensors += [getattr(v, "_local_tensor", v) for state in optimizer.state.values() for v in state.values()]
+    before = [tensor.clone() for tensor in tensors]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    with NoSync():
+        optimizer.step()
+    return int(guard.skipped), all(map(torch.equal, tensors, before))
+
+
+def test_the_step_guard_decides_on_the_device_and_a_bad_step_changes_nothing(on_gpus):
+    assert set(on_gpus(guarded_steps)) == {(1, True)}

@@ -15,6 +15,7 @@ from tests.kernels import test_quantize_cuda as interpreted
 from tests.kernels.interpreted import needs_triton
 from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import DTYPES, FORMATS, check, check_priors, on_each_format, usages_of
+from tests.kernels.test_quotients import binade, right_scales, same
 from tests.kernels.test_recasts import RECAST, derivations, every_value
 
 SHAPES = [(48, 160), (256, 512), (272, 400), (2048, 1536)]
@@ -167,3 +168,20 @@ def test_formats_without_a_kernel_say_so():
     format = Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))
     assert select.quantizer_of(format, torch.device("cuda", 0)) == "reference"
     check(make("gaussian", (48, 80), 1), format, format, device="cuda")
+
+
+@pytest.mark.parametrize("top", [448.0, 57344.0])
+def test_every_amax_has_the_scale_of_ieee(top):
+    from tests.kernels.quotients import scales
+
+    for exponent in range(-127, 128):
+        amax = binade(exponent).cuda()
+        assert bool(same(scales(amax, top, 4096), right_scales(amax, top)).all()), exponent
+
+
+def test_every_scale_has_the_inverse_of_ieee():
+    from tests.kernels.quotients import inverses
+
+    for exponent in range(-126, 127):
+        scale = binade(exponent)[: 1 if exponent == 126 else None].cuda()
+        assert bool(same(inverses(scale, 4096), scale.double().reciprocal().float()).all()), exponent

@@ -56,9 +56,17 @@ def opening(text: ast.expr) -> str | None:
 
 
 def _texts(path: Path) -> list[ast.expr]:
-    """What is raised or warned in a file, and what the ``MAKERS`` in it return."""
+    """What is raised or warned in a file, and what the ``MAKERS`` in it return; constants by their values."""
     found: list[ast.expr] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    module = ast.parse(path.read_text())
+    constants = {
+        target.id: node.value
+        for node in module.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(module):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             found += node.exc.args[:1]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in WARNERS:
@@ -69,7 +77,7 @@ def _texts(path: Path) -> list[ast.expr]:
                     found += inner.value.args[:1]
                 elif isinstance(inner, ast.Return) and inner.value is not None:
                     found.append(inner.value)
-    return found
+    return [constants.get(text.id, text) if isinstance(text, ast.Name) else text for text in found]
 
 
 def messages() -> list[Message]:

@@ -32,7 +32,8 @@ def test_torchtitan_has_the_names_of_its_version():
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_the_example_runs(name):
+def test_the_example_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if name.startswith("titan"):
         pytest.importorskip("torchtitan")
     exec(compile(api.examples()[name].text, name, "exec"), {})

@@ -72,7 +72,7 @@ def check_inverses(off: int, exponent: int) -> None:
     scale = binade(exponent)[: 1 if exponent == 126 else None]
     with reciprocals(off):
         wrong = ~same(inverses(scale), scale.double().reciprocal().float())
-    # Of all ones the nearest reciprocal alone will do, which GPUs have: tests/cuda/test_quotients.py.
+    # Of all ones the nearest reciprocal alone will do, which GPUs have: tests/cuda/test_quantize_cuda.py.
     assert not wrong[scale.view(torch.int32) & 0x7FFFFF != 0x7FFFFF].any()
     assert off or not wrong.any()
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from f8sub.errors import Float8ConfigError
 
@@ -91,6 +89,9 @@ class DcpCheckpoint:
     """A checkpoint of ``torch.distributed.checkpoint``; entries of the model, by names without ``prefix``."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
+        # Imported here: torch.distributed.checkpoint is 80 modules that training need not load.
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
         self._reader, self._prefix = FileSystemReader(folder), prefix
         self._entries: dict[str, Any] = {
             name.removeprefix(prefix): entry
@@ -103,6 +104,8 @@ class DcpCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         entry = self._entries[name]
         found = {self._prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")}
         load(found, storage_reader=self._reader, no_dist=True)

@@ -11,8 +11,8 @@ from f8sub.convert.checks import Chosen, of_options
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.parameters import take_place
 from f8sub.linear.sockets import LayerGuest, guests
-from f8sub.linear.take_place import take_place
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor

@@ -14,7 +14,7 @@ from f8sub.formats import Float8Format
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
 from f8sub.torch_compat import param_dtypes
-from f8sub.weights.layout import ShardLayout, WireFormat, bytes_on_the_wire
+from f8sub.weights.layout import ShardLayout, WireFormat, bytes_of_row, lies_in_rows
 from f8sub.weights.weight import local_tensor, master_of
 
 SHARED_INPUTS = (
@@ -214,7 +214,7 @@ class _Weight(NamedTuple):
     def sent(self, format: Float8Format) -> int:
         """Bytes of the codes that this rank sends."""
         if self.layout is None:
-            return bytes_on_the_wire(format, self.shape)
+            return self.shape[0] * bytes_of_row(format, self.shape[1], lies_in_rows(format.tile))
         rows, width = WireFormat(format, self.layout).padded_shape
         return rows * width
 

@@ -2,7 +2,7 @@
 
 What may differ between a sharded and an unsharded run is the order in which gradients are summed. One rank
 sums nothing and two ranks add two numbers, so an unsharded run that adds the two ranks' gradients has the
-same sums, and equality is bitwise. Three ranks may sum in another order: there the losses must be close.
+same sums, and equality is bitwise. Of more ranks, y and dx are: tests/faults/ranks/test_properties.py.
 """
 
 from typing import Any
@@ -129,16 +129,6 @@ def test_each_wrapper_is_the_unsharded_run(ranks, recipe, policy, world):
             continue  # the optimizer of Bf16Copies steps none of the converted weights
         assert losses == expected_losses[rank]
         assert equal(state, [whole(tensor) for tensor in expected])
-
-
-@pytest.mark.parametrize("recipe", long_but(["tensorwise"], ONE_RECIPE_A_WIRE))
-def test_three_ranks_are_close_and_on_is_still_off(ranks, recipe):
-    expected, _ = unsharded(recipe, "bf16", 3)
-    for rank, found in enumerate(ranks(3, on_a_rank, recipe, "bf16")):
-        assert equal(found["on"], found["off"])
-        on = found["on"][0]
-        assert on[0] == expected[rank][0]
-        torch.testing.assert_close(torch.tensor(on), torch.tensor(expected[rank]), rtol=5e-3, atol=0)
 
 
 @on_each(ONE_RECIPE_A_WIRE)

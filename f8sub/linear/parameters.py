@@ -1,8 +1,10 @@
-"""take_place: a new parameter under the identity of the old one."""
+"""Parameters: one in the place of another, and as a state dict holds them."""
 
 from typing import Any
 
 import torch
+
+from f8sub.weights.weight import Weight, local_tensor
 
 
 def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
@@ -26,3 +28,9 @@ def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def exported(weight: torch.Tensor) -> torch.Tensor:
+    """A weight, or an optimizer's master of one, as a state dict holds it: in the same memory, without a graph."""
+    local = local_tensor(weight)
+    return local.exported_as(weight) if isinstance(local, Weight) else weight.detach()

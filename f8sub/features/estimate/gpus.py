@@ -1,0 +1,128 @@
+"""What a GPU does in a second: products by their kind, copies, casts, attention, collectives.
+
+An H200's figures were measured; the data file of ``tests/features/estimate`` has each with its command. Those of other
+GPUs are an H200's, scaled by what data sheets say of both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import ALL, Float8Format, ScaleRule
+from f8sub.kernels.gemm.select import REFERENCE_TIMES_BF16
+from f8sub.recipe import GemmSpec
+
+HIGH, WHOLE, ROWS, VECTORS, SQUARES = "high precision", "one scale", "one a row", "1x128", "squares"
+VECTORS_BY_SQUARES, MX, FP4, OTHER = "1x128 by squares", "1x32, e8m0", "1x16, two levels", "other"
+"""Kinds of products, by the scales of both operands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        name: as users write it.
+        rates: FLOP/s of large products by kind; a kind that is not there runs on the reference backend.
+        copy: bytes/s that a copy kernel reads and writes.
+        attention: FLOP/s of causal attention, forward and backward.
+        link: bytes/s of a GPU in collectives within a host of eight.
+        network: the same between hosts.
+        memory: bytes.
+        source: where the figures come from.
+        measured: whether figures of whole training steps on this GPU are held to the estimate.
+    """
+
+    name: str
+    rates: Mapping[str, float]
+    copy: float
+    attention: float
+    link: float
+    network: float
+    memory: float
+    source: str
+    measured: bool = False
+
+    def rate(self, spec: GemmSpec) -> float:
+        """FLOP/s of a large product; the reference backend's where the GPU has no kernel for it."""
+        return self.rates.get(kind_of_product(spec), self.rates[HIGH] / REFERENCE_TIMES_BF16)
+
+    def is_native(self, spec: GemmSpec) -> bool:
+        """Whether a product runs on tensor cores that f8sub has a kernel for."""
+        return kind_of_product(spec) in self.rates
+
+
+def kind_of_product(spec: GemmSpec) -> str:
+    """One of the kinds above; ``OTHER`` for operands that go to the reference backend everywhere."""
+    if spec.a is None or spec.b is None:
+        return HIGH
+    kinds = {kind_of_tiles(spec.a), kind_of_tiles(spec.b)}
+    if kinds <= {WHOLE, ROWS}:
+        return ROWS if ROWS in kinds else WHOLE
+    if kinds == {VECTORS, SQUARES}:
+        return VECTORS_BY_SQUARES
+    return kinds.pop() if len(kinds) == 1 else OTHER
+
+
+def kind_of_tiles(format: Float8Format) -> str:
+    """The kind of one operand's scales."""
+    if not format.is_plain:
+        return MX if format.scale_rule is ScaleRule.E8M0 else FP4
+    tile = format.tile
+    if tile.is_whole or tile.cols == ALL:
+        return WHOLE if tile.is_whole else ROWS
+    if tile.cols % 128:
+        return OTHER
+    return VECTORS if tile.rows == 1 else SQUARES
+
+
+T = 1e12
+
+_HOPPER = {
+    HIGH: 716 * T,
+    WHOLE: 1430 * T,
+    ROWS: 1450 * T,
+    VECTORS_BY_SQUARES: 1235 * T,
+    VECTORS: 960 * T,
+    SQUARES: 1280 * T,
+}
+"""Fitted to an H200; a product's results are written besides. Data sheet: 989 in bf16, 1979 in float8, dense."""
+
+_BLACKWELL = {HIGH: 2250 / 989, FP4: 9000 / 1979, **dict.fromkeys((WHOLE, ROWS, MX), 4500 / 1979)}
+_MI300X = {HIGH: 1307 / 989, WHOLE: 2615 / 1979, ROWS: 2615 / 1979}
+"""Ratios of data sheets' dense peaks to an H200's, of 4 and of 8 bits to its 8."""
+
+H200 = Gpu("H200", _HOPPER, 3.8 * T, 520 * T, 0.13 * T, 0.05 * T, 141e9, "held to measured runs", True)
+
+
+def _by_data_sheet(
+    name: str, peaks: Mapping[str, float], bandwidth: float, link: float, memory: float, note: str = ""
+) -> Gpu:
+    """An H200 scaled by peaks, TB/s of memory and GB/s of links to other GPUs of the host."""
+    rates = {kind: _HOPPER.get(kind, _HOPPER[WHOLE]) * ratio for kind, ratio in peaks.items()}
+    by_memory = bandwidth / 4.8
+    attention = H200.attention * peaks[HIGH]
+    source = "from data sheets, not measured" + note
+    by_link = H200.link * link / 900
+    return Gpu(name, rates, H200.copy * by_memory, attention, by_link, H200.network, memory, source)
+
+
+H100 = _by_data_sheet("H100", dict.fromkeys(_HOPPER, 1.0), 3.35, 900, 80e9)
+B200 = _by_data_sheet("B200", _BLACKWELL, 8.0, 1800, 180e9)
+MI300X = _by_data_sheet(
+    "MI300X", _MI300X, 5.3, 896, 192e9, "; it multiplies e4m3fnuz, to which f8sub does not cast yet"
+)
+
+GPUS = {gpu.name: gpu for gpu in (H200, H100, B200, MI300X)}
+"""Sources: NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200, AMD's of the MI300X."""
+
+
+def gpu_of(name: str) -> Gpu:
+    """The GPU of that name.
+
+    Raises:
+        Float8ConfigError: there is none; the message lists them.
+    """
+    if name not in GPUS:
+        raise Float8ConfigError(f"unknown GPU {name!r}; choose one of {', '.join(GPUS)}")
+    return GPUS[name]

@@ -1,0 +1,98 @@
+"""Bytes of GPU memory at the peak of a training step: weights, optimizer, codes, activations, logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from f8sub.features.estimate.layers import Product, Shapes
+from f8sub.features.estimate.seconds import FULL, NONE, Run, code_bytes, last_of, repeats
+from f8sub.recipe import Recipe
+
+EAGER_SAVES, LOGIT_BYTES, LOGIT_BYTES_EAGER, WORKSPACE = 1.2, 4, 10, 0.4e9
+"""Bytes for each element of x and y that eager code saves besides; bytes of a logit at the peak, compiled and eager;
+bytes of cuBLAS and of batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one GPU at the peak of a step.
+
+    Attributes:
+        weights: high-precision weights.
+        optimizer: two states of AdamW.
+        codes: float8 codes of weights that are kept while a step runs.
+        activations: what blocks save for backward.
+        transient: what one block or the head has at once, gradients included.
+    """
+
+    weights: float
+    optimizer: float
+    codes: float
+    activations: float
+    transient: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return sum(float(getattr(self, field.name)) for field in fields(self))
+
+
+def memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> Memory:
+    """Of a whole step with AdamW: the peak is where backward begins, or where the last block's ends."""
+    weights = shapes.parameters / run.shards * run.master_bytes
+    blocks = list(shapes.blocks.values())
+    saved = sum(saved_bytes(products, recipe, run) for products in blocks)
+    logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
+    head = sum(product.elements for product in shapes.outside)
+    at_logits = run.tokens * shapes.logits * logit + head * 2 * run.sharded
+    codes = kept_codes(shapes, recipe, run)
+    at_end = weights + max((in_backward_bytes(products, recipe, run) for products in blocks), default=0.0)
+    transient = max(at_logits, at_end - saved - codes)
+    return Memory(weights, 2 * weights, codes, saved, transient + WORKSPACE)
+
+
+def kept_codes(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
+    """Of converted weights, until backward has gathered them last."""
+    codes = (p.elements * code_bytes(p, recipe) for p in shapes.products if p.reason is None)
+    return 0.0 if recipe is None else sum(codes) / run.shards
+
+
+def saved_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
+    """What one block saves for backward.
+
+    Without checkpointing each x of a layer, as codes where wgrad reads those, and each y, or as many bytes of the
+    residuals that it is added to. A checkpointed block saves its input and attention's result, and y of what it does
+    not repeat.
+    """
+    if run.checkpoint == NONE:
+        return sum(_own_bytes(product, recipe, run) for product in products)
+    entered = 2.0 * run.tokens * (products[0].cols if products else 0)
+    if run.checkpoint == FULL:
+        return entered
+    again = repeats(products, recipe, run)
+    again[last_of(products)] = True  # its y is summed into the next block's input, which is counted there
+    made = sum(2 * run.tokens * p.uses * p.rows for p, r in zip(products, again, strict=True) if not r)
+    scores = sum(2 * run.tokens * product.cols for product in products if product.reads_attention)
+    return entered + made + scores
+
+
+def _own_bytes(product: Product, recipe: Recipe | None, run: Run) -> float:
+    rows = run.tokens * product.uses
+    x = 0.0 if product.shares_x else rows * product.cols
+    size = 2.0
+    if recipe is not None and product.reason is None and not product.reads_attention:
+        col = recipe.formats("x")[1]
+        size = 2.0 if col is None else 1 / col.codes_per_byte
+    y = rows * product.rows
+    return x * size + 2 * y + (0 if run.compiled else EAGER_SAVES * (x + y))
+
+
+def gathered_bytes(products: Sequence[Product], recipe: Recipe | None) -> float:
+    """Of the weights of one block."""
+    return sum(product.elements * code_bytes(product, recipe) for product in products)
+
+
+def in_backward_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
+    """Of one block: what it saved or makes again, its gathered weights and its gradients before they are reduced."""
+    made_again = sum(_own_bytes(product, recipe, run) for product in products)
+    elements = sum(product.elements for product in products)
+    return made_again + (2 * gathered_bytes(products, recipe) + 6 * elements) * run.sharded

@@ -1,0 +1,156 @@
+"""What to do with an estimate: which recipe, which layers to skip, which checkpoint policy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from f8sub.convert.patterns import kind_of
+from f8sub.features.estimate.gpus import Gpu
+from f8sub.features.estimate.layers import Product, Shapes
+from f8sub.features.estimate.memory import Memory
+from f8sub.features.estimate.seconds import NONE, Run, by_product, step_seconds
+from f8sub.formats import ALL
+from f8sub.recipe import OperandName, Recipe
+
+if TYPE_CHECKING:
+    from f8sub.features.inspect.estimate import Policy, Prediction
+
+OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
+
+FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
+"""Of a GPU's memory a step may take so much, the rest is the allocator's and NCCL's; speeds that differ by less are the
+same; a step that is fewer times as fast is not worth a change of numbers; such a share of waiting is worth a word."""
+
+HOST_SECONDS = 0.012
+"""A block that takes less may be waiting for the host. Four blocks of a Llama, head and AdamW took it 40 ms ("On GPUs"
+in the README), and a 1B model of 10 ms a block was slower than its GPU."""
+
+
+def fits(bytes_of: Memory, gpu: Gpu) -> bool:
+    """Whether a GPU holds it."""
+    return bytes_of.total <= FULL_SHARE * gpu.memory
+
+
+def recommended(recipes: Sequence[Recipe], predictions: Sequence[Prediction]) -> Recipe | None:
+    """The recipe to take: of those that are native and nearly as fast as the fastest, the most precise one."""
+    steps = {each.recipe: each.step for each in predictions if each.native}
+    if not steps:
+        return None
+    near = [recipe for recipe in recipes if steps.get(recipe.name, 0) >= max(steps.values()) * (1 - NEAR)]
+    return max(near, key=lambda recipe: (*_precision(recipe), steps[recipe.name]))
+
+
+def _precision(recipe: Recipe) -> tuple[bool, int, int]:
+    """Larger is more precise: scales of the current step; fewer operands in e5m2; scales of fewer elements."""
+    formats = [format for operand in OPERANDS for format in recipe.formats(operand) if format is not None]
+    edges = [edge for format in formats for edge in (format.tile.rows, format.tile.cols)]
+    e5m2 = sum(format.dtype == torch.float8_e5m2 for format in formats)
+    return recipe.delayed is None, -e5m2, -sum(edge == ALL for edge in edges)
+
+
+def advice(
+    shapes: Shapes,
+    recipe: Recipe | None,
+    gpu: Gpu,
+    run: Run,
+    predictions: Sequence[Prediction],
+    policies: Sequence[Policy],
+) -> Iterator[str]:
+    """Sentences, the most important first.
+
+    Args:
+        shapes: the model.
+        recipe: the recommended one.
+        gpu: what they are about.
+        run: how the model is trained.
+        predictions: of that GPU.
+        policies: of that GPU and recipe.
+    """
+    converted = any(product.reason is None for product in shapes.products)
+    if recipe is None or not converted:
+        unconverted = "No layer would be converted, so float8 changes nothing; the reasons are above."
+        yield f"No recipe has native kernels on {gpu.name}: train in bf16." if converted else unconverted
+        return
+    best = next(each for each in predictions if each.recipe == recipe.name)
+    if best.step < LITTLE:
+        yield (
+            f"Float8 gains little here: {recipe.name} makes a step {best.step:.2f} times as fast as bf16's, "
+            f"of which {_share(shapes, gpu, run):.0%} are products that would be in float8."
+        )
+    else:
+        yield f'f8sub.convert_to_float8(model, recipe="{recipe.name}"): {_why(best, predictions)}.'
+    if skip := losing(shapes, recipe, gpu, run):
+        yield f"These layers lose time in float8: skip={skip}"
+    yield from _of_memory(policies, gpu, run)
+    if shapes.blocks and best.step_seconds < HOST_SECONDS * len(shapes.blocks):
+        yield (
+            "A step is so short that the host may not keep ahead of the GPU, which makes float8 slower than told here. "
+            "More tokens a GPU help."
+        )
+    exposed = step_seconds(shapes, recipe, gpu, run).exposed / best.step_seconds
+    if exposed > MUCH_EXPOSED:
+        yield (
+            f"Collectives add about {exposed:.0%} to a step, which float8 shortens little: gradients are reduced in "
+            "float32. More tokens a GPU hide them."
+        )
+    experts = [p for p in shapes.products if p.reason is not None and "3 dimensions" in p.reason]
+    if experts:
+        share = sum(p.multiplications for p in experts) / sum(p.multiplications for p in shapes.products)
+        yield f"Experts have {share:.0%} of the FLOPs and stay in bf16."
+
+
+def _why(best: Prediction, predictions: Sequence[Prediction]) -> str:
+    native = [each for each in predictions if each.native and each.recipe != best.recipe]
+    faster = max(native, key=lambda each: each.step, default=None)
+    speed = f"a step {best.step:.2f} times as fast as in bf16"
+    if faster is None or faster.step <= best.step:
+        return f"{speed}, the fastest here"
+    return f"{speed}; {faster.recipe} is less precise and {faster.step:.2f} times as fast"
+
+
+def _share(shapes: Shapes, gpu: Gpu, run: Run) -> float:
+    """Of a step in bf16, the products with weights that would be converted."""
+    times = by_product(shapes, None, gpu, run)
+    converted = {(product.fqn, product.rows) for product in shapes.products if product.reason is None}
+    return sum(times[key] for key in converted) / step_seconds(shapes, None, gpu, run).total
+
+
+def _of_memory(policies: Sequence[Policy], gpu: Gpu, run: Run) -> Iterator[str]:
+    chosen = next(policy for policy in policies if policy.checkpoint == run.checkpoint)
+    fitting = [policy for policy in policies if policy.fits]
+    if not fitting:
+        yield f"No policy fits in {gpu.name}'s memory: shard over more GPUs, or give each fewer tokens."
+        return
+    fastest = min(fitting, key=lambda policy: policy.float8_seconds)
+    if chosen.fits and fastest.float8_seconds >= chosen.float8_seconds * (1 - NEAR):
+        return
+    what = "No checkpointing" if fastest.checkpoint == NONE else f"Checkpointing '{fastest.checkpoint}'"
+    if chosen.fits:
+        yield f"{what} fits, too, and is {chosen.float8_seconds / fastest.float8_seconds:.2f} times as fast."
+    else:
+        yield f"Checkpointing {chosen.checkpoint!r} does not fit; {what.lower()} does."
+
+
+def losing(shapes: Shapes, recipe: Recipe, gpu: Gpu, run: Run) -> list[str]:
+    """Patterns of converted layers that take longer in float8 than in bf16, siblings that share an x together."""
+    times = [by_product(shapes, each, gpu, run) for each in (None, recipe)]
+    families: dict[str, list[Product]] = defaultdict(list)
+    for product in shapes.products:
+        if product.reason is None:
+            families[product.reads].append(product)
+    found: dict[str, None] = {}
+    for family in families.values():
+        losers = [p for p in family if p.shares_x and _gain(times, [p]) < 0]
+        if _gain(times, family) < 0:
+            losers = family
+        found.update(dict.fromkeys(kind_of(product.fqn) for product in losers))
+    return list(found)
+
+
+def _gain(times: list[dict[tuple[str, int], float]], products: Sequence[Product]) -> float:
+    bf16, float8 = (sum(each[product.fqn, product.rows] for product in products) for each in times)
+    return bf16 - float8

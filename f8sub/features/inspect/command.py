@@ -1,0 +1,51 @@
+"""python -m f8sub inspect MODEL."""
+
+import argparse
+import json
+from typing import Any
+
+from f8sub.features.estimate.gpus import GPUS
+from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE
+from f8sub.features.inspect.estimate import estimate
+from f8sub.features.inspect.load import FORMS, load
+from f8sub.recipe import recipe_names
+
+
+def add_inspect(commands: Any) -> None:
+    """Add the command to the subparsers ``commands``."""
+    words = "what float8 would gain of a model: speed, memory, bytes on the wire; needs no GPU and no weights"
+    made = commands.add_parser("inspect", help=words, description=f"{words[0].upper()}{words[1:]}.")
+    made.add_argument("model", metavar="MODEL", help=FORMS)
+    made.add_argument("--recipe", nargs="+", choices=recipe_names(), help="all by default")
+    made.add_argument(
+        "--gpu", nargs="+", choices=GPUS, default=list(GPUS), help="the first counts for layers"
+    )
+    made.add_argument("--tokens", type=int, default=8192, help="of one GPU in a step (8192)")
+    made.add_argument("--sequence", type=int, help="tokens that attend to each other (all of them)")
+    made.add_argument("--mesh", default="8", help="GPUs that shard the weights; REPLICASxSHARDS for HSDP (8)")
+    made.add_argument("--checkpoint", choices=CHECKPOINTS, default=SELECTIVE, help=f"({SELECTIVE})")
+    made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
+    made.add_argument("--json", action="store_true", help="print all figures as JSON")
+    made.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> tuple[str, int]:
+    """What to print, and the exit status: 0.
+
+    Raises:
+        Float8ConfigError: see ``load`` and ``estimate``.
+    """
+    sizes = arguments.mesh.split("x")
+    found = estimate(
+        load(arguments.model),
+        arguments.recipe,
+        gpus=arguments.gpu,
+        tokens=arguments.tokens,
+        sequence=arguments.sequence,
+        mesh=[int(size) if size.isdecimal() else 0 for size in sizes],
+        checkpoint=arguments.checkpoint,
+        skip=arguments.skip,
+    )
+    if arguments.json:
+        return json.dumps({"model": arguments.model, **found.as_dict()}, indent=1), 0
+    return str(found), 0

@@ -1,0 +1,117 @@
+"""A model on the meta device, by what a command line says: shapes alone, no weights, and nothing is downloaded."""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from f8sub.errors import Float8ConfigError
+
+TITAN = "torchtitan:"
+
+FORMS = (
+    "a folder with config.json, or that file; a name that transformers has cached, or one of its model types, such "
+    f"as llama; {TITAN}llama3/llama3_8b; or module:function"
+)
+"""What a model is named by."""
+
+
+def load(name: str) -> torch.nn.Module:
+    """The model of that name, on meta.
+
+    Args:
+        name: one of ``FORMS``. A function takes no arguments, and returns a module or a config of torchtitan's trainer.
+
+    Raises:
+        Float8ConfigError: there is no such model, or a package that it needs is not installed.
+    """
+    if name.startswith(TITAN):
+        return _of_function(_of_titan(name.removeprefix(TITAN)), name)
+    if Path(name).exists():
+        return _of_transformers(_config_of_path(Path(name)), name)
+    if ":" in name:
+        return _of_function(_function(name), name)
+    return _of_transformers(_config_of_name(name), name)
+
+
+def _imported(module: str, why: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise Float8ConfigError(
+            f"{why} needs the module {module}: {error}; pip install {package}, or name another model"
+        ) from error
+
+
+def _function(name: str) -> Callable[[], Any]:
+    module, _, function = name.partition(":")
+    found = getattr(_imported(module, f"{name!r}"), function, None)
+    if not callable(found):
+        raise Float8ConfigError(f"{module} has no function {function!r}; a model is {FORMS}")
+    made: Callable[[], Any] = found
+    return made
+
+
+def _of_titan(name: str) -> Callable[[], Any]:
+    module, _, config = name.partition("/")
+    if not config:
+        raise Float8ConfigError(f"a config of torchtitan is {TITAN}MODULE/CONFIG, got {name!r}")
+    _imported("torchtitan", f"{TITAN}{name}")
+    return _function(f"torchtitan.models.{module}.config_registry:{config}")
+
+
+def _of_function(function: Callable[[], Any], name: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        made = function()
+        if not isinstance(made, torch.nn.Module):
+            config: Any = getattr(getattr(made, "model_spec", None), "model", None)
+            made = config.build() if hasattr(config, "build") else made
+    if not isinstance(made, torch.nn.Module):
+        raise Float8ConfigError(
+            f"{name} returned a {type(made).__name__}, neither a module nor a torchtitan config"
+        )
+    return made
+
+
+def _config_of_path(path: Path) -> Any:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise Float8ConfigError(f"{path} has no config.json; a model is {FORMS}")
+    transformers = _imported("transformers", f"{file}")
+    try:
+        values = json.loads(file.read_text())
+        return transformers.AutoConfig.for_model(**values)
+    except (ValueError, TypeError, UnicodeDecodeError) as error:
+        raise Float8ConfigError(f"{file} is no config that transformers reads: {error}") from error
+
+
+def _config_of_name(name: str) -> Any:
+    transformers = _imported("transformers", f"{name!r}")
+    if name in transformers.CONFIG_MAPPING:
+        return transformers.CONFIG_MAPPING[name]()
+    try:
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise Float8ConfigError(
+            f"no model {name!r} on this machine, and nothing is downloaded; a model is {FORMS}"
+        ) from error
+
+
+def _of_transformers(config: Any, name: str) -> torch.nn.Module:
+    transformers = _imported("transformers", f"{name!r}")
+    named = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModel)
+    builders = [cls._from_config for cls in named if cls is not None] + [auto.from_config for auto in autos]
+    problem: Exception | None = None
+    with torch.device("meta"):
+        for build in builders:
+            try:
+                model: torch.nn.Module = build(config)
+                return model
+            except (ValueError, TypeError, AttributeError) as error:
+                problem = problem or error
+    raise Float8ConfigError(f"transformers builds no model of {name}: {problem}") from problem

@@ -1,0 +1,173 @@
+"""What the estimate says of each figure of measured.toml: a prediction beside every measurement."""
+
+import functools
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import f8sub
+from f8sub.features.estimate import gpus, seconds
+from f8sub.features.estimate import memory as bytes_of
+from f8sub.features.estimate.layers import Product, Shapes, shapes_of
+from f8sub.features.estimate.seconds import Run
+from f8sub.recipe import GemmSpec, Recipe
+
+DATA = tomllib.loads((Path(__file__).parent / "measured.toml").read_text())
+ASKED = {"recipe", "gemm", "sizes", "compiled", "miss"}
+SMALL_RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant")
+LARGE = [(8192, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (14336, 8192, 4096)]
+BYTES_OF_VOCABULARY = 272
+"""257 tokens of ``recipes/pretrain.py``'s default, in whole 16s."""
+
+SIZES = {"8b": (4096, 14336, 32, 8, 128256), "1b": (2048, 8192, 32, 8, BYTES_OF_VOCABULARY)}
+
+
+@functools.cache
+def llama(size: str, layers: int) -> Shapes:
+    transformers = pytest.importorskip("transformers")
+    hidden, ffn, heads, kv, vocabulary = SIZES[size]
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        vocab_size=vocabulary,
+    )
+    with torch.device("meta"):
+        return shapes_of(transformers.LlamaForCausalLM(config))
+
+
+def recipe_of(name: str) -> Recipe | None:
+    return None if name == "bf16" else f8sub.get_recipe(name)
+
+
+def run_of(group: dict[str, Any], row: dict[str, Any]) -> Run:
+    return Run(
+        tokens=group.get("tokens", 8192),
+        sequence=group.get("sequence", 8192),
+        shards=group.get("shards", 1),
+        checkpoint=group.get("checkpoint", "none"),
+        compiled=row.get("compiled", group["kind"] not in ("small", "small beside")),
+        sharded=group.get("sharded", group["kind"] in ("blocks", "step", "reductions")),
+    )
+
+
+def layer(n: int, k: int, reads: str = "x") -> Product:
+    return Product("x", n, k, 1, n * k, None, reads, False, None)
+
+
+def alone(product: Product, recipe: Recipe | None, run: Run) -> float:
+    return seconds.linear_seconds(product, recipe, gpus.H200, run, gathered=False).total
+
+
+def blocks(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
+    each = shapes.blocks.values()
+    return sum(seconds.block_seconds(block, recipe, gpus.H200, run).total for block in each)
+
+
+def step(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
+    return seconds.step_seconds(shapes, recipe, gpus.H200, run).total
+
+
+def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
+    """Of forward and backward of the blocks alone, the whole model's weights being there, without optimizer."""
+    weights = shapes.parameters / run.shards * run.master_bytes
+    each = list(shapes.blocks.values())
+    saved = sum(bytes_of.saved_bytes(block, recipe, run) for block in each)
+    gradients = sum(product.elements for block in each for product in block) / run.shards * run.master_bytes
+    gathered = 2 * max(bytes_of.gathered_bytes(block, recipe) for block in each)
+    at_end = gradients + max(bytes_of.in_backward_bytes(block, recipe, run) for block in each)
+    at_begin = bytes_of.kept_codes(shapes, recipe, run) + saved + gathered
+    return weights + max(at_begin, at_end) + bytes_of.WORKSPACE
+
+
+def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    """Of blocks or whole steps."""
+    shapes, run = llama(group.get("size", "8b"), group["layers"]), run_of(group, row)
+    recipe = recipe_of(row["recipe"])
+    of_blocks = group["kind"] == "blocks"
+    timed = blocks if of_blocks else step
+    time, plain = timed(shapes, recipe, run), timed(shapes, None, replace(run, compiled=True))
+    held = blocks_memory(shapes, recipe, run) if of_blocks else bytes_of.memory(shapes, recipe, run).total
+    whole = sum(product.elements for product in shapes.products) + shapes.other_parameters
+    return {
+        "ms": time * 1e3,
+        "over_bf16": plain / time,
+        "tokens_per_s": group.get("gpus", 1) * run.tokens / time,
+        "gb": held / 1e9,
+        "gib": held / 2**30,
+        "reduce_ms": whole * 4 / run.shards / gpus.H200.link * 1e3,
+        "copy_in_ms": whole * seconds.COPY_IN / gpus.H200.copy * 1e3,
+    }
+
+
+def of_a_layer(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    run, product = run_of(group, row), layer(14336, 4096)
+    time = alone(product, recipe_of(row["recipe"]), run)
+    return {"ms": time * 1e3, "over_bf16": alone(product, None, run) / time}
+
+
+def of_products(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    recipe = recipe_of(row["recipe"])
+    spec = GemmSpec(a=None, b=None) if recipe is None else getattr(recipe, row["gemm"])
+    shapes = LARGE if group["kind"] == "product" else [(64, 8192, 8192)]
+    rates = [2e-12 * m * k * n / seconds.gemm_seconds(spec, m, k, n, gpus.H200) for m, k, n in shapes]
+    return {"slowest": min(rates), "fastest": max(rates), "tflops": rates[0]}
+
+
+def of_small_layers(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    run, found = run_of(group, row), []
+    for size in row["sizes"]:
+        for recipe in map(f8sub.get_recipe, SMALL_RECIPES):
+            if group["kind"] == "small":
+                layers = [layer(size, 4096), layer(4096, size)]
+                found += [alone(each, None, run) / alone(each, recipe, run) for each in layers]
+            else:
+                first, second = alone(layer(4096, 4096), recipe, run), layer(size, 4096, reads="y")
+                found.append((first + alone(second, None, run)) / (first + alone(second, recipe, run)))
+    return {"slowest": min(found), "fastest": max(found)}
+
+
+PREDICT = {
+    "layer": of_a_layer,
+    "blocks": of_a_run,
+    "step": of_a_run,
+    "reductions": of_a_run,
+    "product": of_products,
+    "few rows": of_products,
+    "small": of_small_layers,
+    "small beside": of_small_layers,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Figure:
+    """One measured figure; ``miss`` is why the estimate does not hit it, None where it should."""
+
+    group: dict[str, Any]
+    row: dict[str, Any]
+    what: str
+
+    @property
+    def measured(self) -> float:
+        return self.row[self.what]
+
+    @property
+    def miss(self) -> str | None:
+        return self.row.get("miss", {}).get(self.what)
+
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return PREDICT[self.group["kind"]](self.group, self.row)[self.what] / self.measured - 1
+
+
+def figures() -> Iterator[Figure]:
+    for group in DATA["set"]:
+        for row in group["rows"]:
+            yield from (Figure(group, row, what) for what in row if what not in ASKED)

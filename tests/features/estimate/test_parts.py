@@ -1,0 +1,111 @@
+"""What the estimate reads of recipes and of models."""
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from f8sub.features.estimate import gpus, seconds
+from f8sub.features.estimate.gpus import B200, GPUS, H200, kind_of_product
+from f8sub.features.estimate.layers import Product, block_of, reads_attention, shapes_of
+from f8sub.features.estimate.seconds import Run
+from tests.models import Transformer
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kinds"),
+    [
+        ("tensorwise", [gpus.WHOLE] * 3),
+        ("delayed", [gpus.WHOLE] * 3),
+        ("rowwise", [gpus.ROWS] * 3),
+        ("rowwise_with_gw_hp", [gpus.ROWS, gpus.ROWS, gpus.HIGH]),
+        ("blockwise", [gpus.VECTORS_BY_SQUARES, gpus.VECTORS_BY_SQUARES, gpus.VECTORS]),
+        ("gridquant", [gpus.SQUARES] * 3),
+        ("mxfp8", [gpus.MX] * 3),
+        ("nvfp4", [gpus.FP4] * 3),
+    ],
+)
+def test_kinds_of_products(recipe, kinds):
+    found = f8sub.get_recipe(recipe)
+    assert [kind_of_product(spec) for spec in (found.fprop, found.dgrad, found.wgrad)] == kinds
+
+
+def test_every_recipe_has_a_kind():
+    assert all(kind_of_product(f8sub.get_recipe(name).fprop) != gpus.OTHER for name in f8sub.recipe_names())
+
+
+def test_tiles_that_no_gpu_multiplies_are_the_references():
+    small = f8sub.get_recipe("gridquant", block=48).fprop
+    assert kind_of_product(small) == gpus.OTHER
+    assert not any(gpu.is_native(small) for gpu in GPUS.values())
+    assert H200.rate(small) == H200.rates[gpus.HIGH] / 30
+
+
+def test_gpus_of_data_sheets_are_marked():
+    assert [gpu.name for gpu in GPUS.values() if gpu.measured] == ["H200"]
+    assert all("not measured" in gpu.source for gpu in GPUS.values() if not gpu.measured)
+    assert B200.rates[gpus.MX] == B200.rates[gpus.WHOLE] == B200.rates[gpus.FP4] / 2
+    assert GPUS["H100"].rates == H200.rates
+
+
+def test_names():
+    assert block_of("model.layers.3.mlp.up_proj") == "model.layers.3"
+    assert block_of("lm_head") is None
+    for name in (
+        "model.layers.0.self_attn.o_proj",
+        "h.0.attn.c_proj",
+        "encoder.attention.dense",
+        "layers.0.wo",
+    ):
+        assert reads_attention(name)
+    for name in ("h.0.mlp.c_proj", "layers.0.mlp.dense", "proj", "layers.0.attn.q_proj"):
+        assert not reads_attention(name)
+
+
+def test_shapes_of_a_model():
+    model = Transformer(64, 128, blocks=2, classes=1000)
+    shapes = shapes_of(model)
+    assert shapes.parameters == sum(p.numel() for p in model.parameters())
+    assert (list(shapes.blocks), shapes.logits) == (["blocks.0", "blocks.1"], 1000)
+    assert [product.fqn for product in shapes.outside] == ["lm_head"]
+    block = shapes.blocks["blocks.0"]
+    shared = [product.fqn.rpartition(".")[2] for product in block if product.shares_x]
+    assert shared == ["k", "v", "up"]
+    assert [p.fqn for p in block if p.reads_attention] == ["blocks.0.o"]
+
+
+def test_a_tied_weight_counts_once():
+    model = nn.ModuleDict({"embed": nn.Embedding(512, 1024), "lm_head": nn.Linear(1024, 512, bias=False)})
+    model["lm_head"].weight = model["embed"].weight
+    shapes = shapes_of(model)
+    assert (shapes.parameters, shapes.other_parameters) == (512 * 1024, 0)
+
+
+@pytest.mark.parametrize(
+    "order", [("q", "k", "o", "gate", "up", "down"), ("q", "k", "o", "gate", "down", "up")]
+)
+def test_the_last_product_is_told_by_who_reads_what(order):
+    """torchtitan names its w2, which is the last one, before w3."""
+    first = {"k": "q", "up": "gate"}
+    products = [Product(n, 64, 64, 1, 4096, None, first.get(n, n), n == "o", "0") for n in order]
+    assert order[seconds.last_of(products)] == "down"
+
+
+def test_more_of_everything_takes_longer():
+    shapes, recipe = shapes_of(Transformer(2048, 8192, blocks=2, classes=32000)), f8sub.get_recipe("rowwise")
+
+    def step(**changes):
+        return seconds.step_seconds(shapes, recipe, H200, Run(**{"checkpoint": "none", **changes})).total
+
+    assert step(tokens=16384) > step()
+    assert step(sequence=16384) > step()
+    assert step(compiled=False) > step()
+    assert step(replicas=2) > step()
+    assert step(shards=64) > step()
+    assert step() < step(checkpoint="gemms") < step(checkpoint="selective") < step(checkpoint="full")
+
+
+def test_on_meta_and_on_a_cpu_alike():
+    with torch.device("meta"):
+        on_meta = shapes_of(Transformer(64, 128))
+    assert on_meta == shapes_of(Transformer(64, 128))

@@ -1,0 +1,27 @@
+"""The table of predicted and measured figures: its page shows what the script makes."""
+
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "estimate.md"
+
+
+def test_the_page_shows_the_table(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("transformers")
+    measured = pytest.importorskip("scripts.tables.measured")
+    written = {}
+    monkeypatch.setattr(
+        "scripts.table.write_between_markers", lambda name, text: written.update({name: text})
+    )
+    monkeypatch.setattr("sys.argv", ["measured.py", "--write-readme"])
+    measured.main()
+    assert f"<!-- begin measured -->\n{written['measured']}\n<!-- end measured -->" in PAGE.read_text()
+
+
+def test_a_row_a_figure(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("transformers")
+    measured = pytest.importorskip("scripts.tables.measured")
+    monkeypatch.setattr("sys.argv", ["measured.py", "--all", "--json", str(tmp_path / "rows.json")])
+    measured.main()
+    assert (tmp_path / "rows.json").read_text().count("tokens_per_s") == 18

@@ -26,7 +26,16 @@ COMMAND = "python scripts/tables/api.py --write-docs"
 SECTIONS = {
     "Convert a model": (
         "f8sub",
-        ["convert_to_float8", "convert_from_float8", "conversion_report", "ConversionReport", "LayerReport"],
+        [
+            *(
+                "convert_to_float8",
+                "convert_from_float8",
+                "conversion_report",
+                "ConversionReport",
+                "LayerReport",
+            ),
+            "register_experts",
+        ],
     ),
     "Train": (
         "f8sub",

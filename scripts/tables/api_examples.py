@@ -56,6 +56,20 @@ def convert_from_float8():
     assert type(model[0]) is nn.Linear
 
 
+def register_experts():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 64, 32))  # four experts
+
+        def forward(self, x, ends):
+            return f8sub.grouped_linear(x, self.weight, ends)
+
+    f8sub.register_experts(Experts)
+    model = f8sub.convert_to_float8(Experts(), "rowwise", experts=True)
+    y = model(torch.randn(10, 32), torch.tensor([3, 3, 8, 10]))
+
+
 def Monitor():
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))
     monitor = f8sub.Monitor(model, every=100)

@@ -99,6 +99,9 @@ def grouped_linear(
     groups = Groups.of(offs.to(torch.int32), len(x))
     if plan is None:
         return _in_high_precision(x, weight.transpose(1, 2) if transposed else weight, groups)
+    if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
+        # As it is stored, where codes of it are kept or were gathered.
+        weight, transposed = weight.transpose(1, 2), not transposed
     dtype = autocast_dtype(x.device.type) or x.dtype
     y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, Call(plan, dtype, transposed))
     return y
@@ -157,9 +160,8 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             format = recipe.wgrad.b
             saved = (x,) if format is None else _of_tokens(x, groups, format, plan)
-        ctx.save_for_backward(w.source if isinstance(w, Transposed) else w, ends, *saved)
-        ctx.call = call._replace(transposed=call.transposed != isinstance(w, Transposed))
-        ctx.is_transposed, ctx.rows = call.transposed, len(x)
+        ctx.save_for_backward(w, ends, *saved)
+        ctx.call, ctx.rows = call, len(x)
         return y.masked_fill_(groups.past, 0)
 
     @staticmethod
@@ -188,7 +190,7 @@ class _GroupedLinear(torch.autograd.Function):
                 left = quantize_tokens(dy, groups, g.a, contracted=True, multiple=plan.multiple)
                 right = Tokens(saved[0], saved[1], g.b, laid_out(groups, g.b.tile.cols, plan.multiple), True)
                 dw = GROUPED[plan.wgrad].weights(left, right, groups, w.dtype, g.fast_accum)
-            dw = dw.transpose(1, 2) if ctx.is_transposed else dw
+            dw = dw.transpose(1, 2) if call.transposed else dw
         return dx, dw, None, None
 
 
@@ -215,8 +217,6 @@ def _values(w: torch.Tensor, call: Call) -> torch.Tensor:
 
 def _rowwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
     """All experts' rowwise operand: as gathered, as cast last, or cast now. Rounded to the call's dtype before."""
-    if isinstance(w, Transposed):
-        return _rowwise(w.source, format, call._replace(transposed=not call.transposed))
     stored = seen_transposed(format) if call.transposed else format
     flat = flat_format(stored, w.shape[1])
     if isinstance(w, Float8Tensor):
@@ -224,9 +224,8 @@ def _rowwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights
             raise Float8ConfigError(f"{w!r} has no rowwise operand, which experts read")
         found = ExpertWeights.of(w.rowwise, tuple(w.shape), stored)
     elif isinstance(w, MasterWeight) and flat is not None and w.is_contiguous():
-        found = ExpertWeights.of(
-            rowwise_of(MasterWeight.flatten(w, 0, 1), flat, call.dtype), tuple(w.shape), stored
-        )
+        rows: Any = w.flatten(0, 1)
+        found = ExpertWeights.of(rowwise_of(rows, flat, call.dtype), tuple(w.shape), stored)
     else:
         values = (w.plain if isinstance(w, MasterWeight) else w).to(call.dtype)
         found = quantize_experts(values, stored)

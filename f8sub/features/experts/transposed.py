@@ -33,13 +33,13 @@ class Transposed(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
             return Transposed(args[0].source)
-        if func is aten._to_copy.default and set(kwargs) <= {"dtype"}:
-            return Transposed(args[0].source.to(kwargs["dtype"]))
+        if func is aten.transpose.int:
+            # Another tensor over the same codes, which autograd takes for a view of this one.
+            return aten.alias.default(args[0].source)
         plain = [a.source.dequantize().transpose(1, 2) if isinstance(a, Transposed) else a for a in args]
-        return func(*plain, **kwargs)
+        return func(*plain, **(kwargs or {}))
 
 
 _of_a_matrix = OPS[aten.transpose.int]

@@ -114,7 +114,7 @@ def curves(title: str, subtitle: str, of: Mapping[str, list[float]], baseline: s
         above.set_ylabel("loss")
         below.set_ylabel(f"% over {baseline}")
         below.set_xlabel("step")
-        below.set_ylim(-2, 2)
+        below.set_ylim(-1, 1)
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.3)

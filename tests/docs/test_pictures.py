@@ -1,6 +1,8 @@
 """The README's table of whole runs is that of its figures; pictures stand on a page and are drawn by a script."""
 
-from scripts.tables import data_flow, drawing, whole_run
+import json
+
+from scripts.tables import data_flow, drawing, loss_curves, whole_run
 from tests.docs.pages import PAGES, ROOT, links
 
 
@@ -20,6 +22,7 @@ def test_every_ratio_is_of_the_same_setting():
 def test_pictures_are_drawn(tmp_path):
     whole_run.draw(whole_run.read(), tmp_path)
     drawing.save(data_flow.draw(), tmp_path / "data_flow.svg")
+    drawing.save(loss_curves.draw(json.loads(loss_curves.DATA.read_text())), tmp_path / "loss_curves.svg")
     drawn = {path.name for path in tmp_path.iterdir()}
     there = {path.name for path in (ROOT / "docs" / "images").iterdir()}
     shown = {link.rpartition("/")[2] for page in PAGES for link in links(page)}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.features.experts.operands import (
@@ -77,7 +78,8 @@ def grouped_linear(
 
     Args:
         x: (M, K), sorted by expert.
-        weight: (E, N, K), one matrix an expert, as parameter, plain tensor, or gathered in float8 by FSDP2.
+        weight: (E, N, K), one matrix an expert, as parameter, plain tensor, or gathered in float8 by FSDP2;
+            of a DTensor this rank's experts.
         offs: integers, (E,): the row after each expert's last one, as ``torch.nn.functional.grouped_mm`` takes it.
             Rows past the last are of no expert; y and dx are zero there.
         recipe: None for that of the converted module whose forward calls this, and high precision in any other.
@@ -95,6 +97,7 @@ def grouped_linear(
     plan, fqn = _running.stack[-1] if _running.stack else (None, "grouped_linear")
     if recipe is not None:
         plan = GroupedPlan.make(get_recipe(recipe), torch.device(x.device.type), backend)
+    weight = local_part(weight)
     _check(fqn, x, weight, offs, transposed)
     groups = Groups.of(offs.to(torch.int32), len(x))
     if plan is None:
@@ -105,6 +108,11 @@ def grouped_linear(
     dtype = autocast_dtype(x.device.type) or x.dtype
     y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, Call(plan, dtype, transposed))
     return y
+
+
+def local_part(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a weight that expert parallelism shards; its gradient is that part's."""
+    return weight.to_local(grad_placements=weight.placements) if isinstance(weight, DTensor) else weight
 
 
 def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, transposed: bool) -> None:

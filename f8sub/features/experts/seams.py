@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.experts.grouped_linear import grouped_linear
+from f8sub.features.experts.grouped_linear import grouped_linear, local_part
 
 Forward = Callable[..., Any]
 
@@ -80,11 +79,6 @@ _OF_TRANSFORMERS = ("is_transposed", "has_gate", "has_bias", "num_experts", "_ap
 """What ``use_experts_implementation`` of transformers 5 gives to each of its modules of experts."""
 
 
-def local_part(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a weight that expert parallelism shards; its gradient is that part's."""
-    return weight.to_local(grad_placements=weight.placements) if isinstance(weight, DTensor) else weight
-
-
 def routed(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -102,7 +96,7 @@ def routed(
     x = hidden_states[order // top_k]
 
     def multiplied(name: str, x: torch.Tensor) -> torch.Tensor:
-        y = grouped_linear(x, local_part(getattr(module, name)), ends, transposed=module.is_transposed)
+        y = grouped_linear(x, getattr(module, name), ends, transposed=module.is_transposed)
         if not module.has_bias:
             return y
         # In float32, so that the tokens' gradients are summed in that.

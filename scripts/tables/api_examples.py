@@ -70,6 +70,19 @@ def register_experts():
     y = model(torch.randn(10, 32), torch.tensor([3, 3, 8, 10]))
 
 
+def estimate():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
+    print(f8sub.estimate(model, tokens=8192))
+
+
+def Estimate():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096))
+    found = f8sub.estimate(model, tokens=8192)
+    assert isinstance(found, f8sub.Estimate)
+
+
 def Monitor():
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))
     monitor = f8sub.Monitor(model, every=100)

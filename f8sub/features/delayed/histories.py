@@ -13,29 +13,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.features.delayed.layers import state_of, states_of
 from f8sub.features.delayed.state import OPERANDS, ScalingState, W, roll
 from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
 from f8sub.features.non_finite.skipped_steps import SkippedSteps
+from f8sub.features.replicas.replicas import Replicas, running_ddp
 from f8sub.kernels.scales import PriorScale
 from f8sub.tensor.host_copy import HostCopy, sent_to
-from f8sub.torch_compat import (
-    broadcast_no_more,
-    graph_task,
-    is_capturing,
-    no_dispatch_modes,
-    running_ddp,
-    takes_uneven_inputs,
-)
+from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, makers
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.ranks import own_group
 from f8sub.weights.weight import WeightRecord, local_tensor
 
 _Held = tuple[WeightRecord, ScalingState]
@@ -145,40 +136,6 @@ class _ShardedHistories(_Histories):
         return self._guest.errors_of(_operands(self.records, found.view(-1, len(OPERANDS))))
 
 
-class _Replicas:
-    """The ranks that DistributedDataParallel keeps copies of the layers on.
-
-    From now on DDP leaves the amax histories alone: it broadcasts rank 0's at every forward, and those have not seen
-    the other ranks' microbatches of this step.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        ranks = tuple(sorted(dist.get_process_group_ranks(ddp.process_group)))
-        # Collectives of others cannot cross it.
-        self._group = own_group(ranks, next(ddp.module.parameters()).device.type) if len(ranks) > 1 else None
-        self._ddp = weakref.ref(ddp)
-        states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
-        broadcast_no_more(ddp, [f"{name}.{buffer}" for name, state in states for buffer in state._buffers])
-
-    def maximum(self, staged: torch.Tensor, fqn: str) -> torch.Tensor:
-        """The maximum over the ranks of what each staged.
-
-        Raises:
-            Float8ConfigError: within ``ddp.join()``: ranks that have no more inputs step no optimizer, and the others
-                would wait for them.
-        """
-        if (ddp := self._ddp()) is not None and takes_uneven_inputs(ddp):
-            raise Float8ConfigError(
-                f"{fqn}: its amax histories are shared by DDP's ranks at every optimizer step, and inside "
-                "of ddp.join() ranks may step differently often; give every rank as many batches, or take a recipe "
-                "with current scaling"
-            )
-        maximum = staged.clone(memory_format=torch.contiguous_format)
-        if self._group is not None:
-            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._group.of_next_call())
-        return maximum
-
-
 class _DelayedGuest(Guest):
     """The ``Guest`` of the conversion: rolls the histories of its layers, once an optimizer step.
 
@@ -190,7 +147,7 @@ class _DelayedGuest(Guest):
     def __init__(self, conversion: Conversion) -> None:
         self.steps = self.loaded_at = 0
         self._conversion: Conversion = weakref.proxy(conversion)
-        self._replicas: _Replicas | None = None
+        self._replicas: Replicas | None = None
         self._rolled_at = 0
         self._staged: tuple[list[WeightRecord], HostCopy] | None = None
         self._non_finite: list[str] = []
@@ -228,7 +185,9 @@ class _DelayedGuest(Guest):
         """
         is_sharded = len(self._conversion.exchanges) > 0
         if self._replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
-            self._replicas = _Replicas(ddp)
+            states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
+            buffers = [f"{name}.{buffer}" for name, state in states for buffer in state._buffers]
+            self._replicas = Replicas(ddp, buffers)
         return is_sharded or self._replicas is not None
 
     def loaded(self) -> None:

@@ -27,14 +27,14 @@ from f8sub.convert.filters import (
     layer_recipes,
 )
 from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
-from f8sub.convert.forward_hooks import check_ranks_hook, guests_hook
+from f8sub.convert.forward_hooks import check_ranks_hook, guests_hook, remove
 from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, warn_of_reference
 from f8sub.linear.parameters import take_place
-from f8sub.linear.saved_input import AUTO, close_scope, open_scope
+from f8sub.linear.saved_input import AUTO
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
@@ -153,7 +153,8 @@ def _convert_selected(
     for layer in chosen:
         _convert(layer, conversion)
     _wrap_weights([layer.module for layer in chosen], conversion)
-    _share_inputs(model)
+    for guest in sockets.guests:
+        guest.converted(model)
     _watch(model, conversion)
     return model
 
@@ -166,15 +167,8 @@ def convert_from_float8(model: Model) -> Model:
     """
     refuse_sharded(model)
     for module in model.modules():
-        for hooks, hook in (
-            (module._forward_pre_hooks, open_scope),
-            (module._forward_hooks, close_scope),
-            (module._forward_pre_hooks, check_ranks_hook),
-            (module._forward_pre_hooks, guests_hook),
-        ):
-            for key in [key for key, found in hooks.items() if getattr(found, "func", found) is hook]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+        remove(check_ranks_hook, module)
+        remove(guests_hook, module)
         if isinstance(module, Float8Linear):
             module.converted.discard(module)
             weight = module.weight
@@ -184,6 +178,8 @@ def convert_from_float8(model: Model) -> Model:
             for guest in sockets.guests:
                 guest.left(module)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
+    for guest in sockets.guests:
+        guest.restored(model)
     Conversion.forget(model)
     return model
 
@@ -245,18 +241,6 @@ def _replace(module: torch.nn.Linear, parameter: torch.nn.Parameter) -> None:
     """Put ``parameter`` in the weight's place, under the weight's own identity where torch can swap the two."""
     if not take_place(parameter, module.weight):
         module.weight = parameter
-
-
-def _share_inputs(model: torch.nn.Module) -> None:
-    """Hooks under the same id everywhere: dynamo guards on it, and would compile equal blocks one by one."""
-    shared: int | None = None
-    for module in model.modules():
-        if sum(isinstance(child, Float8Linear) for child in module.children()) > 1:
-            module.register_forward_pre_hook(open_scope)
-            own = module.register_forward_hook(close_scope, always_call=True).id
-            shared = own if shared is None else shared
-            for hooks in (module._forward_hooks, module._forward_hooks_always_called):
-                hooks[shared] = hooks.pop(own)  # type: ignore[assignment]
 
 
 def _device_of(module: torch.nn.Linear) -> torch.device:

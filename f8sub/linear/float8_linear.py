@@ -9,9 +9,9 @@ dy --quantize--> rowwise, columnwise
 - A plan (``kernels/gemm/select.py``) is the recipe and the backend of each GEMM.
 - Sources (``kernels/scales.py``) say how the scales of x, w and dy are made in one call: from the current amax, or from
   what a feature made before. Forward makes them, and backward uses them too.
-- ``kernels/quantize.py`` picks the kernel that casts. ``saved_input.py`` decides what backward has of x, and casts an x
-  once that several layers read.
-- Features enter by ``sockets.py``: other scales, weights that are DTensors, other plans for a while.
+- ``kernels/quantize.py`` picks the kernel that casts. ``saved_input.py`` decides what backward has of x.
+- Features enter by ``sockets.py``: other scales, weights that are DTensors, other plans for a while, codes of an x that
+  another layer cast.
 """
 
 import warnings

@@ -7,6 +7,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
+from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.recipe import Recipe
 
@@ -22,6 +23,12 @@ class LayerGuest:
 
     def left(self, layer: "Float8Linear") -> None:
         """A layer is an ``nn.Linear`` again."""
+
+    def converted(self, model: torch.nn.Module) -> None:
+        """The layers of a model were converted."""
+
+    def restored(self, model: torch.nn.Module) -> None:
+        """They are all an ``nn.Linear`` again."""
 
     def loaded(self, layer: "Float8Linear", state_dict: dict[str, Any], prefix: str) -> None:
         """The layer's entries of a state dict were loaded."""
@@ -90,6 +97,8 @@ scaling: Callable[["Float8Linear", Recipe], Sources] = _no_scaling
 placement: Callable[..., Placed] = _no_placement
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
 contexts = Contexts()
+cast: Callable[..., Quantized]
+"""Casts an x in eager code, see ``saved_input.cast_anew``; a feature may know the codes already."""
 
 
 def sources_of(layer: "Float8Linear", recipe: Recipe) -> Sources:

@@ -8,6 +8,7 @@ from typing import Any, Never, TypeVar
 
 import torch
 
+from f8sub.convert import checks
 from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
@@ -16,7 +17,6 @@ from f8sub.convert.checks import (
     refuse_other_recipe,
     refuse_sharded,
     refuse_tied_apart,
-    why_nothing,
 )
 from f8sub.convert.filters import (
     IN_FLOAT8,
@@ -27,19 +27,18 @@ from f8sub.convert.filters import (
     layer_recipes,
 )
 from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
-from f8sub.convert.forward_hooks import check_ranks_hook, guests_hook, remove
+from f8sub.convert.forward_hooks import check_ranks_hook, remove
 from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
-from f8sub.linear.float8_linear import Float8Linear, warn_of_reference
-from f8sub.linear.parameters import take_place
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import watch_optimizer_steps
-from f8sub.weights.weight import Weight
+from f8sub.weights.weight import Weight, take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -149,13 +148,14 @@ def _convert_selected(
         if of_features[option]:
             refuse(chosen)
     conversion = Conversion({**of_features, "idle_patterns": idle})
-    warn_of_reference(conversion, [layer.plan for layer in chosen])
+    for guest in sockets.guests:
+        guest.planned(conversion, [layer.plan for layer in chosen])
     for layer in chosen:
         _convert(layer, conversion)
     _wrap_weights([layer.module for layer in chosen], conversion)
-    for guest in sockets.guests:
-        guest.converted(model)
     _watch(model, conversion)
+    for guest in sockets.guests:
+        guest.converted(model, conversion)
     return model
 
 
@@ -168,7 +168,6 @@ def convert_from_float8(model: Model) -> Model:
     refuse_sharded(model)
     for module in model.modules():
         remove(check_ranks_hook, module)
-        remove(guests_hook, module)
         if isinstance(module, Float8Linear):
             module.converted.discard(module)
             weight = module.weight
@@ -251,11 +250,9 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
 
 
 def _watch(model: torch.nn.Module, conversion: Conversion) -> None:
-    """Learn at forwards who shards or replicates the layers, and of every optimizer's steps."""
+    """Learn at forwards who shards the layers, and of every optimizer's steps."""
     Conversion.see(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
-    if any(guest.is_needed for guest in conversion.guests):
-        model.register_forward_pre_hook(functools.partial(guests_hook, conversion))
     watch_optimizer_steps()
 
 
@@ -265,7 +262,7 @@ def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
             f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8"
         )
         return
-    message = f"convert_to_float8 found nothing to convert: {why_nothing(model)}"
+    message = f"convert_to_float8 found nothing to convert: {checks.why_nothing(model)}"
     if strict:
         raise Float8ConfigError(message)
     Conversion.see(model)

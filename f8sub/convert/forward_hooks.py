@@ -15,14 +15,6 @@ def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any)
         remove(check_ranks_hook, module)
 
 
-def guests_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a converted model, until all guests saw what they wait for."""
-    if not torch.compiler.is_compiling():
-        waiting = [guest for guest in conversion.guests if not guest.forward()]
-        if not waiting:
-            remove(guests_hook, module)
-
-
 def remove(function: Callable[..., None], module: torch.nn.Module) -> None:
     """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

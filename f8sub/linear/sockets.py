@@ -1,6 +1,6 @@
 """What features put into a layer: scales, forwards of DTensors, plans for a while, and what each says of the layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.recipe import Recipe
+from f8sub.weights.conversion import Conversion
 
 if TYPE_CHECKING:
     from f8sub.linear.float8_linear import Float8Linear
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
 class LayerGuest:
     """What a feature does for layers; a feature overrides what it needs."""
 
+    def planned(self, conversion: Conversion, plans: Sequence[Plan]) -> None:
+        """Layers of a conversion are to run, or came to a device where they run, by these plans; may warn."""
+
     def entered(self, layer: "Float8Linear") -> None:
         """A layer was converted."""
 
     def left(self, layer: "Float8Linear") -> None:
         """A layer is an ``nn.Linear`` again."""
 
-    def converted(self, model: torch.nn.Module) -> None:
+    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
         """The layers of a model were converted."""
 
     def restored(self, model: torch.nn.Module) -> None:

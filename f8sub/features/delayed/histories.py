@@ -13,14 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
+from f8sub.convert.forward_hooks import remove
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.features.delayed.layers import state_of, states_of
+from f8sub.features.delayed.layers import STATES, state_of, states_of
 from f8sub.features.delayed.state import OPERANDS, ScalingState, W, roll
 from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
 from f8sub.features.non_finite.skipped_steps import SkippedSteps
 from f8sub.features.replicas.replicas import Replicas, running_ddp
 from f8sub.kernels.scales import PriorScale
+from f8sub.linear import sockets
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.host_copy import HostCopy, sent_to
 from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes
 from f8sub.weights.conversion import Conversion
@@ -163,10 +167,6 @@ class _DelayedGuest(Guest):
         """
         return graph_task() == -1 and self.steps > self.covered(rolled_at)
 
-    @property
-    def is_needed(self) -> bool:
-        return len(self._held()) > 0
-
     def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
         if not states_of(record.module):
             return None
@@ -177,12 +177,8 @@ class _DelayedGuest(Guest):
         with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
         return _ShardedHistories(self, with_histories, before) if with_histories else None
 
-    def forward(self) -> bool:
-        """Have the ranks of DDP share what the histories see, if DDP runs the layers now.
-
-        Returns:
-            Whether there is no more to wait for: they do, or FSDP2 shards the layers.
-        """
+    def saw_forward(self) -> bool:
+        """Have the ranks of DDP share histories, if it runs the layers now; whether they do, or FSDP2 shards those."""
         is_sharded = len(self._conversion.exchanges) > 0
         if self._replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
             states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
@@ -204,7 +200,7 @@ class _DelayedGuest(Guest):
 
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
         # What was loaded in place before this step does not cover it.
-        for _, state in self._held():
+        for _, state in self.held():
             state.notice_writes()
         self.steps += 1
         for weight in weights:
@@ -217,7 +213,7 @@ class _DelayedGuest(Guest):
         if not self.is_due(self._rolled_at):
             return
         since, self._rolled_at = self.covered(self._rolled_at), self.steps
-        if not (held := self._held()):
+        if not (held := self.held()):
             return
         self._conversion.refresh()
         for exchange in self._conversion.exchanges.values():
@@ -231,12 +227,9 @@ class _DelayedGuest(Guest):
         self._conversion.guest(HeldWeights).skip(record for record, _ in (*alike, *of_contexts))
 
     def _roll(self, alike: Sequence[_Held], of_contexts: Sequence[_Held], since: int) -> None:
-        """Roll the histories that no exchange reduces.
+        """Roll the histories that no exchange reduces, which rolled last at optimizer step ``since``.
 
-        Args:
-            alike: those that every replica has.
-            of_contexts: those of a context's recipe, which only this rank may have entered.
-            since: the optimizer step that was the last when they rolled before.
+        Every replica has ``alike``; ``of_contexts`` are of a context's recipe, which only this rank may have entered.
 
         Raises:
             Float8ConfigError: a CUDA graph is captured: replays would not know which weights an optimizer stepped.
@@ -298,13 +291,57 @@ class _DelayedGuest(Guest):
             warnings.warn(_left_out(harmless), Float8Warning, stacklevel=8)
         return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
 
-    def _held(self) -> list[_Held]:
+    def held(self) -> list[_Held]:
         """All states, in an order that every rank agrees on."""
         records = [record for record in self._conversion if record.module is not None]
         return [(record, state) for record in records for state in states_of(record.module)]
 
 
 makers.append(_DelayedGuest)
+
+
+class DelayedLayers(sockets.LayerGuest):
+    """What delayed scaling does for layers whose recipe has it."""
+
+    @override
+    def entered(self, layer: Float8Linear) -> None:
+        if layer.plan.recipe.delayed is not None:
+            state_of(layer, layer.plan.recipe)
+
+    @override
+    def left(self, layer: Float8Linear) -> None:
+        layer._modules.pop(STATES, None)
+
+    @override
+    def loaded(self, layer: Float8Linear, state_dict: dict[str, Any], prefix: str) -> None:
+        """Histories that a state dict with the weight lacks begin anew."""
+        for index, state in enumerate(states_of(layer)):
+            kept = any(key.startswith(f"{prefix}{STATES}.{index}.") for key in state_dict)
+            if f"{prefix}weight" in state_dict and not kept:
+                state.reset()
+
+    @override
+    def alike(self, layer: Float8Linear) -> dict[str, str]:
+        return {"amax histories": str(layer.plan.recipe.delayed)}
+
+    @override
+    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
+        if conversion.guest(_DelayedGuest).held():
+            model.register_forward_pre_hook(functools.partial(_forward_hook, conversion))
+
+    @override
+    def restored(self, model: torch.nn.Module) -> None:
+        for module in model.modules():
+            remove(_forward_hook, module)
+
+
+sockets.guests.append(DelayedLayers())
+
+
+def _forward_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook of a converted model, until it is known which ranks share its histories."""
+    if not torch.compiler.is_compiling() and conversion.guest(_DelayedGuest).saw_forward():
+        remove(_forward_hook, module)
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:

@@ -28,6 +28,7 @@ from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import Call, Formats, cast_anew, events
 from f8sub.torch_compat import saved_tensors_hook
+from f8sub.weights.conversion import Conversion
 
 
 class _Scope:
@@ -102,7 +103,7 @@ class SharedInputs(sockets.LayerGuest):
     """What opens and closes the scopes of a converted model."""
 
     @override
-    def converted(self, model: torch.nn.Module) -> None:
+    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
         # Under the same id everywhere: dynamo guards on it, and would compile equal blocks one by one.
         shared: int | None = None
         for module in model.modules():

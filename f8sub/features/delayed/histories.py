@@ -268,11 +268,7 @@ class _DelayedGuest(Guest):
             self._staged = None
 
     def precompute(self) -> None:
-        """Roll what is left, and tell of NaN and infinity that this rank met in layers that are not sharded.
-
-        Raises:
-            Float8NumericsError: with the layers and operands.
-        """
+        """Roll what is left; NaN and infinity that this rank met in unsharded layers are a Float8NumericsError."""
         self._roll_unasked()
         if self._staged is not None and self._staged[1].there:
             self._read()
@@ -340,8 +336,9 @@ sockets.guests.append(DelayedLayers())
 
 def _forward_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Forward pre-hook of a converted model, until it is known which ranks share its histories."""
-    if not torch.compiler.is_compiling() and conversion.guest(_DelayedGuest).saw_forward():
-        remove(_forward_hook, module)
+    for guest in () if torch.compiler.is_compiling() else conversion.guests:
+        if type(guest) is _DelayedGuest and guest.saw_forward():
+            remove(_forward_hook, module)
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:

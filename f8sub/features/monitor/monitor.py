@@ -188,7 +188,9 @@ class _Sample:
     def __init__(self, step: int, layers: dict[str, Float8Linear], rows: dict[tuple[str, str], int]) -> None:
         self.step, self._rows = step, rows
         self._formats: dict[tuple[str, str], Float8Format] = {}
-        device = next(iter(layers.values())).weight.device
+        weight = next(iter(layers.values())).weight
+        # Where the layers run: CPU offload keeps shards elsewhere.
+        device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
         self._sums = torch.zeros(len(rows), WIDTH, dtype=torch.float32, device=device)
         self._maxima = torch.full((len(rows), len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
         self._exits = contextlib.ExitStack()

@@ -201,6 +201,7 @@ class _Sample:
             self._exits.callback(after.remove)
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))
         self._sources: dict[str, Sources] = {}
+        self._seen: set[str] = set()  # backward meets the last of several forwards first
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -270,7 +271,8 @@ class _Sample:
 
     def _after(self, name: str, layer: Float8Linear, args: Any, y: torch.Tensor) -> None:
         format = layer.plan.recipe.dgrad.a or layer.plan.recipe.wgrad.a
-        if y.requires_grad and name in self._sources and format is not None:
+        if y.requires_grad and name in self._sources and name not in self._seen and format is not None:
+            self._seen.add(name)
             y.register_hook(functools.partial(self._note_dy, name, format))
 
     def _note_dy(self, name: str, format: Float8Format, dy: torch.Tensor) -> None:

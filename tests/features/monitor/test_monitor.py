@@ -13,6 +13,7 @@ import f8sub
 from f8sub.features.monitor import monitor as module
 from f8sub.features.monitor import writers
 from f8sub.linear import float8_linear
+from tests.data_sets import gaussian, generator
 from tests.models import float8_layers, loss_of, transformer
 from tests.selection import long_but
 
@@ -134,6 +135,18 @@ def test_the_first_microbatch_is_measured():
         monitor.flush()
         rows.append(monitor.rows)
     assert rows[0] == rows[1]
+
+
+def test_the_first_forward_of_a_layer_that_is_called_twice_is_measured():
+    layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(32, 32)), recipe="tensorwise")
+    monitor = f8sub.Monitor(layer, every=1)
+    x, dy = gaussian((2, 8, 32), generator(0)), gaussian((2, 8, 32), generator(1))
+    dy[1] *= 10
+    with monitor:
+        torch.stack([layer(x[0]), layer(3 * x[1])]).backward(dy)
+    monitor.flush()
+    found = {row.role: row.amax for row in monitor.rows}
+    assert (found["x"], found["dy"]) == (x[0].abs().max().item(), dy[0].abs().max().item())
 
 
 class Checkpointed(nn.Module):

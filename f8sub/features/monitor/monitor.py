@@ -21,7 +21,7 @@ from f8sub.features.monitor import writers
 from f8sub.features.monitor.advice import advice_for
 from f8sub.features.monitor.statistics import MAXIMA, WIDTH, Statistics, measure, statistics_of
 from f8sub.features.monitor.writers import Writer
-from f8sub.formats import Float8Format, Operand, Tile
+from f8sub.formats import Float8Format, Operand, Rounding, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import LayerSource, Sources
@@ -294,7 +294,9 @@ class _Sample:
         if format is None or (name, role) not in self._rows:
             return
         matrix = tensor.detach().reshape(-1, tensor.shape[-1]).to(dtype)
-        operand = quantize(matrix, format, None, source).rowwise
+        stochastic = format.rounding is Rounding.STOCHASTIC
+        with torch.random.fork_rng([matrix.device] if matrix.is_cuda else [], enabled=stochastic):
+            operand = quantize(matrix, format, None, source).rowwise  # then the layer draws the same numbers
         if operand is not None:
             self._take(name, role, matrix, operand)
 

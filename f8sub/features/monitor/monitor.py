@@ -24,10 +24,11 @@ from f8sub.features.monitor.writers import Writer
 from f8sub.formats import Float8Format, Operand, Rounding, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import LayerSource, Sources
+from f8sub.kernels.scales import LayerSource
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
-from f8sub.linear.sockets import sources_of
+from f8sub.linear.saved_input import Call
+from f8sub.linear.sockets import contexts, sources_of
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.host_copy import HostCopy
 from f8sub.torch_compat import autocast_dtype
@@ -200,7 +201,7 @@ class _Sample:
             self._exits.callback(before.remove)
             self._exits.callback(after.remove)
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))
-        self._sources: dict[str, Sources] = {}
+        self._calls: dict[str, Call] = {}
         self._seen: set[str] = set()  # backward meets the last of several forwards first
 
     def close(self) -> None:
@@ -227,21 +228,22 @@ class _Sample:
         return found
 
     def _before(self, name: str, layer: Float8Linear, args: Any, kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name in self._sources:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name in self._calls:
             return
         with torch.no_grad():
             x: torch.Tensor = args[0] if args else kwargs["input"]
             weight: torch.Tensor = layer.weight
-            recipe = layer.plan.recipe
+            plan = contexts.plan_of(layer) if contexts.entered else layer.plan
+            recipe = plan.recipe
             dtype = autocast_dtype(x.device.type) or x.dtype
             sources = sources_of(layer, recipe)
             if isinstance(weight, DTensor):
-                x, weight, _, _, sources, _ = sockets.placement(layer, layer.plan, weight, x, None, sources)
-            self._sources[name] = sources
+                x, weight, _, _, sources, _ = sockets.placement(layer, plan, weight, x, None, sources)
+            self._calls[name] = call = plan, dtype, sources
             if not isinstance(x, Float8Tensor):
                 self._note(name, "x", x, recipe.fprop.a, dtype, sources.x)
             if recipe.fprop.b is not None and (name, "w") in self._rows:
-                self._note_weight(name, layer, weight, recipe.fprop.b, dtype, sources)
+                self._note_weight(name, layer, weight, recipe.fprop.b, call)
 
     def _note_weight(
         self,
@@ -249,8 +251,7 @@ class _Sample:
         layer: Float8Linear,
         weight: torch.Tensor,
         format: Float8Format,
-        dtype: torch.dtype,
-        sources: Sources,
+        call: Call,
     ) -> None:
         if isinstance(weight, Float8Tensor):
             shard = layer.converted.record_of(layer, "weight").shard
@@ -265,14 +266,16 @@ class _Sample:
         if master is None:
             return  # codes alone
         values = master.plain if isinstance(master, Weight) else master
-        operand = weight_rowwise(weight, (layer.plan, dtype, sources))
+        operand = weight_rowwise(weight, call)
         if isinstance(operand, Operand):
-            self._take(name, "w", values.to(dtype), operand)
+            self._take(name, "w", values.to(call[1]), operand)
 
     def _after(self, name: str, layer: Float8Linear, args: Any, y: torch.Tensor) -> None:
-        format = layer.plan.recipe.dgrad.a or layer.plan.recipe.wgrad.a
-        if y.requires_grad and name in self._sources and name not in self._seen and format is not None:
-            self._seen.add(name)
+        if not y.requires_grad or name not in self._calls or name in self._seen:
+            return
+        self._seen.add(name)
+        recipe = self._calls[name][0].recipe
+        if (format := recipe.dgrad.a or recipe.wgrad.a) is not None:
             y.register_hook(functools.partial(self._note_dy, name, format))
 
     def _note_dy(self, name: str, format: Float8Format, dy: torch.Tensor) -> None:
@@ -280,7 +283,7 @@ class _Sample:
             return
         with torch.no_grad():
             local = dy.to_local() if isinstance(dy, DTensor) else dy
-            self._note(name, "dy", local, format, local.dtype, self._sources[name].dy)
+            self._note(name, "dy", local, format, local.dtype, self._calls[name][2].dy)
 
     def _note(
         self,

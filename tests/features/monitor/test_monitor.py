@@ -1,5 +1,6 @@
 """A monitor changes no bit, samples the steps it was asked for, and tells what a layer's own operands are."""
 
+import contextlib
 import json
 from unittest import mock
 
@@ -156,6 +157,18 @@ def test_the_first_forward_of_a_layer_that_is_called_twice_is_measured():
     monitor.flush()
     found = {row.role: row.amax for row in monitor.rows}
     assert (found["x"], found["dy"]) == (x[0].abs().max().item(), dy[0].abs().max().item())
+
+
+def test_what_a_context_asks_for_is_measured():
+    rows = []
+    for recipe, context in (("rowwise", contextlib.nullcontext()), ("tensorwise", f8sub.autocast("rowwise"))):
+        model = transformer(recipe)
+        monitor = f8sub.Monitor(model, every=1)
+        with monitor, context:
+            loss_of(model, 0, 0).backward()
+        monitor.flush()
+        rows.append(monitor.rows)
+    assert rows[0] == rows[1]
 
 
 class Checkpointed(nn.Module):

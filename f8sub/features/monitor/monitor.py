@@ -119,11 +119,17 @@ class Monitor:
         Returns:
             Call it to detach.
         """
+
+        def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
+                self._end(failed=False)
+
+        def after(*_: Any) -> None:
+            self._end(failed=False)  # of a step with a closure, in which the model runs
+            self._begin()
+
         self._begin()
-        handles = [
-            optimizer.register_step_pre_hook(lambda *_: self._end(failed=False)),
-            optimizer.register_step_post_hook(lambda *_: self._begin()),
-        ]
+        handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
         def detach() -> None:
             for handle in handles:

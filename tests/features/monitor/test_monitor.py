@@ -134,6 +134,26 @@ def test_an_optimizer_that_is_attached_ends_steps():
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in float8_layers(model))
 
 
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_a_step_with_a_closure_is_sampled(as_keyword):
+    model = transformer("tensorwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = f8sub.Monitor(model, every=2)
+    detach = monitor.attach(optimizer)
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step, 0)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+    detach()
+    monitor.flush()
+    assert [row.step for row in monitor.rows] == [0] * 42 + [2] * 42
+
+
 def test_the_first_microbatch_is_measured():
     rows = []
     for micros in (1, 2):

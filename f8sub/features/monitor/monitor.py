@@ -8,6 +8,7 @@ reduced over the ranks, copied behind the step, and read when it has arrived. Al
 import contextlib
 import fnmatch
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -139,12 +140,15 @@ class Monitor:
         return detach
 
     def worst(self, count: int = 8) -> str:
-        """The operands with the lowest median-row SQNR in the last sample, with advice; a table."""
+        """The operands with the lowest median-row SQNR in the last sample, with advice; a table.
+
+        Operands with NaN or infinity come first, those that are all 0 last.
+        """
         self._read(wait=True)
         last = [row for row in self.rows if row.step == self.rows[-1].step]
         width = max([len(row.layer) for row in last], default=5)
         lines = [f"{'layer':{width}} role  row dB     dB  flushed  saturated      amax  advice"]
-        for row in sorted(last, key=lambda row: row.row_sqnr)[:count]:
+        for row in sorted(last, key=_badness)[:count]:
             lines.append(
                 f"{row.layer:{width}} {row.role:4} {row.row_sqnr:7.1f} {row.sqnr:6.1f} {row.flushed:8.2%} "
                 f"{row.saturated:10.3%} {row.amax:9.2e}  {advice_for(row)}".rstrip()
@@ -189,6 +193,11 @@ class Monitor:
                     write(sample.step, rows)
 
 
+def _badness(row: Statistics) -> tuple[bool, float]:
+    """The key that sorts rows, those with NaN first: NaN compares with nothing."""
+    return not math.isnan(row.sqnr), math.inf if math.isnan(row.row_sqnr) else row.row_sqnr
+
+
 class _Sample:
     """The hooks of one step, and the table that they fill."""
 
@@ -203,7 +212,8 @@ class _Sample:
         self._exits = contextlib.ExitStack()
         for name, layer in layers.items():
             before = layer.register_forward_pre_hook(functools.partial(self._before, name), with_kwargs=True)
-            after = layer.register_forward_hook(functools.partial(self._after, name))
+            # Before other hooks, which may put something else in the place of y.
+            after = layer.register_forward_hook(functools.partial(self._after, name), prepend=True)
             self._exits.callback(before.remove)
             self._exits.callback(after.remove)
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))

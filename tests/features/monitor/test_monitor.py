@@ -274,6 +274,25 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
         monitor.heatmap("w", tmp_path / "w.png", "mean")
 
 
+def test_operands_that_are_not_finite_come_first_and_zeros_last(tmp_path):
+    model = f8sub.convert_to_float8(
+        nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), recipe="tensorwise"
+    )
+    model[1].register_forward_hook(lambda layer, args, y: 0 * y)
+    model[2].register_forward_hook(lambda layer, args, y: torch.nan * y)
+    monitor = f8sub.Monitor(model, every=1, to=tmp_path / "n.jsonl")
+    with monitor:
+        y = model(gaussian((8, 32), generator(0)))
+        y.backward(gaussian((8, 32), generator(1)))
+    operands = [line.split()[:2] for line in monitor.worst(12).splitlines()[1:]]
+    spoiled = [["0", "dy"], ["1", "dy"], ["2", "dy"], ["3", "x"]]
+    assert sorted(operands[:4]) == spoiled
+    assert operands[-1] == ["2", "x"]
+    refuse = mock.Mock(side_effect=AssertionError("NaN is no JSON"))
+    lines = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "n.jsonl").open()]
+    assert [[row["layer"], row["role"]] for row in lines if row["amax"] is None] == spoiled
+
+
 @pytest.mark.parametrize("options", [{"layers": "decoder.*"}, {"roles": ("y",)}, {"every": 0}])
 def test_what_cannot_be_monitored(options):
     with pytest.raises(f8sub.Float8ConfigError, match=r"Monitor found no float8 layer|every is 1 or more"):

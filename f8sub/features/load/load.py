@@ -15,6 +15,7 @@ from f8sub.features.export.codes import Part, blocks_of, float8_format, unwrappe
 from f8sub.features.export.float8_weights import Rename
 from f8sub.features.load.checkpoint import Checkpoint, some
 from f8sub.formats import ALL, Tile
+from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.weights.weight import local_tensor
 
@@ -85,6 +86,10 @@ def load_float8(
                 again.append(part.fqn)
         for conversion in conversions:
             conversion.loaded()
+        for part in sources:
+            if isinstance(part.module, Float8Linear):
+                for guest in sockets.guests:  # as of a state dict that has this parameter alone
+                    guest.loaded(part.module, {part.attribute: _tensor(part)}, "")
     if again:
         warnings.warn(
             f"{again[0]} and {len(again) - 1} more layers: the checkpoint's scales are of other blocks, or of another "

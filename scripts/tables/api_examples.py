@@ -77,6 +77,20 @@ def GradientReduction():
     reduction.remove()
 
 
+def register_experts():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 64, 32))  # four experts
+
+        def forward(self, x, ends):
+            return f8sub.grouped_linear(x, self.weight, ends)
+
+    f8sub.register_experts(Experts)
+    model = f8sub.convert_to_float8(Experts(), "rowwise", experts=True)
+    y = model(torch.randn(10, 32), torch.tensor([3, 3, 8, 10]))
+
+
 def estimate():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
@@ -268,6 +282,13 @@ def ScaleRule():
 def Rounding():
     recipe = f8sub.get_recipe("nvfp4", stochastic_rounding=True)
     assert recipe.dgrad.a.rounding is f8sub.Rounding.STOCHASTIC
+
+
+def grouped_linear():
+    x, weight = torch.randn(10, 32), torch.randn(3, 16, 32)  # ten tokens, three experts
+    ends = torch.tensor([4, 4, 10])  # four tokens, none, six
+    y = f8sub.grouped_linear(x, weight, ends, "rowwise")
+    assert y.shape == (10, 16)
 
 
 def quantize():

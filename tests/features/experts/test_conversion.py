@@ -1,7 +1,11 @@
 """convert_to_float8(model, experts=True): which experts are converted, what they compute, and what the report says."""
 
 import copy
+import importlib
+import inspect
 import io
+import pathlib
+import re
 
 import pytest
 import torch
@@ -88,9 +92,6 @@ def test_experts_of_other_ranks_get_nothing():
 def test_every_experts_class_of_transformers_has_the_seam():
     """All that ``use_experts_implementation`` made, found by their source."""
     transformers = pytest.importorskip("transformers")
-    import importlib
-    import pathlib
-
     root = pathlib.Path(transformers.__file__).parent / "models"
     names = [
         path for path in root.glob("*/modeling_*.py") if "@use_experts_implementation" in path.read_text()
@@ -101,6 +102,12 @@ def test_every_experts_class_of_transformers_has_the_seam():
         for cls in vars(module).values():
             if isinstance(cls, type) and cls.__module__ == module.__name__ and hasattr(cls, "_apply_gate"):
                 assert cls.forward.__closure__ is not None  # the interface's, which names an implementation
+                weights = set(re.findall(r"self\.(\w+) = nn\.Parameter", inspect.getsource(cls)))
+                assert {name.removesuffix("_bias") for name in weights} <= {
+                    "gate_up_proj",
+                    "up_proj",
+                    "down_proj",
+                }
                 checked += 1
     assert checked > 40
 
@@ -242,6 +249,7 @@ def test_experts_alone_are_something_to_convert():
     [
         (lambda e: setattr(e, "up", nn.Parameter(torch.zeros(3, 40, 32))), "multiples of 16"),
         (lambda e: e.double(), "torch.float64"),
+        (lambda e: setattr(e, "forward", e.forward), "something replaced the forward"),
     ],
 )
 def test_experts_that_cannot_be(change, reason):

@@ -44,6 +44,8 @@ SECTIONS = {
             "register_precompute_hook",
             "autocast",
             "checkpoint_policy",
+            "reduce_gradients_in_float8",
+            "GradientReduction",
             "drop_high_precision",
             "restore_high_precision",
         ],

@@ -56,6 +56,27 @@ def convert_from_float8():
     assert type(model[0]) is nn.Linear
 
 
+def reduce_gradients_in_float8():
+    """ranks=2"""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Linear(64, 128), mp_policy=policy)
+    print(f8sub.reduce_gradients_in_float8(model))
+    model(torch.randn(8, 64)).square().mean().backward()
+
+
+def GradientReduction():
+    """ranks=2"""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(64, 128))
+    reduction = f8sub.reduce_gradients_in_float8(model, measure=True)
+    model(torch.randn(8, 64)).square().mean().backward()
+    assert 25 < reduction.decibels()[""] < 40
+    reduction.remove()
+
+
 def register_experts():
     class Experts(nn.Module):
         def __init__(self):

@@ -97,6 +97,7 @@ class Trainer:
         device: torch.device,
         blocks: int,
         checkpoint: str = "none",
+        reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.variant, self.device, self.blocks = variant, device, blocks
         config = LlamaConfig(
@@ -118,7 +119,7 @@ class Trainer:
         for index, block in enumerate(self.model.blocks):
             self.model.blocks[index] = variant.compile(checkpointed(block, checkpoint), device)
         if not variant.graphed:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
             for part in (self.model.embedding, *self.model.blocks, self.model.lm_head, self.model):
                 fully_shard(part, mp_policy=policy)
         self.loss_of = variant.compile(cross_entropy, device)

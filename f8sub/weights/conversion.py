@@ -230,7 +230,7 @@ class Conversion:
                     "shard it by rows, or convert with float8_all_gather=False"
                 )
             for dim, part in layout.cuts:  # no GEMM could read the scales of tiles that reach out of a part
-                format.tile.check_cut(
+                layout.format_of(format, record.fqn).tile.check_cut(
                     dim, layout.whole[dim], part, f"{record.fqn}: its weight {layout.whole}"
                 )
         if master.cell.record is None or master.cell.record.conversion is None:

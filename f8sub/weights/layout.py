@@ -1,7 +1,7 @@
 """Where one rank's shard lies in a weight, and the bytes it sends of it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,14 @@ class ShardLayout:
 
     A weight with leading dimensions, (E, N, K) of experts, counts as the matrix (E * N, K). Tensor parallelism cuts the
     whole weight into parts, and ``fully_shard`` shards each part along its first or last dimension. FSDP2 then puts
-    together the rank's part, whose scales are nevertheless the whole weight's.
+    together the rank's part, whose scales are nevertheless the whole weight's. Sharded along N, (E, N, K) counts as
+    (E, N * K).
 
     Attributes:
         whole: (rows, columns) of the whole weight.
         shape: (rows, columns) of what FSDP2 puts together: the whole weight, or the rank's tensor-parallel part.
         inner: dimensions between the first and the last, (N,) of (E, N, K).
+        folded: (N, K) where (E, N, K) counts as (E, N * K); else None.
         origin: (row, column) in the whole weight at which ``shape`` begins.
         cuts: (dimension, extent of a full part) of each tensor-parallel cut.
         dim: the dimension of the matrix that FSDP2 shards along.
@@ -40,6 +42,7 @@ class ShardLayout:
     whole: tuple[int, int]
     shape: tuple[int, int]
     inner: tuple[int, ...]
+    folded: tuple[int, int] | None
     origin: tuple[int, int]
     cuts: tuple[tuple[int, int], ...]
     dim: int
@@ -56,17 +59,19 @@ class ShardLayout:
         """The layout of a sharded weight; Float8ConfigError where a middle dimension is sharded."""
         mesh, dims = weight.device_mesh, sharded_dims(weight)
         first, *tensor_parallel = dims  # fully_shard's mesh dimension comes first
-        if not set(dims.values()) <= {0, weight.dim() - 1}:
+        is_folded = weight.dim() == 3 and 1 in dims.values()
+        if not set(dims.values()) <= ({0, 1} if is_folded else {0, weight.dim() - 1}):
             raise Float8ConfigError(
                 f"{fqn}: its weight {tuple(weight.shape)} is sharded as {weight.placements}; shard the first or the "
-                "last dimension"
+                "last dimension, or the rows of experts"
             )
-        inner = tuple(weight.shape[1:-1])
+        inner = () if is_folded else tuple(weight.shape[1:-1])
         rows = math.prod(inner)  # of the matrix, for each index of the first dimension
-        start, size, cuts = [0, 0], [weight.shape[0] * rows, weight.shape[-1]], []
+        cols = math.prod(weight.shape[1:]) // rows
+        start, size, cuts = [0, 0], [weight.shape[0] * rows, cols], []
         shape, origin, chunk = size.copy(), start.copy(), 0
         for mesh_dim in (*tensor_parallel, first):
-            dim, each = (0, rows) if dims[mesh_dim] == 0 else (1, 1)
+            dim, each = (0, rows) if dims[mesh_dim] == 0 else (1, weight.shape[-1] if is_folded else 1)
             shape, origin = size.copy(), start.copy()
             # torch.chunk's rule, which FSDP2 and DTensor shard by
             chunk = -(-size[dim] // (each * mesh.size(mesh_dim))) * each
@@ -76,9 +81,10 @@ class ShardLayout:
         here = tuple(mesh.get_coordinate() or ())
         alike = tuple(slice(None) if i in dims else place for i, place in enumerate(here))
         return cls(
-            whole=(weight.shape[0] * rows, weight.shape[-1]),
+            whole=(weight.shape[0] * rows, cols),
             shape=(shape[0], shape[1]),
             inner=inner,
+            folded=(weight.shape[1], weight.shape[2]) if is_folded else None,
             origin=(origin[0], origin[1]),
             cuts=tuple(cuts[:-1]),
             dim=cuts[-1][0],
@@ -94,15 +100,38 @@ class ShardLayout:
     @property
     def leading(self) -> tuple[int, ...] | None:
         """All dimensions but the last of what FSDP2 puts together; None for a matrix."""
+        if self.folded is not None:
+            return self.shape[0], self.shape[1] // self.folded[1]
         return (self.shape[0] // math.prod(self.inner), *self.inner) if self.inner else None
 
     def matrix(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard without leading dimensions."""
+        if self.folded is not None:
+            return shard.flatten(1)
         return shard.view(shard.shape[0] * math.prod(self.inner), shard.shape[-1]) if self.inner else shard
 
     def stacked(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes for the wire with the shard's leading dimensions, which FSDP2 may compare."""
+        if self.folded is not None:
+            return codes.view(codes.shape[0], -1, self.folded[1])
         return codes.unflatten(0, (-1, *self.inner)) if self.inner else codes
+
+    def format_of(self, format: Float8Format, fqn: str) -> Float8Format:
+        """The format of the matrix that the weight counts as; Float8ConfigError where tiles are no part of its rows.
+
+        ``format`` is of the matrix (E * N, K).
+        """
+        if self.folded is None:
+            return format
+        (rows, cols), tile = self.folded, format.tile
+        if tile.rows == 1 and (tile.cols == ALL or cols % tile.cols == 0):
+            return replace(format, tile=Tile(1, cols if tile.cols == ALL else tile.cols))
+        if tile.rows == rows and tile.cols == ALL:
+            return replace(format, tile=Tile(1, ALL))
+        raise Float8ConfigError(
+            f"{fqn}: its weight is sharded along the rows of each expert (Shard(1)), and {format} has tiles of several "
+            "rows; shard it along experts, or convert with float8_all_gather=False"
+        )
 
     def tiles_of_part(self, scales: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Those of the scales of the whole weight that are of ``shape``: a view."""
@@ -129,10 +158,15 @@ class WireFormat:
 
     Scales of tiles that lie inside one row follow the row's codes (``carries_scales``): the rank that holds the row
     knows them. All others cross shards. Every rank makes them from the amax table, and none sends them.
+
+    Attributes:
+        format: of the matrix that the weight counts as.
+        format_whole: of what ``unsharded`` returns.
     """
 
-    def __init__(self, format: Float8Format, layout: ShardLayout) -> None:
-        self.format, self.layout, tile = format, layout, format.tile
+    def __init__(self, format: Float8Format, layout: ShardLayout, fqn: str = "a layer") -> None:
+        self.format_whole, self.format, self.layout = format, layout.format_of(format, fqn), layout
+        tile = self.format.tile
         whole_tiles = all(dim == 0 or part % tile.cols == 0 for dim, part in layout.cuts)
         self.carries_scales = lies_in_rows(tile) and layout.dim == 0 and whole_tiles
 
@@ -168,6 +202,13 @@ class WireFormat:
             all_gather(shards.view(-1), codes.view(-1), self.layout.group)
             torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
 
+    def scales_whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The scales of ``layout.shape`` as those of ``unsharded``'s codes: a view."""
+        if self.layout.folded is None:
+            return part
+        rows, cols = self.layout.folded
+        return part.view(self.format_whole.tile.scale_shape((part.shape[0] * rows, cols)))
+
     def unsharded(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Views of the gathered bytes: the codes of ``layout.shape``, and their scales where the wire carries them."""
         rows, cols = self.layout.shape
@@ -176,6 +217,8 @@ class WireFormat:
         # Shard(1) arrives with the bytes already in the whole weight's order and only its shape lost.
         whole = gathered.view(-1)[: rows * width].view(rows, width)
         codes = whole[:, :codes_end].view(self.format.dtype)
+        if self.layout.folded is not None:
+            codes = codes.view(-1, self.layout.folded[1])
         return codes, self.scales_of(whole) if self.carries_scales else None
 
 

@@ -82,7 +82,8 @@ class Shard:
         if record.format is None:
             raise RuntimeError(f"{record.fqn}: a weight that no GEMM reads in float8 has no codes")
         self.fqn, self.master, self.layout, self.prior, self.sent = record.fqn, master, layout, prior, sent
-        self.format, self.wire = record.format, WireFormat(record.format, layout)
+        self.wire = WireFormat(record.format, layout, record.fqn)
+        self.format = self.wire.format
         self.gathers = 0
         self.dtype = dtype or (master.dtype if record.parameter is None else record.parameter.dtype)
         self._follows_dtype = dtype is None

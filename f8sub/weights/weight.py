@@ -174,8 +174,8 @@ class Weight(torch.Tensor):
             return None
         codes, scale_inv = shard.wire.unsharded(gathered)
         scales = shard.scales
-        scale_inv = scales.part_scale_inv if scale_inv is None else scale_inv
-        rowwise = Operand(codes, scale_inv, shard.format, scales.global_scale_inv)
+        scale_inv = shard.wire.scales_whole(scales.part_scale_inv) if scale_inv is None else scale_inv
+        rowwise = Operand(codes, scale_inv, shard.wire.format_whole, scales.global_scale_inv)
         return Float8Tensor(rowwise, None, param_dtype, shard.layout.leading), (gathered,)
 
 

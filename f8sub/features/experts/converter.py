@@ -28,6 +28,8 @@ class ExpertsConverter(Converter):
 
     @override
     def why_not(self, module: torch.nn.Module) -> str | None:
+        if "forward" in vars(module):
+            return f"something replaced the forward of this {type(module).__name__}; convert first"
         seam = seam_of(module)
         for name in () if seam is None else seam.weights_of(module):
             weight = module._parameters.get(name)

@@ -130,7 +130,7 @@ def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, 
         )
     if offs.dtype not in (torch.int32, torch.int64):
         raise Float8ShapeError(f"{fqn}: ends of groups are integers, got {offs.dtype}; pass counts.cumsum(0)")
-    if offs.is_cpu and offs.numel():
+    if offs.is_cpu and offs.numel() and type(offs) is torch.Tensor:
         ends = offs.tolist()
         if ends[0] < 0 or ends != sorted(ends) or ends[-1] > len(x):
             raise Float8ShapeError(

@@ -69,7 +69,8 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
             return _registered[cls]
     stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
     if stacked and all(hasattr(module, name) for name in _OF_TRANSFORMERS):
-        return Seam(routed, transposed=bool(module.is_transposed))
+        weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        return Seam(routed, weights, transposed=bool(module.is_transposed))
     if stacked and callable(getattr(module, "_grouped_mm", None)):
         return Seam()
     return None

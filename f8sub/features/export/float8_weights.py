@@ -11,6 +11,8 @@ from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.export import layouts
 from f8sub.features.export.codes import Part, blocks_of, float8_format, operand_of, unwrapped
 from f8sub.formats import Float8Format, ScaleRule
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.weights.weight import Weight
 
 Rename = Callable[[str], str]
 """From a parameter's name in the model to the engine's."""
@@ -160,6 +162,9 @@ def _made(part: Part, layout: str, dtype: torch.dtype | None) -> dict[str, torch
         return {f"{part.fqn}.{leaf}" if part.fqn else leaf: tensor for leaf, tensor in tensors.items()}
     value = getattr(part.module, part.attribute).detach()
     value = value.full_tensor() if isinstance(value, DTensor) else value
+    # Of modules that are no layers, such as experts.
+    value = value.dequantize() if isinstance(value, Float8Tensor) else value
+    value = value.plain if isinstance(value, Weight) else value
     if dtype is not None and value.is_floating_point():
         return {part.name: value.to(dtype, copy=True)}
     return {part.name: value.clone(memory_format=torch.contiguous_format)}

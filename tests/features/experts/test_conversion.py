@@ -1,7 +1,11 @@
 """convert_to_float8(model, experts=True): which experts are converted, what they compute, and what the report says."""
 
 import copy
+import importlib
+import inspect
 import io
+import pathlib
+import re
 
 import pytest
 import torch
@@ -88,9 +92,6 @@ def test_experts_of_other_ranks_get_nothing():
 def test_every_experts_class_of_transformers_has_the_seam():
     """All that ``use_experts_implementation`` made, found by their source."""
     transformers = pytest.importorskip("transformers")
-    import importlib
-    import pathlib
-
     root = pathlib.Path(transformers.__file__).parent / "models"
     names = [
         path for path in root.glob("*/modeling_*.py") if "@use_experts_implementation" in path.read_text()
@@ -101,40 +102,48 @@ def test_every_experts_class_of_transformers_has_the_seam():
         for cls in vars(module).values():
             if isinstance(cls, type) and cls.__module__ == module.__name__ and hasattr(cls, "_apply_gate"):
                 assert cls.forward.__closure__ is not None  # the interface's, which names an implementation
+                weights = set(re.findall(r"self\.(\w+) = nn\.Parameter", inspect.getsource(cls)))
+                assert {name.removesuffix("_bias") for name in weights} <= {
+                    "gate_up_proj",
+                    "up_proj",
+                    "down_proj",
+                }
                 checked += 1
     assert checked > 40
 
 
-def test_torchtitans_experts():
-    moe = pytest.importorskip("torchtitan.models.common.moe")
-    if not hasattr(moe.GroupedExperts, "_grouped_mm"):
+def by_expert(*, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """torchtitan's seam with a Float8Linear for each expert."""
+    ends = offs.tolist()
+    parts = [A[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+    found = [layer_of(w.t(), "rowwise")(part) for part, w in zip(parts, B_t, strict=True) if len(part)]
+    return torch.cat([*found, A.new_zeros(len(A) - ends[-1], B_t.shape[2])])
+
+
+@pytest.mark.parametrize("name", ["common.moe.GroupedExperts", "gpt_oss.moe.GptOssGroupedExperts"])
+def test_torchtitans_experts(name):
+    module, _, cls = name.rpartition(".")
+    kind = getattr(pytest.importorskip(f"torchtitan.models.{module}"), cls)
+    if not hasattr(kind, "_grouped_mm"):
         pytest.skip("torchtitan 0.2 has no seam")
-    plain = moe.GroupedExperts(moe.GroupedExperts.Config(dim=32, hidden_dim=48, num_experts=3))
+    plain = kind(kind.Config(dim=32, hidden_dim=48, num_experts=3))
     rng = generator(4)
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.copy_(0.2 * gaussian(tuple(parameter.shape), rng))
     plain = plain.bfloat16()
     judge = copy.deepcopy(plain)
-    counts = [5, 0, 11]
-    x = gaussian((16, 32), rng).bfloat16()
-    dy = gaussian((16, 32), rng).bfloat16()
-    model = converted(plain)
-    given = x.clone().requires_grad_()
-    y = model(given, torch.tensor(counts))
-    y.backward(dy)
-    theirs = x.clone().requires_grad_()
-    out = []
-    for expert, part in enumerate(theirs.split(counts)):
-        if len(part):
-            w1, w2, w3 = (w[expert] for w in (judge.w1_EFD, judge.w2_EDF, judge.w3_EFD))
-            h = nn.functional.silu(layer_of(w1, "rowwise")(part)) * layer_of(w3, "rowwise")(part)
-            out.append(layer_of(w2, "rowwise")(h))
-    torch.cat(out).backward(dy)
-    assert torch.equal(y, torch.cat(out))
-    for name, parameter in judge.named_parameters():
-        assert torch.equal(dict(model.named_parameters())[name].grad, parameter.grad), name
-    assert torch.equal(given.grad, theirs.grad)
+    judge._grouped_mm = by_expert
+    counts = torch.tensor([5, 0, 11])
+    x, dy = (gaussian((18, 32), rng).bfloat16() for _ in range(2))
+    found = []
+    for model in (converted(plain), judge):
+        given = x.clone().requires_grad_()
+        y = model(given, counts)
+        y.backward(dy)
+        found.append((y, given.grad, *(p.grad for _, p in sorted(model.named_parameters()))))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
 def own() -> nn.Module:
@@ -240,6 +249,7 @@ def test_experts_alone_are_something_to_convert():
     [
         (lambda e: setattr(e, "up", nn.Parameter(torch.zeros(3, 40, 32))), "multiples of 16"),
         (lambda e: e.double(), "torch.float64"),
+        (lambda e: setattr(e, "forward", e.forward), "something replaced the forward"),
     ],
 )
 def test_experts_that_cannot_be(change, reason):

@@ -140,6 +140,46 @@ def test_hsdp(ranks):
     assert all(ranks(4, on_a_mesh, "tensorwise"))
 
 
+def along_rows(weight: nn.Parameter) -> Shard | None:
+    return Shard(1) if weight.dim() == 3 else None
+
+
+def sharded_along_rows(rank: int, world: int, recipe: str, kind: type[nn.Module]) -> list[bool]:
+    """Three steps, unsharded and sharded; whether the weights were gathered in float8, by one byte an element."""
+    model = sharded(converted(3, recipe, kind), shard_placement_fn=along_rows)
+    found, expected = trained(model, 3), trained(converted(3, recipe, kind), 3)
+    f8sub.precompute_scales(model)
+    with Wire() as weights:
+        model.experts.unshard()
+    parameters = list(model.experts.parameters())
+    return [
+        same(found, expected),
+        {type(p).__name__ for p in parameters} == {"Float8Tensor"},
+        weights.gathered == (sum(p.numel() for p in parameters) if world > 1 else 0),
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("world", long_but([2], [1, 2, 4]))
+def test_experts_that_are_sharded_along_their_rows(ranks, world, recipe):
+    for found in ranks(world, sharded_along_rows, recipe, OwnExperts):
+        assert all(found), found
+
+
+def of_several_rows(rank: int, world: int) -> list[str]:
+    messages = []
+    for recipe, kind in (("blockwise", SeamedExperts), ("rowwise", TransposedExperts)):
+        model = sharded(converted(3, recipe, kind), shard_placement_fn=along_rows)
+        messages.append(refusal(f8sub.Float8ConfigError, f8sub.precompute_scales, model))
+    return messages
+
+
+def test_tiles_of_several_rows_are_not_sharded_along_them(ranks):
+    for messages in ranks(2, of_several_rows):
+        for message in messages:
+            assert "shard it along experts" in message
+
+
 def in_bf16(rank: int, world: int, recipe: str) -> bool:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = trained(sharded(converted(3, recipe), mp_policy=policy), 3)
@@ -179,8 +219,11 @@ def test_what_is_sent(ranks, recipe, least, most):
         assert least <= gathered / elements <= most
 
 
-def with_expert_parallelism(rank: int, world: int, recipe: str, over_fsdp: bool) -> list[bool]:
-    """y, dx and every weight's gradient of this rank's experts against the whole model's."""
+def with_expert_parallelism(rank: int, world: int, recipe: str, dim: int | None) -> list[bool]:
+    """y, dx and every weight's gradient of this rank's experts against the whole model's.
+
+    ``dim`` is what FSDP2 shards this rank's experts along; None for expert parallelism alone.
+    """
     experts, x_and_ends = 6, batch(6, 1)
     whole = converted(experts, recipe).experts
     x, ends = x_and_ends
@@ -190,13 +233,13 @@ def with_expert_parallelism(rank: int, world: int, recipe: str, over_fsdp: bool)
     y.backward(dy)
 
     model = converted(experts, recipe).experts
-    names = ("fsdp", "ep") if over_fsdp else ("ep",)
-    mesh = init_device_mesh("cpu", (world // 2, 2) if over_fsdp else (world,), mesh_dim_names=names)
+    names = ("ep",) if dim is None else ("fsdp", "ep")
+    mesh = init_device_mesh("cpu", (world,) if dim is None else (world // 2, 2), mesh_dim_names=names)
     ep = mesh["ep"]
     for name, parameter in list(model.named_parameters()):
         model.register_parameter(name, nn.Parameter(distribute_tensor(parameter, ep, [Shard(0)])))
-    if over_fsdp:
-        fully_shard(model, mesh=mesh["fsdp"])
+    if dim is not None:
+        fully_shard(model, mesh=mesh["fsdp"], shard_placement_fn=lambda weight: Shard(dim))
         f8sub.precompute_scales(model)
     here = slice(ep.get_local_rank() * experts // ep.size(), (ep.get_local_rank() + 1) * experts // ep.size())
     first = int(ends[here.start - 1]) if here.start else 0
@@ -213,9 +256,11 @@ def with_expert_parallelism(rank: int, world: int, recipe: str, over_fsdp: bool)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", *long_but([], ["blockwise", "mxfp8"])])
-@pytest.mark.parametrize(("world", "over_fsdp"), [(2, False), (4, True)])
-def test_expert_parallelism(ranks, world, over_fsdp, recipe):
-    for results in ranks(world, with_expert_parallelism, recipe, over_fsdp):
+@pytest.mark.parametrize(("world", "dim"), [(2, None), (4, 0), (4, 1)])
+def test_expert_parallelism(ranks, world, dim, recipe):
+    if dim == 1 and recipe == "blockwise":
+        pytest.skip("blocks of several rows are not sharded along them")
+    for results in ranks(world, with_expert_parallelism, recipe, dim):
         assert all(results), results
 
 
@@ -268,6 +313,28 @@ def assigned(rank: int, world: int) -> tuple[bool, bool]:
 
 def test_weights_that_are_assigned(ranks):
     assert all(all(found) for found in ranks(2, assigned))
+
+
+def exported(rank: int, world: int) -> list[bool]:
+    """Whether experts are plain tensors; unsharded the weights, and sharded the values of their codes."""
+    found = []
+    for wrap in (lambda model: model, sharded):
+        model = wrap(converted(3, "rowwise").bfloat16())
+        f8sub.precompute_scales(model)
+        state, _ = f8sub.float8_state_dict(model)
+        for name, weight in Model(3).bfloat16().experts.named_parameters():
+            made = state[f"experts.{name}"]
+            if wrap is sharded:
+                rows = weight.detach().flatten(0, 1)
+                codes = f8sub.quantize(rows, "rowwise", operand="w", columnwise=False)
+                weight = codes.dequantize().view(weight.shape)
+            found += [type(made) is torch.Tensor, torch.equal(made, weight)]
+    return found
+
+
+def test_an_export_has_experts_in_high_precision(ranks):
+    for found in ranks(2, exported):
+        assert all(found), found
 
 
 def not_finite(rank: int, world: int) -> str:

@@ -229,7 +229,8 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "settings": as_dict(self.settings),
         }
-        name = self.checkpoints.save(self.step, self.tensors(), state)
+        config = {**self.model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+        name = self.checkpoints.save(self.step, self.tensors(), state, config)
         verb = "Saved" if self.settings.checkpoint.async_mode == "disabled" else "Saving"
         self.metrics.say(f"{verb} {self.checkpoints.folder / name}")
 

@@ -59,7 +59,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         inner = (
             model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
         )
-        if inner is None:
+        # A wrapper that was sharded gathers what is in it.
+        if inner is None or isinstance(model, FSDPModule):
             return model
         model = inner
 
@@ -85,10 +86,15 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple[FSDPModule | None, list[
                 continue
             seen.add(tensor)
             name = f"{fqn}.{attribute}" if fqn else attribute
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            found.setdefault(owner[module], []).append(Part(name, module, attribute))
+            found.setdefault(owner[module], []).append(Part(without_wrappers(name), module, attribute))
     yield from found.items()
+
+
+def without_wrappers(name: str) -> str:
+    """A name without the segments of wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _is_inside_of_a_layer(model: torch.nn.Module, fqn: str) -> bool:

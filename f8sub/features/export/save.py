@@ -20,7 +20,7 @@ SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in a file, as Hugging Face's ``save_pretrained`` has it."""
 
 
-def save_float8(
+def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are)
     model: torch.nn.Module,
     folder: str | os.PathLike[str],
     *,
@@ -29,10 +29,11 @@ def save_float8(
     config: dict[str, Any] | None = None,
     rename: Rename | None = None,
     shard_bytes: int = SHARD_BYTES,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save the codes that a model's forward multiplies as a checkpoint that inference engines load.
 
-    Every rank of the model calls it; rank 0 writes, block by block. The folder appears when it is complete.
+    Every rank of the model calls it; the first one writes, block by block. The folder appears when it is complete.
 
     Args:
         model: as in ``float8_weights``.
@@ -42,26 +43,28 @@ def save_float8(
         config: what ``config.json`` holds beside ``quantization_config``. None for ``model.config``, if it has one.
         rename: likewise.
         shard_bytes: of tensors in one file; a larger model has several, with an index.
+        group: the ranks of the model, where others have none of it; None for all.
 
     Raises:
         Float8ConfigError: see ``float8_weights``; or the folder has something in it, or safetensors is not installed.
         Float8NumericsError: a weight has NaN.
-        OSError: rank 0 could not write; on every rank, with nothing left of it.
+        OSError: the first rank could not write; on every rank, with nothing left of it.
     """
     exported = examined(model, layout)
     target = Path(folder)
-    _together(lambda: check_target(target))
     model = unwrapped(model)
+    written = {**(config_of(model, dtype) if config is None else config)}
+    # Made on every rank, before anything is gathered: what cannot be written is an error of all of them.
+    written["quantization_config"] = exported.config(rename)
+    text = json.dumps(written, indent=2, sort_keys=True, default=str)
+    _together(lambda: check_target(target), group)
     tensors = stream(model, exported.layout, dtype, rename)
     failure = None
-    if _is_writer():
-        written = _config_of(model, dtype) if config is None else config
-        failure = write(
-            target, tensors, {**written, "quantization_config": exported.config(rename)}, shard_bytes
-        )
+    if _is_writer(group):
+        failure = write(target, tensors, text, shard_bytes)
     else:
         _drain(tensors)
-    _together(lambda: _raise(failure))
+    _together(lambda: _raise(failure), group)
 
 
 def check_target(target: Path) -> None:
@@ -78,24 +81,24 @@ def check_target(target: Path) -> None:
         raise Float8ConfigError(f"{target} exists and is not an empty folder; save_float8 overwrites nothing")
 
 
-def _is_writer() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _is_writer(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
-def _together(action: Callable[[], None]) -> None:
+def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Do something on the rank that writes, and have every rank raise what it raised.
 
     Raises:
         Exception: of the action.
     """
     failure: list[Exception | None] = [None]
-    if _is_writer():
+    if _is_writer(group):
         try:
             action()
         except (Float8ConfigError, OSError) as error:
             failure = [error]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(failure, src=0)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(failure, group=group, group_src=0)
     if failure[0] is not None:
         raise failure[0]
 
@@ -110,19 +113,21 @@ def _drain(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         pass
 
 
-def _config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
+def config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
     """What transformers reads of a model; nothing where the model is none of its own."""
+    model = model._modules.get("_orig_mod") or model  # what torch.compile returned was sharded
     own: Any = getattr(model, "config", None)
     config = dict(own.to_dict()) if hasattr(own, "to_dict") else {}
-    # fully_shard gives a module a class of its own, which inherits the model's.
-    config["architectures"] = [type(model).__mro__[isinstance(model, FSDPModule)].__name__]
+    # fully_shard gives a module a class of its own: one of FSDPModule and of the model's.
+    own_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    config["architectures"] = [own_class.__name__]
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
     return config
 
 
 def write(
-    target: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, Any], shard_bytes: int
+    target: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: str, shard_bytes: int
 ) -> OSError | None:
     """Write all files beside ``target``, then give the folder its name; the error, if there was one.
 
@@ -135,7 +140,9 @@ def write(
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
         partial.chmod(0o755)
         _write_files(partial, tensors, shard_bytes)
-        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+        (partial / "config.json").write_text(config + "\n")
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
         partial.replace(target)
     except OSError as error:
         failure = error
@@ -175,6 +182,15 @@ def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shar
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(index_of, indent=2, sort_keys=True) + "\n"
     )
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk: some disks say only then that they are full."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _file(index: int) -> str:

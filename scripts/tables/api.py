@@ -39,6 +39,7 @@ SECTIONS = {
             "restore_high_precision",
         ],
     ),
+    "Before a run": ("f8sub", ["estimate", "Estimate"]),
     "Look at a run": ("f8sub", ["Monitor", "sensitivity"]),
     "Serve, and start from float8": (
         "f8sub",

@@ -56,6 +56,19 @@ def convert_from_float8():
     assert type(model[0]) is nn.Linear
 
 
+def estimate():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
+    print(f8sub.estimate(model, tokens=8192))
+
+
+def Estimate():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096))
+    found = f8sub.estimate(model, tokens=8192)
+    assert isinstance(found, f8sub.Estimate)
+
+
 def Monitor():
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))
     monitor = f8sub.Monitor(model, every=100)

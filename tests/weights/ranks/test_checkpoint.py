@@ -22,7 +22,7 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.layers import K, N, x_of
 from tests.models import Transformer, seed_weights, shard, train, transformer
-from tests.test_state_dict import M, made
+from tests.weights.test_state_dict import M, made
 from tests.wires import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = ONE_RECIPE_A_WIRE

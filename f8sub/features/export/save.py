@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from f8sub.errors import Float8ConfigError
 from f8sub.features.export.codes import unwrapped
 from f8sub.features.export.float8_weights import Rename, examined, stream
+from f8sub.weights.ranks import gather_values
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in a file, as Hugging Face's ``save_pretrained`` has it."""
@@ -51,19 +53,18 @@ def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are
         OSError: the first rank could not write; on every rank, with nothing left of it.
     """
     exported = examined(model, layout)
-    target = Path(folder)
     model = unwrapped(model)
     written = {**(config_of(model, dtype) if config is None else config)}
     # Made on every rank, before anything is gathered: what cannot be written is an error of all of them.
     written["quantization_config"] = exported.config(rename)
     text = json.dumps(written, indent=2, sort_keys=True, default=str)
-    _together(lambda: check_target(target), group)
+    _together(lambda: check_target(Path(folder)), group)
     tensors = stream(model, exported.layout, dtype, rename)
     failure = None
     if _is_writer(group):
-        failure = write(target, tensors, text, shard_bytes)
+        failure = write(Path(folder), tensors, text, shard_bytes)
     else:
-        _drain(tensors)
+        deque(tensors, maxlen=0)
     _together(lambda: _raise(failure), group)
 
 
@@ -91,26 +92,26 @@ def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> No
     Raises:
         Exception: of the action.
     """
-    failure: list[Exception | None] = [None]
+    failure: Exception | None = None
     if _is_writer(group):
         try:
             action()
         except (Float8ConfigError, OSError) as error:
-            failure = [error]
+            failure = error
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(failure, group=group, group_src=0)
-    if failure[0] is not None:
-        raise failure[0]
+        said = (
+            None if failure is None else [arg if isinstance(arg, int) else str(arg) for arg in failure.args]
+        )
+        told = gather_values([isinstance(failure, OSError), said], group)[0]
+        if failure is None and told[1] is not None:
+            failure = (OSError if told[0] else Float8ConfigError)(*told[1])
+    if failure is not None:
+        raise failure
 
 
 def _raise(error: OSError | None) -> None:
     if error is not None:
         raise error
-
-
-def _drain(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    for _ in tensors:
-        pass
 
 
 def config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -133,7 +134,6 @@ def write(
 
     What is left of ``tensors`` is taken in any case: gathering them is a collective.
     """
-    failure: OSError | None = None
     partial: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -145,16 +145,12 @@ def write(
             _sync(path)
         partial.replace(target)
     except OSError as error:
-        failure = error
-    except BaseException:
+        deque(tensors, maxlen=0)
+        return error
+    finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if failure is not None:
-        _drain(tensors)
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-    return failure
+    return None
 
 
 def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
@@ -171,12 +167,12 @@ def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shar
     _write_file(folder, len(files), pending)
     files.append(list(pending))
     if len(files) == 1:
-        (folder / _file(0)).rename(folder / "model.safetensors")
+        (folder / "part-0").rename(folder / "model.safetensors")
         return
     where = {}
     for index, names in enumerate(files):
         called = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
-        (folder / _file(index)).rename(folder / called)
+        (folder / f"part-{index}").rename(folder / called)
         where.update(dict.fromkeys(names, called))
     index_of = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(
@@ -193,15 +189,11 @@ def _sync(path: Path) -> None:
         os.close(opened)
 
 
-def _file(index: int) -> str:
-    return f"part-{index}"
-
-
 def _write_file(folder: Path, index: int, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, folder / _file(index), metadata={"format": "pt"})
+        save_file(tensors, folder / f"part-{index}", metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"could not write {folder / _file(index)}: {error}") from error
+        raise OSError(f"could not write {folder}/part-{index}: {error}") from error

@@ -14,6 +14,7 @@ from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.monitor.statistics import Statistics
 from f8sub.features.monitor.writers import Writer, jsonl
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.weights.ranks import gather_values
 
 WANTED = "float8_monitor"
 """Attribute of a converted model: one step of how many is measured, and the file. Copies for pipelines keep it."""
@@ -58,8 +59,7 @@ def _ranks_of_the_same_layers(parts: Sequence[torch.nn.Module]) -> tuple[list[in
     if not dist.is_initialized():
         return [0], None
     own = [name for part in parts for name, each in part.named_modules() if isinstance(each, Float8Linear)]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
+    everyones = gather_values(own)
     stages: dict[str, list[int]] = {}
     for rank, names in enumerate(everyones):
         stages.setdefault(repr(names), []).append(rank)

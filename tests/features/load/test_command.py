@@ -78,7 +78,7 @@ def test_a_model_of_a_function_needs_no_config(tmp_path, capsys):
     arguments = [tmp_path / "in", tmp_path / "out", "--recipe", "blockwise"]
     assert export(*arguments) == 2
     assert "has no config.json that says what model it is of; give --model" in capsys.readouterr().err
-    assert export(*arguments, "--model", "tests.features.load.nets:plain") == 0
+    assert export(*arguments, "--model", "tests.features.load.nets:Net") == 0
     f8sub.save_float8(model, tmp_path / "own", dtype=BF16)
     assert same_files(tmp_path / "out", tmp_path / "own")
 
@@ -93,7 +93,7 @@ def test_errors_are_one_line_and_a_status(tmp_path, capsys, monkeypatch):
         ((tmp_path / "in", tmp_path / "full"), "exists and is not an empty folder"),
         ((tmp_path / "in", tmp_path / "out", "--prefix", "net."), "lacks lm_head.weight"),
         (
-            (tmp_path / "in", tmp_path / "out", "--model", "tests.features.load.nets:plain"),
+            (tmp_path / "in", tmp_path / "out", "--model", "tests.features.load.nets:Net"),
             "lacks down.weight",
         ),
         ((tmp_path / "in", tmp_path / "out", "--skip", "model.layers.*"), "found nothing to convert"),

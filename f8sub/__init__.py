@@ -21,8 +21,12 @@ from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.compare.compare import compare
 from f8sub.features.compare.comparison import Comparison
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
+from f8sub.features.experts import converter as _converter  # noqa: F401  (enters by its socket)
+from f8sub.features.experts.grouped_linear import grouped_linear
+from f8sub.features.experts.seams import register_experts
 from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
 from f8sub.features.export.save import save_float8
+from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, reduce_gradients_in_float8
 from f8sub.features.inspect.estimate import Estimate, estimate
 from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
@@ -56,6 +60,7 @@ __all__ = [
     "Float8Tensor",
     "Float8Warning",
     "GemmSpec",
+    "GradientReduction",
     "LayerReport",
     "Monitor",
     "Operand",
@@ -75,10 +80,13 @@ __all__ = [
     "float8_state_dict",
     "float8_weights",
     "get_recipe",
+    "grouped_linear",
     "load_float8",
     "precompute_scales",
     "quantize",
     "recipe_names",
+    "reduce_gradients_in_float8",
+    "register_experts",
     "register_precompute_hook",
     "restore_high_precision",
     "save_float8",

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,28 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     """``dist.all_gather_single``, which torch before 2.13 calls ``all_gather_into_tensor``."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     getattr(dist, name)(output, input, group=group)
+
+
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sums by ``dist.reduce_scatter_single``, which torch before 2.13 calls ``reduce_scatter_tensor``."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    getattr(dist, name)(output, input, group=group)
+
+
+def factor_of(op: Any, ranks: int) -> float:
+    """What a reduction by ``op`` multiplies a sum over ``ranks`` by.
+
+    Raises:
+        Float8ConfigError: ``op`` is neither sum nor mean.
+    """
+    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
+    factors = {dist.ReduceOp.SUM: 1.0, dist.ReduceOp.AVG: 1 / ranks, dist.ReduceOp.PREMUL_SUM: factor}
+    found = factors.get(kind)
+    if found is None:
+        raise Float8ConfigError(
+            f"FSDP2 was to reduce gradients by {op}; reduce_gradients_in_float8 has sums and means"
+        )
+    return float(found)
 
 
 @functools.cache
@@ -157,10 +179,50 @@ def _fsdp_params() -> Iterator[tuple[Any, Any]]:
     """Every parameter that FSDP2 shards, after the group that it is gathered with."""
     for module, reference in list(_composable_state._module_state_mapping.items()):
         if isinstance(module, FSDPModule) and (state := reference()) is not None:
-            groups: Any = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # type: ignore[attr-defined]
-            yield from (
-                (group, param) for group in groups if group is not None for param in group.fsdp_params
-            )
+            yield from ((group, param) for group in _groups(state) for param in group.fsdp_params)
+
+
+def _groups(state: Any) -> list[Any]:
+    """An FSDP2 module's groups of parameters: one until torch 2.11, one for each mesh from 2.12 on."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+class Reduction(NamedTuple):
+    """How FSDP2 reduces the gradients of a module's parameters.
+
+    Attributes:
+        key: the same object for modules whose parameters are one group.
+        ranks: the process group over which they are sharded; None where they are not.
+        dtype: of the sum.
+        device: of the sum.
+        comm: FSDP2's ``ReduceScatter``.
+        is_default: whether that is torch's own.
+    """
+
+    key: Any
+    ranks: Any
+    dtype: torch.dtype
+    device: torch.device
+    comm: Any
+    is_default: bool
+
+
+def reductions(module: FSDPModule) -> list[Reduction]:
+    """Those of the parameters that ``fully_shard`` put together for ``module``, one for each mesh."""
+    return [
+        Reduction(
+            group,
+            getattr(group.mesh_info, "shard_process_group", None),
+            group.mp_policy.reduce_dtype
+            or group.mp_policy.param_dtype
+            or group.fsdp_params[0].sharded_param.dtype,
+            group.device,
+            group._reduce_scatter_comm,
+            type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter",
+        )
+        for group in _groups(module._get_fsdp_state())
+    ]
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:

@@ -99,6 +99,8 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
     for block in layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if settings.float8_recipe and settings.float8.gradients:
+        report = f"{report}; {f8sub.reduce_gradients_in_float8(model)}"
 
     model.to_empty(device=mesh.device_type)
     draw_weights(model, config, settings.training.seed)

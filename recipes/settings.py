@@ -118,6 +118,8 @@ class Float8:
     [float8.layer_recipes] with lines like "layers.*.mlp" = "rowwise". All others get ``recipe``."""
     all_gather: Flag = True
     """Gather the weights as float8 codes."""
+    gradients: Flag = False
+    """Reduce the gradients as float8 codes and add them in float32: f8sub.reduce_gradients_in_float8."""
     skip: tuple[str, ...] = ()
     """Globs over the names of layers that stay as they are, besides those that f8sub leaves by itself."""
     backend: Literal["auto", "scaled_mm", "triton", "reference"] = "auto"

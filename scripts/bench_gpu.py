@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from scripts.bench.gpu import gemms, linears, quantizers, slices, variants
+from scripts.bench.gpu import checkpoints, gemms, linears, quantizers, slices, variants
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import machine
 from scripts.table import parser, progress, write_json
@@ -54,6 +54,12 @@ def parsed() -> argparse.Namespace:
         "--only", nargs="+", default=[], help="variants of linear and slice, glob patterns; bf16 always runs"
     )
     made.add_argument("--rounds", type=int, default=10, help="in which variants take turns")
+    made.add_argument(
+        "--checkpoint",
+        choices=checkpoints.MODES,
+        default="none",
+        help="activation checkpointing of the slice's blocks: torchtitan's list, f8sub's policy, or all again",
+    )
     made.add_argument("--tiny", action="store_true", help="sizes that a CPU takes, which are its default")
     arguments = made.parse_args()
     if arguments.rounds < 2:
@@ -81,7 +87,7 @@ def main() -> None:
             write_json(arguments.json, {**found, "after": machine(device), **figures})
 
     with progress() if is_first else contextlib.nullcontext(lambda what: None) as begin:
-        asked = {name: getattr(arguments, name) for name in ("rounds", "shapes", "only")}
+        asked = {name: getattr(arguments, name) for name in ("rounds", "shapes", "only", "checkpoint")}
         tiny, ranks = arguments.tiny or not has_gpu, slices.world_size()
         session = Session(device=device, tiny=tiny, ranks=ranks, begin=begin, save=save, **asked)
         for name in arguments.group:

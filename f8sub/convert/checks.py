@@ -3,7 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -16,6 +16,7 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import RECOMPUTE, reencodes, why_not_kept
 from f8sub.recipe import Recipe
+from f8sub.weights.conversion import Conversion
 
 SKIP_REASON = "float8_skip_reason"
 """Attribute that ``convert_to_float8`` leaves on a linear layer it did not convert."""
@@ -59,10 +60,17 @@ def refuse_sharded(model: torch.nn.Module) -> None:
             )
 
 
+def is_converted(module: Any) -> bool:
+    """Whether a module has weights that were converted."""
+    conversion = vars(module).get("converted")
+    return isinstance(conversion, Conversion) and conversion.owns(module)
+
+
 def refuse_other_recipe(model: torch.nn.Module, recipes: LayerChoices[Recipe | None]) -> None:
     """A layer keeps the recipe that it was converted with."""
+    module: Any
     for fqn, module in model.named_modules():
-        if not isinstance(module, Float8Linear) or (recipe := recipes.of(fqn)) is None:
+        if not is_converted(module) or (recipe := recipes.of(fqn)) is None:
             continue
         if module.plan.recipe != recipe:
             raise Float8ConfigError(

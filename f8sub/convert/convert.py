@@ -12,6 +12,7 @@ from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
     check_keep_x,
+    is_converted,
     of_options,
     refuse_other_recipe,
     refuse_sharded,
@@ -19,6 +20,7 @@ from f8sub.convert.checks import (
     why_nothing,
 )
 from f8sub.convert.filters import (
+    ALREADY,
     IN_FLOAT8,
     FilterFn,
     RecipeOrName,
@@ -29,6 +31,7 @@ from f8sub.convert.filters import (
 from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
 from f8sub.convert.forward_hooks import check_ranks_hook, guests_hook
 from f8sub.convert.linear_subclasses import float8_class, plain_class
+from f8sub.convert.sockets import converters
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
@@ -56,6 +59,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     float8_all_gather: bool = True,
     backend: str = "auto",
     primary_weights: bool = False,
+    experts: bool = False,
     keep_x: str | Mapping[str, str] = AUTO,
     module_filter_fn: FilterFn | None = None,
     filter_fqns: str | Sequence[str] = (),
@@ -86,6 +90,9 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
         primary_weights: the weights themselves become float8, 1 byte an element, and their high-precision values the
             masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
+        experts: convert experts of mixtures, too: those of transformers and torchtitan, and what ``register_experts``
+            was given. ``skip`` and recipes by patterns hold for them, and filter functions are called with them;
+            ``min_dim`` and ``keep_x`` are of linear layers.
         keep_x: what is saved of x for wgrad, one of ``KEEP_X``, see ``f8sub.linear.saved_input``; or a mapping from
             glob patterns to them, "auto" where none matches.
         module_filter_fn: see ``filter_fn``.
@@ -114,7 +121,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     )
     if enable_fsdp_float8_all_gather is not None:
         float8_all_gather = enable_fsdp_float8_all_gather
-    of_features = {"primary_weights": primary_weights}
+    of_features = {"primary_weights": primary_weights, "experts": experts}
     return _convert_selected(model, selection, backend, strict, float8_all_gather, of_features)
 
 
@@ -131,7 +138,8 @@ def _convert_selected(
     modules = dict(model.named_modules())
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
     reasons = _reasons(modules, linears, selection)
-    idle = _idle_patterns(list(modules), reasons, selection)
+    others = _other_reasons(modules, selection, of_features)
+    idle = _idle_patterns(list(modules), reasons | others, selection)
     # All plans before the first layer is converted: one that cannot be made leaves the model as it was.
     chosen = []
     for fqn, reason in reasons.items():
@@ -140,7 +148,14 @@ def _convert_selected(
             # A GEMM that reads the weight in high precision needs it gathered so.
             gathered = float8_all_gather and None not in recipe.formats("w")
             chosen.append(Chosen(linears[fqn], fqn, plan, gathered, selection.kept.of(fqn)))
-    if not chosen:
+    of_others = [
+        converter.planned(modules[fqn], fqn or "(root)", recipe, backend, float8_all_gather)
+        for fqn, reason in others.items()
+        if reason is None and (recipe := selection.recipes.of(fqn)) is not None
+        for converter in converters
+        if converter.takes(modules[fqn])
+    ]
+    if not chosen and not of_others:
         _nothing_converted(model, strict)
         return model
     refuse_tied_apart(model, chosen)
@@ -152,7 +167,9 @@ def _convert_selected(
     warn_of_reference(conversion, [layer.plan for layer in chosen])
     for layer in chosen:
         _convert(layer, conversion)
-    _wrap_weights([layer.module for layer in chosen], conversion)
+    for convert in of_others:
+        convert(conversion)
+    _wrap_weights(conversion)
     _share_inputs(model)
     _watch(model, conversion)
     return model
@@ -165,6 +182,7 @@ def convert_from_float8(model: Model) -> Model:
         Float8ConfigError: the model is sharded; load its state dict into a plain model instead.
     """
     refuse_sharded(model)
+    module: Any
     for module in model.modules():
         for hooks, hook in (
             (module._forward_pre_hooks, open_scope),
@@ -175,11 +193,18 @@ def convert_from_float8(model: Model) -> Model:
             for key in [key for key, found in hooks.items() if getattr(found, "func", found) is hook]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
-        if isinstance(module, Float8Linear):
-            module.converted.discard(module)
-            weight = module.weight
+        if not is_converted(module):
+            continue
+        conversion: Conversion = module.converted
+        for name in conversion.names_of(module):
+            weight = module._parameters[name]
             if isinstance(weight, Weight):
-                _replace(module, torch.nn.Parameter(weight.plain, weight.requires_grad))
+                _replace(module, name, torch.nn.Parameter(weight.plain, weight.requires_grad))
+        conversion.discard(module)
+        for converter in converters:
+            if converter.takes(module):
+                converter.revert(module)
+        if isinstance(module, Float8Linear):
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
             for guest in sockets.guests:
                 guest.left(module)
@@ -196,6 +221,25 @@ def _reasons(
     for fqn, reason in reasons.items():
         if reason not in IN_FLOAT8:
             setattr(linears[fqn], SKIP_REASON, reason)
+    return reasons
+
+
+def _other_reasons(
+    modules: dict[str, torch.nn.Module], selection: Selection, of_features: dict[str, bool]
+) -> dict[str, str | None]:
+    """The same for what features convert besides linear layers."""
+    reasons: dict[str, str | None] = {}
+    for converter in converters:
+        for fqn, module in ((fqn, module) for fqn, module in modules.items() if converter.takes(module)):
+            if is_converted(module):
+                reasons[fqn] = ALREADY
+                continue
+            reason = None if of_features[converter.option] else f"{converter.option}=True converts it"
+            reasons[fqn] = reason or selection.why_not_asked(module, fqn) or converter.why_not(module)
+            if reasons[fqn] is None:
+                module.__dict__.pop(SKIP_REASON, None)
+            else:
+                setattr(module, SKIP_REASON, reasons[fqn])
     return reasons
 
 
@@ -227,24 +271,24 @@ def _convert(layer: Chosen, conversion: Conversion) -> None:
     module.__dict__.pop(SKIP_REASON, None)
 
 
-def _wrap_weights(modules: list[Any], conversion: Conversion) -> None:
-    """Make master weights of the layers' weights; tied ones stay tied."""
+def _wrap_weights(conversion: Conversion) -> None:
+    """Make master weights of the weights of a conversion; tied ones stay tied."""
     made: dict[int, torch.nn.Parameter] = {}
-    for module in modules:
-        weight = module.weight
+    for record in conversion.records:
+        weight = record.module._parameters[record.name]
         if isinstance(weight, MasterWeight):
             continue
         if id(weight) not in made:
             master = MasterWeight(weight.detach())
-            master.cell.record = conversion.record_of(module, "weight")
+            master.cell.record = record
             made[id(weight)] = torch.nn.Parameter(master, weight.requires_grad)
-        _replace(module, made[id(weight)])
+        _replace(record.module, record.name, made[id(weight)])
 
 
-def _replace(module: torch.nn.Linear, parameter: torch.nn.Parameter) -> None:
-    """Put ``parameter`` in the weight's place, under the weight's own identity where torch can swap the two."""
-    if not take_place(parameter, module.weight):
-        module.weight = parameter
+def _replace(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    """Put ``parameter`` in a weight's place, under the weight's own identity where torch can swap the two."""
+    if not take_place(parameter, getattr(module, name)):
+        setattr(module, name, parameter)
 
 
 def _share_inputs(model: torch.nn.Module) -> None:
@@ -276,7 +320,7 @@ def _watch(model: torch.nn.Module, conversion: Conversion) -> None:
 
 
 def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
-    if count := sum(isinstance(module, Float8Linear) for module in model.modules()):
+    if count := sum(map(is_converted, model.modules())):
         _warn(
             f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8"
         )

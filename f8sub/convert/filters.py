@@ -155,11 +155,8 @@ class Selection:
         found += [("filter_fqns", p) for p in self.filter_fqns if not any(p in fqn for fqn in names)]
         return tuple(with_nearest(f"{option}={p!r} matches nothing", p, names) for option, p in found)
 
-    def _why_not(self, module: torch.nn.Linear, fqn: str, by_default: str | None) -> str | None:
-        if isinstance(module, Float8Linear):
-            return ALREADY
-        if reason := why_not_class(module):
-            return reason
+    def why_not_asked(self, module: torch.nn.Module, fqn: str, by_default: str | None = None) -> str | None:
+        """Why a caller's options leave a module as it is; None where they do not."""
         if pattern := next((p for p in self.skip if matches(p, fqn)), None):
             return f"skip={pattern!r}"
         if part := next((p for p in self.filter_fqns if p in fqn), None):
@@ -170,6 +167,15 @@ class Selection:
             return "filter_fn said no"
         if self.recipes.of(fqn) is None:
             return "no pattern of recipe matches it"
+        return None
+
+    def _why_not(self, module: torch.nn.Linear, fqn: str, by_default: str | None) -> str | None:
+        if isinstance(module, Float8Linear):
+            return ALREADY
+        if reason := why_not_class(module):
+            return reason
+        if reason := self.why_not_asked(module, fqn, by_default):
+            return reason
         sizes = module.in_features, module.out_features
         if any(size % MULTIPLE or not size for size in sizes):
             return f"in_features={sizes[0]}, out_features={sizes[1]}: both have to be multiples of {MULTIPLE}"

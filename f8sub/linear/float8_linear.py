@@ -29,7 +29,7 @@ from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
-from f8sub.linear.parameters import exported
+from f8sub.linear.parameters import exported, make_master_again
 from f8sub.linear.saved_input import AUTO, Call, GemmInput, Kept, cast_x, present, x_columnwise
 from f8sub.linear.sockets import contexts
 from f8sub.linear.weight_cast import last_cast, quantize_rowwise, rowwise_of
@@ -171,23 +171,12 @@ class Float8Linear(torch.nn.Linear):
             guest.loaded(self, state_dict, prefix)
         if was_master:
             if not isinstance(local_tensor(self.weight), MasterWeight):
-                self._remake_master()
+                make_master_again(self.converted.record_of(self, "weight"))
         elif isinstance(local, Weight) and self.weight is not weight:
             # assign=True: the values go to the master, which an optimizer holds.
             with torch.no_grad():
                 weight.copy_(self.weight)
             self.weight = weight
-
-    def _remake_master(self) -> None:
-        """Make a master weight again of what ``load_state_dict(assign=True)`` put in its place."""
-        weight, requires_grad = self.weight, self.weight.requires_grad
-        master = MasterWeight(local_tensor(weight).detach())
-        master.cell.record = self.converted.record_of(self, "weight")
-        if isinstance(weight, DTensor):
-            weight._local_tensor = master
-        else:
-            master.cell.shared = True  # by the state dict
-            self.weight = torch.nn.Parameter(master, requires_grad)
 
     @property
     def how(self) -> str:

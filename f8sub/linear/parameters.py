@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from f8sub.weights.weight import Weight, local_tensor
+from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.weight import Weight, WeightRecord, local_tensor
 
 
 def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
@@ -28,6 +30,18 @@ def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def make_master_again(record: WeightRecord) -> None:
+    """Make a master weight of what ``load_state_dict(assign=True)`` put in its place."""
+    weight = record.module._parameters[record.name]
+    master = MasterWeight(local_tensor(weight).detach())
+    master.cell.record = record
+    if isinstance(weight, DTensor):
+        weight._local_tensor = master
+    else:
+        master.cell.shared = True  # by the state dict
+        setattr(record.module, record.name, torch.nn.Parameter(master, weight.requires_grad))
 
 
 def exported(weight: torch.Tensor) -> torch.Tensor:

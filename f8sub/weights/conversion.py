@@ -97,6 +97,10 @@ class Conversion:
         """The record of a module's parameter."""
         return self._records[module][name]
 
+    def names_of(self, module: torch.nn.Module) -> list[str]:
+        """The names of a module's weights."""
+        return list(self._records[module])
+
     @property
     def records(self) -> list[WeightRecord]:
         """The weights of modules that are alive, in no order."""

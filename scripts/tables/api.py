@@ -26,7 +26,16 @@ COMMAND = "python scripts/tables/api.py --write-docs"
 SECTIONS = {
     "Convert a model": (
         "f8sub",
-        ["convert_to_float8", "convert_from_float8", "conversion_report", "ConversionReport", "LayerReport"],
+        [
+            *(
+                "convert_to_float8",
+                "convert_from_float8",
+                "conversion_report",
+                "ConversionReport",
+                "LayerReport",
+            ),
+            "register_experts",
+        ],
     ),
     "Train": (
         "f8sub",
@@ -35,6 +44,8 @@ SECTIONS = {
             "register_precompute_hook",
             "autocast",
             "checkpoint_policy",
+            "reduce_gradients_in_float8",
+            "GradientReduction",
             "drop_high_precision",
             "restore_high_precision",
         ],
@@ -53,7 +64,10 @@ SECTIONS = {
             *("ScaleRule", "Rounding"),
         ],
     ),
-    "Tensors and layers": ("f8sub", ["quantize", "Float8Tensor", "Operand", "Float8Linear"]),
+    "Tensors and layers": (
+        "f8sub",
+        ["quantize", "Float8Tensor", "Operand", "Float8Linear", "grouped_linear"],
+    ),
     "Errors and warnings": (
         "f8sub",
         [

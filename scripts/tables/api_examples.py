@@ -56,6 +56,41 @@ def convert_from_float8():
     assert type(model[0]) is nn.Linear
 
 
+def reduce_gradients_in_float8():
+    """ranks=2"""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Linear(64, 128), mp_policy=policy)
+    print(f8sub.reduce_gradients_in_float8(model))
+    model(torch.randn(8, 64)).square().mean().backward()
+
+
+def GradientReduction():
+    """ranks=2"""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(64, 128))
+    reduction = f8sub.reduce_gradients_in_float8(model, measure=True)
+    model(torch.randn(8, 64)).square().mean().backward()
+    assert 25 < reduction.decibels()[""] < 40
+    reduction.remove()
+
+
+def register_experts():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 64, 32))  # four experts
+
+        def forward(self, x, ends):
+            return f8sub.grouped_linear(x, self.weight, ends)
+
+    f8sub.register_experts(Experts)
+    model = f8sub.convert_to_float8(Experts(), "rowwise", experts=True)
+    y = model(torch.randn(10, 32), torch.tensor([3, 3, 8, 10]))
+
+
 def estimate():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
@@ -263,6 +298,13 @@ def ScaleRule():
 def Rounding():
     recipe = f8sub.get_recipe("nvfp4", stochastic_rounding=True)
     assert recipe.dgrad.a.rounding is f8sub.Rounding.STOCHASTIC
+
+
+def grouped_linear():
+    x, weight = torch.randn(10, 32), torch.randn(3, 16, 32)  # ten tokens, three experts
+    ends = torch.tensor([4, 4, 10])  # four tokens, none, six
+    y = f8sub.grouped_linear(x, weight, ends, "rowwise")
+    assert y.shape == (10, 16)
 
 
 def quantize():

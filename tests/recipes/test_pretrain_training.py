@@ -71,6 +71,7 @@ def test_weights_and_buffers_are_those_of_transformers(ranks, tmp_path):
 
 IN_FLOAT16 = "--float8.enabled false --training.dtype float16"
 IN_BACKGROUND = "--float8.recipe delayed --checkpoint.async_mode async"
+GRADIENTS = "--float8.gradients true"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,7 @@ IN_BACKGROUND = "--float8.recipe delayed --checkpoint.async_mode async"
         *(pytest.param(float8_options(r), marks=() if r in QUICK else pytest.mark.long) for r in RECIPES),
         pytest.param(IN_FLOAT16, marks=pytest.mark.long),
         pytest.param(IN_BACKGROUND, marks=pytest.mark.long),
+        pytest.param(GRADIENTS, marks=pytest.mark.long),
     ],
 )
 def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, options):
@@ -103,6 +105,15 @@ def test_one_rank_and_gradient_accumulation_train_alike(ranks, tmp_path, recipe)
     ranks(1, train, one)
     assert losses(one) == pytest.approx(losses(two), rel=2e-2)
     assert losses(one)[-1] < losses(one)[0] - 0.3
+
+
+def test_gradients_in_float8(ranks, tmp_path):
+    usual, ours = quick_settings(tmp_path / "usual"), quick_settings(tmp_path / "ours", GRADIENTS)
+    for settings in (usual, ours):
+        ranks(2, train, settings)
+    assert losses(ours) == pytest.approx(losses(usual), rel=2e-3)
+    assert losses(ours)[0] == losses(usual)[0]
+    assert losses(ours) != losses(usual)
 
 
 def stop_one_rank(rank, world, settings, step):

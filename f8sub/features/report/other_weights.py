@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from f8sub.convert.checks import SKIP_REASON, is_converted
+
 TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
 """Attributes of modules, and of their configs, that say how many experts a token is sent to."""
 
@@ -26,7 +28,8 @@ class OtherWeights:
         shapes: of its weights.
         parameters: how many elements they have.
         multiplications: of one token; None where a module does not say how often it uses a weight.
-        detail: why it is not converted.
+        detail: recipe and backend of a converted module; why it is not converted of any other.
+        converted: whether a feature converted it.
     """
 
     fqn: str
@@ -34,6 +37,7 @@ class OtherWeights:
     parameters: int
     multiplications: float | None
     detail: str
+    converted: bool = False
 
 
 def other_weights(model: torch.nn.Module) -> tuple[OtherWeights, ...]:
@@ -132,5 +136,10 @@ def _described(
         share = active_share(model, fqn, experts)
         used = f"{round(share * experts)} of {experts} used by a token" if share else f"all {experts} counted"
         multiplications *= share or 1.0
+        if is_converted(module):
+            how = f"{name}: {getattr(module, 'how', '')}; {used}"
+            return OtherWeights(fqn or "(root)", shapes, parameters, multiplications, how, converted=True)
         detail = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too; {used}"
+        if reason := getattr(module, SKIP_REASON, None):
+            detail += f"; {reason}"
     return OtherWeights(fqn or "(root)", shapes, parameters, multiplications, detail)

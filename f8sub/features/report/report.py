@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.convert import checks
-from f8sub.convert.checks import SKIP_REASON
+from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.defaults import MIN_DIM, is_small
 from f8sub.convert.patterns import kind_of, name_of
 from f8sub.features.report.other_weights import OtherWeights, active_share_of_linear, other_weights
@@ -57,9 +57,9 @@ class ConversionReport:
         layers: every linear layer, in the model's order.
         idle_patterns: of options given by patterns, those that do nothing, with the reason.
         bytes: the ``ByteAccount``, where a number of tokens was given; ``str()`` of it is a table.
-        others: what multiplies by weights and is no nn.Linear; none of it is converted.
+        others: what multiplies by weights and is no nn.Linear; experts alone may be converted.
         parameters: how many the model has.
-        parameters_in_float8: how many of them are weights of converted layers.
+        parameters_in_float8: how many of them are weights of converted layers and experts.
     """
 
     layers: tuple[LayerReport, ...]
@@ -73,6 +73,7 @@ class ConversionReport:
     def flops_share(self) -> float:
         """Share of the model's FLOPs that run in float8, 0 to 1; of ``others`` convolutions are not counted."""
         converted = sum(layer.multiplications for layer in self.layers if layer.converted)
+        converted += sum(other.multiplications or 0.0 for other in self.others if other.converted)
         return converted / max(self._multiplications, 1)
 
     @property
@@ -84,12 +85,14 @@ class ConversionReport:
     def summary(self) -> str:
         """One line for a log."""
         converted = [layer for layer in self.layers if layer.converted]
+        others = [other for other in self.others if other.converted]
+        and_others = f" and {len(others)} modules of experts" if others else ""
         line = (
-            f"{len(converted)} of {len(self.layers)} linear layers in float8, {self.flops_share:.1%} of FLOPs, "
-            f"{self.parameters_share:.1%} of parameters"
+            f"{len(converted)} of {len(self.layers)} linear layers{and_others} in float8, {self.flops_share:.1%} of "
+            f"FLOPs, {self.parameters_share:.1%} of parameters"
         )
-        if converted:
-            line += f" ({'; '.join(sorted({layer.detail for layer in converted}))})"
+        if details := {layer.detail for layer in converted} | {other.detail for other in others}:
+            line += f" ({'; '.join(sorted(details))})"
         return line + (f"; idle patterns: {', '.join(self.idle_patterns)}" if self.idle_patterns else "")
 
     @property
@@ -111,10 +114,10 @@ class ConversionReport:
             shape = layer.out_features, layer.in_features
             weights = _Weights(layer.fqn, _shown(shape), math.prod(shape), layer.multiplications)
             found[f"{'' if layer.converted else 'not '}in float8: {layer.detail}"].append(weights)
-        for other in self.others:
+        for other in sorted(self.others, key=lambda other: not other.converted):
             shown = _shown(other.shapes[0]) + (", ..." if len(other.shapes) > 1 else "")
             weights = _Weights(other.fqn, shown, other.parameters, other.multiplications)
-            found[f"not in float8: {other.detail}"].append(weights)
+            found[f"{'' if other.converted else 'not '}in float8: {other.detail}"].append(weights)
         return {title: self._rows(weights) for title, weights in found.items()}
 
     def _rows(self, weights: list["_Weights"]) -> list[str]:
@@ -157,25 +160,29 @@ class _Weights(NamedTuple):
 def layers_report(model: torch.nn.Module) -> ConversionReport:
     """What of ``model``, converted or not, sharded or not, runs in float8, and why the rest does not."""
     rows: list[LayerReport] = []
-    idle: list[str] = []
+    conversions = dict.fromkeys(
+        vars(module)["converted"] for module in model.modules() if is_converted(module)
+    )
+    idle = [pattern for conversion in conversions for pattern in conversion.options["idle_patterns"]]
     for fqn, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear):
             continue
         if converted := isinstance(module, Float8Linear):
             detail = module.how
-            idle += module.converted.options["idle_patterns"]
         else:
             detail = getattr(module, SKIP_REASON, NOT_SEEN)
         sizes = module.in_features, module.out_features
         multiplications = sizes[0] * sizes[1] * active_share_of_linear(model, fqn)
         rows.append(LayerReport(fqn or "(root)", *sizes, converted, detail, multiplications))
     weights = {layer.weight for layer in model.modules() if isinstance(layer, Float8Linear)}
+    others = other_weights(model)
+    in_experts = sum(other.parameters for other in others if other.converted)
     return ConversionReport(
         tuple(rows),
         tuple(dict.fromkeys(idle)),
-        others=other_weights(model),
+        others=others,
         parameters=sum(p.numel() for p in model.parameters() if not is_lazy(p)),
-        parameters_in_float8=sum(weight.numel() for weight in weights),
+        parameters_in_float8=sum(weight.numel() for weight in weights) + in_experts,
     )
 
 

@@ -12,6 +12,7 @@ from f8sub.convert.filters import layer_keep_x, layer_recipes
 from f8sub.convert.linear_subclasses import extensions
 from f8sub.convert.patterns import kind_of
 from f8sub.errors import Float8ConfigError
+from f8sub.features.torchtitan.gradients import reduce_from_first_forward
 from f8sub.features.torchtitan.numerics import FILE, WANTED, monitor_at_first_step
 from f8sub.features.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
 from f8sub.linear.saved_input import AUTO
@@ -43,6 +44,8 @@ class Options:
         enable_fsdp_float8_all_gather: weights are gathered as float8.
         precompute_float8_dynamic_scale_for_fsdp: one all-reduce makes the scales of all weights after each optimizer
             step; None for wherever the weights are gathered as float8.
+        reduce_gradients_in_float8: gradients are e4m3 codes on the wire, added in float32; see
+            ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
         monitor_every: an ``f8sub.Monitor`` measures one step of so many; 0 for none.
@@ -61,6 +64,7 @@ class Options:
     skip_defaults: bool = True
     enable_fsdp_float8_all_gather: bool = True
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
+    reduce_gradients_in_float8: bool = False
     emulate: bool = False
     keep_x: str | dict[str, str] = AUTO
     monitor_every: int = 0
@@ -172,6 +176,8 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         keep_x=options.keep_x,
     )
     check_at_first_forward(model)
+    if options.reduce_gradients_in_float8:
+        reduce_from_first_forward(model)
     setattr(model, PRECOMPUTE, options.precompute)
     if options.precompute:
         attach_at_first_step()

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from f8sub.weights.weight import local_tensor
+from scripts.bench.gpu.checkpoints import checkpointed
 from scripts.bench.gpu.variants import Variant
 
 DIMENSIONS = (
@@ -88,7 +89,16 @@ class Trainer:
     blocks' first and last weights by name, whose gradients are compared.
     """
 
-    def __init__(self, variant: Variant, size: str, tokens: int, device: torch.device, blocks: int) -> None:
+    def __init__(
+        self,
+        variant: Variant,
+        size: str,
+        tokens: int,
+        device: torch.device,
+        blocks: int,
+        checkpoint: str = "none",
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.variant, self.device, self.blocks = variant, device, blocks
         config = LlamaConfig(
             **SIZES[size],
@@ -107,9 +117,9 @@ class Trainer:
         first, last = self.model.blocks[0], self.model.blocks[-1]
         self.probes = {"first": first.self_attn.q_proj, "last": last.mlp.down_proj}
         for index, block in enumerate(self.model.blocks):
-            self.model.blocks[index] = variant.compile(block, device)
+            self.model.blocks[index] = variant.compile(checkpointed(block, checkpoint), device)
         if not variant.graphed:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
             for part in (self.model.embedding, *self.model.blocks, self.model.lm_head, self.model):
                 fully_shard(part, mp_policy=policy)
         self.loss_of = variant.compile(cross_entropy, device)

@@ -28,6 +28,7 @@ class Session:
     # Called whenever there is more to keep, so that a run that is cut off leaves what it had.
     save: Callable[[], None]
     ranks: int = 1  # that measure together
+    checkpoint: str = "none"  # activation checkpointing of the slice's blocks
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # by group
     failed: dict[str, str] = field(default_factory=dict)  # what raised instead of being measured
     tables: list[Table] = field(default_factory=list)

@@ -162,16 +162,21 @@ class Group:
         torch.manual_seed(1)
         self.batches = [Batch.random(self.size, tokens, self.device) for _ in range(SETS)]
         others = allocated(self.device)
-        self.baseline = Trainer(variants[0], self.size, tokens, self.device, blocks)
+        self.baseline = self.trainer(variants[0])
         self.right = first_step(self.baseline, self.batches[0])
         self.runs, row = measured(self.baseline, self.batches, others)
         self.rows = {variants[0].name: {"check": {"loss": self.right[0]}, **row}}
         self.turns: dict[str, list[float]] = {what: [] for what in self.runs}
 
+    def trainer(self, variant: Variant) -> Trainer:
+        """A variant's model, checkpointed as all of them are."""
+        how = self.session.checkpoint
+        return Trainer(variant, self.size, self.tokens, self.device, self.blocks, how)
+
     def measure(self, variant: Variant) -> None:
         """One variant, in turns with the baseline."""
         others = allocated(self.device)
-        trainer = Trainer(variant, self.size, self.tokens, self.device, self.blocks)
+        trainer = self.trainer(variant)
         row: dict[str, Any] = {"check": check(trainer, self.batches[0], self.right)}
         runs, found = measured(trainer, self.batches, others)
         row.update(found)
@@ -214,7 +219,8 @@ def group(session: Session) -> None:
                     measure_all(session, tokens, blocks, chosen_ones, figures[kind])
     for shape, rows in figures["tokens"].items():
         sharded = f", one of {session.ranks} ranks" if session.ranks > 1 else ""
-        title = f"of a Llama 3 8B, tokens x blocks {shape}, {session.where}{sharded}"
+        how = "" if session.checkpoint == "none" else f", {session.checkpoint} checkpointing"
+        title = f"of a Llama 3 8B, tokens x blocks {shape}, {session.where}{sharded}{how}"
         session.tables.append(table(f"forward and backward {title}", rows, BLOCKS))
         session.tables.append(table(f"whole step {title}", rows, STEP))
     for shape, rows in figures["graphed"].items():

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import f8sub
-from f8sub.weights.conversion import Guest
+from f8sub.weights.conversion import Conversion
 from f8sub.weights.exchange import Exchange
+from f8sub.weights.guests import Guest
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, seed_weights, shard
 from tests.wire import Wire
@@ -25,18 +26,16 @@ class Probe(Guest):
 
     size = 3
 
-    def __init__(self, conversion: Any) -> None:
-        self._conversion, self._covered = conversion, 0
+    due = False
 
-    def region(self, records: Any, device: str, before: Any) -> "Probe":
+    def region(self, records: Any, before: Any) -> "Probe":
         return self
 
-    @property
-    def due(self) -> bool:
-        return self._covered != self._conversion.steps
+    def stepped(self, weights: Any) -> None:
+        self.due = True
 
     def write(self, out: torch.Tensor) -> None:
-        self._covered = self._conversion.steps
+        self.due = False
         out.copy_(torch.tensor([1.0, 2.0, 3.0]).roll(dist.get_rank()))
 
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
@@ -48,8 +47,8 @@ class Probe(Guest):
 
 def of_a_guest() -> nn.Module:
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="rowwise")
-    conversion = model.layers[0].converted
-    conversion.guests.append(Probe(conversion))
+    model.layers[0].converted.guests.append(Probe())
+    Conversion.counts_steps = True
     return model
 
 
@@ -86,9 +85,9 @@ class Spied:
 
 def spy(model: nn.Module) -> tuple[Exchange, Spied]:
     (exchange,) = model.layers[0].converted.exchanges.values()
-    ((guest, region),) = exchange._regions.items()
-    exchange._regions[guest] = Spied(region)
-    return exchange, exchange._regions[guest]
+    ((guest, region),) = exchange.table.regions.items()
+    exchange.table.regions[guest] = Spied(region)
+    return exchange, exchange.table.regions[guest]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -1,0 +1,70 @@
+"""Experts enter ``convert_to_float8`` here, by its option ``experts``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from f8sub.convert.sockets import Converter, converters
+from f8sub.features.experts.module import Float8Experts, float8_class, plain_class
+from f8sub.features.experts.products import GroupedPlan
+from f8sub.features.experts.seams import seam_of
+from f8sub.formats import HIGH_PRECISION, MULTIPLE
+from f8sub.recipe import Recipe
+from f8sub.weights.conversion import Conversion
+
+_OWN = ("plan", "fqn", "converted", "float8_all_gather", "seam", "weights")
+
+
+class ExpertsConverter(Converter):
+    """Converts modules of experts whose seam is known."""
+
+    option = "experts"
+
+    @override
+    def takes(self, module: torch.nn.Module) -> bool:
+        return isinstance(module, Float8Experts) or seam_of(module) is not None
+
+    @override
+    def why_not(self, module: torch.nn.Module) -> str | None:
+        seam = seam_of(module)
+        for name in () if seam is None else seam.weights_of(module):
+            weight = module._parameters.get(name)
+            if weight is None or weight.dim() != 3:
+                return f"{name} is no parameter of three dimensions, one matrix an expert"
+            if any(size % MULTIPLE for size in weight.shape[1:]):
+                return f"{name} is {tuple(weight.shape)}: the last two have to be multiples of {MULTIPLE}"
+            if weight.dtype not in HIGH_PRECISION:
+                return f"{name} is {weight.dtype}"
+        return None
+
+    @override
+    def planned(
+        self, module: torch.nn.Module, fqn: str, recipe: Recipe, backend: str, gathered: bool
+    ) -> Callable[[Conversion], None]:
+        device = next(module.parameters()).device
+        if device.type == "meta":
+            device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        plan = GroupedPlan.make(recipe, torch.device(device.type), backend)
+
+        def convert(conversion: Conversion) -> None:
+            made: Any = module
+            made.seam = seam_of(module)
+            made.weights = made.seam.weights_of(module)
+            made.__class__ = float8_class(type(module))
+            made.plan, made.fqn, made.converted, made.float8_all_gather = plan, fqn, conversion, gathered
+            made.enter_weights()
+
+        return convert
+
+    @override
+    def revert(self, module: torch.nn.Module) -> None:
+        if isinstance(module, Float8Experts):
+            plain = plain_class(module)
+            for name in _OWN:
+                delattr(module, name)
+            module.__class__ = plain  # type: ignore[assignment]
+
+
+converters.append(ExpertsConverter())

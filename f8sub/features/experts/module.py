@@ -1,0 +1,167 @@
+"""Float8Experts: a module of experts whose grouped products run in float8; made by class swap, as Float8Linear is."""
+
+from typing import Any
+
+import torch
+
+from f8sub.errors import jit_error
+from f8sub.features.experts.grouped_linear import grouped_linear, running
+from f8sub.features.experts.operands import flat_format, seen_transposed
+from f8sub.features.experts.products import GroupedPlan
+from f8sub.features.experts.seams import Seam
+from f8sub.formats import Float8Format
+from f8sub.linear.parameters import exported, make_master_again
+from f8sub.recipe import GemmSpec
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.weight import local_tensor
+
+
+class Float8Experts(torch.nn.Module):
+    """What every converted module of experts has, before its own class.
+
+    Attributes:
+        plan: the recipe and the backend of each product.
+        fqn: the module's name in the model that was converted.
+        converted: the conversion that the weights are of.
+        float8_all_gather: whether FSDP2 gathers weights as float8 where their tiles allow it.
+        seam: where its class multiplies.
+        weights: the names of its weights, and whether each is stored transposed, (E, K, N).
+    """
+
+    plan: GroupedPlan
+    fqn: str
+    converted: Conversion
+    float8_all_gather: bool
+    seam: Seam
+    weights: dict[str, bool]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        with running(self.plan, self.fqn):
+            if self.seam.forward is not None:
+                return self.seam.forward(self, *args, **kwargs)
+            return super().forward(*args, **kwargs)
+
+    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        # torchtitan's seam.
+        return grouped_linear(A, B_t, offs, transposed=True)
+
+    def format_of(self, name: str) -> Float8Format | None:
+        """The codes' format of a weight as it is stored, all experts' rows as one matrix; None in high precision."""
+        format = self.plan.recipe.fprop.b
+        if format is None:
+            return None
+        rows = self._parameters[name].shape[1]  # type: ignore[union-attr]
+        return flat_format(seen_transposed(format) if self.weights[name] else format, rows)
+
+    def is_gathered(self, name: str) -> bool:
+        """Whether FSDP2 gathers a weight as float8: no tile of it reaches over experts."""
+        every_gemm_reads_codes = None not in self.plan.recipe.formats("w")
+        return self.float8_all_gather and every_gemm_reads_codes and self.format_of(name) is not None
+
+    def enter_weights(self) -> None:
+        """Enter the weights among those that were converted together."""
+        for name in self.weights:
+            gathered = self.is_gathered(name)
+            self.converted.add(self, name, f"{self.fqn}.{name}", self.format_of(name), gathered)
+
+    def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
+        """What every rank has to have alike of a weight, once it came to ``device``."""
+        self.follow(device)
+        recipe, weight = self.plan.recipe, self._parameters[name]
+        return {
+            "shape": str(tuple(weight.shape)),  # type: ignore[union-attr]
+            "dtype": str(weight.dtype),  # type: ignore[union-attr]
+            "recipe": recipe.name,
+            **{gemm: _described(getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")},
+            "backends": f"{self.plan.fprop}, {self.plan.dgrad}, {self.plan.wgrad}",
+            "float8_all_gather": str(self.is_gathered(name)),
+            "stored transposed": str(self.weights[name]),
+        }
+
+    def follow(self, device: torch.device) -> None:
+        """Select backends anew where the module came to a device of another type."""
+        if self.plan.device.type != device.type:
+            self.plan = GroupedPlan.make(self.plan.recipe, torch.device(device.type), self.plan.backend)
+
+    @property
+    def how(self) -> str:
+        """Recipe and backend, and what deviates from the defaults."""
+        in_high_precision = [name for name in self.weights if not self.is_gathered(name)]
+        words = [self.plan.described]
+        if in_high_precision:
+            which = "" if len(in_high_precision) == len(self.weights) else f"{', '.join(in_high_precision)} "
+            words.append(f"{which}gathered in high precision")
+        return ", ".join(words)
+
+    def extra_repr(self) -> str:
+        """That of its class, and ``how``."""
+        return ", ".join(filter(None, (super().extra_repr(), self.how)))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Float8Experts":
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        weight = next(iter(self._parameters[name] for name in self.weights))
+        if weight is not None and not weight.is_meta:
+            self.follow(weight.device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.converted.settle()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            for name in self.weights:
+                destination[f"{prefix}{name}"] = exported(self._parameters[name])  # type: ignore[arg-type]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        masters = [name for name in self.weights if self._is_master(name)]
+        self.converted.settle()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.converted.loaded()
+        for name in masters:
+            if not self._is_master(name):
+                make_master_again(self.converted.record_of(self, name))
+
+    def _is_master(self, name: str) -> bool:
+        return isinstance(local_tensor(self._parameters[name]), MasterWeight)  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.enter_weights()
+        for name in self.weights:
+            local = local_tensor(self._parameters[name])  # type: ignore[arg-type]
+            if isinstance(local, MasterWeight):
+                local.cell.record = self.converted.record_of(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no name to be found by; that of what was converted has.
+        return _new_module, (plain_class(self),), self.__dict__
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise jit_error(self.fqn, "traced")
+
+
+_made: dict[type[torch.nn.Module], type[Float8Experts]] = {}
+
+
+def float8_class(cls: type[torch.nn.Module]) -> type[Float8Experts]:
+    """The class that experts of ``cls`` turn into."""
+    if cls not in _made:
+        _made[cls] = type(f"Float8{cls.__name__}", (Float8Experts, cls), {"__module__": cls.__module__})
+    return _made[cls]
+
+
+def plain_class(module: Float8Experts) -> type[torch.nn.Module]:
+    """The class that experts had before they were converted; ``fully_shard`` may have put its own before it."""
+    cls = next(cls for cls in type(module).__mro__ if cls in _made.values())
+    return next(plain for plain, made in _made.items() if made is cls)
+
+
+def _new_module(cls: type[torch.nn.Module]) -> Float8Experts:
+    made = float8_class(cls)
+    return made.__new__(made)
+
+
+def _described(spec: GemmSpec) -> str:
+    return f"{spec.a} by {spec.b}, fast_accum={spec.fast_accum}" if spec.a else "high precision"

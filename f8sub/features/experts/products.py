@@ -1,0 +1,242 @@
+"""Grouped products, and what runs them: chosen at conversion, shown in ``repr``, never replaced where asked for.
+
+Two products serve a layer: of tokens with the weights of their expert, (M, K) x (E, N, K) -> (M, N), which are fprop
+and dgrad; and over the tokens of each expert, (N, M) x (K, M) -> (E, N, K), which is wgrad.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from f8sub.errors import Float8ConfigError
+from f8sub.features.experts.operands import ExpertWeights, Groups, Tokens
+from f8sub.formats import ALL, MULTIPLE, Float8Format, Tile
+from f8sub.kernels import reference
+from f8sub.kernels.gemm.select import REFERENCE
+from f8sub.recipe import GemmSpec, Recipe
+
+Rows = Callable[[Tokens, ExpertWeights, Groups, torch.dtype, bool], torch.Tensor]
+Weights = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
+
+
+class GroupedBackend(NamedTuple):
+    """What multiplies by groups.
+
+    Attributes:
+        why_not: why it cannot run a product of two formats on a device; None when it can.
+        rows: tokens with the weights of their expert; rows past the last group are whatever they are.
+        weights: over the tokens of each expert.
+        multiple: groups that are summed over begin at multiples of it.
+    """
+
+    why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
+    rows: Rows
+    weights: Weights
+    multiple: int = 1
+
+
+def _why_not_scaled(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    """Source: ``_scaled_grouped_mm`` in ATen/native/cuda/GroupedBlas.cpp."""
+    if device.type != "cuda":
+        return f"runs on cuda, not on {device.type}"
+    if (capability := torch.cuda.get_device_capability(device))[0] not in (9, 10):
+        return f"needs SM 9.0 (Hopper) or SM 10.0 (Blackwell), found {'.'.join(map(str, capability))}"
+    if unknown := {str(f) for f in (a, b) if f.dtype != torch.float8_e4m3fn or f.tile != Tile(1, ALL)}:
+        return f"takes e4m3 with one scale a row, not {', '.join(sorted(unknown))}"
+    return None
+
+
+def _scaled_rows(
+    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    y = torch._scaled_grouped_mm(
+        a.data,
+        b.data.contiguous().transpose(1, 2),
+        a.scale_inv.flatten(),
+        b.scale_inv.flatten(1),
+        offs=groups.ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
+    )
+    return y.to(out_dtype)
+
+
+def _scaled_weights(
+    a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    # What lies between two groups is zero, so each may end where the next one begins.
+    ends = torch.cat([a.groups.first[1:], a.groups.first.new_full((1,), a.groups.rows)])
+    dw = torch._scaled_grouped_mm(
+        a.data.contiguous(),
+        b.data.contiguous().t(),
+        a.scale_inv.flatten(),
+        b.scale_inv.flatten(),
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
+    )
+    return dw.to(out_dtype)
+
+
+def _read_as(out_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What codes are dequantized to: a GPU's grouped products take bfloat16 alone."""
+    return torch.bfloat16 if device.type == "cuda" else out_dtype
+
+
+def _dequantized_rows(
+    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    dtype = _read_as(out_dtype, a.data.device)
+    return high_precision_rows(a.dequantize(groups, dtype), b.dequantize(dtype), groups).to(out_dtype)
+
+
+def _dequantized_weights(
+    a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    dtype = _read_as(out_dtype, a.data.device)
+    dw = high_precision_weights(a.dequantize(groups, dtype), b.dequantize(groups, dtype), groups)
+    return dw.to(out_dtype)
+
+
+def _reference_rows(
+    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    out = a.scale_inv.new_zeros((groups.rows, b.data.shape[1]), dtype=out_dtype)
+    for index, ((first, end), (start, stop)) in enumerate(
+        zip(groups.host_bounds, a.groups.host_bounds, strict=True)
+    ):
+        if end > first:
+            part = a.of_group(index, start, stop)
+            out[first:end] = reference.gemm_nt(part, b.of_group(index), out_dtype, fast_accum)
+    return out
+
+
+def _reference_weights(
+    a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    shape = len(groups.ends), a.data.shape[0], b.data.shape[0]
+    out = a.scale_inv.new_zeros(shape, dtype=out_dtype)
+    bounds = zip(a.groups.host_bounds, b.groups.host_bounds, strict=True)
+    for index, (of_a, of_b) in enumerate(bounds):
+        if of_a[1] > of_a[0]:
+            left, right = a.of_group(index, *of_a), b.of_group(index, *of_b)
+            out[index] = reference.gemm_nt(left, right, out_dtype, fast_accum)
+    return out
+
+
+GROUPED = {
+    "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
+    "dequantize": GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights),
+    REFERENCE: GroupedBackend(lambda a, b, device: None, _reference_rows, _reference_weights),
+}
+"""Backends by name. The reference reads on the host where groups lie, so that it makes a GPU wait."""
+
+ASKED_AS = {"scaled_mm": "scaled_grouped_mm"}
+"""What ``convert_to_float8`` calls a backend of linear layers, and its counterpart here."""
+
+
+def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """(M, K) x (E, N, K) -> (M, N) in x's dtype; rows past the last group are whatever they are."""
+    if x.is_cuda:
+        return torch._grouped_mm(x.bfloat16(), w.bfloat16().transpose(1, 2), offs=groups.ends).to(x.dtype)
+    out = x.new_zeros((len(x), w.shape[1]))
+    for index, (first, end) in enumerate(groups.host_bounds):
+        if end > first:
+            out[first:end] = torch.mm(x[first:end], w[index].t().to(x.dtype))
+    return out
+
+
+def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """(M, N) and (M, K), summed over each expert's rows -> (E, N, K) in dy's dtype."""
+    if x.is_cuda:
+        return torch._grouped_mm(dy.bfloat16().t(), x.bfloat16(), offs=groups.ends).to(dy.dtype)
+    out = dy.new_zeros((len(groups.ends), dy.shape[1], x.shape[1]))
+    for index, (first, end) in enumerate(groups.host_bounds):
+        if end > first:
+            out[index] = torch.mm(dy[first:end].t(), x[first:end].to(dy.dtype))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """A recipe bound to a device: the backend of each grouped product, None where it stays in high precision.
+
+    ``backend`` is what was asked for.
+    """
+
+    recipe: Recipe
+    fprop: str | None
+    dgrad: str | None
+    wgrad: str | None
+    device: torch.device
+    backend: str
+
+    @classmethod
+    @functools.cache
+    def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "GroupedPlan":
+        """The plan of a recipe.
+
+        Args:
+            recipe: of the three products.
+            device: that they run on.
+            backend: "auto", one of ``GROUPED``, or ``convert_to_float8``'s name of one.
+
+        Raises:
+            Float8ConfigError: a recipe that experts do not take, or a backend that cannot run it.
+        """
+        if reason := why_not_recipe(recipe):
+            raise Float8ConfigError(f"experts do not take recipe {recipe.name!r}: {reason}")
+        specs = recipe.fprop, recipe.dgrad, recipe.wgrad
+        fprop, dgrad, wgrad = (_select(spec, device, ASKED_AS.get(backend, backend)) for spec in specs)
+        return cls(recipe, fprop, dgrad, wgrad, device, backend)
+
+    @property
+    def described(self) -> str:
+        """The recipe, and the backends of the products."""
+        named = {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+        if len(set(named.values())) == 1:
+            return f"{self.recipe.name}, {self.fprop or 'high precision'}"
+        by = ", ".join(
+            f"{gemm} {'in high precision' if b is None else f'by {b}'}" for gemm, b in named.items()
+        )
+        return f"{self.recipe.name}, {by}"
+
+    @property
+    def multiple(self) -> int:
+        """See ``GroupedBackend.multiple``, of wgrad's."""
+        return 1 if self.wgrad is None else GROUPED[self.wgrad].multiple
+
+
+def why_not_recipe(recipe: Recipe) -> str | None:
+    """Why experts do not take a recipe; None where they do."""
+    if recipe.scaling is not None:
+        return "an expert without tokens has no amax of its own for a history; take one with current scales"
+    for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad):
+        for format in (spec.a, spec.b):
+            if format is not None and (
+                format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard
+            ):
+                return f"{format} packs codes or has a scale of the whole matrix, which groups of tokens have not"
+    return None
+
+
+def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
+    """Name of the backend that runs ``spec``; the reference runs unasked on a CPU alone, where it waits for nothing."""
+    if backend != "auto" and backend not in GROUPED:
+        raise Float8ConfigError(
+            f"backend {backend!r} has no grouped products for experts; take 'auto' or one of {list(GROUPED)}"
+        )
+    if spec.a is None or spec.b is None:
+        return None
+    if backend == "auto" and device.type in ("cpu", "meta"):
+        return REFERENCE
+    reasons = {}
+    for name in GROUPED if backend == "auto" else [backend]:
+        if (reason := GROUPED[name].why_not(spec.a, spec.b, device)) is None:
+            return name
+        reasons[name] = reason
+    listed = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    raise Float8ConfigError(f"no grouped product of {spec.a} by {spec.b} on {device}: {listed}")

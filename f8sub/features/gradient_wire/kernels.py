@@ -1,0 +1,100 @@
+"""Triton: gradients cast and packed in one pass, and what was received added in float32 in one pass.
+
+Both walk over the chunks of all gradients of a group by one launch. A tensor of int64 lists the chunks, FIELDS numbers
+for each; another one says of each program which chunk it is of.
+"""
+
+import triton
+import triton.language as tl
+
+FIRST_PROGRAM, SIZE, CODE_AT, SCALE_AT, OUT_AT, STRIDE, LENGTH, FIELDS = map(tl.constexpr, range(8))
+"""What the numbers of one chunk say: its first program, and those of ``layout.Chunk`` and ``wire.Source``."""
+
+
+@triton.jit
+def pack_chunks(
+    chunks_ptr, chunk_of_program_ptr, sources_ptr, out_ptr, row_bytes,
+    ELEMENT: tl.constexpr, CODES: tl.constexpr, RANKS: tl.constexpr, HOSTS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Cast each rank's chunks into its row of ``out_ptr``: e4m3 codes and exponents, or bfloat16.
+
+    A program has BLOCKS blocks of a chunk. The row of rank (host, local) of (HOSTS, RANKS // HOSTS) is (local, host).
+    """
+    number = tl.load(chunk_of_program_ptr + tl.program_id(0))
+    chunk = chunks_ptr + number * FIELDS
+    size, code_at = tl.load(chunk + SIZE), tl.multiple_of(tl.load(chunk + CODE_AT), 16)
+    stride, length = tl.load(chunk + STRIDE), tl.load(chunk + LENGTH)
+    source = tl.load(sources_ptr + number).to(tl.pointer_type(ELEMENT))
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+        size, stride, length = (
+            tl.multiple_of(size, 16),
+            tl.multiple_of(stride, 16),
+            tl.multiple_of(length, 16),
+        )
+    parts = tl.cdiv(size, BLOCKS * BLOCK)
+    index = tl.program_id(0) - tl.load(chunk + FIRST_PROGRAM)
+    rank, part = index // parts, index % parts
+    row = (rank % (RANKS // HOSTS)) * HOSTS + rank // (RANKS // HOSTS)
+    block = part * BLOCKS + tl.arange(0, BLOCKS)
+    i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    start = rank * stride
+    x = tl.load(source + start + i, mask=i < tl.minimum(size, length - start), other=0.0).to(tl.float32)
+    out = out_ptr + row * row_bytes
+    if CODES:
+        codes, exponent = encoded(x)
+        tl.store(out + code_at + i, codes, mask=i < size)
+        tl.store(out + tl.load(chunk + SCALE_AT) + block, exponent, mask=block * BLOCK < size)
+    else:
+        out = (out + code_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        tl.store(out + i, x.to(tl.bfloat16), mask=i < size)
+
+
+@triton.jit
+def encoded(x):
+    """``blocks.encode`` of (BLOCKS, BLOCK) elements."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(magnitude, 1)
+    # Rare, so most programs do not look at each element.
+    is_special = tl.max(largest, 0) >= 0x7F800000
+    if is_special:
+        largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), 1)
+    exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x500000).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+    scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    codes = (x * scale[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if is_special:
+        infinity = ((x.to(tl.int32, bitcast=True) >> 24) & 0x80 | 0x7E).to(tl.uint8)
+        codes = tl.where(magnitude == 0x7F800000, infinity, codes)
+        codes = tl.where(magnitude > 0x7F800000, tl.full(x.shape, 0x7F, tl.uint8), codes)
+    return codes, exponent.to(tl.uint8)
+
+
+@triton.jit
+def sum_chunks(
+    chunks_ptr, chunk_of_program_ptr, received_ptr, out_ptr, row_bytes, ranks, factor,
+    CODES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Add the rows of ``received_ptr`` one after another and write the sum times ``factor`` to ``out_ptr``."""
+    chunk = chunks_ptr + tl.load(chunk_of_program_ptr + tl.program_id(0)) * FIELDS
+    size, out_at = tl.load(chunk + SIZE), tl.load(chunk + OUT_AT)
+    code_at, scale_at = tl.multiple_of(tl.load(chunk + CODE_AT), 16), tl.load(chunk + SCALE_AT)
+    if ALIGNED:
+        size, out_at = tl.multiple_of(size, 16), tl.multiple_of(out_at, 16)
+    block = (tl.program_id(0) - tl.load(chunk + FIRST_PROGRAM)) * BLOCKS + tl.arange(0, BLOCKS)
+    i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((BLOCKS, BLOCK), tl.float32)
+    # Unrolled, so that the rows of several ranks are on their way at a time.
+    for rank in tl.range(0, ranks, loop_unroll_factor=4):
+        row = received_ptr + tl.cast(rank, tl.int64) * row_bytes
+        if CODES:
+            codes = tl.load(row + code_at + i, mask=i < size, other=0)
+            exponent = tl.load(row + scale_at + block, mask=block * BLOCK < size, other=1).to(tl.int32)
+            values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            values = tl.where((codes & 0x7F) == 0x7E, values * float("inf"), values)
+            total += values * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
+        else:
+            elements = (row + code_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+            total += tl.load(elements + i, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out_at + i, (total * factor).to(out_ptr.dtype.element_ty), mask=i < size)

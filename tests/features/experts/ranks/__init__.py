@@ -1,0 +1,1 @@
+"""Experts on gloo ranks."""

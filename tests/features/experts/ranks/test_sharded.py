@@ -1,0 +1,298 @@
+"""Experts under FSDP2: sharded as unsharded to the bit, a byte an element on the wire, one all-reduce a step."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import f8sub
+from f8sub.weights.master_weight import MasterWeight
+from tests.data_sets import gaussian, generator
+from tests.features.experts.models import OwnExperts
+from tests.models import refusal, take_step
+from tests.selection import long_but
+from tests.wire import Wire
+
+WIDTH, HIDDEN = 128, 256
+RECIPES = long_but(
+    ["tensorwise", "rowwise", "mxfp8"], ["tensorwise", "rowwise", "blockwise", "gridquant", "mxfp8"]
+)
+GRIDS = long_but(
+    [(1, 3), (2, 4), (3, 5), (3, 2)], [(1, 3), (2, 4), (3, 5), (3, 2), (4, 4), (4, 3), (5, 4), (7, 9)]
+)
+"""(ranks, experts): experts that the ranks divide and do not, and ranks that have none."""
+
+
+class Model(nn.Module):
+    """Experts and a linear layer."""
+
+    def __init__(self, experts: int, kind: type[nn.Module] = OwnExperts) -> None:
+        super().__init__()
+        self.experts, self.head = kind(experts, WIDTH, HIDDEN), nn.Linear(WIDTH, 32, bias=False)
+        with torch.no_grad():
+            self.head.weight.copy_(gaussian((32, WIDTH), generator(9)) / WIDTH**0.5)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return self.head(self.experts(x, ends))
+
+
+class TransposedExperts(nn.Module):
+    """A user's two products over weights that are stored as (E, K, N)."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        rng = generator(3)
+        self.up = nn.Parameter(gaussian((experts, width, hidden), rng) / width**0.5)
+        self.down = nn.Parameter(gaussian((experts, hidden, width), rng) / hidden**0.5)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        h = f8sub.grouped_linear(x, self.up, ends, transposed=True).relu()
+        return f8sub.grouped_linear(h, self.down, ends, transposed=True)
+
+
+class SeamedExperts(OwnExperts):
+    """Products by a method that is given the transposed weight, as torchtitan's are."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.silu(self._grouped_mm(A=x, B_t=self.gate.transpose(-2, -1), offs=ends))
+        h = h * self._grouped_mm(A=x, B_t=self.up.transpose(-2, -1), offs=ends)
+        return self._grouped_mm(A=h, B_t=self.down.transpose(-2, -1), offs=ends)
+
+
+def converted(experts: int, recipe: str, kind: type[nn.Module] = OwnExperts, **options: object) -> Model:
+    f8sub.register_experts(kind, transposed=kind is TransposedExperts)
+    given = {"experts": True, "skip_defaults": False, "backend": "reference", **options}
+    return f8sub.convert_to_float8(Model(experts, kind), recipe, **given)
+
+
+def batch(experts: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens in uneven groups, some of them empty."""
+    rng = generator(100 + step)
+    ends = torch.randint(0, 3, (experts,), generator=rng).mul(5).cumsum(0)
+    return gaussian((int(ends[-1]) + 3, WIDTH), rng), ends
+
+
+def trained(model: nn.Module, experts: int, steps: range = range(3), optimizer=None) -> list[torch.Tensor]:
+    """Outputs and the x's gradients of some steps; every rank has the same tokens."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in steps:
+        f8sub.precompute_scales(model)
+        x, ends = batch(experts, step)
+        x.requires_grad_()
+        y = model(x, ends)
+        take_step(optimizer, y.square().mean())
+        found += [y.detach(), x.grad]
+    return found
+
+
+def sharded(model: nn.Module, **options: object) -> nn.Module:
+    fully_shard(model.experts, **options)
+    return fully_shard(model, **options)
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def compared(rank: int, world: int, experts: int, recipe: str, kind: type[nn.Module]) -> tuple[bool, str]:
+    """Whether three steps are those of experts gathered in high precision, and unsharded where means are exact."""
+    found = trained(model := sharded(converted(experts, recipe, kind)), experts)
+    plain = trained(sharded(converted(experts, recipe, kind, float8_all_gather=False)), experts)
+    is_same = same(found, plain)
+    if world in (1, 2, 4):
+        is_same &= same(found, trained(converted(experts, recipe, kind), experts))
+    f8sub.precompute_scales(model)
+    model.experts.unshard()
+    return is_same, type(next(model.experts.parameters())).__name__
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("world", "experts"), GRIDS)
+def test_sharded_is_unsharded(ranks, world, experts, recipe):
+    for is_same, kind in ranks(world, compared, experts, recipe, OwnExperts):
+        assert is_same
+        assert kind == "Float8Tensor"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", *long_but([], ["rowwise", "blockwise", "mxfp8"])])
+@pytest.mark.parametrize("kind", [TransposedExperts, SeamedExperts])
+def test_weights_that_are_stored_or_read_transposed(ranks, kind, recipe):
+    for is_same, name in ranks(2, compared, 3, recipe, kind):
+        assert is_same
+        assert name == "Float8Tensor"
+
+
+def on_a_mesh(rank: int, world: int, recipe: str) -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = trained(sharded(converted(3, recipe), mesh=mesh), 3)
+    return same(found, trained(converted(3, recipe), 3))
+
+
+def test_hsdp(ranks):
+    assert all(ranks(4, on_a_mesh, "tensorwise"))
+
+
+def in_bf16(rank: int, world: int, recipe: str) -> bool:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = trained(sharded(converted(3, recipe), mp_policy=policy), 3)
+    plain = trained(sharded(converted(3, recipe, float8_all_gather=False), mp_policy=policy), 3)
+    return same(found, plain)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", *long_but([], ["rowwise", "mxfp8"])])
+def test_a_param_dtype(ranks, recipe):
+    assert all(ranks(2, in_bf16, recipe))
+
+
+def sent(rank: int, world: int, experts: int, recipe: str) -> tuple[int, int, int]:
+    """All-reduces of a precompute, bytes that a gather of the experts fills, and the experts' elements."""
+    model = sharded(converted(experts, recipe))
+    x, ends = batch(experts, 0)
+    with torch.no_grad():
+        model(x, ends)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with Wire() as scales:
+        f8sub.precompute_scales(model)
+    with Wire() as weights:
+        model.experts.unshard()
+    return (
+        scales.all_reduces,
+        weights.gathered,
+        sum(p.numel() for p in OwnExperts(experts, WIDTH, HIDDEN).parameters()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "least", "most"), [("tensorwise", 1.0, 1.0), ("rowwise", 1.0, 1.0), ("mxfp8", 1.0, 1.13)]
+)
+def test_what_is_sent(ranks, recipe, least, most):
+    for reductions, gathered, elements in ranks(2, sent, 4, recipe):
+        assert reductions == 1
+        assert least <= gathered / elements <= most
+
+
+def with_expert_parallelism(rank: int, world: int, recipe: str, over_fsdp: bool) -> list[bool]:
+    """y, dx and every weight's gradient of this rank's experts against the whole model's."""
+    experts, x_and_ends = 6, batch(6, 1)
+    whole = converted(experts, recipe).experts
+    x, ends = x_and_ends
+    x.requires_grad_()
+    dy = gaussian(tuple(x.shape), generator(8))
+    y = whole(x, ends)
+    y.backward(dy)
+
+    model = converted(experts, recipe).experts
+    names = ("fsdp", "ep") if over_fsdp else ("ep",)
+    mesh = init_device_mesh("cpu", (world // 2, 2) if over_fsdp else (world,), mesh_dim_names=names)
+    ep = mesh["ep"]
+    for name, parameter in list(model.named_parameters()):
+        model.register_parameter(name, nn.Parameter(distribute_tensor(parameter, ep, [Shard(0)])))
+    if over_fsdp:
+        fully_shard(model, mesh=mesh["fsdp"])
+        f8sub.precompute_scales(model)
+    here = slice(ep.get_local_rank() * experts // ep.size(), (ep.get_local_rank() + 1) * experts // ep.size())
+    first = int(ends[here.start - 1]) if here.start else 0
+    rows = slice(first, int(ends[here.stop - 1]))
+    part = x[rows].detach().requires_grad_()
+    found = model(part, ends[here] - first)
+    found.backward(dy[rows])
+    results = [torch.equal(found, y[rows]), torch.equal(part.grad, x.grad[rows])]
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor)
+        results.append(torch.equal(gradient.full_tensor(), getattr(whole, name).grad))
+    return results
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", *long_but([], ["blockwise", "mxfp8"])])
+@pytest.mark.parametrize(("world", "over_fsdp"), [(2, False), (4, True)])
+def test_expert_parallelism(ranks, world, over_fsdp, recipe):
+    for results in ranks(world, with_expert_parallelism, recipe, over_fsdp):
+        assert all(results), results
+
+
+def saved(rank: int, world: int, folder: str, recipe: str) -> dict[str, torch.Tensor]:
+    model = sharded(converted(5, recipe))
+    trained(model, 5)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def resumed(rank: int, world: int, folder: str, recipe: str) -> list[torch.Tensor]:
+    """Two steps of SGD from the checkpoint; every rank has the same tokens."""
+    model = sharded(converted(5, recipe)) if world > 1 else converted(5, recipe)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder, no_dist=world == 1)
+    model.load_state_dict(state)
+    return trained(model, 5, range(3, 5), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", *long_but([], ["tensorwise", "mxfp8"])])
+def test_a_checkpoint_goes_on_in_another_world(ranks, tmp_path, recipe):
+    (full, _) = ranks(2, saved, str(tmp_path), recipe)
+    assert all(type(value) is torch.Tensor for value in full.values())
+    assert full.keys() == Model(5).state_dict().keys()
+    expected = ranks(1, resumed, str(tmp_path), recipe)[0]
+    for world in (2, 4):
+        for found in ranks(world, resumed, str(tmp_path), recipe):
+            assert same(found, expected)
+
+
+def assigned(rank: int, world: int) -> tuple[bool, bool]:
+    """Experts made on meta, with a state dict assigned once they are sharded."""
+    state = copy.deepcopy(converted(3, "rowwise").state_dict())
+    with torch.device("meta"):
+        empty = Model(3)
+    f8sub.register_experts(OwnExperts)
+    model = sharded(
+        f8sub.convert_to_float8(empty, "rowwise", experts=True, skip_defaults=False, backend="reference")
+    )
+    parameters = dict(model.named_parameters())
+    state = {
+        n: distribute_tensor(v, parameters[n].device_mesh, parameters[n].placements) for n, v in state.items()
+    }
+    model.load_state_dict(state, assign=True)
+    found = trained(model, 3)
+    return same(found, trained(converted(3, "rowwise"), 3)), isinstance(
+        model.experts.up._local_tensor, MasterWeight
+    )
+
+
+def test_weights_that_are_assigned(ranks):
+    assert all(all(found) for found in ranks(2, assigned))
+
+
+def not_finite(rank: int, world: int) -> str:
+    model = sharded(converted(4, "rowwise"))
+    trained(model, 4, range(1))
+    if rank == 1:
+        with torch.no_grad():
+            model.experts.up.to_local()[0, 0, 0] = torch.inf
+    dist.barrier()
+    trained_once = torch.optim.SGD(model.parameters(), lr=0.0)
+    trained_once.step()
+    f8sub.precompute_scales(model)
+    return refusal(f8sub.Float8NumericsError, lambda: [f8sub.precompute_scales(model) for _ in range(2)])
+
+
+def test_nan_names_the_weight(ranks):
+    for message in ranks(2, not_finite):
+        assert "experts.up" in message
+
+
+def apart(rank: int, world: int) -> str:
+    model = sharded(converted(4, ["rowwise", "tensorwise"][rank]))
+    return refusal(f8sub.Float8RankMismatchError, f8sub.precompute_scales, model)
+
+
+def test_ranks_that_were_converted_differently_are_told(ranks):
+    for message in ranks(2, apart):
+        assert "experts" in message or "head" in message

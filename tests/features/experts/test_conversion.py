@@ -1,0 +1,312 @@
+"""convert_to_float8(model, experts=True): which experts are converted, what they compute, and what the report says."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from f8sub.features.experts import seams
+from f8sub.features.experts.module import Float8Experts
+from f8sub.weights.master_weight import MasterWeight
+from tests.data_sets import gaussian, generator
+from tests.features.experts.models import (
+    MODELS,
+    OwnExperts,
+    experts_of,
+    judged_by_expert,
+    layer_of,
+    of_transformers,
+)
+from tests.models import refusal
+
+RECIPES = ["tensorwise", "rowwise", "blockwise"]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """OwnExperts are known in each test, and in no other file's."""
+    before = dict(seams._registered)
+    f8sub.register_experts(OwnExperts)
+    yield
+    seams._registered.clear()
+    seams._registered.update(before)
+
+
+def losses_and_gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ids = torch.randint(1, 64, (2, 12), generator=generator(1))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def converted(model: nn.Module, recipe="rowwise", **options: object) -> nn.Module:
+    given = {"experts": True, "backend": "reference", "skip_defaults": False, **options}
+    return f8sub.convert_to_float8(model, recipe, **given)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_of_transformers_compute_as_a_linear_layer_for_each_expert(kind, recipe):
+    pytest.importorskip("transformers")
+    model = converted(of_transformers(kind), recipe)
+    assert all(isinstance(module, Float8Experts) for module in experts_of(model))
+    loss, gradients = losses_and_gradients(model)
+    judge = judged_by_expert(converted(of_transformers(kind), recipe, experts=False), recipe)
+    expected, theirs = losses_and_gradients(judge)
+    assert torch.equal(loss, expected)
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        if name.endswith("proj_bias"):  # a sum over tokens in another order
+            torch.testing.assert_close(gradient, theirs[name], rtol=2**-7, atol=0)
+        else:
+            assert torch.equal(gradient, theirs[name]), name
+
+
+def test_the_implementation_of_a_config_does_not_matter():
+    pytest.importorskip("transformers")
+    found = [
+        losses_and_gradients(converted(of_transformers("mixtral", how)))[0] for how in ("eager", "batched_mm")
+    ]
+    assert torch.equal(*found)
+
+
+def test_experts_of_other_ranks_get_nothing():
+    """Their numbers are past the last expert, as transformers' expert parallelism has it."""
+    pytest.importorskip("transformers")
+    (experts,) = experts_of(converted(of_transformers("qwen3_moe")))
+    x = gaussian((8, 32), generator(2)).bfloat16()
+    index = torch.tensor([[0, 6]] * 8)
+    weights = torch.full((8, 2), 0.5)
+    alone = experts(x, torch.zeros(8, 1, dtype=torch.int64), weights[:, :1])
+    assert torch.equal(experts(x, index, weights), alone)
+
+
+@pytest.mark.long
+def test_every_experts_class_of_transformers_has_the_seam():
+    """All that ``use_experts_implementation`` made, found by their source."""
+    transformers = pytest.importorskip("transformers")
+    import importlib
+    import pathlib
+
+    root = pathlib.Path(transformers.__file__).parent / "models"
+    names = [
+        path for path in root.glob("*/modeling_*.py") if "@use_experts_implementation" in path.read_text()
+    ]
+    checked = 0
+    for path in names:
+        module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        for cls in vars(module).values():
+            if isinstance(cls, type) and cls.__module__ == module.__name__ and hasattr(cls, "_apply_gate"):
+                assert cls.forward.__closure__ is not None  # the interface's, which names an implementation
+                checked += 1
+    assert checked > 40
+
+
+def test_torchtitans_experts():
+    moe = pytest.importorskip("torchtitan.models.common.moe")
+    if not hasattr(moe.GroupedExperts, "_grouped_mm"):
+        pytest.skip("torchtitan 0.2 has no seam")
+    plain = moe.GroupedExperts(moe.GroupedExperts.Config(dim=32, hidden_dim=48, num_experts=3))
+    rng = generator(4)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(0.2 * gaussian(tuple(parameter.shape), rng))
+    plain = plain.bfloat16()
+    judge = copy.deepcopy(plain)
+    counts = [5, 0, 11]
+    x = gaussian((16, 32), rng).bfloat16()
+    dy = gaussian((16, 32), rng).bfloat16()
+    model = converted(plain)
+    given = x.clone().requires_grad_()
+    y = model(given, torch.tensor(counts))
+    y.backward(dy)
+    theirs = x.clone().requires_grad_()
+    out = []
+    for expert, part in enumerate(theirs.split(counts)):
+        if len(part):
+            w1, w2, w3 = (w[expert] for w in (judge.w1_EFD, judge.w2_EDF, judge.w3_EFD))
+            h = nn.functional.silu(layer_of(w1, "rowwise")(part)) * layer_of(w3, "rowwise")(part)
+            out.append(layer_of(w2, "rowwise")(h))
+    torch.cat(out).backward(dy)
+    assert torch.equal(y, torch.cat(out))
+    for name, parameter in judge.named_parameters():
+        assert torch.equal(dict(model.named_parameters())[name].grad, parameter.grad), name
+    assert torch.equal(given.grad, theirs.grad)
+
+
+def own() -> nn.Module:
+    return nn.ModuleDict(
+        {"mlp": nn.ModuleDict({"experts": OwnExperts(3, 32, 48)}), "head": nn.Linear(32, 16)}
+    )
+
+
+def run(experts: nn.Module) -> torch.Tensor:
+    return experts(gaussian((16, 32), generator(5)), torch.tensor([5, 5, 16]))
+
+
+def test_users_own_experts_are_in_high_precision_until_they_are_converted():
+    model = own()
+    before = run(model.mlp.experts)
+    converted(model)
+    after = run(model.mlp.experts)
+    assert 0 < (after - before).norm() < 0.1 * before.norm()
+    f8sub.convert_from_float8(model)
+    assert torch.equal(run(model.mlp.experts), before)
+    assert type(model.mlp.experts) is OwnExperts
+    assert type(model.mlp.experts.up.data) is torch.Tensor
+    assert not {"plan", "fqn", "converted", "seam"} & vars(model.mlp.experts).keys()
+
+
+def test_a_forward_in_place_of_the_classs_own():
+    class Raw(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(gaussian((2, 32, 48), generator(6)))  # (E, K, N)
+
+        def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError
+
+    def forward(module: Raw, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return f8sub.grouped_linear(x, module.w, ends, transposed=True)
+
+    f8sub.register_experts(Raw, weights=("w",), transposed=True, forward=forward)
+    model = converted(Raw())
+    x, ends = gaussian((16, 32), generator(5)), torch.tensor([5, 16])
+    found = model(x, ends)
+    expected = f8sub.grouped_linear(x, Raw().w, ends, "rowwise", transposed=True)
+    assert torch.equal(found, expected)
+
+
+def test_without_the_option_the_report_names_it():
+    model = own()
+    f8sub.convert_to_float8(model, "rowwise", skip_defaults=False)
+    report = f8sub.conversion_report(model)
+    (others,) = report.others
+    assert not others.converted
+    assert "stay in high precision" in others.detail
+    assert others.detail.endswith("experts=True converts it")
+
+
+def test_the_report_counts_experts():
+    model = converted(own())
+    report = f8sub.conversion_report(model)
+    assert report.flops_share == 1.0
+    assert report.parameters_share == 1 - 16 / report.parameters  # the head's bias
+    assert "and 1 modules of experts in float8" in report.summary
+    assert "in float8: Float8OwnExperts: rowwise, reference; all 3 counted" in str(report)
+    assert "OwnExperts(rowwise, reference)" in repr(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"skip": "mlp.*"}, "skip='mlp.*'"),
+        ({"filter_fqns": ["experts"]}, "filter_fqns='experts'"),
+        ({"filter_fn": lambda module, fqn: isinstance(module, nn.Linear)}, "filter_fn said no"),
+        ({"recipe": {"head": "rowwise"}}, "no pattern of recipe matches it"),
+    ],
+)
+def test_what_leaves_experts_as_they_are(options, reason):
+    model = own()
+    converted(model, **options)
+    assert isinstance(model.head, f8sub.Float8Linear)
+    assert not isinstance(model.mlp.experts, Float8Experts)
+    assert f8sub.conversion_report(model).others[0].detail.endswith(reason)
+
+
+def test_a_recipe_by_layer():
+    model = converted(own(), {"mlp.experts": "blockwise", "head": "rowwise"})
+    assert model.mlp.experts.plan.recipe.name == "blockwise"
+    assert model.head.plan.recipe.name == "rowwise"
+    assert "already converted with recipe 'blockwise'" in refusal(
+        f8sub.Float8ConfigError, converted, model, "rowwise"
+    )
+
+
+def test_experts_alone_are_something_to_convert():
+    model = converted(OwnExperts(3, 32, 48))
+    assert isinstance(model, Float8Experts)
+    assert model.fqn == "(root)"
+    with pytest.warns(f8sub.Float8Warning, match="1 layers are float8"):
+        converted(model)
+    f8sub.precompute_scales(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda e: setattr(e, "up", nn.Parameter(torch.zeros(3, 40, 32))), "multiples of 16"),
+        (lambda e: e.double(), "torch.float64"),
+    ],
+)
+def test_experts_that_cannot_be(change, reason):
+    model = own()
+    change(model.mlp.experts)
+    converted(model, filter_fn=lambda module, fqn: fqn != "head" or module.weight.dtype == torch.float32)
+    assert reason in f8sub.conversion_report(model).others[0].detail
+
+
+def test_a_name_that_is_no_weight():
+    f8sub.register_experts(OwnExperts, weights=("sideways",))
+    model = converted(own())
+    assert "sideways is no parameter of three dimensions" in f8sub.conversion_report(model).others[0].detail
+    assert "takes a class" in refusal(f8sub.Float8ConfigError, f8sub.register_experts, OwnExperts(3, 32, 48))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_a_recipe_that_experts_do_not_take_changes_nothing(recipe):
+    model = own()
+    assert "experts do not take" in refusal(f8sub.Float8ConfigError, converted, model, recipe)
+    assert type(model.head) is nn.Linear
+
+
+def test_copies_pickles_and_state_dicts():
+    model = converted(own())
+    expected = run(model.mlp.experts)
+    copied = copy.deepcopy(model)
+    assert copied.mlp.experts.converted is not model.mlp.experts.converted
+    assert copied.mlp.experts.up.record.module is copied.mlp.experts
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copied, loaded):
+        assert torch.equal(run(other.mlp.experts), expected)
+    state = model.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    assert state.keys() == own().state_dict().keys()
+    for assign in (False, True):
+        with torch.device("meta" if assign else "cpu"):
+            fresh = own()
+        with torch.no_grad():
+            for parameter in fresh.parameters():
+                parameter.zero_()
+        converted(fresh)
+        fresh.load_state_dict(copy.deepcopy(state), assign=assign)
+        assert isinstance(fresh.mlp.experts.up.data, MasterWeight)
+        assert torch.equal(run(fresh.mlp.experts), expected)
+
+
+def test_weights_train():
+    model = converted(own())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = run(model.mlp.experts).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_errors_name_the_module():
+    model = converted(own())
+    message = refusal(
+        f8sub.Float8ShapeError, model.mlp.experts, torch.zeros(16, 32), torch.tensor([9, 5, 16])
+    )
+    assert message.startswith("mlp.experts: ends of groups ascend")

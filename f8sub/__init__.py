@@ -18,6 +18,8 @@ from f8sub.errors import (
 )
 from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
+from f8sub.features.compare.compare import compare
+from f8sub.features.compare.comparison import Comparison
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
 from f8sub.features.experts import converter as _converter  # noqa: F401  (enters by its socket)
 from f8sub.features.experts.grouped_linear import grouped_linear
@@ -50,6 +52,7 @@ from f8sub.weights.precompute_scales import precompute_scales, register_precompu
 
 __all__ = [
     "ALL",
+    "Comparison",
     "ConversionReport",
     "Estimate",
     "Float8ConfigError",
@@ -71,6 +74,7 @@ __all__ = [
     "Tile",
     "autocast",
     "checkpoint_policy",
+    "compare",
     "conversion_report",
     "convert_from_float8",
     "convert_to_float8",

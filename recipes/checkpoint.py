@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+CONFIG = "config.json"
 _DCP_INDEX = ".metadata"
 _STEP_PREFIX = "step-"
 
@@ -33,7 +34,8 @@ class Checkpoints:
     """The checkpoints of one run: ``folder/step-00000100`` and so on.
 
     A step's folder holds the tensors as torch.distributed.checkpoint writes them, state.json with the plain
-    values, and manifest.json with the size and SHA-256 of each of these files. The manifest is written last
+    values, config.json with what transformers reads of the model, and manifest.json with the size and SHA-256 of
+    each of these files. The manifest is written last
     and in one piece, so a checkpoint that a crash cut short has none. Loading verifies it before anything
     opens the files it lists, and opens no other file. All ranks call each method (but ``names``) together,
     and all see the same folder.
@@ -58,13 +60,20 @@ class Checkpoints:
         found = self.folder.glob(f"{_STEP_PREFIX}*") if self.folder.is_dir() else ()
         return sorted(path.name for path in found if path.name.removeprefix(_STEP_PREFIX).isdigit())
 
-    def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> str:
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, torch.Tensor],
+        state: dict[str, Any],
+        config: dict[str, Any] | None = None,
+    ) -> str:
         """Write one checkpoint.
 
         Args:
             step: The steps trained so far.
             tensors: Tensors and DTensors; a plain tensor that only one rank has is saved from there.
             state: Values that JSON can hold, the same on all ranks.
+            config: What config.json holds, by which ``python -m f8sub export`` knows the model; None for no file.
 
         Returns:
             The checkpoint's name.
@@ -76,7 +85,7 @@ class Checkpoints:
         self.wait()
         name = f"{_STEP_PREFIX}{step:08d}"
         target = self.folder / name
-        self._together(name, lambda: self._make(target, state) if dist.get_rank() == 0 else None)
+        self._together(name, lambda: self._make(target, state, config) if dist.get_rank() == 0 else None)
         writer = dcp.FileSystemWriter(target)
         if self._thread is None:
             self._write(name, step, functools.partial(dcp.save, tensors, storage_writer=writer))
@@ -95,10 +104,12 @@ class Checkpoints:
         if saving is not None:
             saving.result()
 
-    def _make(self, target: Path, state: dict[str, Any]) -> None:
+    def _make(self, target: Path, state: dict[str, Any], config: dict[str, Any] | None) -> None:
         _remove(target)
         target.mkdir(parents=True)
         (target / STATE).write_text(json.dumps(state, indent=1))
+        if config is not None:
+            (target / CONFIG).write_text(json.dumps(config, indent=1))
 
     def _write(self, name: str, step: int, save_tensors: Callable[[], object]) -> None:
         """Write the tensors, then the manifest."""

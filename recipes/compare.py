@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,33 @@ def compare(settings: Settings, train: Callable[[Settings, str], bool]) -> None:
         show(float8_run, bf16_run, summary)
         Console(soft_wrap=True).print(
             f"Loss curves: {plot}\nSummary:     {folder / 'summary.json'}\n"
-            "Next:        the three calls that your own training script needs are at the top of README.md",
+            "Next:        the three calls that your own training script needs are at the top of README.md\n"
+            f"On this run: {commands(settings, folder / settings.float8.recipe)}",
             highlight=False,
         )
+
+
+def commands(settings: Settings, run: Path) -> str:
+    """Give one line on what to do with a float8 run: look at the machine, look at the numerics, serve the weights.
+
+    Args:
+        settings: Of the float8 run.
+        run: Its folder.
+
+    Returns:
+        The line; what the run did not write is not named.
+    """
+    shown = ["python -m f8sub doctor"]
+    if list(run.glob("numerics_*.png")):
+        shown.append(f"{run}/numerics_*.png (f8sub.Monitor)")
+    saved = sorted((run / "checkpoints").glob("step-*"))
+    float8 = settings.float8
+    # Amax histories, and several recipes, are not in a checkpoint of weights.
+    if saved and not float8.layer_recipes and f8sub.get_recipe(float8.recipe).delayed is None:
+        skipped = " ".join(["", "--skip", *map(shlex.quote, float8.skip)]) if float8.skip else ""
+        export = f"python -m f8sub export {saved[-1]} {run}/served --recipe {float8.recipe}{skipped}"
+        shown.append(f"{export} (f8sub.save_float8's codes)")
+    return " · ".join(shown)
 
 
 def summarize(float8: list[dict[str, Any]], bf16: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import math
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from settings import Settings
+
+from f8sub.features.monitor import writers
+from f8sub.features.monitor.statistics import Statistics
 
 
 class Metrics:
@@ -52,6 +56,10 @@ class Metrics:
         )
         path.write_text("".join(json.dumps(record) + "\n" for record in kept))
         self._lines = path.open("a", buffering=1)
+        numerics = self._folder / "numerics.jsonl"
+        if numerics.exists():
+            rows = [row for row in read_metrics(numerics) if row["step"] < first_step]
+            numerics.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self._writer = None
         if self._tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -105,6 +113,36 @@ class Metrics:
             for key, value in record.items():
                 if key not in ("step", "time"):
                     self._writer.add_scalar(key, value, record["step"])
+
+    def write_numerics(self, step: int, rows: Sequence[Any]) -> None:
+        """Write what a monitor found in one step to numerics.jsonl and TensorBoard.
+
+        Args:
+            step: The steps that were trained since ``open``.
+            rows: A statistic of each operand of each layer.
+        """
+        if not self._enabled:
+            return
+        step += self._first_step
+        with (self._folder / "numerics.jsonl").open("a") as file:
+            for row in rows:
+                record = {**row._asdict(), "step": step}
+                file.write(json.dumps({key: _json_number(value) for key, value in record.items()}) + "\n")
+        if self._writer:
+            writers.tensorboard(self._writer)(step, rows)
+
+    def draw_numerics(self) -> None:
+        """Draw the median-row SQNR of x, w and dy, layers by steps, of all steps in numerics.jsonl."""
+        file = self._folder / "numerics.jsonl"
+        if not self._enabled or not file.exists():
+            return
+        records = [
+            {key: math.nan if value is None else value for key, value in row.items()}
+            for row in read_metrics(file)
+        ]
+        rows = [Statistics(**record) for record in records]
+        for role in sorted({row.role for row in rows}):
+            writers.heatmap(rows, self._folder / f"numerics_{role}.png", role, "row_sqnr")
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a training step: in the progress bar, or as a line where there is no terminal.

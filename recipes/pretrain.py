@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class Trainer:
         )
         self.metrics = Metrics(settings, folder, self.rank, title)
         self.step = 0
+        self.monitor: f8sub.Monitor | None = None
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.metrics.say(
             f"{title}: {settings.model.size} Llama, {parameters:,} parameters, {self.world_size} ranks on "
@@ -104,6 +105,10 @@ class Trainer:
             f8sub.precompute_scales(self.model)
         with self.metrics, count_traffic() as traffic:
             self.metrics.open(self.step + 1)
+            if settings.float8_recipe and settings.float8.monitor_every:
+                self.monitor = f8sub.Monitor(
+                    self.model, settings.float8.monitor_every, to=self.metrics.write_numerics
+                )
             while self.step < settings.training.steps:
                 started, gathered, reduced = (
                     time.monotonic(),
@@ -127,6 +132,9 @@ class Trainer:
                 if stopping:
                     break
             self.checkpoints.wait()
+            if self.monitor is not None:
+                self.monitor.flush()
+                self.metrics.draw_numerics()
             if self.step < settings.training.steps:
                 self.metrics.say(f"Stopped by a signal after step {self.step}.")
         return self.step == settings.training.steps
@@ -142,13 +150,14 @@ class Trainer:
         """
         training = self.settings.training
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro_batch in range(training.gradient_accumulation_steps):
-            last = micro_batch == training.gradient_accumulation_steps - 1
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_is_last_backward(last)
-            loss = self.loss(self.train_data) / training.gradient_accumulation_steps
-            self.scaler.scale(loss).backward()
-            loss_sum += loss.detach()
+        with self.monitor or nullcontext():
+            for micro_batch in range(training.gradient_accumulation_steps):
+                last = micro_batch == training.gradient_accumulation_steps - 1
+                self.model.set_requires_gradient_sync(last)
+                self.model.set_is_last_backward(last)
+                loss = self.loss(self.train_data) / training.gradient_accumulation_steps
+                self.scaler.scale(loss).backward()
+                loss_sum += loss.detach()
         self.scaler.unscale_(self.optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm or math.inf)
         if isinstance(grad_norm, DTensor):
@@ -229,7 +238,8 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "settings": as_dict(self.settings),
         }
-        name = self.checkpoints.save(self.step, self.tensors(), state)
+        config = {**self.model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+        name = self.checkpoints.save(self.step, self.tensors(), state, config)
         verb = "Saved" if self.settings.checkpoint.async_mode == "disabled" else "Saving"
         self.metrics.say(f"{verb} {self.checkpoints.folder / name}")
 

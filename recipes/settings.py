@@ -123,6 +123,9 @@ class Float8:
     skip: tuple[str, ...] = ()
     """Globs over the names of layers that stay as they are, besides those that f8sub leaves by itself."""
     backend: Literal["auto", "scaled_mm", "triton", "reference"] = "auto"
+    monitor_every: int = 0
+    """Measure x, w and dy of each float8 layer in one step of so many, as docs/monitor.md says: rows in numerics.jsonl
+    and TensorBoard, pictures of layers by steps at the end. 0 never does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +310,7 @@ def _check_ranges(settings: Settings) -> None:
         "training.local_batch_size": 1,
         "training.gradient_accumulation_steps": 1,
         "training.max_norm": 0,
+        "float8.monitor_every": 0,
         "checkpoint.interval": 0,
         "checkpoint.keep_latest_k": 0,
         "eval.interval": 0,

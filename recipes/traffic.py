@@ -19,7 +19,7 @@ class Traffic:
     all_gather_bytes: int = 0
     """Bytes that came out of all-gathers: of all ranks together, this one's own shard included."""
     amax_all_reduces: int = 0
-    """All-reduces that take the maximum, as those of the scales do and no others here."""
+    """All-reduces of a flat table that take the maximum, as those of the scales do; a monitor's tables are matrices."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def count_traffic() -> Iterator[Traffic]:
     all_reduce_call = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
-        traffic.amax_all_reduces += op == dist.ReduceOp.MAX
+        traffic.amax_all_reduces += op == dist.ReduceOp.MAX and tensor.dim() == 1
         return all_reduce_call(tensor, op, *args, **kwargs)
 
     with ExitStack() as patches:

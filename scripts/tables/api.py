@@ -51,7 +51,7 @@ SECTIONS = {
         ],
     ),
     "Before a run": ("f8sub", ["estimate", "Estimate"]),
-    "Look at a run": ("f8sub", ["Monitor", "sensitivity"]),
+    "Look at a run": ("f8sub", ["Monitor", "sensitivity", "compare", "Comparison"]),
     "Serve, and start from float8": (
         "f8sub",
         ["save_float8", "float8_state_dict", "float8_weights", "load_float8"],

@@ -119,6 +119,22 @@ def sensitivity():
     names = found.skip(0.05)  # for convert_to_float8(skip=...)
 
 
+def compare():
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    batches = [torch.randn(32, 64) for _ in range(3)]
+    found = f8sub.compare(
+        model, batches, ("tensorwise", "rowwise"), loss_of=lambda model, x: (model(x) - x).square().mean()
+    )
+    print(found)
+
+
+def Comparison():
+    model, x = nn.Linear(64, 64), torch.randn(32, 64)
+    found = f8sub.compare(model, [x], "rowwise", loss_of=lambda model, x: model(x).square().mean())
+    times = found.loss("rowwise").times_noise  # 1 or less means nothing
+    worst = found.worst(4)
+
+
 def restore_high_precision():
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)), primary_weights=True)
     f8sub.drop_high_precision(model.requires_grad_(False))

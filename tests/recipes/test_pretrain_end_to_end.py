@@ -11,11 +11,11 @@ import time
 
 import pytest
 from checkpoint import MANIFEST
-from compare import summarize
+from compare import commands, summarize
 
 from tests import namespaces
 from tests.namespaces import ROOT
-from tests.recipes.runs import QUICK
+from tests.recipes.runs import QUICK, changed, quick_settings
 
 SCRIPT = str(ROOT / "recipes" / "pretrain.py")
 QUICKLY = QUICK.split()
@@ -162,3 +162,17 @@ def test_figures_leave_out_the_first_step_and_average_the_last_ten_losses():
         "amax_all_reduces_per_step": 1,
     }
     assert set(figures) == FIGURES
+
+
+def test_the_last_line_names_what_the_run_wrote(tmp_path):
+    run = tmp_path / "rowwise"
+    (run / "checkpoints" / "step-00000014").mkdir(parents=True)
+    settings = quick_settings(tmp_path, "--float8.recipe rowwise")
+    export = f"python -m f8sub export {run}/checkpoints/step-00000014 {run}/served --recipe rowwise"
+    assert commands(settings, run) == f"python -m f8sub doctor · {export} (f8sub.save_float8's codes)"
+    (run / "numerics_x.png").touch()
+    assert f"{run}/numerics_*.png (f8sub.Monitor)" in commands(settings, run)
+    skipping = changed(settings, "float8", skip=("*.k_proj",))
+    assert f"{export} --skip '*.k_proj'" in commands(skipping, run)
+    assert "export" not in commands(changed(settings, "float8", recipe="delayed"), run)
+    assert commands(settings, tmp_path / "none") == "python -m f8sub doctor"

@@ -8,12 +8,14 @@ from checkpoint import CheckpointError
 from metrics import read_metrics
 from model import SIZES
 from pretrain import learning_rate
+from safetensors.torch import load_file
 from settings import parse
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from traffic import count_traffic
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import f8sub
+from f8sub.__main__ import main
 from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
 from tests.selection import long_but
 from tests.wires import gathered_bytes
@@ -264,3 +266,56 @@ def test_a_cut_off_line_of_metrics_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_monitor_measures_and_changes_nothing(ranks, tmp_path):
+    options = "--training.steps 5 --float8.recipe rowwise"
+    plain = quick_settings(tmp_path / "plain", options)
+    watched = quick_settings(
+        tmp_path / "watched", f"{options} --float8.monitor_every 2 --metrics.tensorboard true"
+    )
+    for settings in (plain, watched):
+        assert ranks(2, train, settings) == [True] * 2
+    assert losses(watched) == losses(plain)
+    counted = [[r["amax_all_reduces"] for r in records(s)] for s in (plain, watched)]
+    assert counted[0] == counted[1]
+    rows = read_metrics(tmp_path / "watched" / "numerics.jsonl")
+    assert sorted({row["step"] for row in rows}) == [1, 3, 5]
+    assert len(rows) == 3 * 3 * 28
+    assert {row["role"] for row in rows} == {"x", "w", "dy"}
+    pictures = sorted(path.name for path in (tmp_path / "watched").glob("*.png"))
+    assert pictures == ["numerics_dy.png", "numerics_w.png", "numerics_x.png"]
+    assert not list((tmp_path / "plain").glob("numerics*"))
+
+
+def test_a_monitors_rows_go_on_after_a_resume(ranks, tmp_path):
+    options = "--float8.monitor_every 1 --checkpoint.interval 2 --training.steps"
+    assert ranks(1, train, quick_settings(tmp_path, f"{options} 4")) == [True]
+    kept = [row for row in read_metrics(tmp_path / "numerics.jsonl") if row["step"] < 3]
+    assert ranks(1, train, quick_settings(tmp_path, f"{options} 5 --checkpoint.resume step-00000002")) == [
+        True
+    ]
+    rows = read_metrics(tmp_path / "numerics.jsonl")
+    assert rows[: len(kept)] == kept
+    assert list(dict.fromkeys(row["step"] for row in rows)) == [1, 2, 3, 4, 5]
+
+
+def test_f8sub_export_takes_a_checkpoint_as_it_is(ranks, tmp_path):
+    settings = quick_settings(tmp_path / "run", "--checkpoint.interval 4 --float8.recipe blockwise")
+    found = ranks(2, train_and_save_float8, settings, str(tmp_path / "own"))
+    assert found == [True] * 2
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--recipe", "blockwise"]) == 0
+    own, out = (load_file(tmp_path / folder / "model.safetensors") for folder in ("own", "out"))
+    assert own.keys() == out.keys()
+    assert all(torch.equal(own[k].view(torch.uint8), out[k].view(torch.uint8)) for k in own)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert config.num_hidden_layers == 4
+
+
+def train_and_save_float8(rank, world, settings, folder):
+    run = trainer(world, settings)
+    done = run.run()
+    f8sub.save_float8(run.model, folder)
+    return done

@@ -6,15 +6,19 @@ import re
 import sys
 from collections.abc import Sequence
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError
 from f8sub.features.doctor.command import add_doctor
 from f8sub.features.inspect.command import add_inspect
+from f8sub.features.load.command import add_export
 
-COMMANDS = (add_doctor, add_inspect)
+COMMANDS = (add_doctor, add_inspect, add_export)
 """Each adds one command, whose ``run`` takes the parsed arguments and returns a text and an exit status."""
 
 WRONG_USE = 2
 """The exit status of argparse's errors, and of a model or option that there is not."""
+
+FAILED = 1
+"""The exit status where all was asked for rightly and could not be done: a full disk, a weight that is not finite."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         text, status = arguments.run(arguments)
-    except Float8ConfigError as error:
+    except (Float8ConfigError, Float8ShapeError, Float8NumericsError, OSError) as error:
         sys.stderr.write(f"f8sub: {error}\n")
-        return WRONG_USE
+        return FAILED if isinstance(error, Float8NumericsError | OSError) else WRONG_USE
     _show(text)
     return int(status)
 

@@ -59,7 +59,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         inner = (
             model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
         )
-        if inner is None:
+        # A wrapper that was sharded gathers what is in it.
+        if inner is None or isinstance(model, FSDPModule):
             return model
         model = inner
 
@@ -72,12 +73,15 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple[FSDPModule | None, list[
     owner: dict[torch.nn.Module, FSDPModule | None] = {}
     found: dict[FSDPModule | None, list[Part]] = {}
     seen: set[torch.Tensor] = set()
+    layer = "\n"  # begins no name
     for fqn, module in model.named_modules():
         parent = fqn.rpartition(".")[0]
         above = owner.get(model.get_submodule(parent)) if fqn else None
         owner[module] = module if isinstance(module, FSDPModule) else above
-        if _is_inside_of_a_layer(model, fqn):
-            continue
+        if fqn.startswith(layer):
+            continue  # what a recipe keeps in a float8 layer, which no engine reads
+        if isinstance(module, Float8Linear):
+            layer = f"{fqn}." if fqn else ""
         tensors = dict(module._parameters)
         tensors |= {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for attribute, tensor in tensors.items():
@@ -85,19 +89,15 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple[FSDPModule | None, list[
                 continue
             seen.add(tensor)
             name = f"{fqn}.{attribute}" if fqn else attribute
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            found.setdefault(owner[module], []).append(Part(name, module, attribute))
+            found.setdefault(owner[module], []).append(Part(without_wrappers(name), module, attribute))
     yield from found.items()
 
 
-def _is_inside_of_a_layer(model: torch.nn.Module, fqn: str) -> bool:
-    """Whether a module is a part of a float8 layer: what a recipe keeps, which no engine reads."""
-    segments = fqn.split(".")
-    return any(
-        isinstance(model.get_submodule(".".join(segments[:end])), Float8Linear)
-        for end in range(len(segments))
-    )
+def without_wrappers(name: str) -> str:
+    """A name without the segments of wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
@@ -133,16 +133,12 @@ def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
     if not isinstance(operand, Operand):
         raise RuntimeError(f"{part.name}: a weight whose fprop is in float8 has no codes")
     operand = _whole(operand, weight) if isinstance(weight, DTensor) else operand
-    if _has_nan(operand):
+    if any(bool(tensor.float().isnan().any()) for tensor in operand.tensors):
         raise Float8NumericsError(
             f"{part.fqn}: its float8 weight has NaN, which an engine would serve; restore the weights from a "
             "checkpoint before they are exported"
         )
     return Operand.of(operand.format, *(tensor.clone() for tensor in operand.tensors))
-
-
-def _has_nan(operand: Operand) -> bool:
-    return any(bool(tensor.float().isnan().any()) for tensor in operand.tensors)
 
 
 def _whole(part: Operand, weight: DTensor) -> Operand:

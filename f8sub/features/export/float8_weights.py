@@ -142,6 +142,7 @@ def stream(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``float8_weights`` of a model that was ``examined``."""
     renamed = rename or str
+    given: set[str] = set()
     for gathers, parts in blocks_of(model):
         if gathers is not None:
             gathers.unshard()
@@ -150,7 +151,10 @@ def stream(
                 with torch.no_grad():
                     made = _made(part, layout, dtype)
                 for name, tensor in made.items():
-                    yield renamed(name), tensor
+                    if (to := renamed(name)) in given:
+                        raise Float8ConfigError(f"rename gives {to!r} to two tensors, the second is {name}")
+                    given.add(to)
+                    yield to, tensor
         finally:
             if gathers is not None:
                 gathers.reshard()
@@ -165,7 +169,8 @@ def _made(part: Part, layout: str, dtype: torch.dtype | None) -> dict[str, torch
     # Of modules that are no layers, such as experts.
     value = value.dequantize() if isinstance(value, Float8Tensor) else value
     value = value.plain if isinstance(value, Weight) else value
-    if dtype is not None and value.is_floating_point():
+    # Buffers stay as forward reads them: neither autocast nor FSDP2 casts a router's bias.
+    if dtype is not None and value.is_floating_point() and part.attribute in part.module._parameters:
         return {part.name: value.to(dtype, copy=True)}
     return {part.name: value.clone(memory_format=torch.contiguous_format)}
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from f8sub.errors import Float8ConfigError
 from f8sub.features.export.codes import unwrapped
 from f8sub.features.export.float8_weights import Rename, examined, stream
+from f8sub.weights.ranks import gather_values
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in a file, as Hugging Face's ``save_pretrained`` has it."""
 
 
-def save_float8(
+def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are)
     model: torch.nn.Module,
     folder: str | os.PathLike[str],
     *,
@@ -29,10 +31,11 @@ def save_float8(
     config: dict[str, Any] | None = None,
     rename: Rename | None = None,
     shard_bytes: int = SHARD_BYTES,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save the codes that a model's forward multiplies as a checkpoint that inference engines load.
 
-    Every rank of the model calls it; rank 0 writes, block by block. The folder appears when it is complete.
+    Every rank of the model calls it; the first one writes, block by block. The folder appears when it is complete.
 
     Args:
         model: as in ``float8_weights``.
@@ -42,26 +45,27 @@ def save_float8(
         config: what ``config.json`` holds beside ``quantization_config``. None for ``model.config``, if it has one.
         rename: likewise.
         shard_bytes: of tensors in one file; a larger model has several, with an index.
+        group: the ranks of the model, where others have none of it; None for all.
 
     Raises:
         Float8ConfigError: see ``float8_weights``; or the folder has something in it, or safetensors is not installed.
         Float8NumericsError: a weight has NaN.
-        OSError: rank 0 could not write; on every rank, with nothing left of it.
+        OSError: the first rank could not write; on every rank, with nothing left of it.
     """
     exported = examined(model, layout)
-    target = Path(folder)
-    _together(lambda: check_target(target))
     model = unwrapped(model)
+    written = {**(config_of(model, dtype) if config is None else config)}
+    # Made on every rank, before anything is gathered: what cannot be written is an error of all of them.
+    written["quantization_config"] = exported.config(rename)
+    text = json.dumps(written, indent=2, sort_keys=True, default=str)
+    _together(lambda: check_target(Path(folder)), group)
     tensors = stream(model, exported.layout, dtype, rename)
     failure = None
-    if _is_writer():
-        written = _config_of(model, dtype) if config is None else config
-        failure = write(
-            target, tensors, {**written, "quantization_config": exported.config(rename)}, shard_bytes
-        )
+    if _is_writer(group):
+        failure = write(Path(folder), tensors, text, shard_bytes)
     else:
-        _drain(tensors)
-    _together(lambda: _raise(failure))
+        deque(tensors, maxlen=0)
+    _together(lambda: _raise(failure), group)
 
 
 def check_target(target: Path) -> None:
@@ -78,26 +82,31 @@ def check_target(target: Path) -> None:
         raise Float8ConfigError(f"{target} exists and is not an empty folder; save_float8 overwrites nothing")
 
 
-def _is_writer() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _is_writer(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
-def _together(action: Callable[[], None]) -> None:
+def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Do something on the rank that writes, and have every rank raise what it raised.
 
     Raises:
         Exception: of the action.
     """
-    failure: list[Exception | None] = [None]
-    if _is_writer():
+    failure: Exception | None = None
+    if _is_writer(group):
         try:
             action()
         except (Float8ConfigError, OSError) as error:
-            failure = [error]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
+            failure = error
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        said = (
+            None if failure is None else [arg if isinstance(arg, int) else str(arg) for arg in failure.args]
+        )
+        told = gather_values([isinstance(failure, OSError), said], group)[0]
+        if failure is None and told[1] is not None:
+            failure = (OSError if told[0] else Float8ConfigError)(*told[1])
+    if failure is not None:
+        raise failure
 
 
 def _raise(error: OSError | None) -> None:
@@ -105,49 +114,43 @@ def _raise(error: OSError | None) -> None:
         raise error
 
 
-def _drain(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    for _ in tensors:
-        pass
-
-
-def _config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
+def config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
     """What transformers reads of a model; nothing where the model is none of its own."""
+    model = model._modules.get("_orig_mod") or model  # what torch.compile returned was sharded
     own: Any = getattr(model, "config", None)
     config = dict(own.to_dict()) if hasattr(own, "to_dict") else {}
-    # fully_shard gives a module a class of its own, which inherits the model's.
-    config["architectures"] = [type(model).__mro__[isinstance(model, FSDPModule)].__name__]
+    # fully_shard gives a module a class of its own: one of FSDPModule and of the model's.
+    own_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    config["architectures"] = [own_class.__name__]
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
     return config
 
 
 def write(
-    target: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, Any], shard_bytes: int
+    target: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: str, shard_bytes: int
 ) -> OSError | None:
     """Write all files beside ``target``, then give the folder its name; the error, if there was one.
 
     What is left of ``tensors`` is taken in any case: gathering them is a collective.
     """
-    failure: OSError | None = None
     partial: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
         partial.chmod(0o755)
         _write_files(partial, tensors, shard_bytes)
-        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+        (partial / "config.json").write_text(config + "\n")
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
         partial.replace(target)
     except OSError as error:
-        failure = error
-    except BaseException:
+        deque(tensors, maxlen=0)
+        return error
+    finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if failure is not None:
-        _drain(tensors)
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-    return failure
+    return None
 
 
 def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
@@ -164,12 +167,12 @@ def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shar
     _write_file(folder, len(files), pending)
     files.append(list(pending))
     if len(files) == 1:
-        (folder / _file(0)).rename(folder / "model.safetensors")
+        (folder / "part-0").rename(folder / "model.safetensors")
         return
     where = {}
     for index, names in enumerate(files):
         called = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
-        (folder / _file(index)).rename(folder / called)
+        (folder / f"part-{index}").rename(folder / called)
         where.update(dict.fromkeys(names, called))
     index_of = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(
@@ -177,8 +180,13 @@ def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shar
     )
 
 
-def _file(index: int) -> str:
-    return f"part-{index}"
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk: some disks say only then that they are full."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _write_file(folder: Path, index: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -186,6 +194,6 @@ def _write_file(folder: Path, index: int, tensors: dict[str, torch.Tensor]) -> N
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, folder / _file(index), metadata={"format": "pt"})
+        save_file(tensors, folder / f"part-{index}", metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"could not write {folder / _file(index)}: {error}") from error
+        raise OSError(f"could not write {folder}/part-{index}: {error}") from error

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import pickle
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,21 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 
+CONFIG = "config.json"
+
 
 class Checkpoint:
-    """Tensors in a folder of safetensors, read by slices."""
+    """Tensors in a folder of safetensors, read by slices.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: with ``model.safetensors``, or an index and its files.
+        needs_config: whether a folder without ``config.json`` is an error.
+
+    Raises:
+        Float8ConfigError: the folder is none of these, or safetensors is not installed.
+    """
+
+    def __init__(self, folder: Path, *, needs_config: bool = True) -> None:
         try:
             import safetensors
         except ImportError as error:
@@ -25,7 +37,8 @@ class Checkpoint:
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
-        self.config = self._json("config.json")
+        has_config = needs_config or (folder / CONFIG).exists()
+        self.config: dict[str, Any] = self._json(CONFIG) if has_config else {}
         self._where = self._found()
 
     def __enter__(self) -> "Checkpoint":
@@ -42,7 +55,17 @@ class Checkpoint:
 
     def slice_of(self, name: str) -> Any:
         """A tensor of which nothing was read yet, with ``get_shape``, ``get_dtype`` and indices."""
-        return self._open(self._where[name]).get_slice(name)
+        file = self._where[name]
+        try:
+            return self._open(file).get_slice(name)
+        except self._safetensors.SafetensorError as error:
+            raise Float8ConfigError(
+                f"{self._folder / file} has no {name}, which the index says it has: {error}"
+            ) from error
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, of which no value is read."""
+        return tuple(self.slice_of(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor."""
@@ -51,13 +74,15 @@ class Checkpoint:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads((self._folder / name).read_text())
-        except FileNotFoundError as error:
+            found: Any = json.loads((self._folder / name).read_text())
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise Float8ConfigError(
                 f"{self._folder} has no {name}, as Hugging Face's checkpoints have"
             ) from error
         except ValueError as error:
             raise Float8ConfigError(f"{self._folder / name} is no JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise Float8ConfigError(f"{self._folder / name} is no JSON object but a {type(found).__name__}")
         return found
 
     def _found(self) -> dict[str, str]:
@@ -70,7 +95,7 @@ class Checkpoint:
             return dict(where)
         file = "model.safetensors"
         if not (self._folder / file).exists():
-            raise Float8ConfigError(f"{self._folder} has neither {file} nor {index}")
+            raise Float8ConfigError(f"{self._folder} has neither {file} nor {index}{_instead(self._folder)}")
         return dict.fromkeys(self._open(file).keys(), file)
 
     def _open(self, file: str) -> Any:
@@ -86,30 +111,106 @@ class Checkpoint:
 
 
 class DcpCheckpoint:
-    """A checkpoint of ``torch.distributed.checkpoint``; entries of the model, by names without ``prefix``."""
+    """The tensors in a checkpoint of ``torch.distributed.checkpoint``.
 
-    def __init__(self, folder: Path, prefix: str) -> None:
+    Raises:
+        Float8ConfigError: its ``.metadata`` is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
         # Imported here: torch.distributed.checkpoint is 80 modules that training need not load.
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-        self._reader, self._prefix = FileSystemReader(folder), prefix
+        self._folder, self._reader = folder, FileSystemReader(folder)
+        try:
+            entries = self._reader.read_metadata().state_dict_metadata
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
+            raise Float8ConfigError(
+                f"{folder / '.metadata'} is no index of torch.distributed.checkpoint: {error}"
+            ) from error
         self._entries: dict[str, Any] = {
-            name.removeprefix(prefix): entry
-            for name, entry in self._reader.read_metadata().state_dict_metadata.items()
-            if name.startswith(prefix) and hasattr(entry, "size")
+            name: entry for name, entry in entries.items() if hasattr(entry, "size")
         }
+        file = folder / CONFIG
+        self.config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+
+    def __enter__(self) -> "DcpCheckpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing: no file is open between reads."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return tuple(self._entries[name].size)
+
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor."""
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
         entry = self._entries[name]
-        found = {self._prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")}
-        load(found, storage_reader=self._reader, no_dist=True)
-        return found[self._prefix + name]
+        found = {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                load(found, storage_reader=self._reader, no_dist=True)
+        except (CheckpointException, OSError, RuntimeError, ValueError, EOFError) as error:
+            failures = getattr(error, "failures", {})
+            why = next((failure[0] for failure in failures.values()), error)
+            raise Float8ConfigError(
+                f"{self._folder}: a file of it that holds {name} cannot be read: {why}"
+            ) from error
+        return found[name]
+
+
+def opened(folder: Path) -> Checkpoint | DcpCheckpoint:
+    """A checkpoint of either kind.
+
+    Raises:
+        Float8ConfigError: it is none, or a damaged one.
+    """
+    return (
+        DcpCheckpoint(folder) if (folder / ".metadata").exists() else Checkpoint(folder, needs_config=False)
+    )
+
+
+def prefix_of(there: Collection[str], wanted: Collection[str]) -> str:
+    """What stands before the model's names in a checkpoint, such as "model.".
+
+    Args:
+        there: names in the checkpoint.
+        wanted: names in the model.
+
+    Raises:
+        Float8ConfigError: several models in the checkpoint have all the names.
+    """
+    names = set(there)
+    found: set[str] = set()
+    for first in wanted:
+        found = {name.removesuffix(first) for name in names if name.endswith(f".{first}")}
+        if found or first in names:
+            break
+    fits = {prefix: sum(prefix + name in names for name in wanted) for prefix in ("", *sorted(found))}
+    if fits[""] == len(wanted):
+        return ""
+    most = max(fits.values())
+    best = [prefix for prefix, count in fits.items() if count == most]
+    if len(best) > 1 and most:
+        raise Float8ConfigError(
+            f"the checkpoint has the model several times, with the prefixes {', '.join(map(repr, best))}; give prefix="
+        )
+    return best[0]
+
+
+def _instead(folder: Path) -> str:
+    """What a folder has that is no checkpoint yet."""
+    if any(folder.glob("*.distcp")):
+        return "; its .distcp files have no .metadata, so saving it was cut short"
+    return ""
 
 
 def some(names: Sequence[str]) -> str:

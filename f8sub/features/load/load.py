@@ -14,6 +14,7 @@ from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, float8_format, unwrapped
 from f8sub.features.export.float8_weights import Rename
 from f8sub.features.load.checkpoint import Checkpoint, some
+from f8sub.features.load.ties import other_names
 from f8sub.formats import ALL, Tile
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
@@ -21,6 +22,9 @@ from f8sub.weights.weight import local_tensor
 
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 """Names of a layer's scales. Sources: see ``layouts``; DeepSeek-V4's files have the last."""
+
+_HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
+"""safetensors' names of what a parameter is read from without scales."""
 
 _SECOND_CAST = 0.026
 """Relative error of values that are cast to e4m3 twice with scales of different rules, which is that of one cast.
@@ -71,7 +75,11 @@ def load_float8(
     """
     with Checkpoint(Path(folder)) as checkpoint:
         parts = [part for _, parts in blocks_of(unwrapped(model)) for part in parts]
-        sources = _matched(parts, checkpoint, rename or str, strict)
+        if on_meta := [part.name for part in parts if local_tensor(_tensor(part)).is_meta]:
+            raise Float8ConfigError(
+                f"{some(on_meta)} on meta, which has no memory for values; call model.to_empty(device=...) first"
+            )
+        sources = _matched(parts, checkpoint, _Names(rename or str, other_names(unwrapped(model))), strict)
         for part, source in sources.items():
             _check_shapes(part, source, checkpoint)
         conversions = {part.module.converted for part in sources if isinstance(part.module, Float8Linear)}
@@ -105,27 +113,31 @@ def _tensor(part: Part) -> torch.Tensor:
     return tensor
 
 
-def _matched(parts: list[Part], checkpoint: Checkpoint, rename: Rename, strict: bool) -> dict[Part, _Source]:
+class _Names(NamedTuple):
+    """What the checkpoint may call a parameter: ``rename`` of its name or of one it is tied to."""
+
+    rename: Rename
+    others: dict[str, list[str]]
+
+    def of(self, name: str) -> list[str]:
+        return [self.rename(each) for each in (name, *self.others.get(name, ()))]
+
+
+def _matched(parts: list[Part], checkpoint: Checkpoint, names: _Names, strict: bool) -> dict[Part, _Source]:
     """The source of every parameter; those of the checkpoint that are left, or missing, are an error if ``strict``."""
     found: dict[Part, _Source] = {}
     missing = []
     used: set[str] = set()
     for part in parts:
-        name = rename(part.name)
-        if name not in checkpoint:
-            missing.append(name)
+        there = [name for name in names.of(part.name) if name in checkpoint]
+        if not there:
+            missing.append(names.rename(part.name))
             continue
-        scale = None
-        if checkpoint.slice_of(name).get_dtype() == "F8_E4M3":
-            prefix = name.removesuffix("weight")
-            scale = next((prefix + leaf for leaf in _SCALES if prefix + leaf in checkpoint), None)
-            if scale is None:
-                raise Float8ConfigError(
-                    f"{name} is float8, and the checkpoint has no scales: {prefix}{_SCALES[0]}"
-                )
+        scales = [_scale_of(name, part, checkpoint) for name in there]
+        name, scale = there[0], scales[0]
         tile = Tile(ALL, ALL) if scale is None else _tile_of(name.removesuffix(".weight"), checkpoint.config)
         found[part] = _Source(name, scale, tile)
-        used |= {name, scale or name}
+        used |= {*there, *(scale for scale in scales if scale is not None)}
     unused = sorted(name for name in checkpoint if name not in used)
     if strict and (missing or unused):
         raise Float8ConfigError(
@@ -133,6 +145,27 @@ def _matched(parts: list[Part], checkpoint: Checkpoint, rename: Rename, strict: 
             "or strict=False to load what both have"
         )
     return found
+
+
+def _scale_of(name: str, part: Part, checkpoint: Checkpoint) -> str | None:
+    """The name of a tensor's scales; None of one in high precision.
+
+    Raises:
+        Float8ConfigError: it has none, or is of a dtype that is no number without something else.
+    """
+    dtype = checkpoint.slice_of(name).get_dtype()
+    if dtype != "F8_E4M3":
+        if _tensor(part).is_floating_point() and dtype not in _HIGH_PRECISION:
+            raise Float8ConfigError(
+                f"{name} is stored as {dtype}, which load_float8 does not read; it reads F8_E4M3 with scales, and "
+                f"{', '.join(_HIGH_PRECISION)}"
+            )
+        return None
+    prefix = name.removesuffix("weight")
+    scale = next((prefix + leaf for leaf in _SCALES if prefix + leaf in checkpoint), None)
+    if scale is None:
+        raise Float8ConfigError(f"{name} is float8, and the checkpoint has no scales: {prefix}{_SCALES[0]}")
+    return scale
 
 
 def _tile_of(layer: str, config: dict[str, Any]) -> Tile:
@@ -149,7 +182,9 @@ def _tile_of(layer: str, config: dict[str, Any]) -> Tile:
     weights: dict[str, Any] = {}
     if method == "compressed-tensors":
         groups = quantization.get("config_groups", {}).values()
-        weights = next((g["weights"] for g in groups if any(_targets(t, layer) for t in g["targets"])), {})
+        weights = next(
+            (g.get("weights") or {} for g in groups if any(_targets(t, layer) for t in g["targets"])), {}
+        )
     match weights.get("strategy"):
         case "tensor":
             return Tile(ALL, ALL)
@@ -180,6 +215,10 @@ def _check_shapes(part: Part, source: _Source, checkpoint: Checkpoint) -> None:
         )
     if source.scale is None:
         return
+    if len(shape) != 2:
+        raise Float8ShapeError(
+            f"{part.name}: {source.name} is float8 of {len(shape)} dimensions; matrices are read"
+        )
     expected, scales = (
         source.tile.scale_shape((shape[0], shape[1])),
         checkpoint.slice_of(source.scale).get_shape(),

@@ -55,8 +55,8 @@ class Monitor:
     Args:
         model: converted; plain, compiled, or under DDP, FSDP2 or tensor parallelism.
         every: a step of so many is sampled, the first one among them.
-        to: where rows go, on rank 0: a path of a file of JSON lines, a function of (step, rows), or a list of these;
-            see ``f8sub.features.monitor.writers`` for TensorBoard and Weights & Biases.
+        to: where rows go, on the first rank of the group: the path of a JSON lines file, a function of (step, rows), or
+            a list of these; see ``f8sub.features.monitor.writers`` for TensorBoard and Weights & Biases.
         layers: glob patterns of the layers to measure, over whole names.
         roles: of "x", "w" and "dy", those to measure.
         group: the ranks whose statistics are put together; None for all. Of a pipeline give those of one stage.
@@ -188,7 +188,7 @@ class Monitor:
             sample, copy = self._pending.pop(0)
             rows = sample.statistics(copy.read())
             self.rows += rows
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if not dist.is_initialized() or dist.get_rank(self._group) == 0:
                 for write in self._writers:
                     write(sample.step, rows)
 

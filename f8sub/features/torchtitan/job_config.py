@@ -1,6 +1,7 @@
 """torchtitan 0.2: the converter of ``--model.converters f8sub``, and the ``[f8sub]`` section of its TOML."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torchtitan.tools.logging import logger
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.report.conversion_report import conversion_report
+from f8sub.features.torchtitan.numerics import FILE
 from f8sub.features.torchtitan.options import Options, convert
 
 __all__ = ["Float8ModelConverter", "JobConfig"]
@@ -37,7 +39,8 @@ class Float8ModelConverter:
                 f"--model.converters has {NAME!r}, and the job's config has no section [{NAME}]: give "
                 "--job.custom_config_module=f8sub.titan, or custom_config_module in the TOML's [job]"
             )
-        self.options = options
+        file = options.monitor_file or str(Path(job_config.job.dump_folder) / FILE)
+        self.options = replace(options, monitor_file=file)
 
     def convert(self, model: torch.nn.Module) -> None:
         """Convert the model on meta, in place.

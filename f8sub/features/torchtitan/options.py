@@ -13,6 +13,7 @@ from f8sub.convert.linear_subclasses import extensions
 from f8sub.convert.patterns import kind_of
 from f8sub.errors import Float8ConfigError
 from f8sub.features.torchtitan.gradients import reduce_from_first_forward
+from f8sub.features.torchtitan.numerics import FILE, WANTED, monitor_at_first_step
 from f8sub.features.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
 from f8sub.linear.saved_input import AUTO
 from f8sub.recipe import Recipe, get_recipe
@@ -47,6 +48,9 @@ class Options:
             ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
+        monitor_every: an ``f8sub.Monitor`` measures one step of so many; 0 for none.
+        monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2), or in
+            torchtitan's default one, outputs (0.3, whose converters do not know the job's).
 
     Raises:
         Float8ConfigError: no such recipe, option or value of one, or ``keep_x``, a string in place of a list of them,
@@ -63,10 +67,14 @@ class Options:
     reduce_gradients_in_float8: bool = False
     emulate: bool = False
     keep_x: str | dict[str, str] = AUTO
+    monitor_every: int = 0
+    monitor_file: str = ""
 
     def __post_init__(self) -> None:
         layer_recipes(self.recipe)
         layer_keep_x(self.keep_x)
+        if self.monitor_every < 0:
+            raise Float8ConfigError(f"monitor_every={self.monitor_every} is less than 0, which is for none")
         for name in ("filter_fqns", "skip"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -173,4 +181,7 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
     setattr(model, PRECOMPUTE, options.precompute)
     if options.precompute:
         attach_at_first_step()
+    if options.monitor_every:
+        setattr(model, WANTED, (options.monitor_every, options.monitor_file or f"outputs/{FILE}"))
+        monitor_at_first_step()
     return model

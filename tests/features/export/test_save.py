@@ -197,3 +197,25 @@ def test_primary_weights_without_masters(tmp_path):
     state, _ = f8sub.float8_state_dict(model, dtype=BF16)
     for fqn, (codes, _) in expected.items():
         assert torch.equal(state[f"{fqn}.weight"].view(torch.uint8), codes.view(torch.uint8)), fqn
+
+
+def test_two_tensors_of_one_name_are_an_error(tmp_path):
+    model = trained("blockwise", steps=0)
+    rename = lambda name: name.replace("layers.1", "layers.0")  # noqa: E731
+    with pytest.raises(f8sub.Float8ConfigError, match=r"rename gives 'model\.layers\.0\..*' to two tensors"):
+        f8sub.save_float8(model, tmp_path / "out", dtype=BF16, rename=rename)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_says_only_at_the_end_that_it_is_full(tmp_path):
+    model = trained("blockwise", steps=0)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(save.os, "fsync", side_effect=full), pytest.raises(OSError, match="No space left"):
+        f8sub.save_float8(model, tmp_path / "out", dtype=BF16)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_config_that_json_cannot_hold_leaves_nothing(tmp_path):
+    with pytest.raises(TypeError):
+        f8sub.save_float8(trained("blockwise", steps=0), tmp_path / "out", dtype=BF16, config={1: 0, "a": 0})
+    assert not list(tmp_path.iterdir())

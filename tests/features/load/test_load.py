@@ -12,6 +12,7 @@ from f8sub.features.load.load import _tile_of
 from f8sub.formats import ALL, Tile
 from f8sub.kernels import reference
 from tests.features.export.models import BF16, llama, multiplied, trained
+from tests.features.load.nets import NETS
 from tests.models import seed_weights
 from tests.selection import long_but
 
@@ -187,3 +188,71 @@ def test_targets_of_groups():
     assert _tile_of("a.q", config) == Tile(1, 32)
     with pytest.raises(f8sub.Float8ConfigError, match=r"a\.k: its weight is float8"):
         _tile_of("a.k", config)
+
+
+@pytest.mark.parametrize(
+    "there", [("embed.weight",), ("lm_head.weight",), ("embed.weight", "lm_head.weight")]
+)
+def test_a_tied_weight_may_have_any_of_its_names_or_all(saved, tmp_path, there):
+    net = NETS["tied"]()
+    f8sub.save_float8(f8sub.convert_to_float8(net, recipe="blockwise"), tmp_path / "out", dtype=BF16)
+
+    def change(tensors):
+        values = tensors.pop("embed.weight")
+        tensors.update({name: values.clone() for name in there})
+
+    broken(tmp_path / "out", change)
+    loaded = seed_weights(NETS["tied"](), seed=5)
+    f8sub.load_float8(loaded, tmp_path / "out")
+    assert torch.equal(loaded.lm_head.weight, net.embed.weight.detach().to(BF16).float())
+    assert loaded.lm_head.weight is loaded.embed.weight
+
+
+def test_a_model_on_meta_is_refused(saved):
+    _, folder = saved("blockwise")
+    model = llama().to("meta")
+    with pytest.raises(f8sub.Float8ConfigError, match=r"and 18 more on meta, .*to_empty"):
+        f8sub.load_float8(model, folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8])
+def test_codes_of_other_dtypes_are_not_read_as_values(saved, dtype):
+    _, folder = saved("blockwise")
+    name = "model.layers.0.mlp.up_proj.weight"
+    broken(folder, lambda tensors: tensors.update({name: tensors[name].float().to(dtype)}))
+    with pytest.raises(f8sub.Float8ConfigError, match=r"up_proj\.weight is stored as (F8_E5M2|I8), which"):
+        f8sub.load_float8(other("blockwise"), folder, strict=False)
+
+
+def test_an_index_that_names_what_a_file_lacks(saved):
+    _, folder = saved("blockwise", shard_bytes=300_000)
+    index = folder / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    files = found["weight_map"]
+    files["model.norm.weight"] = next(f for f in files.values() if f != files["model.norm.weight"])
+    index.write_text(json.dumps(found))
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"has no model\.norm\.weight, which the index says it has"
+    ):
+        f8sub.load_float8(other("blockwise"), folder)
+
+
+def test_a_config_of_other_json_and_a_file_for_a_folder(saved, tmp_path):
+    _, folder = saved("blockwise")
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(f8sub.Float8ConfigError, match="is no JSON object but a list"):
+        f8sub.load_float8(other("blockwise"), folder)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"has no config\.json"):
+        f8sub.load_float8(other("blockwise"), folder / "model.safetensors")
+
+
+def test_masters_of_bfloat16_have_the_files_values(saved):
+    model, folder = saved("blockwise")
+    loaded = f8sub.convert_to_float8(seed_weights(llama(), seed=5).to(BF16), recipe="blockwise")
+    f8sub.load_float8(loaded, folder)
+    f8sub.precompute_scales(loaded)
+    expected, found = multiplied(model), multiplied(loaded)
+    format = f8sub.get_recipe("blockwise").fprop.b
+    for fqn, operand in expected.items():
+        values = [reference.dequantize(f8sub.Operand(*each, format), BF16) for each in (operand, found[fqn])]
+        assert torch.equal(*values), fqn

@@ -314,3 +314,21 @@ def test_torchtitans_command_line_under_torchrun(assets, tmp_path):
     assert done.returncode == 0, said
     assert f"{LINEAR_LAYERS} of {LINEAR_LAYERS + 1} linear layers in float8" in said
     assert "Training completed" in said
+
+
+@pytest.mark.parametrize("mesh", [mesh(name) for name in ("fsdp2", "pp2")])
+def test_a_monitor_by_an_option_changes_no_loss(train, mesh, tmp_path):
+    """The first step that is measured is the third: one begins after the first step, and every second is one."""
+    world, options = MESHES[mesh]
+    file = tmp_path / "numerics.jsonl"
+    said = json.dumps({"monitor_every": 2, "monitor_file": str(file)}, separators=(",", ":"))
+    watched = train(world, f"f8sub:{said} {options}")
+    assert watched == train(world, f"f8sub:{{}} {options}")
+    files = sorted(tmp_path.iterdir())
+    assert [each.name for each in files] == ["numerics.jsonl", "numerics.1.jsonl"][: 1 + (mesh == "pp2")][
+        ::-1
+    ]
+    rows = [json.loads(line) for each in files for line in each.read_text().splitlines()]
+    assert {row["step"] for row in rows} == {3, 5}
+    assert len(rows) == 2 * 3 * LINEAR_LAYERS
+    assert {row["role"] for row in rows} == {"x", "w", "dy"}

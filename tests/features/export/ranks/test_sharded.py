@@ -3,14 +3,17 @@
 import json
 import os
 import tempfile
+import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -170,3 +173,105 @@ def test_rank_0_writes_and_every_rank_learns_how_it_went(ranks, breaks):
     with tempfile.TemporaryDirectory() as folder:
         found = ranks(2, saved, folder, breaks)
     assert found == [("No space left on device", [])] * 2 if breaks else [("", ["out"])] * 2
+
+
+def root_is_plain(model: nn.Module, mesh: Any) -> nn.Module:
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=POLICY)
+    return model
+
+
+def root_is_compiled(model: nn.Module, mesh: Any) -> nn.Module:
+    return fully_shard(
+        torch.compile(root_is_plain(model, mesh), backend="eager"), mesh=mesh, mp_policy=POLICY
+    )
+
+
+def compiled_root(model: nn.Module, mesh: Any) -> nn.Module:
+    return torch.compile(
+        fully_shard(root_is_plain(model, mesh), mesh=mesh, mp_policy=POLICY), backend="eager"
+    )
+
+
+def compiled_blocks(model: nn.Module, mesh: Any) -> nn.Module:
+    for i, block in enumerate(model.layers):
+        model.layers[i] = torch.compile(fully_shard(block, mesh=mesh, mp_policy=POLICY), backend="eager")
+    return fully_shard(model, mesh=mesh, mp_policy=POLICY)
+
+
+def ddp(model: nn.Module, mesh: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+WRAPPED = {
+    each.__name__: each for each in (root_is_plain, root_is_compiled, compiled_root, compiled_blocks, ddp)
+}
+
+
+def wrapped(rank: int, world: int, way: str, folder: str) -> tuple[list[str], list[str], str]:
+    """What differs after an export, what after a load, and the class in ``config.json``."""
+    model = WRAPPED[way](model_of("tensorwise"), mesh_of(world, 1)["dp"])
+    f8sub.precompute_scales(model)
+    expected = unsharded("tensorwise")
+    target = Path(folder) / "out"
+    f8sub.save_float8(model, target, layout="compressed-tensors", dtype=BF16)
+    other = f8sub.convert_to_float8(seed_weights(Named(), seed=3), recipe="tensorwise")
+    other = WRAPPED[way](other, mesh_of(world, 1)["dp"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # float scales, which are cast again
+        f8sub.load_float8(other, target)
+    f8sub.precompute_scales(other)
+    again, _ = f8sub.float8_state_dict(other, "compressed-tensors", dtype=BF16)
+    plain = {name: value for name, value in expected.items() if value.dtype == BF16}
+    config = json.loads((target / "config.json").read_text())
+    found = load_file(target / "model.safetensors")
+    return (
+        differences(found, expected),
+        differences({k: again[k] for k in plain}, plain),
+        config["architectures"][0],
+    )
+
+
+@pytest.mark.parametrize("way", WRAPPED)
+def test_wrappers_and_roots_of_any_kind(ranks, tmp_path, way):
+    assert ranks(2, wrapped, way, str(tmp_path)) == [([], [], "Named")] * 2
+
+
+def on_some_ranks(rank: int, world: int, folder: str) -> list[str]:
+    """The last ranks have a model, the first has none of it and calls nothing."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    model = sharded_over(model_of("blockwise"), group)
+    f8sub.precompute_scales(model)
+    f8sub.save_float8(model, Path(folder) / "out", layout="compressed-tensors", dtype=BF16, group=group)
+    return differences(load_file(Path(folder) / "out" / "model.safetensors"), unsharded("blockwise"))
+
+
+def sharded_over(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=POLICY)
+    return fully_shard(model, mesh=mesh, mp_policy=POLICY)
+
+
+def test_a_model_of_some_of_the_ranks(ranks, tmp_path):
+    assert ranks(3, on_some_ranks, str(tmp_path)) == [[]] * 3
+
+
+def bad_config(rank: int, world: int, folder: str) -> str:
+    model = sharded(model_of("blockwise"), "fsdp", world)
+    f8sub.precompute_scales(model)
+    try:
+        f8sub.save_float8(
+            model, Path(folder) / "out", layout="compressed-tensors", dtype=BF16, config={1: 0, "a": 0}
+        )
+    except TypeError as error:
+        f8sub.precompute_scales(model)  # the ranks are together still
+        return type(error).__name__
+    return ""
+
+
+def test_a_config_that_json_cannot_hold_is_an_error_of_every_rank(ranks, tmp_path):
+    assert ranks(2, bad_config, str(tmp_path)) == ["TypeError"] * 2
+    assert not list(tmp_path.iterdir())

@@ -310,7 +310,8 @@ class Example:
         used = {each.id for part in rest for each in ast.walk(part) if isinstance(each, ast.Name)}
         lines = {*map(ast.unparse, imports), *(line for name, line in IMPORTS.items() if name in used)}
         text = textwrap.dedent("\n".join(source.splitlines()[rest[0].lineno - 1 : node.end_lineno]))
-        if isinstance(rest[0], ast.ClassDef):  # two empty lines around it, as ruff has them outside of functions
+        if isinstance(rest[0], ast.ClassDef):
+            # Two empty lines around it, as ruff has them outside of functions.
             text = "\n" + re.sub(r"\n\n(?=\S)", "\n\n\n", text)
         self.text = "\n\n".join([*_in_groups(lines), text])
 

@@ -30,17 +30,21 @@ from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
+from f8sub.features.report import nothing_converted as _nothing_converted  # noqa: F401  (enters by its sockets)
+from f8sub.features.report import reference_warning as _reference_warning  # noqa: F401  (enters by its sockets)
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.report.report import ConversionReport, LayerReport
 from f8sub.features.sensitivity.sensitivity import sensitivity
+from f8sub.features.shared_inputs import shared_inputs as _shared_inputs  # noqa: F401  (enters by its sockets)
 from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (enters by its sockets)
+from f8sub.features.tensors import operators as _operators  # noqa: F401  (enters by its sockets)
+from f8sub.features.tensors.quantize import quantize
 from f8sub.features.tools.find_nonfinite import find_nonfinite
 from f8sub.features.tools.step_guard import skip_step_if_nonfinite
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.quantize import quantize
 from f8sub.version import __version__ as __version__
 from f8sub.weights.precompute_scales import precompute_scales, register_precompute_hook
 

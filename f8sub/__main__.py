@@ -1,58 +1,7 @@
 """The command line: ``python -m f8sub COMMAND``, or ``f8sub COMMAND``."""
 
-import argparse
-import importlib.util
-import re
-import sys
-from collections.abc import Sequence
-
-from f8sub.errors import Float8ConfigError
-from f8sub.features.doctor.command import add_doctor
-from f8sub.features.inspect.command import add_inspect
-
-COMMANDS = (add_doctor, add_inspect)
-"""Each adds one command, whose ``run`` takes the parsed arguments and returns a text and an exit status."""
-
-WRONG_USE = 2
-"""The exit status of argparse's errors, and of a model or option that there is not."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
-    parser = argparse.ArgumentParser(prog="f8sub", description="Float8 training for PyTorch, made for FSDP2.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in COMMANDS:
-        add(commands)
-    arguments = parser.parse_args(argv)
-    try:
-        text, status = arguments.run(arguments)
-    except Float8ConfigError as error:
-        sys.stderr.write(f"f8sub: {error}\n")
-        return WRONG_USE
-    _show(text)
-    return int(status)
-
-
-def run() -> None:
-    """The console script; it finds modules of the working directory, as ``python -m`` does."""
-    sys.path.insert(0, "")
-    sys.exit(main())
-
-
-def _show(text: str) -> None:
-    """Print a page; headings and verdicts in colour where this is a terminal and rich is installed."""
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None or text.startswith("{"):
-        sys.stdout.write(f"{text}\n")
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    shown = Text(text)
-    shown.highlight_regex(re.compile(r"^\S.*$", re.MULTILINE), "bold")
-    shown.highlight_regex(re.compile(r"(failed|slow)$", re.MULTILINE), "red")
-    shown.highlight_regex(re.compile(r"native$", re.MULTILINE), "green")
-    Console(soft_wrap=True).print(shown)
-
+from f8sub.features.command_line.command_line import main as main
+from f8sub.features.command_line.command_line import run as run
 
 if __name__ == "__main__":
     run()

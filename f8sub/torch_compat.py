@@ -12,10 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -120,30 +117,9 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, or this is what ``torch.compile(module)`` returned."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
-
-
-def running_ddp() -> DistributedDataParallel | None:
-    """The DistributedDataParallel module whose forward runs now, in eager code."""
-    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-any-return]
-
-
-def takes_uneven_inputs(ddp: DistributedDataParallel) -> bool:
-    """Whether ``ddp.join()`` is entered, where some ranks may take fewer steps than others."""
-    return bool(ddp._join_config.enable)
-
-
-def broadcast_no_more(ddp: DistributedDataParallel, buffers: Iterable[str]) -> None:
-    """Have DDP leave the buffers of these names alone, from its next forward on."""
-    ddp.parameters_to_ignore.update(buffers)
-    ddp._assign_modules_buffers()  # it fails where it finds at a forward that there are none left
-
-
 def resharded_to_part(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
     """Those of ``layers`` that FSDP2 keeps on a part of their mesh after forward: ``reshard_after_forward=<int>``."""
-    sharded = _fsdp_params()
+    sharded = fsdp_params()
     kept = {p._module_info.module for g, p in sharded if g.post_forward_mesh_info not in (None, g.mesh_info)}
     return kept.intersection(layers)
 
@@ -157,7 +133,7 @@ def param_dtypes(
     """
     found: dict[tuple[torch.nn.Module, str], torch.dtype | None] = {}
     asked = set(modules)
-    for group, param in _fsdp_params():
+    for group, param in fsdp_params():
         info = param._module_info
         owners = [(info.module, info.param_name)]
         owners += zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -166,16 +142,7 @@ def param_dtypes(
     return found
 
 
-def gathered_as_local(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
-    """Those of ``layers`` whose DTensor parameters FSDP2 puts together as plain tensors of spmd_types' kind.
-
-    From torch 2.14 on; what is a DTensor before it is sharded is a DTensor after it is gathered.
-    """
-    local = {p._module_info.module for _, p in _fsdp_params() if getattr(p, "is_spmd_types", False)}
-    return local.intersection(layers)
-
-
-def _fsdp_params() -> Iterator[tuple[Any, Any]]:
+def fsdp_params() -> Iterator[tuple[Any, Any]]:
     """Every parameter that FSDP2 shards, after the group that it is gathered with."""
     for module, reference in list(_composable_state._module_state_mapping.items()):
         if isinstance(module, FSDPModule) and (state := reference()) is not None:
@@ -316,20 +283,3 @@ def is_saved_by_its_maker(x: torch.Tensor) -> bool:
         node = node.next_functions[0][0]
     # Asked of the class: of the node itself it would be unpacked. What it makes besides has no gradient.
     return any(hasattr(type(node), name) for name in ("_saved_output", "_saved_result"))
-
-
-def is_executed(node: Any) -> bool:
-    """Whether the backward pass that runs on this thread executes ``node``.
-
-    The engine does not count the tensor that ``backward`` was called on, whose node is the one that runs first.
-    """
-    return node is torch._C._current_autograd_node() or bool(torch._C._will_engine_execute_node(node))
-
-
-def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    mesh, placements = tensor.device_mesh, tensor.placements
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

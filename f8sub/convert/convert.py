@@ -8,6 +8,7 @@ from typing import Any, Never, TypeVar
 
 import torch
 
+from f8sub.convert import checks
 from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
@@ -17,7 +18,6 @@ from f8sub.convert.checks import (
     refuse_other_recipe,
     refuse_sharded,
     refuse_tied_apart,
-    why_nothing,
 )
 from f8sub.convert.filters import (
     ALREADY,
@@ -29,20 +29,19 @@ from f8sub.convert.filters import (
     layer_recipes,
 )
 from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
-from f8sub.convert.forward_hooks import check_ranks_hook, guests_hook
+from f8sub.convert.forward_hooks import check_ranks_hook, remove
 from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.convert.sockets import converters
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
-from f8sub.linear.float8_linear import Float8Linear, warn_of_reference
-from f8sub.linear.parameters import take_place
-from f8sub.linear.saved_input import AUTO, close_scope, open_scope
+from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.saved_input import AUTO
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import watch_optimizer_steps
-from f8sub.weights.weight import Weight
+from f8sub.weights.weight import Weight, take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -164,14 +163,16 @@ def _convert_selected(
         if of_features[option]:
             refuse(chosen)
     conversion = Conversion({**of_features, "idle_patterns": idle})
-    warn_of_reference(conversion, [layer.plan for layer in chosen])
+    for guest in sockets.guests:
+        guest.planned(conversion, [layer.plan for layer in chosen])
     for layer in chosen:
         _convert(layer, conversion)
     for convert in of_others:
         convert(conversion)
     _wrap_weights(conversion)
-    _share_inputs(model)
     _watch(model, conversion)
+    for guest in sockets.guests:
+        guest.converted(model, conversion)
     return model
 
 
@@ -184,15 +185,7 @@ def convert_from_float8(model: Model) -> Model:
     refuse_sharded(model)
     module: Any
     for module in model.modules():
-        for hooks, hook in (
-            (module._forward_pre_hooks, open_scope),
-            (module._forward_hooks, close_scope),
-            (module._forward_pre_hooks, check_ranks_hook),
-            (module._forward_pre_hooks, guests_hook),
-        ):
-            for key in [key for key, found in hooks.items() if getattr(found, "func", found) is hook]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+        remove(check_ranks_hook, module)
         if not is_converted(module):
             continue
         conversion: Conversion = module.converted
@@ -209,6 +202,8 @@ def convert_from_float8(model: Model) -> Model:
             for guest in sockets.guests:
                 guest.left(module)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
+    for guest in sockets.guests:
+        guest.restored(model)
     Conversion.forget(model)
     return model
 
@@ -291,18 +286,6 @@ def _replace(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) 
         setattr(module, name, parameter)
 
 
-def _share_inputs(model: torch.nn.Module) -> None:
-    """Hooks under the same id everywhere: dynamo guards on it, and would compile equal blocks one by one."""
-    shared: int | None = None
-    for module in model.modules():
-        if sum(isinstance(child, Float8Linear) for child in module.children()) > 1:
-            module.register_forward_pre_hook(open_scope)
-            own = module.register_forward_hook(close_scope, always_call=True).id
-            shared = own if shared is None else shared
-            for hooks in (module._forward_hooks, module._forward_hooks_always_called):
-                hooks[shared] = hooks.pop(own)  # type: ignore[assignment]
-
-
 def _device_of(module: torch.nn.Linear) -> torch.device:
     """Where the layer will run: a layer on meta runs on the accelerator, or on the CPU where there is none."""
     if module.weight.device.type != "meta":
@@ -311,11 +294,9 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
 
 
 def _watch(model: torch.nn.Module, conversion: Conversion) -> None:
-    """Learn at forwards who shards or replicates the layers, and of every optimizer's steps."""
+    """Learn at forwards who shards the layers, and of every optimizer's steps."""
     Conversion.see(model)
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
-    if any(guest.is_needed for guest in conversion.guests):
-        model.register_forward_pre_hook(functools.partial(guests_hook, conversion))
     watch_optimizer_steps()
 
 
@@ -325,7 +306,7 @@ def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
             f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8"
         )
         return
-    message = f"convert_to_float8 found nothing to convert: {why_nothing(model)}"
+    message = f"convert_to_float8 found nothing to convert: {checks.why_nothing(model)}"
     if strict:
         raise Float8ConfigError(message)
     Conversion.see(model)

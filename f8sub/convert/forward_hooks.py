@@ -12,18 +12,12 @@ def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any)
     """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
     if not torch.compiler.is_compiling():
         conversion.refresh()
-        _remove(check_ranks_hook, module)
+        remove(check_ranks_hook, module)
 
 
-def guests_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a converted model, until all guests saw what they wait for."""
-    if not torch.compiler.is_compiling():
-        waiting = [guest for guest in conversion.guests if not guest.forward()]
-        if not waiting:
-            _remove(guests_hook, module)
-
-
-def _remove(function: Callable[..., None], module: torch.nn.Module) -> None:
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if getattr(hook, "func", None) is function:
-            del module._forward_pre_hooks[key]
+def remove(function: Callable[..., None], module: torch.nn.Module) -> None:
+    """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) is function]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)

@@ -1,1 +1,1 @@
-"""Flow 1: Float8Linear, what it saves of x for backward, and siblings that share an x."""
+"""Flow 1: Float8Linear, and what it saves of x for backward."""

@@ -9,27 +9,24 @@ dy --quantize--> rowwise, columnwise
 - A plan (``kernels/gemm/select.py``) is the recipe and the backend of each GEMM.
 - Sources (``kernels/scales.py``) say how the scales of x, w and dy are made in one call: from the current amax, or from
   what a feature made before. Forward makes them, and backward uses them too.
-- ``kernels/quantize.py`` picks the kernel that casts. ``saved_input.py`` decides what backward has of x, and casts an x
-  once that several layers read.
-- Features enter by ``sockets.py``: other scales, weights that are DTensors, other plans for a while.
+- ``kernels/quantize.py`` picks the kernel that casts. ``saved_input.py`` decides what backward has of x.
+- Features enter by ``sockets.py``: other scales, weights that are DTensors, other plans for a while, codes of an x that
+  another layer cast.
 """
 
-import warnings
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning, jit_error
+from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
 from f8sub.formats import HIGH_PRECISION, Operand
-from f8sub.kernels.gemm.select import Plan, reference_warning
+from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
-from f8sub.linear.parameters import exported, make_master_again
 from f8sub.linear.saved_input import AUTO, Call, GemmInput, Kept, cast_x, present, x_columnwise
 from f8sub.linear.sockets import contexts
 from f8sub.linear.weight_cast import last_cast, quantize_rowwise, rowwise_of
@@ -38,8 +35,8 @@ from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.product import multiply
 from f8sub.torch_compat import apply, autocast_dtype, untraced
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import Weight, WeightRecord, local_tensor
+from f8sub.weights.master_weight import MasterWeight, make_master_again
+from f8sub.weights.weight import Weight, WeightRecord, exported, local_tensor
 
 
 class Float8Linear(torch.nn.Linear):
@@ -114,7 +111,8 @@ class Float8Linear(torch.nn.Linear):
                 "with model.to(device), or call it once before it is compiled"
             )
         self.plan = Plan.make(self.plan.recipe, device, self.plan.backend)
-        warn_of_reference(self.converted, [self.plan])
+        for guest in sockets.guests:
+            guest.planned(self.converted, [self.plan])
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Float8Linear":
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -199,16 +197,6 @@ class Float8Linear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's, and ``how``."""
         return f"{super().extra_repr()}, {self.how}"
-
-
-_warned_of_reference: weakref.WeakSet[Conversion] = weakref.WeakSet()
-
-
-def warn_of_reference(conversion: Conversion, plans: Iterable[Plan]) -> None:
-    """Warn, once a conversion, of GEMMs on a GPU that run by the reference backend."""
-    if conversion not in _warned_of_reference and (message := reference_warning(plans)):
-        _warned_of_reference.add(conversion)
-        warnings.warn(message, Float8Warning, stacklevel=4)
 
 
 def _described(spec: GemmSpec) -> str:

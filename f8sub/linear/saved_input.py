@@ -1,4 +1,4 @@
-"""x: quantized in forward, once for siblings that share it, what is saved of it for wgrad, and read in backward.
+"""x: quantized in forward, what is saved of it for wgrad, and read in backward.
 
 | kept             | forward makes       | saved                          | backward makes columnwise of |
 | ---------------- | ------------------- | ------------------------------ | ---------------------------- |
@@ -13,29 +13,12 @@ itself: there "auto" is the first.
 The first two have the same numbers, bitwise. So has the third where codes are transposed; where they are re-encoded see
 ``reference.derive_columnwise``. A recipe whose wgrad reads x in high precision has it saved so in any case, and an x
 that came in float8 stays as it came.
-
-[Note: an x that siblings share]
-
-Layers that read one x (q, k, v; gate, up) quantize it once in a forward, and save it once. The module that owns them
-opens a scope when its forward begins and closes it when it ends. Within the scope the last x quantized is known by
-identity, version, place in memory and formats; nothing outlives the forward. Where backward makes the columnwise
-operand, each sibling makes its own.
-
-There is no sharing in inference_mode, where tensors have no version, nor under torch.compile, which merges common
-subexpressions anyway. Nor in a function that is checkpointed within the scope: backward repeats it where there is no
-scope, and selective checkpointing counts its operators.
-
-A write to x between two siblings counts a version, and ``x.data = t`` changes x's place. A write by ``x.data.mul_()``,
-through ``x.numpy()`` or through another library's view does neither: the next sibling reads the codes from before it.
 """
 
 import itertools
-import threading
-import weakref
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from f8sub.formats import Float8Format, Operand, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
@@ -43,9 +26,10 @@ from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource, Sources
+from f8sub.linear import sockets
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import is_saved_by_its_maker, saved_tensors_hook
+from f8sub.torch_compat import is_saved_by_its_maker
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
@@ -121,7 +105,8 @@ def cast_x(
         free = is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
         how = HIGH_PRECISION if free else FLOAT8
     formats = rowwise, columnwise if how == FLOAT8 else None
-    made = cast_or_share(x, matrix, formats, call)
+    cast = cast_anew if torch.compiler.is_compiling() else sockets.cast
+    made = cast(x, matrix, formats, call)
     row = made.rowwise
     if how is None:
         return row or matrix, (), CODES
@@ -171,78 +156,17 @@ def present(operand: Present | None) -> Present:
     return operand
 
 
-class _Scope:
-    """One forward of a module with sibling layers: the last x quantized in it."""
-
-    __slots__ = ("event", "hook", "key", "made", "owner", "storage", "x")
-
-    def __init__(self, owner: int) -> None:
-        self.owner = owner
-        self.hook = saved_tensors_hook()
-        self.x: weakref.ref[torch.Tensor] | None = None
-        self.storage: StorageWeakRef | None = None
-        self.key: Any = None
-        self.made = Quantized(None, None)
-        self.event: int | None = None
+events = itertools.count(1)
+"""Numbers of the x's that were quantized in eager code."""
 
 
-class _Scopes(threading.local):
-    """Per thread: autograd recomputes checkpointed forwards on threads of its own."""
-
-    def __init__(self) -> None:
-        self.stack: list[_Scope] = []
-
-
-_scopes = _Scopes()
-_events = itertools.count(1)
-
-
-def open_scope(module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a module whose children may share an input.
-
-    A scope of the same module that is still open is of a forward that was interrupted: torch calls no hook after
-    KeyboardInterrupt.
-    """
-    if not torch.compiler.is_compiling():
-        close_scope(module, args, None)
-        _scopes.stack.append(_Scope(id(module)))
-
-
-def close_scope(module: torch.nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of the same module, called even when its forward raised."""
-    if torch.compiler.is_compiling():
-        return
-    stack = _scopes.stack
-    if any(scope.owner == id(module) for scope in stack):
-        while stack.pop().owner != id(module):
-            pass
-
-
-def cast_or_share(x: torch.Tensor, matrix: torch.Tensor, formats: Formats, call: Call) -> Quantized:
-    """Both operands of ``matrix``, or those of an earlier sibling that was given the same ``x``.
-
-    ``matrix`` is ``x`` as it is quantized, (M, K). Each sibling's source keeps the amax.
-    """
+def cast_anew(x: torch.Tensor, matrix: torch.Tensor, formats: Formats, call: Call) -> Quantized:
+    """Both operands of ``matrix``, (M, K): ``x`` as it is quantized. The source keeps the amax."""
     plan, _, sources = call
-    source, any_layout = sources.x, plan.any_layout
-    scope: _Scope | None = None
-    # Nobody counts all writes to the local tensor of a distributed x.
-    if not (torch.compiler.is_compiling() or sources.distributed or not _scopes.stack or x.is_inference()):
-        innermost = _scopes.stack[-1]
-        scope = innermost if innermost.hook is saved_tensors_hook() else None
-    if scope is None:
-        made = quantize(matrix, *formats, source, any_layout)
-        event = None if torch.compiler.is_compiling() else next(_events)
-    else:
-        storage = x.untyped_storage()
-        place = x._version, storage._cdata, int(x.storage_offset()), x.stride()
-        key = place, matrix.dtype, formats, any_layout, source.key
-        if scope.x is None or scope.x() is not x or scope.key != key:
-            scope.made, scope.event = quantize(matrix, *formats, source, any_layout), next(_events)
-            # A weak reference keeps the storage's address, so that none that x gets later has it.
-            scope.storage = StorageWeakRef(storage)
-            scope.x, scope.key = weakref.ref(x), key
-        made, event = scope.made, scope.event
+    made = quantize(matrix, *formats, sources.x, plan.any_layout)
     if made.amax is not None:
-        source.keep(made.amax, event)
+        sources.x.keep(made.amax, None if torch.compiler.is_compiling() else next(events))
     return made
+
+
+sockets.cast = cast_anew

@@ -1,14 +1,16 @@
 """What features put into a layer: scales, forwards of DTensors, plans for a while, and what each says of the layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
+from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.recipe import Recipe
+from f8sub.weights.conversion import Conversion
 
 if TYPE_CHECKING:
     from f8sub.linear.float8_linear import Float8Linear
@@ -17,11 +19,20 @@ if TYPE_CHECKING:
 class LayerGuest:
     """What a feature does for layers; a feature overrides what it needs."""
 
+    def planned(self, conversion: Conversion, plans: Sequence[Plan]) -> None:
+        """Layers of a conversion are to run, or came to a device where they run, by these plans; may warn."""
+
     def entered(self, layer: "Float8Linear") -> None:
         """A layer was converted."""
 
     def left(self, layer: "Float8Linear") -> None:
         """A layer is an ``nn.Linear`` again."""
+
+    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
+        """The layers of a model were converted."""
+
+    def restored(self, model: torch.nn.Module) -> None:
+        """They are all an ``nn.Linear`` again."""
 
     def loaded(self, layer: "Float8Linear", state_dict: dict[str, Any], prefix: str) -> None:
         """The layer's entries of a state dict were loaded."""
@@ -90,6 +101,8 @@ scaling: Callable[["Float8Linear", Recipe], Sources] = _no_scaling
 placement: Callable[..., Placed] = _no_placement
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
 contexts = Contexts()
+cast: Callable[..., Quantized]
+"""Casts an x in eager code, see ``saved_input.cast_anew``; a feature may know the codes already."""
 
 
 def sources_of(layer: "Float8Linear", recipe: Recipe) -> Sources:

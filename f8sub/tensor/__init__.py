@@ -1,3 +1,3 @@
-"""Float8Tensor, what operators do with it, and what makes one of high precision."""
+"""Float8Tensor, and the operators and products that training runs on it."""
 
 from f8sub.tensor import dispatch  # noqa: F401  (fills Float8Tensor's table)

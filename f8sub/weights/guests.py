@@ -38,11 +38,6 @@ class Region(Protocol):
 class Guest:
     """What a feature does for the weights of one conversion; a feature overrides what it needs."""
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the model's forwards have to be seen."""
-        return False
-
     def described(self) -> dict[str, str]:
         """What every rank must have alike, besides the layers' own descriptions."""
         return {}
@@ -54,10 +49,6 @@ class Guest:
     def region(self, records: "Sequence[WeightRecord]", before: Region | None) -> Region | None:
         """A region for the exchange of these sharded weights; ``before`` is its region while it had fewer of them."""
         return None
-
-    def forward(self) -> bool:
-        """A forward of the model begins; whether the guest has seen all of them that it needs."""
-        return True
 
     def before_state_dict(self) -> None:
         """A state dict of a module is about to be taken or loaded."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -294,3 +295,15 @@ def _handling_of(func: Any) -> tuple[Operator, _Wrap | None]:
     op = describe(func)
     _HANDLINGS[id(func)] = op, _WRAPS.get(func.name()) or (_wrap_views if op.is_view else None)
     return _HANDLINGS[id(func)]
+
+
+def make_master_again(record: WeightRecord) -> None:
+    """Make a master weight of what ``load_state_dict(assign=True)`` put in its place."""
+    weight = record.module._parameters[record.name]
+    master = MasterWeight(local_tensor(weight).detach())
+    master.cell.record = record
+    if isinstance(weight, DTensor):
+        weight._local_tensor = master
+    else:
+        master.cell.shared = True  # by the state dict
+        setattr(record.module, record.name, torch.nn.Parameter(master, weight.requires_grad))

@@ -4,7 +4,7 @@ A layer by itself whose larger dimension is --width, as it is and transposed; an
 reads the same x, where converting both is compared with converting the other alone. A GPU's times are those of CUDA
 graphs, which leave the host out and cast the weights in every replay. Of a recipe without native GEMMs on the GPU
 one layer is timed as it is launched: how slow the reference backend is. ``f8sub.convert.defaults.MIN_DIM`` and
-``f8sub.kernels.gemm.select.REFERENCE_TIMES_BF16`` come from here.
+``f8sub.features.report.reference_warning.REFERENCE_TIMES_BF16`` come from here.
 
     python scripts/bench/small_layers.py
 

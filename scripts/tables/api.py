@@ -310,10 +310,10 @@ class Example:
         used = {each.id for part in rest for each in ast.walk(part) if isinstance(each, ast.Name)}
         lines = {*map(ast.unparse, imports), *(line for name, line in IMPORTS.items() if name in used)}
         text = textwrap.dedent("\n".join(source.splitlines()[rest[0].lineno - 1 : node.end_lineno]))
-        if isinstance(rest[0], ast.ClassDef):
-            # Two empty lines around it, as ruff has them outside of functions.
-            text = "\n" + re.sub(r"\n\n(?=\S)", "\n\n\n", text)
-        self.text = "\n\n".join([*_in_groups(lines), text])
+        text = "\n\n".join([*_in_groups(lines), text])
+        # What is defined stands between two empty lines at the top of a file.
+        text = re.sub(r"\n\n(?=class |def |@)", "\n\n\n", text)
+        self.text = re.sub(r"(\n    .*)\n\n(?=\S)", r"\1\n\n\n", text)
 
     def markdown(self) -> str:
         """The block of the page."""

@@ -113,6 +113,7 @@ def test_modules_that_import_each_other():
 WORDS_FOR_OTHER_THINGS = {
     "tensor": {"rowwise"},
     "features.slicing": {"rowwise"},
+    "features.tensors": {"rowwise"},
     "formats": {"rowwise", "tensorwise"},
 }
 """Names of recipes that are a usage, or tiles of a row and of a whole matrix."""

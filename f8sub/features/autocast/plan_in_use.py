@@ -23,7 +23,7 @@ from f8sub.linear.saved_input import why_not_kept
 from f8sub.linear.sockets import contexts
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import constant_result, graph_task, is_executed, saved_tensors_hook
+from f8sub.torch_compat import constant_result, graph_task, saved_tensors_hook
 
 if TYPE_CHECKING:
     from f8sub.linear.float8_linear import Float8Linear
@@ -186,7 +186,7 @@ class _Record:
     def executed(self) -> set[Plan]:
         """Plans of the forwards whose graph is being executed."""
         with _lock:
-            return {plan for node, plan in self._nodes.items() if is_executed(node)}
+            return {plan for node, plan in self._nodes.items() if _is_executed(node)}
 
     def others(self, own: Plan) -> set[Plan]:
         """Plans but ``own`` of forwards without a graph.
@@ -242,6 +242,14 @@ def _plan_of_repeated(layer: "Float8Linear") -> Plan:
         f"checkpointed function had it run with {names} before. Enter f8sub.autocast inside the "
         "checkpointed function"
     )
+
+
+def _is_executed(node: Any) -> bool:
+    """Whether the backward pass that runs on this thread executes ``node``.
+
+    The engine does not count the tensor that ``backward`` was called on, whose node is the one that runs first.
+    """
+    return node is torch._C._current_autograd_node() or bool(torch._C._will_engine_execute_node(node))
 
 
 contexts.plan_of, contexts.remember = plan_in_use, remember

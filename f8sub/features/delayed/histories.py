@@ -13,29 +13,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
+from f8sub.convert.forward_hooks import remove
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.features.delayed.layers import state_of, states_of
+from f8sub.features.delayed.layers import STATES, state_of, states_of
 from f8sub.features.delayed.state import OPERANDS, ScalingState, W, roll
 from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
 from f8sub.features.non_finite.skipped_steps import SkippedSteps
+from f8sub.features.replicas.replicas import Replicas, running_ddp
 from f8sub.kernels.scales import PriorScale
+from f8sub.linear import sockets
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.host_copy import HostCopy, sent_to
-from f8sub.torch_compat import (
-    broadcast_no_more,
-    graph_task,
-    is_capturing,
-    no_dispatch_modes,
-    running_ddp,
-    takes_uneven_inputs,
-)
+from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, makers
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.ranks import own_group
 from f8sub.weights.weight import WeightRecord, local_tensor
 
 _Held = tuple[WeightRecord, ScalingState]
@@ -145,40 +140,6 @@ class _ShardedHistories(_Histories):
         return self._guest.errors_of(_operands(self.records, found.view(-1, len(OPERANDS))))
 
 
-class _Replicas:
-    """The ranks that DistributedDataParallel keeps copies of the layers on.
-
-    From now on DDP leaves the amax histories alone: it broadcasts rank 0's at every forward, and those have not seen
-    the other ranks' microbatches of this step.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        ranks = tuple(sorted(dist.get_process_group_ranks(ddp.process_group)))
-        # Collectives of others cannot cross it.
-        self._group = own_group(ranks, next(ddp.module.parameters()).device.type) if len(ranks) > 1 else None
-        self._ddp = weakref.ref(ddp)
-        states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
-        broadcast_no_more(ddp, [f"{name}.{buffer}" for name, state in states for buffer in state._buffers])
-
-    def maximum(self, staged: torch.Tensor, fqn: str) -> torch.Tensor:
-        """The maximum over the ranks of what each staged.
-
-        Raises:
-            Float8ConfigError: within ``ddp.join()``: ranks that have no more inputs step no optimizer, and the others
-                would wait for them.
-        """
-        if (ddp := self._ddp()) is not None and takes_uneven_inputs(ddp):
-            raise Float8ConfigError(
-                f"{fqn}: its amax histories are shared by DDP's ranks at every optimizer step, and inside "
-                "of ddp.join() ranks may step differently often; give every rank as many batches, or take a recipe "
-                "with current scaling"
-            )
-        maximum = staged.clone(memory_format=torch.contiguous_format)
-        if self._group is not None:
-            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._group.of_next_call())
-        return maximum
-
-
 class _DelayedGuest(Guest):
     """The ``Guest`` of the conversion: rolls the histories of its layers, once an optimizer step.
 
@@ -190,7 +151,7 @@ class _DelayedGuest(Guest):
     def __init__(self, conversion: Conversion) -> None:
         self.steps = self.loaded_at = 0
         self._conversion: Conversion = weakref.proxy(conversion)
-        self._replicas: _Replicas | None = None
+        self._replicas: Replicas | None = None
         self._rolled_at = 0
         self._staged: tuple[list[WeightRecord], HostCopy] | None = None
         self._non_finite: list[str] = []
@@ -206,10 +167,6 @@ class _DelayedGuest(Guest):
         """
         return graph_task() == -1 and self.steps > self.covered(rolled_at)
 
-    @property
-    def is_needed(self) -> bool:
-        return len(self._held()) > 0
-
     def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
         if not states_of(record.module):
             return None
@@ -220,15 +177,13 @@ class _DelayedGuest(Guest):
         with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
         return _ShardedHistories(self, with_histories, before) if with_histories else None
 
-    def forward(self) -> bool:
-        """Have the ranks of DDP share what the histories see, if DDP runs the layers now.
-
-        Returns:
-            Whether there is no more to wait for: they do, or FSDP2 shards the layers.
-        """
+    def saw_forward(self) -> bool:
+        """Have the ranks of DDP share histories, if it runs the layers now; whether they do, or FSDP2 shards those."""
         is_sharded = len(self._conversion.exchanges) > 0
         if self._replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
-            self._replicas = _Replicas(ddp)
+            states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
+            buffers = [f"{name}.{buffer}" for name, state in states for buffer in state._buffers]
+            self._replicas = Replicas(ddp, buffers)
         return is_sharded or self._replicas is not None
 
     def loaded(self) -> None:
@@ -245,7 +200,7 @@ class _DelayedGuest(Guest):
 
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
         # What was loaded in place before this step does not cover it.
-        for _, state in self._held():
+        for _, state in self.held():
             state.notice_writes()
         self.steps += 1
         for weight in weights:
@@ -258,7 +213,7 @@ class _DelayedGuest(Guest):
         if not self.is_due(self._rolled_at):
             return
         since, self._rolled_at = self.covered(self._rolled_at), self.steps
-        if not (held := self._held()):
+        if not (held := self.held()):
             return
         self._conversion.refresh()
         for exchange in self._conversion.exchanges.values():
@@ -272,12 +227,9 @@ class _DelayedGuest(Guest):
         self._conversion.guest(HeldWeights).skip(record for record, _ in (*alike, *of_contexts))
 
     def _roll(self, alike: Sequence[_Held], of_contexts: Sequence[_Held], since: int) -> None:
-        """Roll the histories that no exchange reduces.
+        """Roll the histories that no exchange reduces, which rolled last at optimizer step ``since``.
 
-        Args:
-            alike: those that every replica has.
-            of_contexts: those of a context's recipe, which only this rank may have entered.
-            since: the optimizer step that was the last when they rolled before.
+        Every replica has ``alike``; ``of_contexts`` are of a context's recipe, which only this rank may have entered.
 
         Raises:
             Float8ConfigError: a CUDA graph is captured: replays would not know which weights an optimizer stepped.
@@ -316,11 +268,7 @@ class _DelayedGuest(Guest):
             self._staged = None
 
     def precompute(self) -> None:
-        """Roll what is left, and tell of NaN and infinity that this rank met in layers that are not sharded.
-
-        Raises:
-            Float8NumericsError: with the layers and operands.
-        """
+        """Roll what is left; NaN and infinity that this rank met in unsharded layers are a Float8NumericsError."""
         self._roll_unasked()
         if self._staged is not None and self._staged[1].there:
             self._read()
@@ -339,13 +287,58 @@ class _DelayedGuest(Guest):
             warnings.warn(_left_out(harmless), Float8Warning, stacklevel=8)
         return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
 
-    def _held(self) -> list[_Held]:
+    def held(self) -> list[_Held]:
         """All states, in an order that every rank agrees on."""
         records = [record for record in self._conversion if record.module is not None]
         return [(record, state) for record in records for state in states_of(record.module)]
 
 
 makers.append(_DelayedGuest)
+
+
+class DelayedLayers(sockets.LayerGuest):
+    """What delayed scaling does for layers whose recipe has it."""
+
+    @override
+    def entered(self, layer: Float8Linear) -> None:
+        if layer.plan.recipe.delayed is not None:
+            state_of(layer, layer.plan.recipe)
+
+    @override
+    def left(self, layer: Float8Linear) -> None:
+        layer._modules.pop(STATES, None)
+
+    @override
+    def loaded(self, layer: Float8Linear, state_dict: dict[str, Any], prefix: str) -> None:
+        """Histories that a state dict with the weight lacks begin anew."""
+        for index, state in enumerate(states_of(layer)):
+            kept = any(key.startswith(f"{prefix}{STATES}.{index}.") for key in state_dict)
+            if f"{prefix}weight" in state_dict and not kept:
+                state.reset()
+
+    @override
+    def alike(self, layer: Float8Linear) -> dict[str, str]:
+        return {"amax histories": str(layer.plan.recipe.delayed)}
+
+    @override
+    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
+        if conversion.guest(_DelayedGuest).held():
+            model.register_forward_pre_hook(functools.partial(_forward_hook, conversion))
+
+    @override
+    def restored(self, model: torch.nn.Module) -> None:
+        for module in model.modules():
+            remove(_forward_hook, module)
+
+
+sockets.guests.append(DelayedLayers())
+
+
+def _forward_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook of a converted model, until it is known which ranks share its histories."""
+    for guest in () if torch.compiler.is_compiling() else conversion.guests:
+        if type(guest) is _DelayedGuest and guest.saw_forward():
+            remove(_forward_hook, module)
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.delayed.state import ScalingState
@@ -15,17 +14,12 @@ from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.weight import local_tensor
 
-_STATES = "scaling_states"
+STATES = "scaling_states"
 """Name of the states in their layer, and so in its state dict."""
 
 
 class ScalingStates(torch.nn.ModuleList):
-    """The states of one layer.
-
-    Args:
-        states: one for each recipe.
-        fqn: the layer's name.
-    """
+    """The states of one layer, one for each recipe; ``fqn`` is the layer's name."""
 
     def __init__(self, states: Iterable[ScalingState] = (), fqn: str = "") -> None:
         super().__init__(states)
@@ -43,7 +37,7 @@ class ScalingStates(torch.nn.ModuleList):
 
 def states_of(layer: torch.nn.Module) -> list[ScalingState]:
     """The states of all recipes with delayed scaling that the layer was run under."""
-    return list(layer._modules.get(_STATES) or ())  # type: ignore[arg-type]
+    return list(layer._modules.get(STATES) or ())  # type: ignore[arg-type]
 
 
 def state_of(layer: Float8Linear, recipe: Recipe) -> ScalingState:
@@ -58,34 +52,9 @@ def state_of(layer: Float8Linear, recipe: Recipe) -> ScalingState:
             "once in the same context before torch.compile"
         )
     state = ScalingState(recipe, local_tensor(layer.weight).device).train(layer.training)
-    setattr(layer, _STATES, ScalingStates([*states, state], layer.fqn))
+    setattr(layer, STATES, ScalingStates([*states, state], layer.fqn))
     Conversion.counts_steps = True
     return state
-
-
-class DelayedLayers(sockets.LayerGuest):
-    """What delayed scaling does for layers whose recipe has it."""
-
-    @override
-    def entered(self, layer: Float8Linear) -> None:
-        if layer.plan.recipe.delayed is not None:
-            state_of(layer, layer.plan.recipe)
-
-    @override
-    def left(self, layer: Float8Linear) -> None:
-        layer._modules.pop(_STATES, None)
-
-    @override
-    def loaded(self, layer: Float8Linear, state_dict: dict[str, Any], prefix: str) -> None:
-        """Histories that a state dict with the weight lacks begin anew."""
-        for index, state in enumerate(states_of(layer)):
-            kept = any(key.startswith(f"{prefix}{_STATES}.{index}.") for key in state_dict)
-            if f"{prefix}weight" in state_dict and not kept:
-                state.reset()
-
-    @override
-    def alike(self, layer: Float8Linear) -> dict[str, str]:
-        return {"amax histories": str(layer.plan.recipe.delayed)}
 
 
 def sources_of(layer: Float8Linear, recipe: Recipe) -> Sources:
@@ -97,5 +66,4 @@ def sources_of(layer: Float8Linear, recipe: Recipe) -> Sources:
     return state.sources(stage=torch.is_grad_enabled() and layer.training, frozen=frozen)
 
 
-sockets.guests.append(DelayedLayers())
 sockets.scaling = sources_of

@@ -274,13 +274,9 @@ def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor
 
 
 def _amax_of(history: torch.Tensor, scaling: DelayedScaling) -> torch.Tensor:
-    match scaling.amax_compute_algo:
-        case "max":
-            return history.amax(0)
-        case "most_recent":
-            return history[0]
-        case algorithm:
-            return _checked(algorithm(history), history[0], "amax_compute_algo")
+    if callable(scaling.amax_compute_algo):
+        return _checked(scaling.amax_compute_algo(history), history[0], "amax_compute_algo")
+    return history.amax(0) if scaling.amax_compute_algo == "max" else history[0]
 
 
 def _scale_of(

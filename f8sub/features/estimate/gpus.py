@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.report.reference_warning import REFERENCE_TIMES_BF16
 from f8sub.formats import ALL, Float8Format, ScaleRule
-from f8sub.kernels.gemm.select import REFERENCE_TIMES_BF16
 from f8sub.recipe import GemmSpec
 
 HIGH, WHOLE, ROWS, VECTORS, SQUARES = "high precision", "one scale", "one a row", "1x128", "squares"

@@ -10,11 +10,10 @@ from f8sub.features.experts.operands import flat_format, seen_transposed
 from f8sub.features.experts.products import GroupedPlan
 from f8sub.features.experts.seams import Seam
 from f8sub.formats import Float8Format
-from f8sub.linear.parameters import exported, make_master_again
 from f8sub.recipe import GemmSpec
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.master_weight import MasterWeight, make_master_again
+from f8sub.weights.weight import exported, local_tensor
 
 
 class Float8Experts(torch.nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from f8sub.features.tensors import operators  # noqa: F401  (a matrix is transposed there)
 from f8sub.tensor.float8_tensor import OPS, Float8Tensor
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
-from f8sub.kernels.gemm.select import REFERENCE_TIMES_BF16
+from f8sub.features.report.reference_warning import REFERENCE_TIMES_BF16
 
 if TYPE_CHECKING:
     from f8sub.features.inspect.estimate import Estimate, LayerGroup

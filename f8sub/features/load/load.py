@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, float8_format, unwrapped
 from f8sub.features.export.float8_weights import Rename
 from f8sub.features.load.checkpoint import Checkpoint, some
 from f8sub.formats import ALL, Tile
+from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.torch_compat import local_slices
 from f8sub.weights.weight import local_tensor
 
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
@@ -84,6 +86,10 @@ def load_float8(
                 again.append(part.fqn)
         for conversion in conversions:
             conversion.loaded()
+        for part in sources:
+            if isinstance(part.module, Float8Linear):
+                for guest in sockets.guests:  # as of a state dict that has this parameter alone
+                    guest.loaded(part.module, {part.attribute: _tensor(part)}, "")
     if again:
         warnings.warn(
             f"{again[0]} and {len(again) - 1} more layers: the checkpoint's scales are of other blocks, or of another "
@@ -190,7 +196,7 @@ def _check_shapes(part: Part, source: _Source, checkpoint: Checkpoint) -> None:
 
 def _values(part: Part, source: _Source, checkpoint: Checkpoint) -> tuple[torch.Tensor, bool]:
     """This rank's part of a tensor, dequantized, and whether its scales are powers of two."""
-    where = local_slices(_tensor(part))
+    where = _local_slices(_tensor(part))
     stored = checkpoint.slice_of(source.name)
     if source.scale is None:
         return (stored[where] if where else stored[...]), True
@@ -220,3 +226,12 @@ def _keeps(part: Part, source: _Source, is_power_of_2: bool) -> bool:
         and format.scale_rule.is_power_of_2
         and is_power_of_2
     )
+
+
+def _local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -8,6 +8,7 @@ reduced over the ranks, copied behind the step, and read when it has arrived. Al
 import contextlib
 import fnmatch
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +22,14 @@ from f8sub.features.monitor import writers
 from f8sub.features.monitor.advice import advice_for
 from f8sub.features.monitor.statistics import MAXIMA, WIDTH, Statistics, measure, statistics_of
 from f8sub.features.monitor.writers import Writer
-from f8sub.formats import Float8Format, Operand, Tile
+from f8sub.formats import Float8Format, Operand, Rounding, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import LayerSource, Sources
+from f8sub.kernels.scales import LayerSource
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
-from f8sub.linear.sockets import sources_of
+from f8sub.linear.saved_input import Call
+from f8sub.linear.sockets import contexts, sources_of
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.host_copy import HostCopy
 from f8sub.torch_compat import autocast_dtype
@@ -118,11 +120,17 @@ class Monitor:
         Returns:
             Call it to detach.
         """
+
+        def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
+                self._end(failed=False)
+
+        def after(*_: Any) -> None:
+            self._end(failed=False)  # of a step with a closure, in which the model runs
+            self._begin()
+
         self._begin()
-        handles = [
-            optimizer.register_step_pre_hook(lambda *_: self._end(failed=False)),
-            optimizer.register_step_post_hook(lambda *_: self._begin()),
-        ]
+        handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
         def detach() -> None:
             for handle in handles:
@@ -132,12 +140,15 @@ class Monitor:
         return detach
 
     def worst(self, count: int = 8) -> str:
-        """The operands with the lowest median-row SQNR in the last sample, with advice; a table."""
+        """The operands with the lowest median-row SQNR in the last sample, with advice; a table.
+
+        Operands with NaN or infinity come first, those that are all 0 last.
+        """
         self._read(wait=True)
         last = [row for row in self.rows if row.step == self.rows[-1].step]
         width = max([len(row.layer) for row in last], default=5)
         lines = [f"{'layer':{width}} role  row dB     dB  flushed  saturated      amax  advice"]
-        for row in sorted(last, key=lambda row: row.row_sqnr)[:count]:
+        for row in sorted(last, key=_badness)[:count]:
             lines.append(
                 f"{row.layer:{width}} {row.role:4} {row.row_sqnr:7.1f} {row.sqnr:6.1f} {row.flushed:8.2%} "
                 f"{row.saturated:10.3%} {row.amax:9.2e}  {advice_for(row)}".rstrip()
@@ -182,23 +193,32 @@ class Monitor:
                     write(sample.step, rows)
 
 
+def _badness(row: Statistics) -> tuple[bool, float]:
+    """The key that sorts rows, those with NaN first: NaN compares with nothing."""
+    return not math.isnan(row.sqnr), math.inf if math.isnan(row.row_sqnr) else row.row_sqnr
+
+
 class _Sample:
     """The hooks of one step, and the table that they fill."""
 
     def __init__(self, step: int, layers: dict[str, Float8Linear], rows: dict[tuple[str, str], int]) -> None:
         self.step, self._rows = step, rows
         self._formats: dict[tuple[str, str], Float8Format] = {}
-        device = next(iter(layers.values())).weight.device
+        weight = next(iter(layers.values())).weight
+        # Where the layers run: CPU offload keeps shards elsewhere.
+        device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
         self._sums = torch.zeros(len(rows), WIDTH, dtype=torch.float32, device=device)
         self._maxima = torch.full((len(rows), len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
         self._exits = contextlib.ExitStack()
         for name, layer in layers.items():
             before = layer.register_forward_pre_hook(functools.partial(self._before, name), with_kwargs=True)
-            after = layer.register_forward_hook(functools.partial(self._after, name))
+            # Before other hooks, which may put something else in the place of y.
+            after = layer.register_forward_hook(functools.partial(self._after, name), prepend=True)
             self._exits.callback(before.remove)
             self._exits.callback(after.remove)
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))
-        self._sources: dict[str, Sources] = {}
+        self._calls: dict[str, Call] = {}
+        self._seen: set[str] = set()  # backward meets the last of several forwards first
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -224,21 +244,22 @@ class _Sample:
         return found
 
     def _before(self, name: str, layer: Float8Linear, args: Any, kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name in self._sources:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name in self._calls:
             return
         with torch.no_grad():
             x: torch.Tensor = args[0] if args else kwargs["input"]
             weight: torch.Tensor = layer.weight
-            recipe = layer.plan.recipe
+            plan = contexts.plan_of(layer) if contexts.entered else layer.plan
+            recipe = plan.recipe
             dtype = autocast_dtype(x.device.type) or x.dtype
             sources = sources_of(layer, recipe)
             if isinstance(weight, DTensor):
-                x, weight, _, _, sources, _ = sockets.placement(layer, layer.plan, weight, x, None, sources)
-            self._sources[name] = sources
+                x, weight, _, _, sources, _ = sockets.placement(layer, plan, weight, x, None, sources)
+            self._calls[name] = call = plan, dtype, sources
             if not isinstance(x, Float8Tensor):
                 self._note(name, "x", x, recipe.fprop.a, dtype, sources.x)
             if recipe.fprop.b is not None and (name, "w") in self._rows:
-                self._note_weight(name, layer, weight, recipe.fprop.b, dtype, sources)
+                self._note_weight(name, layer, weight, recipe.fprop.b, call)
 
     def _note_weight(
         self,
@@ -246,8 +267,7 @@ class _Sample:
         layer: Float8Linear,
         weight: torch.Tensor,
         format: Float8Format,
-        dtype: torch.dtype,
-        sources: Sources,
+        call: Call,
     ) -> None:
         if isinstance(weight, Float8Tensor):
             shard = layer.converted.record_of(layer, "weight").shard
@@ -262,13 +282,16 @@ class _Sample:
         if master is None:
             return  # codes alone
         values = master.plain if isinstance(master, Weight) else master
-        operand = weight_rowwise(weight, (layer.plan, dtype, sources))
+        operand = weight_rowwise(weight, call)
         if isinstance(operand, Operand):
-            self._take(name, "w", values.to(dtype), operand)
+            self._take(name, "w", values.to(call[1]), operand)
 
     def _after(self, name: str, layer: Float8Linear, args: Any, y: torch.Tensor) -> None:
-        format = layer.plan.recipe.dgrad.a or layer.plan.recipe.wgrad.a
-        if y.requires_grad and name in self._sources and format is not None:
+        if not y.requires_grad or name not in self._calls or name in self._seen:
+            return
+        self._seen.add(name)
+        recipe = self._calls[name][0].recipe
+        if (format := recipe.dgrad.a or recipe.wgrad.a) is not None:
             y.register_hook(functools.partial(self._note_dy, name, format))
 
     def _note_dy(self, name: str, format: Float8Format, dy: torch.Tensor) -> None:
@@ -276,7 +299,7 @@ class _Sample:
             return
         with torch.no_grad():
             local = dy.to_local() if isinstance(dy, DTensor) else dy
-            self._note(name, "dy", local, format, local.dtype, self._sources[name].dy)
+            self._note(name, "dy", local, format, local.dtype, self._calls[name][2].dy)
 
     def _note(
         self,
@@ -290,7 +313,9 @@ class _Sample:
         if format is None or (name, role) not in self._rows:
             return
         matrix = tensor.detach().reshape(-1, tensor.shape[-1]).to(dtype)
-        operand = quantize(matrix, format, None, source).rowwise
+        stochastic = format.rounding is Rounding.STOCHASTIC
+        with torch.random.fork_rng([matrix.device] if matrix.is_cuda else [], enabled=stochastic):
+            operand = quantize(matrix, format, None, source).rowwise  # then the layer draws the same numbers
         if operand is not None:
             self._take(name, role, matrix, operand)
 

@@ -1,6 +1,7 @@
 """Where a monitor's rows go: a file, TensorBoard, Weights & Biases, a function; and a picture."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,13 +17,16 @@ _NUMBERS = Statistics._fields[4:]
 
 
 def jsonl(path: str | os.PathLike[str]) -> Writer:
-    """Append a line of JSON a row; ``pandas.read_json(path, lines=True)`` reads them."""
+    """Append a line of JSON a row, null for NaN and infinity; ``pandas.read_json(path, lines=True)`` reads them."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
 
     def write(step: int, rows: Sequence[Statistics]) -> None:
         with file.open("a") as opened:
-            opened.writelines(json.dumps(row._asdict()) + "\n" for row in rows)
+            for row in rows:
+                numbers = {name: value for name in _NUMBERS if math.isfinite(value := getattr(row, name))}
+                of_json = {**row._asdict(), **dict.fromkeys(_NUMBERS), **numbers}
+                opened.write(json.dumps(of_json, allow_nan=False) + "\n")
 
     return write
 

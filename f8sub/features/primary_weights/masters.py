@@ -11,7 +11,6 @@ from f8sub.convert.checks import Chosen, of_options
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.parameters import take_place
 from f8sub.linear.sockets import LayerGuest, guests
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipes import DEFAULT
@@ -19,7 +18,7 @@ from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.guests import Guest, makers
 from f8sub.weights.master_weight import Cell, MasterWeight
-from f8sub.weights.weight import local_tensor, master_of
+from f8sub.weights.weight import local_tensor, master_of, take_place
 
 
 class PrimaryWeights(Guest):

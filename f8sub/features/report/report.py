@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from f8sub.convert import checks
 from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.defaults import MIN_DIM, is_small
 from f8sub.convert.patterns import kind_of, name_of
@@ -198,10 +197,3 @@ def _shown(shape: tuple[int, ...]) -> str:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)
-
-
-def _classes_of_others(model: torch.nn.Module) -> list[str]:
-    return [other.detail.partition(":")[0] for other in other_weights(model)]
-
-
-checks.classes_of_others = _classes_of_others

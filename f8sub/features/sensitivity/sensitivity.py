@@ -96,6 +96,9 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
         for fqn, layer in layers.items():
             _check(fqn, layer)
             exits.callback(setattr, layer, "plan", layer.plan)
+            # A frozen layer that nothing before it learns has no dy.
+            exits.callback(layer.weight.requires_grad_, layer.weight.requires_grad)
+            layer.weight.requires_grad_(True)
             hook = layer.register_forward_hook(
                 functools.partial(_after, found, fqn, layer.plan), with_kwargs=True
             )

@@ -6,7 +6,8 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from f8sub.features.slicing import parts
-from f8sub.tensor.dispatch import implements, in_high_precision
+from f8sub.features.tensors.operators import in_high_precision
+from f8sub.tensor.dispatch import implements
 from f8sub.tensor.float8_tensor import Float8Tensor
 
 aten = torch.ops.aten

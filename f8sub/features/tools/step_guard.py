@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.master_weights.optim import MasterWeights, conversions_of
 from f8sub.features.non_finite.skipped_steps import SkippedSteps
-from f8sub.features.primary_weights.optim import MasterWeights, conversions_of
 from f8sub.torch_compat import untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.weight import local_tensor

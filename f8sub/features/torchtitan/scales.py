@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.errors import Float8ConfigError
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.torch_compat import gathered_as_local, is_compiled
+from f8sub.torch_compat import fsdp_params
 from f8sub.weights.layout import sharded_dims
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import register_precompute_hook
@@ -100,11 +100,11 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
         layer: f"{fqn}.{name}"
         for part in model_parts
         for fqn, block in part.named_modules()
-        if is_compiled(block)
+        if _is_compiled(block)
         for name, layer in block.named_modules()
         if isinstance(layer, Float8Linear) and layer.float8_all_gather and _is_cut_twice(layer)
     }
-    plain = gathered_as_local(layers)
+    plain = _gathered_as_local(layers)
     found = [fqn for layer, fqn in layers.items() if layer not in plain]
     if found:
         raise Float8ConfigError(
@@ -130,3 +130,17 @@ def _attach_to_container(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
     parts = getattr(optimizer, "model_parts", ())
     if any(getattr(part, PRECOMPUTE, False) for part in parts):
         attach(optimizer, parts)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, or this is what ``torch.compile(module)`` returned."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def _gathered_as_local(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Those of ``layers`` whose DTensor parameters FSDP2 puts together as plain tensors of spmd_types' kind.
+
+    From torch 2.14 on; what is a DTensor before it is sharded is a DTensor after it is gathered.
+    """
+    local = {p._module_info.module for _, p in fsdp_params() if getattr(p, "is_spmd_types", False)}
+    return local.intersection(layers)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import ops, reference
 from f8sub.kernels.gemm import scaled_mm
 from f8sub.kernels.triton import measured, support, triton_mm
-from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
+from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import autocast_dtype
 
 REFERENCE = "reference"
@@ -47,13 +47,6 @@ GEMM = {
     REFERENCE: Backend(lambda a, b, device: None, reference.gemm_nt, takes_any_layout=lambda device: True),
 }
 """Backends by name, the preferred one first: what was measured on this GPU; without that cuBLASLt, then our own."""
-
-REFERENCE_TIMES_BF16 = 30
-"""How many times as long as bf16 a layer takes on a GPU whose GEMMs are the reference's.
-
-Source: ``scripts/bench/small_layers.py`` on an H200, 2026-11-23, forward and backward of 4096x4096 with 8192 tokens in
-eager code: 30 times with e8m0 scales of 1x32, 37 times with e2m1.
-"""
 
 _ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM.items()}
 """The same GEMMs behind operators, for what ``torch.compile`` may not look into."""
@@ -183,35 +176,3 @@ class Plan:
     def __reduce__(self) -> tuple[Callable[..., "Plan"], tuple[Any, ...]]:
         """A copy is the plan itself; one that is unpickled, maybe on another device, gets a number of this process."""
         return Plan._of, tuple(getattr(self, field.name) for field in fields(self) if field.name != "number")
-
-
-def reference_warning(plans: Iterable[Plan]) -> str | None:
-    """What to tell users whose GEMMs run by the reference on a GPU unasked; None where no GEMM does."""
-    slow = {
-        plan.recipe.name: plan
-        for plan in plans
-        if plan.device.type not in ("cpu", "meta")
-        and plan.backend != REFERENCE
-        and REFERENCE in plan.gemms.values()
-    }
-    if not slow:
-        return None
-    listed = "; ".join(
-        f"{', '.join(gemm for gemm, used in plan.gemms.items() if used == REFERENCE)} of recipe {name!r}"
-        for name, plan in slow.items()
-    )
-    device = next(iter(slow.values())).device
-    plans_there = (Plan.make(get_recipe(name), device) for name in recipe_names())
-    native = [plan.recipe.name for plan in plans_there if REFERENCE not in plan.gemms.values()]
-    return (
-        f"{listed}: no native float8 GEMM on {_shown(device)}, so the reference backend multiplies, which takes about "
-        f"{REFERENCE_TIMES_BF16} times as long as bf16. Native there: {', '.join(native) or 'no recipe'}. "
-        f"backend={REFERENCE!r} says that you want this, and ends the warning"
-    )
-
-
-def _shown(device: torch.device) -> str:
-    if device.type != "cuda":
-        return str(device)
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} (SM {major}.{minor}, CUDA {torch.version.cuda})"

@@ -1,6 +1,7 @@
-"""The kernels, interpreted: the bytes and the sums of plain PyTorch; and what refuses to be packed or added."""
+"""The kernels, interpreted: the bytes and the sums of plain PyTorch; and where the parts of a row lie."""
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from f8sub.features.gradient_wire import launches, wire
 from f8sub.features.gradient_wire.layout import Layout, chunk_size, layout_of
 from f8sub.features.gradient_wire.wire import Source
+from f8sub.kernels.triton import support
 from tests.data_sets import edge_values, gaussian, generator
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
 
@@ -17,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Of all magnitudes, with NaN, infinity, zeros of both signs, and one that begins at an odd place."""
+    """Of all magnitudes, with NaN, infinity, zeros of both signs, and a vector that no multiple of 16 bytes begins."""
     rng = generator(3)
     scale = 30 if dtype == torch.float32 else 4
     made = []
@@ -42,26 +44,24 @@ def read(packed: torch.Tensor, layout: Layout) -> Iterator[torch.Tensor]:
         yield packed[:, chunk.scale_at : chunk.scale_at + (chunk.blocks if layout.codes else 0)]
 
 
-def bytes_and_sums(codes: bool) -> None:
-    from f8sub.kernels.triton import support
-
+def bytes_and_sums(device: str, codes: bool) -> None:
     for dtype, (ranks, hosts), out in zip(DTYPES, ((3, 1), (4, 2), (5, 1)), DTYPES, strict=True):
-        of = gradients(dtype)
+        of = [gradient.to(device) for gradient in gradients(dtype)]
         layout = layout_of(tuple(chunk_size(g.shape, ranks) for g in of), codes=codes)
         found = []
-        for takes in (lambda x: True, lambda x: False):
-            support.takes = takes
-            packed = wire.pack(sources(of, layout), layout, ranks, hosts)
-            total = torch.empty(layout.numel, dtype=out)
-            wire.add(packed, layout, 0.3, total)
-            found.append((packed, total))
+        for by_kernels in (True, False):
+            with mock.patch.object(support, "takes", lambda x, by_kernels=by_kernels: by_kernels):
+                packed = wire.pack(sources(of, layout), layout, ranks, hosts)
+                total = torch.empty(layout.numel, dtype=out, device=device)
+                wire.add(packed, layout, 0.3, total)
+            found.append((packed.cpu(), total.cpu()))
         (ours, sums), (right, right_sums) = found
         for a, b in zip(read(ours, layout), read(right, layout), strict=True):
-            nan = torch.zeros(())
-            if not codes:  # a bfloat16 NaN has many bit patterns
-                a, b = a.contiguous().view(torch.bfloat16), b.contiguous().view(torch.bfloat16)
-                nan = a.isnan() & b.isnan()
-            assert bool(((a == b) | (nan > 0)).all())
+            if codes:
+                assert torch.equal(a, b)
+            else:  # a bfloat16 NaN has many bit patterns
+                a, b = (x.contiguous().view(torch.bfloat16) for x in (a, b))
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
         assert right_sums.isfinite().any()
         torch.testing.assert_close(sums, right_sums, rtol=0, atol=0, equal_nan=True)
 
@@ -81,7 +81,7 @@ def launches_of_all_kinds() -> list[tuple[object, ...]]:
 @needs_triton
 @pytest.mark.parametrize("codes", [True, False], ids=["e4m3", "bf16"])
 def test_bytes_and_sums_are_the_references(interpreter, codes):  # noqa: F811
-    interpreter(bytes_and_sums, codes)
+    interpreter(bytes_and_sums, "cpu", codes)
 
 
 @needs_triton

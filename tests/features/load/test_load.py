@@ -78,6 +78,19 @@ def broken(folder: Path, change) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def test_amax_histories_of_the_values_from_before_end(saved):
+    """A scale that was made of smaller values would cut the loaded ones off."""
+    _, folder = saved("tensorwise")
+    broken(folder, lambda t: t.update({n: 100 * v for n, v in t.items() if n.endswith("weight_scale")}))
+    loaded, expected = trained("delayed"), trained("delayed")
+    with pytest.warns(f8sub.Float8Warning, match="a second time"):
+        f8sub.load_float8(loaded, folder)
+    values = {name: value for name, value in loaded.state_dict().items() if "scaling_states" not in name}
+    expected.load_state_dict(values, strict=False)
+    tokens = torch.arange(32, dtype=torch.int64).view(2, 16)
+    assert torch.equal(loaded(tokens).logits, expected(tokens).logits)
+
+
 UP = "model.layers.0.mlp.up_proj"
 CHANGES = {
     "no scales": (

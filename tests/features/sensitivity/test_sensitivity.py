@@ -50,6 +50,14 @@ def test_harm_is_the_first_order_change_of_the_loss():
     assert found.skip(0.5) == []
 
 
+def test_frozen_layers_are_looked_at_as_well_and_stay_frozen():
+    model = transformer("tensorwise")
+    expected = f8sub.sensitivity(model, loss)
+    model.requires_grad_(False)
+    assert f8sub.sensitivity(model, loss) == expected
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.parameters())
+
+
 def test_a_layer_with_outliers_is_the_first():
     model = transformer("tensorwise")
     with torch.no_grad():

@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
 from tests.features.gradient_wire import oracle
 from tests.features.gradient_wire.models import (
+    FLOAT32,
     HIDDEN,
     backward,
     gradients,
@@ -189,6 +190,42 @@ def test_frozen_weights(ranks):
     ranks(2, frozen)
 
 
+class Choice(nn.Module):
+    """Of two layers in one group, which the ranks do not both use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        return self.layers[index](x)
+
+
+def fsdp2s_options(rank: int, world: int) -> None:
+    """A process group of its own, two buffers at a time, zeros for what a rank does not use."""
+    model = sharded(network())
+    model.set_separate_reduce_scatter_group()
+    model.set_reduce_scatter_max_input_buffers(2)
+    assert same(reduced(rank, model), expected(world))
+    torch.manual_seed(0)
+    model = fully_shard(Choice(), mp_policy=FLOAT32)
+    model.set_reduce_scatter_unused_params(True)
+    f8sub.reduce_gradients_in_float8(model)
+    x = torch.randn(8, 24)
+    model(x, rank).sum().backward()
+    own = x.sum(0).expand(24, 24)
+    for layer in model.layers:
+        right = oracle.summed([own, torch.zeros(24, 24)])
+        assert same([layer.weight.grad.full_tensor()], [right])
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 has them from torch 2.13 on"
+)
+def test_fsdp2s_options(ranks):
+    ranks(2, fsdp2s_options)
+
+
 def replicated(rank: int, world: int) -> list[torch.Tensor]:
     """HSDP: two shard groups whose sums torch adds in float32."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -290,10 +327,11 @@ def test_nan_and_infinity(ranks):
 
 def in_two_hops(rank: int, world: int, hidden: int) -> tuple[dict[str, int], dict[str, int]]:
     model = sharded(network(hidden))
-    reduction = f8sub.reduce_gradients_in_float8(model, ranks_per_host=2)
+    reduction = f8sub.reduce_gradients_in_float8(model, ranks_per_host=2, measure=True)
     with Wire() as wire:
         backward(model, rank)
     assert "two hops" in str(reduction)
+    assert all(29 < decibels < 45 for decibels in reduction.decibels().values())
     assert same(gradients(model), expected(world, hidden, local=2))
     return dict(wire.calls), dict(wire.output_bytes)
 

@@ -1,11 +1,14 @@
 """Sharded models: the bits of an unmonitored run, and statistics of the whole weight and of all ranks' tokens."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import f8sub
+from f8sub.features.monitor import monitor as module
 from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 from tests.data_sets import gaussian, generator
 from tests.features.tensor_parallel.models import MLP, mesh_of
@@ -74,3 +77,17 @@ def test_tensor_parallel(ranks, recipe):
         assert (row.layer, row.role) == (whole.layer, whole.role)
         assert (row.scale_min, row.scale_max) == (whole.scale_min, whole.scale_max), row.layer
         assert row.sqnr == pytest.approx(whole.sqnr, abs=0.05)
+
+
+def where_a_sample_lies(rank: int, world: int) -> str:
+    """The type of the device, where the mesh's is not that of the shards, as with CPU offload."""
+    model = shard(transformer("tensorwise"))
+    layer = model.blocks[0].q
+    with mock.patch.object(type(layer.weight.device_mesh), "device_type", "meta"):
+        sample = module._Sample(0, {"blocks.0.q": layer}, {("blocks.0.q", "x"): 0})
+    sample.close()
+    return sample.reduced(None).device.type
+
+
+def test_a_sample_lies_where_layers_run_and_not_where_offloaded_shards_do(ranks):
+    assert ranks(1, where_a_sample_lies) == ["meta"]

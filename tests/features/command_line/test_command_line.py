@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from f8sub import __main__ as command_line
-from f8sub.__main__ import main
+import f8sub.__main__
+from f8sub.features.command_line import command_line
+from f8sub.features.command_line.command_line import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,7 +38,7 @@ def test_wrong_use_is_status_2(arguments, capsys):
 def test_the_console_script_is_this():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"f8sub": "f8sub.__main__:run"}
-    assert callable(command_line.run)
+    assert f8sub.__main__.run is command_line.run
 
 
 def test_it_runs_as_a_module_and_its_status_is_the_process(tmp_path):

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 import f8sub
 from f8sub import ALL, Float8Format, Float8Tensor, ScaleRule, Tile
+from f8sub.features.tensors import operators
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm
-from f8sub.tensor import dispatch
 from f8sub.tensor.float8_tensor import ANY_OTHER, OPS
 from tests.budgets import excess
 from tests.counting import Float8Work
@@ -81,8 +81,8 @@ def test_every_operator_of_the_table_has_its_row_here():
 @pytest.fixture(autouse=True)
 def told(monkeypatch) -> set[str]:
     """The operators that were warned about, none at first."""
-    monkeypatch.setattr(dispatch, "_told", set())
-    return dispatch._told
+    monkeypatch.setattr(operators, "_told", set())
+    return operators._told
 
 
 @pytest.mark.parametrize("op", PARTS, ids=str)

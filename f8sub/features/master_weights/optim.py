@@ -10,10 +10,9 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.masters import is_primary, reread_shards, take_master
 from f8sub.features.primary_weights.primary_weight import like_sharded
-from f8sub.linear.parameters import exported
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import local_tensor, master_of
+from f8sub.weights.weight import exported, local_tensor, master_of
 
 MASTER = "master"
 """Name of the master among the states of its parameter."""

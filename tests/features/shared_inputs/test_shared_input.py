@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.linear import saved_input
+from f8sub.features.shared_inputs import shared_inputs
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.layers import on_each_recipe
@@ -50,7 +50,7 @@ def casts_of_x(run) -> int:
 @pytest.fixture(autouse=True)
 def no_scope_is_left_behind():
     yield
-    assert saved_input._scopes.stack == []
+    assert shared_inputs._scopes.stack == []
 
 
 def casts_of(recipe: str) -> int:
@@ -102,7 +102,7 @@ def test_nothing_is_kept_after_the_forward(recipe):
     x = x_of()
     x_alive = weakref.ref(x)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(saved_input, "quantize", spy_on(saved_input.quantize))
+        patch.setattr(shared_inputs, "quantize", spy_on(shared_inputs.quantize))
         model(x)
     del x
     gc.collect()
@@ -205,10 +205,10 @@ def test_a_forward_that_raises_leaves_no_x_behind(error, scopes):
     for _ in range(3):
         with pytest.raises(error, match="stop"):
             model(x)
-    left = len(saved_input._scopes.stack)
+    left = len(shared_inputs._scopes.stack)
     del x
     gc.collect()
-    saved_input._scopes.stack.clear()
+    shared_inputs._scopes.stack.clear()
     assert alive() is None
     assert left == scopes
 
@@ -223,7 +223,7 @@ def test_a_hook_that_raises_leaves_no_scope_behind():
     x = x_of()
     with pytest.raises(RuntimeError, match="stop"):
         model(x)
-    assert saved_input._scopes.stack == []
+    assert shared_inputs._scopes.stack == []
 
 
 def test_an_inner_forward_that_raises_and_is_caught():
@@ -304,4 +304,4 @@ def test_threads_have_scopes_of_their_own():
 
 def test_modules_with_one_converted_child_open_no_scope():
     model = made(model=nn.Sequential(nn.Sequential(nn.Linear(K, N)), nn.ReLU()))
-    assert saved_input.open_scope not in model[0]._forward_pre_hooks.values()
+    assert shared_inputs.open_scope not in model[0]._forward_pre_hooks.values()

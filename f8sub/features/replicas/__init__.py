@@ -1,0 +1,1 @@
+"""DistributedDataParallel: what replicas of a layer share besides their gradients."""

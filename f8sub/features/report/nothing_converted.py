@@ -1,0 +1,43 @@
+"""What the error of a conversion that found nothing says: why each layer was left, and what to do."""
+
+from collections import defaultdict
+
+import torch
+
+from f8sub.convert import checks
+from f8sub.convert.checks import SKIP_REASON
+from f8sub.convert.patterns import kind_of, name_of
+from f8sub.features.report.other_weights import other_weights
+
+ADVICE = {
+    "loosen skip, filter_fqns or filter_fn": ("skip=", "filter_fqns=", "filter_fn"),
+    "give recipe a pattern that matches": ("no pattern of recipe",),
+    "pass skip_defaults=False": ("(default)",),
+    "pass a smaller min_dim": ("min_dim=",),
+}
+"""What to do where no layer was converted, by words of the reasons."""
+
+
+def why_nothing(model: torch.nn.Module) -> str:
+    """Why no layer of a model was converted, and what to do."""
+    classes = dict.fromkeys(other.detail.partition(":")[0] for other in other_weights(model))
+    others = f"; nor does f8sub convert its {', '.join(classes)}" if classes else ""
+    reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    count = 0
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            count += 1
+            reasons[getattr(module, SKIP_REASON)][kind_of(fqn or "(root)")].append(fqn or "(root)")
+    if not count:
+        return f"the model has no nn.Linear layer{others}. Pass strict=False if that is as it should be"
+    listed = "; ".join(
+        f"{', '.join(map(name_of, kinds.values()))}: {reason}" for reason, kinds in reasons.items()
+    )
+    advice = [
+        what for what, words in ADVICE.items() if any(word in reason for reason in reasons for word in words)
+    ]
+    do = ", ".join([*advice, "or pass strict=False"]).removeprefix("or ")
+    return f"0 of {count} linear layers ({listed}){others}. {do[0].upper()}{do[1:]}"
+
+
+checks.why_nothing = why_nothing

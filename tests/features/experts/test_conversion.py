@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.experts import seams
@@ -312,6 +313,38 @@ def test_weights_train():
         f8sub.precompute_scales(model)
         losses.append(loss.item())
     assert losses == sorted(losses, reverse=True)
+
+
+def gradients_of(experts: nn.Module, call) -> list[torch.Tensor]:
+    x = gaussian((16, 32), generator(5)).requires_grad_()
+    y = call(x, torch.tensor([5, 5, 16]))
+    y.backward(gaussian(tuple(y.shape), generator(6)))
+    return [y.detach(), x.grad, *(p.grad for p in experts.parameters())]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_forward_is_run_again_in_float8(reentrant):
+    plain, again = (converted(own()).mlp.experts for _ in range(2))
+    found = gradients_of(again, lambda *given: checkpoint(again, *given, use_reentrant=reentrant))
+    assert all(map(torch.equal, found, gradients_of(plain, plain)))
+
+
+@pytest.mark.long
+def test_compiled_experts_break_the_graph_and_compute_the_same(fresh_compiler):
+    plain, compiled = (converted(own()).mlp.experts for _ in range(2))
+    found = gradients_of(compiled, torch.compile(compiled, backend="aot_eager"))
+    assert all(map(torch.equal, found, gradients_of(plain, plain)))
+
+
+def test_frozen_experts_and_no_tokens():
+    experts = converted(own()).mlp.experts.requires_grad_(False)
+    x = gaussian((16, 32), generator(5)).requires_grad_()
+    experts(x, torch.tensor([5, 5, 16])).sum().backward()
+    assert x.grad.any()
+    assert experts.up.grad is None
+    experts.requires_grad_(True)
+    experts(x[:0], torch.tensor([0, 0, 0])).sum().backward()
+    assert not experts.up.grad.any()
 
 
 def test_errors_name_the_module():

@@ -211,9 +211,9 @@ def fsdp2s_options(rank: int, world: int) -> None:
     model = fully_shard(Choice(), mp_policy=FLOAT32)
     model.set_reduce_scatter_unused_params(True)
     f8sub.reduce_gradients_in_float8(model)
-    x = torch.randn(8, 24)
-    model(x, rank).sum().backward()
-    own = x.sum(0).expand(24, 24)
+    x, dy = torch.randn(8, 24), torch.randn(8, 24)
+    model(x, rank).backward(dy)
+    own = dy.t() @ x
     for layer in model.layers:
         right = oracle.summed([own, torch.zeros(24, 24)])
         assert same([layer.weight.grad.full_tensor()], [right])

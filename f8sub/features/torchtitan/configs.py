@@ -13,22 +13,6 @@ from torchtitan.trainer import Trainer
 
 from f8sub.features.torchtitan.converter import with_float8
 
-__all__ = [
-    "deepseek_v3_16b_f8sub",
-    "deepseek_v3_671b_f8sub",
-    "deepseek_v3_debugmodel_f8sub",
-    "llama3_8b_f8sub",
-    "llama3_70b_f8sub",
-    "llama3_405b_f8sub",
-    "llama3_debugmodel_f8sub",
-    "qwen3_0_6b_f8sub",
-    "qwen3_14b_f8sub",
-    "qwen3_30b_a3b_f8sub",
-    "qwen3_32b_f8sub",
-    "qwen3_debugmodel_f8sub",
-    "qwen3_moe_debug_f8sub",
-]
-
 ConfigFunction = Callable[[], Trainer.Config]
 
 

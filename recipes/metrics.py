@@ -136,7 +136,7 @@ class Metrics:
         file = self._folder / "numerics.jsonl"
         if not self._enabled or not file.exists():
             return
-        records = [
+        records: list[dict[str, Any]] = [
             {key: math.nan if value is None else value for key, value in row.items()}
             for row in read_metrics(file)
         ]

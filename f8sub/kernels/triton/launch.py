@@ -24,7 +24,7 @@ ELEMENTS = 16384
 """Elements that one program of ``amax_of_matrix`` reads: as many as the tiles of other kernels have."""
 
 ROW_PART = 2048
-"""Elements of a row that one step of ``quantize_rows`` reads."""
+"""Elements of a row that one step of ``quantize_rows`` and of ``cast_rows_with_scales`` reads."""
 
 LINES, LINES_READ = (32, 256), {"STEPS": 16, "STAGES": 3}
 """Tiles of ``amax_of_lines``; one program reads 16 of them below each other, two ahead."""
@@ -163,6 +163,29 @@ def part_cast(
         "THROUGH": INPUTS[through],
     }
     return _over(x, PART, casts.cast_part, arguments, _WARPS_8)
+
+
+def rows_cast(
+    x: torch.Tensor, format: Float8Format, through: torch.dtype, out: torch.Tensor, scale_inv: torch.Tensor
+) -> Launch:
+    """How to cast rows with scales of their own, see ``quantize_cuda.cast_rows_into``.
+
+    ``x`` is contiguous, and ``out``, (M, N), is adjacent in a row.
+    """
+    rows, cols = x.shape
+    arguments = {
+        "x_ptr": x,
+        "out_ptr": out,
+        "scale_inv_ptr": scale_inv,
+        "N": cols,
+        "OUT_STRIDE": out.stride(0),
+        "SCALE_STRIDE": scale_inv.stride(0),
+        "CAST": cast_to(format),
+        "THROUGH": INPUTS[through],
+        "PART": ROW_PART,
+        "WHOLE": cols % ROW_PART == 0,
+    }
+    return Launch(casts.cast_rows_with_scales, rows, arguments, _WARPS_8)
 
 
 def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:

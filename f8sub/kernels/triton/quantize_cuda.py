@@ -140,6 +140,35 @@ def cast_into(
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
 
 
+def cast_rows_into(
+    out: torch.Tensor, scale_inv: torch.Tensor, x: torch.Tensor, format: Float8Format, through: torch.dtype
+) -> None:
+    """Codes and inverse scales of rows whose tiles lie within them; both NaN for a tile with NaN or infinity.
+
+    Args:
+        out: uint8, (rows, at least as many columns as the codes take); the rest is left alone.
+        scale_inv: (rows, tiles of a row), of the dtype and with the shape that ``format`` has.
+        x: (rows, cols), any float dtype, whole rows.
+        format: the format of the codes.
+        through: the dtype that ``x`` is rounded to first.
+    """
+    if (
+        x.dtype in HIGH_PRECISION
+        and through in HIGH_PRECISION
+        and support.takes(x)
+        and format.is_plain
+        and format.tile == ROWWISE
+        and out.stride(-1) == 1
+    ):
+        with support.device_of(x):
+            _launch().rows_cast(x.contiguous(), format, through, out[:, : x.shape[1]], scale_inv).run()
+        return
+    rounded = x.to(through)
+    made = scales.scales_or_nan(scales.shard_amax(rounded, format.tile, (0, 0)), format)
+    scale_inv.copy_(made.scale_inv)
+    cast_into(out, rounded, made.scale, format, (0, 0), through)
+
+
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:
     begins_at_a_word = codes.data_ptr() % 2 == 0
     return codes.is_contiguous() and codes.shape[0] % 2 == codes.shape[1] % 2 == 0 and begins_at_a_word

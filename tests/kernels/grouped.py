@@ -9,7 +9,18 @@ import torch
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from tests.data_sets import gaussian, generator
-from tests.kernels.products import BLOCK, E4M3, LARGE, LARGE_E5M2, ROW, ROW_E5M2, TENSOR, TENSOR_E5M2, VECTOR, exact
+from tests.kernels.products import (
+    BLOCK,
+    E4M3,
+    LARGE,
+    LARGE_E5M2,
+    ROW,
+    ROW_E5M2,
+    TENSOR,
+    TENSOR_E5M2,
+    VECTOR,
+    exact,
+)
 from tests.oracle import Product
 
 PAIRS = {

@@ -24,6 +24,7 @@ from f8sub.features.experts.products import (
     GroupedPlan,
     high_precision_rows,
     high_precision_weights,
+    multiply_rows,
 )
 from f8sub.features.experts.transposed import Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
@@ -170,7 +171,7 @@ class _GroupedLinear(torch.autograd.Function):
             saved = (x,) if format is None else _of_tokens(x, groups, format, plan)
         ctx.save_for_backward(w, ends, *saved)
         ctx.call, ctx.rows = call, len(x)
-        return y.masked_fill_(groups.past, 0)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -189,7 +190,6 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 a = quantize_tokens(dy, groups, d.a, contracted=False)
                 dx = _rows(plan.dgrad, d, a, _columnwise(w, d.b, call), groups, dtype)
-            dx = dx.masked_fill_(groups.past, 0)
         if ctx.needs_input_grad[1]:
             g = recipe.wgrad
             if g.a is None or g.b is None or plan.wgrad is None:
@@ -207,7 +207,7 @@ def _rows(
 ) -> torch.Tensor:
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
-    return GROUPED[backend].rows(a, b, groups, dtype, spec.fast_accum)
+    return multiply_rows(backend, a, b, groups, dtype, spec.fast_accum)
 
 
 def _of_tokens(

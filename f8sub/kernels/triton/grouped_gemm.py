@@ -15,6 +15,17 @@ import triton.language as tl
 from f8sub.kernels.triton.gemm import scaled, scales_at
 
 
+@triton.jit
+def clear_from(first, out_ptr, M, N, BLOCK: tl.constexpr):
+    """Zeros in the rows of a matrix from ``first`` on, by all programs."""
+    zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
+    for past in range(first + tl.program_id(0), M, tl.num_programs(0)):
+        row = past + tl.zeros((BLOCK,), tl.int64)
+        for col in range(0, N, BLOCK):
+            j = col + tl.arange(0, BLOCK)
+            tl.store(out_ptr + row * N + j, zeros, mask=j < N)
+
+
 @triton.jit(do_not_specialize=["M", "N", "GROUPS"])
 def table_of_rows(
     first_ptr, ends_ptr, placed_ptr, table_ptr, out_ptr, M, N, GROUPS,
@@ -46,12 +57,13 @@ def table_of_rows(
     tl.store(entry + 3, end, mask=is_tile)
     if tl.program_id(0) == 0:
         tl.store(table_ptr, tl.minimum(count, tl.num_programs(0) * AT_ONCE))
-    zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
-    for past in range(tl.max(ends, 0) + tl.program_id(0), M, tl.num_programs(0)):
-        row = past + tl.zeros((BLOCK,), tl.int64)
-        for col in range(0, N, BLOCK):
-            j = col + tl.arange(0, BLOCK)
-            tl.store(out_ptr + row * N + j, zeros, mask=j < N)
+    clear_from(tl.max(ends, 0), out_ptr, M, N, BLOCK)
+
+
+@triton.jit(do_not_specialize=["M", "N", "GROUPS"])
+def clear_past(ends_ptr, out_ptr, M, N, GROUPS, BLOCK: tl.constexpr):
+    """Zeros in the rows of a matrix past the last group."""
+    clear_from(tl.load(ends_ptr + GROUPS - 1), out_ptr, M, N, BLOCK)
 
 
 @triton.jit(do_not_specialize=["GROUPS"])

@@ -31,7 +31,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.persistent and ((self.rows, self.cols) != (128, 256) or self.stages % self.blocks):
-            raise ValueError(f"the persistent kernel makes tiles of 128x256 in passes of its stages, found {self}")
+            raise ValueError(
+                f"the persistent kernel makes tiles of 128x256 in passes of its stages, found {self}"
+            )
         if not self.persistent and (max(self.rows, self.cols) > 128 or self.blocks != 1):
             raise ValueError(f"tiles are of at most 128x128, one block of K at a time, found {self}")
 

@@ -147,6 +147,13 @@ def product_over_rows(
     return [Launch(grouped_gemm.table_of_groups, writers, listing, {"num_warps": 4}), last], out
 
 
+def clearing(out: torch.Tensor, ends: torch.Tensor, programs: int) -> Launch:
+    """How to write zeros into the rows of ``out``, (M, N), past the last group."""
+    sizes = {"M": out.shape[0], "N": out.shape[1], "GROUPS": len(ends), "BLOCK": ZEROED}
+    arguments = {"ends_ptr": ends.contiguous(), "out_ptr": out, **sizes}
+    return Launch(grouped_gemm.clear_past, programs, arguments, {"num_warps": 4})
+
+
 def _group_arguments(groups: Rows) -> dict[str, Any]:
     experts = len(groups.ends)
     return {
@@ -170,10 +177,10 @@ def _multiplication(
     return Launch(grouped_gemm.multiply_groups, tiles, arguments, options)
 
 
-def _side(name: str, operand: Operand, lines: int, persistent: bool, groups: int = 1) -> dict[str, Any]:
+def _side(name: str, operand: Operand, lines: int, persistent: bool, groups: int = 0) -> dict[str, Any]:
     """The arguments of one operand: codes in blocks of (lines, 128), scales, and how these are read.
 
-    Of ``groups`` matrices below each other scales of squares begin anew in each.
+    Of ``groups`` matrices below each other, where there are any, scales of squares begin anew in each.
     """
     codes = operand.data.contiguous()
     if codes.data_ptr() % ALIGNMENT:
@@ -184,7 +191,7 @@ def _side(name: str, operand: Operand, lines: int, persistent: bool, groups: int
         reading, scale = Reading(0, 1, tile.rows == 1), scale.contiguous()
     elif tile.rows != 1:
         reading, scale = Reading(tile.rows, tile.cols // BLOCK), scale.contiguous()
-        stride, group_stride = scale.shape[-1], scale.numel() // groups
+        stride, group_stride = scale.shape[-1], scale.numel() // groups if groups else 0
     else:
         by_line = Operand(codes, scale.reshape(-1, scale.shape[-1]), operand.format)
         vectors = block_scales.vectors(by_line).t()

@@ -4,6 +4,7 @@ import torch
 
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels.gemm.block_scales import BLOCK
+from f8sub.kernels.triton import support
 from f8sub.kernels.triton.grouped_gemm_config import Config, default_config
 from f8sub.kernels.triton.triton_mm import multiprocessors, why_not_device
 
@@ -78,6 +79,19 @@ def over_rows(
         )
         for one in launches:
             one.run()
+    return out
+
+
+def clear_past(out: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``out``, (M, N) and contiguous, with zeros in the rows past the last group."""
+    if not support.takes(out) or not len(ends):
+        row = torch.arange(len(out), device=ends.device, dtype=ends.dtype)
+        last = ends[-1] if len(ends) else 0
+        return out.masked_fill_((row >= last)[:, None], 0)
+    from f8sub.kernels.triton import grouped_gemm_launch
+
+    with support.device_of(out):
+        grouped_gemm_launch.clearing(out, ends, multiprocessors(out.device)).run()
     return out
 
 

@@ -1,6 +1,6 @@
 """What products by groups compile to for Hopper (sm_90a), on any machine: as ``gemms.py``, of which the rules are.
 
-    python tests/kernels/compiled/grouped.py
+python tests/kernels/compiled/grouped.py
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def cases() -> list[Case]:
         for fast in (False, True)[: 1 + all(f.tile.cols == ALL for f in formats)]
         if is_compiled(pair, config)
     ]
-    return made + [
-        Case(pair, "fp32", over, False, CONFIGS[2]) for pair in PAIRS for over in (False, True)
-    ]
+    return made + [Case(pair, "fp32", over, False, CONFIGS[2]) for pair in PAIRS for over in (False, True)]
 
 
 def launches_of(case: Case) -> list[Launch]:
@@ -75,7 +73,9 @@ def launches_of(case: Case) -> list[Launch]:
     how = gemms.DTYPES[case.out], case.fast, case.config, gemms.MULTIPROCESSORS
     if case.over_rows:
         scales = [
-            torch.empty((EXPERTS, 1 if f.tile.rows == ALL else s[0]) if f.tile.cols == ALL else f.tile.scale_shape(s))
+            torch.empty(
+                (EXPERTS, 1 if f.tile.rows == ALL else s[0]) if f.tile.cols == ALL else f.tile.scale_shape(s)
+            )
             for s, f in zip(shapes, (a_format, b_format), strict=True)
         ]
         a, b = (Operand(*part) for part in zip(codes, scales, (a_format, b_format), strict=True))

@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
+from f8sub.kernels.triton.grouped_gemm_config import Rows
 from tests.data_sets import gaussian, generator
 from tests.kernels.products import (
     BLOCK,
@@ -70,16 +70,17 @@ class Case:
         return [0, *itertools.accumulate(room)]
 
 
-def ends_of(starts: Sequence[int], counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(starts: Sequence[int], counts: Sequence[int], count: int) -> Rows:
+    """Groups of ``counts`` rows that begin at ``starts``, of ``count`` rows in all."""
     first = torch.tensor(starts[: len(counts)], dtype=torch.int32)
-    return first, first + torch.tensor(counts, dtype=torch.int32)
+    return Rows(first, first + torch.tensor(counts, dtype=torch.int32), first, count)
 
 
 class ByRows(Case):
     """(M, K) x (E, N, K)."""
 
-    def operands(self) -> tuple[Operand, Operand, torch.Tensor]:
-        """a, b and where groups begin in ``a``; what is not of a group is NaN."""
+    def operands(self) -> tuple[Operand, Operand, Rows]:
+        """a, b and where groups lie; what is not of a group is NaN."""
         format, tile = self.pair[0], self.pair[0].tile
         edge = tile.rows if tile.rows not in (1, ALL) else 1
         starts = self.starts(edge)
@@ -94,20 +95,11 @@ class ByRows(Case):
             scale[first : first + len(part.scale_inv)] = part.scale_inv[: len(scale) - first]
         codes = torch.stack([one.data.view(torch.uint8) for one in self.weights]).view(self.pair[1].dtype)
         b = Operand(codes, torch.stack([one.scale_inv for one in self.weights]), self.pair[1])
-        return Operand(data, scale, format), b, ends_of(starts, self.counts)[0]
-
-    @property
-    def rows(self) -> int:
-        return sum(self.counts) + TAIL
-
-    def groups(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the result."""
-        return ends_of(self.starts(1), self.counts)
-
-    def right(self) -> Product:
-        """All rows with all matrices side by side; ``of_own`` takes each row's own part of a result."""
-        rows = np.concatenate([*map(exact, self.parts), np.zeros((TAIL, self.depth))])
-        return Product(rows, np.concatenate([exact(one) for one in self.weights]))
+        count = sum(self.counts) + TAIL
+        rows = rows_of(self.starts(1), self.counts, count)._replace(
+            placed=rows_of(starts, self.counts, 0).first
+        )
+        return Operand(data, scale, format), b, rows
 
     def groups_right(self) -> list[Product]:
         """Each group's product."""
@@ -121,11 +113,11 @@ class ByRows(Case):
 class OverRows(Case):
     """(N, M) x (K, M) by groups that begin at multiples; ``cols`` is N and ``depth`` is K."""
 
-    def operands(self) -> tuple[Operand, Operand, tuple[torch.Tensor, torch.Tensor]]:
+    def operands(self) -> tuple[Operand, Operand, Rows]:
         """a, b and where groups lie; between them are zeros, and scales of blocks that are NaN."""
         edge = max(128, *(f.tile.cols for f in self.pair))
         starts = self.starts(edge)
-        groups = ends_of(starts, self.counts)
+        rows = rows_of(starts, self.counts, starts[-1] + edge)
         self.parts = []
         found = []
         for format, lines in zip(self.pair, (self.cols, self.depth), strict=True):
@@ -146,7 +138,7 @@ class OverRows(Case):
                     scale[:, first : first + part.scale_inv.shape[1]] = part.scale_inv
             found.append(Operand(data.view(format.dtype), scale, format))
             self.parts.append(parts)
-        return found[0], found[1], groups
+        return found[0], found[1], rows
 
     def groups_right(self) -> list[Product | None]:
         """Each group's product; None without rows."""

@@ -18,7 +18,7 @@ on_each_pair = pytest.mark.parametrize("pair", PAIRS)
 on_each_lie = pytest.mark.parametrize("counts", GROUPS.values(), ids=list(GROUPS))
 
 
-def ran(launches: list, out: torch.Tensor, programs: int = 1 << 20) -> torch.Tensor:
+def ran(launches: list, out: torch.Tensor) -> torch.Tensor:
     """All launches, over a result and a table that hold what must not be left there."""
     out.view(torch.uint8).fill_(0x7F)
     launches[0].arguments["table_ptr"].fill_(1 << 20)
@@ -34,18 +34,15 @@ def config(**changes: int):
 
 
 def by_rows(case: ByRows, dtype: torch.dtype, fast: bool = False, **changes: int) -> torch.Tensor:
-    from f8sub.kernels.triton.grouped_gemm_launch import Rows, product_by_rows
+    from f8sub.kernels.triton.grouped_gemm_launch import product_by_rows
 
-    a, b, placed = case.operands()
-    given = Rows(*case.groups()), placed, case.rows, dtype, fast, config(**changes), 5
-    return ran(*product_by_rows(a, b, *given))
+    return ran(*product_by_rows(*case.operands(), dtype, fast, config(**changes), 5))
 
 
 def over_rows(case: OverRows, dtype: torch.dtype, fast: bool = False, **changes: int) -> torch.Tensor:
-    from f8sub.kernels.triton.grouped_gemm_launch import Rows, product_over_rows
+    from f8sub.kernels.triton.grouped_gemm_launch import product_over_rows
 
-    a, b, groups = case.operands()
-    return ran(*product_over_rows(a, b, Rows(*groups), dtype, fast, config(**changes), 5))
+    return ran(*product_over_rows(*case.operands(), dtype, fast, config(**changes), 5))
 
 
 def check_rows(pair: str, counts: list[int], shape: tuple[int, int], dtype=torch.float32, **how) -> None:

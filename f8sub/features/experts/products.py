@@ -97,8 +97,8 @@ def _triton_rows(
     a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
     left, right = Operand(a.data, a.scale_inv, a.format), Operand(b.data, b.scale_inv, b.format)
-    of_groups = groups.first, groups.ends
-    return grouped_mm.by_rows(left, right, of_groups, a.groups.first, groups.rows, out_dtype, fast_accum)
+    rows = grouped_mm.Rows(groups.first, groups.ends, a.groups.first, groups.rows)
+    return grouped_mm.by_rows(left, right, rows, out_dtype, fast_accum)
 
 
 def _triton_weights(
@@ -108,7 +108,8 @@ def _triton_weights(
         Operand(one.data, one.scale_inv if one.edge == ALL else one.scale_inv.t(), one.format)
         for one in (a, b)
     )
-    return grouped_mm.over_rows(left, right, (a.groups.first, a.groups.ends), out_dtype, fast_accum)
+    first, ends, rows = a.groups
+    return grouped_mm.over_rows(left, right, grouped_mm.Rows(first, ends, first, rows), out_dtype, fast_accum)
 
 
 def _read_as(out_dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -1,6 +1,25 @@
-"""Tiles of products by groups. No kernel is imported here: triton need not be installed."""
+"""Groups, and tiles of products by them. No kernel is imported here: triton need not be installed."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Rows(NamedTuple):
+    """Where groups of rows lie, which the GPU alone knows.
+
+    Attributes:
+        first: int32, (E,), the first row of each.
+        ends: int32, (E,), the row after its last one.
+        placed: int32, (E,), its first row in the operand, where that leaves room between groups.
+        count: rows in all.
+    """
+
+    first: torch.Tensor
+    ends: torch.Tensor
+    placed: torch.Tensor
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Which kernels multiply by groups, in which tiles, with which arguments."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
@@ -12,7 +12,7 @@ from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK
 from f8sub.kernels.triton import grouped_gemm, grouped_hopper
 from f8sub.kernels.triton.gemm_launch import REGISTERS, layout
-from f8sub.kernels.triton.grouped_gemm_config import Config
+from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
 from f8sub.kernels.triton.launch import cdiv
 from f8sub.kernels.triton.launcher import Launch
 
@@ -41,19 +41,10 @@ class Reading:
     is_by_line: bool = False
 
 
-class Rows(NamedTuple):
-    """Where groups of rows lie, for the GPU alone: int32, (E,), the first row of each and the row after its last."""
-
-    first: torch.Tensor
-    ends: torch.Tensor
-
-
 def product_by_rows(
     a: Operand,
     b: Operand,
-    groups: Rows,
-    placed: torch.Tensor,
-    rows: int,
+    rows: Rows,
     out_dtype: torch.dtype,
     fast_accum: bool,
     config: Config,
@@ -62,11 +53,9 @@ def product_by_rows(
     """How to multiply rows with the matrix of their group: (M, K) x (E, N, K) -> (M, N).
 
     Args:
-        a: whose groups begin at rows ``placed``. One scale a group is (E, 1).
+        a: whose groups begin at rows ``rows.placed``. One scale a group is (E, 1).
         b: (E, N, K), with scales (E, n, k).
-        groups: of the result's rows; those past the last group become zeros.
-        placed: int32, (E,).
-        rows: M of the result.
+        rows: of the result; those past the last group become zeros.
         out_dtype: of the result.
         fast_accum: leave sums to the tensor cores' accumulators, where all scales are applied to whole sums.
         config: the tiles.
@@ -76,17 +65,17 @@ def product_by_rows(
         The launches, in order, and what they fill.
     """
     experts, cols, depth = b.data.shape
-    out = a.data.new_empty((rows, cols), dtype=out_dtype)
+    out = a.data.new_empty((rows.count, cols), dtype=out_dtype)
     # Each group has at most one tile that is not whole.
-    most = min(rows, rows // config.rows + experts)
+    most = min(rows.count, rows.count // config.rows + experts)
     writers = max(cdiv(most, AT_ONCE), programs)
     table = a.data.new_empty((writers * AT_ONCE + 1) * FIELDS, dtype=torch.int32)
     listing = {
-        **_group_arguments(groups),
-        "placed_ptr": placed.contiguous(),
+        **_group_arguments(rows),
+        "placed_ptr": rows.placed.contiguous(),
         "table_ptr": table,
         "out_ptr": out,
-        "M": rows,
+        "M": rows.count,
         "N": cols,
         "ROWS": config.rows,
         "BLOCK": ZEROED,
@@ -97,7 +86,7 @@ def product_by_rows(
         **_side("b", flat, config.cols, config.persistent, experts),
         "out_ptr": out,
         "table_ptr": table,
-        "M": rows,
+        "M": rows.count,
         "N": cols,
         "BLOCKS": cdiv(depth, BLOCK),
         "GROUPS": experts,
@@ -121,7 +110,8 @@ def product_over_rows(
     Args:
         a: scales of blocks are (N, m), one a line or one a group are (E, N) or (E, 1).
         b: the same.
-        groups: of M, each from a multiple of 128 on, zeros between; those without rows, whose scales are finite, give zeros.
+        groups: of M, each from a multiple of 128 on, zeros between. Those without rows give zeros; their scales are
+            finite.
         out_dtype: of the result.
         fast_accum: see ``product_by_rows``.
         config: the tiles.
@@ -168,6 +158,7 @@ def _group_arguments(groups: Rows) -> dict[str, Any]:
 def _multiplication(
     arguments: dict[str, Any], tiles: int, config: Config, programs: int, fast_accum: bool, over_rows: bool
 ) -> Launch:
+    """The launch of whichever kernel makes the tiles, of which there may be so many."""
     is_fast = fast_accum and arguments["A"].edge == arguments["B"].edge == 0
     arguments |= {"CONFIG": config, "OVER_ROWS": over_rows, "FAST": is_fast}
     if config.persistent:

@@ -19,7 +19,7 @@ def tiles_of(table_ptr, M, N, GROUPS, CONFIG: gl.constexpr, OVER_ROWS: gl.conste
 
 @gluon.jit
 def place_in_groups(tile, table_ptr, M, N, BLOCKS, CONFIG: gl.constexpr, OVER_ROWS: gl.constexpr):
-    """The tile with that number: its group, first rows in ``a`` and ``b``, column, blocks of K, and rows of the result."""
+    """The tile with that number: group, first rows in ``a`` and ``b``, column, blocks of K, rows of the result."""
     if OVER_ROWS:
         in_group = gl.cdiv(M, CONFIG.rows) * gl.cdiv(N, CONFIG.cols)
         entry = table_ptr + tile // in_group * 4
@@ -104,7 +104,7 @@ def multiply_groups(
     turn = 0
     tiles = tiles_of(table_ptr, M, N, GROUPS, CONFIG, OVER_ROWS)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, a_line, b_line, col, begin, end, out_row, out_end = place_in_groups(
+        group, a_line, _, col, begin, end, out_row, out_end = place_in_groups(
             tile, table_ptr, M, N, BLOCKS, CONFIG, OVER_ROWS
         )
         b_from = b_scale

@@ -5,7 +5,7 @@ import torch
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels.gemm.block_scales import BLOCK
 from f8sub.kernels.triton import support
-from f8sub.kernels.triton.grouped_gemm_config import Config, default_config
+from f8sub.kernels.triton.grouped_gemm_config import Config, Rows, default_config
 from f8sub.kernels.triton.triton_mm import multiprocessors, why_not_device
 
 MULTIPLE = BLOCK
@@ -33,25 +33,21 @@ def _is_read(tile: Tile) -> bool:
 def by_rows(
     a: Operand,
     b: Operand,
-    groups: tuple[torch.Tensor, torch.Tensor],
-    placed: torch.Tensor,
-    rows: int,
+    rows: Rows,
     out_dtype: torch.dtype,
     fast_accum: bool,
     config: Config | None = None,
 ) -> torch.Tensor:
     """(M, K) x (E, N, K) -> (M, N), zeros in the rows past the last group: ``grouped_gemm_launch.product_by_rows``."""
     experts, cols, depth = b.data.shape
-    if 0 in (rows, experts):
-        return a.data.new_zeros((rows, cols), dtype=out_dtype)
+    if 0 in (rows.count, experts):
+        return a.data.new_zeros((rows.count, cols), dtype=out_dtype)
     from f8sub.kernels.triton import grouped_gemm_launch as launch
 
     config = config or default_config(-(-depth // BLOCK), _by_block(b))
     with torch.cuda.device(a.data.device):
         programs = multiprocessors(a.data.device)
-        launches, out = launch.product_by_rows(
-            a, b, launch.Rows(*groups), placed, rows, out_dtype, fast_accum, config, programs
-        )
+        launches, out = launch.product_by_rows(a, b, rows, out_dtype, fast_accum, config, programs)
         for one in launches:
             one.run()
     return out
@@ -60,13 +56,13 @@ def by_rows(
 def over_rows(
     a: Operand,
     b: Operand,
-    groups: tuple[torch.Tensor, torch.Tensor],
+    rows: Rows,
     out_dtype: torch.dtype,
     fast_accum: bool,
     config: Config | None = None,
 ) -> torch.Tensor:
     """(N, M) x (K, M) -> (E, N, K): ``grouped_gemm_launch.product_over_rows``."""
-    experts = len(groups[1])
+    experts = len(rows.ends)
     if 0 in (experts, a.data.shape[1]):
         return a.data.new_zeros((experts, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     from f8sub.kernels.triton import grouped_gemm_launch as launch
@@ -74,9 +70,7 @@ def over_rows(
     config = config or default_config(None, _by_block(b))
     with torch.cuda.device(a.data.device):
         programs = multiprocessors(a.data.device)
-        launches, out = launch.product_over_rows(
-            a, b, launch.Rows(*groups), out_dtype, fast_accum, config, programs
-        )
+        launches, out = launch.product_over_rows(a, b, rows, out_dtype, fast_accum, config, programs)
         for one in launches:
             one.run()
     return out

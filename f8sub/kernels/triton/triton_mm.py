@@ -76,6 +76,7 @@ def _config(a: Float8Format, b: Float8Format, device: torch.device, shape: tuple
 
 @functools.cache
 def why_not_device(device: torch.device) -> str | None:
+    """Why kernels for Hopper do not run on a device; None where they do."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"runs on NVIDIA's GPUs, not on {device}"
     if importlib.util.find_spec("triton") is None:
@@ -90,4 +91,5 @@ def why_not_device(device: torch.device) -> str | None:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count

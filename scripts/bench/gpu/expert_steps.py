@@ -76,7 +76,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, k, n, **random) / n**0.5)
         self.multiply = multiply
 
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # noqa: D102
         h = nn.functional.silu(self.multiply(x, self.gate, ends)) * self.multiply(x, self.up, ends)
         return self.multiply(h, self.down, ends)
 
@@ -87,7 +87,7 @@ def in_bf16(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tenso
 
 
 def by_torchao(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """torchao's rowwise one."""
+    """The rowwise one of torchao."""
     multiply = importlib.import_module(TORCHAO)._to_fp8_rowwise_then_scaled_grouped_mm
     y: torch.Tensor = multiply(x, w.transpose(-2, -1), ends, pad_token_groups_for_grouped_mm=False)
     return y
@@ -156,6 +156,7 @@ class Step:
             self.called = torch.compile(self.experts, dynamic=False, backend=backend)
 
     def __call__(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """y, dx, and the gradients of gate, up and down."""
         x, dy = given
         y = self.called(x, self.groups.ends)
         return y, *torch.autograd.grad(y, (x, *self.experts.parameters()), dy)

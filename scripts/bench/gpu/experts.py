@@ -99,13 +99,14 @@ class Product:
         return tuple(t._replace(data=t.data.contiguous()) for t in (x, y))  # type: ignore[return-value]
 
     def __call__(self, operands: tuple[Any, Any]) -> torch.Tensor:
+        """The product, in bf16."""
         if self.problem.gemm == "wgrad":
             multiply = GROUPED[self.backend].weights
             return multiply(*operands, self.groups, torch.bfloat16, self.spec.fast_accum)
         return multiply_rows(self.backend, *operands, self.groups, torch.bfloat16, self.spec.fast_accum)
 
     def sqnr(self, operands: tuple[Any, Any]) -> float:
-        """dB against the product of the codes in float32, of the largest group and of the smallest that has rows."""
+        """In dB, against the product of the codes in float32, of the largest group and of the smallest that has rows."""
         found, (a, b) = self(operands), operands
         counts = self.problem.lie.counts
         largest, smallest = counts.index(max(counts)), counts.index(min(filter(None, counts)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.formats import ALL, Operand
-from f8sub.kernels.triton.grouped_gemm_config import Config
+from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
 from tests.kernels.compiled import compiler, gemms
 from tests.kernels.grouped import PAIRS
 
@@ -64,10 +64,11 @@ def cases() -> list[Case]:
 
 def launches_of(case: Case) -> list[Launch]:
     """Its launches, over matrices that are not read."""
-    from f8sub.kernels.triton.grouped_gemm_launch import Rows, product_by_rows, product_over_rows
+    from f8sub.kernels.triton.grouped_gemm_launch import product_by_rows, product_over_rows
 
     a_format, b_format = PAIRS[case.pair]
     first = torch.zeros(EXPERTS, dtype=torch.int32)
+    rows = Rows(first, first, first, ROWS)
     shapes = ((COLS, ROWS), (DEPTH, ROWS)) if case.over_rows else ((ROWS, DEPTH), (EXPERTS, COLS, DEPTH))
     codes = [torch.empty(s, dtype=f.dtype) for s, f in zip(shapes, (a_format, b_format), strict=True)]
     how = gemms.DTYPES[case.out], case.fast, case.config, gemms.MULTIPROCESSORS
@@ -79,11 +80,11 @@ def launches_of(case: Case) -> list[Launch]:
             for s, f in zip(shapes, (a_format, b_format), strict=True)
         ]
         a, b = (Operand(*part) for part in zip(codes, scales, (a_format, b_format), strict=True))
-        return product_over_rows(a, b, Rows(first, first), *how)[0]
+        return product_over_rows(a, b, rows, *how)[0]
     of_a = (EXPERTS, 1) if a_format.tile.rows == ALL else a_format.tile.scale_shape(shapes[0])
     of_b = EXPERTS, *b_format.tile.scale_shape((COLS, DEPTH))
     a, b = Operand(codes[0], torch.empty(of_a), a_format), Operand(codes[1], torch.empty(of_b), b_format)
-    return product_by_rows(a, b, Rows(first, first), first, ROWS, *how)[0]
+    return product_by_rows(a, b, rows, *how)[0]
 
 
 def launch_of(case: Case) -> Launch:

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from f8sub import Float8Format, ScaleRule, Tile
-from f8sub.kernels.triton import grouped_mm, triton_mm
 from tests.budgets import excess
-from tests.kernels.grouped import GROUPS, PAIRS, TAIL, ByRows, OverRows
-from tests.kernels.interpreted import needs_triton
-from tests.kernels.products import E4M3, MX, ROW, TENSOR
+from tests.kernels.grouped import GROUPS, PAIRS, ByRows, OverRows
 
 SHAPES = {"whole": (128, 256), "ragged": (80, 144)}
 """N and K that tiles divide, and that they do not."""

@@ -106,7 +106,7 @@ class Product:
         return multiply_rows(self.backend, *operands, self.groups, torch.bfloat16, self.spec.fast_accum)
 
     def sqnr(self, operands: tuple[Any, Any]) -> float:
-        """In dB, against the product of the codes in float32, of the largest group and of the smallest that has rows."""
+        """In dB, against the product of the codes in float32: of the largest group, and of the smallest with rows."""
         found, (a, b) = self(operands), operands
         counts = self.problem.lie.counts
         largest, smallest = counts.index(max(counts)), counts.index(min(filter(None, counts)))

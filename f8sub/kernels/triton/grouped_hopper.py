@@ -2,7 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from f8sub.kernels.triton.hopper import load_blocks, place, store, sum_blocks
 
@@ -59,6 +64,37 @@ def load_groups(
 
 
 @gluon.jit
+def halves(sums, COLS: gl.constexpr):
+    """The left and the right half of (64, COLS)."""
+    return sums.reshape((64, 2, COLS // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def sum_blocks_in_place(
+    a_blocks, b_blocks, full, empty, turn, begin, end, CONFIG: gl.constexpr, FIRST: gl.constexpr
+):
+    """``hopper.sum_blocks`` that leaves the sums to the tensor cores' accumulators: fast accumulation."""
+    STAGES: gl.constexpr = CONFIG.stages
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 256, 32])
+    sums = gl.zeros((64, 256), gl.float32, SUMS)
+    for k in range(begin, end):
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+        a, b = a_blocks.index(stage).slice(FIRST, 64, 0), b_blocks.index(stage).permute((1, 0))
+        sums = warpgroup_mma(a, b, sums, is_async=True)
+        # The product before this one is made, and its stage free.
+        sums = warpgroup_mma_wait(1, deps=(sums,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=k > begin)
+        turn += 1
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=end > begin)
+    left, right = halves(sums, 256)
+    sums_0, sums_1 = halves(left, 128)
+    sums_2, sums_3 = halves(right, 128)
+    return sums_0, sums_1, sums_2, sums_3, turn
+
+
+@gluon.jit
 def rows_scaled(total, scale, group, first, row, end, SIDE: gl.constexpr, SUMS: gl.constexpr):
     """A sum times the scales of its 64 rows, or of its group, where those are applied to the whole sum."""
     if SIDE.edge != 0:
@@ -98,7 +134,7 @@ def multiply_groups(
     out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N, BLOCKS, GROUPS,
     A_LINES, a_stride, b_stride, b_group_stride,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, OVER_ROWS: gl.constexpr,
-    FIRST: gl.constexpr,
+    FAST: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup's 64 rows of every tile, from its FIRST one."""
     turn = 0
@@ -110,10 +146,15 @@ def multiply_groups(
         b_from = b_scale
         if B.edge > 1:
             b_from = b_scale + group * b_group_stride
-        sums_0, sums_1, sums_2, sums_3, turn = sum_blocks(
-            a_scale, b_from, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, a_line, col, begin, end,
-            A_LINES, N, a_stride, b_stride, A, B, CONFIG, PASS, FIRST,
-        )  # fmt: skip
+        if FAST:
+            sums_0, sums_1, sums_2, sums_3, turn = sum_blocks_in_place(
+                a_blocks, b_blocks, full, empty, turn, begin, end, CONFIG, FIRST
+            )
+        else:
+            sums_0, sums_1, sums_2, sums_3, turn = sum_blocks(
+                a_scale, b_from, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, a_line, col, begin, end,
+                A_LINES, N, a_stride, b_stride, A, B, CONFIG, PASS, FIRST,
+            )  # fmt: skip
         a_first = (out_row if OVER_ROWS else a_line) + FIRST
         row = out_row + FIRST
         store_quarter(out_ptr, sums_0, a_scale, b_scale, group, a_first, row, out_end, col, N, A, B)
@@ -125,7 +166,7 @@ def multiply_groups(
 @gluon.jit(do_not_specialize=["M", "BLOCKS", "GROUPS", "A_LINES", "a_stride", "b_stride", "b_group_stride"])
 def multiply_groups_persistently(
     a, b, a_scale, b_scale, out_ptr, table_ptr, M, N, BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride,
-    A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, OVER_ROWS: gl.constexpr,
+    A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, OVER_ROWS: gl.constexpr, FAST: gl.constexpr,
     MULTIPLIERS: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
     """Every tile of the product, (128, 256), by as many programs as there are multiprocessors.
@@ -137,7 +178,7 @@ def multiply_groups_persistently(
     ROWS: gl.constexpr = CONFIG.rows
     COLS: gl.constexpr = CONFIG.cols
     STAGES: gl.constexpr = CONFIG.stages
-    PASS: gl.constexpr = CONFIG.blocks
+    PASS: gl.constexpr = 1 if FAST else CONFIG.blocks
     a_blocks = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS, 128], a.layout)
     b_blocks = gl.allocate_shared_memory(b.dtype, [STAGES, COLS, 128], b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -159,14 +200,14 @@ def multiply_groups_persistently(
                 multiply_groups,
                 (
                     out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N,
-                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, 0,
+                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, FAST, 0,
                 ),
             ),
             (
                 multiply_groups,
                 (
                     out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N,
-                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, 64,
+                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, FAST, 64,
                 ),
             ),
             (

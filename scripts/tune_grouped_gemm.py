@@ -25,7 +25,7 @@ from f8sub.features.experts.operands import Groups
 from f8sub.features.experts.products import GROUPED
 from f8sub.formats import ALL, Operand
 from f8sub.kernels.triton import grouped_mm
-from f8sub.kernels.triton.grouped_gemm_config import Config
+from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
 from scripts.bench.gpu.expert_steps import LIES, Lie
 from scripts.bench.gpu.experts import SHAPES, Problem, Product
 from scripts.bench.timing import by_graph, in_turns, machine, summary
@@ -91,7 +91,7 @@ class InTiles(Product):
         a, b = operands
         how = torch.bfloat16, self.spec.fast_accum, self.config
         groups = a.groups if self.problem.gemm == "wgrad" else self.groups
-        rows = grouped_mm.Rows(groups.first, groups.ends, a.groups.first, groups.rows)
+        rows = Rows(groups.first, groups.ends, a.groups.first, groups.rows)
         if self.problem.gemm != "wgrad":
             left, right = Operand(a.data, a.scale_inv, a.format), Operand(b.data, b.scale_inv, b.format)
             return grouped_mm.by_rows(left, right, rows, *how)

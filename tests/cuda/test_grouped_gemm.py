@@ -50,7 +50,7 @@ def sums_in(pair: str, depth: int, fast: bool) -> int:
 
 
 def rows_on_gpu(rows: Rows) -> Rows:
-    return Rows(*(part.cuda() for part in rows[:3]), rows.count)
+    return Rows(*(part.cuda() for part in rows[:3]), rows.total)
 
 
 def given_to(case: ByRows | OverRows) -> tuple[Operand, Operand, Rows]:
@@ -61,7 +61,7 @@ def given_to(case: ByRows | OverRows) -> tuple[Operand, Operand, Rows]:
 def by_rows(case: ByRows, dtype: torch.dtype, fast: bool = False, config: Config | None = None):
     given = given_to(case)
     # What the allocator hands out next held NaN.
-    torch.full((given[2].count, case.cols), torch.nan, dtype=dtype, device="cuda")
+    torch.full((given[2].total, case.cols), torch.nan, dtype=dtype, device="cuda")
     return grouped_mm.by_rows(*given, dtype, fast, config)
 
 
@@ -167,7 +167,7 @@ def test_nan_of_a_group_stays_in_it(pair, config):
     a, b, lie = given_to(rows)
     b.data.view(torch.uint8)[1, 5, 7] = 0x7F
     found = grouped_mm.by_rows(a, b, lie, torch.float32, False, config)
-    expected = torch.zeros(lie.count, 272, dtype=torch.bool)
+    expected = torch.zeros(lie.total, 272, dtype=torch.bool)
     expected[130:330, 5] = True
     assert torch.equal(found.isnan().cpu(), expected)
     a, b, lie = given_to(sums)

@@ -17,10 +17,11 @@ from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.select import REFERENCE
 from f8sub.kernels.triton import grouped_mm
+from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.recipe import GemmSpec, Recipe
 
-Rows = Callable[[Tokens, ExpertWeights, Groups, torch.dtype, bool], torch.Tensor]
-Weights = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
+ByRows = Callable[[Tokens, ExpertWeights, Groups, torch.dtype, bool], torch.Tensor]
+OverRows = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
 
 
 class GroupedBackend(NamedTuple):
@@ -35,8 +36,8 @@ class GroupedBackend(NamedTuple):
     """
 
     why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
-    rows: Rows
-    weights: Weights
+    rows: ByRows
+    weights: OverRows
     multiple: int = 1
     clears: bool = False
 
@@ -97,7 +98,7 @@ def _triton_rows(
     a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
     left, right = Operand(a.data, a.scale_inv, a.format), Operand(b.data, b.scale_inv, b.format)
-    rows = grouped_mm.Rows(groups.first, groups.ends, a.groups.first, groups.rows)
+    rows = Rows(groups.first, groups.ends, a.groups.first, groups.rows)
     return grouped_mm.by_rows(left, right, rows, out_dtype, fast_accum)
 
 
@@ -109,7 +110,7 @@ def _triton_weights(
         for one in (a, b)
     )
     first, ends, rows = a.groups
-    return grouped_mm.over_rows(left, right, grouped_mm.Rows(first, ends, first, rows), out_dtype, fast_accum)
+    return grouped_mm.over_rows(left, right, Rows(first, ends, first, rows), out_dtype, fast_accum)
 
 
 def _read_as(out_dtype: torch.dtype, device: torch.device) -> torch.dtype:

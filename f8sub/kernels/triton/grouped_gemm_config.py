@@ -13,13 +13,13 @@ class Rows(NamedTuple):
         first: int32, (E,), the first row of each.
         ends: int32, (E,), the row after its last one.
         placed: int32, (E,), its first row in the operand, where that leaves room between groups.
-        count: rows in all.
+        total: rows in all.
     """
 
     first: torch.Tensor
     ends: torch.Tensor
     placed: torch.Tensor
-    count: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,9 +65,9 @@ def product_by_rows(
         The launches, in order, and what they fill.
     """
     experts, cols, depth = b.data.shape
-    out = a.data.new_empty((rows.count, cols), dtype=out_dtype)
+    out = a.data.new_empty((rows.total, cols), dtype=out_dtype)
     # Each group has at most one tile that is not whole.
-    most = min(rows.count, rows.count // config.rows + experts)
+    most = min(rows.total, rows.total // config.rows + experts)
     writers = max(cdiv(most, AT_ONCE), programs)
     table = a.data.new_empty((writers * AT_ONCE + 1) * FIELDS, dtype=torch.int32)
     listing = {
@@ -75,7 +75,7 @@ def product_by_rows(
         "placed_ptr": rows.placed.contiguous(),
         "table_ptr": table,
         "out_ptr": out,
-        "M": rows.count,
+        "M": rows.total,
         "N": cols,
         "ROWS": config.rows,
         "BLOCK": ZEROED,
@@ -86,7 +86,7 @@ def product_by_rows(
         **_side("b", flat, config.cols, config.persistent, experts),
         "out_ptr": out,
         "table_ptr": table,
-        "M": rows.count,
+        "M": rows.total,
         "N": cols,
         "BLOCKS": cdiv(depth, BLOCK),
         "GROUPS": experts,

@@ -200,14 +200,16 @@ def multiply_groups_persistently(
                 multiply_groups,
                 (
                     out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N,
-                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, FAST, 0,
+                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, FAST,
+                    0,
                 ),
             ),
             (
                 multiply_groups,
                 (
                     out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N,
-                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, FAST, 64,
+                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, FAST,
+                    64,
                 ),
             ),
             (

@@ -40,8 +40,8 @@ def by_rows(
 ) -> torch.Tensor:
     """(M, K) x (E, N, K) -> (M, N), zeros in the rows past the last group: ``grouped_gemm_launch.product_by_rows``."""
     experts, cols, depth = b.data.shape
-    if 0 in (rows.count, experts):
-        return a.data.new_zeros((rows.count, cols), dtype=out_dtype)
+    if 0 in (rows.total, experts):
+        return a.data.new_zeros((rows.total, cols), dtype=out_dtype)
     from f8sub.kernels.triton import grouped_gemm_launch as launch
 
     config = config or default_config(-(-depth // BLOCK), _by_block(b))

@@ -105,7 +105,7 @@ class Variant:
     @property
     def name(self) -> str:
         """Of its row."""
-        by = f"by {self.backend}" if self.backend else ""
+        by = f"by {self.backend}" if self.backend not in ("", "auto") else ""
         how = "compiled" if self.compiled else "eager"
         return " ".join(filter(None, (self.library, self.recipe, by, how)))
 
@@ -140,7 +140,7 @@ def variants() -> list[Variant]:
     return [
         *(Variant("bf16", compiled) for compiled in (False, True)),
         *(Variant("f8sub", False, recipe, backend) for recipe in RECIPES for backend in by),
-        *(Variant("torchao", compiled) for compiled in (False, True)),
+        *(Variant("torchao", compiled, "rowwise") for compiled in (False, True)),
     ]
 
 

@@ -19,8 +19,8 @@ STRIP = 16
 WHOLE_STRIPS = 16
 """Tables have a multiple of so many strips, so that every tile of up to 256 rows has all of its strips in there."""
 
-CELLS = 16384
-"""Strips times groups that a program of ``lay_out`` compares: 64 registers of each of its threads."""
+CELLS = 8192
+"""Strips times groups that a program of ``lay_out`` compares: 32 registers of each of its threads."""
 
 AMAX = 64, 256
 """Tiles of ``amax_of_groups``."""

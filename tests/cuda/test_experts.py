@@ -5,7 +5,11 @@ import torch
 
 import f8sub
 from f8sub.features.experts.products import GroupedPlan
+from f8sub.kernels.groups import Groups
+from f8sub.kernels.quantize import quantize_groups
 from tests.data_sets import gaussian, generator
+from tests.kernels import test_quantize_groups as casts
+from tests.kernels.quantized import DTYPES
 
 DEVICE = torch.device("cuda")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8"]
@@ -96,3 +100,64 @@ def test_a_step_is_captured_in_a_graph():
         torch.cuda.synchronize()
         for a, b in zip(captured, step(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("counts", casts.COUNTS.values(), ids=casts.COUNTS)
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_casts_of_groups_are_the_references(name, counts):
+    casts.walks(name, counts, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_casts_of_data_sets_and_edge_values_are_the_references(name, dtype):
+    casts.elements(name, dtype, "cuda")
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_groups_begin_at_multiples(name):
+    casts.alignments(name, "cuda")
+
+
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_many_tokens_are_cast_as_the_reference_does(name):
+    """Programs run side by side: of groups that end within tiles, and of one that takes almost all tokens."""
+    for counts in ([1000, 3, 0, 2093, 16, 700], [5, 4000, 1] + [0, 7] * 40):
+        groups = casts.groups_of(counts)
+        x = casts.spoiled(gaussian((groups.rows, 1024), generator(3)).bfloat16(), groups)
+        casts.check(x, groups, casts.GROUP_FORMATS[name], device="cuda")
+
+
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_a_cast_waits_for_nothing_and_is_captured_in_a_graph(name):
+    """Replayed with other groups, the graph makes their codes."""
+    format, counts = casts.GROUP_FORMATS[name], ([37, 1, 0, 130, 16], [0, 100, 60, 0, 20])
+    groups = casts.groups_of(counts[0])
+    x = gaussian((groups.rows, 272), generator(3)).bfloat16().to(DEVICE)
+    given = casts.on("cuda", groups)
+
+    def cast() -> list[torch.Tensor]:
+        made = quantize_groups(x, given, format, format, 16)
+        parts = [part for codes in made for part in (codes.data, codes.scale_inv)]
+        return [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
+
+    cast()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cast()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cast()
+    other = casts.on("cuda", Groups.of(torch.tensor(counts[1]).cumsum(0).int(), groups.rows))
+    given.ends.copy_(other.ends)
+    given.first.copy_(other.first)
+    for part in captured:
+        part.zero_()
+    graph.replay()
+    end = sum(counts[1])
+    for replayed, eager in zip(captured, cast(), strict=True):
+        rows = end if replayed.shape[0] == groups.rows else None
+        assert torch.equal(replayed[:rows], eager[:rows])

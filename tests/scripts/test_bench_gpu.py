@@ -44,7 +44,7 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
     assert found["failed"] == {}
     assert printed.count(", CPU") >= 7
     figures = found["figures"]
-    assert set(figures) == {"quantize", "gemm", "linear", "experts", "slice"}
+    assert set(figures) == {"quantize", "gemm", "linear", "experts", "experts_casts", "slice"}
     for rows in figures["quantize"].values():
         named = ("1x128 both", "columns of rowwise codes", "amaxes and scales of shards 128x128")
         assert rows.keys() >= {"copy", "256x256 column", *named}

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.experts.operands import ExpertWeights, Groups, Tokens
+from f8sub.features.experts.operands import ExpertWeights, Tokens
 from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.select import REFERENCE
+from f8sub.kernels.groups import Groups
 from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.recipe import GemmSpec, Recipe
@@ -257,8 +258,9 @@ class GroupedPlan:
 
     @property
     def multiple(self) -> int:
-        """See ``GroupedBackend.multiple``, of wgrad's."""
-        return 1 if self.wgrad is None else GROUPED[self.wgrad].multiple
+        """See ``GroupedBackend.multiple``, of wgrad's; on a GPU at least what its casts align groups to."""
+        least = MULTIPLE if self.device.type == "cuda" else 1
+        return least if self.wgrad is None else max(least, GROUPED[self.wgrad].multiple)
 
 
 def why_not_recipe(recipe: Recipe) -> str | None:

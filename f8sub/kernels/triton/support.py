@@ -12,6 +12,7 @@ EDGE = 128
 """Edge of the tiles that kernels work on; the length of a vector, and a divisor of the edge of every square."""
 
 TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
+EXPONENT_VECTOR = Tile(1, 32)
 
 OLDEST = (8, 9)
 """The first compute capability whose instructions cast to e4m3, Ada's. Source: PTX ISA, cvt."""

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.experts.operands import Groups, quantize_experts, quantize_tokens
+from f8sub.features.experts.operands import quantize_experts, quantize_tokens
 from f8sub.features.experts.products import GROUPED, GroupedPlan
+from f8sub.kernels.groups import Groups
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.features.experts.oracle import Made, each_expert

@@ -118,7 +118,16 @@ def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Ite
     codes = "codes_ptr" in arguments
     writes = found["transposes"] if codes else makes(launch, (*ROWS, *COLUMNS))
     sources = [arguments[name] for name in SOURCES if name in arguments]
-    size = 1 if codes else sum(source.dtype.itemsize for source in sources or [arguments["amax_ptr"]])
+    size = (
+        1
+        if codes
+        else sum(
+            source.dtype.itemsize
+            for source in sources or [arguments.get("amax_ptr", arguments.get("ends_ptr"))]
+        )
+    )
+    if "ends_ptr" in arguments:
+        size = 0  # a table of which each program reads all, and that is small
     if "matrices_ptr" in arguments:
         # Lines and blocks of 4 bytes, 2 and 2 an element, each by itself; those that are not aligned by elements.
         size = 2 * (4 + 2 + 2) * arguments["ALIGNED"]

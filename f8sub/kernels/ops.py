@@ -171,15 +171,14 @@ def _fake_groups(
     return found
 
 
-def _contiguous(made: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """An operator's results: a view of its argument they may not be."""
-    as_new = torch.contiguous_format
-    return made.data.clone(memory_format=as_new), made.scale_inv.clone(memory_format=as_new)
+def _packed(made: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """An operator's results as the fake says, also where a dimension is 1, and contiguous() leaves odd strides."""
+    data, scale_inv = (t.flatten().view(t.shape) for t in (made.data, made.scale_inv))
+    return data, scale_inv
 
 
 def _quantize_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    made = quantize_experts_cuda.quantize(w, Float8Format.parse(format))
-    return made.data.contiguous(), made.scale_inv.contiguous()
+    return _packed(quantize_experts_cuda.quantize(w, Float8Format.parse(format)))
 
 
 def _fake_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,8 +191,9 @@ def _derive_columnwise_of_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = ExpertWeights(data, scale_inv, Float8Format.parse(rowwise))
     made = quantize_experts_cuda.derive_columnwise(given, Float8Format.parse(columnwise))
-    is_view = made.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
-    return _contiguous(made) if is_view else (made.data.contiguous(), made.scale_inv.contiguous())
+    if made.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
+        made = made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone())
+    return _packed(made)
 
 
 def _fake_derived_of_experts(

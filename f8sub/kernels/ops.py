@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import reference, scales
+from f8sub.kernels import experts, reference, scales
+from f8sub.kernels.experts import ExpertWeights
 from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
 from f8sub.kernels.groups import Codes, Groups, aligned_rows, start_of_groups
 from f8sub.kernels.groups import empty_scale_inv as empty_scale_inv_of_groups
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda, quantize_groups_cuda
+from f8sub.kernels.triton import quantize_cuda, quantize_experts_cuda, quantize_groups_cuda
 
 _library = torch.library.Library("f8sub", "DEF")
 
@@ -170,6 +171,38 @@ def _fake_groups(
     return found
 
 
+def _packed(made: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """An operator's results as the fake says, also where a dimension is 1, and contiguous() leaves odd strides."""
+    data, scale_inv = (t.flatten().view(t.shape) for t in (made.data, made.scale_inv))
+    return data, scale_inv
+
+
+def _quantize_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _packed(quantize_experts_cuda.quantize(w, Float8Format.parse(format)))
+
+
+def _fake_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    made = experts.empty_codes(w, Float8Format.parse(format))
+    return made.data, made.scale_inv
+
+
+def _derive_columnwise_of_experts(
+    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given = ExpertWeights(data, scale_inv, Float8Format.parse(rowwise))
+    made = quantize_experts_cuda.derive_columnwise(given, Float8Format.parse(columnwise))
+    if made.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
+        made = made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone())
+    return _packed(made)
+
+
+def _fake_derived_of_experts(
+    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    made = experts.empty_codes(data.transpose(1, 2), Float8Format.parse(columnwise))
+    return made.data, made.scale_inv
+
+
 def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
@@ -177,6 +210,10 @@ def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 quantize_as_one_node = _operator(_quantize, "quantize", _fake_quantized)
 transpose = _operator(quantize_cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
 quantize_groups_as_one_node = _operator(_quantize_groups, "quantize_groups", _fake_groups)
+quantize_experts = _operator(_quantize_experts, "quantize_experts", _fake_experts)
+derive_columnwise_of_experts = _operator(
+    _derive_columnwise_of_experts, "derive_columnwise_of_experts", _fake_derived_of_experts
+)
 derive_columnwise = _operator(_derive_columnwise, "derive_columnwise", _fake_derived)
 copy_after = _operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
 

@@ -8,6 +8,7 @@ from f8sub.features.experts.products import GroupedPlan
 from f8sub.kernels.groups import Groups
 from f8sub.kernels.quantize import quantize_groups
 from tests.data_sets import gaussian, generator
+from tests.kernels import test_quantize_experts as weights
 from tests.kernels import test_quantize_groups as casts
 from tests.kernels.quantized import DTYPES
 
@@ -161,3 +162,18 @@ def test_a_cast_waits_for_nothing_and_is_captured_in_a_graph(name):
     for replayed, eager in zip(captured, cast(), strict=True):
         rows = end if replayed.shape[0] == groups.rows else None
         assert torch.equal(replayed[:rows], eager[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_casts_of_weights_are_the_specifications(name, dtype):
+    weights.casts(name, dtype, "cuda")
+
+
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_columns_of_weights_codes_are_the_specifications(name):
+    weights.derivations(name, "cuda")
+
+
+def test_all_experts_rows_as_one_matrix():
+    weights.bands("cuda")

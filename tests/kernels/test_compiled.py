@@ -34,12 +34,14 @@ def reported(folder: Path, script: str, *arguments: str) -> list[dict]:
 @pytest.mark.long
 def test_every_kernel(tmp_path):
     found = reported(tmp_path, "kernels.py")
-    assert len({row["kernel"] for row in found}) == 18
+    assert len({row["kernel"] for row in found}) == 28
     for row in found:
         assert row["missed"] == []
-        assert row["spilled"] == row["byte_loads"] == row["flushes"] == row["undefined"] == 0
-        # The second launch of amaxes is of matrices whose lines begin anywhere.
-        assert row["wide_loads"] > 0 or (row["kernel"], row["index"]) == ("amaxes_of_many", 1)
+        assert row["spilled"] == row["flushes"] == row["undefined"] == 0
+        assert row["byte_loads"] == 0 or row["kernel"] == "quantize_group_exponents"
+        # The second launch of amaxes is of matrices whose lines begin anywhere; a table of groups is small.
+        narrow = row["kernel"] == "lay_out" or (row["kernel"], row["index"]) == ("amaxes_of_many", 1)
+        assert row["wide_loads"] > 0 or narrow
         assert (row["transposed"] > 0) == row["transposes"]
         assert row["usages"] != "row" or not row["transposes"]
 

@@ -9,14 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
-from f8sub.features.experts.operands import (
-    ExpertWeights,
-    Tokens,
-    flat_format,
-    quantize_both,
-    quantize_experts,
-    seen_transposed,
-)
+from f8sub.features.experts.operands import Tokens, flat_format, quantize_both
 from f8sub.features.experts.products import (
     GROUPED,
     GroupedPlan,
@@ -26,7 +19,10 @@ from f8sub.features.experts.products import (
 )
 from f8sub.features.experts.transposed import Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
+from f8sub.kernels import ops
+from f8sub.kernels.experts import ExpertWeights, seen_transposed
 from f8sub.kernels.groups import Groups
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipe import GemmSpec, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -192,7 +188,7 @@ class _GroupedLinear(torch.autograd.Function):
             if a is None or d.b is None:
                 dx = high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
             else:
-                dx = _rows(plan.dgrad, d, a, _columnwise(w, d.b, call), groups, dtype)
+                dx = _rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
         if needs_dw:
             if left is None or g.b is None or plan.wgrad is None:
                 dw = high_precision_weights(dy, saved[0], groups).to(w.dtype)
@@ -234,14 +230,15 @@ def _rowwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights
         found = quantize_experts(values, stored)
     if not call.transposed:
         return found
-    found = found.t()
+    found = derive_columnwise_of_experts(found, format, found.scale_inv)
     # Row-major, as a Float8Linear's: GPUs take nothing else, and a CPU's sums depend on it.
     return found._replace(data=found.data.contiguous())
 
 
-def _columnwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
-    """All experts' columnwise operand, derived from the rowwise codes, as a linear layer's is."""
+def _columnwise(w: torch.Tensor, format: Float8Format, call: Call, dy: torch.Tensor) -> ExpertWeights:
+    """All experts' columnwise operand, derived from the rowwise codes, as a linear layer's is; not before ``dy``."""
     rowwise = call.plan.recipe.fprop.b
     if rowwise is None:
         return quantize_experts(_values(w, call).transpose(1, 2), format)
-    return _rowwise(w, rowwise, call).derive_columnwise(format)
+    after = ops.small_part_of(dy, None)
+    return derive_columnwise_of_experts(_rowwise(w, rowwise, call), format, after)

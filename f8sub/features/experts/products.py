@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.experts.operands import ExpertWeights, Tokens
+from f8sub.features.experts.operands import Tokens
 from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
 from f8sub.kernels import reference
+from f8sub.kernels.experts import ExpertWeights
 from f8sub.kernels.gemm.select import REFERENCE
 from f8sub.kernels.groups import Groups
 from f8sub.kernels.triton import grouped_mm

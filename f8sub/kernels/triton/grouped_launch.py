@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.formats import ALL, Float8Format
+from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.kernels import experts
+from f8sub.kernels.experts import ExpertWeights
 from f8sub.kernels.groups import Codes, Groups, aligned_rows, empty_scale_inv, start_of_groups
-from f8sub.kernels.triton import grouped_casts
-from f8sub.kernels.triton.launch import REGISTERS, cast_to, cdiv
+from f8sub.kernels.triton import casts, grouped_casts, launch, recasts
+from f8sub.kernels.triton.launch import REGISTERS, SQUARE, cast_to, cdiv
 from f8sub.kernels.triton.launcher import Launch
 from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
 from f8sub.kernels.triton.tiles import Shape
@@ -209,3 +211,84 @@ def _pointers(row: Codes | None, col: Codes | None) -> dict[str, Any]:
 
 def _read(scale_inv: torch.Tensor) -> torch.Tensor:
     return scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
+
+
+def quantization_of_experts(w: torch.Tensor, format: Float8Format) -> tuple[list[Launch], ExpertWeights]:
+    """How to make the codes of all experts: ``experts.quantize``.
+
+    Args:
+        w: (E, N, K), not empty; each expert's matrix is contiguous.
+        format: one scale an expert, or squares of whole 128s.
+    """
+    count, rows, cols = w.shape
+    made = experts.empty_codes(w, format)
+    flat = Operand(
+        made.data.view(count * rows, cols), made.scale_inv.view(-1, made.scale_inv.shape[2]), format
+    )
+    if format.tile.is_whole:
+        return launch.bands(w, format, flat, (count, rows * cols), w.stride(0)), made
+    edge = format.tile.rows
+    arguments: dict[str, Any] = {
+        "x_ptr": w,
+        "row_ptr": made.data.view(torch.uint8),
+        "row_scale_inv_ptr": made.scale_inv,
+        "col_ptr": None,
+        "col_scale_inv_ptr": None,
+        "STRIDE": w.stride(0),
+        "CAST": cast_to(format),
+        "EDGE": edge,
+    }
+    options = {**_WARPS_8, "maxnreg": REGISTERS}
+    return [_over_all(casts.quantize_squares, w.shape, arguments, SQUARE, options, (edge, edge))], made
+
+
+def derivation_of_experts(rowwise: ExpertWeights, format: Float8Format) -> tuple[list[Launch], ExpertWeights]:
+    """How to make the columnwise codes of all experts, contiguous: ``experts.derive_columnwise``.
+
+    Args:
+        rowwise: contiguous, N and K even; one scale an expert, squares, or one scale a row.
+        format: of the result, whose tiles are those of ``rowwise`` transposed; or both have one scale a row.
+    """
+    codes, scale_inv, own = rowwise
+    derived = experts.empty_codes(codes.transpose(1, 2), format)
+    if own.tile.is_transpose_of(format.tile):
+        arguments: dict[str, Any] = {
+            "codes_ptr": codes.view(torch.uint16),
+            "scale_inv_ptr": scale_inv,
+            "out_ptr": derived.data.view(torch.uint16),
+            "out_scale_inv_ptr": derived.scale_inv,
+            "EDGE": None if own.tile.is_whole else own.tile.rows,
+        }
+        return [_over_all(recasts.transpose_codes, codes.shape, arguments, SQUARE, _WARPS_8)], derived
+    amax = torch.zeros(codes.shape[0] * codes.shape[2], dtype=torch.int32, device=codes.device)
+    arguments = {
+        "codes_ptr": codes.view(torch.uint8),
+        "scale_inv_ptr": scale_inv,
+        "SCALE_STRIDE": 1,
+        "SOURCE": launch.CODES[own.dtype],
+        "col_ptr": derived.data.view(torch.uint16),
+        "col_scale_inv_ptr": derived.scale_inv,
+        "CAST": cast_to(format),
+    }
+    find = {**arguments, **launch.CODE_LINES_READ, "col_amax_ptr": amax}
+    arguments["col_amax_ptr"] = amax.view(torch.float32)
+    tile = launch.CODE_LINES
+    area = tile[0] * launch.CODE_LINES_READ["STEPS"], tile[1]
+    return [
+        _over_all(recasts.amax_of_code_columns, codes.shape, find, tile, _WARPS_4, area),
+        _over_all(recasts.recast_by_lines, codes.shape, arguments, SQUARE, _WARPS_8),
+    ], derived
+
+
+def _over_all(
+    kernel: Any,
+    shape: tuple[int, ...],
+    arguments: dict[str, Any],
+    tile: tuple[int, int],
+    options: dict[str, int],
+    area: tuple[int, int] | None = None,
+) -> Launch:
+    """A kernel that covers each of (E, N, K) experts by one program an area."""
+    count, rows, cols = shape
+    found = _over(kernel, {**arguments, "M": rows, "N": cols}, tile, options, area)
+    return found._replace(programs=count * found.programs)

@@ -30,6 +30,12 @@ def why_no_kernel(format: Float8Format) -> str | None:
     return f"has tiles of a matrix, a row, 1x{EDGE} and squares of whole {EDGE}s, not {tile}"
 
 
+def is_of_bands(format: Float8Format, rows: int) -> bool:
+    """Whether one scale serves so many whole rows of a matrix, which has no others: rowwise codes alone."""
+    tile = format.tile
+    return format.is_plain and tile.cols == ALL and tile.rows not in (1, ALL) and rows % tile.rows == 0
+
+
 @functools.cache
 def why_no_triton(device: torch.device) -> str | None:
     """Why there are no kernels for a device; None where there are."""

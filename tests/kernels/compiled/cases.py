@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WHOLE, RAGGED = (8192, 4096), (8208, 4112)
 """Of whole tiles, and of rows that begin at multiples of 16 bytes only."""
 
-OF_GROUPS = "groups "
+OF_GROUPS, OF_EXPERTS = "groups ", "experts "
 GROUP_FORMATS = {**FORMATS, "1x32 e8m0": Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)}
 OF_ROWS = ("rowwise", "1x128", "1x128 float")
 """Formats whose rowwise codes alone are those of a whole matrix."""
@@ -62,6 +62,8 @@ class Case:
             return [launch.transposition(x, x.new_empty(x.shape[::-1]))]
         if self.name.startswith(OF_GROUPS):
             return launches_over_groups(x, self.name.removeprefix(OF_GROUPS), USAGES[self.usages])
+        if self.name.startswith(OF_EXPERTS):
+            return launches_over_experts(x, self.name.removeprefix(OF_EXPERTS), self.usages)
         name, _, what = self.name.rpartition(" ")
         if what not in ("transpose", "recast", "part", "delayed", "known"):
             name, what = self.name, ""
@@ -122,6 +124,17 @@ def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) 
     return grouped_launch.quantization(x, groups, row, col, int(multiple or 16)).launches
 
 
+def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launch]:
+    """Of three or four experts, of multiples of 16 rows: rowwise codes, or columnwise ones of them."""
+    from f8sub.kernels import experts
+    from f8sub.kernels.triton import grouped_launch
+
+    w, format = x.unflatten(0, (3 if x.shape == RAGGED else 4, -1)), FORMATS[name]
+    if usages == "row":
+        return grouped_launch.quantization_of_experts(w, format)[0]
+    return grouped_launch.derivation_of_experts(experts.empty_codes(w, format), format)[0]
+
+
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
     from f8sub.kernels.triton import shard_amaxes
@@ -149,6 +162,11 @@ def cases_of_groups(whole: tuple[int, int]) -> Iterator[Case]:
         yield from launches(name, "bf16", RAGGED, "both")
         if format in ("tensorwise", "rowwise"):
             yield from launches(f"{name} by 128", "bf16", whole, "both")
+    for format in ("tensorwise", "128x128", "256x256"):
+        yield from launches(OF_EXPERTS + format, "bf16", whole, "row")
+    for format in ("tensorwise", "128x128", "rowwise"):
+        for shape in (whole, RAGGED):
+            yield from launches(OF_EXPERTS + format, "fp8", shape, "column")
 
 
 def launches(name: str, dtype: str, shape: tuple[int, int], usages: str) -> Iterator[Case]:

@@ -194,6 +194,13 @@ def place(index, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def place_in_stack(index, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The number of a matrix among (M, N) matrices, int64, and a tile of it: that with that number among all tiles."""
+    tiles = tl.cdiv(M, ROWS) * tl.cdiv(N, COLS)
+    return (index // tiles).to(tl.int64), place(index % tiles, M, N, ROWS, COLS)
+
+
+@triton.jit
 def moved(at, rows, cols):
     """The tile that begins so many rows and columns later."""
     return At(at.row + rows, at.col + cols, at.M, at.N)

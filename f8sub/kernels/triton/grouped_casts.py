@@ -22,6 +22,7 @@ from f8sub.kernels.triton.tiles import (
     scale_from_amax,
     scaled,
     store_columns,
+    store_scales_of_group_square,
     store_with_one,
 )
 
@@ -309,11 +310,10 @@ def quantize_group_squares(
         line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
         even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
         store_with_one(row_ptr, col_ptr, even, odd, scale, at, CAST, TILE, False)
-    scales = square.row // EDGE * tl.cdiv(N, EDGE) + square.col // EDGE
-    if row_ptr is not None:
-        tl.store(row_scale_inv_ptr + scales, inverse(scale, CAST.POWER_OF_2))
-    if col_ptr is not None:
-        tl.store(col_scale_inv_ptr + scales, inverse(scale, CAST.POWER_OF_2))
+    scale_inv = inverse(scale, CAST.POWER_OF_2)
+    store_scales_of_group_square(
+        row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, square, EDGE
+    )
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from f8sub.kernels.triton.tiles import (
     scale_from_prior,
     store_scales_of_group_square,
     store_scales_of_square,
+    store_zero_columns,
 )
 
 CAST_TO_E4M3 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32")
@@ -273,6 +274,14 @@ def _store_inverses(scale_inv_ptr, first, second, count, POWER_OF_2: tl.constexp
 
 
 @triton.jit
+def _store_past(col_ptr, col_scale_inv_ptr, at, EDGE: tl.constexpr, TILE: tl.constexpr):
+    # Rows after the last group: zeros, and scales of 1.
+    store_zero_columns(col_ptr, at, TILE)
+    scales = col_scale_inv_ptr + (at.row // EDGE).to(tl.int64) * at.N + at.col
+    tl.store(scales + tl.arange(0, EDGE), tl.full((EDGE,), 1.0, tl.float32))
+
+
+@triton.jit
 def quantize_paired_vectors(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
@@ -280,6 +289,10 @@ def quantize_paired_vectors(
     """``casts.quantize_crossing_vectors``; with a table of strips ``grouped_casts.quantize_group_vectors``."""
     at = place(tl.program_id(0), M, N, EDGE, EDGE)
     line, stop = _source(strips_ptr, STRIPS, at.row, EDGE)
+    if stop is not None:
+        if line >= stop:
+            _store_past(col_ptr, col_scale_inv_ptr, at, EDGE, TILE)
+            return
     source = At(line, at.col, M, N)
     even, odd = _load(x_ptr, stop, source, TILE, "evict_first")
     even_order, odd_order = _order(even), _order(odd)

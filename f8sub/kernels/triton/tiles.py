@@ -286,6 +286,18 @@ def store_columns(
 
 
 @triton.jit
+def store_zero_columns(col_ptr, at, TILE: tl.constexpr):
+    """A tile of zeros in the columnwise operand, as ``store_columns``; ``col_ptr`` points to 16-bit words."""
+    HALF: tl.constexpr = TILE.ROWS // 2
+    COLS: tl.constexpr = TILE.COLS
+    i, j = tl.arange(0, HALF), tl.arange(0, COLS)
+    start = col_ptr + at.col.to(tl.int64) * (at.M // 2) + at.row // 2
+    inside = (at.col + j < at.N)[:, None] & (at.row // 2 + i < at.M // 2)[None, :]
+    zeros = tl.zeros((COLS, HALF), tl.uint16)
+    store(start + j[:, None] * (at.M // 2) + i[None, :], zeros, inside, TILE.WHOLE)
+
+
+@triton.jit
 def store_with_one(
     row_ptr, col_ptr, even, odd, scale, at, CAST: tl.constexpr, TILE: tl.constexpr, SATURATE: tl.constexpr
 ):

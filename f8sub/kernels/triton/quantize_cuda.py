@@ -32,7 +32,10 @@ def quantize(
     If ``amax`` is given, it is ``scales.amax`` of ``x``, and both formats have one scale a matrix.
     """
     formats = [format for format in (rowwise, columnwise) if format is not None]
-    in_bands = rowwise is not None and columnwise is None and support.is_of_bands(rowwise, x.shape[0])
+    is_current = prior is None and amax is None
+    in_bands = (
+        is_current and rowwise is not None and columnwise is None and support.is_of_bands(rowwise, len(x))
+    )
     if (
         x.dtype not in HIGH_PRECISION
         or not support.takes(x)

@@ -2,8 +2,9 @@
 
 [Note] Strips. In the columnwise codes, and in codes of squares, each group begins at a multiple of EDGE. Programs walk
 over rows that are laid out so. A table, int32, (3, STRIPS), tells of each EDGE rows of them, a strip, which row of x
-the first one is, where its group ends in x, and which group that is: the number of groups where it is none. A row that
-no row of x belongs to counts as zeros. ``line`` is a row of x, ``at.row`` a row as laid out, ``at.M`` their number.
+the first one is, where its group ends in x, and which group that is: the number of groups where it is none, as it is
+after the last group's. A row that no row of x belongs to counts as zeros. ``line`` is a row of x, ``at.row`` a row as
+laid out, ``at.M`` their number.
 """
 
 import triton
@@ -22,7 +23,9 @@ from f8sub.kernels.triton.tiles import (
     scale_from_amax,
     scaled,
     store_columns,
+    store_scales_of_group_square,
     store_with_one,
+    store_zero_columns,
 )
 
 
@@ -80,6 +83,12 @@ def lines_of(strips_ptr, STRIPS, row, STEP: tl.constexpr, ROWS: tl.constexpr, ED
 def group_of(strips_ptr, STRIPS, row, EDGE: tl.constexpr):
     """The group of rows as laid out."""
     return tl.load(strips_ptr + 2 * STRIPS + row // EDGE)
+
+
+@triton.jit
+def is_past(strips_ptr, STRIPS, row, EDGE: tl.constexpr):
+    """Whether a row as laid out is after the last group, as all after it are then."""
+    return tl.load(strips_ptr + STRIPS + row // EDGE) == 0
 
 
 @triton.jit
@@ -141,7 +150,17 @@ def cast_groups_with_one(
     """
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
+    for one in range(index, COUNT, tl.num_programs(0)):
+        scale_inv = inverse(scale_from_amax(tl.load(amax_ptr + one), CAST), CAST.POWER_OF_2)
+        if row_ptr is not None:
+            tl.store(row_scale_inv_ptr + one, scale_inv)
+        if col_ptr is not None:
+            tl.store(col_scale_inv_ptr + one, scale_inv)
     line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
+    if is_past(strips_ptr, STRIPS, at.row, EDGE):
+        if col_ptr is not None:
+            store_zero_columns(col_ptr, at, TILE)
+        return
     even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
     group = group_of(strips_ptr, STRIPS, at.row + 2 * tl.arange(0, TILE.ROWS // 2), EDGE)
     amax = tl.load(amax_ptr + group, mask=group < COUNT, other=0.0)
@@ -151,12 +170,6 @@ def cast_groups_with_one(
         store_lines(row_ptr, odd, scale, line + 1, line + 1 < stop, at.col, N, CAST, TILE)
     if col_ptr is not None:
         store_columns(col_ptr, even, odd, scale, at, CAST, TILE, False)
-    for one in range(index, COUNT, tl.num_programs(0)):
-        scale_inv = inverse(scale_from_amax(tl.load(amax_ptr + one), CAST), CAST.POWER_OF_2)
-        if row_ptr is not None:
-            tl.store(row_scale_inv_ptr + one, scale_inv)
-        if col_ptr is not None:
-            tl.store(col_scale_inv_ptr + one, scale_inv)
 
 
 @triton.jit
@@ -206,9 +219,16 @@ def cast_group_lines(
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
     ROWS: tl.constexpr = TILE.ROWS
-    line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, ROWS, EDGE)
-    even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
     j = at.col + tl.arange(0, TILE.COLS)
+    for one in range(at.row // ROWS, COUNT, tl.cdiv(M, ROWS)):
+        of_group = one * N + j
+        scale = scale_from_amax(tl.load(col_amax_ptr + of_group, mask=j < N, other=0.0), CAST)
+        tl.store(col_scale_inv_ptr + of_group, inverse(scale, CAST.POWER_OF_2), mask=j < N)
+    line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, ROWS, EDGE)
+    if is_past(strips_ptr, STRIPS, at.row, EDGE):
+        store_zero_columns(col_ptr, at, TILE)
+        return
+    even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
     if row_ptr is not None:
         even_scale = scale_from_amax(tl.load(row_amax_ptr + line, mask=line < stop, other=0.0), CAST)
         odd_scale = scale_from_amax(tl.load(row_amax_ptr + line + 1, mask=line + 1 < stop, other=0.0), CAST)
@@ -234,10 +254,6 @@ def cast_group_lines(
         of_elements = col_amax_ptr + groups[:, None] * N + j[None, :]
         amaxes = tl.load(of_elements, mask=(j < N)[None, :] & (groups < COUNT)[:, None], other=0.0)
         store_columns(col_ptr, even, odd, scale_from_amax(amaxes, CAST), at, CAST, TILE, False)
-    for one in range(at.row // ROWS, COUNT, tl.cdiv(M, ROWS)):
-        of_group = one * N + j
-        scale = scale_from_amax(tl.load(col_amax_ptr + of_group, mask=j < N, other=0.0), CAST)
-        tl.store(col_scale_inv_ptr + of_group, inverse(scale, CAST.POWER_OF_2), mask=j < N)
 
 
 @triton.jit
@@ -309,11 +325,10 @@ def quantize_group_squares(
         line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
         even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
         store_with_one(row_ptr, col_ptr, even, odd, scale, at, CAST, TILE, False)
-    scales = square.row // EDGE * tl.cdiv(N, EDGE) + square.col // EDGE
-    if row_ptr is not None:
-        tl.store(row_scale_inv_ptr + scales, inverse(scale, CAST.POWER_OF_2))
-    if col_ptr is not None:
-        tl.store(col_scale_inv_ptr + scales, inverse(scale, CAST.POWER_OF_2))
+    scale_inv = inverse(scale, CAST.POWER_OF_2)
+    store_scales_of_group_square(
+        row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, square, EDGE
+    )
 
 
 @triton.jit

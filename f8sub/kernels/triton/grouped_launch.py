@@ -9,8 +9,17 @@ from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels import experts
 from f8sub.kernels.experts import ExpertWeights
 from f8sub.kernels.groups import Codes, Groups, aligned_rows, empty_scale_inv, start_of_groups
-from f8sub.kernels.triton import casts, grouped_casts, launch, recasts
-from f8sub.kernels.triton.launch import REGISTERS, SQUARE, cast_to, cdiv
+from f8sub.kernels.triton import casts, grouped_casts, launch, pairs, recasts
+from f8sub.kernels.triton.launch import (
+    PAIRED_REGISTERS,
+    PAIRED_SQUARE_COLS,
+    PAIRED_SQUARES,
+    REGISTERS,
+    SQUARE,
+    cast_to,
+    cdiv,
+    is_paired,
+)
 from f8sub.kernels.triton.launcher import Launch
 from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
 from f8sub.kernels.triton.tiles import Shape
@@ -119,13 +128,11 @@ def quantization(
     elif tile == ROWWISE:
         launches += _lines(filled, groups)
     elif tile == VECTOR:
-        launches.append(_over(grouped_casts.quantize_group_vectors, filled, CAST, _WARPS_4, (EDGE, EDGE)))
+        launches.append(_vectors(filled))
     elif tile == EXPONENT_VECTOR:
         launches.append(_over(grouped_casts.quantize_group_exponents, filled, CAST, _WARPS_4))
     else:
-        options = {**_WARPS_8, "maxnreg": REGISTERS}
-        square = tile.rows, tile.rows
-        launches.append(_over(grouped_casts.quantize_group_squares, filled, (EDGE, EDGE), options, square))
+        launches.append(_squares(filled))
     return Plan(launches, row, col)
 
 
@@ -173,6 +180,27 @@ def _lines(filled: dict[str, Any], groups: Groups) -> list[Launch]:
         _over(grouped_casts.amax_of_group_lines, find, LINES, _WARPS_4, area),
         _over(grouped_casts.cast_group_lines, make, CAST, _WARPS_4),
     ]
+
+
+def _vectors(filled: dict[str, Any]) -> Launch:
+    if is_paired(filled["x_ptr"], EDGE, filled["M"]):
+        options = _WARPS_8 if filled["row_ptr"] is None else {**_WARPS_8, "maxnreg": PAIRED_REGISTERS}
+        return _over(pairs.quantize_paired_vectors, filled, SQUARE, options)
+    return _over(grouped_casts.quantize_group_vectors, filled, CAST, _WARPS_4, SQUARE)
+
+
+def _squares(filled: dict[str, Any]) -> Launch:
+    edge = filled["EDGE"]
+    if (
+        filled["col_ptr"] is not None
+        and edge in PAIRED_SQUARES
+        and is_paired(filled["x_ptr"], edge, filled["M"])
+    ):
+        return _over(
+            pairs.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), _WARPS_8, (edge, edge)
+        )
+    options = {**_WARPS_8, "maxnreg": REGISTERS}
+    return _over(grouped_casts.quantize_group_squares, filled, SQUARE, options, (edge, edge))
 
 
 def _over(
@@ -226,7 +254,7 @@ def quantization_of_experts(w: torch.Tensor, format: Float8Format) -> tuple[list
         made.data.view(count * rows, cols), made.scale_inv.view(-1, made.scale_inv.shape[2]), format
     )
     if format.tile.is_whole:
-        return launch.bands(w, format, flat, (count, rows * cols), w.stride(0)), made
+        return launch.bands(w, format, flat, (count, rows * cols), w.stride(0))[0], made
     edge = format.tile.rows
     arguments: dict[str, Any] = {
         "x_ptr": w,

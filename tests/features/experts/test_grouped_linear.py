@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.experts.operands import quantize_tokens
+from f8sub.features.experts.operands import quantize_both, quantize_tokens
 from f8sub.features.experts.products import GROUPED, GroupedPlan
 from f8sub.kernels.experts import derive_columnwise
 from f8sub.kernels.groups import Groups
-from f8sub.kernels.quantize import quantize_experts
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.features.experts.oracle import Made, each_expert
@@ -133,6 +133,25 @@ def test_casts_read_nothing_back(recipe):
                 assert made.dequantize(groups, torch.bfloat16).shape == x.shape
     w = quantize_experts(torch.empty(5, 96, 160, device="meta"), found.fprop.b)
     assert derive_columnwise(w, found.dgrad.b).dequantize(torch.bfloat16).shape == (5, 160, 96)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_casts_are_one_graph(recipe):
+    """Of any number of tokens, and the same codes as in eager code."""
+    found = f8sub.get_recipe(recipe)
+
+    def cast(x: torch.Tensor, ends: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        tokens = quantize_both(x, Groups.of(ends, len(x)), found.dgrad.a, found.wgrad.a, 16)
+        rowwise = quantize_experts(w, found.fprop.b)
+        operands = (*tokens, rowwise, derive_columnwise_of_experts(rowwise, found.dgrad.b, x))
+        return [t.float() for o in operands if o is not None for t in (o.data, o.scale_inv)]
+
+    compiled = torch.compile(cast, fullgraph=True, backend="aot_eager")
+    ends, w = torch.tensor([10, 10, 90], dtype=torch.int32), gaussian((3, 96, 160), generator(4)).bfloat16()
+    for rows in (100, 120):
+        x = gaussian((rows, 160), generator(rows)).bfloat16()
+        for a, b in zip(compiled(x, ends, w), cast(x, ends, w), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -103,7 +103,7 @@ class Cluster:
 
 
 LIMITED = "H100-500W"
-_POWER = 0.77
+_POWER = 0.8
 """Share of what products reach at 700 W; fitted to the published runs."""
 
 H100_500W = Gpu(

@@ -27,9 +27,6 @@ SKEW = 0.03
 """Share of compute by which ranks that share weights wait for the slowest one; with the two above it makes the whole
 runs on two GPUs."""
 
-BETWEEN_HOSTS = 0.15
-"""The same of a collective between hosts, relative to one of as many bytes within a host; fitted to published runs."""
-
 OWN_SCALE = 1e-4
 """Seconds of the kernels before and after the all-reduce of one weight's amax."""
 
@@ -155,9 +152,8 @@ def reduction_of(elements: float, arm: Arm, cluster: Cluster) -> tuple[float, fl
 
 
 def hidden(share: float, size: float, cluster: Cluster) -> float:
-    """What a collective of so many bytes in all adds to compute that hides it."""
-    away = size * (cluster.shards - 1) / cluster.shards
-    return share * away / cluster.link * (BETWEEN_HOSTS if cluster.hosts > 1 else 1.0)
+    """What a collective of so many bytes in all adds to compute that hides it, by what passes through a GPU."""
+    return share * size * (cluster.shards - 1) / cluster.shards / cluster.link
 
 
 def divided(shapes: Shapes, parts: int) -> Shapes:

@@ -71,5 +71,8 @@ def timeline(blocks: Sequence[Group], outside: Group) -> Timeline:
 
 
 def _beside(compute: float, collective: float, tax: float) -> float:
-    """The tax of the part of a collective that compute hides."""
-    return tax if collective <= compute else tax * compute / collective
+    """What a collective adds to compute that may end before it: it slows compute evenly."""
+    if collective <= compute + tax:
+        return tax
+    share = tax / collective
+    return compute * share / (1 - share)

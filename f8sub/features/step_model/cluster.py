@@ -102,12 +102,11 @@ class Cluster:
         return min((self.hosts - 1) * STEP_OF_NETWORK + (self.shards - self.hosts) * STEP, MOST_STEPS)
 
 
-LIMITED = "H100-500W"
 _POWER = 0.8
 """Share of what products reach at 700 W; fitted to the published runs."""
 
 H100_500W = Gpu(
-    LIMITED,
+    "H100-500W",
     {kind: rate * _POWER for kind, rate in H100.rates.items()},
     H200.copy * 2.4 / 4.8,
     H100.attention * _POWER,

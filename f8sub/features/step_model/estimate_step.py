@@ -185,8 +185,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             for name, arm in _ways(shapes, chosen, reduction, run)
         ]
         found += [replace(each, over_bf16=own[0].seconds / each.seconds) for each in own]
-    title = type(model).__name__
-    return StepEstimate(title, shapes, clusters, run, chosen.name, reduction, tuple(found))
+    return StepEstimate(type(model).__name__, shapes, clusters, run, chosen.name, reduction, tuple(found))
 
 
 def _cluster(gpu: Gpu, gpus: int, per_host: int, network: float, replicas: int, parts: int) -> Cluster:
@@ -216,9 +215,7 @@ def _ways(shapes: Shapes, recipe: Recipe, reduction: str, run: Run) -> list[tupl
         made[2:] = [("+ float8 all-gather", Arm(recipe, reduction=reduction))]
     if reduction == FLOAT32:
         made.append(("  gradients in bf16 instead", Arm(recipe, reduction="bf16")))
-    if reduction != E4M3:
-        made.append(("+ gradients in e4m3", Arm(recipe, reduction=E4M3)))
-    return made
+    return made if reduction == E4M3 else [*made, ("+ gradients in e4m3", Arm(recipe, reduction=E4M3))]
 
 
 def _predict(shapes: Shapes, way: str, arm: Arm, cluster: Cluster, run: Run) -> StepPrediction:

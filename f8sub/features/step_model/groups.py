@@ -76,6 +76,8 @@ class Group:
 
 def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, *, outside: bool) -> Group:
     """Of products that were divided by tensor parallelism before; ``outside`` of blocks nothing is gathered twice."""
+    if cluster.shards == 1 and arm.reduction in (E4M3, E4M3_FLAT):
+        arm = replace(arm, reduction=FLOAT32)  # f8sub leaves what one rank has alone
     gpu, recipe = cluster.gpu, arm.recipe
     on_wire = recipe if arm.gathers else None
     compute = computed(products, arm, cluster, run, outside) * (1 + SKEW * (cluster.shards > 1))
@@ -105,12 +107,8 @@ def computed(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
     """Seconds of products, casts, attention and elementwise work, and of tensor parallelism's collectives."""
     gathered = arm.gathers or arm.recipe is None
     if outside:
-        own = replace(run, checkpoint=NONE)
-        found = sum(
-            (seconds.linear_seconds(p, arm.recipe, cluster.gpu, own, False, gathered) for p in products),
-            Seconds(),
-        )
-        return found.total
+        own = cluster.gpu, replace(run, checkpoint=NONE), False, gathered
+        return sum((seconds.linear_seconds(p, arm.recipe, *own) for p in products), Seconds()).total
     found = seconds.block_seconds(products, arm.recipe, cluster.gpu, replace(run, sharded=gathered))
     compute = found.gemms + found.casts + found.attention + found.elementwise
     return compute + tensor_parallel_seconds(products, cluster, run)

@@ -44,8 +44,7 @@ def _head(estimate: StepEstimate) -> list[str]:
 
 
 def _speeds(estimate: StepEstimate) -> list[str]:
-    lines = ["Tokens/s of a GPU, and as a multiple of bf16's"]
-    counts = [cluster.gpus for cluster in estimate.clusters]
+    lines, counts = ["Tokens/s of a GPU, and as a multiple of bf16's"], [c.gpus for c in estimate.clusters]
     for start in range(0, len(counts), COLUMNS):
         shown = counts[start : start + COLUMNS]
         lines.append(f"  {'GPUs':<{NAME - 2}}" + "".join(f"{count:>{CELL},}" for count in shown))
@@ -63,18 +62,12 @@ def _speed(found: StepPrediction) -> str:
 
 
 def _parts(estimate: StepEstimate) -> list[str]:
-    last = estimate.ways[-1]
-    lines = [f"A step in ms, bf16 and {last.strip('+ ')}"]
-    shown = [
-        ("compute", "compute"),
-        ("waiting", "waits for collectives"),
-        ("tax", "slowed by hidden collectives"),
-    ]
+    ways = estimate.ways[0], estimate.ways[-1]
+    lines = [f"A step in ms, {ways[0]} and {ways[1].strip('+ ')}"]
+    lines.append(f"  {'GPUs':>6}{'compute':>17}{'waits':>17}{'tax of hidden':>17}{'whole':>17}")
     for cluster in estimate.clusters:
-        pair = [estimate.of(cluster.gpus, way) for way in (estimate.ways[0], last)]
-        cells = [", ".join(f"{getattr(each.timeline, key) * 1e3:,.0f}" for each in pair) for key, _ in shown]
-        cells.append(", ".join(f"{each.seconds * 1e3:,.0f}" for each in pair))
-        lines.append(f"  {cluster.gpus:>6,}" + "".join(f"{cell:>17}" for cell in cells))
-    names = "".join(f"{name:>17}" for name in ("compute", "waits", "tax of hidden", "whole"))
-    lines.insert(1, f"  {'GPUs':>6}{names}")
+        pair = [estimate.of(cluster.gpus, way) for way in ways]
+        parts = [(e.timeline.compute, e.timeline.waiting, e.timeline.tax, e.seconds) for e in pair]
+        cells = "".join(f"{f'{a * 1e3:,.0f}, {b * 1e3:,.0f}':>17}" for a, b in zip(*parts, strict=True))
+        lines.append(f"  {cluster.gpus:>6,}{cells}")
     return [*lines, "", *textwrap.wrap(ERRORS, WIDTH, break_on_hyphens=False)]

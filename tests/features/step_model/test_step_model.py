@@ -165,6 +165,13 @@ def test_a_step_of_few_tokens_gains_more_by_bytes():
     assert flat.of(64, flat.ways[-1]).seconds < 0.8 * flat.of(64, flat.ways[-2]).seconds
 
 
+def test_one_shard_sends_nothing():
+    """f8sub leaves modules of one rank as they are."""
+    found = f8sub.estimate_step(load("llama3-8b"), 1)
+    assert found.of(1, "+ gradients in e4m3").seconds == found.of(1, "+ one all-reduce of all scales").seconds
+    assert found.of(1, "bf16").timeline.waiting == pytest.approx(0, abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

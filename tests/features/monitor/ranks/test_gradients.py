@@ -6,6 +6,8 @@ import math
 import torch
 
 import f8sub
+from f8sub.features.torchtitan.gradients import reduce_from_first_forward
+from f8sub.features.torchtitan.numerics import WANTED
 from tests.models import BF16, shard, train, transformer
 
 
@@ -63,6 +65,29 @@ def test_rows_end_with_the_reduction(ranks):
     first, *others = ranks(2, removed)[0]
     assert first[0] == first[1] > 1
     assert others == [first, first]
+
+
+def in_torchtitan(rank: int, world: int) -> list[list[int]]:
+    """What the option sets up at the first forward measures as often as the monitor that is wanted, or not at all."""
+    found = []
+    for wanted in ({WANTED: (2, "numerics.jsonl")}, {}):
+        model = transformer("rowwise")
+        for name, value in wanted.items():
+            setattr(model, name, value)
+        reduce_from_first_forward(model)
+        model = shard(model, BF16)
+        monitor = f8sub.Monitor(model, every=100)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(3):
+            with monitor:
+                train(model, rank, steps=1, optimizer=optimizer)
+        monitor.flush()
+        found.append(sorted({row.step for row in monitor.rows if row.role == "gradient"}))
+    return found
+
+
+def test_torchtitans_options_measure_for_the_monitor(ranks):
+    assert ranks(2, in_torchtitan)[0] == [[0, 2], []]
 
 
 def test_writers_tell_what_a_row_has():

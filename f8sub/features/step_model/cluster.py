@@ -6,7 +6,7 @@ from f8sub.features.estimate.gpus import H100, H200, Gpu
 
 LINK = 2.3
 """A GPU's bytes/s in a collective by itself, as a multiple of ``Gpu.link``, which is fitted to those that products run
-beside: 0.27 to 0.30 TB/s of two H200s (``scripts/bench/gradients.py --group layers``)."""
+beside: two H200s had 0.27 to 0.30 TB/s, as ``scripts/bench/gradients.py`` measures it."""
 
 NETWORK = 0.75
 """Share of a NIC's rate that large collectives reach."""

@@ -10,8 +10,8 @@ from f8sub.features.step_model.cluster import BF16, E4M3, E4M3_FLAT, FLOAT32, RE
 from f8sub.recipe import HIGH_PRECISION_GEMM, Recipe
 
 COPY_IN = {FLOAT32: 12.0, BF16: 5.5, E4M3: 4.9, E4M3_FLAT: 4.9}
-"""Bytes of a copy's speed that an element takes into FSDP2's buffer, or as codes into f8sub's: 745, 314 and 283 us
-for the 218 M elements of a Llama 3 8B layer and 8 ranks on an H200 (``scripts/bench/gradients.py --group pack``)."""
+"""Bytes of a copy's speed that an element takes into FSDP2's buffer, or as codes into f8sub's: an H200 took 745, 314
+and 283 us for the 218 M elements of a Llama 3 8B layer and 8 ranks, as ``scripts/bench/gradients.py`` measures it."""
 
 ADD = 3.1
 """The same of the sum of received codes, which runs beside backward: 179 us."""

@@ -161,15 +161,15 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(arm: str, seed: int, text: Text, steps: int = STEPS) -> dict[str, Any]:
+def train(arm: str, seed: int, text: Text) -> dict[str, Any]:
     """One run: the loss of each step, the held-out loss, and the reductions' mean dB."""
     begin, model, add = time.perf_counter(), llama(seed), ARMS[arm]
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     rng, losses, decibels = torch.Generator().manual_seed(seed), [], []
     torch.manual_seed(seed)  # of stochastic rounding
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min((step + 1) / WARMUP, 1 - step / steps)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min((step + 1) / WARMUP, 1 - step / STEPS)
         gradients, own = [], []
         for tokens in text.windows(rng, RANKS * SEQUENCES).split(SEQUENCES):
             loss = loss_of(model, tokens)
@@ -186,7 +186,7 @@ def train(arm: str, seed: int, text: Text, steps: int = STEPS) -> dict[str, Any]
     held_out = text.windows(torch.Generator().manual_seed(1), HELD_OUT, held_out=True)
     with torch.no_grad():
         final = torch.stack([loss_of(model, tokens) for tokens in held_out.split(32)]).mean()
-    found = {"arm": arm, "seed": seed, "steps": steps, "held_out": round(float(final), 6), "losses": losses}
+    found = {"arm": arm, "seed": seed, "steps": STEPS, "held_out": round(float(final), 6), "losses": losses}
     return {**found, "decibels": sum(decibels) / len(decibels), "seconds": time.perf_counter() - begin}
 
 
@@ -242,7 +242,7 @@ def table(data: dict[str, Any]) -> Table:
     for arm, losses in data["held_out"].items():
         mean, half = gap(losses, data["held_out"][BASELINE])
         decibels = f"{data['decibels'][arm]:.1f}" if data["decibels"][arm] < 100 else ">100"
-        told = "" if arm == BASELINE else f"{mean:+.3f} ± {half:.3f} %"
+        told = "" if arm == BASELINE else f"{round(mean, 3) + 0.0:+.3f} ± {half:.3f} %"
         rows.append([arm, decibels, f"{sum(losses) / len(losses):.4f}", told])
     return Table("Losses by how gradients are added", ["", "dB", "held-out loss", "gap, 95% interval"], rows)
 
@@ -260,7 +260,7 @@ def main() -> None:
     found.show()
     if arguments.write_docs:
         seeds = len(data["held_out"][BASELINE])
-        where = f"<sub>`{data['command']}` · {seeds} seeds · {data['machine']} · {data['date']}</sub>"
+        where = f"<sub>`{data['command']}` · {data['machine']}, {seeds} seeds · {data['date']}</sub>"
         write_between_markers(arguments.marker, f"{found.markdown()}\n\n{where}")
 
 

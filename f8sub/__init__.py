@@ -39,6 +39,7 @@ from f8sub.features.report.report import ConversionReport, LayerReport
 from f8sub.features.sensitivity.sensitivity import sensitivity
 from f8sub.features.shared_inputs import shared_inputs as _shared_inputs  # noqa: F401  (enters by its sockets)
 from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (enters by its sockets)
+from f8sub.features.step_model.estimate_step import StepEstimate, estimate_step
 from f8sub.features.tensors import operators as _operators  # noqa: F401  (enters by its sockets)
 from f8sub.features.tensors.quantize import quantize
 from f8sub.features.tools.find_nonfinite import find_nonfinite
@@ -71,6 +72,7 @@ __all__ = [
     "Recipe",
     "Rounding",
     "ScaleRule",
+    "StepEstimate",
     "Tile",
     "autocast",
     "checkpoint_policy",
@@ -80,6 +82,7 @@ __all__ = [
     "convert_to_float8",
     "drop_high_precision",
     "estimate",
+    "estimate_step",
     "find_nonfinite",
     "float8_state_dict",
     "float8_weights",

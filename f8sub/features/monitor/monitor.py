@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from f8sub.errors import Float8ConfigError
 from f8sub.features.monitor import writers
 from f8sub.features.monitor.advice import advice_for
+from f8sub.features.monitor.gradients import GradientRows, rows_of
 from f8sub.features.monitor.statistics import MAXIMA, WIDTH, Statistics, measure, statistics_of
 from f8sub.features.monitor.writers import Writer
 from f8sub.formats import Float8Format, Operand, Rounding, Tile
@@ -47,6 +48,9 @@ class Monitor:
             loss(model(batch)).backward()
         optimizer.step()
     print(monitor.worst(8))
+
+    Where ``reduce_gradients_in_float8`` measures, each measured reduction is a row of the step that it was in, with
+    role "gradient" and the name of its FSDP2 module.
 
     Losses and gradients of eager code are the same with and without, bitwise; a sampled step of compiled code runs
     eagerly. Of several forwards in one step the first is measured. All ranks sample the same steps, and each has the
@@ -103,7 +107,8 @@ class Monitor:
         self._writers: list[Writer] = [w if callable(w) else writers.jsonl(w) for w in several]
         self._step = -1
         self._sample: _Sample | None = None
-        self._pending: list[tuple[_Sample, HostCopy]] = []
+        self._gradients = GradientRows(model)
+        self._pending: list[tuple[int, HostCopy, Callable[[torch.Tensor], list[Statistics]]]] = []
         self.rows: list[Statistics] = []
         """All rows so far, in the order of the steps."""
 
@@ -145,7 +150,8 @@ class Monitor:
         Operands with NaN or infinity come first, those that are all 0 last.
         """
         self._read(wait=True)
-        last = [row for row in self.rows if row.step == self.rows[-1].step]
+        operands = [row for row in self.rows if row.role in ROLES]
+        last = [row for row in operands if row.step == operands[-1].step]
         width = max([len(row.layer) for row in last], default=5)
         lines = [f"{'layer':{width}} role  row dB     dB  flushed  saturated      amax  advice"]
         for row in sorted(last, key=_badness)[:count]:
@@ -177,20 +183,23 @@ class Monitor:
 
     def _end(self, *, failed: bool) -> None:
         sample, self._sample = self._sample, None
-        if sample is None:
-            return
-        sample.close()
-        if not failed:
-            self._pending.append((sample, HostCopy(sample.reduced(self._group))))
+        if sample is not None:
+            sample.close()
+            if not failed:
+                copy = HostCopy(sample.reduced(self._group))
+                self._pending.append((self._step, copy, sample.statistics))
+        if not failed and (gradients := self._gradients.new()) is not None:
+            names, copy = gradients
+            self._pending.append((self._step, copy, functools.partial(rows_of, self._step, names)))
 
     def _read(self, *, wait: bool) -> None:
         while self._pending and (wait or self._pending[0][1].there):
-            sample, copy = self._pending.pop(0)
-            rows = sample.statistics(copy.read())
+            step, copy, told = self._pending.pop(0)
+            rows = told(copy.read())
             self.rows += rows
             if not dist.is_initialized() or dist.get_rank(self._group) == 0:
                 for write in self._writers:
-                    write(sample.step, rows)
+                    write(step, rows)
 
 
 def _badness(row: Statistics) -> tuple[bool, float]:

@@ -82,13 +82,17 @@ def _magnitudes(operand: Operand) -> torch.Tensor:
     return reference.dequantize(Operand(operand.data, ones, plain), torch.float32).abs()
 
 
+GRADIENT = "gradient"
+"""The role of rows that tell the error of a module's reduced gradients, by ``sqnr`` alone."""
+
+
 class Statistics(NamedTuple):
-    """What is told of one operand of one layer in one step.
+    """What is told of one operand of one layer, or of a module's reduced gradients, in one step; NaN is not measured.
 
     Attributes:
         step: number of the step.
         layer: full name.
-        role: "x", "w" or "dy".
+        role: "x", "w" or "dy", or "gradient".
         format: as documentation names it.
         amax: largest magnitude.
         rms: root of the mean square.
@@ -125,7 +129,6 @@ def statistics_of(
     if not found["count"]:
         return None
     nonzero = max(found["nonzero"], 1.0)
-    ratio = torch.tensor(found["signal"] / max(found["noise"], 1e-38), dtype=torch.float64, device="cpu")
     return Statistics(
         step=step,
         layer=layer,
@@ -138,9 +141,15 @@ def statistics_of(
         saturated=found["saturated"] / nonzero,
         flushed=found["flushed"] / nonzero,
         subnormal=found["subnormal"] / nonzero,
-        sqnr=float(10 * ratio.log10()),
+        sqnr=decibels(found["signal"], found["noise"]),
         row_sqnr=_median(sums[len(SUMS) :]),
     )
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two sums of squares, in dB."""
+    ratio = torch.tensor(signal / max(noise, 1e-38), dtype=torch.float64, device="cpu")
+    return float(10 * ratio.log10())
 
 
 def _median(histogram: list[float]) -> float:

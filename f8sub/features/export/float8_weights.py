@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.features.export import layouts
 from f8sub.features.export.codes import Part, blocks_of, float8_format, operand_of, unwrapped
+from f8sub.features.layouts import layouts
 from f8sub.formats import Float8Format, ScaleRule
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.weight import Weight
@@ -124,7 +124,7 @@ def float8_weights(
         rename: from a parameter's name in the model to the engine's.
 
     Yields:
-        Name and tensor: for a float8 layer of (N, K) e4m3 codes (N, K) and scales, see ``features/export/layouts.py``;
+        Name and tensor: for a float8 layer of (N, K) e4m3 codes (N, K) and scales, see ``features/layouts/layouts.py``;
         for anything else its values. In memory of their own.
 
     Raises:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.export import layouts
+from f8sub.features.layouts import layouts
 from tests.data_sets import gaussian, generator
 
 N, K = 384, 256

@@ -10,10 +10,10 @@ import torch
 
 from f8sub.convert.convert import convert_to_float8
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError
-from f8sub.features.export import layouts
 from f8sub.features.export.codes import blocks_of
 from f8sub.features.export.float8_weights import Exported, examined
 from f8sub.features.export.save import SHARD_BYTES, check_target, config_of, write
+from f8sub.features.layouts import layouts
 from f8sub.features.load.checkpoint import Checkpoint, DcpCheckpoint, opened, prefix_of, some
 from f8sub.features.load.ties import other_names
 from f8sub.formats import Float8Format

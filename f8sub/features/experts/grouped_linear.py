@@ -163,7 +163,7 @@ class _GroupedLinear(torch.autograd.Function):
             y = high_precision_rows(x, _values(w, call), groups)
         else:
             a = quantize_tokens(x, groups, spec.a, contracted=False)
-            y = _rows(plan.fprop, spec, a, _rowwise(w, spec.b, call), groups, dtype)
+            y = _rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
         saved: tuple[torch.Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
             format = recipe.wgrad.b
@@ -223,7 +223,7 @@ def _values(w: torch.Tensor, call: Call) -> torch.Tensor:
     return values.transpose(1, 2) if call.transposed else values
 
 
-def _rowwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
+def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
     """All experts' rowwise operand: as gathered, as cast last, or cast now. Rounded to the call's dtype before."""
     stored = seen_transposed(format) if call.transposed else format
     flat = flat_format(stored, w.shape[1])
@@ -249,4 +249,4 @@ def _columnwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeig
     rowwise = call.plan.recipe.fprop.b
     if rowwise is None:
         return quantize_experts(_values(w, call).transpose(1, 2), format)
-    return _rowwise(w, rowwise, call).derive_columnwise(format)
+    return rowwise_of_experts(w, rowwise, call).derive_columnwise(format)

@@ -127,6 +127,31 @@ def tensors_of(operand: Operand, layout: str) -> dict[str, torch.Tensor]:
     return {"weight": operand.data, "weight_scale": _grid(operand)}
 
 
+def rows_of(tensors: dict[str, torch.Tensor], rows: slice | None) -> dict[str, torch.Tensor]:
+    """``tensors_of`` some rows of a layer, which ``check_rows`` found to have scales of their own; None for all."""
+    if rows is None:
+        return tensors
+    whole = len(tensors["weight"])
+    blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+    return {
+        leaf: tensor[rows if len(tensor) == whole else blocks].contiguous()
+        for leaf, tensor in tensors.items()
+    }
+
+
+def check_rows(layer: str, format: Float8Format, rows: slice | None) -> None:
+    """Check that rows of a matrix, such as an expert's up of its gate and up, have scales of their own on disk.
+
+    Raises:
+        Float8ConfigError: they begin within a block.
+    """
+    if rows is not None and format.tile.rows not in (1, ALL) and rows.start % BLOCK:
+        raise Float8ConfigError(
+            f"{layer}: it is rows from {rows.start} on of a weight with blocks of {BLOCK}, so that it shares scales "
+            "with the layer before it, and no checkpoint holds that; train with a recipe that has scales of rows"
+        )
+
+
 def quantization_config(
     layout: str, formats: Mapping[str, Float8Format], in_high_precision: Sequence[str]
 ) -> dict[str, Any]:

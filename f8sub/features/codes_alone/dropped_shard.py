@@ -7,6 +7,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.formats import Operand, Tile
 from f8sub.kernels import reference
+from f8sub.kernels.scales import first_tile
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight
@@ -51,9 +52,14 @@ class DroppedShard(Shard):
         """The codes that were kept."""
         return self._held
 
+    def lay_out(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        """Take its entries of the table, with the scales of the codes in them from the beginning."""
+        super().lay_out(amax, scale, scale_inv)
+        self.scales_written()
+
     def scales_written(self) -> None:
         """Write back the scales that the codes were cast with, over those that were just made."""
-        for scales, kept in zip(self._scales, self._kept, strict=True):
+        for scales, kept in zip(self._scales, self._kept, strict=bool(self._kept)):
             with _unsafe_preserve_version_counter(scales):
                 scales.copy_(kept)
         super().scales_written()
@@ -102,9 +108,10 @@ class LoadedCodes:
         wire = torch.zeros(shard.wire.padded_shape, dtype=torch.uint8, device=device)
         wire[: data.shape[0], : data.shape[1]] = data.view(torch.uint8)
         if shard.wire.carries_scales:
-            first = self._offset[0]
-            shard.wire.scales_of(wire)[: data.shape[0]] = scale_inv[first : first + data.shape[0]]
-            dropped._kept = []
+            of_rows = shard.wire.scales_of(wire)[: data.shape[0]]
+            row, col = first_tile(shard.format.tile, self._offset)
+            of_rows.copy_(scale_inv[row : row + len(of_rows), col : col + of_rows.shape[1]])
+            dropped._kept = []  # the scale of NaN alone, which a table has of such a weight, is never read
         else:
             scale_inv = scale_inv.to(device)
             dropped._kept = [scale_inv.float().reciprocal(), scale_inv]

@@ -81,7 +81,7 @@ def test_one_byte_an_element_is_held_and_no_value_in_high_precision(tmp_path):
 
 def test_a_model_on_meta_gets_no_values_in_high_precision(tmp_path):
     source = frozen()
-    tensors, values = file_of(tmp_path / "in", source, LAYERS, power_of_2=False)
+    file_of(tmp_path / "in", source, LAYERS, power_of_2=False)
     with torch.device("meta"):
         model = Net()
     f8sub.convert_to_float8(model, "blockwise", primary_weights=True)
@@ -141,3 +141,17 @@ def test_masters_of_layers_that_learn_are_cast_to_the_files_codes(tmp_path, rule
         assert torch.equal(found.rowwise.data.view(torch.uint8), codes.view(torch.uint8))
         off = (found.rowwise.scale_inv / tensors[f"{layer}.weight_scale_inv"] - 1).abs().max()
         assert off <= (2**-23 if dtype == torch.float32 else 2**-8)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8", "blockwise"])
+def test_codes_of_an_export_are_held_as_they_are(tmp_path, recipe):
+    source = f8sub.convert_to_float8(seed_weights(Net()), recipe=recipe)
+    f8sub.save_float8(source, tmp_path / "out", layout="compressed-tensors", dtype=torch.bfloat16)
+    model = frozen(recipe)
+    f8sub.load_float8(model, tmp_path / "out")
+    for layer in LAYERS:
+        values = source.get_submodule(layer).weight.detach().clone().to(torch.bfloat16)
+        expected, found = f8sub.quantize(values, recipe, "w").rowwise, operand(model.get_submodule(layer))
+        assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert found.scale_inv.dtype == expected.scale_inv.dtype
+        assert torch.equal(found.scale_inv.float(), expected.scale_inv.float())

@@ -122,7 +122,7 @@ def names_of(model: torch.nn.Module, parts: Iterable[Part]) -> Pieces:
 
 
 def experts_of(part: Part, dtype: torch.dtype | None) -> Iterator[Operand]:
-    """The weights of all experts as fprop reads them, one after the other; see ``operand_of``."""
+    """The weights of all experts as fprop reads them, one after the other: views of what was gathered."""
     module, weight = part.module, part.tensor
     if not isinstance(module, Float8Experts):
         raise RuntimeError(f"{part.name} is not a weight of experts")

@@ -44,6 +44,9 @@ def add_export(commands: Any) -> None:
     made.add_argument(
         "--skip", nargs="+", default=[], help="patterns of layers that training left in high precision"
     )
+    made.add_argument(
+        "--experts", action="store_true", help="training multiplied mixtures of experts in float8, too"
+    )
     made.add_argument("--json", action="store_true", help="print what was written as JSON")
     made.set_defaults(run=run)
 
@@ -70,6 +73,7 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         dtype=getattr(torch, arguments.dtype),
         prefix=arguments.prefix,
         skip=tuple(arguments.skip),
+        experts=arguments.experts,
         progress=_progress(),
     )
     files = [path for path in Path(arguments.out).iterdir() if path.suffix == ".safetensors"]

@@ -4,19 +4,19 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from f8sub.convert.convert import convert_to_float8
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError
-from f8sub.features.export.codes import blocks_of
+from f8sub.features.export.codes import Part, blocks_of
 from f8sub.features.export.float8_weights import Exported, examined
 from f8sub.features.export.save import SHARD_BYTES, check_target, config_of, write
 from f8sub.features.layouts import layouts
+from f8sub.features.layouts.names import Piece
 from f8sub.features.load.checkpoint import Checkpoint, DcpCheckpoint, opened, prefix_of, some
 from f8sub.features.load.ties import other_names
-from f8sub.formats import Float8Format
 from f8sub.kernels.quantize import quantize
 from f8sub.recipe import Recipe, get_recipe
 
@@ -32,6 +32,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
     prefix: str | None = None,
     config: Mapping[str, Any] | None = None,
     skip: tuple[str, ...] = (),
+    experts: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> Exported:
@@ -49,6 +50,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
         prefix: of the model's names in the checkpoint, such as "model."; None where the names tell it.
         config: for ``config.json``; None for the checkpoint's own, or else that of ``model.config``.
         skip: more layers to leave in ``dtype``, see ``convert_to_float8``.
+        experts: whether training multiplied experts in float8, as of ``convert_to_float8``.
         shard_bytes: as in ``save_float8``.
         progress: given the names of the tensors, it returns them again; to show how far it is.
 
@@ -70,17 +72,17 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
         )
     source, target = Path(checkpoint), Path(folder)
     check_target(target)
-    convert_to_float8(model, recipe=recipe, skip=skip)
+    convert_to_float8(model, recipe=recipe, skip=skip, experts=experts)
     exported = examined(model, layout)
     with opened(source) as found:
         if "quantization_config" in found.config:
             raise Float8ConfigError(
                 f"{source} is quantized already, says its config.json, and codes are cast from high precision"
             )
-        names = _matched(model, found, source, prefix)
+        sources = _matched(model, exported, found, source, prefix)
         written = {**config_of(model, dtype), **found.config, **(config or {})}
         written |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": exported.config(None)}
-        tensors = _cast(found, names, exported, dtype, progress)
+        tensors = _cast(found, sources, exported, dtype, progress)
         text = json.dumps(written, indent=2, sort_keys=True, default=str)
         error = write(target, tensors, text, shard_bytes)
     if error is not None:
@@ -88,60 +90,114 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
     return exported
 
 
+class _Source(NamedTuple):
+    """Where a parameter or buffer, or the matrix of one expert, is in the checkpoint.
+
+    Attributes:
+        part: the parameter.
+        names: of the tensors in the checkpoint whose rows, one after the other, it is.
+        pieces: what it is written as.
+        expert: which expert's matrix is read of the first name, a tensor of all experts; None for the whole tensor.
+    """
+
+    part: Part
+    names: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    expert: int | None = None
+
+
 def _matched(
-    model: torch.nn.Module, found: Checkpoint | DcpCheckpoint, source: Path, prefix: str | None
-) -> dict[str, tuple[str, bool]]:
-    """The model's names by the checkpoint's: with each whether it is a parameter."""
+    model: torch.nn.Module,
+    exported: Exported,
+    found: Checkpoint | DcpCheckpoint,
+    source: Path,
+    prefix: str | None,
+) -> list[_Source]:
+    """The sources of all that is written, in the checkpoint's order, so that files are read once and forward."""
     there = set(found)
-    parts = {part.name: part for _, parts in blocks_of(model) for part in parts}
+    parts = [part for _, parts in blocks_of(model) for part in parts]
     if prefix is None:
-        prefix = prefix_of(sorted(there), list(parts))
+        prefix = prefix_of(sorted(there), [part.name for part in parts])
     others = other_names(model)
-    where = {
-        name: next((prefix + each for each in (name, *others.get(name, ())) if prefix + each in there), None)
-        for name in parts
-    }
-    if lacking := sorted(name for name, at in where.items() if at is None):
-        own = sorted(name.removeprefix(prefix) for name in there if name.startswith(prefix))
+    sources, lacking = [], []
+    for part in parts:
+        pieces = exported.pieces[part.name]
+        whole = [
+            part.name,
+            *others.get(part.name, ()),
+            *(piece.name for piece in pieces if piece.expert is None),
+        ]
+        at = next((prefix + name for name in whole if prefix + name in there), None)
+        if at is None and not all(prefix + piece.name in there for piece in pieces):
+            lacking.append(part.name)
+            continue
+        if pieces[0].expert is None:
+            sources.append(_Source(part, (at or part.name,), tuple(pieces)))
+            continue
+        for expert in dict.fromkeys(piece.expert for piece in pieces):
+            own = sorted((p for p in pieces if p.expert == expert), key=lambda p: p.rows.start)  # type: ignore[union-attr]
+            names = tuple(prefix + piece.name for piece in own) if at is None else (at,)
+            sources.append(_Source(part, names, tuple(own), None if at is None else expert))
+    if lacking:
+        own_names = sorted(name.removeprefix(prefix) for name in there if name.startswith(prefix))
         raise Float8ConfigError(
-            f"{source} lacks {some(lacking)}; is it of this model, and is prefix={prefix!r} right? It has {some(own)}"
+            f"{source} lacks {some(sorted(lacking))}; is it of this model, and is prefix={prefix!r} right? It has "
+            f"{some(own_names)}"
         )
-    matched: dict[str, tuple[str, bool]] = {}
-    for name, at in where.items():
-        tensor = getattr(parts[name].module, parts[name].attribute)
-        shape, shape_there = tuple(tensor.shape), found.shape_of(at or name)
-        if shape != shape_there:
-            raise Float8ShapeError(f"{name}: the model has {shape}, the checkpoint's {at} has {shape_there}")
-        matched[at or name] = name, isinstance(tensor, torch.nn.Parameter)
-    return matched
+    for each in sources:
+        _check_shape(each, found)
+    place = {name: index for index, name in enumerate(found)}
+    return sorted(sources, key=lambda each: place[each.names[0]])
+
+
+def _check_shape(source: _Source, found: Checkpoint | DcpCheckpoint) -> None:
+    shape, shapes = tuple(source.part.tensor.shape), [found.shape_of(name) for name in source.names]
+    of_parts = [shape]
+    if source.pieces[0].expert is not None and source.expert is None:
+        of_parts = [(p.rows.stop - p.rows.start, shape[2]) for p in source.pieces if p.rows is not None]
+    if shapes != of_parts:
+        raise Float8ShapeError(
+            f"{source.part.name}: the model has {', '.join(map(str, of_parts))}, the checkpoint's "
+            f"{', '.join(source.names)} has {', '.join(map(str, shapes))}"
+        )
 
 
 def _cast(
     found: Checkpoint | DcpCheckpoint,
-    names: Mapping[str, tuple[str, bool]],
+    sources: list[_Source],
     exported: Exported,
     dtype: torch.dtype,
     progress: Callable[[Iterable[str]], Iterable[str]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    # In the checkpoint's order, so that files are read once and forward.
-    for at in progress([at for at in found if at in names]):
-        value, (name, is_parameter) = found.read(at), names[at]
+    whole: dict[str, torch.Tensor] = {}  # the last one that experts are read of
+    for at, source in zip(progress([source.names[0] for source in sources]), sources, strict=True):
+        if source.expert is None:
+            values = [found.read(name) for name in source.names]
+            value = values[0] if len(values) == 1 else torch.cat(values)
+        else:
+            whole = whole if at in whole else {at: found.read(at)}
+            value = whole[at][source.expert]
+        is_parameter = source.part.attribute in source.part.module._parameters
         if is_parameter and (not value.is_floating_point() or value.itemsize == 1):
             raise Float8ConfigError(
                 f"{at} is {value.dtype} in the checkpoint; codes are cast from high precision"
             )
-        fqn = name.removesuffix(".weight")
-        format: Float8Format | None = exported.formats.get(fqn) if name.endswith(".weight") else None
+        pieces = source.pieces
+        layer = pieces[0].name.removesuffix(".weight")
+        format = exported.formats.get(layer) if pieces[0].name != layer else None
+        value = value.to(dtype) if is_parameter else value
         if format is None:
-            yield name, value.to(dtype) if is_parameter else value
+            for piece in pieces:
+                yield piece.name, value if piece.rows is None else value[piece.rows].contiguous()
             continue
-        value = value.to(dtype)
         if not bool(value.isfinite().all()):
             raise Float8NumericsError(
                 f"{at} in the checkpoint has NaN or infinity, which an engine would serve"
             )
         operand = quantize(value, format, None).rowwise
         if operand is None:
-            raise RuntimeError(f"{name}: quantize returned no rowwise operand for a rowwise format")
-        for leaf, tensor in layouts.tensors_of(operand, exported.layout).items():
-            yield f"{fqn}.{leaf}", tensor
+            raise RuntimeError(f"{layer}: quantize returned no rowwise operand for a rowwise format")
+        tensors = layouts.tensors_of(operand, exported.layout)
+        for piece in pieces:
+            for leaf, tensor in layouts.rows_of(tensors, piece.rows).items():
+                yield piece.name.removesuffix("weight") + leaf, tensor

@@ -43,7 +43,8 @@ class PrimaryWeights(Guest):
             return
         for weight in weights:
             local = local_tensor(weight)
-            if isinstance(local, MasterWeight) and local.cell not in self.taken and weight.requires_grad:
+            master = master_of(local)
+            if master is not None and master.cell not in self.taken and weight.requires_grad:
                 raise Float8ConfigError(
                     f"{type(optimizer).__name__} steps a weight of shape {tuple(weight.shape)} that was converted "
                     "with primary_weights=True: wrap it in f8sub.optim.MasterWeights(optimizer), which keeps the "
@@ -120,6 +121,9 @@ def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
             "dropped, and float8 codes are not a master to train; construct MasterWeights before "
             "drop_high_precision(model)"
         )
+    if master.dtype != torch.float32:  # which ``restore_high_precision`` made
+        master = MasterWeight(master.plain.to(torch.float32))
+        master.cell.record, local.primary.master = local.primary.record, master
     if (record := master.record) is not None and (conversion := record.conversion) is not None:
         conversion.guest(PrimaryWeights).taken.add(master.cell)
     taken = torch.nn.Parameter(like_sharded(master, parameter), parameter.requires_grad)

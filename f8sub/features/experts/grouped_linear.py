@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,20 @@ class Call(NamedTuple):
     plan: GroupedPlan
     dtype: torch.dtype
     transposed: bool
+
+
+class Product(NamedTuple):
+    """What a call of ``grouped_linear`` multiplied, as it lies on this rank, and the result."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    groups: Groups
+    call: Call
+    y: torch.Tensor
+
+
+watchers: list[Callable[[str, Product], None]] = []
+"""Called after every product in float8, with the name of the converted module whose forward runs."""
 
 
 class _Running(threading.local):
@@ -106,7 +120,10 @@ def grouped_linear(
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = weight.transpose(1, 2), not transposed
     dtype = autocast_dtype(x.device.type) or x.dtype
-    y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, Call(plan, dtype, transposed))
+    call = Call(plan, dtype, transposed)
+    y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, call)
+    for watch in watchers:
+        watch(fqn, Product(x, weight, groups, call, y))
     return y
 
 

@@ -121,7 +121,9 @@ def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
             "dropped, and float8 codes are not a master to train; construct MasterWeights before "
             "drop_high_precision(model)"
         )
-    if master.dtype != torch.float32:  # which ``restore_high_precision`` made
+    if (
+        isinstance(local, PrimaryWeight) and master.dtype != torch.float32
+    ):  # which ``restore_high_precision`` made
         master = MasterWeight(master.plain.to(torch.float32))
         master.cell.record, local.primary.master = local.primary.record, master
     if (record := master.record) is not None and (conversion := record.conversion) is not None:

@@ -368,7 +368,7 @@ def test_weights_that_were_restored_take_an_optimizer_with_masters(dtype):
     values = [layer.weight.detach().clone() for layer in float8_layers(model)]
     plain = torch.optim.SGD(model.parameters(), lr=1e-2)
     model(x_of(8, K)).square().mean().backward()
-    with pytest.raises(f8sub.Float8ConfigError, match="SGD steps a weight .*MasterWeights"):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"SGD steps a weight .*MasterWeights"):
         plain.step()
     assert all(map(torch.equal, values, (layer.weight.detach().clone() for layer in float8_layers(model))))
     optimizer = wrapped(model)

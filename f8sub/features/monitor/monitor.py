@@ -84,11 +84,13 @@ class Monitor:
                 f"Monitor found no float8 layer that {', '.join(patterns)} names; f8sub.conversion_report(model) lists "
                 "them"
             )
-        self._every, self._group = every, group
+        self.group = group
+        """The ranks whose statistics are put together, the same on all of them; it may be set in the first step."""
+        self._every = every
         self._rows = {(name, role): i for i, (name, role) in enumerate((n, r) for n in names for r in roles)}
         several = [to] if callable(to) or isinstance(to, str | os.PathLike) else to
         self._writers: list[Writer] = [w if callable(w) else writers.jsonl(w) for w in several]
-        self._step = -1
+        self._step, self._in_step = -1, False
         self._sample: Sample | None = None
         self._pending: list[tuple[Sample, HostCopy]] = []
         self.rows: list[Statistics] = []
@@ -102,7 +104,7 @@ class Monitor:
         self._end(failed=error[0] is not None)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Sample without a ``with``: a step ends when the optimizer's does.
+        """Sample without a ``with``: a step ends when the optimizer's does. One that was entered goes on.
 
         Returns:
             Call it to detach.
@@ -116,7 +118,8 @@ class Monitor:
             self._end(failed=False)  # of a step with a closure, in which the model runs
             self._begin()
 
-        self._begin()
+        if not self._in_step:
+            self._begin()
         handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
         def detach() -> None:
@@ -157,25 +160,25 @@ class Monitor:
 
     def _begin(self) -> None:
         self._end(failed=True)
-        self._step += 1
+        self._step, self._in_step = self._step + 1, True
         self._read(wait=False)
         if self._step % self._every == 0:
             self._sample = Sample(self._step, self._model, self._layers, self._rows)
 
     def _end(self, *, failed: bool) -> None:
-        sample, self._sample = self._sample, None
+        sample, self._sample, self._in_step = self._sample, None, False
         if sample is None:
             return
         sample.close()
         if not failed:
-            self._pending.append((sample, HostCopy(sample.reduced(self._group))))
+            self._pending.append((sample, HostCopy(sample.reduced(self.group))))
 
     def _read(self, *, wait: bool) -> None:
         while self._pending and (wait or self._pending[0][1].there):
             sample, copy = self._pending.pop(0)
             rows = sample.statistics(copy.read())
             self.rows += rows
-            if not dist.is_initialized() or dist.get_rank(self._group) == 0:
+            if not dist.is_initialized() or dist.get_rank(self.group) == 0:
                 for write in self._writers:
                     write(sample.step, rows)
 

@@ -319,11 +319,17 @@ def test_results_on_request_are_cast_for_the_statistics_alone(recipe):
         y.backward(dy)
     alone.flush()
     formats = f8sub.get_recipe(recipe)
-    results = {"y": (y, formats.fprop.a), "dx": (x.grad, formats.dgrad.a), "dw": (layer.weight.grad, formats.fprop.b)}
+    results = {
+        "y": (y, formats.fprop.a),
+        "dx": (x.grad, formats.dgrad.a),
+        "dw": (layer.weight.grad, formats.fprop.b),
+    }
     for row in alone.rows:
         found, format = results[row.role]
         made = f8sub.quantize(found.detach().clone(), format, columnwise=False)
         error = (made.dequantize().double() - found.double()).square().sum()
         assert row.amax == found.abs().max().item()
-        assert row.sqnr == pytest.approx(10 * (found.double().square().sum() / error).log10().item(), abs=1e-3)
+        assert row.sqnr == pytest.approx(
+            10 * (found.double().square().sum() / error).log10().item(), abs=1e-3
+        )
     assert len(alone.rows) == 3

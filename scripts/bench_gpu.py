@@ -6,6 +6,7 @@ linear: one layer, forward and backward, at a Llama's shapes: bf16, torchao, f8s
     and of the host, kernels, memory, errors.
 slice: blocks of a Llama 3 8B under FSDP2, and the whole step with head, loss and AdamW: tokens/s, memory. Without
     FSDP2 that step as one CUDA graph, too: of few variants, or of those that --only names ("* graphed").
+monitor: that whole step with a sample of f8sub.Monitor, and without; what one in 100 steps adds.
 
 Results are checked before they are timed. Inputs are random, sets of them take turns, and so do variants; times are
 medians with the distance of their quartiles. Without a CUDA device everything runs on the CPU, tiny, to show that it
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-from scripts.bench.gpu import checkpoints, gemms, linears, quantizers, slices, variants
+from scripts.bench.gpu import checkpoints, gemms, linears, monitors, quantizers, slices, variants
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import machine
 from scripts.table import parser, progress, write_json
@@ -39,6 +40,7 @@ GROUPS = {
     "gemm": gemms.group,
     "linear": linears.group,
     "slice": slices.group,
+    "monitor": monitors.group,
 }
 
 
@@ -48,7 +50,7 @@ def parsed() -> argparse.Namespace:
     made.add_argument(
         "--shapes",
         nargs="+",
-        help="of one group: rows x columns (quantize), tokens x in x out (gemm, linear), tokens x blocks (slice)",
+        help="of one group: rows x columns (quantize), tokens x in x out (gemm, linear), tokens x blocks (others)",
     )
     made.add_argument(
         "--only", nargs="+", default=[], help="variants of linear and slice, glob patterns; bf16 always runs"

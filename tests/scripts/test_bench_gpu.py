@@ -10,7 +10,7 @@ from f8sub.kernels.gemm import scaled_mm, select
 from f8sub.linear import weight_cast
 from f8sub.weights import master_weight
 from scripts.bench import timing
-from scripts.bench.gpu import gemms, graphs, linears, quantizers, slices, variants
+from scripts.bench.gpu import gemms, graphs, linears, monitors, quantizers, slices, variants
 from scripts.bench.gpu.session import Session
 from tests.op_recorder import OpRecorder
 
@@ -41,7 +41,7 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
     assert found["failed"] == {}
     assert printed.count(", CPU") >= 7
     figures = found["figures"]
-    assert set(figures) == {"quantize", "gemm", "linear", "slice"}
+    assert set(figures) == {"quantize", "gemm", "linear", "slice", "monitor"}
     for rows in figures["quantize"].values():
         named = ("1x128 both", "columns of rowwise codes", "amaxes and scales of shards 128x128")
         assert rows.keys() >= {"copy", "256x256 column", *named}
@@ -274,3 +274,15 @@ def test_the_weight_is_cast_before_every_call():
     kept = operators()
     layer.changed()
     assert operators() > kept
+
+
+def test_a_monitors_cost_is_that_of_sampled_steps():
+    given = session(only=["f8sub tensorwise eager"])
+    monitors.group(given)
+    assert not given.failed
+    ((shape, rows),) = given.figures["monitor"].items()
+    (row,) = rows.values()
+    assert (shape, row["operands"]) == ("32x4", 3 * 4 * 7)
+    plain, sampled = row["plain"]["median_ms"], row["sampled"]["median_ms"]
+    assert row["share"] == pytest.approx((sampled - plain) / (100 * plain))
+    assert len(given.tables) == 1

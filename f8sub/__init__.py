@@ -30,6 +30,7 @@ from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, red
 from f8sub.features.inspect.estimate import Estimate, estimate
 from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
+from f8sub.features.monitored_experts import probe as _probe  # noqa: F401  (enters by its socket)
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
 from f8sub.features.report import nothing_converted as _nothing_converted  # noqa: F401  (enters by its sockets)

@@ -116,6 +116,11 @@ class Weight(torch.Tensor):
         raise NotImplementedError
 
     @property
+    def cast_by_shard(self) -> "MasterWeight | None":
+        """What a shard of the weight casts: its master, or an empty one where the codes were there before the shard."""
+        return self.master
+
+    @property
     def plain(self) -> torch.Tensor:
         """The values as an ordinary tensor."""
         raise NotImplementedError
@@ -129,6 +134,9 @@ class Weight(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
         return plain.__reduce_ex__(protocol)
+
+    def was_sharded(self, shard: "Shard") -> None:
+        """A shard of the weight was made, of which nothing was gathered."""
 
     def was_gathered(self, shard: "Shard") -> None:
         """Codes of the weight as it is, with scales of its own, were gathered from all ranks."""

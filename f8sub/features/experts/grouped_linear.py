@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,20 @@ class Call(NamedTuple):
     plan: GroupedPlan
     dtype: torch.dtype
     transposed: bool
+
+
+class Product(NamedTuple):
+    """What a call of ``grouped_linear`` multiplied, as it lies on this rank, and the result."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    groups: Groups
+    call: Call
+    y: torch.Tensor
+
+
+watchers: list[Callable[[str, Product], None]] = []
+"""Called after every product in float8, with the name of the converted module whose forward runs."""
 
 
 class _Running(threading.local):
@@ -96,7 +110,10 @@ def grouped_linear(
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = weight.transpose(1, 2), not transposed
     dtype = autocast_dtype(x.device.type) or x.dtype
-    y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, Call(plan, dtype, transposed))
+    call = Call(plan, dtype, transposed)
+    y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, call)
+    for watch in watchers:
+        watch(fqn, Product(x, weight, groups, call, y))
     return y
 
 
@@ -178,7 +195,7 @@ class _GroupedLinear(torch.autograd.Function):
         if a is None or spec.b is None:
             y = nodes.high_precision_rows(x, _values(w, call), groups)
         else:
-            y = nodes.rows(plan.fprop, spec, a, _rowwise(w, spec.b, call), groups, dtype)
+            y = nodes.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
         saved: tuple[torch.Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
             saved = (x,) if kept is None else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
@@ -230,7 +247,7 @@ def _as_stored(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return w.to(dtype)
 
 
-def _rowwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
+def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
     """All experts' rowwise operand: as gathered, as cast last, or cast now. Rounded to the call's dtype before."""
     stored = seen_transposed(format) if call.transposed else format
     flat = flat_format(stored, w.shape[1])
@@ -257,4 +274,4 @@ def _columnwise(w: torch.Tensor, format: Float8Format, call: Call, dy: torch.Ten
     if rowwise is None:
         return quantize_experts(_values(w, call).transpose(1, 2), format)
     after = ops.small_part_of(dy, None)
-    return derive_columnwise_of_experts(_rowwise(w, rowwise, call), format, after)
+    return derive_columnwise_of_experts(rowwise_of_experts(w, rowwise, call), format, after)

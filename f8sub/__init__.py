@@ -39,6 +39,7 @@ from f8sub.features.report.report import ConversionReport, LayerReport
 from f8sub.features.sensitivity.sensitivity import sensitivity
 from f8sub.features.shared_inputs import shared_inputs as _shared_inputs  # noqa: F401  (enters by its sockets)
 from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (enters by its sockets)
+from f8sub.features.tensor_parallel import places as _places  # noqa: F401  (enters by its socket)
 from f8sub.features.tensors import operators as _operators  # noqa: F401  (enters by its sockets)
 from f8sub.features.tensors.quantize import quantize
 from f8sub.features.tools.find_nonfinite import find_nonfinite

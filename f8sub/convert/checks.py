@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from f8sub.convert.filters import LayerChoices
 from f8sub.errors import Float8ConfigError, Float8Warning
@@ -14,6 +12,7 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import RECOMPUTE, reencodes, why_not_kept
 from f8sub.recipe import Recipe
+from f8sub.torch_compat import is_dtensor, is_fsdp_module
 from f8sub.weights.conversion import Conversion
 
 SKIP_REASON = "float8_skip_reason"
@@ -40,9 +39,7 @@ why_nothing: Callable[[torch.nn.Module], str]
 def refuse_sharded(model: torch.nn.Module) -> None:
     """A sharded weight's parts cannot become one master weight."""
     for fqn, module in model.named_modules():
-        if isinstance(module, FSDPModule) or any(
-            isinstance(p, DTensor) for p in module.parameters(recurse=False)
-        ):
+        if is_fsdp_module(module) or any(map(is_dtensor, module.parameters(recurse=False))):
             raise Float8ConfigError(
                 f"{fqn or 'the model'} is already sharded ({type(module).__name__}): call convert_to_float8 before "
                 "fully_shard and parallelize_module, on the whole model; to go back to plain layers, load the "

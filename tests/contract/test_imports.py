@@ -8,6 +8,9 @@ import pytest
 
 import f8sub
 
+SLOW = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "sympy"]
+"""Modules of torch, and one that these bring in, that a float8 model may never need."""
+
 OPTIONAL = ["triton", "torchao", "transformers", "torchtitan", "safetensors", "pyarrow", "matplotlib", "rich"]
 
 
@@ -32,6 +35,38 @@ def brought_in() -> set[str]:
 
 def test_importing_f8sub_imports_torch_and_the_standard_library_alone(brought_in):
     assert brought_in <= {"f8sub", "torch", *sys.stdlib_module_names}
+
+
+def test_importing_f8sub_loads_nothing_slow():
+    loaded = modules_after("import f8sub") - modules_after("import torch")
+    assert "f8sub.features.tensor_parallel.places" in loaded
+    assert not {name for name in loaded for slow in [*SLOW, *OPTIONAL] if f"{name}.".startswith(f"{slow}.")}
+
+
+def test_fsdp2_and_tensor_parallelism_may_be_imported_after_f8sub():
+    """By then sockets and hooks are there: weights are gathered as float8, and refused where they are sharded."""
+    code = """
+import torch, f8sub
+import torch.distributed as dist
+model = torch.nn.Sequential(torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 16, bias=False))
+f8sub.convert_to_float8(model)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fully_shard(model[0])
+gathered = []
+model[0].register_forward_pre_hook(lambda layer, args: gathered.append(type(layer.weight).__name__))
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+parallelize_module(model[1], mesh, f8sub.tensor_parallel.Float8ColwiseParallel())
+x = torch.randn(8, 16)
+model(x).backward(torch.randn(8, 16))
+print(*gathered, type(model[0].weight.grad).__name__, type(model[1].weight.grad).__name__)
+try:
+    f8sub.convert_from_float8(model)
+except f8sub.Float8ConfigError as error:
+    print("already sharded" in str(error))
+"""
+    assert in_a_fresh_process(code).split() == ["Float8Tensor", "DTensor", "DTensor", "True"]
 
 
 def test_it_works_where_nothing_optional_can_be_imported():

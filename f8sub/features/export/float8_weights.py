@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.export import layouts
 from f8sub.features.export.codes import Part, blocks_of, float8_format, operand_of, unwrapped
 from f8sub.formats import Float8Format, ScaleRule
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.weight import Weight
 
 Rename = Callable[[str], str]
@@ -165,7 +165,7 @@ def _made(part: Part, layout: str, dtype: torch.dtype | None) -> dict[str, torch
         tensors = layouts.tensors_of(operand_of(part, dtype), layout)
         return {f"{part.fqn}.{leaf}" if part.fqn else leaf: tensor for leaf, tensor in tensors.items()}
     value = getattr(part.module, part.attribute).detach()
-    value = value.full_tensor() if isinstance(value, DTensor) else value
+    value = value.full_tensor() if is_dtensor(value) else value
     # Of modules that are no layers, such as experts.
     value = value.dequantize() if isinstance(value, Float8Tensor) else value
     value = value.plain if isinstance(value, Weight) else value

@@ -1,16 +1,19 @@
 """reduce_gradients_in_float8: FSDP2's gradients at one byte an element on the wire, added in float32."""
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.gradient_wire.hosts import hops_of
 from f8sub.features.gradient_wire.reduction import Float8ReduceScatter, Hops
 from f8sub.kernels.triton.support import why_no_triton
-from f8sub.torch_compat import Reduction, reductions
+from f8sub.torch_compat import Reduction, is_fsdp_module, reductions
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def reduce_gradients_in_float8(
@@ -70,7 +73,7 @@ def reduce_gradients_in_float8(
 class GradientReduction:
     """What ``reduce_gradients_in_float8`` set up; its ``str`` is a line for a log."""
 
-    def __init__(self, reduced: dict[str, tuple[FSDPModule, Float8ReduceScatter]], hops: int) -> None:
+    def __init__(self, reduced: dict[str, tuple["FSDPModule", Float8ReduceScatter]], hops: int) -> None:
         self._reduced, self._hops = reduced, hops
 
     def __str__(self) -> str:
@@ -95,9 +98,9 @@ class GradientReduction:
         self._reduced = {}
 
 
-def _reductions(model: torch.nn.Module) -> dict[str, tuple[FSDPModule, Reduction]]:
+def _reductions(model: torch.nn.Module) -> dict[str, tuple["FSDPModule", Reduction]]:
     """By name, those of several ranks, each group of parameters once."""
-    modules = {fqn: module for fqn, module in model.named_modules() if isinstance(module, FSDPModule)}
+    modules = {fqn: module for fqn, module in model.named_modules() if is_fsdp_module(module)}
     if not modules:
         raise Float8ConfigError(
             f"{type(model).__name__} has no FSDP2 module: call fully_shard before reduce_gradients_in_float8"

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, float8_format, unwrapped
@@ -18,6 +16,7 @@ from f8sub.features.load.ties import other_names
 from f8sub.formats import ALL, Tile
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.weight import local_tensor
 
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
@@ -269,8 +268,9 @@ def _keeps(part: Part, source: _Source, is_power_of_2: bool) -> bool:
 
 def _local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
     """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     mesh, placements = tensor.device_mesh, tensor.placements
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    place_of = torch.distributed.tensor._utils.compute_local_shape_and_global_offset
+    shape, offset = place_of(tensor.shape, mesh, placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

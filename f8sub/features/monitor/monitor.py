@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.monitor import writers
@@ -32,7 +31,7 @@ from f8sub.linear.saved_input import Call
 from f8sub.linear.sockets import contexts, sources_of
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.host_copy import HostCopy
-from f8sub.torch_compat import autocast_dtype
+from f8sub.torch_compat import autocast_dtype, is_dtensor
 from f8sub.weights.weight import Weight, master_of
 
 ROLES = ("x", "w", "dy")
@@ -206,7 +205,7 @@ class _Sample:
         self._formats: dict[tuple[str, str], Float8Format] = {}
         weight = next(iter(layers.values())).weight
         # Where the layers run: CPU offload keeps shards elsewhere.
-        device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
+        device = weight.device_mesh.device_type if is_dtensor(weight) else weight.device
         self._sums = torch.zeros(len(rows), WIDTH, dtype=torch.float32, device=device)
         self._maxima = torch.full((len(rows), len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
         self._exits = contextlib.ExitStack()
@@ -253,7 +252,7 @@ class _Sample:
             recipe = plan.recipe
             dtype = autocast_dtype(x.device.type) or x.dtype
             sources = sources_of(layer, recipe)
-            if isinstance(weight, DTensor):
+            if is_dtensor(weight):
                 x, weight, _, _, sources, _ = sockets.placement(layer, plan, weight, x, None, sources)
             self._calls[name] = call = plan, dtype, sources
             if not isinstance(x, Float8Tensor):
@@ -298,7 +297,7 @@ class _Sample:
         if (name, "dy") in self._formats:
             return
         with torch.no_grad():
-            local = dy.to_local() if isinstance(dy, DTensor) else dy
+            local = dy.to_local() if is_dtensor(dy) else dy
             self._note(name, "dy", local, format, local.dtype, self._calls[name][2].dy)
 
     def _note(

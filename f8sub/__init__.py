@@ -20,6 +20,7 @@ from f8sub.features.autocast.autocast import autocast
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.compare.compare import compare
 from f8sub.features.compare.comparison import Comparison
+from f8sub.features.defaults import defaults as _defaults  # noqa: F401  (enters by its socket)
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
 from f8sub.features.experts import converter as _converter  # noqa: F401  (enters by its socket)
 from f8sub.features.experts.grouped_linear import grouped_linear

@@ -80,7 +80,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         skip: glob patterns over whole segments of a layer's name; a match skips the layer, in addition to
             ``skip_defaults``. One that matches nothing is a ``Float8Warning``.
         skip_defaults: leave output heads, routers of experts, LoRA adapters and layers that are too small to gain
-            as they are, see ``f8sub.convert.defaults``; False converts these as well.
+            as they are, see ``f8sub.features.defaults``; False converts these as well.
         min_dim: leave layers as they are whose smaller dimension is below this. None for the default rule: 512, and
             no limit for a model that has more than a quarter of its FLOPs in smaller layers.
         strict: raise when no layer was converted; False warns instead.

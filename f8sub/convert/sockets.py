@@ -1,6 +1,6 @@
-"""What features convert besides linear layers."""
+"""What features convert besides linear layers, and which of those they leave out by default."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -44,3 +44,9 @@ class Converter:
 
 
 converters: list[Converter] = []
+
+default_reasons: Callable[[Mapping[str, torch.nn.Module], Mapping[str, torch.nn.Linear]], dict[str, str]]
+"""Of all modules and all linear layers by name: the layers to leave out, each with the reason."""
+
+too_small: Callable[[Mapping[str, torch.nn.Linear], int | None], dict[str, str]]
+"""The layers whose smaller dimension is below a limit, each with the reason; None for the feature's own limit."""

@@ -8,7 +8,7 @@ from typing import Any, Never, TypeVar
 
 import torch
 
-from f8sub.convert import checks
+from f8sub.convert import checks, sockets
 from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
@@ -28,15 +28,13 @@ from f8sub.convert.filters import (
     layer_keep_x,
     layer_recipes,
 )
-from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
 from f8sub.convert.forward_hooks import check_ranks_hook, remove
 from f8sub.convert.linear_subclasses import float8_class, plain_class
-from f8sub.convert.sockets import converters
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
+from f8sub.linear.sockets import guests
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
@@ -108,9 +106,13 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
             another recipe, tied layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot
             take, or, when ``strict``, nothing to convert.
     """
-    refuse_unknown(unknown, inspect.signature(convert_to_float8).parameters)
+    sockets.check_call(recipe, unknown, inspect.signature(convert_to_float8).parameters)
+    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
+        raise Float8ConfigError(
+            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
+        )
     selection = Selection(
-        recipes=layer_recipes(recipe_given(recipe, recipe_name)),
+        recipes=layer_recipes(recipe_name or recipe),
         kept=layer_keep_x(keep_x),
         skip=[skip] if isinstance(skip, str) else skip,
         filter_fqns=[filter_fqns] if isinstance(filter_fqns, str) else filter_fqns,
@@ -151,7 +153,7 @@ def _convert_selected(
         converter.planned(modules[fqn], fqn or "(root)", recipe, backend, float8_all_gather)
         for fqn, reason in others.items()
         if reason is None and (recipe := selection.recipes.of(fqn)) is not None
-        for converter in converters
+        for converter in sockets.converters
         if converter.takes(modules[fqn])
     ]
     if not chosen and not of_others:
@@ -163,7 +165,7 @@ def _convert_selected(
         if of_features[option]:
             refuse(chosen)
     conversion = Conversion({**of_features, "idle_patterns": idle})
-    for guest in sockets.guests:
+    for guest in guests:
         guest.planned(conversion, [layer.plan for layer in chosen])
     for layer in chosen:
         _convert(layer, conversion)
@@ -171,7 +173,7 @@ def _convert_selected(
         convert(conversion)
     _wrap_weights(conversion)
     _watch(model, conversion)
-    for guest in sockets.guests:
+    for guest in guests:
         guest.converted(model, conversion)
     return model
 
@@ -194,15 +196,15 @@ def convert_from_float8(model: Model) -> Model:
             if isinstance(weight, Weight):
                 _replace(module, name, torch.nn.Parameter(weight.plain, weight.requires_grad))
         conversion.discard(module)
-        for converter in converters:
+        for converter in sockets.converters:
             if converter.takes(module):
                 converter.revert(module)
         if isinstance(module, Float8Linear):
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
-            for guest in sockets.guests:
+            for guest in guests:
                 guest.left(module)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
-    for guest in sockets.guests:
+    for guest in guests:
         guest.restored(model)
     Conversion.forget(model)
     return model
@@ -224,7 +226,7 @@ def _other_reasons(
 ) -> dict[str, str | None]:
     """The same for what features convert besides linear layers."""
     reasons: dict[str, str | None] = {}
-    for converter in converters:
+    for converter in sockets.converters:
         for fqn, module in ((fqn, module) for fqn, module in modules.items() if converter.takes(module)):
             if is_converted(module):
                 reasons[fqn] = ALREADY
@@ -261,7 +263,7 @@ def _convert(layer: Chosen, conversion: Conversion) -> None:
     module.plan, module.fqn, module.converted = layer.plan, layer.fqn or "(root)", conversion
     module.float8_all_gather, module.keep_x = layer.gathered, layer.keep_x
     module.enter_weight()
-    for guest in sockets.guests:
+    for guest in guests:
         guest.entered(module)
     module.__dict__.pop(SKIP_REASON, None)
 

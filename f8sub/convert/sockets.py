@@ -1,6 +1,7 @@
-"""What features convert besides linear layers, and which of those they leave out by default."""
+"""What features put into a conversion: kinds of modules, layers to leave out by default, a look at the call itself."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -44,6 +45,9 @@ class Converter:
 
 
 converters: list[Converter] = []
+
+check_call: Callable[[Any, Mapping[str, Any], Iterable[str]], None]
+"""Raises an error for a recipe that is none, or for unknown keywords; the third argument are the known ones."""
 
 default_reasons: Callable[[Mapping[str, torch.nn.Module], Mapping[str, torch.nn.Linear]], dict[str, str]]
 """Of all modules and all linear layers by name: the layers to leave out, each with the reason."""

@@ -15,7 +15,7 @@ else:
     def __getattr__(name: str) -> Any:
         # torch's styles, which these are, take half a second to import.
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(name)
         from f8sub.features.tensor_parallel import styles
 
         return getattr(styles, name)

@@ -34,6 +34,7 @@ from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
+from f8sub.features.report import idle_patterns as _idle_patterns  # noqa: F401  (enters by its socket)
 from f8sub.features.report import nothing_converted as _nothing_converted  # noqa: F401  (enters by its sockets)
 from f8sub.features.report import reference_warning as _reference_warning  # noqa: F401  (enters by its sockets)
 from f8sub.features.report.conversion_report import conversion_report

@@ -140,7 +140,7 @@ def _convert_selected(
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
     reasons = _reasons(modules, linears, selection)
     others = _other_reasons(modules, selection, of_features)
-    idle = _idle_patterns(list(modules), reasons | others, selection)
+    idle = sockets.idle_patterns(list(modules), reasons | others, selection)
     # All plans before the first layer is converted: one that cannot be made leaves the model as it was.
     chosen = []
     for fqn, reason in reasons.items():
@@ -238,23 +238,6 @@ def _other_reasons(
             else:
                 setattr(module, SKIP_REASON, reasons[fqn])
     return reasons
-
-
-def _idle_patterns(names: list[str], reasons: dict[str, str | None], selection: Selection) -> tuple[str, ...]:
-    """Patterns that do nothing, after a warning about those of each option; ``names`` are those of all modules."""
-    converted = [fqn for fqn, reason in reasons.items() if reason in IN_FLOAT8]
-    others = {fqn: str(reason) for fqn, reason in reasons.items() if reason not in IN_FLOAT8}
-    found = selection.idle(names)
-    if found:
-        _warn("; ".join(found))
-    for choices in (selection.recipes, selection.kept):
-        if idle := choices.idle_patterns(converted, others):
-            found += idle
-            _warn(
-                f"patterns of {choices.option} that decide for no layer: {', '.join(idle)}; the first that matches a "
-                "layer's name decides, so put the finer ones first"
-            )
-    return found
 
 
 def _convert(layer: Chosen, conversion: Conversion) -> None:

@@ -29,6 +29,7 @@ from f8sub.features.export.float8_weights import float8_state_dict, float8_weigh
 from f8sub.features.export.save import save_float8
 from f8sub.features.foreign_calls import foreign_calls as _foreign_calls  # noqa: F401  (enters by its socket)
 from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, reduce_gradients_in_float8
+from f8sub.features.host_quantizer import host_quantizer as _host_quantizer  # noqa: F401  (enters by its socket)
 from f8sub.features.inspect.estimate import Estimate, estimate
 from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor

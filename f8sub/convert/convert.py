@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never, TypeVar
 
 import torch
@@ -28,7 +28,6 @@ from f8sub.convert.filters import (
     layer_keep_x,
     layer_recipes,
 )
-from f8sub.convert.forward_hooks import check_ranks_hook, remove
 from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
@@ -187,7 +186,7 @@ def convert_from_float8(model: Model) -> Model:
     refuse_sharded(model)
     module: Any
     for module in model.modules():
-        remove(check_ranks_hook, module)
+        remove_hook(_check_ranks_hook, module)
         if not is_converted(module):
             continue
         conversion: Conversion = module.converted
@@ -281,8 +280,23 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
 def _watch(model: torch.nn.Module, conversion: Conversion) -> None:
     """Learn at forwards who shards the layers, and of every optimizer's steps."""
     Conversion.see(model)
-    model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
+    model.register_forward_pre_hook(functools.partial(_check_ranks_hook, conversion))
     watch_optimizer_steps()
+
+
+def _check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
+    if not torch.compiler.is_compiling():
+        conversion.refresh()
+        remove_hook(_check_ranks_hook, module)
+
+
+def remove_hook(function: Callable[..., None], module: torch.nn.Module) -> None:
+    """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) is function]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
 
 
 def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:

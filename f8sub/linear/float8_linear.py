@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
-from f8sub.formats import HIGH_PRECISION, Operand
+from f8sub.formats import HIGH_PRECISION, Operand, present
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
-from f8sub.linear.saved_input import AUTO, Call, GemmInput, Kept, cast_x, present, x_columnwise
+from f8sub.linear.saved_input import AUTO, Call, GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.sockets import contexts
 from f8sub.linear.weight_cast import last_cast, quantize_rowwise, rowwise_of
 from f8sub.recipe import GemmSpec

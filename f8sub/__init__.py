@@ -34,6 +34,7 @@ from f8sub.features.inspect.estimate import Estimate, estimate
 from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
+from f8sub.features.precompute_hook.hook import register_precompute_hook
 from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
 from f8sub.features.report import idle_patterns as _idle_patterns  # noqa: F401  (enters by its socket)
 from f8sub.features.report import nothing_converted as _nothing_converted  # noqa: F401  (enters by its sockets)
@@ -53,7 +54,7 @@ from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.version import __version__ as __version__
-from f8sub.weights.precompute_scales import precompute_scales, register_precompute_hook
+from f8sub.weights.precompute_scales import precompute_scales
 
 __all__ = [
     "ALL",

@@ -9,11 +9,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.precompute_hook.hook import register_precompute_hook
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import fsdp_params, is_dtensor
 from f8sub.weights.layout import sharded_dims
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.precompute_scales import register_precompute_hook
 from f8sub.weights.weight import local_tensor
 
 PRECOMPUTE = "float8_precompute_scales"

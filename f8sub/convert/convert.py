@@ -137,9 +137,15 @@ def _convert_selected(
     refuse_other_recipe(model, selection.recipes)
     modules = dict(model.named_modules())
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
-    reasons = _reasons(modules, linears, selection)
+    reasons = selection.reasons(modules, linears)
     others = _other_reasons(modules, selection, of_features)
-    idle = sockets.idle_patterns(list(modules), reasons | others, selection)
+    asked = reasons | others
+    for fqn, reason in asked.items():
+        if reason in IN_FLOAT8:
+            modules[fqn].__dict__.pop(SKIP_REASON, None)
+        else:
+            setattr(modules[fqn], SKIP_REASON, reason)
+    idle = sockets.idle_patterns(list(modules), asked, selection)
     # All plans before the first layer is converted: one that cannot be made leaves the model as it was.
     chosen = []
     for fqn, reason in reasons.items():
@@ -209,21 +215,10 @@ def convert_from_float8(model: Model) -> Model:
     return model
 
 
-def _reasons(
-    modules: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Linear], selection: Selection
-) -> dict[str, str | None]:
-    """Why each linear layer is not converted, which is entered in the layer; None where it is."""
-    reasons = selection.reasons(modules, linears)
-    for fqn, reason in reasons.items():
-        if reason not in IN_FLOAT8:
-            setattr(linears[fqn], SKIP_REASON, reason)
-    return reasons
-
-
 def _other_reasons(
     modules: dict[str, torch.nn.Module], selection: Selection, of_features: dict[str, bool]
 ) -> dict[str, str | None]:
-    """The same for what features convert besides linear layers."""
+    """As ``Selection.reasons``, of what features convert besides linear layers."""
     reasons: dict[str, str | None] = {}
     for converter in sockets.converters:
         for fqn, module in ((fqn, module) for fqn, module in modules.items() if converter.takes(module)):
@@ -232,10 +227,6 @@ def _other_reasons(
                 continue
             reason = None if of_features[converter.option] else f"{converter.option}=True converts it"
             reasons[fqn] = reason or selection.why_not_asked(module, fqn) or converter.why_not(module)
-            if reasons[fqn] is None:
-                module.__dict__.pop(SKIP_REASON, None)
-            else:
-                setattr(module, SKIP_REASON, reasons[fqn])
     return reasons
 
 
@@ -247,7 +238,6 @@ def _convert(layer: Chosen, conversion: Conversion) -> None:
     module.enter_weight()
     for guest in guests:
         guest.entered(module)
-    module.__dict__.pop(SKIP_REASON, None)
 
 
 def _wrap_weights(conversion: Conversion) -> None:

@@ -1,7 +1,7 @@
 """What features put into a conversion: kinds of modules, layers to leave out by default, a look at the call itself."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -9,7 +9,7 @@ from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
 
-class Converter:
+class Converter(Protocol):
     """How a feature converts modules of one kind.
 
     A converted module has ``converted``, ``fqn``, ``plan`` with its recipe, ``how`` for reports, and what
@@ -23,11 +23,9 @@ class Converter:
 
     def takes(self, module: torch.nn.Module) -> bool:
         """Whether a module, converted or not, is of the kind."""
-        raise NotImplementedError
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         """Why it cannot be converted; None where it can."""
-        raise NotImplementedError
 
     def planned(
         self, module: torch.nn.Module, fqn: str, recipe: Recipe, backend: str, gathered: bool
@@ -37,11 +35,9 @@ class Converter:
         Raises:
             Float8ConfigError: the recipe or the backend cannot be.
         """
-        raise NotImplementedError
 
     def revert(self, module: torch.nn.Module) -> None:
         """Make the module what it was; its weights are plain parameters already."""
-        raise NotImplementedError
 
 
 converters: list[Converter] = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.formats import E2M1, Float8Format
+from f8sub.formats import Float8Format
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.triton import quantize_cuda
@@ -227,7 +227,7 @@ class Shard:
             scale = scales.scale
         else:
             offset, scale = self.layout.offset, self.scales.scale
-        if beyond_range is not None and format.dtype != E2M1:  # which has no NaN
+        if beyond_range is not None and format.has_nan:
             shard = shard.to(self.dtype)
             scaled = shard.float() * reference.spread(scale, format.tile, shard.shape, offset)
             shard = shard.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)

@@ -38,6 +38,7 @@ from f8sub.features.precompute_hook.hook import register_precompute_hook
 from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
 from f8sub.features.report import idle_patterns as _idle_patterns  # noqa: F401  (enters by its socket)
 from f8sub.features.report import nothing_converted as _nothing_converted  # noqa: F401  (enters by its sockets)
+from f8sub.features.report import reencoding_warning as _reencoding_warning  # noqa: F401  (enters by its socket)
 from f8sub.features.report import reference_warning as _reference_warning  # noqa: F401  (enters by its sockets)
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.report.report import ConversionReport, LayerReport

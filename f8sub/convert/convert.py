@@ -2,19 +2,18 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never, TypeVar
 
 import torch
 
-from f8sub.convert import checks, sockets
+from f8sub.convert import sockets
 from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
-    check_keep_x,
     is_converted,
-    of_options,
+    looks,
+    refuse_keep_x,
     refuse_other_recipe,
     refuse_sharded,
     refuse_tied_apart,
@@ -29,7 +28,7 @@ from f8sub.convert.filters import (
     layer_recipes,
 )
 from f8sub.convert.linear_subclasses import float8_class, plain_class
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
@@ -162,13 +161,12 @@ def _convert_selected(
         if converter.takes(modules[fqn])
     ]
     if not chosen and not of_others:
-        _nothing_converted(model, strict)
+        sockets.nothing_converted(model, strict)
         return model
     refuse_tied_apart(model, chosen)
-    check_keep_x(chosen)
-    for option, refuse in of_options.items():
-        if of_features[option]:
-            refuse(chosen)
+    refuse_keep_x(chosen)
+    for look in looks:
+        look(chosen, of_features)
     conversion = Conversion({**of_features, "idle_patterns": idle})
     for guest in guests:
         guest.planned(conversion, [layer.plan for layer in chosen])
@@ -287,21 +285,3 @@ def remove_hook(function: Callable[..., None], module: torch.nn.Module) -> None:
         for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) is function]:
             del hooks[key]
             module._forward_hooks_always_called.pop(key, None)
-
-
-def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
-    if count := sum(map(is_converted, model.modules())):
-        _warn(
-            f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8"
-        )
-        return
-    message = f"convert_to_float8 found nothing to convert: {checks.why_nothing(model)}"
-    if strict:
-        raise Float8ConfigError(message)
-    Conversion.see(model)
-    _warn(message)
-
-
-def _warn(message: str) -> None:
-    """Warn where ``convert_to_float8`` was called."""
-    warnings.warn(message, Float8Warning, stacklevel=5)

@@ -51,5 +51,8 @@ default_reasons: Callable[[Mapping[str, torch.nn.Module], Mapping[str, torch.nn.
 too_small: Callable[[Mapping[str, torch.nn.Linear], int | None], dict[str, str]]
 """The layers whose smaller dimension is below a limit, each with the reason; None for the feature's own limit."""
 
+nothing_converted: Callable[[torch.nn.Module, bool], None]
+"""Says of a model without a layer to convert why, and what to do: an error where that is ``strict``."""
+
 idle_patterns: Callable[[list[str], dict[str, str | None], Any], tuple[str, ...]]
 """Patterns that do nothing: of the names of all modules, the reasons of all layers, and the ``Selection``."""

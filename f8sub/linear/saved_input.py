@@ -72,12 +72,6 @@ def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
     return why_not_derivable(rowwise, columnwise)
 
 
-def reencodes(recipe: Recipe) -> bool:
-    """Whether "recompute" makes other codes than "float8": re-scaled ones, where no byte transpose will do."""
-    rowwise, columnwise = recipe.formats("x")
-    return not (rowwise is None or columnwise is None or rowwise.tile.is_transpose_of(columnwise.tile))
-
-
 def cast_x(
     x: torch.Tensor, call: Call, keep_x: str | None
 ) -> tuple[GemmInput, tuple[torch.Tensor, ...], Kept]:

@@ -1,12 +1,12 @@
 """From converted weights in high precision to primary weights in float8, and to codes alone."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from typing_extensions import override
 
-from f8sub.convert.checks import Chosen, of_options
+from f8sub.convert.checks import Chosen, looks
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.linear.float8_linear import Float8Linear
@@ -70,8 +70,10 @@ class PrimaryLayers(LayerGuest):
 guests.append(PrimaryLayers())
 
 
-def _refuse(chosen: Sequence[Chosen]) -> None:
+def _refuse(chosen: Sequence[Chosen], options: Mapping[str, bool]) -> None:
     """A primary weight is codes and nothing else, which are cast when its optimizer steps, by what it is then."""
+    if not options["primary_weights"]:
+        return
     for _, fqn, plan, _, _ in chosen:
         if plan.recipe.delayed is not None:
             raise Float8ConfigError(
@@ -87,7 +89,7 @@ def _refuse(chosen: Sequence[Chosen]) -> None:
             )
 
 
-of_options["primary_weights"] = _refuse
+looks.append(_refuse)
 
 
 def is_primary(parameter: torch.Tensor) -> bool:

@@ -58,9 +58,11 @@ def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
             operand = operand._replace(scale_inv=laid_out.copy_(operand.scale_inv))
         if _has_blocks(operand.format):
             operand = operand._replace(scale_inv=flat(operand))
-        # Both usages of the reference may share a scale, and an operator may not return one tensor twice.
-        taken = {tensor.untyped_storage().data_ptr() for tensor in found}
-        found += (t.clone() if t.untyped_storage().data_ptr() in taken else t for t in operand.tensors)
+        found += operand.tensors
+    # Both usages of the reference may share a scale, and an operator may not return one tensor twice.
+    if len({tensor.data_ptr() for tensor in found}) < len(found):
+        addresses = [tensor.data_ptr() for tensor in found]
+        found = [t.clone() if addresses[i] in addresses[:i] else t for i, t in enumerate(found)]
     return found
 
 

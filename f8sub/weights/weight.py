@@ -14,17 +14,16 @@
 - The hooks keep nothing: FSDP2 calls them more often than once a pass.
 """
 
-import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import is_dtensor, preset_signature
+from f8sub.torch_compat import bound_hook, is_dtensor
 from f8sub.weights.layout import lies_in_rows
 
 if TYPE_CHECKING:
@@ -141,8 +140,9 @@ class Weight(torch.Tensor):
         FSDP2 compares the size of what the longer form of the hook returns with the weight's, on ranks with a short
         shard alone, while the others wait for ever. Rows that are not one byte an element take the shorter form.
         """
-        form = _rows_to_wire if self._wire_record().in_rows else _codes_to_wire
-        return types.MethodType(form, self)
+        if self._wire_record().in_rows:
+            return cast(Callable[..., Any], _bound_rows(_rows_to_wire, self))
+        return cast(Callable[..., Any], _bound_codes(_codes_to_wire, self))
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
@@ -209,8 +209,7 @@ def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor],
     return (shard.layout.stacked(codes),), (shard, ticket)
 
 
-preset_signature(_codes_to_wire)
-preset_signature(_rows_to_wire)
+_bound_codes, _bound_rows = bound_hook(_codes_to_wire), bound_hook(_rows_to_wire)
 
 
 def master_of(local: torch.Tensor) -> "MasterWeight | None":

@@ -46,14 +46,16 @@ def why_nothing(model: torch.nn.Module) -> str:
 def nothing_converted(model: torch.nn.Module, strict: bool) -> None:
     """A ``Float8ConfigError`` that says why; a warning where that is not ``strict``, or all was converted before."""
     if count := sum(map(is_converted, model.modules())):
-        message = (
-            f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8"
+        warnings.warn(
+            f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8",
+            Float8Warning,
+            stacklevel=4,
         )
-    else:
-        message = f"convert_to_float8 found nothing to convert: {why_nothing(model)}"
-        if strict:
-            raise Float8ConfigError(message)
-        Conversion.see(model)
+        return
+    message = f"convert_to_float8 found nothing to convert: {why_nothing(model)}"
+    if strict:
+        raise Float8ConfigError(message)
+    Conversion.see(model)
     warnings.warn(message, Float8Warning, stacklevel=4)
 
 

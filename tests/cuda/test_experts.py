@@ -5,7 +5,12 @@ import torch
 
 import f8sub
 from f8sub.features.experts.products import GroupedPlan
+from f8sub.kernels.groups import Groups
+from f8sub.kernels.quantize import quantize_groups
 from tests.data_sets import gaussian, generator
+from tests.kernels import test_quantize_experts as weights
+from tests.kernels import test_quantize_groups as casts
+from tests.kernels.quantized import DTYPES
 
 DEVICE = torch.device("cuda")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8"]
@@ -34,12 +39,22 @@ def made(recipe: str, backend: str, counts: list[int], no_waiting: bool = False)
     return [y.detach(), x.grad, w.grad]
 
 
+def runs(recipe: str, backend: str) -> None:
+    """Skip where a backend does not multiply a recipe here."""
+    try:
+        GroupedPlan.make(f8sub.get_recipe(recipe), DEVICE, backend)
+    except f8sub.Float8ConfigError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("backend", ["auto", "triton", "scaled_grouped_mm", "dequantize"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_the_references_and_wait_for_nothing(recipe, counts):
+def test_products_are_the_references_and_wait_for_nothing(recipe, backend, counts):
     """Up to bf16's rounding of dequantized values and the sums' order."""
-    made(recipe, "auto", counts)  # kernels are compiled
-    found, expected = made(recipe, "auto", counts, no_waiting=True), made(recipe, "reference", counts)
+    runs(recipe, backend)
+    made(recipe, backend, counts)  # kernels are compiled
+    found, expected = made(recipe, backend, counts, no_waiting=True), made(recipe, "reference", counts)
     for name, a, b in zip(("y", "dx", "dw"), found, expected, strict=True):
         assert (a.float() - b.float()).norm() <= 2e-2 * b.float().norm(), name
 
@@ -49,15 +64,22 @@ def test_an_empty_experts_gradient_is_zero():
         assert not made(recipe, "auto", COUNTS["ragged"])[2][2].any()
 
 
-def test_rows_are_multiplied_by_torchs_own_product_where_there_is_one():
-    native = torch.cuda.get_device_capability()[0] in (9, 10)
+def test_what_multiplies():
+    """Torch's own product one scale a row; ours the rest, on Hopper."""
+    capability = torch.cuda.get_device_capability()
     plan = GroupedPlan.make(f8sub.get_recipe("rowwise"), DEVICE)
-    assert {plan.fprop, plan.dgrad, plan.wgrad} == {"scaled_grouped_mm" if native else "dequantize"}
-    assert GroupedPlan.make(f8sub.get_recipe("blockwise"), DEVICE).fprop == "dequantize"
+    assert {plan.fprop, plan.dgrad, plan.wgrad} == {
+        "scaled_grouped_mm" if capability[0] in (9, 10) else "dequantize"
+    }
+    for recipe in ("blockwise", "gridquant", "tensorwise"):
+        plan = GroupedPlan.make(f8sub.get_recipe(recipe), DEVICE)
+        if capability == (9, 0):
+            assert {plan.fprop, plan.dgrad, plan.wgrad} == {"triton"}
+        assert GroupedPlan.make(f8sub.get_recipe("mxfp8"), DEVICE).fprop == "dequantize"
 
 
 def test_a_step_is_captured_in_a_graph():
-    for recipe in ("rowwise", "blockwise"):
+    for recipe in ("rowwise", "blockwise", "tensorwise"):
         x = gaussian((64, 160), generator(0)).bfloat16().to(DEVICE).requires_grad_()
         w = gaussian((3, 96, 160), generator(2)).bfloat16().to(DEVICE).requires_grad_()
         ends = torch.tensor([20, 20, 60], dtype=torch.int32, device=DEVICE)
@@ -79,3 +101,79 @@ def test_a_step_is_captured_in_a_graph():
         torch.cuda.synchronize()
         for a, b in zip(captured, step(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("counts", casts.COUNTS.values(), ids=casts.COUNTS)
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_casts_of_groups_are_the_references(name, counts):
+    casts.walks(name, counts, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_casts_of_data_sets_and_edge_values_are_the_references(name, dtype):
+    casts.elements(name, dtype, "cuda")
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_groups_begin_at_multiples(name):
+    casts.alignments(name, "cuda")
+
+
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_many_tokens_are_cast_as_the_reference_does(name):
+    """Programs run side by side: of groups that end within tiles, and of one that takes almost all tokens."""
+    for counts in ([1000, 3, 0, 2093, 16, 700], [5, 4000, 1] + [0, 7] * 40):
+        groups = casts.groups_of(counts)
+        x = casts.spoiled(gaussian((groups.rows, 1024), generator(3)).bfloat16(), groups)
+        casts.check(x, groups, casts.GROUP_FORMATS[name], device="cuda")
+
+
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_a_cast_waits_for_nothing_and_is_captured_in_a_graph(name):
+    """Replayed with other groups, the graph makes their codes."""
+    format, counts = casts.GROUP_FORMATS[name], ([37, 1, 0, 130, 16], [0, 100, 60, 0, 20])
+    groups = casts.groups_of(counts[0])
+    x = gaussian((groups.rows, 272), generator(3)).bfloat16().to(DEVICE)
+    given = casts.on("cuda", groups)
+
+    def cast() -> list[torch.Tensor]:
+        made = quantize_groups(x, given, format, format, 16)
+        parts = [part for codes in made for part in (codes.data, codes.scale_inv)]
+        return [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
+
+    cast()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cast()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cast()
+    other = casts.on("cuda", Groups.of(torch.tensor(counts[1]).cumsum(0).int(), groups.rows))
+    given.ends.copy_(other.ends)
+    given.first.copy_(other.first)
+    for part in captured:
+        part.zero_()
+    graph.replay()
+    end = sum(counts[1])
+    for replayed, eager in zip(captured, cast(), strict=True):
+        rows = end if replayed.shape[0] == groups.rows else None
+        assert torch.equal(replayed[:rows], eager[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_casts_of_weights_are_the_specifications(name, dtype):
+    weights.casts(name, dtype, "cuda")
+
+
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_columns_of_weights_codes_are_the_specifications(name):
+    weights.derivations(name, "cuda")
+
+
+def test_all_experts_rows_as_one_matrix():
+    weights.bands("cuda")

@@ -34,12 +34,14 @@ def reported(folder: Path, script: str, *arguments: str) -> list[dict]:
 @pytest.mark.long
 def test_every_kernel(tmp_path):
     found = reported(tmp_path, "kernels.py")
-    assert len({row["kernel"] for row in found}) == 18
+    assert len({row["kernel"] for row in found}) == 28
     for row in found:
         assert row["missed"] == []
-        assert row["spilled"] == row["byte_loads"] == row["flushes"] == row["undefined"] == 0
-        # The second launch of amaxes is of matrices whose lines begin anywhere.
-        assert row["wide_loads"] > 0 or (row["kernel"], row["index"]) == ("amaxes_of_many", 1)
+        assert row["spilled"] == row["flushes"] == row["undefined"] == 0
+        assert row["byte_loads"] == 0 or row["kernel"] == "quantize_group_exponents"
+        # The second launch of amaxes is of matrices whose lines begin anywhere; a table of groups is small.
+        narrow = row["kernel"] == "lay_out" or (row["kernel"], row["index"]) == ("amaxes_of_many", 1)
+        assert row["wide_loads"] > 0 or narrow
         assert (row["transposed"] > 0) == row["transposes"]
         assert row["usages"] != "row" or not row["transposes"]
 
@@ -71,6 +73,26 @@ def test_gemms_of_blockwise_and_of_a_gradient_in_e5m2(tmp_path):
     """Of every tile and dtype; the script without arguments compiles the other pairs of formats too."""
     found = reported(tmp_path, "gemms.py", "--only", "1x128 x", "256x256 e5m2")
     assert len(found) == 24
+    for row in found:
+        assert row["missed"] == []
+        assert row["spilled"] == row["undefined"] == 0
+        assert row["products"] > 0
+        assert (row["resized"] > 0) == row["persistent"]
+
+
+@needs_triton
+@pytest.mark.long
+def test_products_by_groups(tmp_path):
+    """Of the recipes' formats; the script without arguments compiles others too."""
+    pairs = "rowwise", "tensorwise", "tensorwise e5m2", "1x128 x 128x128", "1x128 x 1x128"
+    only = (
+        f"{how} rows, {fast}{pair} -> bf16"
+        for pair in pairs
+        for how in ("by", "over")
+        for fast in ("", "fast, ")
+    )
+    found = reported(tmp_path, "grouped.py", "--only", *only)
+    assert len(found) == 76
     for row in found:
         assert row["missed"] == []
         assert row["spilled"] == row["undefined"] == 0

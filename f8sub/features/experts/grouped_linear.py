@@ -8,24 +8,20 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
-from f8sub.features.experts.operands import (
-    ExpertWeights,
-    Groups,
-    Tokens,
-    flat_format,
-    laid_out,
-    quantize_experts,
-    quantize_tokens,
-    seen_transposed,
-)
+from f8sub.features.experts.operands import Tokens, flat_format, quantize_both
 from f8sub.features.experts.products import (
     GROUPED,
     GroupedPlan,
     high_precision_rows,
     high_precision_weights,
+    multiply_rows,
 )
 from f8sub.features.experts.transposed import Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
+from f8sub.kernels import ops
+from f8sub.kernels.experts import ExpertWeights, seen_transposed
+from f8sub.kernels.groups import Groups
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipe import GemmSpec, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -158,18 +154,19 @@ class _GroupedLinear(torch.autograd.Function):
         plan, dtype, _ = call
         recipe, groups, x = plan.recipe, Groups.of(ends, len(x)), x.to(dtype)
         spec = recipe.fprop
-        if spec.a is None or spec.b is None:
+        a, kept = quantize_both(
+            x, groups, spec.a, recipe.wgrad.b if ctx.needs_input_grad[1] else None, plan.multiple
+        )
+        if a is None or spec.b is None:
             y = high_precision_rows(x, _values(w, call), groups)
         else:
-            a = quantize_tokens(x, groups, spec.a, contracted=False)
             y = _rows(plan.fprop, spec, a, _rowwise(w, spec.b, call), groups, dtype)
         saved: tuple[torch.Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
-            format = recipe.wgrad.b
-            saved = (x,) if format is None else _of_tokens(x, groups, format, plan)
+            saved = (x,) if kept is None else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
         ctx.save_for_backward(w, ends, *saved)
         ctx.call, ctx.rows = call, len(x)
-        return y.masked_fill_(groups.past, 0)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -181,21 +178,22 @@ class _GroupedLinear(torch.autograd.Function):
         recipe, groups = plan.recipe, Groups.of(ends, ctx.rows)
         dy = dy.contiguous()  # sum() hands over strides of 0
         dx = dw = None
-        if ctx.needs_input_grad[0]:
-            d = recipe.dgrad
-            if d.a is None or d.b is None:
+        d, g = recipe.dgrad, recipe.wgrad
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        a, left = quantize_both(
+            dy, groups, d.a if needs_dx else None, g.a if needs_dw else None, plan.multiple
+        )
+        if needs_dx:
+            if a is None or d.b is None:
                 dx = high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
             else:
-                a = quantize_tokens(dy, groups, d.a, contracted=False)
-                dx = _rows(plan.dgrad, d, a, _columnwise(w, d.b, call), groups, dtype)
-            dx = dx.masked_fill_(groups.past, 0)
-        if ctx.needs_input_grad[1]:
-            g = recipe.wgrad
-            if g.a is None or g.b is None or plan.wgrad is None:
+                dx = _rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
+        if needs_dw:
+            if left is None or g.b is None or plan.wgrad is None:
                 dw = high_precision_weights(dy, saved[0], groups).to(w.dtype)
             else:
-                left = quantize_tokens(dy, groups, g.a, contracted=True, multiple=plan.multiple)
-                right = Tokens(saved[0], saved[1], g.b, laid_out(groups, g.b.tile.cols, plan.multiple), True)
+                data, scale_inv, first, stops = saved
+                right = Tokens(data, scale_inv, g.b, Groups(first, stops, data.shape[1]), True)
                 dw = GROUPED[plan.wgrad].weights(left, right, groups, w.dtype, g.fast_accum)
             dw = dw.transpose(1, 2) if call.transposed else dw
         return dx, dw, None, None
@@ -206,14 +204,7 @@ def _rows(
 ) -> torch.Tensor:
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
-    return GROUPED[backend].rows(a, b, groups, dtype, spec.fast_accum)
-
-
-def _of_tokens(
-    x: torch.Tensor, groups: Groups, format: Float8Format, plan: GroupedPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    made = quantize_tokens(x, groups, format, contracted=True, multiple=plan.multiple)
-    return made.data, made.scale_inv
+    return multiply_rows(backend, a, b, groups, dtype, spec.fast_accum)
 
 
 def _values(w: torch.Tensor, call: Call) -> torch.Tensor:
@@ -238,14 +229,15 @@ def _rowwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights
         found = quantize_experts(values, stored)
     if not call.transposed:
         return found
-    found = found.t()
+    found = derive_columnwise_of_experts(found, format, found.scale_inv)
     # Row-major, as a Float8Linear's: GPUs take nothing else, and a CPU's sums depend on it.
     return found._replace(data=found.data.contiguous())
 
 
-def _columnwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
-    """All experts' columnwise operand, derived from the rowwise codes, as a linear layer's is."""
+def _columnwise(w: torch.Tensor, format: Float8Format, call: Call, dy: torch.Tensor) -> ExpertWeights:
+    """All experts' columnwise operand, derived from the rowwise codes, as a linear layer's is; not before ``dy``."""
     rowwise = call.plan.recipe.fprop.b
     if rowwise is None:
         return quantize_experts(_values(w, call).transpose(1, 2), format)
-    return _rowwise(w, rowwise, call).derive_columnwise(format)
+    after = ops.small_part_of(dy, None)
+    return derive_columnwise_of_experts(_rowwise(w, rowwise, call), format, after)

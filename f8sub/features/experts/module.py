@@ -6,10 +6,11 @@ import torch
 
 from f8sub.errors import jit_error
 from f8sub.features.experts.grouped_linear import grouped_linear, running
-from f8sub.features.experts.operands import flat_format, seen_transposed
+from f8sub.features.experts.operands import flat_format
 from f8sub.features.experts.products import GroupedPlan
 from f8sub.features.experts.seams import Seam
 from f8sub.formats import Float8Format
+from f8sub.kernels.experts import seen_transposed
 from f8sub.recipe import GemmSpec
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again

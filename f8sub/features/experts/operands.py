@@ -12,65 +12,8 @@ import torch
 
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
-from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import largest, scales_from_amax
-
-
-class Groups(NamedTuple):
-    """Where groups of rows lie.
-
-    Attributes:
-        first: int32, (E,), the first row of each group.
-        ends: int32, (E,), the row after its last one.
-        rows: of the buffer that they lie in, a number that the host knows.
-    """
-
-    first: torch.Tensor
-    ends: torch.Tensor
-    rows: int
-
-    @classmethod
-    def of(cls, ends: torch.Tensor, rows: int) -> "Groups":
-        """Groups that follow each other from the first row on."""
-        return cls(torch.cat([ends.new_zeros(1), ends[:-1]]), ends, rows)
-
-    @property
-    def host_bounds(self) -> list[tuple[int, int]]:
-        """First row and end of each group, read on the host: for the reference alone."""
-        return list(zip(self.first.tolist(), self.ends.tolist(), strict=True))
-
-    @property
-    def past(self) -> torch.Tensor:
-        """Bool, (rows, 1): the rows after the last group."""
-        row = torch.arange(self.rows, device=self.ends.device, dtype=self.ends.dtype)
-        return (row >= self.ends[-1])[:, None]
-
-    def of_row(self) -> torch.Tensor:
-        """int64, (rows,): the group of each row of groups that follow each other; E for rows past the last one."""
-        row = torch.arange(self.rows, device=self.ends.device, dtype=self.ends.dtype)
-        return torch.searchsorted(self.ends, row, right=True)
-
-    def aligned(self, edge: int) -> "Groups":
-        """The same groups, each from a multiple of ``edge`` on, in a buffer that has room for any groups."""
-        counts = self.ends - self.first
-        room = (counts + (edge - 1)) // edge * edge
-        first = (room.cumsum(0) - room).to(self.ends.dtype)
-        most = self.rows + len(counts) * (edge - 1)
-        return Groups(first, first + counts, -(-most // edge) * edge)
-
-    def source_in(self, compact: "Groups") -> torch.Tensor:
-        """(rows,): the row of ``compact`` that each row of these aligned groups is, ``compact.rows`` for none."""
-        row = torch.arange(self.rows, device=self.first.device, dtype=self.first.dtype)
-        group = (torch.searchsorted(self.first, row, right=True) - 1).clamp(min=0)
-        return torch.where(
-            row < self.ends[group], row - self.first[group] + compact.first[group], compact.rows
-        )
-
-    def place_of(self, compact: "Groups") -> torch.Tensor:
-        """(compact.rows,): the row of these aligned groups that each row of ``compact`` is; ``rows`` for none."""
-        row = torch.arange(compact.rows, device=self.first.device, dtype=self.first.dtype)
-        group = compact.of_row().clamp(max=len(self.ends) - 1)
-        return torch.where(row < compact.ends[-1], row - compact.first[group] + self.first[group], self.rows)
+from f8sub.kernels.groups import Groups
+from f8sub.kernels.quantize import quantize_groups
 
 
 class Tokens(NamedTuple):
@@ -118,12 +61,6 @@ class Tokens(NamedTuple):
         return values.to(dtype).masked_fill(is_none, 0)
 
 
-def laid_out(groups: Groups, edge: int, multiple: int) -> Groups:
-    """Where groups lie in codes whose tiles have that edge along the tokens; see ``quantize_tokens``."""
-    start = multiple if edge in (1, ALL) else edge
-    return groups if start == 1 else groups.aligned(start)
-
-
 def quantize_tokens(
     x: torch.Tensor, groups: Groups, format: Float8Format, *, contracted: bool, multiple: int = 1
 ) -> Tokens:
@@ -136,97 +73,35 @@ def quantize_tokens(
         contracted: whether the operand is stored as ``x.t()``.
         multiple: groups of the codes begin at multiples of it where their tiles do not need more, zeros between.
     """
-    tile = format.tile.t() if contracted else format.tile
-    tokens, cols = tile.rows, tile.cols
-    found = laid_out(groups, tokens, multiple)
-    if found is not groups:
-        x = torch.cat([x, x.new_zeros(1, x.shape[1])])[found.source_in(groups)]
-    amax = largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), Tile(1, cols))
-    if tokens == ALL:
-        of_row = groups.of_row() if found is groups else _of_aligned_row(found)
-        count = len(groups.ends)
-        per_group = amax.new_zeros(count + 1, amax.shape[1])
-        per_group.scatter_reduce_(0, of_row[:, None].expand_as(amax), amax, "amax")
-        scales = scales_from_amax(per_group[:count], format)
-        scale = torch.cat([scales.scale, scales.scale.new_ones(1, amax.shape[1])])[of_row]
+    if contracted:
+        found = quantize_both(x, groups, None, format, multiple)[1]
     else:
-        amax = amax.unflatten(0, (-1, tokens)).amax(1) if tokens > 1 else amax
-        scales = scales_from_amax(amax, format)
-        scale = scales.scale.repeat_interleave(tokens, 0) if tokens > 1 else scales.scale
-    codes = reference.cast(x, reference.spread(scale, Tile(1, cols), x.shape), format.dtype)
-    return Tokens(codes.t() if contracted else codes, scales.scale_inv, format, found, contracted)
+        found = quantize_both(x, groups, format, None)[0]
+    if found is None:
+        raise RuntimeError("quantize_both returned no operand for a format")
+    return found
 
 
-def _of_aligned_row(groups: Groups) -> torch.Tensor:
-    row = torch.arange(groups.rows, device=groups.first.device, dtype=groups.first.dtype)
-    return (torch.searchsorted(groups.first, row, right=True) - 1).clamp(min=0)
-
-
-class ExpertWeights(NamedTuple):
-    """An operand of all experts.
-
-    Attributes:
-        data: codes, (E, N, K), of any strides.
-        scale_inv: (E, n, k), the number of tiles along N and K.
-        format: of one expert's operand.
-    """
-
-    data: torch.Tensor
-    scale_inv: torch.Tensor
-    format: Float8Format
-
-    @classmethod
-    def of(cls, matrix: Operand, shape: tuple[int, ...], format: Float8Format) -> "ExpertWeights":
-        """From the operand of all experts' rows, one after the other."""
-        return cls(
-            matrix.data.view(shape), matrix.scale_inv.view(shape[0], -1, matrix.scale_inv.shape[1]), format
-        )
-
-    def of_group(self, index: int) -> Operand:
-        """What a Float8Linear of that expert holds."""
-        return Operand(self.data[index], self.scale_inv[index].contiguous(), self.format)
-
-    def t(self) -> "ExpertWeights":
-        """The same codes, seen as the operand of the transposed weights."""
-        return ExpertWeights(
-            self.data.transpose(1, 2), self.scale_inv.transpose(1, 2), seen_transposed(self.format)
-        )
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """(E, N, K) in ``dtype``."""
-        (rows, cols), tile = self.data.shape[1:], self.format.tile
-        scale = self.scale_inv.float()
-        for dim, (edge, extent) in enumerate(((tile.rows, rows), (tile.cols, cols)), 1):
-            if edge not in (1, ALL):
-                scale = scale.repeat_interleave(edge, dim).narrow(dim, 0, extent)
-        return (self.data.float() * scale).to(dtype)
-
-    def derive_columnwise(self, format: Float8Format) -> "ExpertWeights":
-        """``reference.derive_columnwise`` of every expert."""
-        if not self.format.tile.is_transpose_of(format.tile):
-            return quantize_experts(self.dequantize(torch.float32), seen_transposed(format)).t()
-        return self.t()
-
-
-def seen_transposed(format: Float8Format) -> Float8Format:
-    """The format of the same codes in the transposed matrix."""
-    return replace(format, tile=format.tile.t())
+def quantize_both(
+    x: torch.Tensor,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int = 1,
+) -> tuple[Tokens | None, Tokens | None]:
+    """Both operands of tokens, see ``quantize_tokens``, None where not asked for; ``columnwise`` is ``contracted``."""
+    row, col = quantize_groups(x, groups, rowwise, columnwise, multiple)
+    return (
+        None
+        if row is None or rowwise is None
+        else Tokens(row.data, row.scale_inv, rowwise, row.groups, False),
+        None
+        if col is None or columnwise is None
+        else Tokens(col.data, col.scale_inv, columnwise, col.groups, True),
+    )
 
 
 def flat_format(format: Float8Format, rows: int) -> Float8Format | None:
     """The format of all experts' rows as one matrix, ``rows`` an expert; None where tiles would reach over experts."""
     edge = rows if format.tile.rows == ALL else format.tile.rows
     return None if rows % edge else replace(format, tile=Tile(edge, format.tile.cols))
-
-
-def quantize_experts(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
-    """Codes of ``w``, (E, N, K) in high precision, with tiles that begin anew in every expert."""
-    rows, cols = w.shape[1:]
-    edge = rows if format.tile.rows == ALL else format.tile.rows
-    filled = torch.nn.functional.pad(w, (0, 0, 0, -rows % edge))
-    flat = replace(format, tile=Tile(edge, format.tile.cols))
-    made = quantize(filled.reshape(-1, cols), flat, None).rowwise
-    if made is None:
-        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
-    found = ExpertWeights.of(made, tuple(filled.shape), format)
-    return found._replace(data=found.data[:, :rows])

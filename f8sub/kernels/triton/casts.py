@@ -21,6 +21,7 @@ from f8sub.kernels.triton.tiles import (
     magnitude_bits,
     moved,
     place,
+    place_in_stack,
     scale_from_amax,
     scale_from_prior,
     scaled,
@@ -77,6 +78,36 @@ def cast_with_one(
         tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)
     if col_ptr is not None:
         tl.store(col_scale_inv_ptr, scale_inv, mask=index == 0)
+
+
+@triton.jit
+def amax_of_bands(x_ptr, amax_ptr, SIZE, STRIDE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Atomic maximum of the finite elements of each band of rows: SIZE elements, STRIDE after those of the last one."""
+    parts = tl.cdiv(SIZE, BLOCK)
+    band, start = tl.program_id(0) // parts, tl.program_id(0) % parts * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    pointers = x_ptr + band.to(tl.int64) * STRIDE + start + offsets
+    x = load(pointers, inside=offsets < SIZE - start, WHOLE=WHOLE, KEEP="")
+    bits = magnitude_bits(x.to(tl.float32))
+    tl.atomic_max(amax_ptr + band, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
+
+
+@triton.jit
+def cast_bands(
+    x_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, SIZE, STRIDE,
+    CAST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Rowwise codes with one scale a band, of its amax. Programs take the last part first, see ``cast_with_one``."""
+    parts = tl.cdiv(SIZE, BLOCK)
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    band, start = index // parts, index % parts * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    pointers = x_ptr + band.to(tl.int64) * STRIDE + start + offsets
+    x = load(pointers, inside=offsets < SIZE - start, WHOLE=WHOLE, KEEP="evict_first")
+    scale = scale_from_amax(tl.load(amax_ptr + band), CAST)
+    made = codes(scaled(finite_or_nan(x.to(tl.float32)), scale, CAST, False), CAST.CODES)
+    store(row_ptr + band.to(tl.int64) * SIZE + start + offsets, made, offsets < SIZE - start, WHOLE)
+    tl.store(row_scale_inv_ptr + band, inverse(scale, CAST.POWER_OF_2), mask=start == 0)
 
 
 @triton.jit
@@ -221,15 +252,22 @@ def _store_vectors(row_ptr, row_scale_inv_ptr, even, odd, at, CAST: tl.constexpr
 
 @triton.jit
 def quantize_squares(
-    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N, STRIDE,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Squares of EDGE x EDGE, one cast for both usages; a usage is left out where its pointer is None.
 
-    One program a square. A square that is larger than (ROWS, COLS), which are equal, does not fit into registers: it
+    Of matrices STRIDE elements apart where that is not None; what is made of them follows each other. One program a
+    square. A square that is larger than (ROWS, COLS), which are equal, does not fit into registers: it
     is read in parts for its amax, kept in L2, and read in parts again to be cast, the last part first.
     """
-    square = place(tl.program_id(0), M, N, EDGE, EDGE)
+    if STRIDE is None:
+        square = place(tl.program_id(0), M, N, EDGE, EDGE)
+    else:
+        matrix, square = place_in_stack(tl.program_id(0), M, N, EDGE, EDGE)
+        x_ptr += matrix * STRIDE
+        row_ptr += matrix * M * N
+        row_scale_inv_ptr += matrix * tl.cdiv(M, EDGE) * tl.cdiv(N, EDGE)
     PARTS: tl.constexpr = EDGE // TILE.ROWS
     if PARTS == 1:
         even, odd = load_finite_halves(x_ptr, square, TILE, "evict_first")

@@ -122,11 +122,42 @@ def quantization(
     largest, scratch = None, ()
     if format.tile.is_whole:
         launches, largest, scratch = _one_scale(x, filled, prior, amax)
+    elif columnwise is None and support.is_of_bands(format, x.shape[0]):
+        sizes = x.shape[0] // format.tile.rows, x.shape[1] * format.tile.rows
+        launches, scratch = bands(x, format, row_operand, sizes)
     elif format.tile == ROWWISE:
         launches, scratch = _lines(x, filled)
     else:
         launches = [_vectors(x, filled) if format.tile == VECTOR else _squares(x, filled, format.tile.rows)]
     return Plan(launches, row_operand, col_operand, largest, scratch)
+
+
+def bands(
+    x: torch.Tensor,
+    format: Float8Format,
+    made: Operand | None,
+    sizes: tuple[int, int],
+    stride: int | None = None,
+) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
+    """How to make rowwise codes with one scale a band of rows, and scratch memory.
+
+    Args:
+        x: high precision, the elements of each band side by side.
+        format: of the codes.
+        made: the codes, contiguous, and a scale a band.
+        sizes: the number of bands, and elements of each.
+        stride: elements from one band's first to the next one's; None where they follow each other.
+    """
+    count, size = sizes
+    bits = torch.zeros(count, dtype=torch.int32, device=x.device)
+    block = {"SIZE": size, "STRIDE": stride or size, "BLOCK": ELEMENTS, "WHOLE": size % ELEMENTS == 0}
+    programs = count * cdiv(size, ELEMENTS)
+    make = {"amax_ptr": bits.view(torch.float32), **_operands(made, None), "CAST": cast_to(format)}
+    launches = [
+        Launch(casts.amax_of_bands, programs, {"x_ptr": x, "amax_ptr": bits, **block}, _WARPS_8),
+        Launch(casts.cast_bands, programs, {"x_ptr": x, **make, **block}, _WARPS_8),
+    ]
+    return launches, (bits,)
 
 
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
@@ -274,8 +305,9 @@ def _over(
     return Launch(kernel, programs, {**arguments, "M": rows, "N": cols, "TILE": shape}, options)
 
 
-def _is_paired(x: torch.Tensor, edge: int) -> bool:
-    is_whole = x.shape[0] % edge == 0 and x.shape[1] % edge == 0
+def is_paired(x: torch.Tensor, edge: int, rows: int | None = None) -> bool:
+    """Whether kernels of pairs read a matrix in squares, of ``rows`` if its groups are laid out."""
+    is_whole = (x.shape[0] if rows is None else rows) % edge == 0 and x.shape[1] % edge == 0
     in_words = x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0
     return is_whole and in_words and support.compares_pairs(x.device)
 
@@ -328,7 +360,7 @@ def _one_scale(
         "HEADROOM": 1.0 if prior is None else 2.0**prior.margin,
         "COVERS": prior is not None and prior.covers,
     }
-    paired = prior is not None and filled["col_ptr"] is not None and _is_paired(x, EDGE)
+    paired = prior is not None and filled["col_ptr"] is not None and is_paired(x, EDGE)
     kernel = pairs.cast_pairs_with_prior if paired else casts.cast_with_one
     launches.append(_over(x, SQUARE, kernel, arguments, _WARPS_8))
     scratch = () if bits is None or prior is not None else (bits,)
@@ -357,12 +389,12 @@ def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple
 
 
 def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
-    filled["EDGE"] = EDGE
+    filled |= {"EDGE": EDGE, "strips_ptr": None, "STRIPS": None, "LINES": x.shape[0]}
     if filled["col_ptr"] is None:
         # Reading ahead pays where nothing is transposed in shared memory.
         rows_only = _over(x, SQUARE, casts.quantize_vectors, {**filled, "STAGES": 3}, _WARPS_8)
         return rows_only._replace(programs=min(rows_only.programs, AT_A_TIME))
-    if _is_paired(x, EDGE):
+    if is_paired(x, EDGE):
         options = _WARPS_8 if filled["row_ptr"] is None else {**_WARPS_8, "maxnreg": PAIRED_REGISTERS}
         return _over(x, SQUARE, pairs.quantize_paired_vectors, filled, options)
     tile, options = (CROSSING_ROWS, EDGE), {"num_warps": CROSSING_WARPS}
@@ -370,8 +402,8 @@ def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
 
 
 def _squares(x: torch.Tensor, filled: dict[str, Any], edge: int) -> Launch:
-    filled["EDGE"] = edge
-    if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and _is_paired(x, edge):
+    filled |= {"EDGE": edge, "STRIDE": None, "strips_ptr": None, "STRIPS": None}
+    if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and is_paired(x, edge):
         tile = edge, PAIRED_SQUARE_COLS
         return _over(x, (edge, edge), pairs.quantize_paired_squares, filled, _WARPS_8, tile)
     options = {**_WARPS_8, "maxnreg": REGISTERS}

@@ -12,6 +12,7 @@ import triton.language as tl
 from f8sub.kernels.triton.tiles import (
     INTERPRETED,
     NAN,
+    At,
     codes,
     finite_or_nan,
     inverse,
@@ -19,7 +20,9 @@ from f8sub.kernels.triton.tiles import (
     place,
     scale_from_amax,
     scale_from_prior,
+    store_scales_of_group_square,
     store_scales_of_square,
+    store_zero_columns,
 )
 
 CAST_TO_E4M3 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32")
@@ -195,26 +198,47 @@ def _rows_of_columns(words):
 
 
 @triton.jit
-def _load(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
-    # The matrix begins at a whole word; KEEP tells the caches what to do with what was read.
-    i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
-    start = x_ptr.to(tl.pointer_type(tl.int32)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
-    pointers = start + i[:, None] * (at.N // 2) + j[None, :]
-    even = tl.load(pointers, eviction_policy=KEEP)
-    return even, tl.load(pointers + at.N // 2, eviction_policy=KEEP)
+def _source(strips_ptr, STRIPS, row, EDGE: tl.constexpr):
+    # The row of x that a tile's first one is, and where its group ends there; see ``grouped_casts``.
+    if strips_ptr is None:
+        return row, None
+    else:
+        strip = row // EDGE
+        return tl.load(strips_ptr + strip), tl.load(strips_ptr + STRIPS + strip)
 
 
 @triton.jit
-def _store_rows(row_ptr, even, odd, at, BY_8: tl.constexpr, TILE: tl.constexpr):
-    # A thread stores 8 codes at a time where BY_8, else 16.
+def _load(x_ptr, stop, at, TILE: tl.constexpr, KEEP: tl.constexpr):
+    # The matrix begins at a whole word; KEEP tells the caches what to do with what was read. Rows from ``stop`` on, if
+    # it is not None, are zeros.
+    i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
+    start = x_ptr.to(tl.pointer_type(tl.int32)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
+    pointers = start + i[:, None] * (at.N // 2) + j[None, :]
+    if stop is None:
+        even = tl.load(pointers, eviction_policy=KEEP)
+        odd = tl.load(pointers + at.N // 2, eviction_policy=KEEP)
+    else:
+        first, second = (at.row + i < stop)[:, None], (at.row + i + 1 < stop)[:, None]
+        even = tl.load(pointers, mask=first, other=0, eviction_policy=KEEP)
+        odd = tl.load(pointers + at.N // 2, mask=second, other=0, eviction_policy=KEEP)
+    return even, odd
+
+
+@triton.jit
+def _store_rows(row_ptr, even, odd, stop, at, BY_8: tl.constexpr, TILE: tl.constexpr):
+    # A thread stores 8 codes at a time where BY_8, else 16. No rows from ``stop`` on, if it is not None.
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
     if BY_8:
         # The same numbers, of which Triton sees no more than four side by side: the 8 elements of one load.
         j = j // 4 * 4 + j % 4
     start = row_ptr.to(tl.pointer_type(tl.uint16)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
     pointers = start + i[:, None] * (at.N // 2) + j[None, :]
-    tl.store(pointers, even)
-    tl.store(pointers + at.N // 2, odd)
+    if stop is None:
+        tl.store(pointers, even)
+        tl.store(pointers + at.N // 2, odd)
+    else:
+        tl.store(pointers, even, mask=(at.row + i < stop)[:, None])
+        tl.store(pointers + at.N // 2, odd, mask=(at.row + i + 1 < stop)[:, None])
 
 
 @triton.jit
@@ -234,25 +258,43 @@ def _store_with_one(row_ptr, col_ptr, even, odd, scale, at, CAST: tl.constexpr, 
     words = _codes_of_columns(_finite_or_nan(even), _finite_or_nan(odd), scale, scale, CAST)
     if row_ptr is not None:
         even_codes, odd_codes = _rows_of_columns(words)
-        _store_rows(row_ptr, even_codes, odd_codes, at, False, TILE)
+        _store_rows(row_ptr, even_codes, odd_codes, None, at, False, TILE)
     _store_columns(col_ptr, words, at, TILE)
 
 
 @triton.jit
-def _store_inverses(scale_inv_ptr, first, second, POWER_OF_2: tl.constexpr, EDGE: tl.constexpr):
-    # ``first`` are the scales of every second line.
-    scale_inv = tl.join(inverse(first, POWER_OF_2), inverse(second, POWER_OF_2))
-    tl.store(scale_inv_ptr + tl.arange(0, EDGE), tl.reshape(scale_inv, (EDGE,)))
+def _store_inverses(scale_inv_ptr, first, second, count, POWER_OF_2: tl.constexpr, EDGE: tl.constexpr):
+    # ``first`` are the scales of every second line; ``count`` how many are stored, None for all.
+    scale_inv = tl.reshape(tl.join(inverse(first, POWER_OF_2), inverse(second, POWER_OF_2)), (EDGE,))
+    line = tl.arange(0, EDGE)
+    if count is None:
+        tl.store(scale_inv_ptr + line, scale_inv)
+    else:
+        tl.store(scale_inv_ptr + line, scale_inv, mask=line < count)
+
+
+@triton.jit
+def _store_past(col_ptr, col_scale_inv_ptr, at, EDGE: tl.constexpr, TILE: tl.constexpr):
+    # Rows after the last group: zeros, and scales of 1.
+    store_zero_columns(col_ptr, at, TILE)
+    scales = col_scale_inv_ptr + (at.row // EDGE).to(tl.int64) * at.N + at.col
+    tl.store(scales + tl.arange(0, EDGE), tl.full((EDGE,), 1.0, tl.float32))
 
 
 @triton.jit
 def quantize_paired_vectors(
-    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``casts.quantize_crossing_vectors``."""
+    """``casts.quantize_crossing_vectors``; with a table of strips ``grouped_casts.quantize_group_vectors``."""
     at = place(tl.program_id(0), M, N, EDGE, EDGE)
-    even, odd = _load(x_ptr, at, TILE, "evict_first")
+    line, stop = _source(strips_ptr, STRIPS, at.row, EDGE)
+    if stop is not None:
+        if line >= stop:
+            _store_past(col_ptr, col_scale_inv_ptr, at, EDGE, TILE)
+            return
+    source = At(line, at.col, M, N)
+    even, odd = _load(x_ptr, stop, source, TILE, "evict_first")
     even_order, odd_order = _order(even), _order(odd)
     of_columns = _last(_later(even_order, odd_order), 0)
     of_rows = _last(_later_of_each(even_order, odd_order), 1) if row_ptr is not None else 0
@@ -261,42 +303,53 @@ def quantize_paired_vectors(
         even_scale, odd_scale = _scale_at(_low(of_rows), CAST), _scale_at(_high(of_rows), CAST)
         even_codes = _codes_of_rows(even, even_scale[:, None], CAST)
         odd_codes = _codes_of_rows(odd, odd_scale[:, None], CAST)
-        _store_rows(row_ptr, even_codes, odd_codes, at, True, TILE)
-        scales = row_scale_inv_ptr + (at.col // EDGE).to(tl.int64) * M + at.row
-        _store_inverses(scales, even_scale, odd_scale, CAST.POWER_OF_2, EDGE)
+        _store_rows(row_ptr, even_codes, odd_codes, stop, source, True, TILE)
+        scales = row_scale_inv_ptr + (at.col // EDGE).to(tl.int64) * LINES + line
+        count = None if stop is None else stop - line
+        _store_inverses(scales, even_scale, odd_scale, count, CAST.POWER_OF_2, EDGE)
     left_scale, right_scale = _scale_at(_low(of_columns), CAST), _scale_at(_high(of_columns), CAST)
     words = _codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
     _store_columns(col_ptr, words, at, TILE)
     scales = col_scale_inv_ptr + (at.row // EDGE).to(tl.int64) * N + at.col
-    _store_inverses(scales, left_scale, right_scale, CAST.POWER_OF_2, EDGE)
+    _store_inverses(scales, left_scale, right_scale, None, CAST.POWER_OF_2, EDGE)
 
 
 @triton.jit
 def quantize_paired_squares(
-    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``casts.quantize_squares`` of the columnwise usage, and of the rowwise one unless its pointer is None.
+
+    Or ``grouped_casts.quantize_group_squares`` if there is a table of strips.
 
     The last COLS columns of a square stay in registers, those before them are read once more to be cast: if a program
     held a large square whole, an SM would have one program, and nothing to do while that one loads.
     """
     square = place(tl.program_id(0), M, N, EDGE, EDGE)
+    line, stop = _source(strips_ptr, STRIPS, square.row, EDGE)
+    source = At(line, square.col, M, N)
     half = 0
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
-        even, odd = _load(x_ptr, moved(square, 0, start), TILE, "evict_last")
+        even, odd = _load(x_ptr, stop, moved(source, 0, start), TILE, "evict_last")
         half = tl.maximum(half, _last_of_tile(_order(even), _order(odd)))
     end = moved(square, 0, EDGE - TILE.COLS)
-    even, odd = _load(x_ptr, end, TILE, "evict_first")
+    even, odd = _load(x_ptr, stop, moved(source, 0, EDGE - TILE.COLS), TILE, "evict_first")
     half = tl.maximum(half, _last_of_tile(_order(even), _order(odd)))
     scale = _scale_at(half, CAST)
     _store_with_one(row_ptr, col_ptr, even, odd, scale, end, CAST, TILE)
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
-        at = moved(square, 0, start)
-        even, odd = _load(x_ptr, at, TILE, "evict_first")
-        _store_with_one(row_ptr, col_ptr, even, odd, scale, at, CAST, TILE)
+        even, odd = _load(x_ptr, stop, moved(source, 0, start), TILE, "evict_first")
+        _store_with_one(row_ptr, col_ptr, even, odd, scale, moved(square, 0, start), CAST, TILE)
     scale_inv = inverse(scale, CAST.POWER_OF_2)
-    store_scales_of_square(row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, square, EDGE)
+    if strips_ptr is None:
+        store_scales_of_square(
+            row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, square, EDGE
+        )
+    else:
+        store_scales_of_group_square(
+            row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, square, EDGE
+        )
 
 
 @triton.jit
@@ -310,7 +363,7 @@ def cast_pairs_with_prior(
     scale = tl.load(prior_ptr)
     if amax_ptr is not None:
         scale = scale_from_prior(scale, tl.load(amax_ptr), CAST, HEADROOM, COVERS)
-    even, odd = _load(x_ptr, at, TILE, "evict_first")
+    even, odd = _load(x_ptr, None, at, TILE, "evict_first")
     # Magnitudes have no sign, so that no half is negative; the bits of NaN come last.
     largest = _last_of_tile(even & 0x7FFF7FFF, odd & 0x7FFF7FFF)
     tl.atomic_max(largest_ptr, largest << 16, sem="relaxed")

@@ -32,11 +32,15 @@ def quantize(
     If ``amax`` is given, it is ``scales.amax`` of ``x``, and both formats have one scale a matrix.
     """
     formats = [format for format in (rowwise, columnwise) if format is not None]
+    is_current = prior is None and amax is None
+    in_bands = (
+        is_current and rowwise is not None and columnwise is None and support.is_of_bands(rowwise, len(x))
+    )
     if (
         x.dtype not in HIGH_PRECISION
         or not support.takes(x)
         or not formats
-        or any(why_no_kernel(format) for format in formats)
+        or not (in_bands or not any(why_no_kernel(format) for format in formats))
         or (any_layout and prior is not None)
     ):
         known = None if amax is None else lambda own, tile: amax

@@ -1,7 +1,8 @@
 """Kernels that make the columnwise usage of rowwise codes: with the same scales, or with scales of the columns.
 
 For other scales the values that the codes stand for, float32, are never in memory: codes times inverse scales are made
-once for the amaxes of columns and once to be cast, or once for both.
+once for the amaxes of columns and once to be cast, or once for both. Matrices that follow each other, as their scales
+do, are one launch but for vectors.
 """
 
 import triton
@@ -15,6 +16,7 @@ from f8sub.kernels.triton.tiles import (
     load,
     moved,
     place,
+    place_in_stack,
     scale_from_amax,
     store,
     store_columns,
@@ -50,7 +52,9 @@ def amax_of_code_columns(
     SOURCE: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Atomic maxima of the values of each column, of codes with one scale a row; see ``casts.amax_of_lines``."""
-    first = place(tl.program_id(0), M, N, TILE.ROWS * STEPS, TILE.COLS)
+    matrix, first = place_in_stack(tl.program_id(0), M, N, TILE.ROWS * STEPS, TILE.COLS)
+    codes_ptr += matrix * M * N
+    scale_inv_ptr += matrix * M * SCALE_STRIDE
     ROWS: tl.constexpr = TILE.ROWS
     COLS: tl.constexpr = TILE.COLS
     largest = tl.zeros((ROWS, COLS), tl.float32)
@@ -60,7 +64,7 @@ def amax_of_code_columns(
         largest = tl.maximum(largest, tl.abs(values))
     amax = tl.minimum(tl.max(largest, 0), LARGEST_FINITE)
     j = first.col + tl.arange(0, TILE.COLS)
-    tl.atomic_max(col_amax_ptr + j, amax_bits(amax), mask=j < N, sem="relaxed")
+    tl.atomic_max(col_amax_ptr + matrix * N + j, amax_bits(amax), mask=j < N, sem="relaxed")
 
 
 @triton.jit
@@ -69,12 +73,18 @@ def recast_by_lines(
     SOURCE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """From one scale a row to one scale a column, of the columns' amaxes. Programs take the last tile first."""
-    at = place(tl.num_programs(0) - 1 - tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    matrix, at = place_in_stack(index, M, N, TILE.ROWS, TILE.COLS)
+    codes_ptr += matrix * M * N
+    scale_inv_ptr += matrix * M * SCALE_STRIDE
+    # Words of two codes where M is even, else codes.
+    col_ptr += matrix * N * (M // 2 if col_ptr.dtype.element_ty == tl.uint16 else M)
     even, odd = _load_halves(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE, TILE)
     j = at.col + tl.arange(0, TILE.COLS)
-    scale = scale_from_amax(tl.load(col_amax_ptr + j, mask=j < N, other=0.0), CAST)
+    of_columns = matrix * N + j
+    scale = scale_from_amax(tl.load(col_amax_ptr + of_columns, mask=j < N, other=0.0), CAST)
     store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
-    tl.store(col_scale_inv_ptr + j, inverse(scale, CAST.POWER_OF_2), mask=(at.row == 0) & (j < N))
+    tl.store(col_scale_inv_ptr + of_columns, inverse(scale, CAST.POWER_OF_2), mask=(at.row == 0) & (j < N))
 
 
 @triton.jit
@@ -107,7 +117,9 @@ def transpose_codes(
     Two rows by two columns are two words; what is transposed are words. Scales, unless their pointers are None, are of
     squares whose edge, EDGE, is a multiple of ROWS and of COLS, or of the whole matrix where EDGE is None.
     """
-    at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
+    matrix, at = place_in_stack(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
+    codes_ptr += matrix * M * (N // 2)
+    out_ptr += matrix * N * (M // 2)
     i, j = tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
     row, col = at.row, at.col
     source = codes_ptr + row.to(tl.int64) * (N // 2) + col // 2 + (2 * i)[:, None] * (N // 2) + j[None, :]
@@ -121,8 +133,10 @@ def transpose_codes(
     store(target + M // 2, second, inside, TILE.WHOLE)
     if scale_inv_ptr is not None:
         if EDGE is None:
-            tl.store(out_scale_inv_ptr, tl.load(scale_inv_ptr), mask=tl.program_id(0) == 0)
+            is_first = (row == 0) & (col == 0)
+            tl.store(out_scale_inv_ptr + matrix, tl.load(scale_inv_ptr + matrix), mask=is_first)
         else:
             # Programs of one square store the same.
-            scale_inv = tl.load(scale_inv_ptr + row // EDGE * tl.cdiv(N, EDGE) + col // EDGE)
-            tl.store(out_scale_inv_ptr + col // EDGE * tl.cdiv(M, EDGE) + row // EDGE, scale_inv)
+            squares = matrix * tl.cdiv(M, EDGE) * tl.cdiv(N, EDGE)
+            scale_inv = tl.load(scale_inv_ptr + squares + row // EDGE * tl.cdiv(N, EDGE) + col // EDGE)
+            tl.store(out_scale_inv_ptr + squares + col // EDGE * tl.cdiv(M, EDGE) + row // EDGE, scale_inv)

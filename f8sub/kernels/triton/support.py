@@ -12,6 +12,7 @@ EDGE = 128
 """Edge of the tiles that kernels work on; the length of a vector, and a divisor of the edge of every square."""
 
 TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
+EXPONENT_VECTOR = Tile(1, 32)
 
 OLDEST = (8, 9)
 """The first compute capability whose instructions cast to e4m3, Ada's. Source: PTX ISA, cvt."""
@@ -27,6 +28,12 @@ def why_no_kernel(format: Float8Format) -> str | None:
     if tile in (TENSORWISE, ROWWISE, VECTOR) or (tile.rows == tile.cols and tile.rows % EDGE == 0):
         return None
     return f"has tiles of a matrix, a row, 1x{EDGE} and squares of whole {EDGE}s, not {tile}"
+
+
+def is_of_bands(format: Float8Format, rows: int) -> bool:
+    """Whether one scale serves so many whole rows of a matrix, which has no others: rowwise codes alone."""
+    tile = format.tile
+    return format.is_plain and tile.cols == ALL and tile.rows not in (1, ALL) and rows % tile.rows == 0
 
 
 @functools.cache

@@ -194,6 +194,13 @@ def place(index, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def place_in_stack(index, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The number of a matrix among (M, N) matrices, int64, and a tile of it: that with that number among all tiles."""
+    tiles = tl.cdiv(M, ROWS) * tl.cdiv(N, COLS)
+    return (index // tiles).to(tl.int64), place(index % tiles, M, N, ROWS, COLS)
+
+
+@triton.jit
 def moved(at, rows, cols):
     """The tile that begins so many rows and columns later."""
     return At(at.row + rows, at.col + cols, at.M, at.N)
@@ -279,6 +286,18 @@ def store_columns(
 
 
 @triton.jit
+def store_zero_columns(col_ptr, at, TILE: tl.constexpr):
+    """A tile of zeros in the columnwise operand, as ``store_columns``; ``col_ptr`` points to 16-bit words."""
+    HALF: tl.constexpr = TILE.ROWS // 2
+    COLS: tl.constexpr = TILE.COLS
+    i, j = tl.arange(0, HALF), tl.arange(0, COLS)
+    start = col_ptr + at.col.to(tl.int64) * (at.M // 2) + at.row // 2
+    inside = (at.col + j < at.N)[:, None] & (at.row // 2 + i < at.M // 2)[None, :]
+    zeros = tl.zeros((COLS, HALF), tl.uint16)
+    store(start + j[:, None] * (at.M // 2) + i[None, :], zeros, inside, TILE.WHOLE)
+
+
+@triton.jit
 def store_with_one(
     row_ptr, col_ptr, even, odd, scale, at, CAST: tl.constexpr, TILE: tl.constexpr, SATURATE: tl.constexpr
 ):
@@ -299,3 +318,15 @@ def store_scales_of_square(
         tl.store(row_scale_inv_ptr + row * tl.cdiv(at.N, EDGE) + col, scale_inv)
     if col_ptr is not None:
         tl.store(col_scale_inv_ptr + col * tl.cdiv(at.M, EDGE) + row, scale_inv)
+
+
+@triton.jit
+def store_scales_of_group_square(
+    row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, at, EDGE: tl.constexpr
+):
+    """As ``store_scales_of_square``; scales of groups lie alike for both usages, see ``groups.Codes``."""
+    index = at.row // EDGE * tl.cdiv(at.N, EDGE) + at.col // EDGE
+    if row_ptr is not None:
+        tl.store(row_scale_inv_ptr + index, scale_inv)
+    if col_ptr is not None:
+        tl.store(col_scale_inv_ptr + index, scale_inv)

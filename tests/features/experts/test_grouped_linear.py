@@ -4,8 +4,11 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.experts.operands import Groups, quantize_experts, quantize_tokens
+from f8sub.features.experts.operands import quantize_both, quantize_tokens
 from f8sub.features.experts.products import GROUPED, GroupedPlan
+from f8sub.kernels.experts import derive_columnwise
+from f8sub.kernels.groups import Groups
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.features.experts.oracle import Made, each_expert
@@ -129,7 +132,26 @@ def test_casts_read_nothing_back(recipe):
                 made = quantize_tokens(x, groups, format, contracted=contracted, multiple=multiple)
                 assert made.dequantize(groups, torch.bfloat16).shape == x.shape
     w = quantize_experts(torch.empty(5, 96, 160, device="meta"), found.fprop.b)
-    assert w.derive_columnwise(found.dgrad.b).dequantize(torch.bfloat16).shape == (5, 160, 96)
+    assert derive_columnwise(w, found.dgrad.b).dequantize(torch.bfloat16).shape == (5, 160, 96)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_casts_are_one_graph(recipe):
+    """Of any number of tokens, and the same codes as in eager code."""
+    found = f8sub.get_recipe(recipe)
+
+    def cast(x: torch.Tensor, ends: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        tokens = quantize_both(x, Groups.of(ends, len(x)), found.dgrad.a, found.wgrad.a, 16)
+        rowwise = quantize_experts(w, found.fprop.b)
+        operands = (*tokens, rowwise, derive_columnwise_of_experts(rowwise, found.dgrad.b, x))
+        return [t.float() for o in operands if o is not None for t in (o.data, o.scale_inv)]
+
+    compiled = torch.compile(cast, fullgraph=True, backend="aot_eager")
+    ends, w = torch.tensor([10, 10, 90], dtype=torch.int32), gaussian((3, 96, 160), generator(4)).bfloat16()
+    for rows in (100, 120):
+        x = gaussian((rows, 160), generator(rows)).bfloat16()
+        for a, b in zip(compiled(x, ends, w), cast(x, ends, w), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -198,12 +220,15 @@ def test_plans_are_chosen_and_shown():
     assert GroupedPlan.make(f8sub.get_recipe("rowwise"), cpu).described == "rowwise, reference"
     mixed = GroupedPlan.make(f8sub.get_recipe("rowwise_with_gw_hp"), cpu, "dequantize").described
     assert mixed == "rowwise_with_gw_hp, fprop by dequantize, dgrad by dequantize, wgrad in high precision"
-    assert list(GROUPED) == ["scaled_grouped_mm", "dequantize", "reference"]
+    assert list(GROUPED) == ["scaled_grouped_mm", "triton", "dequantize", "reference"]
     for backend in ("scaled_mm", "scaled_grouped_mm"):
         text = refusal(f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, backend)
         assert "runs on cuda, not on cpu" in text
-    assert "triton" in refusal(
+    assert "triton runs on NVIDIA's GPUs, not on cpu" in refusal(
         f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, "triton"
+    )
+    assert "'nobody' has no grouped products" in refusal(
+        f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, "nobody"
     )
 
 

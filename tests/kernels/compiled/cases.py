@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
 from scripts.bench.formats import E4M3, FORMATS, USAGES
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 WHOLE, RAGGED = (8192, 4096), (8208, 4112)
 """Of whole tiles, and of rows that begin at multiples of 16 bytes only."""
+
+OF_GROUPS, OF_EXPERTS = "groups ", "experts "
+GROUP_FORMATS = {**FORMATS, "1x32 e8m0": Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)}
+OF_ROWS = ("rowwise", "1x128", "1x128 float")
+"""Formats whose rowwise codes alone are those of a whole matrix."""
 
 INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -55,6 +60,10 @@ class Case:
             return launches_over_tables(x)
         if self.name == "transpose":
             return [launch.transposition(x, x.new_empty(x.shape[::-1]))]
+        if self.name.startswith(OF_GROUPS):
+            return launches_over_groups(x, self.name.removeprefix(OF_GROUPS), USAGES[self.usages])
+        if self.name.startswith(OF_EXPERTS):
+            return launches_over_experts(x, self.name.removeprefix(OF_EXPERTS), self.usages)
         name, _, what = self.name.rpartition(" ")
         if what not in ("transpose", "recast", "part", "rows", "delayed", "known"):
             name, what = self.name, ""
@@ -103,9 +112,34 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     yield from launches("rowwise recast", "fp8", RAGGED, "column")
     yield from launches("1x128 recast", "fp8", RAGGED, "column")
     yield from launches("amaxes of many", "fp32", whole, "row")
+    yield from cases_of_groups(whole)
     for name in ("transpose", "tensorwise transpose", "128x128 transpose"):
         yield Case(name, "fp8", whole, "column", 0)
         yield Case(name, "fp8", RAGGED, "column", 0)
+
+
+def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) -> list[Launch]:
+    """Of 128 experts; the name may end with what groups begin at multiples of."""
+    from f8sub.kernels.groups import Groups
+    from f8sub.kernels.triton import grouped_launch
+
+    name, _, multiple = name.partition(" by ")
+    ends = torch.empty(128, dtype=torch.int32, device="meta")
+    format = GROUP_FORMATS[name]
+    row, col = (format if is_made else None for is_made in usages)
+    groups = Groups(ends, ends, x.shape[0])
+    return grouped_launch.quantization(x, groups, row, col, int(multiple or 16)).launches
+
+
+def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launch]:
+    """Of three or four experts, of multiples of 16 rows: rowwise codes, or columnwise ones of them."""
+    from f8sub.kernels import experts
+    from f8sub.kernels.triton import grouped_launch
+
+    w, format = x.unflatten(0, (3 if x.shape == RAGGED else 4, -1)), FORMATS[name]
+    if usages == "row":
+        return grouped_launch.quantization_of_experts(w, format)[0]
+    return grouped_launch.derivation_of_experts(experts.empty_codes(w, format), format)[0]
 
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:
@@ -121,6 +155,25 @@ def launches_over_tables(x: torch.Tensor) -> list[Launch]:
         *shard_amaxes.amaxes(matrices, amax),
         *(shard_amaxes.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),
     ]
+
+
+def cases_of_groups(whole: tuple[int, int]) -> Iterator[Case]:
+    """As ``cases``, of groups of rows; and with groups that begin at multiples of 128."""
+    for format in GROUP_FORMATS:
+        name = OF_GROUPS + format
+        for usages in USAGES:
+            if not (usages == "row" and format in OF_ROWS):
+                yield from launches(name, "bf16", whole, usages)
+        for dtype in ("fp16", "fp32"):
+            yield from launches(name, dtype, whole, "both")
+        yield from launches(name, "bf16", RAGGED, "both")
+        if format in ("tensorwise", "rowwise"):
+            yield from launches(f"{name} by 128", "bf16", whole, "both")
+    for format in ("tensorwise", "128x128", "256x256"):
+        yield from launches(OF_EXPERTS + format, "bf16", whole, "row")
+    for format in ("tensorwise", "128x128", "rowwise"):
+        for shape in (whole, RAGGED):
+            yield from launches(OF_EXPERTS + format, "fp8", shape, "column")
 
 
 def launches(name: str, dtype: str, shape: tuple[int, int], usages: str) -> Iterator[Case]:

@@ -21,6 +21,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
+
 from tests.kernels.compiled import compiler
 from tests.kernels.compiled.cases import WHOLE, Case, cases
 from tests.kernels.compiled.compiler import CAPABILITY, SHARED, WARP
@@ -118,7 +120,16 @@ def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Ite
     codes = "codes_ptr" in arguments
     writes = found["transposes"] if codes else makes(launch, (*ROWS, *COLUMNS))
     sources = [arguments[name] for name in SOURCES if name in arguments]
-    size = 1 if codes else sum(source.dtype.itemsize for source in sources or [arguments["amax_ptr"]])
+    size = (
+        1
+        if codes
+        else sum(
+            source.dtype.itemsize
+            for source in sources or [arguments.get("amax_ptr", arguments.get("ends_ptr"))]
+        )
+    )
+    if "ends_ptr" in arguments:
+        size = 0  # a table of which each program reads all, and that is small
     if "matrices_ptr" in arguments:
         # Lines and blocks of 4 bytes, 2 and 2 an element, each by itself; those that are not aligned by elements.
         size = 2 * (4 + 2 + 2) * arguments["ALIGNED"]
@@ -130,7 +141,9 @@ def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Ite
         yield f"writes {tile * writes} bytes of a tile, {stored * threads} of them with wide stores"
     if found["transposes"] and not found["transposed"]:
         yield "transposes without ldmatrix"
-    if found["byte_loads"]:
+    scales = arguments.get("row_scale_inv_ptr")
+    # Scales that are bytes are read so: one a row and 32 columns.
+    if found["byte_loads"] > (2 if scales is not None and scales.dtype == torch.uint8 else 0):
         yield f"{found['byte_loads']} loads of single bytes from shared memory"
     if found["flushes"]:
         yield f"{found['flushes']} instructions flush subnormals"

@@ -1,0 +1,85 @@
+"""Quantizers of groups of rows on CUDA: one read of a matrix for both usages; the reference for everything else.
+
+All of them are bitwise equal to ``groups.quantize``, so none is asked for by name.
+"""
+
+from types import ModuleType
+
+import torch
+
+from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format
+from f8sub.kernels import groups as specification
+from f8sub.kernels.groups import Codes, Groups, start_of_groups
+from f8sub.kernels.triton import quantize_cuda, support
+from f8sub.kernels.triton.support import ROWWISE, VECTOR
+
+MOST_GROUPS = 1024
+"""That one program of ``lay_out`` holds; torch's grouped products take 1023."""
+
+
+def why_no_kernel(format: Float8Format) -> str | None:
+    """Why no kernel casts groups to a format; None where one does."""
+    if is_of_exponents(format):
+        return None
+    return support.why_no_kernel(format)
+
+
+def is_of_exponents(format: Float8Format) -> bool:
+    """Whether one exponent byte serves 32 elements of a row, as Blackwell's tensor cores read them."""
+    return format.scale_rule.stored_as == torch.float8_e8m0fnu and format.tile == support.EXPONENT_VECTOR
+
+
+def quantize(
+    x: torch.Tensor,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int = 1,
+) -> tuple[Codes | None, Codes | None]:
+    """Both usages of groups that follow each other: ``groups.quantize``; goes there for what no kernel takes."""
+    if rowwise is not None and columnwise is not None and rowwise != columnwise:
+        return quantize(x, groups, rowwise, None)[0], quantize(x, groups, None, columnwise, multiple)[1]
+    if not _takes(x, groups, rowwise, columnwise, multiple):
+        return (
+            None if rowwise is None else specification.quantize(x, groups, rowwise, columnwise=False),
+            None
+            if columnwise is None
+            else specification.quantize(x, groups, columnwise, columnwise=True, multiple=multiple),
+        )
+    if columnwise is None and rowwise is not None and rowwise.tile in (ROWWISE, VECTOR):
+        # No tile knows of a group.
+        made = quantize_cuda.quantize(x, rowwise, None).rowwise
+        return (None if made is None else Codes(made.data, made.scale_inv, groups)), None
+    with support.device_of(x):
+        launches, row, col = _launch().quantization(x.contiguous(), groups, rowwise, columnwise, multiple)
+        for launch in launches:
+            launch.run()
+    return row, col
+
+
+def _takes(
+    x: torch.Tensor,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int,
+) -> bool:
+    formats = [format for format in (rowwise, columnwise) if format is not None]
+    start = MULTIPLE if columnwise is None else start_of_groups(columnwise.tile.cols, multiple)
+    is_square = bool(formats) and formats[0].tile.rows == formats[0].tile.cols != ALL
+    return (
+        x.dtype in HIGH_PRECISION
+        and support.takes(x)
+        and not any(why_no_kernel(format) for format in formats)
+        # Rows begin at multiples of 16 bytes, and so do the groups of columnwise codes.
+        and x.shape[1] % MULTIPLE == 0
+        and start % MULTIPLE == 0
+        and (is_square or start & (start - 1) == 0)
+        and 0 < len(groups.ends) <= MOST_GROUPS
+    )
+
+
+def _launch() -> ModuleType:
+    from f8sub.kernels.triton import grouped_launch
+
+    return grouped_launch

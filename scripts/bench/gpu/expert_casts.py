@@ -1,0 +1,210 @@
+"""Casts of tokens by group, and of the weights of experts, in GB/s of what they have to move, and of a copy's.
+
+Before a cast is timed it is compared with the specification, bitwise. Groups are balanced, or as Zipf's law has them:
+the i-th expert gets tokens in proportion to 1 / i.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from f8sub import Float8Format
+from f8sub.kernels import experts
+from f8sub.kernels import groups as specification
+from f8sub.kernels.experts import ExpertWeights
+from f8sub.kernels.groups import Groups
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts, quantize_groups
+from scripts.bench import formats
+from scripts.bench.gpu.session import Session
+from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host
+from scripts.table import Table
+
+SHAPES = [
+    "16384x5120x16",
+    "131072x5120x16",
+    "32768x7168x8",
+    "32768x7168x32",
+    "32768x2048x32",
+    "32768x2048x128",
+    "131072x2048x128",
+    "131072x768x128",
+]
+"""Tokens x K x experts of Llama 4 Scout, DeepSeek-V3 on 32 and 8 ranks of expert parallelism, and Qwen3-30B-A3B."""
+
+TINY = ["96x160x3"]
+
+WEIGHTS = [(16, 8192, 5120), (32, 2048, 7168), (128, 1536, 2048), (128, 2048, 768), (32, 2880, 2880)]
+TINY_WEIGHTS = [(3, 48, 160)]
+"""Experts x N x K of the same, and of gpt-oss, whose rows 128 does not divide."""
+
+OF_WEIGHTS = {"tensorwise": (5.0, 2.0), "rowwise": (3.0, 3.0), "128x128": (3.0, 2.0), "256x256": (3.0, 2.0)}
+"""Bytes an element that the rowwise codes move, and the columnwise codes that are made of them."""
+
+FORMATS = ("tensorwise", "rowwise", "1x128", "256x256")
+READ_TWICE = ("tensorwise", "rowwise")
+MULTIPLE = 16
+
+COLUMNS = (
+    ("bytes/element", "{bytes_an_element:.0f}"),
+    ("ms", "{median_ms:.4f}"),
+    ("spread", "{spread_ms:.4f}"),
+    ("GB/s", "{gb_per_s:.0f}"),
+    ("of copy", "{of_copy:.0%}"),
+    ("host us", "{host_us:.0f}"),
+)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Something to time; ``bytes`` an element that it has to move, none for zeros between groups."""
+
+    name: str
+    run: Callable[[Any], Any]
+    bytes: float
+
+
+def counts_of(kind: str, tokens: int, count: int) -> list[int]:
+    shares = [1.0 if kind == "balanced" else 1.0 / (i + 1) for i in range(count)]
+    ends = [round(tokens * sum(shares[: i + 1]) / sum(shares)) for i in range(count)]
+    return [end - first for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def benches(groups: Groups) -> list[Bench]:
+    found = [Bench("copy", torch.clone, 4.0)]
+    for name in FORMATS:
+        format, reads = formats.FORMATS[name], 4.0 if name in READ_TWICE else 2.0
+        found.append(Bench(f"{name} both", cast_of(groups, format, format), reads + 2.0))
+        if name == "tensorwise":
+            found.append(Bench(f"{name} row", cast_of(groups, format, None), reads + 1.0))
+        if name == "rowwise":
+            found.append(Bench(f"{name} column", cast_of(groups, None, format), reads + 1.0))
+    found.append(Bench("rowwise both, torch operators", by_operators(groups), 6.0))
+    if groups.ends.is_cuda and (peer := by_torchao(groups)) is not None:
+        found.append(Bench("rowwise both, torchao", peer, 8.0))
+    return found
+
+
+def cast_of(groups: Groups, row: Float8Format | None, col: Float8Format | None) -> Callable:
+    return lambda x: quantize_groups(x, groups, row, col, MULTIPLE)
+
+
+def by_operators(groups: Groups) -> Callable:
+    format = formats.FORMATS["rowwise"]
+    return lambda x: [
+        specification.quantize(x, groups, format, columnwise=columnwise, multiple=MULTIPLE)
+        for columnwise in (False, True)
+    ]
+
+
+def by_torchao(groups: Groups) -> Callable | None:
+    """Both casts of its rowwise recipe, where it is installed and has its kernels."""
+    try:
+        kernels = importlib.import_module("torchao.prototype.moe_training.kernels")
+        rowwise, columnwise = (
+            getattr(kernels, f"triton_fp8_{name}")
+            for name in ("rowwise_2d_scale_and_cast", "per_group_colwise_scales")
+        )
+    except (ImportError, AttributeError):
+        return None
+    e4m3 = torch.float8_e4m3fn
+    return lambda x: (rowwise(x, e4m3, True), columnwise(x, groups.ends, e4m3, True))
+
+
+def check(name: str, x: torch.Tensor, groups: Groups) -> None:
+    """An error where codes differ from the specification's."""
+    format = formats.FORMATS[name]
+    made = quantize_groups(x, groups, format, format, MULTIPLE)
+    for codes, columnwise in zip(made, (False, True), strict=True):
+        right = specification.quantize(
+            x, groups, format, columnwise=columnwise, multiple=MULTIPLE if columnwise else 1
+        )
+        same_codes = torch.equal(codes.data.view(torch.uint8), right.data.contiguous().view(torch.uint8))
+        if not (same_codes and torch.equal(codes.scale_inv, right.scale_inv)):
+            raise RuntimeError(f"{name} of {tuple(x.shape)}, columnwise {columnwise}: not what is specified")
+
+
+def measure(shape: tuple[int, ...], kind: str, session: Session) -> dict[str, dict]:
+    """Casts of tokens, see ``timed``."""
+    tokens, depth, count = shape
+    device = session.device
+    torch.manual_seed(0)
+    counts = torch.tensor(counts_of(kind, tokens, count), device=device)
+    groups = Groups.of(counts.cumsum(0).to(torch.int32), tokens)
+    sets = [torch.randn((tokens, depth), device=device).bfloat16() for _ in range(SETS)]
+    if tokens * depth <= 2**28:
+        for name in FORMATS:
+            check(name, sets[0], groups)
+    return timed([(bench, sets) for bench in benches(groups)], session)
+
+
+def of_weights(shape: tuple[int, int, int], session: Session) -> dict[str, dict]:
+    """Casts of weights and of their codes to columns, see ``timed``."""
+    torch.manual_seed(0)
+    sets = [torch.randn(shape, device=session.device).bfloat16() for _ in range(SETS)]
+    chosen = [(Bench("copy", torch.clone, 4.0), sets)]
+    for name, (to_rows, to_columns) in OF_WEIGHTS.items():
+        format = formats.FORMATS[name]
+
+        def cast(w: torch.Tensor, format: Float8Format = format) -> ExpertWeights:
+            return quantize_experts(w, format)
+
+        def derive(codes: ExpertWeights, format: Float8Format = format) -> ExpertWeights:
+            return derive_columnwise_of_experts(codes, format, codes.data)
+
+        codes = [cast(w) for w in sets]
+        rowwise = experts.quantize(sets[0], format)
+        for made, right in (
+            (codes[0], rowwise),
+            (derive(codes[0]), experts.derive_columnwise(rowwise, format)),
+        ):
+            if not torch.equal(made.data.float(), right.data.float()) or not torch.equal(
+                made.scale_inv, right.scale_inv
+            ):
+                raise RuntimeError(f"{name} of {shape}: not what is specified")
+        chosen += [
+            (Bench(f"{name} rows", cast, to_rows), sets),
+            (Bench(f"{name} columns of codes", derive, to_columns), codes),
+        ]
+    return timed(chosen, session)
+
+
+def timed(chosen: list[tuple[Bench, list[Any]]], session: Session) -> dict[str, dict]:
+    """Bench -> median and spread in ms, GB/s, share of the copy's, and microseconds of the host; the copy first."""
+    device = session.device
+    pool, size = graph_pool(device), chosen[0][1][0].numel()
+    timers = {bench.name: without_host(bench.run, sets, device, pool) for bench, sets in chosen}
+    times = in_turns(timers, session.rounds)
+    results = {}
+    for bench, sets in chosen:
+        row = summary(times[bench.name])
+        results[bench.name] = {
+            **row,
+            "bytes_an_element": bench.bytes,
+            "gb_per_s": bench.bytes * size / row["median_ms"] / 1e6,
+            "host_us": host_ms(bench.run, sets[0], device) * 1e3,
+        }
+    wait(device)
+    for row in results.values():
+        row["of_copy"] = row["gb_per_s"] / results["copy"]["gb_per_s"]
+    return results
+
+
+def group(session: Session) -> None:
+    figures = session.figures["experts_casts"] = {}
+    for shape in session.sizes(SHAPES, TINY):
+        for kind in ("balanced", "zipf"):
+            text = f"{'x'.join(map(str, shape))} {kind}"
+            with session.attempt(f"experts_casts {text}"):
+                figures[f"tokens {text}"] = measure(shape, kind, session)
+    for weights in () if session.shapes else (TINY_WEIGHTS if session.tiny else WEIGHTS):
+        text = f"weights {'x'.join(map(str, weights))}"
+        with session.attempt(f"experts_casts {text}"):
+            figures[text] = of_weights(weights, session)
+    for text, results in figures.items():
+        title = f"casts of experts' {text} bfloat16, {session.where}"
+        session.tables.append(Table.of(title, results.items(), COLUMNS))

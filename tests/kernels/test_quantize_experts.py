@@ -1,0 +1,82 @@
+"""Triton's quantizers of all experts' weights, interpreted on the CPU, equal the specification bitwise."""
+
+import pytest
+import torch
+
+from f8sub.formats import Float8Format, Tile
+from f8sub.kernels import experts as specification
+from f8sub.kernels.experts import ExpertWeights
+from f8sub.kernels.triton import quantize_cuda, quantize_experts_cuda
+from tests.data_sets import make
+from tests.kernels.quantized import DTYPES, INF, NAN
+from tests.kernels.test_quantize_groups import GROUP_FORMATS, same
+from tests.selection import long_but
+
+SHAPES = [(3, 144, 80), (2, 256, 128), (5, 16, 272)]
+on_each_format = pytest.mark.parametrize("name", GROUP_FORMATS)
+
+
+def weights(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """With an outlier, elements that are not finite, and an expert of zeros."""
+    w = make("lognormal", shape, 6, dtype)
+    w[0, 3, 5], w[0, 4, 6], w[-1, 2, 1], w[-1, 15, 15] = NAN, INF, -INF, 3e4
+    w[1] = 0
+    return w
+
+
+def both_same(found: ExpertWeights, right: ExpertWeights) -> None:
+    assert found.format == right.format
+    same("codes", found.data, right.data.contiguous())
+    same("scales", found.scale_inv, right.scale_inv.contiguous())
+
+
+def casts(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
+    """Packed, and with experts that lie apart."""
+    for shape in SHAPES:
+        w, format = weights(shape, dtype), GROUP_FORMATS[name]
+        right = specification.quantize(w, format)
+        apart = torch.cat([w, w], 1).to(device)[:, : shape[1]]
+        for given in (w.to(device), apart, w.transpose(1, 2).contiguous().to(device).transpose(1, 2)):
+            both_same(quantize_experts_cuda.quantize(given, format), right)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    long_but(
+        [(name, torch.bfloat16) for name in GROUP_FORMATS],
+        [(name, dtype) for name in GROUP_FORMATS for dtype in DTYPES.values()],
+    ),
+)
+def test_each_experts_tiles_begin_anew(interpreter, name, dtype):
+    interpreter(casts, name, dtype)
+
+
+def derivations(name: str, device: str = "cpu") -> None:
+    for shape in (*SHAPES, (2, 544, 32)):
+        format = GROUP_FORMATS[name]
+        rowwise = specification.quantize(weights(shape, torch.bfloat16), format)
+        rowwise = rowwise._replace(data=rowwise.data.contiguous())
+        given = ExpertWeights(rowwise.data.to(device), rowwise.scale_inv.to(device), format)
+        derived = quantize_experts_cuda.derive_columnwise(given, format)
+        both_same(derived, specification.derive_columnwise(rowwise, format))
+        if name in ("tensorwise", "rowwise", "128x128", "256x256-e5m2"):
+            assert derived.data.is_contiguous()
+
+
+@on_each_format
+def test_columns_are_derived_of_each_experts_codes(interpreter, name):
+    interpreter(derivations, name)
+
+
+def bands(device: str = "cpu") -> None:
+    w = weights((3, 144, 80), torch.bfloat16)
+    whole = GROUP_FORMATS["tensorwise"]
+    flat = Float8Format(whole.dtype, Tile(144, -1), whole.scale_rule)
+    made = quantize_cuda.quantize(w.view(-1, 80).to(device), flat, None).rowwise
+    right = specification.quantize(w, whole)
+    same("codes", made.data, right.data.reshape(-1, 80))
+    same("scales", made.scale_inv, right.scale_inv.reshape(3, 1))
+
+
+def test_all_experts_rows_as_one_matrix(interpreter):
+    interpreter(bands)

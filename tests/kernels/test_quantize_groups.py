@@ -1,0 +1,155 @@
+"""Triton's quantizers of groups of rows, interpreted on the CPU, equal the reference bitwise."""
+
+import pytest
+import torch
+
+from f8sub import Float8Format, ScaleRule, Tile
+from f8sub.kernels import groups as specification
+from f8sub.kernels.groups import Groups
+from f8sub.kernels.triton import quantize_groups_cuda
+from tests.data_sets import DATA_SETS, edge_values, make
+from tests.kernels.products import bits
+from tests.kernels.quantized import DTYPES, E4M3, FORMATS, INF, NAN
+from tests.selection import long_but
+
+GROUP_FORMATS = {**FORMATS, "1x32-e8m0": Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)}
+TAIL = 7
+"""Rows of no group, which hold NaN."""
+COUNTS = {
+    "ragged": [37, 1, 0, 130, 16],
+    "even": [64, 64],
+    "first, middle and last empty": [0, 5, 0, 0, 300, 0],
+    "all empty": [0, 0],
+    "one": [33],
+    "one token": [1],
+    "257": [1, 0, 0, 2] * 64 + [2],
+}
+WIDTHS = (144, 256)
+"""Columns: not of whole tiles, and of whole ones."""
+MANY = 100
+"""More groups than that are cast once, and few columns of them: the interpreter runs one program after the other."""
+USAGES = {"both": (True, True), "row": (True, False), "column": (False, True)}
+
+WALKS = ("tensorwise", "rowwise", "1x128", "128x128", "256x256-e5m2", "1x32-e8m0")
+"""What depends on how a kernel walks: the other formats are walked through alike."""
+
+
+def groups_of(counts: list[int], tail: int = TAIL) -> Groups:
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0).int()
+    return Groups.of(ends, sum(counts) + tail)
+
+
+def on(device: str, groups: Groups) -> Groups:
+    return Groups(groups.first.to(device), groups.ends.to(device), groups.rows)
+
+
+def spoiled(x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """NaN in the rows of no group."""
+    x[int(groups.ends[-1]) :] = NAN
+    return x
+
+
+def same(name: str, part: torch.Tensor, right: torch.Tensor) -> None:
+    assert (part.shape, part.dtype) == (right.shape, right.dtype)
+    differ = bits(part) != bits(right)
+    if part.dtype.itemsize == 1 and part.dtype != torch.float8_e8m0fnu:
+        differ &= ~(part.cpu().float().isnan() & right.float().isnan()).flatten()
+    assert not differ.any(), f"{int(differ.sum())} of {right.numel()} bytes of {name} differ"
+
+
+def check(
+    x: torch.Tensor,
+    groups: Groups,
+    format: Float8Format,
+    usages: str = "both",
+    multiple: int = 16,
+    device: str = "cpu",
+) -> None:
+    """Rows past the last group are undefined in what has x's rows."""
+    row, col = (format if is_made else None for is_made in USAGES[usages])
+    found = quantize_groups_cuda.quantize(x.to(device), on(device, groups), row, col, multiple)
+    for codes, wanted, columnwise in zip(found, (row, col), (False, True), strict=True):
+        if wanted is None:
+            assert codes is None
+            continue
+        right = specification.quantize(
+            x, groups, format, columnwise=columnwise, multiple=multiple if columnwise else 1
+        )
+        assert codes.groups.rows == right.groups.rows
+        assert codes.groups.first.tolist() == right.groups.first.tolist()
+        assert codes.groups.ends.tolist() == right.groups.ends.tolist()
+        data, scale_inv = (codes.data, right.data), (codes.scale_inv, right.scale_inv)
+        if not columnwise and right.groups is groups:
+            end = int(groups.ends[-1])
+            data = data[0][:end], data[1][:end]
+            if format.tile.rows == 1:
+                scale_inv = scale_inv[0][:end], scale_inv[1][:end]
+        same("codes", *data)
+        same("scales", *scale_inv)
+
+
+def walks(name: str, counts: list[int], device: str = "cpu") -> None:
+    groups, format = groups_of(counts), GROUP_FORMATS[name]
+    if len(counts) > MANY:
+        check(
+            spoiled(make("lognormal", (groups.rows, 32), 5, torch.bfloat16), groups),
+            groups,
+            format,
+            device=device,
+        )
+        return
+    for cols in WIDTHS:
+        x = spoiled(make("lognormal", (groups.rows, cols), 5, torch.bfloat16), groups)
+        for usages in USAGES:
+            check(x, groups, format, usages, device=device)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    long_but(
+        [(name, kind) for name in WALKS for kind in ("ragged", "257")]
+        + [("rowwise", kind) for kind in COUNTS],
+        [(name, kind) for name in GROUP_FORMATS for kind in COUNTS],
+    ),
+)
+def test_groups_of_any_size(interpreter, name, kind):
+    interpreter(walks, name, COUNTS[kind])
+
+
+def alignments(name: str, device: str = "cpu") -> None:
+    groups = groups_of(COUNTS["ragged"])
+    x = spoiled(make("lognormal", (groups.rows, 144), 5, torch.bfloat16), groups)
+    for multiple in (32, 128):
+        check(x, groups, GROUP_FORMATS[name], multiple=multiple, device=device)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_groups_begin_at_multiples(interpreter, name):
+    interpreter(alignments, name)
+
+
+def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Every data set, edge values, and elements that are not finite, one group of which has no others."""
+    format, groups = GROUP_FORMATS[name], groups_of([20, 0, 28], 2)
+    data = [make(data, (50, 80), 3, dtype) for data in DATA_SETS]
+    bad = make("gaussian", (50, 80), 2, dtype)
+    bad[3, 4], bad[7, 9], bad[19, 0] = NAN, INF, -INF
+    none = torch.full_like(bad, NAN)
+    none[3], none[30, 3] = INF, 1.0
+    for x in (*data, bad, none):
+        check(spoiled(x, groups), groups, format, device=device)
+    small = groups_of([7, 9], 0)
+    for x in edge_values(dtype).values():
+        check(x, small, format, device=device)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    long_but(
+        [(name, torch.bfloat16) for name in GROUP_FORMATS]
+        + [("rowwise", torch.float32), ("1x128", torch.float16)],
+        [(name, dtype) for name in GROUP_FORMATS for dtype in DTYPES.values()],
+    ),
+)
+def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
+    interpreter(elements, name, dtype)

@@ -30,6 +30,7 @@ from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, red
 from f8sub.features.inspect.estimate import Estimate, estimate
 from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
+from f8sub.features.monitored_experts import probe as _probe  # noqa: F401  (enters by its socket)
 from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
 from f8sub.features.report import nothing_converted as _nothing_converted  # noqa: F401  (enters by its sockets)
@@ -39,6 +40,7 @@ from f8sub.features.report.report import ConversionReport, LayerReport
 from f8sub.features.sensitivity.sensitivity import sensitivity
 from f8sub.features.shared_inputs import shared_inputs as _shared_inputs  # noqa: F401  (enters by its sockets)
 from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (enters by its sockets)
+from f8sub.features.step_model.estimate_step import StepEstimate, estimate_step
 from f8sub.features.tensors import operators as _operators  # noqa: F401  (enters by its sockets)
 from f8sub.features.tensors.quantize import quantize
 from f8sub.features.tools.find_nonfinite import find_nonfinite
@@ -71,6 +73,7 @@ __all__ = [
     "Recipe",
     "Rounding",
     "ScaleRule",
+    "StepEstimate",
     "Tile",
     "autocast",
     "checkpoint_policy",
@@ -80,6 +83,7 @@ __all__ = [
     "convert_to_float8",
     "drop_high_precision",
     "estimate",
+    "estimate_step",
     "find_nonfinite",
     "float8_state_dict",
     "float8_weights",

@@ -167,6 +167,9 @@ class Float8Format:
         plain = self.dtype != E2M1 and self.scale_rule.stored_as == torch.float32 and self.hadamard is None
         object.__setattr__(self, "is_plain", plain)
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     @classmethod
     @functools.cache
     def parse(cls, name: str) -> "Float8Format":

@@ -208,9 +208,16 @@ def tensors_in_storage(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
-def preset_signature(hook: Callable[..., Any]) -> None:
-    """Store the signature of an FSDP2 hook, which FSDP2 (2.11 to 2.15) inspects on every call: 5.9 us, else 29.6."""
-    hook.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
+def bound_hook(form: Callable[..., Any]) -> Callable[..., Any]:
+    """A class whose instances bind an FSDP2 hook to its tensor: ``bound_hook(form)(form, tensor)``.
+
+    They have their signature stored: FSDP2 (2.11 to 2.15) inspects it on every call, 0.8 us, and 30 us else.
+    """
+    _, *parameters = inspect.signature(form).parameters.values()
+    made: Callable[..., Any] = type(
+        form.__name__, (functools.partial,), {"__signature__": inspect.Signature(parameters)}
+    )
+    return made
 
 
 def constant_result(function: Function) -> Function:

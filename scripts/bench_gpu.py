@@ -4,9 +4,11 @@ quantize: every Triton quantizer, in GB/s and per cent of a copy's, beside the r
 gemm: every float8 GEMM of every backend, in TFLOP/s, beside bf16's.
 linear: one layer, forward and backward, at a Llama's shapes: bf16, torchao, f8sub, eager and compiled; time of the GPU
     and of the host, kernels, memory, errors.
+experts: every grouped GEMM in TFLOP/s, and a layer's step of gate, up, SwiGLU and down: torch in bf16, torchao, f8sub.
 experts_casts: casts of tokens by the expert they go to, as quantize, of balanced and of uneven groups.
 slice: blocks of a Llama 3 8B under FSDP2, and the whole step with head, loss and AdamW: tokens/s, memory. Without
     FSDP2 that step as one CUDA graph, too: of few variants, or of those that --only names ("* graphed").
+monitor: that whole step with a sample of f8sub.Monitor, and without; what one in 100 steps adds.
 
 Results are checked before they are timed. Inputs are random, sets of them take turns, and so do variants; times are
 medians with the distance of their quartiles. Without a CUDA device everything runs on the CPU, tiny, to show that it
@@ -30,7 +32,17 @@ from typing import Any
 
 import torch
 
-from scripts.bench.gpu import checkpoints, expert_casts, gemms, linears, quantizers, slices, variants
+from scripts.bench.gpu import (
+    checkpoints,
+    expert_casts,
+    experts,
+    gemms,
+    linears,
+    monitors,
+    quantizers,
+    slices,
+    variants,
+)
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import machine
 from scripts.table import parser, progress, write_json
@@ -39,8 +51,10 @@ GROUPS = {
     "quantize": quantizers.group,
     "gemm": gemms.group,
     "linear": linears.group,
+    "experts": experts.group,
     "experts_casts": expert_casts.group,
     "slice": slices.group,
+    "monitor": monitors.group,
 }
 
 
@@ -51,7 +65,7 @@ def parsed() -> argparse.Namespace:
         "--shapes",
         nargs="+",
         help="of one group: rows x columns (quantize), tokens x K x experts (experts_casts), tokens x in x out (gemm, "
-        "linear), tokens x blocks (slice)",
+        "linear), experts x out x in x tokens (experts), tokens x blocks (others)",
     )
     made.add_argument(
         "--only", nargs="+", default=[], help="variants of linear and slice, glob patterns; bf16 always runs"

@@ -28,7 +28,7 @@ from f8sub.kernels.triton import quantize_cuda, quantize_experts_cuda, quantize_
 _library = torch.library.Library("f8sub", "DEF")
 
 
-def _operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """``f8sub::NAME``, which changes no argument, for all devices.
 
     Defined in the library itself: ``torch.library.custom_op`` wraps a call in what costs the host three times as much
@@ -61,9 +61,11 @@ def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
             operand = operand._replace(scale_inv=laid_out.copy_(operand.scale_inv))
         if _has_blocks(operand.format):
             operand = operand._replace(scale_inv=flat(operand))
-        # Both usages of the reference may share a scale, and an operator may not return one tensor twice.
-        taken = {tensor.untyped_storage().data_ptr() for tensor in found}
-        found += (t.clone() if t.untyped_storage().data_ptr() in taken else t for t in operand.tensors)
+        found += operand.tensors
+    # Both usages of the reference may share a scale, and an operator may not return one tensor twice.
+    if len({tensor.data_ptr() for tensor in found}) < len(found):
+        addresses = [tensor.data_ptr() for tensor in found]
+        found = [t.clone() if addresses[i] in addresses[:i] else t for i, t in enumerate(found)]
     return found
 
 
@@ -207,15 +209,15 @@ def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-quantize_as_one_node = _operator(_quantize, "quantize", _fake_quantized)
-transpose = _operator(quantize_cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
-quantize_groups_as_one_node = _operator(_quantize_groups, "quantize_groups", _fake_groups)
-quantize_experts = _operator(_quantize_experts, "quantize_experts", _fake_experts)
-derive_columnwise_of_experts = _operator(
+quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized)
+transpose = operator(quantize_cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
+quantize_groups_as_one_node = operator(_quantize_groups, "quantize_groups", _fake_groups)
+quantize_experts = operator(_quantize_experts, "quantize_experts", _fake_experts)
+derive_columnwise_of_experts = operator(
     _derive_columnwise_of_experts, "derive_columnwise_of_experts", _fake_derived_of_experts
 )
-derive_columnwise = _operator(_derive_columnwise, "derive_columnwise", _fake_derived)
-copy_after = _operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
+derive_columnwise = operator(_derive_columnwise, "derive_columnwise", _fake_derived)
+copy_after = operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
 
 
 def quantized(
@@ -282,7 +284,7 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
         _, _, out_dtype, _ = how
         return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
 
-    gemm = _operator(multiply, f"{backend}_gemm_nt", fake)
+    gemm = operator(multiply, f"{backend}_gemm_nt", fake)
 
     def run(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
         product: torch.Tensor = gemm(

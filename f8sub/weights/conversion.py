@@ -20,7 +20,7 @@ from f8sub.weights.guests import Guest, makers
 from f8sub.weights.layout import ShardLayout, sharded_dims
 from f8sub.weights.ranks import check_ranks
 from f8sub.weights.shard import Shard
-from f8sub.weights.weight import WeightRecord, local_tensor, master_of
+from f8sub.weights.weight import Weight, WeightRecord, local_tensor
 
 _SEEN = "float8_seen"
 """Attribute of every module that ``convert_to_float8`` was given."""
@@ -174,6 +174,8 @@ class Conversion:
                 record.entered = True
                 if shard := self._shard(record, layout, dtypes, exchange):
                     record.shard = shards.setdefault(shard.master.cell, shard)  # tied weights have one
+                    local: Any = local_tensor(record.module._parameters[record.name])
+                    local.was_sharded(record.shard)
             shared = [record for record in self if (s := record.shard) is not None and s.exchange is exchange]
             if shared:
                 self.exchanges[ranks] = exchange
@@ -215,7 +217,7 @@ class Conversion:
         if not sent and prior is None:
             return None
         local, format = local_tensor(record.module._parameters[record.name]), record.format
-        master = master_of(local)
+        master = local.cast_by_shard if isinstance(local, Weight) else None
         if master is None or (sent and not hasattr(local, "fsdp_pre_all_gather")):
             raise Float8ConfigError(
                 f"{record.fqn}: FSDP2 would gather its weight in high precision, because it is a "

@@ -13,7 +13,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.torch_compat import is_capturing, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import Weight, local_tensor
 
 
 def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -94,12 +94,11 @@ def watch_optimizer_steps() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = _stepped_by(optimizer)
-    for conversion, weights in stepped.items():
+    for conversion, weights in _stepped_by(optimizer, Weight).items():
         for guest in () if conversion is None else conversion.guests:
             guest.before_step(optimizer, weights)
     if not _has_closure(args, kwargs):
-        _mark_stale(stepped)
+        _mark_stale(_stepped_by(optimizer))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -125,13 +124,15 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
-def _stepped_by(optimizer: torch.optim.Optimizer) -> dict[Conversion | None, list[torch.Tensor]]:
-    """The parameters of an optimizer that are master weights, by their conversions."""
+def _stepped_by(
+    optimizer: torch.optim.Optimizer, kind: type[Weight] = MasterWeight
+) -> dict[Conversion | None, list[torch.Tensor]]:
+    """The parameters of an optimizer that are weights of a kind, by their conversions."""
     found = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             local = local_tensor(parameter)
-            if isinstance(local, MasterWeight):
+            if isinstance(local, kind):
                 found[None if local.record is None else local.record.conversion].append(parameter)
     return found
 

@@ -9,7 +9,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.formats import Float8Format
 from f8sub.kernels import reference
-from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
+from f8sub.kernels.scales import PriorScale, first_tile, shard_amax
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.kernels.triton.shard_amaxes import Matrix
 from f8sub.torch_compat import graph_task, is_capturing
@@ -221,12 +221,9 @@ class Shard:
         format = self.format
         rows = wire[: shard.shape[0]]
         if self.wire.carries_scales:
-            shard, offset = shard.to(self.dtype), (0, 0)
-            scales = scales_or_nan(shard_amax(shard, format.tile, offset), format)
-            self.wire.scales_of(rows).copy_(scales.scale_inv)
-            scale = scales.scale
-        else:
-            offset, scale = self.layout.offset, self.scales.scale
+            quantize_cuda.cast_rows_into(rows, self.wire.scales_of(rows), shard, format, self.dtype)
+            return
+        offset, scale = self.layout.offset, self.scales.scale
         if beyond_range is not None and format.has_nan:
             shard = shard.to(self.dtype)
             scaled = shard.float() * reference.spread(scale, format.tile, shard.shape, offset)

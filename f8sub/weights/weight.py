@@ -14,10 +14,9 @@
 - The hooks keep nothing: FSDP2 calls them more often than once a pass.
 """
 
-import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import preset_signature
+from f8sub.torch_compat import bound_hook
 from f8sub.weights.layout import lies_in_rows
 
 if TYPE_CHECKING:
@@ -117,6 +116,11 @@ class Weight(torch.Tensor):
         raise NotImplementedError
 
     @property
+    def cast_by_shard(self) -> "MasterWeight | None":
+        """What a shard of the weight casts: its master, or an empty one where the codes were there before the shard."""
+        return self.master
+
+    @property
     def plain(self) -> torch.Tensor:
         """The values as an ordinary tensor."""
         raise NotImplementedError
@@ -131,6 +135,9 @@ class Weight(torch.Tensor):
             return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
         return plain.__reduce_ex__(protocol)
 
+    def was_sharded(self, shard: "Shard") -> None:
+        """A shard of the weight was made, of which nothing was gathered."""
+
     def was_gathered(self, shard: "Shard") -> None:
         """Codes of the weight as it is, with scales of its own, were gathered from all ranks."""
 
@@ -141,8 +148,9 @@ class Weight(torch.Tensor):
         FSDP2 compares the size of what the longer form of the hook returns with the weight's, on ranks with a short
         shard alone, while the others wait for ever. Rows that are not one byte an element take the shorter form.
         """
-        form = _rows_to_wire if self._wire_record().in_rows else _codes_to_wire
-        return types.MethodType(form, self)
+        if self._wire_record().in_rows:
+            return cast(Callable[..., Any], _bound_rows(_rows_to_wire, self))
+        return cast(Callable[..., Any], _bound_codes(_codes_to_wire, self))
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
@@ -209,8 +217,7 @@ def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor],
     return (shard.layout.stacked(codes),), (shard, ticket)
 
 
-preset_signature(_codes_to_wire)
-preset_signature(_rows_to_wire)
+_bound_codes, _bound_rows = bound_hook(_codes_to_wire), bound_hook(_rows_to_wire)
 
 
 def master_of(local: torch.Tensor) -> "MasterWeight | None":

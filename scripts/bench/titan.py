@@ -60,8 +60,9 @@ METRICS = {
 """torchtitan's names."""
 
 
-def parsed() -> argparse.Namespace:
-    made = parser(__doc__)
+def parsed(description: str | None = __doc__) -> argparse.Namespace:
+    """The options of this script, and of others that run its arms."""
+    made = parser(description)
     gpus = torch.cuda.device_count()
     made.add_argument("--gpus", type=int, default=gpus, help="ranks; all GPUs by default")
     flavors = "8B, 8B-1 to 8B-16 of fewer layers, or any of torchtitan's"

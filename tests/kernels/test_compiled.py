@@ -81,6 +81,26 @@ def test_gemms_of_blockwise_and_of_a_gradient_in_e5m2(tmp_path):
 
 
 @needs_triton
+@pytest.mark.long
+def test_products_by_groups(tmp_path):
+    """Of the recipes' formats; the script without arguments compiles others too."""
+    pairs = "rowwise", "tensorwise", "tensorwise e5m2", "1x128 x 128x128", "1x128 x 1x128"
+    only = (
+        f"{how} rows, {fast}{pair} -> bf16"
+        for pair in pairs
+        for how in ("by", "over")
+        for fast in ("", "fast, ")
+    )
+    found = reported(tmp_path, "grouped.py", "--only", *only)
+    assert len(found) == 76
+    for row in found:
+        assert row["missed"] == []
+        assert row["spilled"] == row["undefined"] == 0
+        assert row["products"] > 0
+        assert (row["resized"] > 0) == row["persistent"]
+
+
+@needs_triton
 def test_products_that_wait_for_every_instruction_are_told():
     """Four instructions of a block as ptxas 12.8 writes them, and as it does after its warning C7514."""
     report = importlib.import_module("tests.kernels.compiled.gemms")

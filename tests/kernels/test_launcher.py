@@ -153,6 +153,118 @@ def test_what_is_kept_does_not_grow_without_end(process):
     process(bounded)
 
 
+def roles(tensors: dict[str, torch.Tensor]) -> list[list[Any]]:
+    """What was launched since the last look: kernels with their arguments, tensors by the role that they lie in."""
+    scratch: list[int] = []
+
+    def role(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return "profiler" if type(value).__name__ == "LazyDict" else value
+        address = value.data_ptr()
+        for name, tensor in tensors.items():
+            if 0 <= address - tensor.data_ptr() < max(tensor.nbytes, 1):
+                return name, address - tensor.data_ptr()
+        assert not value.any(), "scratch memory is zero"
+        scratch.append(address)
+        return "scratch", address - scratch[0]
+
+    return [[kernel, *map(role, arguments)] for kernel, arguments in _taken()]
+
+
+def prepared(recipe: str, rowwise: bool, columnwise: bool, known: bool) -> None:
+    import contextlib
+
+    import f8sub
+    from f8sub.kernels.triton import launch, prepared, quantize_cuda, support
+
+    support.takes, support.device_of = lambda x: x.numel() > 0, contextlib.nullcontext
+    spec = f8sub.get_recipe(recipe)
+    row, col = (spec.fprop.a if rowwise else None), (spec.wgrad.b if columnwise else None)
+    found = []
+    for seed in range(2):
+        x = torch.randn(256, 384, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        amax = x.abs().amax().float().view(1, 1) if known else None
+        plan = launch.quantization(x, row, col, None, amax)
+        for each in plan.launches:
+            each.run()
+        named = {"x": x, **({} if amax is None else {"amax": amax})}
+
+        def of(operands: Any, named: dict[str, torch.Tensor] = named) -> dict[str, torch.Tensor]:
+            given = zip(("row", "col"), operands, strict=True)
+            tensors = {
+                f"{side} {n}": t for side, o in given if o for n, t in zip("ds", o.tensors, strict=True)
+            }
+            return {**named, **tensors}
+
+        expected = roles(of((plan.rowwise, plan.columnwise)))
+        for _ in range(2):
+            made = quantize_cuda.quantize(x, row, col, amax=amax)
+            tensors = of((made.rowwise, made.columnwise))
+            assert roles(tensors) == expected
+            assert len({t.data_ptr() for t in tensors.values()}) == len(tensors)
+            for operand, planned in zip(made[:2], plan[1:3], strict=True):
+                assert (operand is None) == (planned is None)
+                for a, b in zip(
+                    operand.tensors if operand else (), planned.tensors if planned else (), strict=True
+                ):
+                    assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        found.append(expected)
+    assert found[0] == found[1]
+    assert found[0]
+    assert len(prepared._known) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("tensorwise", True, True, True),
+        ("tensorwise", True, True, False),
+        ("tensorwise", False, True, True),
+        ("rowwise", True, True, False),
+        ("rowwise", True, False, False),
+        ("rowwise", False, True, False),
+        ("blockwise", True, True, False),
+        ("gridquant", False, True, False),
+    ],
+    ids=str,
+)
+def test_what_was_worked_out_once_launches_the_same_over_other_tensors(case):
+    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
+        pool.submit(prepared, *case).result()
+
+
+def derived() -> None:
+    import contextlib
+
+    import f8sub
+    from f8sub.kernels.triton import launch, quantize_cuda, support
+
+    support.takes, support.device_of = lambda x: x.numel() > 0, contextlib.nullcontext
+    for recipe in ("tensorwise", "rowwise", "blockwise", "gridquant"):
+        spec = f8sub.get_recipe(recipe)
+        for _ in range(2):
+            w = quantize_cuda.quantize(torch.randn(256, 384).bfloat16(), spec.fprop.b, None).rowwise
+            plan = launch.derivation(w, spec.dgrad.b)
+            _taken()
+            for each in plan.launches:
+                each.run()
+            given = dict(zip(("data", "scale"), w.tensors, strict=True))
+            expected = roles({**given, **dict(zip(("d", "s"), plan.columnwise.tensors, strict=True))})
+            for _ in range(2):
+                made = quantize_cuda.derive_columnwise(w, spec.dgrad.b)
+                assert roles({**given, **dict(zip(("d", "s"), made.tensors, strict=True))}) == expected
+                assert [(t.shape, t.stride(), t.dtype) for t in made.tensors] == [
+                    (t.shape, t.stride(), t.dtype) for t in plan.columnwise.tensors
+                ]
+                out = quantize_cuda.transpose(w.data)
+                ((_, *arguments),) = roles({"codes": w.data, "out": out})
+                assert {("codes", 0), ("out", 0)} <= {a for a in arguments if isinstance(a, tuple)}
+
+
+def test_columnwise_codes_are_derived_by_what_was_worked_out_once(process):
+    process(derived)
+
+
 @pytest.mark.long
 def test_the_script_times_every_operator():
     finished = subprocess.run(

@@ -188,6 +188,37 @@ def test_parts_with_known_scales(interpreter, name):
     interpreter(parts, name)
 
 
+def rows_with_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Rows into a wire that holds their scales, too; each of four kinds of trouble is in a row of its own."""
+    format = FORMATS[name]
+    for cols in (272, 2048, 4112):
+        x = make("lognormal", (9, cols), 8, torch.float32)
+        x[1, 44], x[2, 45], x[3, cols - 1], x[4], x[5, 7] = NAN, INF, -INF, 0.0, 3.4e38
+        x = x.to(dtype)
+        for through in {dtype, torch.bfloat16}:
+            rounded = x.to(through).float()
+            bad = ~rounded.isfinite().all(1, keepdim=True)
+            amax = rounded.abs().amax(1, keepdim=True).masked_fill(bad, 0.0)
+            scale = scales.scale_from_amax(amax, format).masked_fill(bad, NAN)
+            right = reference.cast(x.to(through), scale.expand(-1, cols), format.dtype)
+            start = -(-cols // 16) * 16
+            wire = torch.full((9, start + 16), 0xAB, dtype=torch.uint8, device=device)
+            scale_inv = wire[:, start : start + 4].view(torch.float32)
+            quantize_cuda.cast_rows_into(wire, scale_inv, x.to(device), format, through)
+            assert (wire[:, cols:start] == 0xAB).all()
+            assert (wire[:, start + 4 :] == 0xAB).all()
+            expected = scale.double().reciprocal().float()
+            torch.testing.assert_close(scale_inv.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+            found = wire[:, :cols].cpu().view(format.dtype).float()
+            torch.testing.assert_close(found, right.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_with_scales_of_their_own(interpreter, dtype):
+    interpreter(rows_with_scales, "rowwise", dtype)
+    rows_with_scales("rowwise", dtype)
+
+
 def scales_of_vectors() -> None:
     x, format = gaussian((48, 400), generator(8)), FORMATS["1x128"]
     for operand in quantize_cuda.quantize(x, format, format)[:2]:

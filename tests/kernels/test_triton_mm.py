@@ -109,7 +109,7 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(gemm_table, "FOLDER", tmp_path)
-    caches = (gemm_table.of, triton_mm._why_not_device, measured._winner, triton_mm._config)
+    caches = (gemm_table.of, triton_mm.why_not_device, measured._winner, triton_mm._config)
     for cache in caches:
         cache.cache_clear()
     yield tmp_path
@@ -203,7 +203,7 @@ def test_what_it_multiplies_on_hopper_and_nowhere_else(hopper, monkeypatch, pair
     assert triton_mm.why_not(*PAIRS[pair], CUDA) is None
     assert "not on cpu" in str(triton_mm.why_not(*PAIRS[pair], CPU))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    triton_mm._why_not_device.cache_clear()
+    triton_mm.why_not_device.cache_clear()
     assert "found SM 10.0" in str(triton_mm.why_not(*PAIRS[pair], CUDA))
 
 

@@ -5,12 +5,15 @@ import types
 import pytest
 import torch
 
+from f8sub import get_recipe
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
 from f8sub.linear import weight_cast
 from f8sub.weights import master_weight
 from scripts.bench import timing
-from scripts.bench.gpu import gemms, graphs, linears, quantizers, slices, variants
+from scripts.bench.gpu import gemms, graphs, linears, monitors, quantizers, slices, variants
+from scripts.bench.gpu.expert_steps import Lie
+from scripts.bench.gpu.experts import FLOOR_DB, RECIPES, Problem, Product
 from scripts.bench.gpu.session import Session
 from tests.op_recorder import OpRecorder
 
@@ -41,7 +44,7 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
     assert found["failed"] == {}
     assert printed.count(", CPU") >= 7
     figures = found["figures"]
-    assert set(figures) == {"quantize", "gemm", "linear", "experts_casts", "slice"}
+    assert set(figures) == {"quantize", "gemm", "linear", "experts", "experts_casts", "slice", "monitor"}
     for rows in figures["quantize"].values():
         named = ("1x128 both", "columns of rowwise codes", "amaxes and scales of shards 128x128")
         assert rows.keys() >= {"copy", "256x256 column", *named}
@@ -56,6 +59,13 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
     for rows in figures["gemm"]["products"].values():
         assert rows.keys() == {"bf16", *(name for name, runs in kinds.items() if runs)}
         assert all(row["tflops"] > 0 and row["sqnr_db"] > gemms.FLOOR_DB for row in rows.values())
+    experts = figures["experts"]
+    assert {len(rows) for rows in experts["products"].values()} == {1 + len(RECIPES)}
+    for rows in experts["products"].values():
+        assert all(row["tflops"] > 0 for row in rows.values())
+        assert all(row["sqnr_db"] > FLOOR_DB for name, row in rows.items() if name != "bf16")
+    for rows in experts["steps"].values():
+        assert rows.keys() == {"bf16 compiled", "bf16 eager", *COMPARED[:2]}
     (layers,), (steps,) = figures["linear"]["layers"].values(), figures["slice"]["tokens"].values()
     assert set(layers) == set(steps) == {*BASELINES, *COMPARED[:2]}
     assert all(20 < layers[name]["sqnr_db"]["dx"] < 40 for name in COMPARED[:2])
@@ -274,3 +284,36 @@ def test_the_weight_is_cast_before_every_call():
     kept = operators()
     layer.changed()
     assert operators() > kept
+
+
+def test_a_grouped_product_that_is_wrong_is_not_timed():
+    """By groups that lie elsewhere."""
+    problem = Problem("fprop", (4, 32, 64, 96), Lie.of("balanced", 4, 96))
+    torch.manual_seed(0)
+    product = Product(problem, get_recipe("rowwise").fprop, "dequantize", problem.lie.groups(CPU))
+    a, b = product.operands(*problem.given(CPU))
+    assert product.sqnr((a, b)) > FLOOR_DB - 10
+    product.groups = product.groups._replace(ends=product.groups.ends - 16)
+    with pytest.raises(RuntimeError, match="dB of its operands' product"):
+        product.sqnr((a, b))
+
+
+def test_how_tokens_lie():
+    for kind in ("balanced", "zipf"):
+        lie = Lie.of(kind, 8, 1024)
+        assert sum(lie.counts) == 1024
+        assert not any(count % 16 for count in lie.counts)
+        assert lie.groups(CPU).ends.tolist()[-1] == 1024
+    assert lie.counts[0] > 3 * lie.counts[-1]
+
+
+def test_a_monitors_cost_is_that_of_sampled_steps():
+    given = session(only=["f8sub tensorwise eager"])
+    monitors.group(given)
+    assert not given.failed
+    ((shape, rows),) = given.figures["monitor"].items()
+    (row,) = rows.values()
+    assert (shape, row["operands"]) == ("32x4", 3 * 4 * 7)
+    plain, sampled = row["plain"]["median_ms"], row["sampled"]["median_ms"]
+    assert row["share"] == pytest.approx((sampled - plain) / (100 * plain))
+    assert len(given.tables) == 1

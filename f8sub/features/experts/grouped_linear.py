@@ -2,20 +2,16 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
+from f8sub.features.experts import nodes
 from f8sub.features.experts.operands import Tokens, flat_format, quantize_both
-from f8sub.features.experts.products import (
-    GROUPED,
-    GroupedPlan,
-    high_precision_rows,
-    high_precision_weights,
-)
+from f8sub.features.experts.products import GroupedPlan
 from f8sub.features.experts.transposed import Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
 from f8sub.kernels import ops
@@ -23,9 +19,9 @@ from f8sub.kernels.experts import ExpertWeights, seen_transposed
 from f8sub.kernels.groups import Groups
 from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts
 from f8sub.linear.weight_cast import rowwise_of
-from f8sub.recipe import GemmSpec, Recipe, get_recipe
+from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, untraced
+from f8sub.torch_compat import apply, autocast_dtype, constant_result
 from f8sub.weights.master_weight import MasterWeight
 
 
@@ -35,6 +31,20 @@ class Call(NamedTuple):
     plan: GroupedPlan
     dtype: torch.dtype
     transposed: bool
+
+
+class Product(NamedTuple):
+    """What a call of ``grouped_linear`` multiplied, as it lies on this rank, and the result."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    groups: Groups
+    call: Call
+    y: torch.Tensor
+
+
+watchers: list[Callable[[str, Product], None]] = []
+"""Called after every product in float8, with the name of the converted module whose forward runs."""
 
 
 class _Running(threading.local):
@@ -57,7 +67,6 @@ def running(plan: GroupedPlan, fqn: str) -> Iterator[None]:
         _running.stack.pop()
 
 
-@untraced
 def grouped_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -91,7 +100,7 @@ def grouped_linear(
     """
     plan, fqn = _running.stack[-1] if _running.stack else (None, "grouped_linear")
     if recipe is not None:
-        plan = GroupedPlan.make(get_recipe(recipe), torch.device(x.device.type), backend)
+        plan = _plan_of(recipe, x.device.type, backend)
     weight = local_part(weight)
     _check(fqn, x, weight, offs, transposed)
     groups = Groups.of(offs.to(torch.int32), len(x))
@@ -101,8 +110,34 @@ def grouped_linear(
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = weight.transpose(1, 2), not transposed
     dtype = autocast_dtype(x.device.type) or x.dtype
-    y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, Call(plan, dtype, transposed))
+    call = Call(plan, dtype, transposed)
+    y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, call)
+    for watch in watchers:
+        watch(fqn, Product(x, weight, groups, call, y))
     return y
+
+
+class _Plans:
+    """The plans of recipes that calls named, each an attribute: dynamo guards on the one that it reads."""
+
+
+_plans: Any = _Plans()
+
+
+def _plan_of(recipe: Recipe | str, device: str, backend: str) -> GroupedPlan:
+    if not isinstance(recipe, str):
+        return GroupedPlan.make(recipe, torch.device(device), backend)
+    plan: GroupedPlan = getattr(_plans, _named(recipe, device, backend))
+    return plan
+
+
+@constant_result
+def _named(recipe: str, device: str, backend: str) -> str:
+    """The attribute of ``_plans`` that holds the plan."""
+    name = f"{recipe} on {device} by {backend}"
+    if not hasattr(_plans, name):
+        setattr(_plans, name, GroupedPlan.make(get_recipe(recipe), torch.device(device), backend))
+    return name
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
@@ -125,7 +160,7 @@ def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, 
         )
     if offs.dtype not in (torch.int32, torch.int64):
         raise Float8ShapeError(f"{fqn}: ends of groups are integers, got {offs.dtype}; pass counts.cumsum(0)")
-    if offs.is_cpu and offs.numel() and type(offs) is torch.Tensor:
+    if offs.is_cpu and offs.numel() and type(offs) is torch.Tensor and not torch.compiler.is_compiling():
         ends = offs.tolist()
         if ends[0] < 0 or ends != sorted(ends) or ends[-1] > len(x):
             raise Float8ShapeError(
@@ -158,19 +193,19 @@ class _GroupedLinear(torch.autograd.Function):
             x, groups, spec.a, recipe.wgrad.b if ctx.needs_input_grad[1] else None, plan.multiple
         )
         if a is None or spec.b is None:
-            y = high_precision_rows(x, _values(w, call), groups)
+            y = nodes.high_precision_rows(x, _values(w, call), groups)
         else:
-            y = _rows(plan.fprop, spec, a, _rowwise(w, spec.b, call), groups, dtype)
+            y = nodes.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
         saved: tuple[torch.Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
             saved = (x,) if kept is None else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
         ctx.save_for_backward(w, ends, *saved)
         ctx.call, ctx.rows = call, len(x)
-        return y.masked_fill_(groups.past, 0)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")
         w, ends, *saved = ctx.saved_tensors
         call: Call = ctx.call
@@ -185,36 +220,34 @@ class _GroupedLinear(torch.autograd.Function):
         )
         if needs_dx:
             if a is None or d.b is None:
-                dx = high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
+                dx = nodes.high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
             else:
-                dx = _rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
-            dx = dx.masked_fill_(groups.past, 0)
+                dx = nodes.rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
         if needs_dw:
             if left is None or g.b is None or plan.wgrad is None:
-                dw = high_precision_weights(dy, saved[0], groups).to(w.dtype)
+                dw = nodes.high_precision_weights(dy, saved[0], groups).to(w.dtype)
             else:
                 data, scale_inv, first, stops = saved
                 right = Tokens(data, scale_inv, g.b, Groups(first, stops, data.shape[1]), True)
-                dw = GROUPED[plan.wgrad].weights(left, right, groups, w.dtype, g.fast_accum)
+                dw = nodes.weights(plan.wgrad, g, left, right, groups, w.dtype)
             dw = dw.transpose(1, 2) if call.transposed else dw
         return dx, dw, None, None
 
 
-def _rows(
-    backend: str | None, spec: GemmSpec, a: Tokens, b: ExpertWeights, groups: Groups, dtype: torch.dtype
-) -> torch.Tensor:
-    if backend is None:
-        raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
-    return GROUPED[backend].rows(a, b, groups, dtype, spec.fast_accum)
-
-
 def _values(w: torch.Tensor, call: Call) -> torch.Tensor:
     """(E, N, K) in the call's dtype, of a weight that is not gathered in float8."""
-    values = (w.plain if isinstance(w, MasterWeight) else w).to(call.dtype)
+    values = _as_stored(w, call.dtype)
     return values.transpose(1, 2) if call.transposed else values
 
 
-def _rowwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
+def _as_stored(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight's values in ``dtype``; no MasterWeight in eager code."""
+    if isinstance(w, MasterWeight) and not torch.compiler.is_compiling():
+        return w.plain.to(dtype)
+    return w.to(dtype)
+
+
+def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
     """All experts' rowwise operand: as gathered, as cast last, or cast now. Rounded to the call's dtype before."""
     stored = seen_transposed(format) if call.transposed else format
     flat = flat_format(stored, w.shape[1])
@@ -222,17 +255,17 @@ def _rowwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights
         if w.rowwise is None:
             raise Float8ConfigError(f"{w!r} has no rowwise operand, which experts read")
         found = ExpertWeights.of(w.rowwise, tuple(w.shape), stored)
-    elif isinstance(w, MasterWeight) and flat is not None and w.is_contiguous():
+    elif isinstance(w, MasterWeight) and flat is not None and _keeps_codes(w):
         rows: Any = w.flatten(0, 1)
         found = ExpertWeights.of(rowwise_of(rows, flat, call.dtype), tuple(w.shape), stored)
     else:
-        values = (w.plain if isinstance(w, MasterWeight) else w).to(call.dtype)
-        found = quantize_experts(values, stored)
-    if not call.transposed:
-        return found
-    found = derive_columnwise_of_experts(found, format, found.scale_inv)
-    # Row-major, as a Float8Linear's: GPUs take nothing else, and a CPU's sums depend on it.
-    return found._replace(data=found.data.contiguous())
+        return nodes.rowwise_of_weights(_as_stored(w, call.dtype), format, call.transposed)
+    return nodes.brought_to_rows(found, format) if call.transposed else found
+
+
+def _keeps_codes(w: MasterWeight) -> bool:
+    """Whether codes of all experts' rows, one after the other, are kept until the weight changes."""
+    return w.is_contiguous() and not torch.compiler.is_compiling()
 
 
 def _columnwise(w: torch.Tensor, format: Float8Format, call: Call, dy: torch.Tensor) -> ExpertWeights:
@@ -241,4 +274,4 @@ def _columnwise(w: torch.Tensor, format: Float8Format, call: Call, dy: torch.Ten
     if rowwise is None:
         return quantize_experts(_values(w, call).transpose(1, 2), format)
     after = ops.small_part_of(dy, None)
-    return derive_columnwise_of_experts(_rowwise(w, rowwise, call), format, after)
+    return derive_columnwise_of_experts(rowwise_of_experts(w, rowwise, call), format, after)

@@ -13,15 +13,17 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.experts.operands import Tokens
-from f8sub.formats import ALL, MULTIPLE, Float8Format, Tile
+from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.experts import ExpertWeights
 from f8sub.kernels.gemm.select import REFERENCE
 from f8sub.kernels.groups import Groups
+from f8sub.kernels.triton import grouped_mm
+from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.recipe import GemmSpec, Recipe
 
-Rows = Callable[[Tokens, ExpertWeights, Groups, torch.dtype, bool], torch.Tensor]
-Weights = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
+ByRows = Callable[[Tokens, ExpertWeights, Groups, torch.dtype, bool], torch.Tensor]
+OverRows = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
 
 
 class GroupedBackend(NamedTuple):
@@ -29,15 +31,17 @@ class GroupedBackend(NamedTuple):
 
     Attributes:
         why_not: why it cannot run a product of two formats on a device; None when it can.
-        rows: tokens with the weights of their expert; rows past the last group are whatever they are.
+        rows: tokens with the weights of their expert.
         weights: over the tokens of each expert.
         multiple: groups that are summed over begin at multiples of it.
+        clears: whether ``rows`` leaves zeros in the rows past the last group; else they are whatever they are.
     """
 
     why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
-    rows: Rows
-    weights: Weights
+    rows: ByRows
+    weights: OverRows
     multiple: int = 1
+    clears: bool = False
 
 
 def _why_not_scaled(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
@@ -46,19 +50,28 @@ def _why_not_scaled(a: Float8Format, b: Float8Format, device: torch.device) -> s
         return f"runs on cuda, not on {device.type}"
     if (capability := torch.cuda.get_device_capability(device))[0] not in (9, 10):
         return f"needs SM 9.0 (Hopper) or SM 10.0 (Blackwell), found {'.'.join(map(str, capability))}"
-    if unknown := {str(f) for f in (a, b) if f.dtype != torch.float8_e4m3fn or f.tile != Tile(1, ALL)}:
-        return f"takes e4m3 with one scale a row, not {', '.join(sorted(unknown))}"
+    known = Tile(1, ALL), Tile(ALL, ALL)
+    if unknown := {str(f) for f in (a, b) if f.dtype != torch.float8_e4m3fn or f.tile not in known}:
+        return f"takes e4m3 with one scale a row or a matrix, not {', '.join(sorted(unknown))}"
     return None
+
+
+def _a_row(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
+    """Scales of each group's rows, one after the other, of (groups, rows) or of (groups, 1)."""
+    return scale_inv.expand(-1, rows).flatten()
 
 
 def _scaled_rows(
     a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
+    a_scale, experts = a.scale_inv[:, 0], len(groups.ends)
+    if a.edge == ALL:
+        a_scale = a_scale[groups.of_row().clamp(max=experts - 1)]
     y = torch._scaled_grouped_mm(
         a.data,
         b.data.contiguous().transpose(1, 2),
-        a.scale_inv.flatten(),
-        b.scale_inv.flatten(1),
+        a_scale,
+        _a_row(b.scale_inv.flatten(1), b.data.shape[1]).view(experts, -1),
         offs=groups.ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
@@ -74,13 +87,32 @@ def _scaled_weights(
     dw = torch._scaled_grouped_mm(
         a.data.contiguous(),
         b.data.contiguous().t(),
-        a.scale_inv.flatten(),
-        b.scale_inv.flatten(),
+        _a_row(a.scale_inv, a.data.shape[0]),
+        _a_row(b.scale_inv, b.data.shape[0]),
         offs=ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )
     return dw.to(out_dtype)
+
+
+def _triton_rows(
+    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    left, right = Operand(a.data, a.scale_inv, a.format), Operand(b.data, b.scale_inv, b.format)
+    rows = Rows(groups.first, groups.ends, a.groups.first, groups.rows)
+    return grouped_mm.by_rows(left, right, rows, out_dtype, fast_accum)
+
+
+def _triton_weights(
+    a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    left, right = (
+        Operand(one.data, one.scale_inv if one.edge == ALL else one.scale_inv.t(), one.format)
+        for one in (a, b)
+    )
+    first, ends, rows = a.groups
+    return grouped_mm.over_rows(left, right, Rows(first, ends, first, rows), out_dtype, fast_accum)
 
 
 def _read_as(out_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -131,19 +163,38 @@ def _reference_weights(
 
 GROUPED = {
     "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
+    "triton": GroupedBackend(
+        grouped_mm.why_not, _triton_rows, _triton_weights, grouped_mm.MULTIPLE, clears=True
+    ),
     "dequantize": GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights),
-    REFERENCE: GroupedBackend(lambda a, b, device: None, _reference_rows, _reference_weights),
+    REFERENCE: GroupedBackend(lambda a, b, device: None, _reference_rows, _reference_weights, clears=True),
 }
 """Backends by name. The reference reads on the host where groups lie, so that it makes a GPU wait."""
+
+
+def preferred(a: Float8Format, b: Float8Format) -> list[str]:
+    """Backends in the order in which "auto" asks them: torch's own first for one scale a row, else ours."""
+    by_row = a.tile == b.tile == Tile(1, ALL)
+    return sorted(GROUPED, key=lambda name: name == ("triton" if by_row else "scaled_grouped_mm"))
+
 
 ASKED_AS = {"scaled_mm": "scaled_grouped_mm"}
 """What ``convert_to_float8`` calls a backend of linear layers, and its counterpart here."""
 
 
+def multiply_rows(
+    backend: str, a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    """``GroupedBackend.rows`` of the backend of that name, with zeros in the rows past the last group."""
+    y = GROUPED[backend].rows(a, b, groups, out_dtype, fast_accum)
+    return y if GROUPED[backend].clears else grouped_mm.clear_past(y, groups.ends)
+
+
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """(M, K) x (E, N, K) -> (M, N) in x's dtype; rows past the last group are whatever they are."""
+    """(M, K) x (E, N, K) -> (M, N) in x's dtype, with zeros in the rows past the last group."""
     if x.is_cuda:
-        return torch._grouped_mm(x.bfloat16(), w.bfloat16().transpose(1, 2), offs=groups.ends).to(x.dtype)
+        y = torch._grouped_mm(x.bfloat16(), w.bfloat16().transpose(1, 2), offs=groups.ends)
+        return grouped_mm.clear_past(y.to(x.dtype), groups.ends)
     out = x.new_zeros((len(x), w.shape[1]))
     for index, (first, end) in enumerate(groups.host_bounds):
         if end > first:
@@ -237,7 +288,7 @@ def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
     if backend == "auto" and device.type in ("cpu", "meta"):
         return REFERENCE
     reasons = {}
-    for name in GROUPED if backend == "auto" else [backend]:
+    for name in preferred(spec.a, spec.b) if backend == "auto" else [backend]:
         if (reason := GROUPED[name].why_not(spec.a, spec.b, device)) is None:
             return name
         reasons[name] = reason

@@ -59,7 +59,7 @@ def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are
     written["quantization_config"] = exported.config(rename)
     text = json.dumps(written, indent=2, sort_keys=True, default=str)
     _together(lambda: check_target(Path(folder)), group)
-    tensors = stream(model, exported.layout, dtype, rename)
+    tensors = stream(model, exported, dtype, rename)
     failure = None
     if _is_writer(group):
         failure = write(Path(folder), tensors, text, shard_bytes)

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.gradient_wire.hosts import hops_of
 from f8sub.features.gradient_wire.reduction import Float8ReduceScatter, Hops
+from f8sub.features.monitor import gradients
 from f8sub.kernels.triton.support import why_no_triton
 from f8sub.torch_compat import Reduction, reductions
 
@@ -38,7 +39,7 @@ def reduce_gradients_in_float8(
         flat: one exchange, over several hosts too, where it sends more bytes than a ring of bfloat16.
         ranks_per_host: how many ranks that follow one another share a host; None asks the hosts for their names.
         measure: compare each ``measure_every``-th reduction of a module, the first one too, with torch's in float32,
-            whose bytes and memory it takes besides; ``decibels`` of what is returned tells.
+            whose bytes and memory it takes besides; ``decibels`` of what is returned tells, and ``f8sub.Monitor``.
         measure_every: reductions of a module from one that is measured to the next.
 
     Raises:
@@ -63,6 +64,7 @@ def reduce_gradients_in_float8(
             before = before.before
         comm = Float8ReduceScatter(before, hops[group], every)
         module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+        gradients.measured[module] = lambda comm=comm: comm.measured  # type: ignore[misc]
         reduced[fqn] = module, comm
     return GradientReduction(reduced, 2 if any(hops.values()) else 1)
 
@@ -92,6 +94,7 @@ class GradientReduction:
         """Have FSDP2 reduce gradients as before."""
         for module, comm in self._reduced.values():
             module.set_custom_reduce_scatter(comm.before)
+            gradients.measured.pop(module, None)
         self._reduced = {}
 
 

@@ -43,7 +43,8 @@ class PrimaryWeights(Guest):
             return
         for weight in weights:
             local = local_tensor(weight)
-            if isinstance(local, MasterWeight) and local.cell not in self.taken and weight.requires_grad:
+            master = master_of(local)
+            if master is not None and master.cell not in self.taken and weight.requires_grad:
                 raise Float8ConfigError(
                     f"{type(optimizer).__name__} steps a weight of shape {tuple(weight.shape)} that was converted "
                     "with primary_weights=True: wrap it in f8sub.optim.MasterWeights(optimizer), which keeps the "
@@ -111,15 +112,20 @@ def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
     Raises:
         Float8ConfigError: the values were dropped, or something holds on to the parameter as it was.
     """
-    _to_codes(parameter, torch.float32)
+    to_codes(parameter, torch.float32)
     local = local_tensor(parameter)
-    master = master_of(local)
+    master = local.primary.master if isinstance(local, PrimaryWeight) else None
     if master is None:
         raise Float8ConfigError(
             f"{local.primary.fqn if isinstance(local, PrimaryWeight) else 'a weight'}: its high-precision values were "
             "dropped, and float8 codes are not a master to train; construct MasterWeights before "
             "drop_high_precision(model)"
         )
+    if (
+        isinstance(local, PrimaryWeight) and master.dtype != torch.float32
+    ):  # which ``restore_high_precision`` made
+        master = MasterWeight(master.plain.to(torch.float32))
+        master.cell.record, local.primary.master = local.primary.record, master
     if (record := master.record) is not None and (conversion := record.conversion) is not None:
         conversion.guest(PrimaryWeights).taken.add(master.cell)
     taken = torch.nn.Parameter(like_sharded(master, parameter), parameter.requires_grad)
@@ -147,7 +153,7 @@ def drop_high_precision(model: torch.nn.Module) -> None:
         )
     for layer in layers:
         if is_primary(layer.weight) and not layer.weight.requires_grad:
-            _to_codes(layer.weight, layer.weight.dtype, may_replace=True)
+            to_codes(layer.weight, layer.weight.dtype, may_replace=True)
             _drop(layer)
     reread_shards(layers)
 
@@ -208,7 +214,12 @@ def reread_shards(layers: Iterable[Float8Linear]) -> None:
         layer.converted.changes = changes
 
 
-def _to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace: bool = False) -> None:
+def to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace: bool = False) -> None:
+    """Turn a master weight into a primary weight whose master has a dtype; one that is primary already stays.
+
+    Raises:
+        Float8ConfigError: it is on meta, or something holds on to it as it is and ``may_replace`` is False.
+    """
     local = local_tensor(parameter)
     if not isinstance(local, MasterWeight):
         return

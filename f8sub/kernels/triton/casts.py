@@ -318,3 +318,34 @@ def cast_part(
     made = codes(scaled(finite_or_nan(x.to(THROUGH).to(tl.float32)), scale, CAST, True), CAST.CODES)
     out = out_ptr + i.to(tl.int64)[:, None] * OUT_STRIDE + j[None, :]
     store(out, made, inside, TILE.WHOLE)
+
+
+@triton.jit
+def cast_rows_with_scales(
+    x_ptr, out_ptr, scale_inv_ptr, N, OUT_STRIDE, SCALE_STRIDE,
+    CAST: tl.constexpr, THROUGH: tl.constexpr, PART: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Codes of a row and its inverse scale, each into rows with a stride; both NaN where the row has NaN or infinity.
+
+    Elements are rounded to THROUGH first. A row is read for its amax, kept in L2, and read again.
+    """
+    row, j = tl.program_id(0).to(tl.int64), tl.arange(0, PART)
+    x_row, made_row = x_ptr + row * N, out_ptr + row * OUT_STRIDE
+    parts = tl.cdiv(N, PART)
+    largest = tl.zeros((PART,), tl.int32)
+    for part in range(parts):
+        at = part * PART + j
+        x = load(x_row + at, inside=at < N, WHOLE=WHOLE, KEEP="evict_last")
+        largest = tl.maximum(largest, magnitude_bits(x.to(THROUGH).to(tl.float32)))
+    found = tl.max(largest)
+    is_finite = found < EXPONENT_BITS
+    nan = float("nan")
+    scale = scale_from_amax(tl.where(is_finite, found, 0).to(tl.float32, bitcast=True), CAST)
+    scale_inv = tl.where(is_finite, inverse(scale, CAST.POWER_OF_2), nan)
+    tl.store(scale_inv_ptr + row * SCALE_STRIDE, scale_inv)
+    scale = tl.where(is_finite, scale, nan)
+    for done in range(parts):
+        at = (parts - 1 - done) * PART + j
+        x = load(x_row + at, inside=at < N, WHOLE=WHOLE, KEEP="evict_first")
+        made = codes(scaled(finite_or_nan(x.to(THROUGH).to(tl.float32)), scale, CAST, False), CAST.CODES)
+        store(made_row + at, made, inside=at < N, WHOLE=WHOLE)

@@ -12,9 +12,11 @@ def scales_at(scale, first, k, size, stride, SIDE: tl.constexpr, LINES: tl.const
     """Scales of LINES lines from ``first`` on in block ``k`` of K: one a line, or one scale of squares.
 
     Scales of lines lie side by side for one block, scales of squares for one row of squares; what follows is
-    ``stride`` apart.
+    ``stride`` apart. 1 where scales are applied to the whole sum.
     """
-    if SIDE.edge == 1:
+    if SIDE.edge == 0:
+        return 1.0
+    elif SIDE.edge == 1:
         lines = first + tl.arange(0, LINES)
         return tl.load(scale + k // SIDE.depth * stride + lines, mask=lines < size, other=0.0)
     else:

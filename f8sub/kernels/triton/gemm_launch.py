@@ -75,7 +75,7 @@ def _side(name: str, operand: Operand, lines: int, persistent: bool) -> dict[str
         codes = codes.clone()
     scale, stride, edge, depth = _scales(operand, lines, persistent)
     if persistent:
-        blocks = LaidOutDescriptor.from_tensor(codes, [lines, BLOCK], _layout(128, 8))
+        blocks = LaidOutDescriptor.from_tensor(codes, [lines, BLOCK], layout(128, 8))
     else:
         blocks = TensorDescriptor.from_tensor(codes, [lines, BLOCK])
     reading = {f"{name}_stride": stride, name.upper(): Reading(edge, depth)}
@@ -94,7 +94,7 @@ def _scales(operand: Operand, lines: int, persistent: bool) -> tuple[Any, int, i
         return scales, scales.shape[1], tile.rows, tile.cols // BLOCK
     if persistent:
         vectors = block_scales.vectors(operand).t()
-        descriptor = LaidOutDescriptor.from_tensor(vectors, [1, lines], _layout(0, 32))
+        descriptor = LaidOutDescriptor.from_tensor(vectors, [1, lines], layout(0, 32))
         return descriptor, vectors.shape[1], 1, 1
     if tile.rows == 1 and tile.cols != ALL:
         by_block, depth = operand.scale_inv.t(), tile.cols // BLOCK
@@ -106,6 +106,6 @@ def _scales(operand: Operand, lines: int, persistent: bool) -> tuple[Any, int, i
 
 
 @functools.cache
-def _layout(swizzle: int, bits: int) -> Any:
+def layout(swizzle: int, bits: int) -> Any:
     """How the accelerator lays out a block in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)

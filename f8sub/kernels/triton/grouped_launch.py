@@ -254,7 +254,7 @@ def quantization_of_experts(w: torch.Tensor, format: Float8Format) -> tuple[list
         made.data.view(count * rows, cols), made.scale_inv.view(-1, made.scale_inv.shape[2]), format
     )
     if format.tile.is_whole:
-        return launch.bands(w, format, flat, (count, rows * cols), w.stride(0)), made
+        return launch.bands(w, format, flat, (count, rows * cols), w.stride(0))[0], made
     edge = format.tile.rows
     arguments: dict[str, Any] = {
         "x_ptr": w,

@@ -35,40 +35,65 @@ def place(tile, M, N, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(
-    a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
+def load_blocks(
+    a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, a_line, b_line, begin, end,
+    given, beyond,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages in turn, each as soon as both warpgroups are through with it."""
+    """Fill the stages in turn with blocks of K, each as soon as both warpgroups are through with it; the next turn.
+
+    From ``given`` on, where it is not None, what is loaded is the block ``beyond``, which is all zeros.
+    """
     CODES: gl.constexpr = (CONFIG.rows + CONFIG.cols) * 128
     A_SCALES: gl.constexpr = CONFIG.rows * 4 if A.edge == 1 else 0
     B_SCALES: gl.constexpr = CONFIG.cols * 4 if B.edge == 1 else 0
     STAGES: gl.constexpr = CONFIG.stages
+    for block in range(begin, end):
+        k = block
+        if given is not None:
+            k = gl.where(block < given, block, beyond)
+        stage = turn % STAGES
+        # A barrier that was never completed counts as the end of the phase before its first.
+        mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+        loaded = full.index(stage)
+        mbarrier.expect(loaded, CODES + A_SCALES + B_SCALES)
+        tma.async_copy_global_to_shared(a, [a_line, k * 128], loaded, a_blocks.index(stage))
+        tma.async_copy_global_to_shared(b, [b_line, k * 128], loaded, b_blocks.index(stage))
+        if A.edge == 1:
+            tma.async_copy_global_to_shared(a_scale, [k, a_line], loaded, a_scales.index(stage))
+        if B.edge == 1:
+            tma.async_copy_global_to_shared(b_scale, [k, b_line], loaded, b_scales.index(stage))
+        turn += 1
+    return turn
+
+
+@gluon.jit
+def load_tiles(
+    a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
+    A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Load what every tile multiplies."""
     turn = 0
     for tile in range(
         gl.program_id(0), gl.cdiv(M, CONFIG.rows) * gl.cdiv(N, CONFIG.cols), gl.num_programs(0)
     ):
         row, col = place(tile, M, N, CONFIG)
-        for k in range(BLOCKS):
-            stage = turn % STAGES
-            # A barrier that was never completed counts as the end of the phase before its first.
-            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-            loaded = full.index(stage)
-            mbarrier.expect(loaded, CODES + A_SCALES + B_SCALES)
-            tma.async_copy_global_to_shared(a, [row, k * 128], loaded, a_blocks.index(stage))
-            tma.async_copy_global_to_shared(b, [col, k * 128], loaded, b_blocks.index(stage))
-            if A.edge == 1:
-                tma.async_copy_global_to_shared(a_scale, [k, row], loaded, a_scales.index(stage))
-            if B.edge == 1:
-                tma.async_copy_global_to_shared(b_scale, [k, col], loaded, b_scales.index(stage))
-            turn += 1
+        turn = load_blocks(
+            a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, row, col, 0,
+            BLOCKS, None, None, A, B, CONFIG,
+        )  # fmt: skip
 
 
 @gluon.jit
 def square_scale(scale, line, k, lines, BLOCKS, stride, SIDE: gl.constexpr):
-    """The scale of squares at a line and block; 0 beyond the matrix, and of single lines, which are loaded ahead."""
+    """The scale of squares at a line and block; 0 beyond the matrix, and of single lines, which are loaded ahead.
+
+    1 where scales are applied to the whole sum.
+    """
     if SIDE.edge == 1:
         return 0.0
+    elif SIDE.edge == 0:
+        return 1.0
     else:
         inside = (line < lines) & (k < BLOCKS)
         return gl.load(scale + line // SIDE.edge * stride + k // SIDE.depth, mask=inside, other=0.0)
@@ -105,6 +130,8 @@ def scaled_sum(total, partial, a_scale, b_scale, A: gl.constexpr, B: gl.constexp
     """A sum and a partial one times the scales of both operands."""
     if A.edge == 1 and B.edge == 1:
         return total + (partial * a_scale) * b_scale
+    elif A.edge == 0 and B.edge == 0:
+        return total + partial
     else:
         return total + partial * (a_scale * b_scale)
 
@@ -133,61 +160,78 @@ def store(out_ptr, total, row, col, M, N):
 
 
 @gluon.jit
+def sum_blocks(
+    a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, a_line, b_line, begin, end,
+    a_lines, b_lines, a_stride, b_stride,
+    A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """The sums over blocks of K of one warpgroup's 64 rows, in quarters of 64 columns, and the next turn.
+
+    They are the tile's rows from its FIRST one. Each pass of the loop takes PASS blocks, which divides the stages.
+    """
+    STAGES: gl.constexpr = CONFIG.stages
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 64, 32])
+    zeros = gl.zeros((64, 64), gl.float32, SUMS)
+    never = end < 0
+    sums_0, sums_1, sums_2, sums_3 = zeros, zeros, zeros, zeros
+    for first in range(begin, end, PASS):
+        base = turn % STAGES
+        phase = (turn // STAGES) & 1
+        free, product_3, rows, cols = zeros, zeros, 0.0, 0.0
+        for u in gl.static_range(PASS):
+            stage, k = base + u, first + u
+            row_scalar = square_scale(a_scale, a_line + FIRST, k, a_lines, end, a_stride, A)
+            left_scalar = square_scale(b_scale, b_line, k, b_lines, end, b_stride, B)
+            right_scalar = left_scalar
+            if B.edge > 1 and B.edge % CONFIG.cols != 0:
+                right_scalar = square_scale(b_scale, b_line + 128, k, b_lines, end, b_stride, B)
+            mbarrier.wait(full.index(stage), phase)
+            a, b = a_blocks.index(stage).slice(FIRST, 64, 0), b_blocks.index(stage)
+            if u == 0:
+                product_0 = multiply(a, b, zeros, False, 0)
+                product_1 = multiply(a, b, zeros, False, 64)
+            else:
+                product_0 = multiply(a, b, free, never, 0)
+                free = warpgroup_mma_wait(1, deps=(product_3,))
+                mbarrier.arrive(empty.index(stage - 1), count=1)
+                sums_3 = add(sums_3, free, rows, cols, A, B)
+                product_1 = multiply(a, b, free, never, 64)
+            rows = row_scales(a_scales, stage, row_scalar, FIRST, A.edge, SUMS)
+            cols = col_scales(b_scales, stage, left_scalar, 0, B.edge, SUMS)
+            free = warpgroup_mma_wait(1, deps=(product_0,))
+            sums_0 = add(sums_0, free, rows, cols, A, B)
+            product_2 = multiply(a, b, free, never, 128)
+            cols = col_scales(b_scales, stage, left_scalar, 64, B.edge, SUMS)
+            free = warpgroup_mma_wait(1, deps=(product_1,))
+            sums_1 = add(sums_1, free, rows, cols, A, B)
+            product_3 = multiply(a, b, free, never, 192)
+            cols = col_scales(b_scales, stage, right_scalar, 128, B.edge, SUMS)
+            free = warpgroup_mma_wait(1, deps=(product_2,))
+            sums_2 = add(sums_2, free, rows, cols, A, B)
+            cols = col_scales(b_scales, stage, right_scalar, 192, B.edge, SUMS)
+        turn += PASS
+        free = warpgroup_mma_wait(0, deps=(product_3,))
+        mbarrier.arrive(empty.index(base + PASS - 1), count=1)
+        sums_3 = scaled_sum(sums_3, free, rows, cols, A, B)
+    return sums_0, sums_1, sums_2, sums_3, turn
+
+
+@gluon.jit
 def multiply_tiles(
     out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS, a_stride,
     b_stride,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's 64 rows of every tile, from its FIRST one, in quarters of 64 columns. PASS divides the stages."""
-    STAGES: gl.constexpr = CONFIG.stages
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 64, 32])
-    zeros = gl.zeros((64, 64), gl.float32, SUMS)
-    never = BLOCKS < 0
+    """One warpgroup's 64 rows of every tile, from its FIRST one."""
     turn = 0
     for tile in range(
         gl.program_id(0), gl.cdiv(M, CONFIG.rows) * gl.cdiv(N, CONFIG.cols), gl.num_programs(0)
     ):
         row, col = place(tile, M, N, CONFIG)
-        sums_0, sums_1, sums_2, sums_3 = zeros, zeros, zeros, zeros
-        for begin in range(0, BLOCKS, PASS):
-            base = turn % STAGES
-            phase = (turn // STAGES) & 1
-            free, product_3, rows, cols = zeros, zeros, 0.0, 0.0
-            for u in gl.static_range(PASS):
-                stage, k = base + u, begin + u
-                row_scalar = square_scale(a_scale, row + FIRST, k, M, BLOCKS, a_stride, A)
-                left_scalar = square_scale(b_scale, col, k, N, BLOCKS, b_stride, B)
-                right_scalar = left_scalar
-                if B.edge % CONFIG.cols != 0:
-                    right_scalar = square_scale(b_scale, col + 128, k, N, BLOCKS, b_stride, B)
-                mbarrier.wait(full.index(stage), phase)
-                a, b = a_blocks.index(stage).slice(FIRST, 64, 0), b_blocks.index(stage)
-                if u == 0:
-                    product_0 = multiply(a, b, zeros, False, 0)
-                    product_1 = multiply(a, b, zeros, False, 64)
-                else:
-                    product_0 = multiply(a, b, free, never, 0)
-                    free = warpgroup_mma_wait(1, deps=(product_3,))
-                    mbarrier.arrive(empty.index(stage - 1), count=1)
-                    sums_3 = add(sums_3, free, rows, cols, A, B)
-                    product_1 = multiply(a, b, free, never, 64)
-                rows = row_scales(a_scales, stage, row_scalar, FIRST, A.edge, SUMS)
-                cols = col_scales(b_scales, stage, left_scalar, 0, B.edge, SUMS)
-                free = warpgroup_mma_wait(1, deps=(product_0,))
-                sums_0 = add(sums_0, free, rows, cols, A, B)
-                product_2 = multiply(a, b, free, never, 128)
-                cols = col_scales(b_scales, stage, left_scalar, 64, B.edge, SUMS)
-                free = warpgroup_mma_wait(1, deps=(product_1,))
-                sums_1 = add(sums_1, free, rows, cols, A, B)
-                product_3 = multiply(a, b, free, never, 192)
-                cols = col_scales(b_scales, stage, right_scalar, 128, B.edge, SUMS)
-                free = warpgroup_mma_wait(1, deps=(product_2,))
-                sums_2 = add(sums_2, free, rows, cols, A, B)
-                cols = col_scales(b_scales, stage, right_scalar, 192, B.edge, SUMS)
-            turn += PASS
-            free = warpgroup_mma_wait(0, deps=(product_3,))
-            mbarrier.arrive(empty.index(base + PASS - 1), count=1)
-            sums_3 = scaled_sum(sums_3, free, rows, cols, A, B)
+        sums_0, sums_1, sums_2, sums_3, turn = sum_blocks(
+            a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, row, col, 0, BLOCKS,
+            M, N, a_stride, b_stride, A, B, CONFIG, PASS, FIRST,
+        )  # fmt: skip
         store(out_ptr, sums_0, row + FIRST, col, M, N)
         store(out_ptr, sums_1, row + FIRST, col + 64, M, N)
         store(out_ptr, sums_2, row + FIRST, col + 128, M, N)

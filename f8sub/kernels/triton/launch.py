@@ -11,6 +11,7 @@ from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import casts, pairs, recasts, support
 from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton.prepared import Made
 from f8sub.kernels.triton.support import EDGE, ROWWISE, VECTOR
 from f8sub.kernels.triton.tiles import Cast, Shape
 
@@ -23,7 +24,7 @@ ELEMENTS = 16384
 """Elements that one program of ``amax_of_matrix`` reads: as many as the tiles of other kernels have."""
 
 ROW_PART = 2048
-"""Elements of a row that one step of ``quantize_rows`` reads."""
+"""Elements of a row that one step of ``quantize_rows`` and of ``cast_rows_with_scales`` reads."""
 
 LINES, LINES_READ = (32, 256), {"STEPS": 16, "STAGES": 3}
 """Tiles of ``amax_of_lines``; one program reads 16 of them below each other, two ahead."""
@@ -70,12 +71,24 @@ _WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
 class Plan(NamedTuple):
-    """The kernels that quantize one matrix, in order, and what they fill, see ``reference.Quantized``."""
+    """The kernels that quantize one matrix, in order, and what they fill, see ``reference.Quantized``.
+
+    ``scratch`` are flat tensors that are zero before the first of them.
+    """
 
     launches: list[Launch]
     rowwise: Operand | None
     columnwise: Operand | None
     amax: torch.Tensor | None = None
+    scratch: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def made(self) -> Made:
+        """The launches with codes and scales of the operands, in order."""
+        operands = [operand for operand in (self.rowwise, self.columnwise) if operand is not None]
+        return Made(
+            self.launches, [t for each in operands for t in (each.data, each.scale_inv)], self.scratch
+        )
 
 
 def quantization(
@@ -98,25 +111,25 @@ def quantization(
     in_one_launch = prior is not None or (rowwise == columnwise and x.shape[0] > 1)
     if rowwise is not None and columnwise is not None and not in_one_launch:
         row, col = quantization(x, rowwise, None), quantization(x, None, columnwise)
-        return Plan(row.launches + col.launches, row.rowwise, col.columnwise)
+        scratch = row.scratch + col.scratch
+        return Plan(row.launches + col.launches, row.rowwise, col.columnwise, scratch=scratch)
     format = rowwise or columnwise
     if format is None:
         raise RuntimeError("asked to quantize for no usage")
     row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
     col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
     filled = {"x_ptr": x, **_operands(row_operand, col_operand), "CAST": cast_to(format)}
-    largest = None
+    largest, scratch = None, ()
     if format.tile.is_whole:
-        launches, largest = _one_scale(x, filled, prior, amax)
+        launches, largest, scratch = _one_scale(x, filled, prior, amax)
     elif columnwise is None and support.is_of_bands(format, x.shape[0]):
-        launches = bands(
-            x, format, row_operand, (x.shape[0] // format.tile.rows, x.shape[1] * format.tile.rows)
-        )
+        sizes = x.shape[0] // format.tile.rows, x.shape[1] * format.tile.rows
+        launches, scratch = bands(x, format, row_operand, sizes)
     elif format.tile == ROWWISE:
-        launches = _lines(x, filled)
+        launches, scratch = _lines(x, filled)
     else:
         launches = [_vectors(x, filled) if format.tile == VECTOR else _squares(x, filled, format.tile.rows)]
-    return Plan(launches, row_operand, col_operand, largest)
+    return Plan(launches, row_operand, col_operand, largest, scratch)
 
 
 def bands(
@@ -125,8 +138,8 @@ def bands(
     made: Operand | None,
     sizes: tuple[int, int],
     stride: int | None = None,
-) -> list[Launch]:
-    """How to make rowwise codes with one scale a band of rows.
+) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
+    """How to make rowwise codes with one scale a band of rows, and scratch memory.
 
     Args:
         x: high precision, the elements of each band side by side.
@@ -140,10 +153,11 @@ def bands(
     block = {"SIZE": size, "STRIDE": stride or size, "BLOCK": ELEMENTS, "WHOLE": size % ELEMENTS == 0}
     programs = count * cdiv(size, ELEMENTS)
     make = {"amax_ptr": bits.view(torch.float32), **_operands(made, None), "CAST": cast_to(format)}
-    return [
+    launches = [
         Launch(casts.amax_of_bands, programs, {"x_ptr": x, "amax_ptr": bits, **block}, _WARPS_8),
         Launch(casts.cast_bands, programs, {"x_ptr": x, **make, **block}, _WARPS_8),
     ]
+    return launches, (bits,)
 
 
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
@@ -182,20 +196,40 @@ def part_cast(
     return _over(x, PART, casts.cast_part, arguments, _WARPS_8)
 
 
-def derivation(rowwise: Operand, columnwise: Float8Format) -> tuple[list[Launch], Operand]:
+def rows_cast(
+    x: torch.Tensor, format: Float8Format, through: torch.dtype, out: torch.Tensor, scale_inv: torch.Tensor
+) -> Launch:
+    """How to cast rows with scales of their own, see ``quantize_cuda.cast_rows_into``.
+
+    ``x`` is contiguous, and ``out``, (M, N), is adjacent in a row.
+    """
+    rows, cols = x.shape
+    arguments = {
+        "x_ptr": x,
+        "out_ptr": out,
+        "scale_inv_ptr": scale_inv,
+        "N": cols,
+        "OUT_STRIDE": out.stride(0),
+        "SCALE_STRIDE": scale_inv.stride(0),
+        "CAST": cast_to(format),
+        "THROUGH": INPUTS[through],
+        "PART": ROW_PART,
+        "WHOLE": cols % ROW_PART == 0,
+    }
+    return Launch(casts.cast_rows_with_scales, rows, arguments, _WARPS_8)
+
+
+def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
     """How to make the columnwise usage of rowwise codes, not empty and contiguous: ``reference.derive_columnwise``.
 
     The tiles of ``columnwise`` are those of ``rowwise`` transposed, for codes that ``transposition`` takes; or both
-    have one scale a row, or one a vector.
-
-    Returns:
-        The launches and what they fill.
+    have one scale a row, or one a vector. Of the former, scales are contiguous.
     """
     codes, scale_inv, format, _ = rowwise
     col = _empty(codes, columnwise, *codes.shape[::-1])
     if format.tile.is_transpose_of(columnwise.tile):
-        given = scale_inv.contiguous()
-        return [transposition(codes, col.data, given, col.scale_inv, columnwise.tile.cols)], col
+        edge = columnwise.tile.cols
+        return Plan([transposition(codes, col.data, scale_inv, col.scale_inv, edge)], None, col)
     arguments = {
         "codes_ptr": codes.view(torch.uint8),
         "scale_inv_ptr": scale_inv,
@@ -206,15 +240,16 @@ def derivation(rowwise: Operand, columnwise: Float8Format) -> tuple[list[Launch]
     }
     if format.tile == VECTOR:
         arguments["BLOCK_STRIDE"] = scale_inv.stride(1)
-        return [_over(codes, SQUARE, recasts.recast_by_vectors, arguments, _WARPS_8)], col
+        return Plan([_over(codes, SQUARE, recasts.recast_by_vectors, arguments, _WARPS_8)], None, col)
     amax = torch.zeros(codes.shape[1], dtype=torch.int32, device=codes.device)
     find = {**arguments, **CODE_LINES_READ, "col_amax_ptr": amax}
     arguments["col_amax_ptr"] = amax.view(torch.float32)
     area = CODE_LINES[0] * CODE_LINES_READ["STEPS"], CODE_LINES[1]
-    return [
+    launches = [
         _over(codes, area, recasts.amax_of_code_columns, find, _WARPS_4, CODE_LINES),
         _over(codes, SQUARE, recasts.recast_by_lines, arguments, _WARPS_8),
-    ], col
+    ]
+    return Plan(launches, None, col, scratch=(amax,))
 
 
 def transposition(
@@ -236,6 +271,12 @@ def transposition(
         "EDGE": None if edge == ALL else edge,
     }
     return _over(codes, SQUARE, recasts.transpose_codes, arguments, _WARPS_8)
+
+
+def transposed(codes: torch.Tensor) -> Made:
+    """``transposition`` to memory of its own."""
+    out = codes.new_empty(codes.shape[::-1])
+    return Made([transposition(codes, out)], [out], ())
 
 
 def cdiv(a: int, b: int) -> int:
@@ -289,8 +330,8 @@ def _operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
 
 def _one_scale(
     x: torch.Tensor, filled: dict[str, Any], prior: PriorScale | None, amax: torch.Tensor | None
-) -> tuple[list[Launch], torch.Tensor | None]:
-    """The launches, and what becomes the largest magnitude where there is a prior scale."""
+) -> tuple[list[Launch], torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    """The launches, what becomes the largest magnitude where there is a prior scale, and scratch memory."""
     bits = largest = None
     if prior is None and amax is None:
         bits = torch.zeros(1, dtype=torch.int32, device=x.device)
@@ -322,26 +363,29 @@ def _one_scale(
     paired = prior is not None and filled["col_ptr"] is not None and is_paired(x, EDGE)
     kernel = pairs.cast_pairs_with_prior if paired else casts.cast_with_one
     launches.append(_over(x, SQUARE, kernel, arguments, _WARPS_8))
-    return launches, None if largest is None else largest.view(torch.float32)
+    scratch = () if bits is None or prior is not None else (bits,)
+    return launches, None if largest is None else largest.view(torch.float32), scratch
 
 
-def _lines(x: torch.Tensor, filled: dict[str, Any]) -> list[Launch]:
+def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
     rows, cols = x.shape
     if filled["col_ptr"] is None:
         arguments = {**filled, "N": cols, "PART": ROW_PART, "WHOLE": cols % ROW_PART == 0}
-        return [Launch(casts.quantize_rows, rows, arguments, _WARPS_8)]
+        return [Launch(casts.quantize_rows, rows, arguments, _WARPS_8)], ()
     # One allocation; the amaxes of the columns begin at a multiple of 16 bytes.
     counts = [0 if filled["row_ptr"] is None else rows + -rows % 4, cols + -cols % 4]
-    row_bits, col_bits = torch.zeros(sum(counts), dtype=torch.int32, device=x.device).split(counts)
+    scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
+    row_bits, col_bits = scratch.split(counts)
     find = {"x_ptr": x, "row_amax_ptr": None, "col_amax_ptr": col_bits, **LINES_READ}
     make = {**filled, "row_amax_ptr": None, "col_amax_ptr": col_bits.view(torch.float32)}
     if counts[0]:
         find["row_amax_ptr"], make["row_amax_ptr"] = row_bits, row_bits.view(torch.float32)
     area = LINES[0] * LINES_READ["STEPS"], LINES[1]
-    return [
+    launches = [
         _over(x, area, casts.amax_of_lines, find, _WARPS_4, LINES),
         _over(x, CAST_LINES, casts.cast_with_lines, make, _WARPS_4),
     ]
+    return launches, (scratch,)
 
 
 def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:

@@ -41,12 +41,20 @@ class Launch(NamedTuple):
         """The arguments that the kernel takes."""
         return {name: self.arguments[name] for name in self.kernel.arg_names}
 
+    @property
+    def compiled(self) -> CompiledKernel | None:
+        """What ``run`` launches, once it did; None where the interpreter runs the kernel."""
+        return _compiled.get(self._key([self.arguments[name] for name in self.kernel.arg_names]))
+
+    def _key(self, values: list[Any]) -> Any:
+        # All that Triton may compile another kernel for; numbers by value, of which it asks less. The function stands
+        # for the kernel, whose hash is that of its source.
+        return self.kernel.fn, *self.options.items(), *map(_kind, values)
+
     def run(self) -> None:
         """Launch it on the current device, which is to be that of the tensors."""
         values = [self.arguments[name] for name in self.kernel.arg_names]
-        # All that Triton may compile another kernel for; numbers by value, of which it asks less. The function stands
-        # for the kernel, whose hash is that of its source.
-        key = self.kernel.fn, *self.options.items(), *map(_kind, values)
+        key = self._key(values)
         known = _compiled.get(key)
         if known is not None:
             known[self.programs, 1, 1](*values)

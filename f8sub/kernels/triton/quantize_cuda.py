@@ -51,10 +51,20 @@ def quantize(
         return Quantized(None if rowwise is None else row, col)
     x = x.contiguous()
     with support.device_of(x):
-        launches, *made = _launch().quantization(x, rowwise, columnwise, prior, amax)
-        for launch in launches:
-            launch.run()
-    return Quantized(*made)
+        if prior is not None:
+            plan = _launch().quantization(x, rowwise, columnwise, prior, amax)
+            for launch in plan.launches:
+                launch.run()
+            return Quantized(*plan[1:4])
+        tensors = _prepared().run(
+            (rowwise, columnwise),
+            (x, amax),
+            lambda: _launch().quantization(x, rowwise, columnwise, None, amax).made,
+        )
+    return Quantized(
+        None if rowwise is None else Operand(tensors[0], tensors[1], rowwise),
+        None if columnwise is None else Operand(tensors[-2], tensors[-1], columnwise),
+    )
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
@@ -78,20 +88,22 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
     elif tiles not in _RECAST or not (rowwise.format.is_plain and codes.is_contiguous()):
         values = reference.dequantize(rowwise, torch.float32)
         return cast(Operand, quantize(values, None, columnwise).columnwise)
+    if tiles[0].is_transpose_of(tiles[1]):
+        rowwise = rowwise._replace(scale_inv=rowwise.scale_inv.contiguous())
+    kind = rowwise.format, columnwise, rowwise.scale_inv.stride()
     with support.device_of(codes):
-        launches, derived = _launch().derivation(rowwise, columnwise)
-        for launch in launches:
-            launch.run()
-    return cast(Operand, derived)
+        data, scale_inv = _prepared().run(
+            kind, (codes, rowwise.scale_inv), lambda: _launch().derivation(rowwise, columnwise).made
+        )
+    return Operand(data, scale_inv, columnwise)
 
 
 def transpose(codes: torch.Tensor) -> torch.Tensor:
     """``torch.t_copy`` of float8 codes."""
     if not support.takes(codes) or not _is_transposed_by_words(codes):
         return torch.t_copy(codes)
-    out = codes.new_empty(codes.shape[::-1])
     with support.device_of(codes):
-        _launch().transposition(codes, out).run()
+        out: torch.Tensor = _prepared().run("transposed", (codes,), lambda: _launch().transposed(codes))[0]
     return out
 
 
@@ -132,6 +144,35 @@ def cast_into(
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
 
 
+def cast_rows_into(
+    out: torch.Tensor, scale_inv: torch.Tensor, x: torch.Tensor, format: Float8Format, through: torch.dtype
+) -> None:
+    """Codes and inverse scales of rows whose tiles lie within them; both NaN for a tile with NaN or infinity.
+
+    Args:
+        out: uint8, (rows, at least as many columns as the codes take); the rest is left alone.
+        scale_inv: (rows, tiles of a row), of the dtype and with the shape that ``format`` has.
+        x: (rows, cols), any float dtype, whole rows.
+        format: the format of the codes.
+        through: the dtype that ``x`` is rounded to first.
+    """
+    if (
+        x.dtype in HIGH_PRECISION
+        and through in HIGH_PRECISION
+        and support.takes(x)
+        and format.is_plain
+        and format.tile == ROWWISE
+        and out.stride(-1) == 1
+    ):
+        with support.device_of(x):
+            _launch().rows_cast(x.contiguous(), format, through, out[:, : x.shape[1]], scale_inv).run()
+        return
+    rounded = x.to(through)
+    made = scales.scales_or_nan(scales.shard_amax(rounded, format.tile, (0, 0)), format)
+    scale_inv.copy_(made.scale_inv)
+    cast_into(out, rounded, made.scale, format, (0, 0), through)
+
+
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:
     begins_at_a_word = codes.data_ptr() % 2 == 0
     return codes.is_contiguous() and codes.shape[0] % 2 == codes.shape[1] % 2 == 0 and begins_at_a_word
@@ -141,3 +182,9 @@ def _launch() -> ModuleType:
     from f8sub.kernels.triton import launch
 
     return launch
+
+
+def _prepared() -> ModuleType:
+    from f8sub.kernels.triton import prepared
+
+    return prepared

@@ -25,7 +25,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
         return f"takes tiles of whole blocks of 1x{BLOCK}, not {', '.join(sorted(unknown))}"
     if a.tile.cols == b.tile.cols == ALL:
         return "takes scales of blocks of at least one operand; one a tensor or a row is for scaled_mm"
-    return _why_not_device(device)
+    return why_not_device(device)
 
 
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
@@ -42,7 +42,7 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: Config) -> 
 
     # Triton launches on the current device.
     with torch.cuda.device(a.data.device):
-        programs = _multiprocessors(a.data.device)
+        programs = multiprocessors(a.data.device)
         launches, out = gemm_launch.multiplication(a, b, out_dtype, config, programs)
         for launch in launches:
             launch.run()
@@ -70,12 +70,13 @@ def _config(a: Float8Format, b: Float8Format, device: torch.device, shape: tuple
     if device.type == "cuda":
         found = gemm_table.nearest(torch.cuda.get_device_name(device), a, b, shape)
     if found is None or found.config is None:
-        return default_config(shape, _multiprocessors(device))
+        return default_config(shape, multiprocessors(device))
     return Config(**found.config)
 
 
 @functools.cache
-def _why_not_device(device: torch.device) -> str | None:
+def why_not_device(device: torch.device) -> str | None:
+    """Why kernels for Hopper do not run on a device; None where they do."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"runs on NVIDIA's GPUs, not on {device}"
     if importlib.util.find_spec("triton") is None:
@@ -89,5 +90,6 @@ def _why_not_device(device: torch.device) -> str | None:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count

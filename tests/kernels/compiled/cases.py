@@ -65,7 +65,7 @@ class Case:
         if self.name.startswith(OF_EXPERTS):
             return launches_over_experts(x, self.name.removeprefix(OF_EXPERTS), self.usages)
         name, _, what = self.name.rpartition(" ")
-        if what not in ("transpose", "recast", "part", "delayed", "known"):
+        if what not in ("transpose", "recast", "part", "rows", "delayed", "known"):
             name, what = self.name, ""
         format = FORMATS[name]
         row, col = (format if is_made else None for is_made in USAGES[self.usages])
@@ -76,6 +76,10 @@ class Case:
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
             out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
             return [launch.part_cast(x, scale, format, (0, 0), torch.bfloat16, out)]
+        if what == "rows":
+            wire = torch.empty(self.shape[0], self.shape[1] + 16, dtype=torch.uint8, device="meta")
+            scale_inv = wire[:, -16:-12].view(torch.float32)
+            return [launch.rows_cast(x, format, torch.bfloat16, wire[:, :-16], scale_inv)]
         if what:
             known, scale = what == "known", torch.empty(1, 1, device="meta")
             past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
@@ -100,6 +104,9 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     for name in ("tensorwise", "rowwise", "128x128"):
         for dtype in ("bf16", "fp32"):
             yield Case(f"{name} part", dtype, whole, "row", 0)
+    for dtype in ("bf16", "fp32"):
+        yield Case("rowwise rows", dtype, whole, "row", 0)
+    yield Case("rowwise rows", "fp32", RAGGED, "row", 0)
     for name in ("rowwise", "1x128", "1x128 float"):
         yield from launches(f"{name} recast", "fp8", whole, "column")
     yield from launches("rowwise recast", "fp8", RAGGED, "column")

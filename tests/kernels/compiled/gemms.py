@@ -11,7 +11,7 @@ Hopper has.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ def is_serialized(sass: str) -> bool:
     return sum("gsb0" in product for product in products) * STEPS > len(products)
 
 
-def report(case: Case) -> dict[str, Any]:
+def report(case: Any, launch_of: Callable[[Any], Launch] = launch_of) -> dict[str, Any]:
     """Compile a case and look at it."""
     made = compiler.compiled(launch_of(case))
     sass, _ = compiler.disassembled(made.asm["cubin"])
@@ -116,7 +116,7 @@ def report(case: Case) -> dict[str, Any]:
     return {**found, "missed": list(missed(case, found, sass, is_specialized))}
 
 
-def missed(case: Case, found: dict[str, Any], sass: str, is_specialized: bool) -> Iterator[str]:
+def missed(case: Any, found: dict[str, Any], sass: str, is_specialized: bool) -> Iterator[str]:
     """What a kernel is held to and does not keep."""
     if found["spilled"]:
         yield f"{found['spilled']} loads and stores of spilled registers"

@@ -166,6 +166,18 @@ def test_experts_that_are_sharded_along_their_rows(ranks, world, recipe):
         assert all(found), found
 
 
+def compiled(rank: int, world: int, recipe: str) -> bool:
+    """Whether experts that are compiled and gathered in float8 train as eager ones do."""
+    model = converted(3, recipe)
+    model.experts.compile(backend="aot_eager", fullgraph=True)
+    return same(trained(sharded(model), 3), trained(sharded(converted(3, recipe)), 3))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", *long_but([], ["tensorwise", "blockwise"])])
+def test_compiled_experts(ranks, recipe):
+    assert all(ranks(2, compiled, recipe))
+
+
 def of_several_rows(rank: int, world: int) -> list[str]:
     messages = []
     for recipe, kind in (("blockwise", SeamedExperts), ("rowwise", TransposedExperts)):
@@ -313,28 +325,6 @@ def assigned(rank: int, world: int) -> tuple[bool, bool]:
 
 def test_weights_that_are_assigned(ranks):
     assert all(all(found) for found in ranks(2, assigned))
-
-
-def exported(rank: int, world: int) -> list[bool]:
-    """Whether experts are plain tensors; unsharded the weights, and sharded the values of their codes."""
-    found = []
-    for wrap in (lambda model: model, sharded):
-        model = wrap(converted(3, "rowwise").bfloat16())
-        f8sub.precompute_scales(model)
-        state, _ = f8sub.float8_state_dict(model)
-        for name, weight in Model(3).bfloat16().experts.named_parameters():
-            made = state[f"experts.{name}"]
-            if wrap is sharded:
-                rows = weight.detach().flatten(0, 1)
-                codes = f8sub.quantize(rows, "rowwise", operand="w", columnwise=False)
-                weight = codes.dequantize().view(weight.shape)
-            found += [type(made) is torch.Tensor, torch.equal(made, weight)]
-    return found
-
-
-def test_an_export_has_experts_in_high_precision(ranks):
-    for found in ranks(2, exported):
-        assert all(found), found
 
 
 def not_finite(rank: int, world: int) -> str:

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import f8sub
-from f8sub.features.load.offline import export_checkpoint
+from f8sub.features.offline_export.offline import export_checkpoint
 from tests.features.export.models import BF16, llama, trained
 from tests.features.load.nets import NETS
 from tests.selection import long_but

@@ -11,12 +11,13 @@ Every scale multiplies the codes. Sources: transformers' ``FineGrainedFP8Config`
 SGLang, which read the first; compressed-tensors' ``QuantizationConfig`` for the others.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
 
 FP8, COMPRESSED = LAYOUTS = ("fp8", "compressed-tensors")
@@ -83,14 +84,20 @@ def why_not(layout: str, format: Float8Format, shape: tuple[int, int]) -> str | 
     if layout == FP8 and not _is_square(format):
         return f"it holds squares of {BLOCK}, not {format}"
     # transformers takes rows // rows of scales for the edge of a block, and reads another weight without a word.
-    if layout == FP8 and any(extent % BLOCK for extent in shape):
+    guessed = all(extent % -(-extent // BLOCK) == 0 for extent in shape)
+    if layout == FP8 and guessed and not _is_aligned(shape):
         return f"readers guess the edge of a block from the shape, which {shape[0]}x{shape[1]} misleads"
     return None
 
 
+def _is_aligned(shape: tuple[int, int]) -> bool:
+    return not any(extent % BLOCK for extent in shape)
+
+
 def natural_layout(weights: Mapping[str, tuple[Float8Format, tuple[int, int]]]) -> str:
-    """The layout that most engines read, of those that hold all the weights: formats and shapes by layer."""
-    return COMPRESSED if any(why_not(FP8, *weight) for weight in weights.values()) else FP8
+    """The layout that most readers read, of those that hold all the weights: formats and shapes by layer."""
+    fits = all(why_not(FP8, *weight) is None and _is_aligned(weight[1]) for weight in weights.values())
+    return FP8 if fits else COMPRESSED
 
 
 def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]]]) -> None:
@@ -109,6 +116,14 @@ def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]
         listed = "; ".join(f"{', '.join(fqns)}: {reason}" for reason, fqns in reasons.items())
         other = " Try layout='compressed-tensors'." if layout == FP8 else ""
         raise Float8ConfigError(f"layout {layout!r} cannot hold these layers. {listed}.{other}")
+    unaligned = [fqn for fqn, (_, shape) in weights.items() if layout == FP8 and not _is_aligned(shape)]
+    if unaligned:
+        warnings.warn(
+            f"{unaligned[0]} and {len(unaligned) - 1} more layers have dimensions that {BLOCK} does not divide, as "
+            "DeepSeek-V3's own checkpoint has; vLLM and SGLang read them, and transformers refuses the checkpoint",
+            Float8Warning,
+            stacklevel=5,
+        )
 
 
 def tensors_of(operand: Operand, layout: str) -> dict[str, torch.Tensor]:
@@ -125,6 +140,29 @@ def tensors_of(operand: Operand, layout: str) -> dict[str, torch.Tensor]:
     if operand.format.tile.cols == ALL:
         return {"weight": operand.data, "weight_scale": operand.scale_inv.expand(rows, 1).contiguous()}
     return {"weight": operand.data, "weight_scale": _grid(operand)}
+
+
+def rows_of(tensors: dict[str, torch.Tensor], rows: slice | None) -> dict[str, torch.Tensor]:
+    """``tensors_of`` some rows of a layer, in memory of their own; None for all, as they are."""
+    if rows is None:
+        return tensors
+    whole = len(tensors["weight"])
+    blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+    parts = {leaf: tensor[rows if len(tensor) == whole else blocks] for leaf, tensor in tensors.items()}
+    return {leaf: part.clone(memory_format=torch.contiguous_format) for leaf, part in parts.items()}
+
+
+def check_rows(layer: str, format: Float8Format, rows: slice | None) -> None:
+    """Check that rows of a matrix, such as an expert's up of its gate and up, have scales of their own on disk.
+
+    Raises:
+        Float8ConfigError: they begin within a block.
+    """
+    if rows is not None and format.tile.rows not in (1, ALL) and rows.start % BLOCK:
+        raise Float8ConfigError(
+            f"{layer}: it is rows from {rows.start} on of a weight with blocks of {BLOCK}, so that it shares scales "
+            "with the layer before it, and no checkpoint holds that; train with a recipe that has scales of rows"
+        )
 
 
 def quantization_config(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.export.layouts import LAYOUTS
 from f8sub.features.inspect.load import FORMS, load
+from f8sub.features.layouts.layouts import LAYOUTS
 from f8sub.features.load.checkpoint import CONFIG
-from f8sub.features.load.offline import export_checkpoint
+from f8sub.features.offline_export.offline import export_checkpoint
 from f8sub.recipe import recipe_names
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -44,6 +44,9 @@ def add_export(commands: Any) -> None:
     made.add_argument(
         "--skip", nargs="+", default=[], help="patterns of layers that training left in high precision"
     )
+    made.add_argument(
+        "--experts", action="store_true", help="training multiplied mixtures of experts in float8, too"
+    )
     made.add_argument("--json", action="store_true", help="print what was written as JSON")
     made.set_defaults(run=run)
 
@@ -70,6 +73,7 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         dtype=getattr(torch, arguments.dtype),
         prefix=arguments.prefix,
         skip=tuple(arguments.skip),
+        experts=arguments.experts,
         progress=_progress(),
     )
     files = [path for path in Path(arguments.out).iterdir() if path.suffix == ".safetensors"]

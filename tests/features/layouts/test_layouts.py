@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.export import layouts
+from f8sub.features.layouts import layouts
 from tests.data_sets import gaussian, generator
 
 N, K = 384, 256
@@ -90,6 +90,14 @@ def test_blocks_that_do_not_divide_a_shape_take_the_layout_that_is_told_their_ed
         f8sub.Float8ConfigError, match=r"b: readers guess .* 192x128.*Try layout='compressed-tensors'"
     ):
         layouts.check("fp8", {"a": (format, (256, 128)), "b": (format, (192, 128))})
+
+
+def test_blocks_of_deepseek_v3s_projection_are_written_where_the_layout_is_asked_for():
+    """576 rows have 5 rows of scales, which transformers refuses and engines read."""
+    weight = {"kv_a_proj_with_mqa": (operand("blockwise").format, (576, 7168))}
+    assert layouts.natural_layout(weight) == "compressed-tensors"
+    with pytest.warns(f8sub.Float8Warning, match=r"kv_a_proj_with_mqa .* transformers refuses"):
+        layouts.check("fp8", weight)
 
 
 @pytest.mark.parametrize(

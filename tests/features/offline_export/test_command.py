@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import f8sub
 from f8sub.__main__ import main
-from f8sub.features.load import command
+from f8sub.features.offline_export import command
 from tests.features.export.models import BF16, trained
 from tests.features.load.nets import NETS
 

@@ -1,0 +1,171 @@
+"""Where each millisecond of a training step goes: torchtitan's Llama 3 on GPUs, traced by torch.profiler.
+
+Each arm is a run of torchtitan's command line as in titan.py, whose last step is traced. Kernels of rank 0 are
+sorted by what they are for. "Alone" is communication beside which nothing else runs, and "idle" is when nothing runs at
+all. "Host ahead" is how long before its start a kernel was launched: where the host is the limit, that is microseconds.
+
+    python scripts/bench/budget.py --flavor 8B --arms "bf16 compiled" "f8sub rowwise compiled" --json budget.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from scripts.bench import titan
+from scripts.bench.timing import version_of
+from scripts.table import Table, write_json
+
+KINDS = {
+    "communication": r"nccl",
+    "attention": r"flash|fmha|sdpa|attention",
+    "GEMM": r"gemm|nvjet|xmma|cutlass|multiply_persistently|split_?k|add_parts",
+    "optimizer and gradient norm": r"multi_tensor|adam|lpnorm|foreach",
+    "FSDP2's copies": r"split_with_sizes|chunk_cat|CatArray|pack|Memcpy|Memset",
+    "casts": r"^(quantize_|cast_|transpose_codes|recast_|amax|scales_of_many|stage_amax)",
+    "loss": r"softmax|nll_loss|cross_entropy|log_softmax|nll",
+    "generated: norms, activations, casts": r"^triton_",
+}
+"""By what a kernel's name has; the first that fits. Inductor's casts are in the kernels that make what is cast."""
+
+OTHER = "other"
+Interval = tuple[float, float]
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), OTHER)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time without overlaps, in order."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def account(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Milliseconds of one step by kind, from a trace's events."""
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    steps = [e for e in events if str(e.get("name", "")).startswith("ProfilerStep#") and e.get("ph") == "X"]
+    step = max(e["dur"] for e in steps)
+    launched = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    by_kind: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    spans: dict[bool, list[Interval]] = {True: [], False: []}
+    ahead = []
+    for kernel in kernels:
+        kind = kind_of(kernel["name"])
+        by_kind[kind] += kernel["dur"]
+        counts[kind] += 1
+        spans[kind == "communication"].append((kernel["ts"], kernel["ts"] + kernel["dur"]))
+        if (when := launched.get(kernel["args"].get("correlation"))) is not None:
+            ahead.append(kernel["ts"] - when)
+    computing, both = union(spans[False]), union(spans[False] + spans[True])
+    begin, end = both[0][0], both[-1][1]
+    return {
+        "step_ms": step / 1e3,
+        "kernels_span_ms": (end - begin) / 1e3,
+        "ms": {kind: us / 1e3 for kind, us in by_kind.items()},
+        "kernels": dict(counts),
+        "alone_ms": (length(both) - length(computing)) / 1e3,
+        "idle_ms": (end - begin - length(both)) / 1e3,
+        "ahead_ms": [q / 1e3 for q in statistics.quantiles(ahead, n=20)],
+        "late_share": sum(us < 50 for us in ahead) / max(len(ahead), 1),
+        "longest": longest(kernels),
+    }
+
+
+def longest(kernels: list[dict[str, Any]], count: int = 60) -> list[tuple[str, int, float]]:
+    """The kernels that take longest together: name, launches and milliseconds."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        found[kernel["name"][:120]].append(kernel["dur"] / 1e3)
+    ranked = sorted(found.items(), key=lambda item: -sum(item[1]))[:count]
+    return [(name, len(times), sum(times)) for name, times in ranked]
+
+
+def traced(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
+    """Train one arm, and account for the step that torchtitan traced."""
+    found: dict[str, Any] = titan.run(arguments, arm, folder)
+    traces = sorted(
+        (folder / "run").glob("profile_traces/**/rank0_trace.json*"), key=lambda p: p.stat().st_mtime
+    )
+    events = json.loads(traces[-1].read_text())["traceEvents"]
+    return {**found, **account(events)}
+
+
+def table(found: dict[str, dict[str, Any]]) -> Table:
+    """A row a kind, a column an arm."""
+    kinds = [*KINDS, OTHER]
+    rows: list[tuple[str, ...]] = [
+        (kind, *(f"{of['ms'].get(kind, 0):.1f} ({of['kernels'].get(kind, 0)})" for of in found.values()))
+        for kind in kinds
+    ]
+    for words, key in (
+        ("communication alone", "alone_ms"),
+        ("idle", "idle_ms"),
+        ("kernels, first to last", "kernels_span_ms"),
+        ("step", "step_ms"),
+    ):
+        rows.append((words, *(f"{of[key]:.1f}" for of in found.values())))
+    rows.append(("launched less than 50 us before", *(f"{of['late_share']:.0%}" for of in found.values())))
+    rows.append(("host ahead, median", *(f"{of['ahead_ms'][9]:.1f}" for of in found.values())))
+    return Table("one step, ms (kernels)", ("", *found), rows)
+
+
+def main() -> None:
+    from tests.features.torchtitan.gloo import make_assets
+
+    arguments = titan.parsed(__doc__)
+    arguments.more += ["--profiling.enable_profiling", f"--profiling.profile_freq={arguments.steps}"]
+    found: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        assets = Path(temporary) / "assets"
+        assets.mkdir()
+        make_assets(0, 1, assets)
+        for arm in arguments.arms:
+            folder = Path(temporary) / arm.replace(" ", "_")
+            folder.mkdir()
+            for name in ("tokenizer", "data"):
+                (folder / name).symlink_to(assets / name)
+            try:
+                found[arm] = traced(arguments, arm, folder)
+            except (RuntimeError, ValueError, IndexError) as error:
+                failed[arm] = str(error)
+            if arguments.json:
+                about = {"torchtitan": version_of("torchtitan"), "options": vars(arguments)}
+                write_json(arguments.json, {"about": about, "figures": found, "failed": failed})
+            print(
+                f"{arm}: {found[arm]['tokens_per_second'] if arm in found else 'failed'}",
+                file=sys.stderr,
+                flush=True,
+            )
+    table(found).show()
+    for arm, error in failed.items():
+        print(f"FAILED {arm}: {error}", file=sys.stderr)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

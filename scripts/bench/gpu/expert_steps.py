@@ -1,0 +1,221 @@
+"""A step of a layer of experts: gate, up, SwiGLU and down, forward and backward, by everyone who has grouped products.
+
+Every variant has the same weights, and casts them anew before each call, as after an optimizer's step.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import f8sub
+from f8sub.errors import Float8ConfigError
+from f8sub.features.experts.products import GROUPED, GroupedPlan
+from f8sub.kernels.groups import Groups
+from f8sub.weights.master_weight import MasterWeight
+from scripts.bench.gpu.session import Session
+from scripts.bench.timing import by_launches, in_turns, kernels, peak_bytes, sqnr, summary
+
+LIES = ("balanced", "zipf")
+RECIPES = ("rowwise", "tensorwise", "blockwise")
+TORCHAO = "torchao.prototype.moe_training.fp8_grouped_mm"
+SETS = 2
+FLOOR_DB = 12.0
+"""Of y, dx and dw against bf16's: three products of 20 to 28 dB each follow each other."""
+
+COLUMNS = (
+    ("ms", "{median_ms:.3f}"),
+    ("spread", "{spread_ms:.3f}"),
+    ("TFLOP/s", "{tflops:.0f}"),
+    ("over bf16", "{over_bf16:.2f}x"),
+    ("kernels", "{launches:d}"),
+    ("peak MB", "{peak_bytes/1e6:.0f}"),
+    ("y / dx / dw dB", "{sqnr_db[y]:.1f} / {sqnr_db[dx]:.1f} / {sqnr_db[dw]:.1f}"),
+)
+
+
+@dataclass(frozen=True)
+class Lie:
+    """How tokens lie in groups: a name, and how many each expert has."""
+
+    name: str
+    counts: list[int]
+
+    @classmethod
+    def of(cls, kind: str, experts: int, tokens: int) -> Lie:
+        """Of equal size, or by a Zipf law in the order of the experts; multiples of 16."""
+        share = torch.ones(experts) if kind == "balanced" else 1 / torch.arange(1, experts + 1).float()
+        counts = (share / share.sum() * tokens / 16).int() * 16
+        counts[0] += tokens - counts.sum()
+        return cls(kind, counts.tolist())
+
+    def groups(self, device: torch.device) -> Groups:
+        """On a device."""
+        ends = torch.tensor(self.counts, dtype=torch.int32, device=device).cumsum(0).int()
+        return Groups.of(ends, sum(self.counts))
+
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Experts(nn.Module):
+    """Gate, up and down, (E, N, K), (E, N, K) and (E, K, N), over tokens that are sorted by expert."""
+
+    def __init__(self, shape: tuple[int, int, int], multiply: Multiply, device: torch.device) -> None:
+        super().__init__()
+        experts, n, k = shape
+        torch.manual_seed(2)
+        random = {"device": device, "dtype": torch.bfloat16}
+        self.gate, self.up = (nn.Parameter(torch.randn(experts, n, k, **random) / k**0.5) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(experts, k, n, **random) / n**0.5)
+        self.multiply = multiply
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        h = nn.functional.silu(self.multiply(x, self.gate, ends)) * self.multiply(x, self.up, ends)
+        return self.multiply(h, self.down, ends)
+
+
+def in_bf16(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Torch's own grouped product."""
+    return torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
+
+
+def by_torchao(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The rowwise one of torchao."""
+    multiply = importlib.import_module(TORCHAO)._to_fp8_rowwise_then_scaled_grouped_mm
+    y: torch.Tensor = multiply(x, w.transpose(-2, -1), ends, pad_token_groups_for_grouped_mm=False)
+    return y
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the step; ``recipe`` and ``backend`` are f8sub's."""
+
+    library: str
+    compiled: bool = False
+    recipe: str = ""
+    backend: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        by = f"by {self.backend}" if self.backend not in ("", "auto") else ""
+        how = "compiled" if self.compiled else "eager"
+        return " ".join(filter(None, (self.library, self.recipe, by, how)))
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why it cannot be measured; None where it can."""
+        try:
+            if self.library == "torchao":
+                importlib.import_module(TORCHAO)
+                return None if device.type == "cuda" else "its kernels run on cuda"
+            if self.library == "f8sub":
+                GroupedPlan.make(f8sub.get_recipe(self.recipe), device, self.backend)
+        except (ImportError, Float8ConfigError) as error:
+            return str(error)
+        return None
+
+    def made(self, shape: tuple[int, int, int], device: torch.device) -> Experts:
+        """The experts, converted where f8sub multiplies."""
+        multiply = {"bf16": in_bf16, "torchao": by_torchao, "f8sub": f8sub.grouped_linear}[self.library]
+        model = nn.Sequential(Experts(shape, multiply, device))
+        if self.library == "f8sub":
+            f8sub.register_experts(Experts)
+            f8sub.convert_to_float8(
+                model, self.recipe, experts=True, skip_defaults=False, backend=self.backend
+            )
+        found: Any = model[0]
+        return found
+
+
+def variants() -> list[Variant]:
+    """bf16 first; f8sub by every backend of its own, and as ``auto`` mixes them."""
+    by = ["auto", *(name for name in GROUPED if name not in ("reference", "dequantize"))]
+    return [
+        *(Variant("bf16", compiled) for compiled in (False, True)),
+        *(Variant("f8sub", False, recipe, backend) for recipe in RECIPES for backend in by),
+        *(Variant("torchao", compiled, "rowwise") for compiled in (False, True)),
+    ]
+
+
+class Step:
+    """A variant's step over some tokens."""
+
+    def __init__(self, variant: Variant, shape: tuple[int, int, int], groups: Groups) -> None:
+        device = groups.ends.device
+        self.experts, self.groups = variant.made(shape, device), groups
+        self.called: Any = self.experts
+        if variant.compiled:
+            backend = "inductor" if device.type == "cuda" else "aot_eager"
+            self.called = torch.compile(self.experts, dynamic=False, backend=backend)
+
+    def __call__(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """y, dx, and the gradients of gate, up and down."""
+        x, dy = given
+        y = self.called(x, self.groups.ends)
+        return y, *torch.autograd.grad(y, (x, *self.experts.parameters()), dy)
+
+    def changed(self) -> None:
+        """Have the weights count as changed."""
+        for weight in self.experts.parameters():
+            if isinstance(weight, MasterWeight):
+                weight.mark_stale()
+
+
+def check(name: str, found: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> dict[str, float]:
+    """SQNR of y, dx and gate's dw in dB; an error below ``FLOOR_DB``."""
+    pairs = zip(("y", "dx", "dw"), found, right, strict=False)
+    reached = {what: sqnr(a.detach(), b.detach()) for what, a, b in pairs}
+    if not min(reached.values()) >= FLOOR_DB:
+        raise RuntimeError(f"{name}: {reached} dB of bf16's, at least {FLOOR_DB}")
+    return reached
+
+
+def measure(
+    shape: tuple[int, int, int, int], lie: Lie, session: Session, skipped: dict[str, str]
+) -> dict[str, dict]:
+    """Variant -> its figures."""
+    experts, n, k, tokens = shape
+    device = session.device
+    groups = lie.groups(device)
+    torch.manual_seed(1)
+    random: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    sets = [
+        (torch.randn(tokens, k, **random).requires_grad_(), torch.randn(tokens, k, **random))
+        for _ in range(SETS)
+    ]
+    torch._dynamo.reset()
+    right = Step(Variant("bf16"), (experts, n, k), groups)(sets[0])[:3]
+    timers: dict[str, Callable[[], float]] = {}
+    rows: dict[str, dict] = {}
+    for variant in variants():
+        is_asked = not session.only or any(fnmatch.fnmatch(variant.name, only) for only in session.only)
+        if variant.library != "bf16" and not is_asked:
+            continue
+        if (reason := variant.why_not(device)) is not None:
+            skipped[f"step {variant.name}"] = reason
+            continue
+        with session.attempt(f"experts step {shape} {lie.name} {variant.name}"):
+            step = Step(variant, (experts, n, k), groups)
+            row: dict[str, Any] = {"sqnr_db": check(variant.name, step(sets[0]), right)}
+            step.changed()
+            row["peak_bytes"] = peak_bytes(step, sets[0], device)
+            step.changed()
+            row |= kernels(step, sets[0], device)
+            timers[variant.name] = by_launches(step, sets, device, step.changed)
+            rows[variant.name] = row
+    # Three products in forward, of which each has two in backward.
+    tflop = 9 * 2 * n * k * tokens / 1e12
+    for name, times in in_turns(timers, session.rounds).items():
+        row = summary(times)
+        rows[name] |= {**row, "tflops": tflop / row["median_ms"] * 1e3}
+    baseline = min(row["median_ms"] for name, row in rows.items() if name.startswith("bf16"))
+    for row in rows.values():
+        row["over_bf16"] = baseline / row["median_ms"]
+    return rows

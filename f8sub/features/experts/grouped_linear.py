@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.features.experts import nodes
@@ -21,7 +20,7 @@ from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_expert
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, constant_result
+from f8sub.torch_compat import apply, autocast_dtype, constant_result, is_dtensor
 from f8sub.weights.master_weight import MasterWeight
 
 
@@ -142,7 +141,7 @@ def _named(recipe: str, device: str, backend: str) -> str:
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a weight that expert parallelism shards; its gradient is that part's."""
-    return weight.to_local(grad_placements=weight.placements) if isinstance(weight, DTensor) else weight
+    return weight.to_local(grad_placements=weight.placements) if is_dtensor(weight) else weight
 
 
 def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, transposed: bool) -> None:

@@ -5,12 +5,10 @@ nothing is cast here: each operand comes from the function that forward itself c
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError
@@ -22,7 +20,12 @@ from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
 from f8sub.linear.sockets import sources_of
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor, is_fsdp_module
 from f8sub.weights.weight import local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Segments that ``torch.compile`` and checkpointing wrappers put into names."""
@@ -70,12 +73,12 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
         )
         # A wrapper that was sharded gathers what is in it.
-        if inner is None or isinstance(model, FSDPModule):
+        if inner is None or is_fsdp_module(model):
             return model
         model = inner
 
 
-def blocks_of(model: torch.nn.Module) -> Iterator[tuple[FSDPModule | None, list[Part]]]:
+def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", list[Part]]]:
     """What FSDP2 gathers together, with the module that gathers it, in the model's order; ties once, by the first name.
 
     None gathers what FSDP2 does not shard.
@@ -87,7 +90,7 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple[FSDPModule | None, list[
     for fqn, module in model.named_modules():
         parent = fqn.rpartition(".")[0]
         above = owner.get(model.get_submodule(parent)) if fqn else None
-        owner[module] = module if isinstance(module, FSDPModule) else above
+        owner[module] = module if is_fsdp_module(module) else above
         if fqn.startswith(layer):
             continue  # what a recipe keeps in a float8 layer, which no engine reads
         if isinstance(module, Float8Linear):
@@ -127,7 +130,7 @@ def experts_of(part: Part, dtype: torch.dtype | None) -> Iterator[Operand]:
     if not isinstance(module, Float8Experts):
         raise RuntimeError(f"{part.name} is not a weight of experts")
     found = module.rowwise(part.attribute, _dtype_of(part, local_tensor(weight), dtype))
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
         shape, placements = (weight.shape[0], *found.data.shape[1:]), weight.placements
         if any(not placement.is_replicate() and not placement.is_shard(0) for placement in placements):
             raise Float8ConfigError(
@@ -140,12 +143,12 @@ def experts_of(part: Part, dtype: torch.dtype | None) -> Iterator[Operand]:
         yield found.of_group(index)
 
 
-def _gathered(part: torch.Tensor, weight: DTensor, count: int) -> torch.Tensor:
+def _gathered(part: torch.Tensor, weight: "DTensor", count: int) -> torch.Tensor:
     """All experts' codes or scales, of those of this rank's experts."""
     plain = part.contiguous().view(torch.uint8) if part.itemsize == 1 else part.contiguous()
     shape = torch.Size((count, *plain.shape[1:]))
     stride = (plain.shape[1] * plain.shape[2], plain.shape[2], 1)
-    whole = DTensor.from_local(
+    whole = torch.distributed.tensor.DTensor.from_local(
         plain, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
     )
     return whole.full_tensor().view(part.dtype)
@@ -186,20 +189,21 @@ def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
     recipe = layer.plan.recipe
     sources = sources_of(layer, recipe)
     local: torch.Tensor = weight
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
         nothing = torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        x = DTensor.from_local(nothing, weight.device_mesh, [Replicate()], run_check=False)
+        replicated = [torch.distributed.tensor.Replicate()]
+        x = weight.from_local(nothing, weight.device_mesh, replicated, run_check=False)
         sources = sockets.placement(layer, layer.plan, weight, x, None, sources).sources
         local = weight.to_local()
     operand = weight_rowwise(local, (layer.plan, _dtype_of(part, local, dtype), sources))
     if not isinstance(operand, Operand):
         raise RuntimeError(f"{part.name}: a weight whose fprop is in float8 has no codes")
-    operand = _whole(operand, weight) if isinstance(weight, DTensor) else operand
+    operand = _whole(operand, weight) if is_dtensor(weight) else operand
     _check_finite(part, operand.tensors)
     return Operand.of(operand.format, *(tensor.clone() for tensor in operand.tensors))
 
 
-def _whole(part: Operand, weight: DTensor) -> Operand:
+def _whole(part: Operand, weight: "DTensor") -> Operand:
     """The operand of the whole weight, of this rank's tensor-parallel part of it."""
     (placement,), mesh = weight.placements, weight.device_mesh
     if placement.is_replicate():
@@ -207,7 +211,7 @@ def _whole(part: Operand, weight: DTensor) -> Operand:
     dim, format = placement.dim, part.format  # type: ignore[attr-defined]
     local = part.data.view(torch.uint8).contiguous()
     shape = weight.shape
-    codes = DTensor.from_local(
+    codes = weight.from_local(
         local, mesh, weight.placements, run_check=False, shape=shape, stride=(shape[1], 1)
     ).full_tensor()
     edge = (format.tile.rows, format.tile.cols)[dim]

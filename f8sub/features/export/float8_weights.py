@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, experts_of, names_of, operand_of, unwrapped
@@ -13,6 +12,7 @@ from f8sub.features.layouts import layouts
 from f8sub.features.layouts.names import Pieces
 from f8sub.formats import Float8Format, ScaleRule
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.weight import Weight, local_tensor
 
 Rename = Callable[[str], str]
@@ -195,9 +195,9 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     local = local_tensor(tensor.detach())
     value = local.dequantize() if isinstance(local, Float8Tensor) else local
     value = value.plain if isinstance(value, Weight) else value
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return value
-    return DTensor.from_local(
+    return torch.distributed.tensor.DTensor.from_local(
         value,
         tensor.device_mesh,
         tensor.placements,

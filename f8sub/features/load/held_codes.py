@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.codes_alone.dropped_shard import LoadedCodes
@@ -14,6 +13,7 @@ from f8sub.formats import Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import local_tensor
 
@@ -77,7 +77,7 @@ def hold(layer: Float8Linear, operand: Operand, offset: tuple[int, int]) -> None
         raise RuntimeError(f"{layer.fqn}: a {type(local).__name__} is no primary weight")
     primary = local.primary
     primary.record = record
-    if isinstance(layer.weight, DTensor):
+    if is_dtensor(layer.weight):
         primary.drop(LoadedCodes(operand, offset))
     else:
         primary.drop(Float8Tensor(operand, None, primary.dtype))

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, names_of, unwrapped
@@ -22,6 +20,7 @@ from f8sub.features.primary_weights.masters import reread_shards
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.weight import local_tensor
 
@@ -130,7 +129,7 @@ def _check_memory(parts: Iterable[Part], device: torch.device | str | None) -> N
     on_meta = [
         part.name
         for part in parts
-        if local_tensor(part.tensor).is_meta and device is None and not isinstance(part.tensor, DTensor)
+        if local_tensor(part.tensor).is_meta and device is None and not is_dtensor(part.tensor)
     ]
     if on_meta:
         raise Float8ConfigError(
@@ -144,7 +143,7 @@ def _give_memory(part: Part, device: torch.device | str | None) -> None:
     tensor = part.tensor
     if not local_tensor(tensor).is_meta:
         return
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         device = tensor.device_mesh.device_type
     part.module._apply(
         lambda each: torch.empty_like(each, device=device) if each is tensor else each, recurse=False
@@ -272,8 +271,9 @@ def _in_expert(local: torch.Tensor, where: Where, piece: Piece) -> tuple[torch.T
 
 def _local_slices(tensor: torch.Tensor) -> Where:
     """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     mesh, placements = tensor.device_mesh, tensor.placements
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    place_of = torch.distributed.tensor._utils.compute_local_shape_and_global_offset
+    shape, offset = place_of(tensor.shape, mesh, placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

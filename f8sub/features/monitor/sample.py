@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from f8sub.features.monitor.statistics import MAXIMA, WIDTH, Statistics, measure, statistics_of
 from f8sub.formats import Float8Format, Operand, Rounding, Tile
@@ -20,7 +19,7 @@ from f8sub.linear.saved_input import Call
 from f8sub.linear.sockets import contexts, sources_of
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import autocast_dtype
+from f8sub.torch_compat import autocast_dtype, is_dtensor
 from f8sub.weights.weight import Weight, master_of
 
 ROLES = ("x", "w", "dy")
@@ -57,7 +56,7 @@ class Sample:
         self._formats: dict[tuple[str, str], Float8Format] = {}
         weight = next(iter(layers.values())).weight if layers else next(model.parameters())
         # Where the layers run: CPU offload keeps shards elsewhere.
-        device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
+        device = weight.device_mesh.device_type if is_dtensor(weight) else weight.device
         self._sums = torch.zeros(len(rows), WIDTH, dtype=torch.float32, device=device)
         self._maxima = torch.full((len(rows), len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
         self._exits = contextlib.ExitStack()
@@ -106,7 +105,7 @@ class Sample:
             recipe = plan.recipe
             dtype = autocast_dtype(x.device.type) or x.dtype
             sources = sources_of(layer, recipe)
-            if isinstance(weight, DTensor):
+            if is_dtensor(weight):
                 x, weight, _, _, sources, _ = sockets.placement(layer, plan, weight, x, None, sources)
             self._calls[name] = call = plan, dtype, sources
             if not isinstance(x, Float8Tensor):
@@ -148,7 +147,7 @@ class Sample:
         if (format := recipe.dgrad.a or recipe.wgrad.a) is not None:
             y.register_hook(functools.partial(self._note_dy, name, format))
         with torch.no_grad():
-            local = y.to_local() if isinstance(y, DTensor) else y
+            local = y.to_local() if is_dtensor(y) else y
             self._note(name, "y", local, recipe.fprop.a, dtype, CURRENT)
         if self.wants(name, "dx") or self.wants(name, "dw"):
             node = node_of(y, "_Float8Matmul")
@@ -167,7 +166,7 @@ class Sample:
         if (name, "dy") in self._formats:
             return
         with torch.no_grad():
-            local = dy.to_local() if isinstance(dy, DTensor) else dy
+            local = dy.to_local() if is_dtensor(dy) else dy
             self._note(name, "dy", local, format, local.dtype, self._calls[name][2].dy)
 
     def _note(

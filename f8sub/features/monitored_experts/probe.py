@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from f8sub.features.experts.grouped_linear import Product, local_part, rowwise_of_experts, watchers
@@ -20,6 +19,7 @@ from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.groups import Groups
 from f8sub.kernels.quantize import quantize_experts
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.weight import Weight, master_of
 
 Parts = Iterable[tuple[torch.Tensor, Operand]]
@@ -120,7 +120,7 @@ def _is_of(weight: torch.Tensor, parameter: torch.Tensor | None) -> bool:
 
 
 def _memory(weight: torch.Tensor) -> int:
-    local = local_part(weight) if isinstance(weight, DTensor) else weight
+    local = local_part(weight) if is_dtensor(weight) else weight
     if isinstance(local, Float8Tensor):
         return 0 if local.rowwise is None else local.rowwise.data.data_ptr()
     return local.data_ptr()

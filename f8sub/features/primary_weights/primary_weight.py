@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from f8sub.errors import Float8ConfigError
@@ -19,6 +18,7 @@ from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, LayerSource
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.tensor.operators import describe
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight, WeightRecord
@@ -294,10 +294,10 @@ PrimaryWeight.rowwise_codes = staticmethod(primary_rowwise)
 
 def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
-    if not isinstance(weight, DTensor):
+    if not is_dtensor(weight):
         return local
     mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return weight.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _master_view(weight: PrimaryWeight) -> MasterWeight:

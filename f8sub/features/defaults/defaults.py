@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from f8sub.convert import sockets
+
 MIN_DIM = 512
 """A layer gains nothing in float8 where its smaller dimension is below this.
 
@@ -173,3 +175,6 @@ def is_small(sizes: Collection[tuple[int, int]]) -> bool:
 @functools.cache
 def _is_one_of(segment: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(segment, pattern) for pattern in patterns)
+
+
+sockets.default_reasons, sockets.too_small = default_reasons, too_small

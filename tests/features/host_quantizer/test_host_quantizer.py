@@ -1,13 +1,16 @@
 """The host quantizer equals the reference bitwise: any shape, dtype and magnitude."""
 
+import importlib.util
 import struct
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
+from f8sub.features.host_quantizer import host_quantizer
 from f8sub.formats import E2M1
 from f8sub.kernels import quantize, reference, scales
 from tests.data_sets import gaussian, generator
@@ -27,7 +30,7 @@ formats = st.sampled_from(list(FORMATS.values()))
 
 
 def assert_same(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> None:
-    found = quantize.quantize_on_cpu(x, rowwise, columnwise)
+    found = host_quantizer.quantize_on_cpu(x, rowwise, columnwise)
     for ours, right in zip(found, reference.quantize(x, rowwise, columnwise), strict=True):
         assert_same_bits(ours, right)
         assert ours is None or ours.data.is_contiguous()
@@ -63,7 +66,7 @@ def test_scale_of_many_floats(format):
     mantissas = [0, 1, 0x7FFFFF, *torch.randint(0, 1 << 23, (61,), generator=generator(3)).tolist()]
     amaxes = [as_float32((exponent << 23) | m) for exponent in range(255) for m in mantissas]
     expected = scales.scale_from_amax(torch.tensor(amaxes), format)
-    found = [quantize.scale_from_amax(amax, format) for amax in amaxes]
+    found = [host_quantizer.scale_from_amax(amax, format) for amax in amaxes]
     assert found == expected.tolist()
 
 
@@ -86,3 +89,15 @@ def test_what_it_is_not_for_goes_to_the_reference(name):
     x, format = ODD[name](gaussian((16, 32), generator(4)))
     for row, col in ((format, format), (format, None), (None, format), (FORMATS["e4m3-float"], format)):
         assert_same(x, row, col)
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode], ids=str)
+def test_what_is_made_once_at_import_is_made_outside_of_modes(mode, monkeypatch):
+    monkeypatch.setattr(quantize, "on_cpu", quantize.on_cpu)
+    spec = importlib.util.find_spec(host_quantizer.__name__)
+    module = importlib.util.module_from_spec(spec)
+    with mode():
+        spec.loader.exec_module(module)
+    made = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    assert len(made) == 2
+    assert all(type(tensor) is torch.Tensor and not tensor.is_inference() for tensor in made)

@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from f8sub.convert import sockets
 from f8sub.errors import Float8ConfigError
 from f8sub.recipe import Recipe, recipe_names
-from f8sub.recipes import DEFAULT
 
 CALL = "f8sub.convert_to_float8(model, recipe='tensorwise', filter_fn=lambda module, fqn: ..., float8_all_gather=True)"
 
@@ -23,25 +23,22 @@ MEANT = {
 """Options of other libraries' calls, and what stands for each in f8sub's."""
 
 
-def refuse_unknown(unknown: Mapping[str, Any], options: Iterable[str]) -> None:
-    """Refuse keywords that ``convert_to_float8`` does not have; the error says what stands for them here."""
+def refuse_foreign(recipe: Any, unknown: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Raise a ``Float8ConfigError`` that says what stands here for the arguments of another library's call.
+
+    Args:
+        recipe: what was given as one, torchao's filter function or config for instance.
+        unknown: keywords that ``convert_to_float8`` does not have.
+        options: those that it has.
+    """
     for name, value in unknown.items():
         meant = MEANT.get(name) or next(iter(difflib.get_close_matches(name, list(options), 1)), None)
         advice = f"use {meant}; " if meant else ""
         raise Float8ConfigError(
             f"convert_to_float8 has no option {name!r}, got {name}={_shown(value)}: {advice}f8sub's call is {CALL}"
         )
-
-
-def recipe_given(recipe: Any, recipe_name: str | None) -> Any:
-    """What was given under either name, unless it is none, such as torchao's filter function or config."""
-    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
-        raise Float8ConfigError(
-            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
-        )
-    recipe = recipe_name or recipe
     if isinstance(recipe, str | Recipe | Mapping):
-        return recipe
+        return
     if callable(recipe):
         raise Float8ConfigError(
             "the second argument of convert_to_float8 is the recipe, got a function; a filter is given by name: "
@@ -57,3 +54,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, str | int | float | bool | type(None)):
         return repr(value)
     return f"a {type(value).__name__} of {type(value).__module__.partition('.')[0]}"
+
+
+sockets.check_call = refuse_foreign

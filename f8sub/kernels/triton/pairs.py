@@ -16,10 +16,12 @@ from f8sub.kernels.triton.tiles import (
     codes,
     finite_or_nan,
     inverse,
+    load,
     moved,
     place,
     scale_from_amax,
     scale_from_prior,
+    store,
     store_scales_of_group_square,
     store_scales_of_square,
     store_zero_columns,
@@ -198,47 +200,37 @@ def _rows_of_columns(words):
 
 
 @triton.jit
-def _source(strips_ptr, STRIPS, row, EDGE: tl.constexpr):
+def _source(strips_ptr, STRIPS, at, EDGE: tl.constexpr):
     # The row of x that a tile's first one is, and where its group ends there; see ``grouped_casts``.
     if strips_ptr is None:
-        return row, None
+        return at.row, at.M
     else:
-        strip = row // EDGE
+        strip = at.row // EDGE
         return tl.load(strips_ptr + strip), tl.load(strips_ptr + STRIPS + strip)
 
 
 @triton.jit
-def _load(x_ptr, stop, at, TILE: tl.constexpr, KEEP: tl.constexpr):
-    # The matrix begins at a whole word; KEEP tells the caches what to do with what was read. Rows from ``stop`` on, if
-    # it is not None, are zeros.
+def _load(x_ptr, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr):
+    # The matrix begins at a whole word; KEEP tells the caches what to do with what was read. Unless WHOLE, rows from
+    # ``stop`` on are zeros.
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
     start = x_ptr.to(tl.pointer_type(tl.int32)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
     pointers = start + i[:, None] * (at.N // 2) + j[None, :]
-    if stop is None:
-        even = tl.load(pointers, eviction_policy=KEEP)
-        odd = tl.load(pointers + at.N // 2, eviction_policy=KEEP)
-    else:
-        first, second = (at.row + i < stop)[:, None], (at.row + i + 1 < stop)[:, None]
-        even = tl.load(pointers, mask=first, other=0, eviction_policy=KEEP)
-        odd = tl.load(pointers + at.N // 2, mask=second, other=0, eviction_policy=KEEP)
-    return even, odd
+    even = load(pointers, (at.row + i < stop)[:, None], WHOLE, KEEP)
+    return even, load(pointers + at.N // 2, (at.row + i + 1 < stop)[:, None], WHOLE, KEEP)
 
 
 @triton.jit
-def _store_rows(row_ptr, even, odd, stop, at, BY_8: tl.constexpr, TILE: tl.constexpr):
-    # A thread stores 8 codes at a time where BY_8, else 16. No rows from ``stop`` on, if it is not None.
+def _store_rows(row_ptr, even, odd, stop, at, BY_8: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    # A thread stores 8 codes at a time where BY_8, else 16. Unless WHOLE, no rows from ``stop`` on.
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
     if BY_8:
         # The same numbers, of which Triton sees no more than four side by side: the 8 elements of one load.
         j = j // 4 * 4 + j % 4
     start = row_ptr.to(tl.pointer_type(tl.uint16)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
     pointers = start + i[:, None] * (at.N // 2) + j[None, :]
-    if stop is None:
-        tl.store(pointers, even)
-        tl.store(pointers + at.N // 2, odd)
-    else:
-        tl.store(pointers, even, mask=(at.row + i < stop)[:, None])
-        tl.store(pointers + at.N // 2, odd, mask=(at.row + i + 1 < stop)[:, None])
+    store(pointers, even, (at.row + i < stop)[:, None], WHOLE)
+    store(pointers + at.N // 2, odd, (at.row + i + 1 < stop)[:, None], WHOLE)
 
 
 @triton.jit
@@ -258,19 +250,18 @@ def _store_with_one(row_ptr, col_ptr, even, odd, scale, at, CAST: tl.constexpr, 
     words = _codes_of_columns(_finite_or_nan(even), _finite_or_nan(odd), scale, scale, CAST)
     if row_ptr is not None:
         even_codes, odd_codes = _rows_of_columns(words)
-        _store_rows(row_ptr, even_codes, odd_codes, None, at, False, TILE)
+        _store_rows(row_ptr, even_codes, odd_codes, at.M, at, False, True, TILE)
     _store_columns(col_ptr, words, at, TILE)
 
 
 @triton.jit
-def _store_inverses(scale_inv_ptr, first, second, count, POWER_OF_2: tl.constexpr, EDGE: tl.constexpr):
-    # ``first`` are the scales of every second line; ``count`` how many are stored, None for all.
+def _store_inverses(
+    scale_inv_ptr, first, second, count, WHOLE: tl.constexpr, POWER_OF_2: tl.constexpr, EDGE: tl.constexpr
+):
+    # ``first`` are the scales of every second line; unless WHOLE, ``count`` of all are stored.
     scale_inv = tl.reshape(tl.join(inverse(first, POWER_OF_2), inverse(second, POWER_OF_2)), (EDGE,))
     line = tl.arange(0, EDGE)
-    if count is None:
-        tl.store(scale_inv_ptr + line, scale_inv)
-    else:
-        tl.store(scale_inv_ptr + line, scale_inv, mask=line < count)
+    store(scale_inv_ptr + line, scale_inv, line < count, WHOLE)
 
 
 @triton.jit
@@ -288,13 +279,14 @@ def quantize_paired_vectors(
 ):  # fmt: skip
     """``casts.quantize_crossing_vectors``; with a table of strips ``grouped_casts.quantize_group_vectors``."""
     at = place(tl.program_id(0), M, N, EDGE, EDGE)
-    line, stop = _source(strips_ptr, STRIPS, at.row, EDGE)
-    if stop is not None:
+    WHOLE: tl.constexpr = strips_ptr is None
+    line, stop = _source(strips_ptr, STRIPS, at, EDGE)
+    if not WHOLE:
         if line >= stop:
             _store_past(col_ptr, col_scale_inv_ptr, at, EDGE, TILE)
             return
     source = At(line, at.col, M, N)
-    even, odd = _load(x_ptr, stop, source, TILE, "evict_first")
+    even, odd = _load(x_ptr, stop, source, WHOLE, TILE, "evict_first")
     even_order, odd_order = _order(even), _order(odd)
     of_columns = _last(_later(even_order, odd_order), 0)
     of_rows = _last(_later_of_each(even_order, odd_order), 1) if row_ptr is not None else 0
@@ -303,15 +295,14 @@ def quantize_paired_vectors(
         even_scale, odd_scale = _scale_at(_low(of_rows), CAST), _scale_at(_high(of_rows), CAST)
         even_codes = _codes_of_rows(even, even_scale[:, None], CAST)
         odd_codes = _codes_of_rows(odd, odd_scale[:, None], CAST)
-        _store_rows(row_ptr, even_codes, odd_codes, stop, source, True, TILE)
+        _store_rows(row_ptr, even_codes, odd_codes, stop, source, True, WHOLE, TILE)
         scales = row_scale_inv_ptr + (at.col // EDGE).to(tl.int64) * LINES + line
-        count = None if stop is None else stop - line
-        _store_inverses(scales, even_scale, odd_scale, count, CAST.POWER_OF_2, EDGE)
+        _store_inverses(scales, even_scale, odd_scale, stop - line, WHOLE, CAST.POWER_OF_2, EDGE)
     left_scale, right_scale = _scale_at(_low(of_columns), CAST), _scale_at(_high(of_columns), CAST)
     words = _codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
     _store_columns(col_ptr, words, at, TILE)
     scales = col_scale_inv_ptr + (at.row // EDGE).to(tl.int64) * N + at.col
-    _store_inverses(scales, left_scale, right_scale, None, CAST.POWER_OF_2, EDGE)
+    _store_inverses(scales, left_scale, right_scale, EDGE, True, CAST.POWER_OF_2, EDGE)
 
 
 @triton.jit
@@ -327,19 +318,20 @@ def quantize_paired_squares(
     held a large square whole, an SM would have one program, and nothing to do while that one loads.
     """
     square = place(tl.program_id(0), M, N, EDGE, EDGE)
-    line, stop = _source(strips_ptr, STRIPS, square.row, EDGE)
+    WHOLE: tl.constexpr = strips_ptr is None
+    line, stop = _source(strips_ptr, STRIPS, square, EDGE)
     source = At(line, square.col, M, N)
     half = 0
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
-        even, odd = _load(x_ptr, stop, moved(source, 0, start), TILE, "evict_last")
+        even, odd = _load(x_ptr, stop, moved(source, 0, start), WHOLE, TILE, "evict_last")
         half = tl.maximum(half, _last_of_tile(_order(even), _order(odd)))
     end = moved(square, 0, EDGE - TILE.COLS)
-    even, odd = _load(x_ptr, stop, moved(source, 0, EDGE - TILE.COLS), TILE, "evict_first")
+    even, odd = _load(x_ptr, stop, moved(source, 0, EDGE - TILE.COLS), WHOLE, TILE, "evict_first")
     half = tl.maximum(half, _last_of_tile(_order(even), _order(odd)))
     scale = _scale_at(half, CAST)
     _store_with_one(row_ptr, col_ptr, even, odd, scale, end, CAST, TILE)
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
-        even, odd = _load(x_ptr, stop, moved(source, 0, start), TILE, "evict_first")
+        even, odd = _load(x_ptr, stop, moved(source, 0, start), WHOLE, TILE, "evict_first")
         _store_with_one(row_ptr, col_ptr, even, odd, scale, moved(square, 0, start), CAST, TILE)
     scale_inv = inverse(scale, CAST.POWER_OF_2)
     if strips_ptr is None:
@@ -363,7 +355,7 @@ def cast_pairs_with_prior(
     scale = tl.load(prior_ptr)
     if amax_ptr is not None:
         scale = scale_from_prior(scale, tl.load(amax_ptr), CAST, HEADROOM, COVERS)
-    even, odd = _load(x_ptr, None, at, TILE, "evict_first")
+    even, odd = _load(x_ptr, at.M, at, True, TILE, "evict_first")
     # Magnitudes have no sign, so that no half is negative; the bits of NaN come last.
     largest = _last_of_tile(even & 0x7FFF7FFF, odd & 0x7FFF7FFF)
     tl.atomic_max(largest_ptr, largest << 16, sem="relaxed")

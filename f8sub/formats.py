@@ -7,7 +7,7 @@ import functools
 import re
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -272,6 +272,16 @@ class Operand(NamedTuple):
     def of(cls, format: Float8Format, data: torch.Tensor, *scales: torch.Tensor) -> "Operand":
         """The operand of a format, from ``tensors``."""
         return cls(data, scales[0], format, *scales[1:])
+
+
+Present = TypeVar("Present", Operand, Float8Format)
+
+
+def present(operand: Present | None) -> Present:
+    """What a recipe, or a tensor's kind, says is there."""
+    if operand is None:
+        raise RuntimeError("a float8 tensor lacks the operand that is to be read")
+    return operand
 
 
 def why_not_derivable(rowwise: Float8Format, columnwise: Float8Format) -> str | None:

@@ -1,5 +1,21 @@
 """Styles for ``parallelize_module`` with which a sequence-parallel input crosses the wire as float8."""
 
-from f8sub.features.tensor_parallel.styles import Float8ColwiseParallel as Float8ColwiseParallel
-from f8sub.features.tensor_parallel.styles import Float8RowwiseParallel as Float8RowwiseParallel
-from f8sub.features.tensor_parallel.styles import PrepareFloat8ModuleInput as PrepareFloat8ModuleInput
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
+
+if TYPE_CHECKING:
+    from f8sub.features.tensor_parallel.styles import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+else:
+
+    def __getattr__(name: str) -> Any:
+        # torch's styles, which these are, take half a second to import.
+        if name not in __all__:
+            raise AttributeError(name)
+        from f8sub.features.tensor_parallel import styles
+
+        return getattr(styles, name)

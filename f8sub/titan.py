@@ -14,50 +14,24 @@ options in its section ``[f8sub]`` or on the command line, ``--f8sub.recipe_name
 from importlib.util import find_spec
 
 if find_spec("torchtitan.protocols.model_converter"):  # 0.2
-    from f8sub.features.torchtitan.job_config import Float8ModelConverter, JobConfig
-
-    __all__ = ["Float8ModelConverter", "JobConfig"]
+    from f8sub.features.torchtitan.job_config import Float8ModelConverter as Float8ModelConverter
+    from f8sub.features.torchtitan.job_config import JobConfig as JobConfig
 else:
-    from f8sub.features.torchtitan.configs import (
-        deepseek_v3_16b_f8sub,
-        deepseek_v3_671b_f8sub,
-        deepseek_v3_debugmodel_f8sub,
-        llama3_8b_f8sub,
-        llama3_70b_f8sub,
-        llama3_405b_f8sub,
-        llama3_debugmodel_f8sub,
-        qwen3_0_6b_f8sub,
-        qwen3_14b_f8sub,
-        qwen3_30b_a3b_f8sub,
-        qwen3_32b_f8sub,
-        qwen3_debugmodel_f8sub,
-        qwen3_moe_debug_f8sub,
-    )
-    from f8sub.features.torchtitan.converter import (
-        Float8Converter,
-        float8,
-        precompute_scales,
-        with_float8,
-        with_precompute_scales,
-    )
-
-    __all__ = [
-        "Float8Converter",
-        "deepseek_v3_16b_f8sub",
-        "deepseek_v3_671b_f8sub",
-        "deepseek_v3_debugmodel_f8sub",
-        "float8",
-        "llama3_8b_f8sub",
-        "llama3_70b_f8sub",
-        "llama3_405b_f8sub",
-        "llama3_debugmodel_f8sub",
-        "precompute_scales",
-        "qwen3_0_6b_f8sub",
-        "qwen3_14b_f8sub",
-        "qwen3_30b_a3b_f8sub",
-        "qwen3_32b_f8sub",
-        "qwen3_debugmodel_f8sub",
-        "qwen3_moe_debug_f8sub",
-        "with_float8",
-        "with_precompute_scales",
-    ]
+    from f8sub.features.torchtitan.configs import deepseek_v3_16b_f8sub as deepseek_v3_16b_f8sub
+    from f8sub.features.torchtitan.configs import deepseek_v3_671b_f8sub as deepseek_v3_671b_f8sub
+    from f8sub.features.torchtitan.configs import deepseek_v3_debugmodel_f8sub as deepseek_v3_debugmodel_f8sub
+    from f8sub.features.torchtitan.configs import llama3_8b_f8sub as llama3_8b_f8sub
+    from f8sub.features.torchtitan.configs import llama3_70b_f8sub as llama3_70b_f8sub
+    from f8sub.features.torchtitan.configs import llama3_405b_f8sub as llama3_405b_f8sub
+    from f8sub.features.torchtitan.configs import llama3_debugmodel_f8sub as llama3_debugmodel_f8sub
+    from f8sub.features.torchtitan.configs import qwen3_0_6b_f8sub as qwen3_0_6b_f8sub
+    from f8sub.features.torchtitan.configs import qwen3_14b_f8sub as qwen3_14b_f8sub
+    from f8sub.features.torchtitan.configs import qwen3_30b_a3b_f8sub as qwen3_30b_a3b_f8sub
+    from f8sub.features.torchtitan.configs import qwen3_32b_f8sub as qwen3_32b_f8sub
+    from f8sub.features.torchtitan.configs import qwen3_debugmodel_f8sub as qwen3_debugmodel_f8sub
+    from f8sub.features.torchtitan.configs import qwen3_moe_debug_f8sub as qwen3_moe_debug_f8sub
+    from f8sub.features.torchtitan.converter import Float8Converter as Float8Converter
+    from f8sub.features.torchtitan.converter import float8 as float8
+    from f8sub.features.torchtitan.converter import precompute_scales as precompute_scales
+    from f8sub.features.torchtitan.converter import with_float8 as with_float8
+    from f8sub.features.torchtitan.converter import with_precompute_scales as with_precompute_scales

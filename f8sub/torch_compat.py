@@ -6,19 +6,38 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state, distributed_c10d
-from torch.distributed.fsdp import FSDPModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
+from typing_extensions import TypeIs
 
 from f8sub.errors import Float8ConfigError
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def is_dtensor(x: object) -> "TypeIs[DTensor]":
+    """``isinstance(x, DTensor)`` without an import of its module, which takes half a second.
+
+    What made a DTensor imported it. So where one is at hand ``torch.distributed.tensor`` is there, by this name.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def is_fsdp_module(x: object) -> "TypeIs[FSDPModule]":
+    """``isinstance(x, FSDPModule)``, likewise."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and isinstance(x, module.FSDPModule)
 
 
 def is_watched() -> bool:
@@ -145,7 +164,7 @@ def param_dtypes(
 def fsdp_params() -> Iterator[tuple[Any, Any]]:
     """Every parameter that FSDP2 shards, after the group that it is gathered with."""
     for module, reference in list(_composable_state._module_state_mapping.items()):
-        if isinstance(module, FSDPModule) and (state := reference()) is not None:
+        if is_fsdp_module(module) and (state := reference()) is not None:
             yield from ((group, param) for group in _groups(state) for param in group.fsdp_params)
 
 
@@ -175,7 +194,7 @@ class Reduction(NamedTuple):
     is_default: bool
 
 
-def reductions(module: FSDPModule) -> list[Reduction]:
+def reductions(module: "FSDPModule") -> list[Reduction]:
     """Those of the parameters that ``fully_shard`` put together for ``module``, one for each mesh."""
     return [
         Reduction(

@@ -24,7 +24,7 @@ from rich.progress import (
 from settings import Settings
 
 from f8sub.features.monitor import writers
-from f8sub.features.monitor.statistics import Statistics
+from f8sub.features.monitor.statistics import GRADIENT, Statistics
 
 
 class Metrics:
@@ -132,7 +132,7 @@ class Metrics:
             writers.tensorboard(self._writer)(step, rows)
 
     def draw_numerics(self) -> None:
-        """Draw the median-row SQNR of x, w and dy, layers by steps, of all steps in numerics.jsonl."""
+        """Draw the SQNR of all that numerics.jsonl has, layers by steps: the median row's, or all of a gradient's."""
         file = self._folder / "numerics.jsonl"
         if not self._enabled or not file.exists():
             return
@@ -142,7 +142,8 @@ class Metrics:
         ]
         rows = [Statistics(**record) for record in records]
         for role in sorted({row.role for row in rows}):
-            writers.heatmap(rows, self._folder / f"numerics_{role}.png", role, "row_sqnr")
+            statistic = "sqnr" if role == GRADIENT else "row_sqnr"
+            writers.heatmap(rows, self._folder / f"numerics_{role}.png", role, statistic)
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a training step: in the progress bar, or as a line where there is no terminal.

@@ -100,7 +100,9 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if settings.float8_recipe and settings.float8.gradients:
-        report = f"{report}; {f8sub.reduce_gradients_in_float8(model)}"
+        every = settings.float8.monitor_every
+        reduction = f8sub.reduce_gradients_in_float8(model, measure=every > 0, measure_every=max(1, every))
+        report = f"{report}; {reduction}"
 
     model.to_empty(device=mesh.device_type)
     draw_weights(model, config, settings.training.seed)

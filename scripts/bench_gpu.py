@@ -8,6 +8,7 @@ experts: every grouped GEMM in TFLOP/s, and a layer's step of gate, up, SwiGLU a
 experts_casts: casts of tokens by the expert they go to, as quantize, of balanced and of uneven groups.
 slice: blocks of a Llama 3 8B under FSDP2, and the whole step with head, loss and AdamW: tokens/s, memory. Without
     FSDP2 that step as one CUDA graph, too: of few variants, or of those that --only names ("* graphed").
+monitor: that whole step with a sample of f8sub.Monitor, and without; what one in 100 steps adds.
 
 Results are checked before they are timed. Inputs are random, sets of them take turns, and so do variants; times are
 medians with the distance of their quartiles. Without a CUDA device everything runs on the CPU, tiny, to show that it
@@ -31,7 +32,17 @@ from typing import Any
 
 import torch
 
-from scripts.bench.gpu import checkpoints, expert_casts, experts, gemms, linears, quantizers, slices, variants
+from scripts.bench.gpu import (
+    checkpoints,
+    expert_casts,
+    experts,
+    gemms,
+    linears,
+    monitors,
+    quantizers,
+    slices,
+    variants,
+)
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import machine
 from scripts.table import parser, progress, write_json
@@ -43,6 +54,7 @@ GROUPS = {
     "experts": experts.group,
     "experts_casts": expert_casts.group,
     "slice": slices.group,
+    "monitor": monitors.group,
 }
 
 
@@ -53,7 +65,7 @@ def parsed() -> argparse.Namespace:
         "--shapes",
         nargs="+",
         help="of one group: rows x columns (quantize), tokens x K x experts (experts_casts), tokens x in x out (gemm, "
-        "linear), experts x out x in x tokens (experts), tokens x blocks (slice)",
+        "linear), experts x out x in x tokens (experts), tokens x blocks (others)",
     )
     made.add_argument(
         "--only", nargs="+", default=[], help="variants of linear and slice, glob patterns; bf16 always runs"

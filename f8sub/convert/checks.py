@@ -1,19 +1,17 @@
 """What a conversion refuses before it changes a model: each error names the layer and what to do."""
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from f8sub.convert.filters import LayerChoices
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.saved_input import RECOMPUTE, reencodes, why_not_kept
+from f8sub.linear.saved_input import why_not_kept
 from f8sub.recipe import Recipe
+from f8sub.torch_compat import is_dtensor, is_fsdp_module
 from f8sub.weights.conversion import Conversion
 
 SKIP_REASON = "float8_skip_reason"
@@ -30,19 +28,14 @@ class Chosen(NamedTuple):
     keep_x: str
 
 
-of_options: dict[str, Callable[[Sequence[Chosen]], None]] = {}
-"""What features refuse where their option of ``convert_to_float8`` is given, by the option's name."""
-
-why_nothing: Callable[[torch.nn.Module], str]
-"""Why no layer of a model was converted, and what to do; the feature that reports on conversions says it."""
+looks: list[Callable[[Sequence[Chosen], Mapping[str, bool]], None]] = []
+"""What features refuse or warn of: of the layers that are to be converted, and of their own options by name."""
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:
     """A sharded weight's parts cannot become one master weight."""
     for fqn, module in model.named_modules():
-        if isinstance(module, FSDPModule) or any(
-            isinstance(p, DTensor) for p in module.parameters(recurse=False)
-        ):
+        if is_fsdp_module(module) or any(map(is_dtensor, module.parameters(recurse=False))):
             raise Float8ConfigError(
                 f"{fqn or 'the model'} is already sharded ({type(module).__name__}): call convert_to_float8 before "
                 "fully_shard and parallelize_module, on the whole model; to go back to plain layers, load the "
@@ -85,21 +78,10 @@ def refuse_tied_apart(model: torch.nn.Module, chosen: Sequence[Chosen]) -> None:
             )
 
 
-def check_keep_x(chosen: Sequence[Chosen]) -> None:
-    """Refuse what a recipe cannot keep x as; warn where its codes are re-encoded."""
-    rounded = []
+def refuse_keep_x(chosen: Sequence[Chosen]) -> None:
+    """A recipe may be unable to keep x as it is asked to."""
     for _, fqn, plan, _, keep_x in chosen:
         if reason := why_not_kept(plan.recipe, keep_x):
             raise Float8ConfigError(
                 f"{fqn} with recipe {plan.recipe.name!r} cannot take keep_x={keep_x!r}: {reason}. Give it 'auto'"
             )
-        if keep_x == RECOMPUTE and reencodes(plan.recipe):
-            rounded.append(f"{fqn} ({plan.recipe.name})")
-    if rounded:
-        warnings.warn(
-            f"keep_x='recompute' re-scales the codes of x by columns in {len(rounded)} layers, {rounded[0]} first: "
-            "what falls below a column's smallest code is rounded again or lost; keep_x='high_precision' or 'auto' "
-            "keeps the numbers",
-            Float8Warning,
-            stacklevel=4,
-        )

@@ -2,19 +2,18 @@
 
 import functools
 import inspect
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never, TypeVar
 
 import torch
 
-from f8sub.convert import checks
+from f8sub.convert import sockets
 from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
-    check_keep_x,
     is_converted,
-    of_options,
+    looks,
+    refuse_keep_x,
     refuse_other_recipe,
     refuse_sharded,
     refuse_tied_apart,
@@ -28,15 +27,12 @@ from f8sub.convert.filters import (
     layer_keep_x,
     layer_recipes,
 )
-from f8sub.convert.foreign_calls import recipe_given, refuse_unknown
-from f8sub.convert.forward_hooks import check_ranks_hook, remove
 from f8sub.convert.linear_subclasses import float8_class, plain_class
-from f8sub.convert.sockets import converters
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
+from f8sub.linear.sockets import guests
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
@@ -80,7 +76,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         skip: glob patterns over whole segments of a layer's name; a match skips the layer, in addition to
             ``skip_defaults``. One that matches nothing is a ``Float8Warning``.
         skip_defaults: leave output heads, routers of experts, LoRA adapters and layers that are too small to gain
-            as they are, see ``f8sub.convert.defaults``; False converts these as well.
+            as they are, see ``f8sub.features.defaults``; False converts these as well.
         min_dim: leave layers as they are whose smaller dimension is below this. None for the default rule: 512, and
             no limit for a model that has more than a quarter of its FLOPs in smaller layers.
         strict: raise when no layer was converted; False warns instead.
@@ -108,9 +104,13 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
             another recipe, tied layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot
             take, or, when ``strict``, nothing to convert.
     """
-    refuse_unknown(unknown, inspect.signature(convert_to_float8).parameters)
+    sockets.check_call(recipe, unknown, inspect.signature(convert_to_float8).parameters)
+    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
+        raise Float8ConfigError(
+            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
+        )
     selection = Selection(
-        recipes=layer_recipes(recipe_given(recipe, recipe_name)),
+        recipes=layer_recipes(recipe_name or recipe),
         kept=layer_keep_x(keep_x),
         skip=[skip] if isinstance(skip, str) else skip,
         filter_fqns=[filter_fqns] if isinstance(filter_fqns, str) else filter_fqns,
@@ -136,9 +136,15 @@ def _convert_selected(
     refuse_other_recipe(model, selection.recipes)
     modules = dict(model.named_modules())
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
-    reasons = _reasons(modules, linears, selection)
+    reasons = selection.reasons(modules, linears)
     others = _other_reasons(modules, selection, of_features)
-    idle = _idle_patterns(list(modules), reasons | others, selection)
+    asked = reasons | others
+    for fqn, reason in asked.items():
+        if reason in IN_FLOAT8:
+            modules[fqn].__dict__.pop(SKIP_REASON, None)
+        else:
+            setattr(modules[fqn], SKIP_REASON, reason)
+    idle = sockets.idle_patterns(list(modules), asked, selection)
     # All plans before the first layer is converted: one that cannot be made leaves the model as it was.
     chosen = []
     for fqn, reason in reasons.items():
@@ -151,19 +157,18 @@ def _convert_selected(
         converter.planned(modules[fqn], fqn or "(root)", recipe, backend, float8_all_gather)
         for fqn, reason in others.items()
         if reason is None and (recipe := selection.recipes.of(fqn)) is not None
-        for converter in converters
+        for converter in sockets.converters
         if converter.takes(modules[fqn])
     ]
     if not chosen and not of_others:
-        _nothing_converted(model, strict)
+        sockets.nothing_converted(model, strict)
         return model
     refuse_tied_apart(model, chosen)
-    check_keep_x(chosen)
-    for option, refuse in of_options.items():
-        if of_features[option]:
-            refuse(chosen)
+    refuse_keep_x(chosen)
+    for look in looks:
+        look(chosen, of_features)
     conversion = Conversion({**of_features, "idle_patterns": idle})
-    for guest in sockets.guests:
+    for guest in guests:
         guest.planned(conversion, [layer.plan for layer in chosen])
     for layer in chosen:
         _convert(layer, conversion)
@@ -171,7 +176,7 @@ def _convert_selected(
         convert(conversion)
     _wrap_weights(conversion)
     _watch(model, conversion)
-    for guest in sockets.guests:
+    for guest in guests:
         guest.converted(model, conversion)
     return model
 
@@ -185,7 +190,7 @@ def convert_from_float8(model: Model) -> Model:
     refuse_sharded(model)
     module: Any
     for module in model.modules():
-        remove(check_ranks_hook, module)
+        remove_hook(_check_ranks_hook, module)
         if not is_converted(module):
             continue
         conversion: Conversion = module.converted
@@ -194,65 +199,33 @@ def convert_from_float8(model: Model) -> Model:
             if isinstance(weight, Weight):
                 _replace(module, name, torch.nn.Parameter(weight.plain, weight.requires_grad))
         conversion.discard(module)
-        for converter in converters:
+        for converter in sockets.converters:
             if converter.takes(module):
                 converter.revert(module)
         if isinstance(module, Float8Linear):
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
-            for guest in sockets.guests:
+            for guest in guests:
                 guest.left(module)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
-    for guest in sockets.guests:
+    for guest in guests:
         guest.restored(model)
     Conversion.forget(model)
     return model
 
 
-def _reasons(
-    modules: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Linear], selection: Selection
-) -> dict[str, str | None]:
-    """Why each linear layer is not converted, which is entered in the layer; None where it is."""
-    reasons = selection.reasons(modules, linears)
-    for fqn, reason in reasons.items():
-        if reason not in IN_FLOAT8:
-            setattr(linears[fqn], SKIP_REASON, reason)
-    return reasons
-
-
 def _other_reasons(
     modules: dict[str, torch.nn.Module], selection: Selection, of_features: dict[str, bool]
 ) -> dict[str, str | None]:
-    """The same for what features convert besides linear layers."""
+    """As ``Selection.reasons``, of what features convert besides linear layers."""
     reasons: dict[str, str | None] = {}
-    for converter in converters:
+    for converter in sockets.converters:
         for fqn, module in ((fqn, module) for fqn, module in modules.items() if converter.takes(module)):
             if is_converted(module):
                 reasons[fqn] = ALREADY
                 continue
             reason = None if of_features[converter.option] else f"{converter.option}=True converts it"
             reasons[fqn] = reason or selection.why_not_asked(module, fqn) or converter.why_not(module)
-            if reasons[fqn] is None:
-                module.__dict__.pop(SKIP_REASON, None)
-            else:
-                setattr(module, SKIP_REASON, reasons[fqn])
     return reasons
-
-
-def _idle_patterns(names: list[str], reasons: dict[str, str | None], selection: Selection) -> tuple[str, ...]:
-    """Patterns that do nothing, after a warning about those of each option; ``names`` are those of all modules."""
-    converted = [fqn for fqn, reason in reasons.items() if reason in IN_FLOAT8]
-    others = {fqn: str(reason) for fqn, reason in reasons.items() if reason not in IN_FLOAT8}
-    found = selection.idle(names)
-    if found:
-        _warn("; ".join(found))
-    for choices in (selection.recipes, selection.kept):
-        if idle := choices.idle_patterns(converted, others):
-            found += idle
-            _warn(
-                f"patterns of {choices.option} that decide for no layer: {', '.join(idle)}; the first that matches a "
-                "layer's name decides, so put the finer ones first"
-            )
-    return found
 
 
 def _convert(layer: Chosen, conversion: Conversion) -> None:
@@ -261,9 +234,8 @@ def _convert(layer: Chosen, conversion: Conversion) -> None:
     module.plan, module.fqn, module.converted = layer.plan, layer.fqn or "(root)", conversion
     module.float8_all_gather, module.keep_x = layer.gathered, layer.keep_x
     module.enter_weight()
-    for guest in sockets.guests:
+    for guest in guests:
         guest.entered(module)
-    module.__dict__.pop(SKIP_REASON, None)
 
 
 def _wrap_weights(conversion: Conversion) -> None:
@@ -296,23 +268,20 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
 def _watch(model: torch.nn.Module, conversion: Conversion) -> None:
     """Learn at forwards who shards the layers, and of every optimizer's steps."""
     Conversion.see(model)
-    model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
+    model.register_forward_pre_hook(functools.partial(_check_ranks_hook, conversion))
     watch_optimizer_steps()
 
 
-def _nothing_converted(model: torch.nn.Module, strict: bool) -> None:
-    if count := sum(map(is_converted, model.modules())):
-        _warn(
-            f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8"
-        )
-        return
-    message = f"convert_to_float8 found nothing to convert: {checks.why_nothing(model)}"
-    if strict:
-        raise Float8ConfigError(message)
-    Conversion.see(model)
-    _warn(message)
+def _check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
+    if not torch.compiler.is_compiling():
+        conversion.refresh()
+        remove_hook(_check_ranks_hook, module)
 
 
-def _warn(message: str) -> None:
-    """Warn where ``convert_to_float8`` was called."""
-    warnings.warn(message, Float8Warning, stacklevel=5)
+def remove_hook(function: Callable[..., None], module: torch.nn.Module) -> None:
+    """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) is function]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)

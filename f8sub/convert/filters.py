@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from f8sub.convert.defaults import default_reasons, too_small
+from f8sub.convert import sockets
 from f8sub.convert.linear_subclasses import extensions
-from f8sub.convert.patterns import matches, with_nearest
+from f8sub.convert.patterns import matches
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear
@@ -44,37 +44,23 @@ class LayerChoices(Generic[Choice]):
 
     def __init__(self, option: str, given: Any, read: Callable[[Any], Choice], other: Choice) -> None:
         self.option, self._other = option, other
-        self._by_layer = isinstance(given, Mapping)
-        by_pattern = given if isinstance(given, Mapping) else {"*": given}
+        self.is_for_all = not isinstance(given, Mapping)
+        by_pattern = {"*": given} if self.is_for_all else given
         if unknown := [pattern for pattern in by_pattern if not isinstance(pattern, str)]:
             raise Float8ConfigError(
                 f"{option} for layers goes by glob patterns over their names, got {unknown[0]!r}; give its name, as "
                 "model.named_modules() has it"
             )
-        self._choices = {pattern: read(chosen) for pattern, chosen in by_pattern.items()}
+        self.by_pattern = {pattern: read(chosen) for pattern, chosen in by_pattern.items()}
 
     def of(self, fqn: str) -> Choice:
         """A layer's choice."""
-        pattern = self._pattern_of(fqn)
-        return self._other if pattern is None else self._choices[pattern]
+        pattern = self.pattern_of(fqn)
+        return self._other if pattern is None else self.by_pattern[pattern]
 
-    def idle_patterns(self, converted: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
-        """Patterns that decide for no ``converted`` layer, each with the reason; ``others`` are why others are not."""
-        if not self._by_layer:
-            return ()
-        busy = {self._pattern_of(fqn) for fqn in converted}
-        idle = [pattern for pattern in self._choices if pattern not in busy]
-        return tuple(f"{pattern!r} {self._why_idle(pattern, converted, others)}" for pattern in idle)
-
-    def _pattern_of(self, fqn: str) -> str | None:
-        return next((pattern for pattern in self._choices if matches(pattern, fqn)), None)
-
-    def _why_idle(self, pattern: str, converted: Sequence[str], others: Mapping[str, str]) -> str:
-        if taken := next((fqn for fqn in converted if matches(pattern, fqn)), None):
-            return f"matches only layers that an earlier pattern matches too ({self._pattern_of(taken)!r} {taken})"
-        if left := next((fqn for fqn in others if matches(pattern, fqn)), None):
-            return f"matches no layer that is converted ({left}: {others[left]})"
-        return with_nearest("matches no linear layer", pattern, [*converted, *others])
+    def pattern_of(self, fqn: str) -> str | None:
+        """The pattern that decides for a layer."""
+        return next((pattern for pattern in self.by_pattern if matches(pattern, fqn)), None)
 
 
 def layer_recipes(recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> LayerChoices[Recipe | None]:
@@ -133,11 +119,11 @@ class Selection:
         self, modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
     ) -> dict[str, str | None]:
         """Why each linear layer stays as it is, by name; None where it is converted."""
-        by_default = default_reasons(modules, linears) if self.defaults else {}
+        by_default = sockets.default_reasons(modules, linears) if self.defaults else {}
         found = {fqn: self._why_not(module, fqn, by_default.get(fqn)) for fqn, module in linears.items()}
         if self.defaults or self.min_dim is not None:
             left = {fqn: linears[fqn] for fqn, reason in found.items() if reason is None}
-            found |= too_small(left, self.min_dim)
+            found |= sockets.too_small(left, self.min_dim)
         # A weight is gathered as float8 for all of its owners or for none.
         owners: dict[int, list[str]] = defaultdict(list)
         for fqn, module in modules.items():
@@ -148,12 +134,6 @@ class Selection:
             if apart := [owner for owner in owners[id(linears[fqn].weight)] if owner not in float8]:
                 found[fqn] = f"its weight is tied to {apart[-1]}, which stays in high precision"
         return found
-
-    def idle(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The patterns that match none of a model's modules, each with the nearest of their ``names``."""
-        found = [("skip", p) for p in self.skip if not any(matches(p, fqn) for fqn in names)]
-        found += [("filter_fqns", p) for p in self.filter_fqns if not any(p in fqn for fqn in names)]
-        return tuple(with_nearest(f"{option}={p!r} matches nothing", p, names) for option, p in found)
 
     def why_not_asked(self, module: torch.nn.Module, fqn: str, by_default: str | None = None) -> str | None:
         """Why a caller's options leave a module as it is; None where they do not."""

@@ -1,11 +1,6 @@
-"""Glob patterns over layers' names: what they match, and what was meant by one that matches nothing."""
+"""Glob patterns over layers' names, and names that stand for several."""
 
-import difflib
 import fnmatch
-from collections.abc import Iterable
-
-MOST_SUGGESTIONS = 3
-"""Names that a warning about a pattern suggests."""
 
 
 def matches(pattern: str, fqn: str) -> bool:
@@ -17,7 +12,7 @@ def matches(pattern: str, fqn: str) -> bool:
     segments, parts = fqn.split("."), pattern.split(".")
     return any(
         all(fnmatch.fnmatchcase(s, p) for s, p in zip(run, parts, strict=True))
-        for run in _runs(segments, len(parts))
+        for run in runs_of(segments, len(parts))
     )
 
 
@@ -31,14 +26,6 @@ def name_of(alike: list[str]) -> str:
     return alike[0] if len(alike) == 1 else kind_of(alike[0])
 
 
-def with_nearest(message: str, pattern: str, names: Iterable[str]) -> str:
-    """A message about a pattern that matches none of ``names``, with the runs of their segments that look like it."""
-    length = len(pattern.split("."))
-    kinds = dict.fromkeys(map(kind_of, names))
-    runs = dict.fromkeys(".".join(run) for kind in kinds for run in _runs(kind.split("."), length))
-    found = difflib.get_close_matches(pattern, list(runs), MOST_SUGGESTIONS)
-    return message + (f" (nearest: {', '.join(found)})" if found else "")
-
-
-def _runs(segments: list[str], length: int) -> list[list[str]]:
+def runs_of(segments: list[str], length: int) -> list[list[str]]:
+    """Every so many neighbours among the segments of a name."""
     return [segments[i : i + length] for i in range(len(segments) - length + 1)]

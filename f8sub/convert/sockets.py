@@ -1,6 +1,7 @@
-"""What features convert besides linear layers."""
+"""What features put into a conversion: kinds of modules, layers to leave out by default, a look at the call itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -8,7 +9,7 @@ from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
 
-class Converter:
+class Converter(Protocol):
     """How a feature converts modules of one kind.
 
     A converted module has ``converted``, ``fqn``, ``plan`` with its recipe, ``how`` for reports, and what
@@ -22,11 +23,9 @@ class Converter:
 
     def takes(self, module: torch.nn.Module) -> bool:
         """Whether a module, converted or not, is of the kind."""
-        raise NotImplementedError
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         """Why it cannot be converted; None where it can."""
-        raise NotImplementedError
 
     def planned(
         self, module: torch.nn.Module, fqn: str, recipe: Recipe, backend: str, gathered: bool
@@ -36,11 +35,24 @@ class Converter:
         Raises:
             Float8ConfigError: the recipe or the backend cannot be.
         """
-        raise NotImplementedError
 
     def revert(self, module: torch.nn.Module) -> None:
         """Make the module what it was; its weights are plain parameters already."""
-        raise NotImplementedError
 
 
 converters: list[Converter] = []
+
+check_call: Callable[[Any, Mapping[str, Any], Iterable[str]], None]
+"""Raises an error for a recipe that is none, or for unknown keywords; the third argument are the known ones."""
+
+default_reasons: Callable[[Mapping[str, torch.nn.Module], Mapping[str, torch.nn.Linear]], dict[str, str]]
+"""Of all modules and all linear layers by name: the layers to leave out, each with the reason."""
+
+too_small: Callable[[Mapping[str, torch.nn.Linear], int | None], dict[str, str]]
+"""The layers whose smaller dimension is below a limit, each with the reason; None for the feature's own limit."""
+
+nothing_converted: Callable[[torch.nn.Module, bool], None]
+"""Says of a model without a layer to convert why, and what to do: an error where that is ``strict``."""
+
+idle_patterns: Callable[[list[str], dict[str, str | None], Any], tuple[str, ...]]
+"""Patterns that do nothing: of the names of all modules, the reasons of all layers, and the ``Selection``."""

@@ -1,27 +1,19 @@
-"""High precision to codes, by the fastest kernel that takes a matrix; all of them agree to the bit.
+"""High precision to codes, by the fastest kernel that takes a matrix; all of them agree to the bit."""
 
-Eager code on a CPU has a quantizer of its own for one scale a tensor, which reads the amax and makes the scale on the
-host, in 5 operators instead of 20. Reading a tensor's value waits for nothing there; an accelerator's stream it would
-stall.
-"""
-
-import ctypes
-import math
+from collections.abc import Callable
 
 import torch
 
-from f8sub.formats import Float8Format, Operand, ScaleRule
+from f8sub.formats import Float8Format
 from f8sub.kernels import ops, reference
 from f8sub.kernels.experts import ExpertWeights
 from f8sub.kernels.groups import Codes, Groups
 from f8sub.kernels.reference import Quantized
-from f8sub.kernels.scales import CURRENT, PriorScale, ScaleSource, largest_scale, smallest_scale
+from f8sub.kernels.scales import CURRENT, ScaleSource
 from f8sub.kernels.triton import quantize_cuda, quantize_experts_cuda, quantize_groups_cuda
-from f8sub.torch_compat import no_dispatch_modes
 
-with torch.inference_mode(mode=False), no_dispatch_modes():  # whatever f8sub is imported in
-    _MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32, device="cpu")
-    _ONE = torch.ones((1, 1), dtype=torch.float32, device="cpu")
+on_cpu: Callable[..., Quantized] = reference.quantize
+"""What quantizes plain tensors of a CPU in eager code, with arguments as those of ``reference.quantize``."""
 
 
 def quantize(
@@ -47,7 +39,7 @@ def quantize(
     if reduce is not None:
         return reference.quantize(x, rowwise, columnwise, any_layout, prior, reduce)
     if type(x) is torch.Tensor and x.is_cpu:
-        return quantize_on_cpu(x, rowwise, columnwise, any_layout, prior)
+        return on_cpu(x, rowwise, columnwise, any_layout, prior)
     return quantize_cuda.quantize(x, rowwise, columnwise, any_layout, prior)
 
 
@@ -86,69 +78,3 @@ def derive_columnwise_of_experts(
         codes, scales = ops.derive_columnwise_of_experts(data, scale_inv, after, own.name, format.name)
         return ExpertWeights(codes, scales, format)
     return quantize_experts_cuda.derive_columnwise(rowwise, format)
-
-
-def quantize_on_cpu(
-    x: torch.Tensor,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    any_layout: bool = False,
-    prior: PriorScale | None = None,
-) -> Quantized:
-    """``reference.quantize``; goes there for finer tiles, two formats, and tensors that are not plain or not finite.
-
-    With scales of the current amax nothing is clamped: a finite product is at most ``format.max * (1 + 2**-23)``, which
-    rounds to ``format.max``.
-    """
-    format = columnwise if rowwise is None else rowwise
-    if (
-        format is None
-        or not (format.is_plain and format.tile.is_whole)
-        or not (columnwise is None or columnwise is format or columnwise == format)
-        or not x.numel()
-        or not x.is_contiguous()
-    ):
-        return reference.quantize(x, rowwise, columnwise, any_layout, prior)
-    lowest, highest = torch.aminmax(x)
-    amax: float = max(highest.item(), -lowest.item())
-    if not amax < math.inf:
-        return reference.quantize(x, rowwise, columnwise, any_layout, prior)
-    scale = scale_from_amax(amax, format) if prior is None else scale_now(prior, amax, format)
-    # -0 + scale * x is the float32 product of a bfloat16 x, signed zeros too, in one operator.
-    scaled = torch.add(_MINUS_ZERO, x, alpha=scale)
-    if prior is not None and amax * scale > format.max:
-        scaled = scaled.clamp_(-format.max, format.max)
-    data = scaled.to(format.dtype)
-    scale_inv = _matrix_of(1.0 / scale)
-    row = col = None
-    if rowwise is not None:
-        row = Operand(data, scale_inv, format)
-    if columnwise is not None:
-        col = Operand(data.t() if any_layout else torch.t_copy(data), scale_inv, format)
-    return Quantized(row, col, None if prior is None else _matrix_of(amax))
-
-
-def _matrix_of(number: float) -> torch.Tensor:
-    # float32, (1, 1), by the operator that has just cast: half of what a small operator costs is code that the caches
-    # do not hold, and ``torch.full`` is other code. So is ``mT``, where the GEMM calls ``t()``.
-    return torch.add(_MINUS_ZERO, _ONE, alpha=number)
-
-
-def scale_from_amax(amax: float, format: Float8Format) -> float:
-    """``scales.scale_from_amax`` of one finite number; a Python float that float32 holds exactly."""
-    if amax == 0.0:
-        return 1.0
-    scale: float = ctypes.c_float(min(format.max / amax, largest_scale())).value
-    if format.scale_rule is not ScaleRule.FLOAT and format.scale_rule.is_power_of_2:
-        scale = math.ldexp(0.5, math.frexp(scale)[1])
-    return scale
-
-
-def scale_now(prior: PriorScale, amax: float, format: Float8Format) -> float:
-    """``scales.scale_now`` of one finite number."""
-    scale: float = prior.scale.item()
-    if scale == 0.0:
-        scale = max(scale_from_amax(amax * 2.0**prior.margin, format), smallest_scale())
-    if prior.covers and amax != 0.0:
-        scale = min(scale, scale_from_amax(amax, format))
-    return scale

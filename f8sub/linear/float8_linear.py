@@ -18,22 +18,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
-from f8sub.formats import HIGH_PRECISION, Operand
+from f8sub.formats import HIGH_PRECISION, Operand, present
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
-from f8sub.linear.saved_input import AUTO, Call, GemmInput, Kept, cast_x, present, x_columnwise
+from f8sub.linear.saved_input import AUTO, Call, GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.sockets import contexts
 from f8sub.linear.weight_cast import last_cast, quantize_rowwise, rowwise_of
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.product import multiply
-from f8sub.torch_compat import apply, autocast_dtype, untraced
+from f8sub.torch_compat import apply, autocast_dtype, is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again
 from f8sub.weights.weight import Weight, WeightRecord, exported, local_tensor
@@ -82,7 +81,7 @@ class Float8Linear(torch.nn.Linear):
         bias: torch.Tensor | None = self.bias
         adds_bias = True
         whole: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if isinstance(weight, DTensor):
+        if is_dtensor(weight):
             if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
                 return _eagerly(self, x)
             placed = sockets.placement(self, plan, weight, x, bias, sources)

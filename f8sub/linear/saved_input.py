@@ -16,11 +16,11 @@ that came in float8 stays as it came.
 """
 
 import itertools
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from f8sub.formats import Float8Format, Operand, why_not_derivable
+from f8sub.formats import Float8Format, Operand, present, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.kernels.quantize import quantize
@@ -38,7 +38,6 @@ Call = tuple[Plan, torch.dtype, Sources]
 """What one call of a layer multiplies by: its plan, the high-precision dtype of its GEMMs, the sources of scales."""
 
 Formats = tuple[Float8Format | None, Float8Format | None]
-Present = TypeVar("Present", Operand, Float8Format)
 
 AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE = KEEP_X = ("auto", "float8", "high_precision", "recompute")
 """What a layer can be asked to keep of x."""
@@ -71,12 +70,6 @@ def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
     if rowwise is None:
         return "its fprop does not cast x, so that there are no codes to derive any from"
     return why_not_derivable(rowwise, columnwise)
-
-
-def reencodes(recipe: Recipe) -> bool:
-    """Whether "recompute" makes other codes than "float8": re-scaled ones, where no byte transpose will do."""
-    rowwise, columnwise = recipe.formats("x")
-    return not (rowwise is None or columnwise is None or rowwise.tile.is_transpose_of(columnwise.tile))
 
 
 def cast_x(
@@ -147,13 +140,6 @@ def x_columnwise(saved: list[torch.Tensor], kept: Kept, call: Call, after: torch
         given = PriorScale(scale, prior.margin, covers=False, is_known=kept.is_known)
         source = GivenScale(given, source.reduce)
     return present(quantize(matrix, None, format, source, plan.any_layout).columnwise)
-
-
-def present(operand: Present | None) -> Present:
-    """What the recipe says is there."""
-    if operand is None:
-        raise RuntimeError("a float8 tensor lacks the operand that its recipe reads")
-    return operand
 
 
 events = itertools.count(1)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
@@ -89,16 +88,10 @@ def _no_scaling(layer: "Float8Linear", recipe: Recipe) -> Sources:
     )
 
 
-def _no_placement(layer: "Float8Linear", *forward: Any) -> Placed:
-    raise Float8ConfigError(
-        f"{layer.fqn}: its weight is a DTensor, and the feature of f8sub.features that runs such layers is not there"
-    )
-
-
 guests: list[LayerGuest] = []
 scaling: Callable[["Float8Linear", Recipe], Sources] = _no_scaling
 """The sources of a forward that begins now, by a recipe whose ``scaling`` is not None."""
-placement: Callable[..., Placed] = _no_placement
+placement: Callable[..., Placed]
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
 contexts = Contexts()
 cast: Callable[..., Quantized]

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import Float8Format, Operand, present
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
 from f8sub.torch_compat import is_capturing
@@ -60,7 +60,4 @@ def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dt
 
 def quantize_rowwise(weight: torch.Tensor, format: Float8Format, source: ScaleSource = CURRENT) -> Operand:
     """A high-precision weight's rowwise operand; see ``rowwise_of``."""
-    operand = quantize(weight, format, None, source).rowwise
-    if operand is None:
-        raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
-    return operand
+    return present(quantize(weight, format, None, source).rowwise)

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
-from f8sub.formats import Float8Format, Operand, why_not_derivable
+from f8sub.formats import Float8Format, Operand, present, why_not_derivable
 from f8sub.kernels import reference
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.tensor.operators import describe
@@ -14,7 +15,7 @@ from f8sub.tensor.operators import describe
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 OPS: dict[Any, Handler] = {}
-"""The operators that keep codes or read them; filled by ``dispatch.py``."""
+"""The operators that keep codes or read them: at the end those that training itself runs; features have others."""
 
 ANY_OTHER = "any other operator"
 """The entry of ``OPS`` for those that are not there."""
@@ -97,7 +98,7 @@ class Float8Tensor(torch.Tensor):
         """High-precision values, of its shape in ``dtype``; from the rowwise codes where both are there."""
         if (rowwise := self.rowwise) is not None:
             return reference.dequantize(rowwise, self.dtype).view(self.shape)
-        return reference.dequantize(_present(self.columnwise), self.dtype).t().reshape(self.shape)
+        return reference.dequantize(present(self.columnwise), self.dtype).t().reshape(self.shape)
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Derive or drop a usage, in place.
@@ -115,9 +116,9 @@ class Float8Tensor(torch.Tensor):
         new_row = None if rowwise is False else row
         new_col = None if columnwise is False else col
         if rowwise and row is None:
-            new_row = _derive(_present(col), "rowwise", "columnwise")
+            new_row = _derive(present(col), "rowwise", "columnwise")
         if columnwise and col is None:
-            new_col = _derive(_present(row), "columnwise", "rowwise")
+            new_col = _derive(present(row), "columnwise", "rowwise")
         if new_row is None and new_col is None:
             raise Float8ConfigError(
                 f"{self!r}: dropping the last usage would leave no data; keep one of the two"
@@ -193,12 +194,6 @@ class Float8Tensor(torch.Tensor):
         return handler(func, args, kwargs or {})
 
 
-def _present(operand: Operand | None) -> Operand:
-    if operand is None:
-        raise RuntimeError("a Float8Tensor lost both of its usages")
-    return operand
-
-
 def _derive(source: Operand, wanted: str, have: str) -> Operand:
     if reason := why_not_derivable(source.format, source.format):
         raise Float8ConfigError(
@@ -215,3 +210,49 @@ def _derive(source: Operand, wanted: str, have: str) -> Operand:
 
 # It makes tensors of what a file holds and runs nothing.
 torch.serialization.add_safe_globals([Float8Tensor])
+
+aten = torch.ops.aten
+
+
+def implements(*ops: Any) -> Callable[[Handler], Handler]:
+    """Enter a handler into the table; one operator has one handler."""
+
+    def register(handler: Handler) -> Handler:
+        for op in ops:
+            if op in OPS:
+                raise RuntimeError(f"{op} is already handled by {OPS[op]}")
+            OPS[op] = handler
+        return handler
+
+    return register
+
+
+@implements(aten.detach.default, aten.alias.default, aten.clone.default)
+def _same_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = args[0].map_buffers(lambda buffer: func(buffer, *args[1:], **kwargs))
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+@implements(aten._to_copy.default)
+def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Move to another device; of another dtype are high-precision values alone."""
+    tensor: Float8Tensor = args[0]
+    if kwargs.get("dtype") not in (None, tensor.dtype):
+        return OPS[ANY_OTHER](func, args, kwargs)
+    moved = {name: value for name, value in kwargs.items() if name != "dtype"}
+    return tensor.map_buffers(lambda buffer: func(buffer, **moved))
+
+
+@implements(aten.view.default, aten.as_strided.default)
+def _view_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same rows under other leading dims. FSDP2 asks for an unsharded parameter's own, with its strides."""
+    tensor, shape, *strided = args
+    viewed = torch.empty(shape if strided else tensor.shape, dtype=tensor.dtype, device="meta")
+    viewed = viewed if strided else viewed.view(shape)
+    apart = strided and (
+        tuple(strided[0]) != viewed.stride() or any(strided[1:]) or kwargs.get("storage_offset")
+    )
+    if viewed.shape[-1:] != tensor.shape[-1:] or viewed.numel() != tensor.numel() or apart:
+        return OPS[ANY_OTHER](func, args, kwargs)
+    out = tensor.map_buffers(aten.alias.default, leading=viewed.shape[:-1])
+    return return_and_correct_aliasing(func, args, kwargs, out)

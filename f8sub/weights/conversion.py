@@ -4,15 +4,14 @@ import hashlib
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
-from f8sub.torch_compat import param_dtypes, resharded_to_part
+from f8sub.torch_compat import is_dtensor, param_dtypes, resharded_to_part
 from f8sub.version import __version__
 from f8sub.weights.agreement import all_arrive
 from f8sub.weights.exchange import Exchange
@@ -20,7 +19,10 @@ from f8sub.weights.guests import Guest, makers
 from f8sub.weights.layout import ShardLayout, sharded_dims
 from f8sub.weights.ranks import check_ranks
 from f8sub.weights.shard import Shard
-from f8sub.weights.weight import WeightRecord, local_tensor, master_of
+from f8sub.weights.weight import Weight, WeightRecord, local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _SEEN = "float8_seen"
 """Attribute of every module that ``convert_to_float8`` was given."""
@@ -121,7 +123,7 @@ class Conversion:
         """
         records = self.records
         new = [(record, record.parameter) for record in records if not record.entered]
-        if sharded := [(record, w) for record, w in new if isinstance(w, DTensor) and sharded_dims(w)]:
+        if sharded := [(record, w) for record, w in new if is_dtensor(w) and sharded_dims(w)]:
             self._enter(sorted(sharded, key=lambda each: each[0].fqn), asked)
         for record in records:
             if (shard := record.shard) is not None:
@@ -150,7 +152,7 @@ class Conversion:
         for guest in self.guests:
             guest.loaded()
 
-    def _enter(self, new: Sequence[tuple[WeightRecord, DTensor]], asked: bool) -> None:
+    def _enter(self, new: Sequence[tuple[WeightRecord, "DTensor"]], asked: bool) -> None:
         """Give shards to weights that were sharded, and exchanges to the shards."""
         resharded = resharded_to_part(record.module for record, _ in new if record.gathered)
         if fqns := sorted({record.fqn for record, _ in new if record.module in resharded}):
@@ -174,6 +176,8 @@ class Conversion:
                 record.entered = True
                 if shard := self._shard(record, layout, dtypes, exchange):
                     record.shard = shards.setdefault(shard.master.cell, shard)  # tied weights have one
+                    local: Any = local_tensor(record.module._parameters[record.name])
+                    local.was_sharded(record.shard)
             shared = [record for record in self if (s := record.shard) is not None and s.exchange is exchange]
             if shared:
                 self.exchanges[ranks] = exchange
@@ -215,7 +219,7 @@ class Conversion:
         if not sent and prior is None:
             return None
         local, format = local_tensor(record.module._parameters[record.name]), record.format
-        master = master_of(local)
+        master = local.cast_by_shard if isinstance(local, Weight) else None
         if master is None or (sent and not hasattr(local, "fsdp_pre_all_gather")):
             raise Float8ConfigError(
                 f"{record.fqn}: FSDP2 would gather its weight in high precision, because it is a "

@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, Tile
 from f8sub.torch_compat import all_gather
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ALIGNMENT = 16
 """Bytes that a row and its scales are filled up to: NCCL is slow and tensor cores refuse what is not aligned so."""
@@ -55,7 +58,7 @@ class ShardLayout:
     device: str
 
     @classmethod
-    def of(cls, weight: DTensor, fqn: str = "a layer") -> "ShardLayout":
+    def of(cls, weight: "DTensor", fqn: str = "a layer") -> "ShardLayout":
         """The layout of a sharded weight; Float8ConfigError where a middle dimension is sharded."""
         mesh, dims = weight.device_mesh, sharded_dims(weight)
         first, *tensor_parallel = dims  # fully_shard's mesh dimension comes first
@@ -141,7 +144,7 @@ class ShardLayout:
         return scales
 
 
-def sharded_dims(weight: DTensor) -> dict[int, int]:
+def sharded_dims(weight: "DTensor") -> dict[int, int]:
     """The dimension of the weight that each mesh dimension shards; none for those that replicate it."""
     # FSDP2 with tensor parallelism on one dimension has a placement of its own, which is no Shard.
     dims = {i: getattr(placement, "dim", None) for i, placement in enumerate(weight.placements)}

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from f8sub.formats import Operand
 from f8sub.tensor.operators import Operator, describe
-from f8sub.torch_compat import is_capturing, tensors_in_storage
+from f8sub.torch_compat import is_capturing, is_dtensor, tensors_in_storage
 from f8sub.weights.weight import Weight, WeightRecord, local_tensor
 
 State = tuple[int, int, int]
@@ -302,7 +301,7 @@ def make_master_again(record: WeightRecord) -> None:
     weight = record.module._parameters[record.name]
     master = MasterWeight(local_tensor(weight).detach())
     master.cell.record = record
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
         weight._local_tensor = master
     else:
         master.cell.shared = True  # by the state dict

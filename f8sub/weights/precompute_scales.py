@@ -13,7 +13,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.torch_compat import is_capturing, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import Weight, local_tensor
 
 
 def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -34,7 +34,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
             and gathered in high precision: there on the ranks that hold it.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """
-    for conversion in _conversions(_parts_of(model)):
+    for conversion in conversions_of(parts_of(model)):
         conversion.refresh(asked=True)
         for exchange in conversion.exchanges.values():
             shard = exchange.table.shards[0]
@@ -52,38 +52,8 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
             guest.requested()
 
 
-def register_precompute_hook(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module | Iterable[torch.nn.Module],
-) -> torch.utils.hooks.RemovableHandle:
-    """Call ``precompute_scales(model)`` after every ``optimizer.step()``; accelerate's wrapper is taken too.
-
-    Returns a handle that removes the hook again. Raises Float8ConfigError where ``convert_to_float8`` saw no model.
-    """
-    parts = _parts_of(model)
-    _conversions(parts)
-    runs_hooks: Any = optimizer
-    while not hasattr(runs_hooks, "_optimizer_step_post_hooks"):
-        runs_hooks = runs_hooks.optimizer  # accelerate's wrapper has no hooks of its own
-    handle: torch.utils.hooks.RemovableHandle = runs_hooks.register_step_post_hook(_PrecomputeHook(parts))
-    return handle
-
-
-class _PrecomputeHook:
-    """Precomputes scales; the optimizer's first such hook enters the step, as hooks of all optimizers run later."""
-
-    def __init__(self, parts: list[torch.nn.Module]) -> None:
-        self.parts = parts
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _precompute_hook(optimizer) is self:
-            _enter_step(optimizer, args, kwargs)
-        precompute_scales(self.parts)
-
-
-def _precompute_hook(optimizer: torch.optim.Optimizer) -> _PrecomputeHook | None:
-    hooks = optimizer._optimizer_step_post_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, _PrecomputeHook)), None)
+entering: set[type] = set()
+"""Kinds of step hooks of an optimizer's own that call ``enter_step``: they run before the hooks of all optimizers."""
 
 
 @functools.cache
@@ -94,22 +64,22 @@ def watch_optimizer_steps() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = _stepped_by(optimizer)
-    for conversion, weights in stepped.items():
+    for conversion, weights in _stepped_by(optimizer, Weight).items():
         for guest in () if conversion is None else conversion.guests:
             guest.before_step(optimizer, weights)
     if not _has_closure(args, kwargs):
-        _mark_stale(stepped)
+        _mark_stale(_stepped_by(optimizer))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     late = Conversion.counts_steps or _has_closure(args, kwargs)
-    if late and _precompute_hook(optimizer) is None:
-        _enter_step(optimizer, args, kwargs)
+    if late and not entering.intersection(map(type, optimizer._optimizer_step_post_hooks.values())):
+        enter_step(optimizer, args, kwargs)
 
 
 @untraced
-def _enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Enter an optimizer's step, of these arguments, that ended."""
     stepped = _stepped_by(optimizer)
     if _has_closure(args, kwargs):
         _mark_stale(stepped)
@@ -125,13 +95,15 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
-def _stepped_by(optimizer: torch.optim.Optimizer) -> dict[Conversion | None, list[torch.Tensor]]:
-    """The parameters of an optimizer that are master weights, by their conversions."""
+def _stepped_by(
+    optimizer: torch.optim.Optimizer, kind: type[Weight] = MasterWeight
+) -> dict[Conversion | None, list[torch.Tensor]]:
+    """The parameters of an optimizer that are weights of a kind, by their conversions."""
     found = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             local = local_tensor(parameter)
-            if isinstance(local, MasterWeight):
+            if isinstance(local, kind):
                 found[None if local.record is None else local.record.conversion].append(parameter)
     return found
 
@@ -146,14 +118,15 @@ def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]]) -> None:
 
 _Walk = tuple[int, list[weakref.ref[Conversion]]]
 _walked: weakref.WeakKeyDictionary[torch.nn.Module, _Walk] = weakref.WeakKeyDictionary()
-"""What ``_conversions`` found. A conversion may lead to the module, and is not held here."""
+"""What ``conversions_of`` found. A conversion may lead to the module, and is not held here."""
 
 
-def _parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+def parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """What ``precompute_scales`` takes, as a list."""
     return [model] if isinstance(model, torch.nn.Module) or not isinstance(model, Iterable) else list(model)
 
 
-def _conversions(parts: list[torch.nn.Module]) -> list[Conversion]:
+def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
     """The conversions that the modules' layers belong to; a module is walked anew only after another conversion."""
     found: dict[Conversion, None] = {}
     for index, part in enumerate(parts):

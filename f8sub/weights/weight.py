@@ -19,17 +19,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import bound_hook
+from f8sub.torch_compat import bound_hook, is_dtensor
 from f8sub.weights.layout import lies_in_rows
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from f8sub.weights.conversion import Conversion
     from f8sub.weights.master_weight import MasterWeight
     from f8sub.weights.shard import Shard
@@ -116,6 +116,11 @@ class Weight(torch.Tensor):
         raise NotImplementedError
 
     @property
+    def cast_by_shard(self) -> "MasterWeight | None":
+        """What a shard of the weight casts: its master, or an empty one where the codes were there before the shard."""
+        return self.master
+
+    @property
     def plain(self) -> torch.Tensor:
         """The values as an ordinary tensor."""
         raise NotImplementedError
@@ -129,6 +134,9 @@ class Weight(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
         return plain.__reduce_ex__(protocol)
+
+    def was_sharded(self, shard: "Shard") -> None:
+        """A shard of the weight was made, of which nothing was gathered."""
 
     def was_gathered(self, shard: "Shard") -> None:
         """Codes of the weight as it is, with scales of its own, were gathered from all ranks."""
@@ -181,11 +189,11 @@ class Weight(torch.Tensor):
 
 def _codes_to_wire(
     weight: Weight,
-    mesh: DeviceMesh,
+    mesh: "DeviceMesh",
     outer_size: torch.Size,
     outer_stride: tuple[int, ...],
     module: torch.nn.Module,
-    mp_policy: MixedPrecisionPolicy,
+    mp_policy: "MixedPrecisionPolicy",
 ) -> tuple[tuple[torch.Tensor], Metadata]:
     record = weight._wire_record()
     converted = getattr(module, "converted", None)
@@ -197,7 +205,7 @@ def _codes_to_wire(
     return _to_wire(weight, record)
 
 
-def _rows_to_wire(weight: Weight, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor], Metadata]:
+def _rows_to_wire(weight: Weight, mesh: "DeviceMesh") -> tuple[tuple[torch.Tensor], Metadata]:
     return _to_wire(weight, weight._wire_record())
 
 
@@ -219,7 +227,7 @@ def master_of(local: torch.Tensor) -> "MasterWeight | None":
 
 def local_tensor(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded parameter, or the whole of any other."""
-    return weight._local_tensor if isinstance(weight, DTensor) else weight
+    return weight._local_tensor if is_dtensor(weight) else weight
 
 
 def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:

@@ -50,7 +50,7 @@ SECTIONS = {
             "restore_high_precision",
         ],
     ),
-    "Before a run": ("f8sub", ["estimate", "Estimate"]),
+    "Before a run": ("f8sub", ["estimate", "Estimate", "estimate_step", "StepEstimate"]),
     "Look at a run": ("f8sub", ["Monitor", "sensitivity", "compare", "Comparison"]),
     "Serve, and start from float8": (
         "f8sub",

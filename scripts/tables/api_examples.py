@@ -104,6 +104,19 @@ def Estimate():
     assert isinstance(found, f8sub.Estimate)
 
 
+def estimate_step():
+    with torch.device("meta"):
+        model = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(4))
+    print(f8sub.estimate_step(model, gpus=(8, 64), gpu="H200"))
+
+
+def StepEstimate():
+    with torch.device("meta"):
+        model = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(4))
+    found = f8sub.estimate_step(model, gpus=64)
+    print(found.of(64, "+ gradients in e4m3").over_bf16)
+
+
 def Monitor():
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))
     monitor = f8sub.Monitor(model, every=100)

@@ -34,7 +34,14 @@ PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 COMMAND = "python scripts/tables/architecture.py --write-docs"
 CORE = ("convert", "linear", "weights", "tensor", "kernels", "values")
 """Folders of the core, the topmost first; the modules at the top of the package are values, or the public names."""
-NAMES = {"f8sub", "f8sub.__main__", "f8sub.optim", "f8sub.tensor_parallel", "f8sub.titan"}
+NAMES = {
+    "f8sub",
+    "f8sub.__main__",
+    "f8sub.optim",
+    "f8sub.recipes.delayed",
+    "f8sub.tensor_parallel",
+    "f8sub.titan",
+}
 VALUES = "Formats, recipes, errors, and what differs between versions of torch."
 
 

@@ -11,7 +11,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = ("values", "kernels", "tensor", "weights", "linear", "convert", "features", "names")
 """In the order of the flows: a module imports its own folder or those before it."""
 VALUES = {"errors", "formats", "recipe", "recipes", "torch_compat", "version"}
-NAMES = {"__init__", "__main__", "optim", "tensor_parallel", "titan"}
+NAMES = {"__init__", "__main__", "optim", "recipes.delayed", "tensor_parallel", "titan"}
 """Modules under f8sub that give users the names of what the folders hold."""
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 80
 
@@ -23,7 +23,9 @@ def name_of(path: Path) -> str:
 def folder_of(module: str) -> str:
     """Which of ``FOLDERS`` a module, ``f8sub.linear.saved_input``, belongs to."""
     part = [*module.split("."), "__init__"][1]
-    return "values" if part in VALUES else "names" if part in NAMES else part
+    if {part, module.removeprefix("f8sub.")} & NAMES:
+        return "names"
+    return "values" if part in VALUES else part
 
 
 def dotted(path: Path) -> str:
@@ -112,11 +114,12 @@ def test_modules_that_import_each_other():
 
 WORDS_FOR_OTHER_THINGS = {
     "tensor": {"rowwise"},
+    "features.delayed_recipe": {"delayed"},
     "features.slicing": {"rowwise"},
     "features.tensors": {"rowwise"},
     "formats": {"rowwise", "tensorwise"},
 }
-"""Names of recipes that are a usage, or tiles of a row and of a whole matrix."""
+"""Names of recipes that are a usage, or tiles of a row and of a whole matrix; and that of a feature's own recipe."""
 
 
 def test_no_recipe_is_named_outside_the_recipes():

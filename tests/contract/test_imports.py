@@ -8,6 +8,9 @@ import pytest
 
 import f8sub
 
+SLOW = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "sympy"]
+"""Modules of torch, and one that these bring in, that a float8 model may never need."""
+
 OPTIONAL = ["triton", "torchao", "transformers", "torchtitan", "safetensors", "pyarrow", "matplotlib", "rich"]
 
 
@@ -23,15 +26,45 @@ def modules_after(statement: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def brought_in() -> set[str]:
-    """Top-level modules that f8sub imports and torch, as it is used for FSDP2, does not."""
-    torch_alone = modules_after("import torch, torch.distributed.fsdp, torch.distributed.tensor")
-    with_f8sub = modules_after("import f8sub")
-    assert "f8sub" in with_f8sub
-    return {name.partition(".")[0] for name in with_f8sub - torch_alone}
+    """Modules that f8sub imports and torch does not."""
+    return modules_after("import f8sub") - modules_after("import torch")
 
 
 def test_importing_f8sub_imports_torch_and_the_standard_library_alone(brought_in):
-    assert brought_in <= {"f8sub", "torch", *sys.stdlib_module_names}
+    tops = {name.partition(".")[0] for name in brought_in}
+    assert {"f8sub"} < tops <= {"f8sub", "torch", *sys.stdlib_module_names}
+
+
+def test_importing_f8sub_loads_little_besides_and_nothing_slow(brought_in):
+    others = {name for name in brought_in if name.partition(".")[0] != "f8sub"}
+    assert not {name for name in others for slow in [*SLOW, *OPTIONAL] if f"{name}.".startswith(f"{slow}.")}
+    assert len(others) < 10
+
+
+def test_fsdp2_and_tensor_parallelism_may_be_imported_after_f8sub():
+    """By then sockets and hooks are there: weights are gathered as float8, and refused where they are sharded."""
+    code = """
+import torch, f8sub
+import torch.distributed as dist
+model = torch.nn.Sequential(torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 16, bias=False))
+f8sub.convert_to_float8(model)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fully_shard(model[0])
+gathered = []
+model[0].register_forward_pre_hook(lambda layer, args: gathered.append(type(layer.weight).__name__))
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+parallelize_module(model[1], mesh, f8sub.tensor_parallel.Float8ColwiseParallel())
+x = torch.randn(8, 16)
+model(x).backward(torch.randn(8, 16))
+print(*gathered, type(model[0].weight.grad).__name__, type(model[1].weight.grad).__name__)
+try:
+    f8sub.convert_from_float8(model)
+except f8sub.Float8ConfigError as error:
+    print("already sharded" in str(error))
+"""
+    assert in_a_fresh_process(code).split() == ["Float8Tensor", "DTensor", "DTensor", "True"]
 
 
 def test_it_works_where_nothing_optional_can_be_imported():

@@ -15,7 +15,6 @@ MAKERS = {
     "_make",
     "_no_longer_primary",
     "bad_weights",
-    "idle",
     "jit_error",
     "reference_warning",
     "why_nothing",

@@ -116,6 +116,15 @@ def test_gradients_in_float8(ranks, tmp_path):
     assert losses(ours) != losses(usual)
 
 
+def test_gradients_in_float8_are_monitored(ranks, tmp_path):
+    settings = quick_settings(tmp_path, f"{GRADIENTS} --float8.monitor_every 2")
+    ranks(2, train, settings)
+    rows = [row for row in read_metrics(tmp_path / "numerics.jsonl") if row["role"] == "gradient"]
+    assert sorted({row["step"] for row in rows}) == [1, 3]
+    assert {row["layer"] for row in rows} == {"(root)", *(f"model.layers.{i}" for i in range(4))}
+    assert (tmp_path / "numerics_gradient.png").exists()
+
+
 def stop_one_rank(rank, world, settings, step):
     run = trainer(world, settings)
     train_step = run.train_step

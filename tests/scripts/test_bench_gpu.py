@@ -11,7 +11,7 @@ from f8sub.kernels.gemm import scaled_mm, select
 from f8sub.linear import weight_cast
 from f8sub.weights import master_weight
 from scripts.bench import timing
-from scripts.bench.gpu import gemms, graphs, linears, quantizers, slices, variants
+from scripts.bench.gpu import gemms, graphs, linears, monitors, quantizers, slices, variants
 from scripts.bench.gpu.expert_steps import Lie
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES, Problem, Product
 from scripts.bench.gpu.session import Session
@@ -44,7 +44,7 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
     assert found["failed"] == {}
     assert printed.count(", CPU") >= 7
     figures = found["figures"]
-    assert set(figures) == {"quantize", "gemm", "linear", "experts", "experts_casts", "slice"}
+    assert set(figures) == {"quantize", "gemm", "linear", "experts", "experts_casts", "slice", "monitor"}
     for rows in figures["quantize"].values():
         named = ("1x128 both", "columns of rowwise codes", "amaxes and scales of shards 128x128")
         assert rows.keys() >= {"copy", "256x256 column", *named}
@@ -305,3 +305,15 @@ def test_how_tokens_lie():
         assert not any(count % 16 for count in lie.counts)
         assert lie.groups(CPU).ends.tolist()[-1] == 1024
     assert lie.counts[0] > 3 * lie.counts[-1]
+
+
+def test_a_monitors_cost_is_that_of_sampled_steps():
+    given = session(only=["f8sub tensorwise eager"])
+    monitors.group(given)
+    assert not given.failed
+    ((shape, rows),) = given.figures["monitor"].items()
+    (row,) = rows.values()
+    assert (shape, row["operands"]) == ("32x4", 3 * 4 * 7)
+    plain, sampled = row["plain"]["median_ms"], row["sampled"]["median_ms"]
+    assert row["share"] == pytest.approx((sampled - plain) / (100 * plain))
+    assert len(given.tables) == 1

@@ -13,7 +13,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
@@ -23,7 +22,7 @@ from f8sub.linear.saved_input import why_not_kept
 from f8sub.linear.sockets import contexts
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import constant_result, graph_task, saved_tensors_hook
+from f8sub.torch_compat import constant_result, graph_task, is_dtensor, saved_tensors_hook
 
 if TYPE_CHECKING:
     from f8sub.linear.float8_linear import Float8Linear
@@ -110,7 +109,7 @@ def plan_in_use(layer: "Float8Linear") -> Plan:
 
 def _is_codes(weight: torch.Tensor) -> bool:
     """Whether float8 codes are all there is of a weight: FSDP2 gathered them, or its master was dropped."""
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
         weight = weight._local_tensor
     if isinstance(weight, PrimaryWeight):
         return weight.primary.master is None

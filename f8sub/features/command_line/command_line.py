@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError
 from f8sub.features.doctor.command import add_doctor
 from f8sub.features.inspect.command import add_inspect
-from f8sub.features.load.command import add_export
+from f8sub.features.offline_export.command import add_export
+from f8sub.features.step_model.command import add_estimate
 
-COMMANDS = (add_doctor, add_inspect, add_export)
+COMMANDS = (add_doctor, add_inspect, add_estimate, add_export)
 """Each adds one command, whose ``run`` takes the parsed arguments and returns a text and an exit status."""
 
 WRONG_USE = 2

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.convert.convert import convert_to_float8
@@ -17,6 +16,7 @@ from f8sub.features.compare.other_order import OtherOrder
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.precompute_scales import precompute_scales
 
 LossOf = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -71,7 +71,7 @@ def compare(
 
 
 def _check(model: torch.nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel) or any(isinstance(p, DTensor) for p in model.parameters()):
+    if isinstance(model, DistributedDataParallel) or any(map(is_dtensor, model.parameters())):
         raise Float8ConfigError(
             "compare copies the model, and this one is spread over ranks; call it before fully_shard, "
             "parallelize_module and DistributedDataParallel"

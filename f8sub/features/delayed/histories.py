@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.convert.forward_hooks import remove
+from f8sub.convert.convert import remove_hook
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.features.delayed.layers import STATES, state_of, states_of
 from f8sub.features.delayed.state import OPERANDS, ScalingState, W, roll
@@ -328,7 +328,7 @@ class DelayedLayers(sockets.LayerGuest):
     @override
     def restored(self, model: torch.nn.Module) -> None:
         for module in model.modules():
-            remove(_forward_hook, module)
+            remove_hook(_forward_hook, module)
 
 
 sockets.guests.append(DelayedLayers())
@@ -338,7 +338,7 @@ def _forward_hook(conversion: Conversion, module: torch.nn.Module, args: Any) ->
     """Forward pre-hook of a converted model, until it is known which ranks share its histories."""
     for guest in () if torch.compiler.is_compiling() else conversion.guests:
         if type(guest) is _DelayedGuest and guest.saw_forward():
-            remove(_forward_hook, module)
+            remove_hook(_forward_hook, module)
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:

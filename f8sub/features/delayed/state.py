@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.delayed_recipe.delayed import DelayedScaling
 from f8sub.formats import Float8Format
 from f8sub.kernels.scales import (
     PriorScale,
@@ -24,7 +25,6 @@ from f8sub.kernels.scales import (
 )
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.recipe import OperandName, Recipe
-from f8sub.recipes.delayed import DelayedScaling
 from f8sub.tensor.host_copy import HostCopy
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")

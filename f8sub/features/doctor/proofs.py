@@ -13,10 +13,11 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Operand
 from f8sub.kernels import reference
-from f8sub.kernels.gemm.select import GEMM, REFERENCE, Plan, gemm_nt, quantizer_of
+from f8sub.kernels.gemm.select import GEMM, REFERENCE, Plan, gemm_nt
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, GivenScale, PriorScale, ScaleSource, amax, scale_from_amax
+from f8sub.kernels.triton import support
 from f8sub.kernels.triton.quantize_cuda import derive_columnwise
 from f8sub.recipe import GemmSpec, Recipe
 
@@ -140,8 +141,11 @@ def _cast(plan: Plan, name: str, values: torch.Tensor) -> tuple[Cast | None, Qua
         scale = scale_from_amax(amax(values, formats[0].tile), formats[0])
         source = GivenScale(PriorScale(scale, 0.0, covers=False, is_known=True))
     is_derived = name == "w" and row is not None and col is not None
-    by = {quantizer_of(format, values.device) for format in formats}
-    shown = REFERENCE if REFERENCE in by else "ours"
+    if values.is_cpu:
+        slow = [format for format in formats if not (format.is_plain and format.tile.is_whole)]
+    else:
+        slow = [f for f in formats if support.why_no_triton(values.device) or support.why_no_kernel(f)]
+    shown = REFERENCE if slow else "ours"
     right = reference.quantize(
         values, row, None if is_derived else col, plan.any_layout, source.prior(), source.reduce
     )

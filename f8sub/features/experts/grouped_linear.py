@@ -2,11 +2,10 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.features.experts import nodes, one_by_one
@@ -21,7 +20,7 @@ from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_expert
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, constant_result
+from f8sub.torch_compat import apply, autocast_dtype, constant_result, is_dtensor
 from f8sub.weights.master_weight import MasterWeight
 
 
@@ -31,6 +30,20 @@ class Call(NamedTuple):
     plan: GroupedPlan
     dtype: torch.dtype
     transposed: bool
+
+
+class Product(NamedTuple):
+    """What a call of ``grouped_linear`` multiplied, as it lies on this rank, and the result."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    groups: Groups
+    call: Call
+    y: torch.Tensor
+
+
+watchers: list[Callable[[str, Product], None]] = []
+"""Called after every product in float8, with the name of the converted module whose forward runs."""
 
 
 class _Running(threading.local):
@@ -98,7 +111,10 @@ def grouped_linear(
     dtype = autocast_dtype(x.device.type) or x.dtype
     if is_one_by_one(plan.recipe):
         return one_by_one.linear(x, weight, groups, plan.recipe, dtype, transposed)
-    y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, Call(plan, dtype, transposed))
+    call = Call(plan, dtype, transposed)
+    y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, call)
+    for watch in watchers:
+        watch(fqn, Product(x, weight, groups, call, y))
     return y
 
 
@@ -127,7 +143,7 @@ def _named(recipe: str, device: str, backend: str) -> str:
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a weight that expert parallelism shards; its gradient is that part's."""
-    return weight.to_local(grad_placements=weight.placements) if isinstance(weight, DTensor) else weight
+    return weight.to_local(grad_placements=weight.placements) if is_dtensor(weight) else weight
 
 
 def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, transposed: bool) -> None:
@@ -180,7 +196,7 @@ class _GroupedLinear(torch.autograd.Function):
         if a is None or spec.b is None:
             y = nodes.high_precision_rows(x, _values(w, call), groups)
         else:
-            y = nodes.rows(plan.fprop, spec, a, _rowwise(w, spec.b, call), groups, dtype)
+            y = nodes.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
         saved: tuple[torch.Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
             saved = (x,) if kept is None else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
@@ -232,7 +248,7 @@ def _as_stored(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return w.to(dtype)
 
 
-def _rowwise(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
+def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:
     """All experts' rowwise operand: as gathered, as cast last, or cast now. Rounded to the call's dtype before."""
     stored = seen_transposed(format) if call.transposed else format
     flat = flat_format(stored, w.shape[1])
@@ -259,4 +275,4 @@ def _columnwise(w: torch.Tensor, format: Float8Format, call: Call, dy: torch.Ten
     if rowwise is None:
         return quantize_experts(_values(w, call).transpose(1, 2), format)
     after = ops.small_part_of(dy, None)
-    return derive_columnwise_of_experts(_rowwise(w, rowwise, call), format, after)
+    return derive_columnwise_of_experts(rowwise_of_experts(w, rowwise, call), format, after)

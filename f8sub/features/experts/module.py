@@ -5,12 +5,18 @@ from typing import Any
 import torch
 
 from f8sub.errors import jit_error
-from f8sub.features.experts.grouped_linear import grouped_linear, running
+from f8sub.features.experts.grouped_linear import (
+    Call,
+    grouped_linear,
+    local_part,
+    rowwise_of_experts,
+    running,
+)
 from f8sub.features.experts.operands import flat_format
 from f8sub.features.experts.products import GroupedPlan
 from f8sub.features.experts.seams import Seam
 from f8sub.formats import Float8Format
-from f8sub.kernels.experts import seen_transposed
+from f8sub.kernels.experts import ExpertWeights, seen_transposed
 from f8sub.recipe import GemmSpec
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again
@@ -53,6 +59,14 @@ class Float8Experts(torch.nn.Module):
             return None
         rows = self._parameters[name].shape[1]  # type: ignore[union-attr]
         return flat_format(seen_transposed(format) if self.weights[name] else format, rows)
+
+    def rowwise(self, name: str, dtype: torch.dtype) -> ExpertWeights:
+        """The codes of this rank's experts that fprop in ``dtype`` reads of a weight, which is gathered."""
+        format = self.plan.recipe.fprop.b
+        if format is None:
+            raise RuntimeError(f"{self.fqn}.{name} is read in high precision, so it has no codes")
+        call = Call(self.plan, dtype, self.weights[name])
+        return rowwise_of_experts(local_part(self._parameters[name]), format, call)  # type: ignore[arg-type]
 
     def is_gathered(self, name: str) -> bool:
         """Whether FSDP2 gathers a weight as float8: no tile of it reaches over experts."""

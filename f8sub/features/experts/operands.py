@@ -49,6 +49,11 @@ class Tokens(NamedTuple):
 
     def dequantize(self, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
         """The values of each row of ``groups``, (groups.rows, K); those of no group are zero."""
+        codes, scale, is_none = self.by_row(groups)
+        return (codes.float() * scale).to(dtype).masked_fill(is_none, 0)
+
+    def by_row(self, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes (groups.rows, K), scales that broadcast to them, and which rows are of no group, (groups.rows, 1)."""
         codes = self.data.t() if self.contracted else self.data
         edge, cols = self.edge, self.format.tile.rows if self.contracted else self.format.tile.cols
         is_none = groups.past
@@ -57,8 +62,7 @@ class Tokens(NamedTuple):
         scale = reference.spread(
             self.scale_inv.float()[tile], Tile(1, cols), torch.Size((groups.rows, codes.shape[1]))
         )
-        values = codes.view(torch.uint8)[place].view(codes.dtype).float() * scale
-        return values.to(dtype).masked_fill(is_none, 0)
+        return codes.view(torch.uint8)[place].view(codes.dtype), scale, is_none
 
 
 def quantize_tokens(

@@ -5,17 +5,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.features.export import layouts
-from f8sub.features.export.codes import Part, blocks_of, float8_format, operand_of, unwrapped
+from f8sub.features.export.codes import Part, blocks_of, experts_of, names_of, operand_of, unwrapped
+from f8sub.features.layouts import layouts
+from f8sub.features.layouts.names import Pieces
 from f8sub.formats import Float8Format, ScaleRule
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.weights.weight import Weight
+from f8sub.torch_compat import is_dtensor
+from f8sub.weights.weight import Weight, local_tensor
 
 Rename = Callable[[str], str]
-"""From a parameter's name in the model to the engine's."""
+"""From a tensor's name in a checkpoint of the model to the engine's."""
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one parent that engines multiply as one. Source: vLLM's ``packed_modules_mapping`` of Llama and Qwen."""
@@ -26,13 +27,15 @@ class Exported(NamedTuple):
 
     Attributes:
         layout: one of ``layouts.LAYOUTS``.
-        formats: of the float8 layers, by full name.
-        in_high_precision: full names of the other linear layers.
+        formats: of the float8 layers, by full name in the checkpoint; each expert's are layers of their own.
+        in_high_precision: full names of the other linear layers, and of modules of experts.
+        pieces: what the checkpoint calls the tensors of each parameter and buffer, by its name in the model.
     """
 
     layout: str
     formats: dict[str, Float8Format]
     in_high_precision: list[str]
+    pieces: Pieces
 
     def config(self, rename: Rename | None) -> dict[str, Any]:
         """``quantization_config`` of a ``config.json``."""
@@ -53,15 +56,23 @@ def examined(model: torch.nn.Module, layout: str) -> Exported:
         Float8ConfigError: there is no float8 layer, or the layout cannot hold one.
     """
     float8: dict[str, tuple[Float8Format, tuple[int, int]]] = {}
-    others: list[str] = []
-    for _, parts in blocks_of(unwrapped(model)):
-        for part in parts:
-            if not isinstance(part.module, torch.nn.Linear) or part.attribute != "weight":
-                continue
-            if (format := float8_format(part.module)) is None:
-                others.append(part.fqn)
-            else:
-                float8[part.fqn] = format, (part.module.out_features, part.module.in_features)
+    others: dict[str, None] = {}
+    model = unwrapped(model)
+    parts = [part for _, parts in blocks_of(model) for part in parts]
+    pieces = names_of(model, parts)
+    for part in parts:
+        for piece in pieces[part.name]:
+            layer, shape = piece.name.removesuffix(".weight"), tuple(part.tensor.shape)
+            if piece.rows is not None:
+                shape = piece.rows.stop - piece.rows.start, shape[2]
+            is_matrix = isinstance(part.module, torch.nn.Linear) and part.attribute == "weight"
+            if part.format is not None and len(shape) == 2:
+                float8[layer] = part.format, shape
+                layouts.check_rows(layer, part.format, piece.rows)
+            elif is_matrix:
+                others[layer] = None
+            elif part.tensor.dim() == 3:  # experts, which readers know by their module's name
+                others[layer.partition(f".{piece.expert}.")[0] if piece.rows else part.fqn] = None
     if not float8:
         raise Float8ConfigError(
             f"{type(model).__name__} has no layer whose forward multiplies in float8, so there are no codes to export; "
@@ -71,8 +82,8 @@ def examined(model: torch.nn.Module, layout: str) -> Exported:
         layout = layouts.natural_layout(float8)
     layouts.check(layout, float8)
     formats = {fqn: format for fqn, (format, _) in float8.items()}
-    _warn(formats, others)
-    return Exported(layout, formats, others)
+    _warn(formats, list(others))
+    return Exported(layout, formats, list(others), pieces)
 
 
 def _warn(formats: dict[str, Float8Format], others: list[str]) -> None:
@@ -121,22 +132,23 @@ def float8_weights(
         layout: "fp8", "compressed-tensors", or "auto" for the one that most engines read.
         dtype: what forward computes in and other weights are exported in. None where FSDP2's ``param_dtype`` or the
             weights' own dtype says it.
-        rename: from a parameter's name in the model to the engine's.
+        rename: from a tensor's name to the engine's. A tensor has its parameter's name; of a model of transformers the
+            one that ``save_pretrained`` gives it, and of an expert "MODULE.5.w1.weight".
 
     Yields:
-        Name and tensor: for a float8 layer of (N, K) e4m3 codes (N, K) and scales, see ``features/export/layouts.py``;
-        for anything else its values. In memory of their own.
+        Name and tensor: for a float8 layer or expert of (N, K) e4m3 codes (N, K) and scales, see
+        ``features/layouts/layouts.py``; for anything else its values. In memory of their own.
 
     Raises:
         Float8ConfigError: no float8 layer, a layout that cannot hold one, or a dtype that has to be given.
         Float8NumericsError: a weight has NaN.
     """
-    yield from stream(unwrapped(model), examined(model, layout).layout, dtype, rename)
+    yield from stream(unwrapped(model), examined(model, layout), dtype, rename)
 
 
 def stream(
     model: torch.nn.Module,
-    layout: str,
+    exported: Exported,
     dtype: torch.dtype | None,
     rename: Rename | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,9 +160,7 @@ def stream(
             gathers.unshard()
         try:
             for part in parts:
-                with torch.no_grad():
-                    made = _made(part, layout, dtype)
-                for name, tensor in made.items():
+                for name, tensor in _made(part, exported, dtype):
                     if (to := renamed(name)) in given:
                         raise Float8ConfigError(f"rename gives {to!r} to two tensors, the second is {name}")
                     given.add(to)
@@ -160,19 +170,41 @@ def stream(
                 gathers.reshard()
 
 
-def _made(part: Part, layout: str, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    if part.is_float8:
-        tensors = layouts.tensors_of(operand_of(part, dtype), layout)
-        return {f"{part.fqn}.{leaf}" if part.fqn else leaf: tensor for leaf, tensor in tensors.items()}
-    value = getattr(part.module, part.attribute).detach()
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    # Of modules that are no layers, such as experts.
-    value = value.dequantize() if isinstance(value, Float8Tensor) else value
-    value = value.plain if isinstance(value, Weight) else value
+@torch.no_grad()
+def _made(part: Part, exported: Exported, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    pieces, layout = exported.pieces[part.name], exported.layout
+    if part.format is not None and (part.tensor.dim() == 2 or pieces[0].rows is not None):
+        of_expert = experts_of(part, dtype) if part.tensor.dim() == 3 else iter((operand_of(part, dtype),))
+        for index, operand in enumerate(of_expert):
+            tensors = layouts.tensors_of(operand, layout)
+            for name, rows in ((each.name, each.rows) for each in pieces if each.expert in (None, index)):
+                for leaf, tensor in layouts.rows_of(tensors, rows).items():
+                    yield name.removesuffix("weight") + leaf, tensor
+        return
+    value = _values(part.tensor)
     # Buffers stay as forward reads them: neither autocast nor FSDP2 casts a router's bias.
     if dtype is not None and value.is_floating_point() and part.attribute in part.module._parameters:
-        return {part.name: value.to(dtype, copy=True)}
-    return {part.name: value.clone(memory_format=torch.contiguous_format)}
+        value = value.to(dtype)
+    for piece in pieces:
+        own = value if piece.expert is None else value[piece.expert, piece.rows]
+        yield piece.name, own.clone(memory_format=torch.contiguous_format)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor in high precision, also where it was gathered as codes that are read otherwise."""
+    local = local_tensor(tensor.detach())
+    value = local.dequantize() if isinstance(local, Float8Tensor) else local
+    value = value.plain if isinstance(value, Weight) else value
+    if not is_dtensor(tensor):
+        return value
+    return torch.distributed.tensor.DTensor.from_local(
+        value,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    ).full_tensor()
 
 
 def float8_state_dict(
@@ -197,4 +229,4 @@ def float8_state_dict(
         Float8NumericsError: see ``float8_weights``.
     """
     exported = examined(model, layout)
-    return dict(stream(unwrapped(model), exported.layout, dtype, rename)), exported.config(rename)
+    return dict(stream(unwrapped(model), exported, dtype, rename)), exported.config(rename)

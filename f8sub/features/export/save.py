@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.export.codes import unwrapped
 from f8sub.features.export.float8_weights import Rename, examined, stream
+from f8sub.torch_compat import is_fsdp_module
 from f8sub.weights.ranks import gather_values
 
 SHARD_BYTES = 5_000_000_000
@@ -59,7 +59,7 @@ def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are
     written["quantization_config"] = exported.config(rename)
     text = json.dumps(written, indent=2, sort_keys=True, default=str)
     _together(lambda: check_target(Path(folder)), group)
-    tensors = stream(model, exported.layout, dtype, rename)
+    tensors = stream(model, exported, dtype, rename)
     failure = None
     if _is_writer(group):
         failure = write(Path(folder), tensors, text, shard_bytes)
@@ -120,7 +120,10 @@ def config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, An
     own: Any = getattr(model, "config", None)
     config = dict(own.to_dict()) if hasattr(own, "to_dict") else {}
     # fully_shard gives a module a class of its own: one of FSDPModule and of the model's.
-    own_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    own_class: type = type(model)
+    if is_fsdp_module(model):
+        of_fsdp = torch.distributed.fsdp.FSDPModule
+        own_class = next(cls for cls in own_class.__mro__ if not issubclass(cls, of_fsdp))
     config["architectures"] = [own_class.__name__]
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")

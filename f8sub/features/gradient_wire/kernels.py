@@ -56,8 +56,8 @@ def encoded(x):
     """``blocks.encode`` of (BLOCKS, BLOCK) elements."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 1)
-    # Rare, so most programs do not look at each element.
-    is_special = tl.max(largest, 0) >= 0x7F800000
+    # Rare, so most programs do not look at each element: NaN, infinity, and what e4m3 would round up to 2**128.
+    is_special = tl.max(largest, 0) >= 0x7F700000
     if is_special:
         largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), 1)
     exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x500000).to(tl.int32)
@@ -65,8 +65,9 @@ def encoded(x):
     scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     codes = (x * scale[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if is_special:
-        infinity = ((x.to(tl.int32, bitcast=True) >> 24) & 0x80 | 0x7E).to(tl.uint8)
-        codes = tl.where(magnitude == 0x7F800000, infinity, codes)
+        top = tl.where(magnitude == 0x7F800000, 0x7E, 0x77)
+        top = ((x.to(tl.int32, bitcast=True) >> 24) & 0x80 | top).to(tl.uint8)
+        codes = tl.where(magnitude >= 0x7F700000, top, codes)
         codes = tl.where(magnitude > 0x7F800000, tl.full(x.shape, 0x7F, tl.uint8), codes)
     return codes, exponent.to(tl.uint8)
 

@@ -1,16 +1,17 @@
 """reduce_gradients_in_float8: FSDP2's gradients at one byte an element on the wire, added in float32."""
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.gradient_wire.hosts import hops_of
 from f8sub.features.gradient_wire.reduction import Float8ReduceScatter, Hops
+from f8sub.features.monitor import gradients
 from f8sub.kernels.triton.support import why_no_triton
-from f8sub.torch_compat import Reduction, reductions
+from f8sub.torch_compat import Reduction, is_fsdp_module, reductions
 
 
 def reduce_gradients_in_float8(
@@ -38,7 +39,7 @@ def reduce_gradients_in_float8(
         flat: one exchange, over several hosts too, where it sends more bytes than a ring of bfloat16.
         ranks_per_host: how many ranks that follow one another share a host; None asks the hosts for their names.
         measure: compare each ``measure_every``-th reduction of a module, the first one too, with torch's in float32,
-            whose bytes and memory it takes besides; ``decibels`` of what is returned tells.
+            whose bytes and memory it takes besides; ``decibels`` of what is returned tells, and ``f8sub.Monitor``.
         measure_every: reductions of a module from one that is measured to the next.
 
     Raises:
@@ -54,7 +55,7 @@ def reduce_gradients_in_float8(
     found = _reductions(model)
     every = measure_every if measure else 0
     hops: dict[dist.ProcessGroup, Hops | None] = {}
-    reduced: dict[str, tuple[FSDPModule, Float8ReduceScatter]] = {}
+    reduced: dict[str, tuple[Any, Float8ReduceScatter]] = {}
     for fqn, (module, reduction) in found.items():
         group, before = reduction.ranks, reduction.comm
         if group not in hops:
@@ -62,7 +63,8 @@ def reduce_gradients_in_float8(
         if isinstance(before, Float8ReduceScatter):
             before = before.before
         comm = Float8ReduceScatter(before, hops[group], every)
-        module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(comm)
+        gradients.measured[module] = lambda comm=comm: comm.measured  # type: ignore[misc]
         reduced[fqn] = module, comm
     return GradientReduction(reduced, 2 if any(hops.values()) else 1)
 
@@ -70,7 +72,7 @@ def reduce_gradients_in_float8(
 class GradientReduction:
     """What ``reduce_gradients_in_float8`` set up; its ``str`` is a line for a log."""
 
-    def __init__(self, reduced: dict[str, tuple[FSDPModule, Float8ReduceScatter]], hops: int) -> None:
+    def __init__(self, reduced: dict[str, tuple[Any, Float8ReduceScatter]], hops: int) -> None:
         self._reduced, self._hops = reduced, hops
 
     def __str__(self) -> str:
@@ -92,17 +94,18 @@ class GradientReduction:
         """Have FSDP2 reduce gradients as before."""
         for module, comm in self._reduced.values():
             module.set_custom_reduce_scatter(comm.before)
+            gradients.measured.pop(module, None)
         self._reduced = {}
 
 
-def _reductions(model: torch.nn.Module) -> dict[str, tuple[FSDPModule, Reduction]]:
+def _reductions(model: torch.nn.Module) -> dict[str, tuple[Any, Reduction]]:
     """By name, those of several ranks, each group of parameters once."""
-    modules = {fqn: module for fqn, module in model.named_modules() if isinstance(module, FSDPModule)}
+    modules = {fqn: module for fqn, module in model.named_modules() if is_fsdp_module(module)}
     if not modules:
         raise Float8ConfigError(
             f"{type(model).__name__} has no FSDP2 module: call fully_shard before reduce_gradients_in_float8"
         )
-    found: dict[int, tuple[str, FSDPModule, Reduction]] = {}
+    found: dict[int, tuple[str, Any, Reduction]] = {}
     for fqn, module in modules.items():
         name, of_module = fqn or "the model", reductions(module)
         if len(of_module) > 1:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.inspect.llama3 import SIZES, llama3
 
 TITAN = "torchtitan:"
 
 FORMS = (
     "a folder with config.json, or that file; a name that transformers has cached, or one of its model types, such "
-    f"as llama; {TITAN}llama3/llama3_8b; or module:function"
+    f"as llama; {TITAN}llama3/llama3_8b; {', '.join(SIZES)}; or module:function"
 )
 """What a model is named by."""
 
@@ -28,6 +29,8 @@ def load(name: str) -> torch.nn.Module:
     Raises:
         Float8ConfigError: there is no such model, or a package that it needs is not installed.
     """
+    if name in SIZES:
+        return llama3(name)
     if name.startswith(TITAN):
         return _of_function(_of_titan(name.removeprefix(TITAN)), name)
     if Path(name).exists():

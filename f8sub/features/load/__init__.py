@@ -1,1 +1,1 @@
-"""Reading checkpoints: float8 ones into masters, finished ones into float8."""
+"""Reading checkpoints: float8 ones into frozen codes and masters."""

@@ -47,7 +47,7 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._where
 
     def __iter__(self) -> Iterator[str]:

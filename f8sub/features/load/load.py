@@ -1,27 +1,28 @@
-"""load_float8: start from a float8 checkpoint, such as Qwen3-FP8 or DeepSeek-V3: values for masters, shard by shard."""
+"""load_float8: start from a float8 checkpoint, such as Qwen3-FP8 or DeepSeek-V3, shard by shard."""
 
 import os
-import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
-from f8sub.features.export.codes import Part, blocks_of, float8_format, unwrapped
+from f8sub.features.export.codes import Part, blocks_of, names_of, unwrapped
 from f8sub.features.export.float8_weights import Rename
+from f8sub.features.layouts.names import Piece
+from f8sub.features.layouts.reading import scale_of, tile_of
 from f8sub.features.load.checkpoint import Checkpoint, some
+from f8sub.features.load.held_codes import can_hold, check_not_gathered, format_for, hold
 from f8sub.features.load.ties import other_names
-from f8sub.formats import ALL, Tile
+from f8sub.features.primary_weights.masters import reread_shards
+from f8sub.formats import ALL, Operand, Tile
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.torch_compat import is_dtensor
+from f8sub.weights.conversion import Conversion
 from f8sub.weights.weight import local_tensor
-
-_SCALES = ("weight_scale_inv", "weight_scale", "scale")
-"""Names of a layer's scales. Sources: see ``layouts``; DeepSeek-V4's files have the last."""
 
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
 """safetensors' names of what a parameter is read from without scales."""
@@ -32,17 +33,20 @@ _SECOND_CAST = 0.026
 Measured on published 128x128 weights with float32 scales, cast again with powers of two.
 """
 
+Where = tuple[slice, ...]
+"""A part of a tensor, a slice with a start and an end for each dimension."""
+
 
 class _Source(NamedTuple):
-    """Where a parameter comes from.
+    """A tensor of the checkpoint that a parameter, or a part of one, comes from.
 
     Attributes:
-        name: of the values or codes in the checkpoint.
+        piece: its name, and of what it is.
         scale: name of the scales; None for a tensor that is not in float8.
         tile: the block of elements that share a scale.
     """
 
-    name: str
+    piece: Piece
     scale: str | None
     tile: Tile
 
@@ -53,51 +57,64 @@ def load_float8(
     *,
     rename: Rename | None = None,
     strict: bool = True,
+    device: torch.device | str | None = None,
 ) -> None:
     """Fill a model from a checkpoint whose linear weights are float8 codes and scales.
 
     Each rank reads its own shards, one tensor at a time; nothing is sent. Call it before or after ``fully_shard``, and
     ``precompute_scales`` after it. Everything is checked before the first value is written.
 
-    A converted layer whose recipe has the file's tiles and powers of two as scales multiplies the file's values
-    exactly. Any other casts them once more, with a ``Float8Warning``.
+    A frozen layer that was converted with ``primary_weights=True``, by a recipe whose weights have the file's tiles,
+    keeps the file's own codes and scales, float32 ones or powers of two, at one byte an element, without values in high
+    precision. It multiplies and sends them as they are. Under FSDP2 load after ``fully_shard``, before the first
+    forward.
+
+    Any other parameter takes the values that the codes stand for. A converted layer casts them again. Where the recipe
+    has the file's tiles and both have powers of two as scales, the cast has exactly these values. Where both have
+    float32 scales, it has the file's codes, and scales that differ by the rounding of one amax. Other layers are cast a
+    second time, with a ``Float8Warning``.
 
     Args:
-        model: converted or not, on a device.
+        model: converted or not.
         folder: with ``config.json`` and ``model.safetensors``, or an index and its files, of the layouts that
-            ``save_float8`` writes: ``quant_method`` fp8 or compressed-tensors.
-        rename: from a parameter's name in the model to the checkpoint's.
+            ``save_float8`` writes: ``quant_method`` fp8 or compressed-tensors. Experts may be one linear layer each.
+        rename: from a tensor's name to the checkpoint's. A tensor has its parameter's name; of a model of transformers
+            the one that ``save_pretrained`` gives it, and of an expert "MODULE.5.w1.weight".
         strict: raise where the model and the checkpoint have different names; False leaves what is missing as it is.
+        device: of parameters that are on meta; each module gets its memory just before it is filled. None for that of
+            their mesh, if they are sharded. Buffers that checkpoints do not hold stay on meta.
 
     Raises:
-        Float8ConfigError: no such checkpoint, a file cut short, another layout, or names that differ.
+        Float8ConfigError: no such checkpoint, a file cut short, another layout, names that differ, a frozen weight
+            that was gathered before, or a parameter on meta without a device.
         Float8ShapeError: a tensor or its scales have another shape.
     """
     with Checkpoint(Path(folder)) as checkpoint:
-        parts = [part for _, parts in blocks_of(unwrapped(model)) for part in parts]
-        if on_meta := [part.name for part in parts if local_tensor(_tensor(part)).is_meta]:
-            raise Float8ConfigError(
-                f"{some(on_meta)} on meta, which has no memory for values; call model.to_empty(device=...) first"
-            )
-        sources = _matched(parts, checkpoint, _Names(rename or str, other_names(unwrapped(model))), strict)
-        for part, source in sources.items():
-            _check_shapes(part, source, checkpoint)
-        conversions = {part.module.converted for part in sources if isinstance(part.module, Float8Linear)}
+        whole = unwrapped(model)
+        parts = [part for _, parts in blocks_of(whole) for part in parts]
+        _check_memory(parts, device)
+        sources = _matched(whole, parts, checkpoint, rename or str, strict)
+        for part, of_part in sources.items():
+            for source in of_part:
+                _check_shapes(part, source, checkpoint)
+        converted = (part.module.__dict__.get("converted") for part in sources)
+        conversions = {each for each in converted if isinstance(each, Conversion)}
         for conversion in conversions:
             conversion.settle()
         again = []
-        for part, source in sources.items():
-            values, is_power_of_2 = _values(part, source, checkpoint)
+        for part, of_part in sources.items():
+            _give_memory(part, device)
             with torch.no_grad():
-                local_tensor(_tensor(part)).copy_(values)
-            if part.is_float8 and source.scale is not None and not _keeps(part, source, is_power_of_2):
+                exact = [_filled(part, source, checkpoint) for source in of_part]
+            if part.format is not None and not all(exact):
                 again.append(part.fqn)
         for conversion in conversions:
             conversion.loaded()
+        reread_shards(part.module for part in sources if isinstance(part.module, Float8Linear))
         for part in sources:
             if isinstance(part.module, Float8Linear):
                 for guest in sockets.guests:  # as of a state dict that has this parameter alone
-                    guest.loaded(part.module, {part.attribute: _tensor(part)}, "")
+                    guest.loaded(part.module, {part.attribute: part.tensor}, "")
     if again:
         warnings.warn(
             f"{again[0]} and {len(again) - 1} more layers: the checkpoint's scales are of other blocks, or of another "
@@ -108,36 +125,54 @@ def load_float8(
         )
 
 
-def _tensor(part: Part) -> torch.Tensor:
-    tensor: torch.Tensor = getattr(part.module, part.attribute)
-    return tensor
+def _check_memory(parts: Iterable[Part], device: torch.device | str | None) -> None:
+    on_meta = [
+        part.name
+        for part in parts
+        if local_tensor(part.tensor).is_meta and device is None and not is_dtensor(part.tensor)
+    ]
+    if on_meta:
+        raise Float8ConfigError(
+            f"{some(on_meta)} on meta, which has no memory for values; give load_float8 device=, or call "
+            "model.to_empty(device=...) first"
+        )
 
 
-class _Names(NamedTuple):
-    """What the checkpoint may call a parameter: ``rename`` of its name or of one it is tied to."""
+def _give_memory(part: Part, device: torch.device | str | None) -> None:
+    """Take a parameter or buffer from meta to its device."""
+    tensor = part.tensor
+    if not local_tensor(tensor).is_meta:
+        return
+    if is_dtensor(tensor):
+        device = tensor.device_mesh.device_type
+    part.module._apply(
+        lambda each: torch.empty_like(each, device=device) if each is tensor else each, recurse=False
+    )
 
-    rename: Rename
-    others: dict[str, list[str]]
 
-    def of(self, name: str) -> list[str]:
-        return [self.rename(each) for each in (name, *self.others.get(name, ()))]
-
-
-def _matched(parts: list[Part], checkpoint: Checkpoint, names: _Names, strict: bool) -> dict[Part, _Source]:
-    """The source of every parameter; those of the checkpoint that are left, or missing, are an error if ``strict``."""
-    found: dict[Part, _Source] = {}
+def _matched(
+    model: torch.nn.Module, parts: list[Part], checkpoint: Checkpoint, rename: Rename, strict: bool
+) -> dict[Part, list[_Source]]:
+    """The sources of every parameter; those of the checkpoint that are left, or missing, are an error if ``strict``."""
+    found: dict[Part, list[_Source]] = {}
     missing = []
     used: set[str] = set()
+    others = other_names(model)
+    pieces = names_of(model, parts)
     for part in parts:
-        there = [name for name in names.of(part.name) if name in checkpoint]
+        named = [[piece._replace(name=rename(piece.name)) for piece in pieces[part.name]]]
+        # Under another name that it is tied to, or whole, where a checkpoint of parts could be.
+        also = [Piece(rename(name)) for name in (*others.get(part.name, ()), part.name)]
+        named += [[piece] for piece in also if piece not in named[0]]
+        there = [each for each in named if all(piece.name in checkpoint for piece in each)]
         if not there:
-            missing.append(names.rename(part.name))
+            missing += [piece.name for piece in named[0] if piece.name not in checkpoint]
             continue
-        scales = [_scale_of(name, part, checkpoint) for name in there]
-        name, scale = there[0], scales[0]
-        tile = Tile(ALL, ALL) if scale is None else _tile_of(name.removesuffix(".weight"), checkpoint.config)
-        found[part] = _Source(name, scale, tile)
-        used |= {*there, *(scale for scale in scales if scale is not None)}
+        sources = [[_source(piece, part, checkpoint) for piece in each] for each in there]
+        found[part] = sources[0]
+        used |= {
+            name for each in sources for source in each for name in (source.piece.name, source.scale) if name
+        }
     unused = sorted(name for name in checkpoint if name not in used)
     if strict and (missing or unused):
         raise Float8ConfigError(
@@ -147,130 +182,98 @@ def _matched(parts: list[Part], checkpoint: Checkpoint, names: _Names, strict: b
     return found
 
 
-def _scale_of(name: str, part: Part, checkpoint: Checkpoint) -> str | None:
-    """The name of a tensor's scales; None of one in high precision.
-
-    Raises:
-        Float8ConfigError: it has none, or is of a dtype that is no number without something else.
-    """
-    dtype = checkpoint.slice_of(name).get_dtype()
-    if dtype != "F8_E4M3":
-        if _tensor(part).is_floating_point() and dtype not in _HIGH_PRECISION:
-            raise Float8ConfigError(
-                f"{name} is stored as {dtype}, which load_float8 does not read; it reads F8_E4M3 with scales, and "
-                f"{', '.join(_HIGH_PRECISION)}"
-            )
-        return None
-    prefix = name.removesuffix("weight")
-    scale = next((prefix + leaf for leaf in _SCALES if prefix + leaf in checkpoint), None)
-    if scale is None:
-        raise Float8ConfigError(f"{name} is float8, and the checkpoint has no scales: {prefix}{_SCALES[0]}")
-    return scale
-
-
-def _tile_of(layer: str, config: dict[str, Any]) -> Tile:
-    """The blocks of a layer's scales, as ``config.json`` says.
-
-    Raises:
-        Float8ConfigError: it says nothing, or something that f8sub does not read.
-    """
-    quantization = config.get("quantization_config") or {}
-    method = quantization.get("quant_method")
-    if method == "fp8":
-        block = quantization.get("weight_block_size")
-        return Tile(*block) if block else Tile(ALL, ALL)
-    weights: dict[str, Any] = {}
-    if method == "compressed-tensors":
-        groups = quantization.get("config_groups", {}).values()
-        weights = next(
-            (g.get("weights") or {} for g in groups if any(_targets(t, layer) for t in g["targets"])), {}
+def _source(piece: Piece, part: Part, checkpoint: Checkpoint) -> _Source:
+    """How a tensor is read; Float8ConfigError where it has no scales, or is of a dtype that is no number without."""
+    dtype = checkpoint.slice_of(piece.name).get_dtype()
+    if dtype == "F8_E4M3":
+        tile = tile_of(piece.name.removesuffix(".weight"), checkpoint.config)
+        return _Source(piece, scale_of(piece.name, checkpoint), tile)
+    if part.tensor.is_floating_point() and dtype not in _HIGH_PRECISION:
+        raise Float8ConfigError(
+            f"{piece.name} is stored as {dtype}, which load_float8 does not read; it reads F8_E4M3 with scales, and "
+            f"{', '.join(_HIGH_PRECISION)}"
         )
-    match weights.get("strategy"):
-        case "tensor":
-            return Tile(ALL, ALL)
-        case "channel":
-            return Tile(1, ALL)
-        case "group":
-            return Tile(1, int(weights["group_size"]))
-        case "block":
-            return Tile(*weights["block_structure"])
-    raise Float8ConfigError(
-        f"{layer}: its weight is float8, and config.json describes it as quant_method {method!r}, strategy "
-        f"{weights.get('strategy')!r}; load_float8 reads 'fp8', and 'compressed-tensors' of a tensor, channels, groups "
-        "and blocks"
-    )
-
-
-def _targets(target: str, layer: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], layer) is not None
-    return target in ("Linear", layer)
+    return _Source(piece, None, Tile(ALL, ALL))
 
 
 def _check_shapes(part: Part, source: _Source, checkpoint: Checkpoint) -> None:
-    shape, found = tuple(_tensor(part).shape), tuple(checkpoint.slice_of(source.name).get_shape())
+    name, shape = source.piece.name, tuple(part.tensor.shape)
+    if source.piece.rows is not None:
+        shape = source.piece.rows.stop - source.piece.rows.start, shape[2]
+    found = checkpoint.shape_of(name)
     if found != shape:
-        raise Float8ShapeError(
-            f"{part.name}: the model has {shape}, the checkpoint's {source.name} has {found}"
-        )
+        raise Float8ShapeError(f"{part.name}: the model has {shape}, the checkpoint's {name} has {found}")
     if source.scale is None:
         return
     if len(shape) != 2:
-        raise Float8ShapeError(
-            f"{part.name}: {source.name} is float8 of {len(shape)} dimensions; matrices are read"
-        )
-    expected, scales = (
-        source.tile.scale_shape((shape[0], shape[1])),
-        checkpoint.slice_of(source.scale).get_shape(),
-    )
-    if source.tile.is_whole and tuple(scales) in ((), (1,)):
+        raise Float8ShapeError(f"{part.name}: {name} is float8 of {len(shape)} dimensions; matrices are read")
+    if isinstance(part.module, Float8Linear) and can_hold(part.module, source.tile):
+        check_not_gathered(part.module)
+    expected, scales = source.tile.scale_shape((shape[0], shape[1])), checkpoint.shape_of(source.scale)
+    if source.tile.is_whole and scales in ((), (1,)):
         return
-    if tuple(scales) != expected:
+    if scales != expected:
         raise Float8ShapeError(
             f"{part.name}: a weight of {shape} with scales of {source.tile} has {expected} of them, and the "
-            f"checkpoint's {source.scale} has {tuple(scales)}; its config.json tells another block size than it was "
-            "made with"
+            f"checkpoint's {source.scale} has {scales}; its config.json tells another block size than it was made with"
         )
 
 
-def _values(part: Part, source: _Source, checkpoint: Checkpoint) -> tuple[torch.Tensor, bool]:
-    """This rank's part of a tensor, dequantized, and whether its scales are powers of two."""
-    where = _local_slices(_tensor(part))
-    stored = checkpoint.slice_of(source.name)
+def _filled(part: Part, source: _Source, checkpoint: Checkpoint) -> bool:
+    """Write this rank's part of a tensor; whether a layer that multiplies it has the values that the file has."""
+    local, where = local_tensor(part.tensor), _local_slices(part.tensor)
+    if source.piece.rows is not None:
+        found = _in_expert(local, where, source.piece)
+        if found is None:
+            return True
+        local, where = found
+    stored = checkpoint.slice_of(source.piece.name)
     if source.scale is None:
-        return (stored[where] if where else stored[...]), True
-    codes = stored[where]
+        local.copy_(stored[where] if where else stored[...])
+        return True
     scales = checkpoint.slice_of(source.scale)[...]
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
-    scales = scales.float()
+    rows, cols = checkpoint.shape_of(source.piece.name)
+    scales = scales.float().view(source.tile.scale_shape((rows, cols)))
     is_power_of_2 = bool(((scales.view(torch.int32) & 0x7FFFFF) == 0).all())
-    if source.tile.is_whole:
-        return codes.float() * scales.view(1, 1), is_power_of_2
+    format = part.format
+    if isinstance(part.module, Float8Linear) and can_hold(part.module, source.tile) and format is not None:
+        of_file = format_for(format, is_power_of_2=is_power_of_2)
+        if of_file is not None:
+            codes, scales = (
+                stored[where].to(local.device),
+                scales.to(local.device, format.scale_rule.stored_as),
+            )
+            hold(part.module, Operand(codes, scales, of_file), (where[0].start, where[1].start))
+            return True
     for dim, (edge, at) in enumerate(zip((source.tile.rows, source.tile.cols), where, strict=True)):
-        if edge == ALL:
-            continue
-        tiles = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu") // edge
-        scales = scales.index_select(dim, tiles)
-    return codes.float() * scales, is_power_of_2
+        if edge != ALL:
+            tiles = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu") // edge
+            scales = scales.index_select(dim, tiles)
+    local.copy_(stored[where].float() * scales)
+    if format is None or format.tile != source.tile or format.dtype != torch.float8_e4m3fn:
+        return False
+    return format.scale_rule.is_power_of_2 == is_power_of_2
 
 
-def _keeps(part: Part, source: _Source, is_power_of_2: bool) -> bool:
-    """Whether the layer's own cast has the values of the checkpoint's codes."""
-    format = float8_format(part.module)
-    return (
-        format is not None
-        and format.tile == source.tile
-        and format.dtype == torch.float8_e4m3fn
-        and format.scale_rule.is_power_of_2
-        and is_power_of_2
-    )
+def _in_expert(local: torch.Tensor, where: Where, piece: Piece) -> tuple[torch.Tensor, Where] | None:
+    """What this rank has of an expert's rows, and where that lies in the piece; None where it has nothing of them."""
+    experts, rows, cols = where
+    if piece.rows is None or piece.expert is None or not experts.start <= piece.expert < experts.stop:
+        return None
+    first, last = max(rows.start, piece.rows.start), min(rows.stop, piece.rows.stop)
+    if first >= last:
+        return None
+    part = local[piece.expert - experts.start, first - rows.start : last - rows.start]
+    return part, (slice(first - piece.rows.start, last - piece.rows.start), cols)
 
 
-def _local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
+def _local_slices(tensor: torch.Tensor) -> Where:
     """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     mesh, placements = tensor.device_mesh, tensor.placements
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    place_of = torch.distributed.tensor._utils.compute_local_shape_and_global_offset
+    shape, offset = place_of(tensor.shape, mesh, placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -4,11 +4,12 @@ A SQNR is the ratio of signal to quantization noise in dB. The SQNR of a whole m
 decide it. So each row has one, and the median of those is told from a histogram, which ranks can add.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from f8sub.formats import E2M1, Float8Format, Operand
+from f8sub.formats import ALL, E2M1, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 
 SUMS = ("count", "nonzero", "saturated", "flushed", "subnormal", "signal", "noise")
@@ -26,6 +27,12 @@ LOWEST, STEP, BINS = -20.0, 0.5, 168
 
 WIDTH = len(SUMS) + BINS
 """Numbers of one operand that are added."""
+
+LOOKED_AT = 2**21
+"""Elements of a matrix whose errors are looked at, in rows as far apart as that takes; the amax is of all elements.
+
+Some 200 bytes move for each, which of all of a large matrix would take longer than the products that read it.
+"""
 
 _SMALLEST_NORMAL = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14, E2M1: 1.0}
 """Source: the OCP's formats, and NVFP4's e2m1."""
@@ -45,50 +52,72 @@ def measure(values: torch.Tensor, operand: Operand) -> Measured:
         values: (rows, cols), in the dtype that was cast.
         operand: its rowwise operand.
     """
+    amax = torch.linalg.vector_norm(values, torch.inf)
+    step = -(-values.numel() // LOOKED_AT)
+    scale_inv = operand.scale_inv.float()
+    if step > 1:
+        values, operand = values[::step], _every(operand, step)
     exact = values.float()
     made = reference.dequantize(operand, torch.float32)[:, : exact.shape[1]]
     codes = _magnitudes(operand)[:, : exact.shape[1]]
-    signal, noise = exact.square(), (made - exact).square()
-    nonzero = exact != 0
-    subnormal = (codes > 0) & (codes < _SMALLEST_NORMAL[operand.format.dtype])
-    sums = [
-        torch.ones_like(exact),
+    nonzero, is_zero = exact != 0, codes == 0
+    counted = [
         nonzero,
         (codes >= operand.format.max) & (exact.abs() > _CUT_OFF * made.abs()),
-        (codes == 0) & nonzero,
-        subnormal,
-        signal,
-        noise,
+        is_zero & nonzero,
+        (codes < _SMALLEST_NORMAL[operand.format.dtype]) & ~is_zero,
     ]
-    row_signal, row_noise = signal.sum(1), noise.sum(1)
-    row_db = 10 * (row_signal / row_noise.clamp(min=1e-38)).log10()
-    bins = ((row_db - LOWEST) / STEP).floor().clamp(0, BINS - 1).nan_to_num(0.0).long()
+    counts = torch.stack(counted).sum((1, 2), dtype=torch.float32)
+    # Signal and noise of each row.
+    of_rows = torch.stack([exact, made - exact]).square_().sum(2)
+    row_db = 10 * (of_rows[0] / of_rows[1].clamp(min=1e-38)).log10()
+    bins = ((row_db - LOWEST) / STEP).nan_to_num(0.0).clamp(0, BINS - 1).long()
     histogram = torch.zeros(BINS, dtype=torch.float32, device=exact.device)
-    histogram.scatter_add_(0, bins, (row_signal > 0).float())
-    scale_inv = operand.scale_inv.float()
+    histogram.scatter_add_(0, bins, (of_rows[0] > 0).float())
     if operand.global_scale_inv is not None:
         scale_inv = scale_inv * operand.global_scale_inv
-    largest = [exact.abs().amax(), 1 / scale_inv.amin(), -1 / scale_inv.amax()]
+    count = torch.full((1,), exact.numel(), dtype=torch.float32, device=exact.device)
     return Measured(
-        torch.cat([torch.stack([each.sum(dtype=torch.float32) for each in sums]), histogram]),
-        torch.stack(largest).float(),
+        torch.cat([count, counts, of_rows.sum(1), histogram]),
+        torch.stack([amax.float(), 1 / scale_inv.amin(), -1 / scale_inv.amax()]),
     )
+
+
+def _every(operand: Operand, step: int) -> Operand:
+    """A row of so many, with scales of its own."""
+    tile, scale_inv = operand.format.tile, operand.scale_inv
+    if tile.rows not in (1, ALL):
+        rows = (
+            torch.arange(0, len(operand.data), step, dtype=torch.int64, device=scale_inv.device) // tile.rows
+        )
+        scale_inv = scale_inv.view(torch.uint8) if scale_inv.itemsize == 1 else scale_inv
+        scale_inv = scale_inv.index_select(0, rows).view(operand.scale_inv.dtype)
+    elif tile.rows == 1:
+        scale_inv = scale_inv[::step]
+    format = replace(operand.format, tile=Tile(ALL if tile.rows == ALL else 1, tile.cols))
+    return Operand(operand.data[::step], scale_inv, format, operand.global_scale_inv)
 
 
 def _magnitudes(operand: Operand) -> torch.Tensor:
     """Magnitudes of the codes, float32, (rows, cols): values with scales of 1."""
+    if operand.format.dtype != E2M1:
+        return operand.data.float().abs_()
     plain = Float8Format(operand.format.dtype, operand.format.tile)
     ones = torch.ones(operand.scale_inv.shape, dtype=torch.float32, device=operand.data.device)
     return reference.dequantize(Operand(operand.data, ones, plain), torch.float32).abs()
 
 
+GRADIENT = "gradient"
+"""The role of rows that tell the error of a module's reduced gradients, by ``sqnr`` alone."""
+
+
 class Statistics(NamedTuple):
-    """What is told of one operand of one layer in one step.
+    """What is told of one operand of one layer, or of a module's reduced gradients, in one step; NaN is not measured.
 
     Attributes:
         step: number of the step.
         layer: full name.
-        role: "x", "w" or "dy".
+        role: "x", "w" or "dy", or "gradient".
         format: as documentation names it.
         amax: largest magnitude.
         rms: root of the mean square.
@@ -125,7 +154,6 @@ def statistics_of(
     if not found["count"]:
         return None
     nonzero = max(found["nonzero"], 1.0)
-    ratio = torch.tensor(found["signal"] / max(found["noise"], 1e-38), dtype=torch.float64, device="cpu")
     return Statistics(
         step=step,
         layer=layer,
@@ -138,9 +166,15 @@ def statistics_of(
         saturated=found["saturated"] / nonzero,
         flushed=found["flushed"] / nonzero,
         subnormal=found["subnormal"] / nonzero,
-        sqnr=float(10 * ratio.log10()),
+        sqnr=decibels(found["signal"], found["noise"]),
         row_sqnr=_median(sums[len(SUMS) :]),
     )
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two sums of squares, in dB."""
+    ratio = torch.tensor(signal / max(noise, 1e-38), dtype=torch.float64, device="cpu")
+    return float(10 * ratio.log10())
 
 
 def _median(histogram: list[float]) -> float:

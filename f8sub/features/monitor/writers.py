@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.monitor.statistics import Statistics
+from f8sub.features.monitor.statistics import GRADIENT, Statistics
 
 Writer = Callable[[int, Sequence[Statistics]], None]
 """Takes a step's number and its rows."""
 
 _NUMBERS = Statistics._fields[4:]
+
+
+def numbers_of(row: Statistics) -> tuple[str, ...]:
+    """Names of the statistics that a row has."""
+    return ("sqnr",) if row.role == GRADIENT else _NUMBERS
 
 
 def jsonl(path: str | os.PathLike[str]) -> Writer:
@@ -36,7 +41,7 @@ def tensorboard(writer: Any) -> Writer:
 
     def write(step: int, rows: Sequence[Statistics]) -> None:
         for row in rows:
-            for name in _NUMBERS:
+            for name in numbers_of(row):
                 writer.add_scalar(f"float8/{row.role}.{name}/{row.layer}", getattr(row, name), step)
 
     return write
@@ -50,7 +55,7 @@ def wandb(run: Any) -> Writer:
             {
                 f"float8/{row.role}.{name}/{row.layer}": getattr(row, name)
                 for row in rows
-                for name in _NUMBERS
+                for name in numbers_of(row)
             },
             step=step,
         )

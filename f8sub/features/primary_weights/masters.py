@@ -1,13 +1,12 @@
 """From converted weights in high precision to primary weights in float8, and to codes alone."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from f8sub.convert.checks import Chosen, of_options
+from f8sub.convert.checks import Chosen, looks
 from f8sub.errors import Float8ConfigError
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.linear.float8_linear import Float8Linear
@@ -15,6 +14,7 @@ from f8sub.linear.sockets import LayerGuest, guests
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.guests import Guest, makers
 from f8sub.weights.master_weight import Cell, MasterWeight
@@ -43,7 +43,8 @@ class PrimaryWeights(Guest):
             return
         for weight in weights:
             local = local_tensor(weight)
-            if isinstance(local, MasterWeight) and local.cell not in self.taken and weight.requires_grad:
+            master = master_of(local)
+            if master is not None and master.cell not in self.taken and weight.requires_grad:
                 raise Float8ConfigError(
                     f"{type(optimizer).__name__} steps a weight of shape {tuple(weight.shape)} that was converted "
                     "with primary_weights=True: wrap it in f8sub.optim.MasterWeights(optimizer), which keeps the "
@@ -70,8 +71,10 @@ class PrimaryLayers(LayerGuest):
 guests.append(PrimaryLayers())
 
 
-def _refuse(chosen: Sequence[Chosen]) -> None:
+def _refuse(chosen: Sequence[Chosen], options: Mapping[str, bool]) -> None:
     """A primary weight is codes and nothing else, which are cast when its optimizer steps, by what it is then."""
+    if not options["primary_weights"]:
+        return
     for _, fqn, plan, _, _ in chosen:
         if plan.recipe.delayed is not None:
             raise Float8ConfigError(
@@ -87,7 +90,7 @@ def _refuse(chosen: Sequence[Chosen]) -> None:
             )
 
 
-of_options["primary_weights"] = _refuse
+looks.append(_refuse)
 
 
 def is_primary(parameter: torch.Tensor) -> bool:
@@ -111,15 +114,20 @@ def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
     Raises:
         Float8ConfigError: the values were dropped, or something holds on to the parameter as it was.
     """
-    _to_codes(parameter, torch.float32)
+    to_codes(parameter, torch.float32)
     local = local_tensor(parameter)
-    master = master_of(local)
+    master = local.primary.master if isinstance(local, PrimaryWeight) else None
     if master is None:
         raise Float8ConfigError(
             f"{local.primary.fqn if isinstance(local, PrimaryWeight) else 'a weight'}: its high-precision values were "
             "dropped, and float8 codes are not a master to train; construct MasterWeights before "
             "drop_high_precision(model)"
         )
+    if (
+        isinstance(local, PrimaryWeight) and master.dtype != torch.float32
+    ):  # which ``restore_high_precision`` made
+        master = MasterWeight(master.plain.to(torch.float32))
+        master.cell.record, local.primary.master = local.primary.record, master
     if (record := master.record) is not None and (conversion := record.conversion) is not None:
         conversion.guest(PrimaryWeights).taken.add(master.cell)
     taken = torch.nn.Parameter(like_sharded(master, parameter), parameter.requires_grad)
@@ -147,7 +155,7 @@ def drop_high_precision(model: torch.nn.Module) -> None:
         )
     for layer in layers:
         if is_primary(layer.weight) and not layer.weight.requires_grad:
-            _to_codes(layer.weight, layer.weight.dtype, may_replace=True)
+            to_codes(layer.weight, layer.weight.dtype, may_replace=True)
             _drop(layer)
     reread_shards(layers)
 
@@ -173,7 +181,7 @@ def restore_high_precision(model: torch.nn.Module) -> None:
             "restore_high_precision found no weight whose values drop_high_precision dropped"
         )
     for layer in dropped:
-        if isinstance(layer.weight, DTensor):
+        if is_dtensor(layer.weight):
             raise Float8ConfigError(
                 f"{layer.fqn}: its weight is sharded; load the adapters into a model that is not, and merge there"
             )
@@ -208,7 +216,12 @@ def reread_shards(layers: Iterable[Float8Linear]) -> None:
         layer.converted.changes = changes
 
 
-def _to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace: bool = False) -> None:
+def to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace: bool = False) -> None:
+    """Turn a master weight into a primary weight whose master has a dtype; one that is primary already stays.
+
+    Raises:
+        Float8ConfigError: it is on meta, or something holds on to it as it is and ``may_replace`` is False.
+    """
     local = local_tensor(parameter)
     if not isinstance(local, MasterWeight):
         return
@@ -220,14 +233,14 @@ def _to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace
             f"{record.fqn}: a weight on meta has no values to cast; call to_empty and initialize the "
             "model, or load a state dict, before MasterWeights(optimizer) and drop_high_precision(model)"
         )
-    sharded = isinstance(parameter, DTensor)
+    sharded = is_dtensor(parameter)
     primary = Primary(record, record.fqn, local.shape, local.dtype, sharded=sharded)
     # Float32 values stay where they are: the optimizer's master is the memory that the model lets go of.
     cell: Cell | None = local.cell if local.dtype == master_dtype else None
     primary.master = MasterWeight(local.plain.to(master_dtype), cell)
     primary.master.cell.record = record
     handle = PrimaryWeight.of(primary, local.device)
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         parameter._local_tensor = handle
         return
     codes = torch.nn.Parameter(handle, parameter.requires_grad)

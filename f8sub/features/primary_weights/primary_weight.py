@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.primary_weights.dropped_shard import DroppedShard
+from f8sub.features.codes_alone.dropped_shard import DroppedShard, LoadedCodes
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, LayerSource
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.tensor.operators import describe
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight, WeightRecord
@@ -39,6 +39,8 @@ class Primary:
         codes: what the codes dequantize with once the master was dropped: a Float8Tensor or a shard.
     """
 
+    codes: Any
+
     def __init__(
         self,
         record: WeightRecord | None,
@@ -54,7 +56,7 @@ class Primary:
         self.sharded = sharded
         self.master: MasterWeight | None = None
         self.dropping = False
-        self.codes: Any = None
+        self.codes = None
 
     def drop(self, codes: Any) -> None:
         """Let go of the master; ``codes`` hold the weight from now on."""
@@ -176,6 +178,17 @@ class PrimaryWeight(Weight):
         view.copies_plainly = True
         return like_sharded(view, parameter)
 
+    @property
+    def cast_by_shard(self) -> MasterWeight | None:
+        """The master, or the empty one of codes that were loaded."""
+        codes = self.primary.codes
+        return codes.master if isinstance(codes, LoadedCodes | DroppedShard) else self.primary.master
+
+    def was_sharded(self, shard: Shard) -> None:
+        """Codes that were loaded are the shard's from now on."""
+        if isinstance(codes := self.primary.codes, LoadedCodes):
+            self.primary.drop(codes.given_to(shard))
+
     def was_gathered(self, shard: Shard) -> None:
         """A master that is to be dropped goes once its fresh codes were gathered."""
         if self.primary.dropping and not isinstance(shard, DroppedShard):
@@ -281,10 +294,10 @@ PrimaryWeight.rowwise_codes = staticmethod(primary_rowwise)
 
 def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
-    if not isinstance(weight, DTensor):
+    if not is_dtensor(weight):
         return local
     mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return weight.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _master_view(weight: PrimaryWeight) -> MasterWeight:

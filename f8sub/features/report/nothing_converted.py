@@ -1,13 +1,16 @@
 """What the error of a conversion that found nothing says: why each layer was left, and what to do."""
 
+import warnings
 from collections import defaultdict
 
 import torch
 
-from f8sub.convert import checks
-from f8sub.convert.checks import SKIP_REASON
+from f8sub.convert import sockets
+from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.patterns import kind_of, name_of
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.report.other_weights import other_weights
+from f8sub.weights.conversion import Conversion
 
 ADVICE = {
     "loosen skip, filter_fqns or filter_fn": ("skip=", "filter_fqns=", "filter_fn"),
@@ -40,4 +43,20 @@ def why_nothing(model: torch.nn.Module) -> str:
     return f"0 of {count} linear layers ({listed}){others}. {do[0].upper()}{do[1:]}"
 
 
-checks.why_nothing = why_nothing
+def nothing_converted(model: torch.nn.Module, strict: bool) -> None:
+    """A ``Float8ConfigError`` that says why; a warning where that is not ``strict``, or all was converted before."""
+    if count := sum(map(is_converted, model.modules())):
+        warnings.warn(
+            f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8",
+            Float8Warning,
+            stacklevel=4,
+        )
+        return
+    message = f"convert_to_float8 found nothing to convert: {why_nothing(model)}"
+    if strict:
+        raise Float8ConfigError(message)
+    Conversion.see(model)
+    warnings.warn(message, Float8Warning, stacklevel=4)
+
+
+sockets.nothing_converted = nothing_converted

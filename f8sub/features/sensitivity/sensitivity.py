@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
@@ -20,7 +19,7 @@ from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import dequantize
 from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
 from f8sub.linear.sockets import sources_of
-from f8sub.torch_compat import autocast_dtype
+from f8sub.torch_compat import autocast_dtype, is_dtensor
 from f8sub.weights.weight import Weight, master_of
 
 
@@ -120,7 +119,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
 
 
 def _check(fqn: str, layer: Float8Linear) -> None:
-    if isinstance(layer.weight, DTensor):
+    if is_dtensor(layer.weight):
         raise Float8ConfigError(f"{fqn}: its weight is sharded; call sensitivity before fully_shard")
     if isinstance(layer.weight, Weight) and master_of(layer.weight) is None:
         raise Float8ConfigError(

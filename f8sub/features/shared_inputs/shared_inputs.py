@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from f8sub.convert.forward_hooks import remove
+from f8sub.convert.convert import remove_hook
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
 from f8sub.linear import sockets
@@ -117,8 +117,8 @@ class SharedInputs(sockets.LayerGuest):
     @override
     def restored(self, model: torch.nn.Module) -> None:
         for module in model.modules():
-            remove(open_scope, module)
-            remove(close_scope, module)
+            remove_hook(open_scope, module)
+            remove_hook(close_scope, module)
 
 
 sockets.guests.append(SharedInputs())

@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from f8sub.features.slicing import parts
 from f8sub.features.tensors.operators import in_high_precision
-from f8sub.tensor.dispatch import implements
-from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.float8_tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
 

@@ -16,9 +16,6 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed import _functional_collectives
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.delayed.layers import states_of
@@ -30,9 +27,12 @@ from f8sub.kernels.scales import Sources
 from f8sub.linear import sockets
 from f8sub.recipe import OperandName, Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import constant_result
+from f8sub.torch_compat import constant_result, is_dtensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
     from f8sub.linear.float8_linear import Float8Linear
 
 
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
     group: Any
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, dim: int, whole: int) -> "Cut":
+    def of(cls, mesh: "DeviceMesh", dim: int, whole: int) -> "Cut":
         """A matrix whose dimension of extent ``whole`` is cut by torch.chunk's rule; 0 for tokens."""
         part = -(-whole // mesh.size())
         return cls(dim, whole, part, mesh.get_local_rank(), mesh.get_group().group_name)
@@ -78,8 +78,9 @@ class Cut(NamedTuple):
 
     def _largest(self, amax: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum over the ranks; there is no NaN in it."""
-        reduced = _functional_collectives.all_reduce(amax.contiguous(), "max", self.group)
-        done: torch.Tensor = _functional_collectives.wait_tensor(reduced)
+        collectives = torch.distributed._functional_collectives
+        reduced = collectives.all_reduce(amax.contiguous(), "max", self.group)
+        done: torch.Tensor = collectives.wait_tensor(reduced)
         return done
 
 
@@ -96,16 +97,16 @@ class Places(NamedTuple):
         x: of x; the others likewise.
     """
 
-    mesh: DeviceMesh
+    mesh: "DeviceMesh"
     shape: tuple[int, ...]
-    x: Placement
-    y: Placement
-    dx: Placement
-    dw: Placement
-    dbias: Placement
+    x: "Placement"
+    y: "Placement"
+    dx: "Placement"
+    dw: "Placement"
+    dbias: "Placement"
 
     @classmethod
-    def of(cls, layer: "Float8Linear", weight: DTensor, x: torch.Tensor) -> "Places":
+    def of(cls, layer: "Float8Linear", weight: "DTensor", x: torch.Tensor) -> "Places":
         """Those that follow from the weight's, and x's where the weight is whole.
 
         Raises:
@@ -120,21 +121,23 @@ class Places(NamedTuple):
                 "dimension: call the layer through the module that fully_shard was called on, and take primary_weights "
                 "with fully_shard alone"
             )
-        if not isinstance(x, DTensor) or x.device_mesh != mesh:
+        if not is_dtensor(x) or x.device_mesh != mesh:
             raise Float8ConfigError(
                 f"{layer.fqn}: its weight has placements {weight.placements} on {mesh}, and its input is "
-                f"{f'on {x.device_mesh}' if isinstance(x, DTensor) else 'no DTensor'}; give the layer a style in "
+                f"{f'on {x.device_mesh}' if is_dtensor(x) else 'no DTensor'}; give the layer a style in "
                 "parallelize_module's plan, or call it inside the module that fully_shard was called on"
             )
         last, shape = x.dim() - 1, (*x.shape[:-1], weight.shape[0])
         (of_weight,), (of_x,) = weight.placements, x.placements
+        placed = torch.distributed.tensor
+        split, whole = placed.Shard(last), placed.Replicate()
         if of_weight.is_shard(0):
-            return cls(mesh, shape, Replicate(), Shard(last), Partial(), Shard(0), Shard(0))
+            return cls(mesh, shape, whole, split, placed.Partial(), placed.Shard(0), placed.Shard(0))
         if of_weight.is_shard(1):
-            return cls(mesh, shape, Shard(last), Partial(), Shard(last), Shard(1), Replicate())
+            return cls(mesh, shape, split, placed.Partial(), split, placed.Shard(1), whole)
         if of_x.is_shard() and not of_x.is_shard(last):
-            return cls(mesh, shape, of_x, of_x, of_x, Partial(), Partial())
-        return cls(mesh, shape, Replicate(), Replicate(), Replicate(), Replicate(), Replicate())
+            return cls(mesh, shape, of_x, of_x, of_x, placed.Partial(), placed.Partial())
+        return cls(mesh, shape, whole, whole, whole, whole, whole)
 
     @property
     def adds_bias(self) -> bool:
@@ -142,7 +145,7 @@ class Places(NamedTuple):
         return not self.y.is_partial() or self.mesh.get_local_rank() == 0
 
     def sources(
-        self, layer: "Float8Linear", plan: Plan, weight: DTensor, x: torch.Tensor, sources: Sources
+        self, layer: "Float8Linear", plan: Plan, weight: "DTensor", x: torch.Tensor, sources: Sources
     ) -> Sources:
         """Those of a call with ``x``, whose amaxes are reduced over the ranks that a tile reaches over.
 
@@ -151,12 +154,12 @@ class Places(NamedTuple):
                 an x in float8 that the recipe does not read.
         """
         histories = states_of(layer)
-        if plan.recipe.delayed is not None and any(isinstance(state.scale, DTensor) for state in histories):
+        if plan.recipe.delayed is not None and any(is_dtensor(state.scale) for state in histories):
             raise Float8ConfigError(
                 f"{layer.fqn}: its style in parallelize_module's plan distributed its amax histories; "
                 "delayed scaling takes Float8ColwiseParallel and Float8RowwiseParallel of f8sub.tensor_parallel"
             )
-        if isinstance(x, DTensor) and isinstance(x._local_tensor, Float8Tensor):
+        if is_dtensor(x) and isinstance(x._local_tensor, Float8Tensor):
             _check_received(layer.fqn, x._local_tensor, plan.recipe)
         x_cut, w_cut, dy_cut = (
             cut if cut is not None and _reaches_over(plan.number, layer.fqn, name, *cut[:3]) else None
@@ -172,7 +175,7 @@ class Places(NamedTuple):
             of_dy = of_dy.over(dy_cut.across)
         return Sources(of_x, of_w, of_dy, distributed=True)
 
-    def _cuts(self, weight: DTensor) -> Cuts:
+    def _cuts(self, weight: "DTensor") -> Cuts:
         mesh, (rows, cols) = self.mesh, weight.shape
         if mesh.size() == 1:
             return None, None, None
@@ -185,21 +188,21 @@ class Places(NamedTuple):
         return None, None, None
 
     def local(
-        self, x: torch.Tensor, weight: DTensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: "DTensor", bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """This rank's x, w and bias; x is sent around first where it lies otherwise than the weight needs it."""
-        if not isinstance(x, DTensor):
+        if not is_dtensor(x):
             raise RuntimeError("the input of a layer whose weight is a DTensor is one")
         if x.placements != (self.x,):
             x = x.redistribute(placements=(self.x,))
-        if isinstance(bias, DTensor):
+        if is_dtensor(bias):
             bias = bias.to_local(grad_placements=(self.dbias,))
         return x.to_local(grad_placements=(self.dx,)), weight.to_local(grad_placements=(self.dw,)), bias
 
-    def whole(self, y: torch.Tensor) -> DTensor:
+    def whole(self, y: torch.Tensor) -> "DTensor":
         """The layer's output, of this rank's."""
         stride = torch.empty(self.shape, dtype=y.dtype, device="meta").stride()
-        return DTensor.from_local(
+        return torch.distributed.tensor.DTensor.from_local(
             y, self.mesh, (self.y,), run_check=False, shape=torch.Size(self.shape), stride=stride
         )
 
@@ -266,7 +269,7 @@ def _checked_cut(number: int, fqn: str, operand: OperandName, dim: int, whole: i
 def place(
     layer: "Float8Linear",
     plan: Plan,
-    weight: DTensor,
+    weight: "DTensor",
     x: torch.Tensor,
     bias: torch.Tensor | None,
     sources: Sources,

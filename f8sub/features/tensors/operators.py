@@ -1,6 +1,6 @@
 """What each aten operator that a user may call does with a Float8Tensor, one handler a meaning.
 
-Transposes keep their codes, as the views of rows in ``tensor/dispatch.py`` do, and products of two Float8Tensors are
+Transposes keep their codes, as views of rows do in training, and products of two Float8Tensors are
 float8 GEMMs. Any other operator reads the high-precision values that the codes stand for, with a warning once. So a
 module that reads a weight itself computes the same whether FSDP2 gathers that weight in float8 or not, within what the
 codes cost.
@@ -18,8 +18,7 @@ from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Operand
 from f8sub.kernels.gemm.select import gemm_nt, select_gemm
 from f8sub.recipe import GemmSpec
-from f8sub.tensor.dispatch import implements
-from f8sub.tensor.float8_tensor import ANY_OTHER, Float8Tensor
+from f8sub.tensor.float8_tensor import ANY_OTHER, Float8Tensor, implements
 from f8sub.tensor.operators import describe
 
 aten = torch.ops.aten

@@ -5,7 +5,6 @@ from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from f8sub.convert.patterns import kind_of
 from f8sub.features.delayed.state import OPERANDS
@@ -13,7 +12,7 @@ from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import Float8Format
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
-from f8sub.torch_compat import param_dtypes
+from f8sub.torch_compat import is_dtensor, param_dtypes
 from f8sub.weights.layout import ShardLayout, WireFormat, bytes_of_row, lies_in_rows
 from f8sub.weights.weight import local_tensor, master_of
 
@@ -198,7 +197,7 @@ class _Weight(NamedTuple):
         weight: torch.Tensor = layer.weight
         local = local_tensor(weight)
         master = master_of(local) if isinstance(local, PrimaryWeight) else local
-        if isinstance(weight, DTensor) and sharded:
+        if is_dtensor(weight) and sharded:
             layout = ShardLayout.of(weight)
             elements = layout.chunk * layout.shape[1 - layout.dim]
             return cls(layout.shape, elements, layout.world, layout, master)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.ranks import gather_values
 from f8sub.weights.weight import local_tensor
@@ -131,7 +131,7 @@ def _after(search: Search, name: str, module: torch.nn.Module, args: Any, y: tor
         return
     y.register_hook(functools.partial(search.look, name, "dy"))
     # A DTensor was made of the product in one more step.
-    node = y.grad_fn.next_functions[0][0] if isinstance(y, DTensor) else y.grad_fn
+    node = y.grad_fn.next_functions[0][0] if is_dtensor(y) else y.grad_fn
     if isinstance(module, Float8Linear) and node is not None:
         node.register_hook(functools.partial(_after_backward, search, name))
 

@@ -6,12 +6,14 @@ import torch
 import torch.distributed as dist
 
 from f8sub.features.gradient_wire.reduce_gradients import reduce_gradients_in_float8
+from f8sub.features.torchtitan.numerics import WANTED
 
 
 def reduce_from_first_forward(model: torch.nn.Module) -> None:
     """Have the gradients of a model, and of each copy for a pipeline, reduced in float8 from when it is first called.
 
-    torchtitan shards it after it was converted, and tells nobody. A job of one rank reduces nothing.
+    torchtitan shards it after it was converted, and tells nobody. A job of one rank reduces nothing. Where a monitor is
+    wanted, it has their errors, too.
     """
     model.register_forward_pre_hook(_reduce)
 
@@ -23,4 +25,5 @@ def _reduce(model: torch.nn.Module, args: Any) -> None:
         if hook is _reduce:
             del model._forward_pre_hooks[key]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        reduce_gradients_in_float8(model)
+        every, _ = getattr(model, WANTED, (0, ""))
+        reduce_gradients_in_float8(model, measure=every > 0, measure_every=max(1, every))

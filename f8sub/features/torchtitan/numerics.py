@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.monitor.statistics import Statistics
-from f8sub.features.monitor.writers import Writer, jsonl
+from f8sub.features.monitor.writers import jsonl
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.weights.ranks import gather_values
 
@@ -21,49 +21,71 @@ WANTED = "float8_monitor"
 
 FILE = "numerics.jsonl"
 
-_attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_begun: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[Monitor, _File]]" = weakref.WeakKeyDictionary()
+"""The monitors of parts whose first step runs: an optimizer's first step settles whose statistics go together."""
+
+
+class _File:
+    """Writes rows, with steps as the trainer counts them, from 1 on; ``path`` is settled in the first step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, step: int, rows: Sequence[Statistics]) -> None:
+        jsonl(self.path)(step + 1, [row._replace(step=step + 1) for row in rows])
+
+
+def monitor_from_first_forward(model: torch.nn.Module) -> None:
+    """Have a monitor begin when the model, or a copy of it for a pipeline, is first called in training."""
+    model.register_forward_pre_hook(_begin)
+    _watch_first_steps()
 
 
 @functools.cache
-def monitor_at_first_step() -> None:
-    """Have a monitor begin at the first step of torchtitan's optimizers, when all parallelism is applied."""
-    register_optimizer_step_pre_hook(_begin)
+def _watch_first_steps() -> None:
+    register_optimizer_step_pre_hook(_attach)
 
 
-def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _begin(model: torch.nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _begin:
+            del model._forward_pre_hooks[key]
+    if any(isinstance(layer, Float8Linear) for layer in model.modules()):
+        every, path = getattr(model, WANTED)
+        file = _File(Path(path))
+        monitor = Monitor(model, every, to=file)
+        monitor.__enter__()
+        _begun[model] = monitor, file
+
+
+def _attach(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # The container is the one optimizer that knows the parts of the model; it steps those of each part.
     parts = [part for part in getattr(optimizer, "model_parts", ()) if hasattr(part, WANTED)]
-    if not parts or optimizer in _attached:
+    if not any(part in _begun for part in parts):
         return
-    _attached.add(optimizer)
-    every, file = getattr(parts[0], WANTED)
-    ranks, group = _ranks_of_the_same_layers(parts)
-    path = Path(file)
-    if ranks[0]:  # a later stage of a pipeline
-        path = path.with_name(f"{path.stem}.{ranks[0]}{path.suffix}")
-    model = parts[0] if len(parts) == 1 else torch.nn.ModuleList(parts)
-    Monitor(model, every, to=_counted_from_1(jsonl(path)), group=group).attach(optimizer)
+    for part, (ranks, group) in zip(parts, _ranks_of_the_same_layers(parts), strict=True):
+        if part not in _begun:  # which has no float8 layer
+            continue
+        monitor, file = _begun.pop(part)
+        if ranks[0]:  # a later stage of a pipeline
+            file.path = file.path.with_name(f"{file.path.stem}.{ranks[0]}{file.path.suffix}")
+        monitor.group = group
+        monitor.attach(optimizer)
 
 
-def _counted_from_1(write: Writer) -> Writer:
-    """The steps as the trainer counts them."""
-
-    def counted(step: int, rows: Sequence[Statistics]) -> None:
-        write(step + 1, [row._replace(step=step + 1) for row in rows])
-
-    return counted
-
-
-def _ranks_of_the_same_layers(parts: Sequence[torch.nn.Module]) -> tuple[list[int], dist.ProcessGroup | None]:
-    """The ranks of this stage of a pipeline, and their group; None where all ranks have the same layers."""
+def _ranks_of_the_same_layers(
+    parts: Sequence[torch.nn.Module],
+) -> list[tuple[list[int], dist.ProcessGroup | None]]:
+    """The ranks of each part's stage of a pipeline, and their group; None where all ranks have the same layers."""
     if not dist.is_initialized():
-        return [0], None
-    own = [name for part in parts for name, each in part.named_modules() if isinstance(each, Float8Linear)]
-    everyones = gather_values(own)
+        return [([0], None)] * len(parts)
+    own = [[n for n, each in part.named_modules() if isinstance(each, Float8Linear)] for part in parts]
     stages: dict[str, list[int]] = {}
-    for rank, names in enumerate(everyones):
-        stages.setdefault(repr(names), []).append(rank)
-    if len(stages) == 1:
-        return list(range(len(everyones))), None
-    groups = {stage: dist.new_group(ranks) for stage, ranks in stages.items()}
-    return stages[repr(own)], groups[repr(own)]
+    for rank, of_parts in enumerate(gather_values(own)):
+        for names in of_parts:
+            stages.setdefault(repr(names), []).append(rank)
+    world = list(range(dist.get_world_size()))
+    groups = {stage: None if ranks == world else dist.new_group(ranks) for stage, ranks in stages.items()}
+    return [(stages[repr(names)], groups[repr(names)]) for names in own]

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 import torch
 
 from f8sub.convert.convert import convert_to_float8
-from f8sub.convert.defaults import MIN_DIM
 from f8sub.convert.filters import layer_keep_x, layer_recipes
 from f8sub.convert.linear_subclasses import extensions
 from f8sub.convert.patterns import kind_of
 from f8sub.errors import Float8ConfigError
+from f8sub.features.defaults.defaults import MIN_DIM
 from f8sub.features.torchtitan.gradients import reduce_from_first_forward
-from f8sub.features.torchtitan.numerics import FILE, WANTED, monitor_at_first_step
+from f8sub.features.torchtitan.numerics import FILE, WANTED, monitor_from_first_forward
 from f8sub.features.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
 from f8sub.linear.saved_input import AUTO
 from f8sub.recipe import Recipe, get_recipe
@@ -183,5 +183,5 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         attach_at_first_step()
     if options.monitor_every:
         setattr(model, WANTED, (options.monitor_every, options.monitor_file or f"outputs/{FILE}"))
-        monitor_at_first_step()
+        monitor_from_first_forward(model)
     return model

@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.precompute_hook.hook import register_precompute_hook
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.torch_compat import fsdp_params
+from f8sub.torch_compat import fsdp_params, is_dtensor
 from f8sub.weights.layout import sharded_dims
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.precompute_scales import register_precompute_hook
 from f8sub.weights.weight import local_tensor
 
 PRECOMPUTE = "float8_precompute_scales"
@@ -116,7 +115,7 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
 
 def _is_cut_twice(layer: Float8Linear) -> bool:
     weight: Any = layer._parameters["weight"]
-    return isinstance(weight, DTensor) and len(sharded_dims(weight)) > 1
+    return is_dtensor(weight) and len(sharded_dims(weight)) > 1
 
 
 @functools.cache

@@ -39,11 +39,6 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     return None if a.tile == b.tile == TENSORWISE else _why_not_rows_on_the_cpu()
 
 
-def takes_any_layout(device: torch.device) -> bool:
-    """See ``select.Backend``; the CPU multiplies float32 matrices."""
-    return device.type == "cpu"
-
-
 def is_traceable(a: Operand, b: Operand) -> bool:
     """Whether ``torch.compile`` may look into this GEMM.
 

@@ -39,8 +39,9 @@ class Backend:
 
 GEMM = {
     "measured": Backend(measured.why_not, measured.gemm_nt),
+    # On the CPU it multiplies float32 matrices.
     "scaled_mm": Backend(
-        scaled_mm.why_not, scaled_mm.gemm_nt, scaled_mm.takes_any_layout, scaled_mm.is_traceable
+        scaled_mm.why_not, scaled_mm.gemm_nt, lambda device: device.type == "cpu", scaled_mm.is_traceable
     ),
     "triton": Backend(triton_mm.why_not, triton_mm.gemm_nt),
     # It multiplies everything; ``torch.compile`` would unroll its partial sums.
@@ -72,14 +73,6 @@ def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> 
         f"no backend can multiply {spec.a} by {spec.b} on {device}: {listed}. "
         "Choose another recipe, or backend='reference' (slow, any device)"
     )
-
-
-def quantizer_of(format: Float8Format, device: torch.device) -> str:
-    """Name of what casts to a format on ``device`` in eager code."""
-    if device.type == "cpu":
-        return "host" if format.is_plain and format.tile.is_whole else REFERENCE
-    has_kernel = support.why_no_triton(device) is None and support.why_no_kernel(format) is None
-    return "triton" if has_kernel else REFERENCE
 
 
 def gemm_nt(
@@ -131,13 +124,6 @@ class Plan:
     number: int
 
     @property
-    def quantizers(self) -> str:
-        """Names of what casts the operands in eager code."""
-        specs = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)
-        formats = [format for spec in specs for format in (spec.a, spec.b) if format is not None]
-        return " and ".join(sorted({quantizer_of(format, self.device) for format in formats})) or "none"
-
-    @property
     def gemms(self) -> dict[str, str | None]:
         """The backend of each GEMM by its name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
@@ -153,7 +139,10 @@ class Plan:
             if name != most:
                 which = " and ".join(gemm for gemm, own in gemms.items() if own == name)
                 parts.append(f"{which} {'in high precision' if name is None else f'by {name}'}")
-        if self.device.type != "cpu" and REFERENCE in self.quantizers:
+        specs = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)
+        formats = [format for spec in specs for format in (spec.a, spec.b) if format is not None]
+        slow = [f for f in formats if support.why_no_triton(self.device) or support.why_no_kernel(f)]
+        if self.device.type != "cpu" and slow:
             parts.append(f"cast by {REFERENCE}")
         return ", ".join(parts)
 

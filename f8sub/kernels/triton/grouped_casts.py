@@ -133,7 +133,7 @@ def amax_of_groups(x_ptr, strips_ptr, amax_ptr, COUNT, STRIPS, M, N, EDGE: tl.co
     if is_one:
         tl.atomic_max(amax_ptr + first, tl.max(of_lines), mask=first < COUNT, sem="relaxed")
     else:
-        PARTS: tl.constexpr = tl.cdiv(ROWS, EDGE)
+        PARTS: tl.constexpr = (ROWS + EDGE - 1) // EDGE
         group = group_of(strips_ptr, STRIPS, at.row + EDGE * tl.arange(0, PARTS), EDGE)
         of_strips = tl.max(tl.reshape(of_lines, (PARTS, ROWS // PARTS)), 1)
         tl.atomic_max(amax_ptr + group, of_strips, mask=group < COUNT, sem="relaxed")

@@ -40,7 +40,7 @@ LINES, LINES_READ = (STRIP, 256), {"STEPS": 32, "STAGES": 5}
 """Tiles of ``amax_of_group_lines``; one program reads 32 of them below each other, four ahead."""
 
 CAST = 64, EDGE
-"""Tiles of the kernels that cast, but for those of squares."""
+"""Tiles of the kernels that cast with scales of lines: fewer rows, fewer tiles that are of two groups."""
 
 _shape = functools.cache(Shape)
 _WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
@@ -161,7 +161,7 @@ def _one_scale(filled: dict[str, Any]) -> list[Launch]:
     make = {**filled, "amax_ptr": bits.view(torch.float32)}
     return [
         _over(grouped_casts.amax_of_groups, {**filled, "amax_ptr": bits}, AMAX, _WARPS_8),
-        _over(grouped_casts.cast_groups_with_one, make, CAST, _WARPS_4),
+        _over(grouped_casts.cast_groups_with_one, make, SQUARE, _WARPS_8),
     ]
 
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from f8sub.features.delayed import layers
 from f8sub.features.delayed.state import OPERANDS
-from f8sub.kernels import quantize, reference
+from f8sub.features.host_quantizer import host_quantizer
+from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
 from f8sub.kernels.scales import PriorScale
 from f8sub.linear import float8_linear
@@ -343,7 +344,7 @@ def test_the_host_kernel_is_the_specification(bits, past):
         row, col = f8sub.get_recipe("delayed").formats(recipe)
         for covers in (False, True):
             given_scale = PriorScale(torch.full((1, 1), past), 3, covers)
-            found = quantize.quantize_on_cpu(x.to(dtype), row, col, prior=given_scale)
+            found = host_quantizer.quantize_on_cpu(x.to(dtype), row, col, prior=given_scale)
             expected = reference.quantize(x.to(dtype), row, col, prior=given_scale)
             for a, b in zip(found[:2], expected[:2], strict=True):
                 assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))

@@ -56,7 +56,7 @@ def multiplied(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, tuple[t
     hooks = []
     for _, parts in blocks_of(model):
         for part in parts:
-            if part.is_float8:
+            if part.format is not None:
                 enter = lambda *_, fqn=part.fqn: running.append(fqn)  # noqa: E731
                 hooks.append(part.module.register_forward_pre_hook(enter))
     tokens = torch.arange(8).view(1, 8)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 BLOCK, TOP = 128, 416.0
+HIGHEST = 240 * 2.0**120
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -25,7 +26,9 @@ def rounded(x: np.ndarray) -> np.ndarray:
             power += 1
         scaled = np.where(finite, block, 0.0) / 2.0**power
         step = 2.0 ** (np.maximum(np.frexp(scaled)[1] - 1, -6) - 3)
-        out[start : start + BLOCK] = np.where(finite, np.rint(scaled / step) * step * 2.0**power, block)
+        nearest = np.rint(scaled / step) * step * 2.0**power
+        kept = np.clip(nearest, -HIGHEST, HIGHEST)  # the nearest one that float32 holds
+        out[start : start + BLOCK] = np.where(finite, kept, block)
     return out
 
 

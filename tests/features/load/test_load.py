@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import f8sub
-from f8sub.features.load.load import _tile_of
+from f8sub.features.layouts.reading import tile_of
 from f8sub.formats import ALL, Tile
 from f8sub.kernels import reference
 from tests.features.export.models import BF16, llama, multiplied, trained
@@ -184,10 +184,10 @@ def test_targets_of_groups():
             "config_groups": {"0": group, "1": named},
         }
     }
-    assert _tile_of("a.mlp.up", config) == Tile(1, ALL)
-    assert _tile_of("a.q", config) == Tile(1, 32)
+    assert tile_of("a.mlp.up", config) == Tile(1, ALL)
+    assert tile_of("a.q", config) == Tile(1, 32)
     with pytest.raises(f8sub.Float8ConfigError, match=r"a\.k: its weight is float8"):
-        _tile_of("a.k", config)
+        tile_of("a.k", config)
 
 
 @pytest.mark.parametrize(

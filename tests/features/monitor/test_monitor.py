@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.features.monitor import monitor as module
+from f8sub.features.monitor import sample as module
 from f8sub.features.monitor import writers
 from f8sub.linear import float8_linear
 from tests.data_sets import gaussian, generator
@@ -293,7 +293,43 @@ def test_operands_that_are_not_finite_come_first_and_zeros_last(tmp_path):
     assert [[row["layer"], row["role"]] for row in lines if row["amax"] is None] == spoiled
 
 
-@pytest.mark.parametrize("options", [{"layers": "decoder.*"}, {"roles": ("y",)}, {"every": 0}])
+@pytest.mark.parametrize("options", [{"layers": "decoder.*"}, {"roles": ("z",)}, {"every": 0}])
 def test_what_cannot_be_monitored(options):
     with pytest.raises(f8sub.Float8ConfigError, match=r"Monitor found no float8 layer|every is 1 or more"):
         f8sub.Monitor(transformer("tensorwise"), **options)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_results_on_request_are_cast_for_the_statistics_alone(recipe):
+    """y as x, dx as dy, dw as w; and no bit of a loss or a weight is another."""
+    roles = ("x", "w", "dy", "y", "dx", "dw")
+    losses, weights, monitor = run(recipe, True, roles=roles)
+    expected, expected_weights, _ = run(recipe, False)
+    monitor.flush()
+    assert losses == expected
+    assert all(map(torch.equal, weights, expected_weights))
+    assert {row.role for row in monitor.rows} == set(roles)
+    layer = f8sub.convert_to_float8(nn.Linear(64, 32, bias=False), recipe, skip_defaults=False)
+    with torch.no_grad():
+        layer.weight.copy_(gaussian((32, 64), generator(2)))
+    x, dy = gaussian((16, 64), generator(0)).requires_grad_(), gaussian((16, 32), generator(1))
+    alone = f8sub.Monitor(layer, every=1, roles=("y", "dx", "dw"))
+    with alone:
+        y = layer(x)
+        y.backward(dy)
+    alone.flush()
+    formats = f8sub.get_recipe(recipe)
+    results = {
+        "y": (y, formats.fprop.a),
+        "dx": (x.grad, formats.dgrad.a),
+        "dw": (layer.weight.grad, formats.fprop.b),
+    }
+    for row in alone.rows:
+        found, format = results[row.role]
+        made = f8sub.quantize(found.detach().clone(), format, columnwise=False)
+        error = (made.dequantize().double() - found.double()).square().sum()
+        assert row.amax == found.abs().max().item()
+        assert row.sqnr == pytest.approx(
+            10 * (found.double().square().sum() / error).log10().item(), abs=1e-3
+        )
+    assert len(alone.rows) == 3

@@ -356,3 +356,26 @@ def test_a_model_that_is_compiled_only_lets_go_of_its_high_precision_values_too(
     with torch.no_grad():
         assert torch.equal(compiled(x), expected(x))
     assert all(storage.expired() for storage in held)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_were_restored_take_an_optimizer_with_masters(dtype):
+    """A plain one is refused, as before they were dropped; the masters are float32 and have the codes' values."""
+    model = made(dtype=dtype)
+    f8sub.drop_high_precision(model.requires_grad_(False))
+    f8sub.restore_high_precision(model)
+    model.requires_grad_(True)
+    values = [layer.weight.detach().clone() for layer in float8_layers(model)]
+    plain = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(x_of(8, K)).square().mean().backward()
+    with pytest.raises(f8sub.Float8ConfigError, match=r"SGD steps a weight .*MasterWeights"):
+        plain.step()
+    assert all(map(torch.equal, values, (layer.weight.detach().clone() for layer in float8_layers(model))))
+    optimizer = wrapped(model)
+    masters = [p for p in optimizer.optimizer.param_groups[0]["params"] if isinstance(p, MasterWeight)]
+    assert [master.dtype for master in masters] == [torch.float32] * len(values)
+    assert all(torch.equal(m.detach().clone().to(dtype), v) for m, v in zip(masters, values, strict=True))
+    step(model, optimizer)
+    assert not any(
+        map(torch.equal, values, (layer.weight.detach().clone() for layer in float8_layers(model)))
+    )

@@ -339,28 +339,6 @@ def test_weights_that_are_assigned(ranks):
     assert all(all(found) for found in ranks(2, assigned))
 
 
-def exported(rank: int, world: int) -> list[bool]:
-    """Whether experts are plain tensors; unsharded the weights, and sharded the values of their codes."""
-    found = []
-    for wrap in (lambda model: model, sharded):
-        model = wrap(converted(3, "rowwise").bfloat16())
-        f8sub.precompute_scales(model)
-        state, _ = f8sub.float8_state_dict(model)
-        for name, weight in Model(3).bfloat16().experts.named_parameters():
-            made = state[f"experts.{name}"]
-            if wrap is sharded:
-                rows = weight.detach().flatten(0, 1)
-                codes = f8sub.quantize(rows, "rowwise", operand="w", columnwise=False)
-                weight = codes.dequantize().view(weight.shape)
-            found += [type(made) is torch.Tensor, torch.equal(made, weight)]
-    return found
-
-
-def test_an_export_has_experts_in_high_precision(ranks):
-    for found in ranks(2, exported):
-        assert all(found), found
-
-
 def not_finite(rank: int, world: int) -> str:
     model = sharded(converted(4, "rowwise"))
     trained(model, 4, range(1))

@@ -269,6 +269,34 @@ def test_cpu_offload(ranks):
     ranks(2, offloaded)
 
 
+def compiled(rank: int, world: int) -> None:
+    """A block that torch.compile made: its gradients come from its graph."""
+    layers = network()
+    block = torch.compile(nn.Sequential(*layers[:2]), backend="aot_eager", fullgraph=True)
+    model = nn.Sequential(block, *layers[2:])
+    assert same(reduced(rank, sharded(model)), expected(world))
+
+
+def test_a_compiled_block(ranks):
+    ranks(2, compiled)
+
+
+def accumulated_in_two_hops(rank: int, world: int) -> None:
+    """Four ranks of two hosts; the sum of micro-batches is what the hosts add."""
+    each = [own_gradients_of(world, step) for step in range(2)]
+    once = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(*each, strict=True)]
+    model = sharded(network())
+    f8sub.reduce_gradients_in_float8(model, ranks_per_host=2)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        backward(model, rank + 10 * step)
+    assert same(gradients(model), [oracle.summed(own, local=2) for own in once])
+
+
+def test_accumulation_in_two_hops(ranks):
+    ranks(4, accumulated_in_two_hops)
+
+
 def not_finite(rank: int, world: int) -> None:
     """NaN, both infinities, and their difference are where a float32 sum has them; neighbours keep their bits."""
     whole = []

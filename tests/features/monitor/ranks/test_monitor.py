@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import f8sub
-from f8sub.features.monitor import monitor as module
+from f8sub.features.monitor import sample as module
 from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 from tests.data_sets import gaussian, generator
 from tests.features.tensor_parallel.models import MLP, mesh_of
@@ -84,7 +84,7 @@ def where_a_sample_lies(rank: int, world: int) -> str:
     model = shard(transformer("tensorwise"))
     layer = model.blocks[0].q
     with mock.patch.object(type(layer.weight.device_mesh), "device_type", "meta"):
-        sample = module._Sample(0, {"blocks.0.q": layer}, {("blocks.0.q", "x"): 0})
+        sample = module.Sample(0, model, {"blocks.0.q": layer}, {("blocks.0.q", "x"): 0})
     sample.close()
     return sample.reduced(None).device.type
 

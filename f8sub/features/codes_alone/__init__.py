@@ -1,0 +1,1 @@
+"""Codes of sharded weights that have no high-precision values, kept or loaded."""

@@ -1,0 +1,1 @@
+"""Layers that stay in high precision by default: output heads, routers, adapters, and what is too small to gain."""

@@ -1,0 +1,59 @@
+"""Calls written for torchao, TransformerEngine or torchtitan: errors that show the same call of f8sub."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from f8sub.convert import sockets
+from f8sub.errors import Float8ConfigError
+from f8sub.recipe import Recipe, recipe_names
+
+CALL = "f8sub.convert_to_float8(model, recipe='tensorwise', filter_fn=lambda module, fqn: ..., float8_all_gather=True)"
+
+MEANT = {
+    "config": "recipe",
+    "fp8_recipe": "recipe",
+    "fp8_format": 'recipe=f8sub.get_recipe("delayed", fp8_format=...)',
+    "emulate": 'backend="reference"',
+    "precompute_float8_dynamic_scale_for_fsdp": "f8sub.precompute_scales(model) after every optimizer.step()",
+    "modules_to_ignore": "skip",
+    "module_filter_func": "filter_fn",
+    "ignored_layers": "skip",
+}
+"""Options of other libraries' calls, and what stands for each in f8sub's."""
+
+
+def refuse_foreign(recipe: Any, unknown: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Raise a ``Float8ConfigError`` that says what stands here for the arguments of another library's call.
+
+    Args:
+        recipe: what was given as one, torchao's filter function or config for instance.
+        unknown: keywords that ``convert_to_float8`` does not have.
+        options: those that it has.
+    """
+    for name, value in unknown.items():
+        meant = MEANT.get(name) or next(iter(difflib.get_close_matches(name, list(options), 1)), None)
+        advice = f"use {meant}; " if meant else ""
+        raise Float8ConfigError(
+            f"convert_to_float8 has no option {name!r}, got {name}={_shown(value)}: {advice}f8sub's call is {CALL}"
+        )
+    if isinstance(recipe, str | Recipe | Mapping):
+        return
+    if callable(recipe):
+        raise Float8ConfigError(
+            "the second argument of convert_to_float8 is the recipe, got a function; a filter is given by name: "
+            f"{CALL}"
+        )
+    raise Float8ConfigError(
+        f"recipe is one of {recipe_names()} or an f8sub.Recipe, got {_shown(recipe)}: f8sub's call is {CALL}"
+    )
+
+
+def _shown(value: Any) -> str:
+    """A plain value itself; of any other the class and where that comes from."""
+    if isinstance(value, str | int | float | bool | type(None)):
+        return repr(value)
+    return f"a {type(value).__name__} of {type(value).__module__.partition('.')[0]}"
+
+
+sockets.check_call = refuse_foreign

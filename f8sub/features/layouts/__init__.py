@@ -1,0 +1,1 @@
+"""How inference engines name, shape and describe float8 weights on disk."""

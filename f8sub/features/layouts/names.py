@@ -1,0 +1,113 @@
+"""What a model's parameters are called in a checkpoint, where one parameter may be many tensors.
+
+transformers 5 keeps the weights of all experts in one parameter, gate and up in the same one, and a checkpoint has a
+linear layer for each expert's gate, up and down. Its own rule of how they are split is what ``save_pretrained`` calls.
+That rule is asked here with numbers of rows in place of values, and so holds for codes and scales too.
+"""
+
+import bisect
+import itertools
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+_PARTS = 4
+"""Parts that an expert's rows count as: every rule that is known splits them into halves."""
+
+
+class Piece(NamedTuple):
+    """A tensor of a checkpoint, and what it is of a parameter.
+
+    Attributes:
+        name: in the checkpoint.
+        expert: index of the expert whose weight it is; None for the whole parameter.
+        rows: of that expert's matrix; None for all of the parameter.
+    """
+
+    name: str
+    expert: int | None = None
+    rows: slice | None = None
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+Pieces = dict[str, list[Piece]]
+
+
+def pieces_of(model: torch.nn.Module, shapes: Shapes, experts: Mapping[str, str]) -> Pieces:
+    """The checkpoint's tensors of each parameter and buffer.
+
+    Args:
+        model: one of transformers, whose own rule holds; or any other.
+        shapes: of its parameters and buffers, by name.
+        experts: names of the weights of three dimensions, (E, N, K), one matrix an expert; with what stands in a name
+            for an expert's layer where the model has no rule: of "layers.0.experts.w1", "w1" makes the name
+            "layers.0.experts.5.w1.weight".
+    """
+    found = {name: [Piece(name)] for name in shapes}
+    ruled = _ruled(model, shapes)
+    if ruled is not None:
+        return found | ruled
+    for name, leaf in experts.items():
+        module = name.removesuffix(leaf)
+        count, rows = shapes[name][:2]
+        found[name] = [
+            Piece(f"{module}{index}.{leaf}.weight", index, slice(0, rows)) for index in range(count)
+        ]
+    return found
+
+
+def _ruled(model: torch.nn.Module, shapes: Shapes) -> Pieces | None:
+    """By the rule of transformers; None where the model is none of its models."""
+    transformers: Any = sys.modules.get("transformers")  # which made the model, if it is one
+    inner = model._modules.get("_orig_mod") or model
+    if transformers is None or not isinstance(inner, transformers.PreTrainedModel):
+        return None
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # A number for each row, and for each part of an expert's: no rule that is known looks along the last dimension.
+    sizes = {name: _counted(shape) for name, shape in shapes.items()}
+    firsts = dict(zip(sizes, itertools.accumulate(map(math.prod, sizes.values()), initial=0), strict=False))
+    numbers = {
+        name: torch.arange(first, first + math.prod(sizes[name]), dtype=torch.int64, device="cpu").view(
+            sizes[name]
+        )
+        for name, first in firsts.items()
+    }
+    of_number = {first: name for name, first in firsts.items() if numbers[name].numel()}
+    starts = list(of_number)
+    found: dict[str, list[Piece | None]] = {}
+    for name, tensor in revert_weight_conversion(inner, dict(numbers)).items():
+        if not tensor.numel():
+            continue
+        first = int(tensor.flatten()[0])
+        source = of_number[starts[bisect.bisect_right(starts, first) - 1]]
+        found.setdefault(source, []).append(_piece(name, tensor, numbers[source], shapes[source]))
+    # What a rule makes of a parameter that is no part of its rows keeps the parameter's name.
+    read = {name: [piece for piece in pieces if piece is not None] for name, pieces in found.items()}
+    return {name: pieces for name, pieces in read.items() if len(pieces) == len(found[name])}
+
+
+def _counted(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) == 3:
+        return shape[0], math.gcd(shape[1], _PARTS), 1
+    return (*shape[:-1], 1) if len(shape) > 1 else (math.prod(shape),)
+
+
+def _piece(name: str, found: torch.Tensor, whole: torch.Tensor, shape: tuple[int, ...]) -> Piece | None:
+    """What a tensor of numbers is of a parameter; None where it is no part that is read as it lies."""
+    keeps_shape, found, count = found.dim() == whole.dim(), found.flatten(), found.numel()
+    if keeps_shape and torch.equal(found, whole.flatten()):
+        return Piece(name)
+    first = int(found[0] - whole.flatten()[0])
+    if len(shape) != 3 or not torch.equal(found, whole.flatten()[first : first + count]):
+        return None
+    expert, part = divmod(first, whole.shape[1])
+    rows = shape[1] // whole.shape[1]
+    return (
+        Piece(name, expert, slice(part * rows, (part + count) * rows))
+        if part + count <= whole.shape[1]
+        else None
+    )

@@ -1,0 +1,59 @@
+"""How a float8 checkpoint's tensors are to be read, by its names and its ``config.json``."""
+
+import re
+from collections.abc import Container
+from typing import Any
+
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import ALL, Tile
+
+_SCALES = ("weight_scale_inv", "weight_scale", "scale")
+"""Names of a layer's scales. Sources: see ``layouts``; DeepSeek-V4's files have the last."""
+
+
+def scale_of(name: str, checkpoint: Container[str]) -> str:
+    """The name of the scales of the codes ``name``; Float8ConfigError where a checkpoint has none."""
+    prefix = name.removesuffix("weight")
+    scale = next((prefix + leaf for leaf in _SCALES if prefix + leaf in checkpoint), None)
+    if scale is None:
+        raise Float8ConfigError(f"{name} is float8, and the checkpoint has no scales: {prefix}{_SCALES[0]}")
+    return scale
+
+
+def tile_of(layer: str, config: dict[str, Any]) -> Tile:
+    """The blocks of a layer's scales, as ``config.json`` says.
+
+    Raises:
+        Float8ConfigError: it says nothing, or something that f8sub does not read.
+    """
+    quantization = config.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        block = quantization.get("weight_block_size")
+        return Tile(*block) if block else Tile(ALL, ALL)
+    weights: dict[str, Any] = {}
+    if method == "compressed-tensors":
+        groups = quantization.get("config_groups", {}).values()
+        weights = next(
+            (g.get("weights") or {} for g in groups if any(_targets(t, layer) for t in g["targets"])), {}
+        )
+    match weights.get("strategy"):
+        case "tensor":
+            return Tile(ALL, ALL)
+        case "channel":
+            return Tile(1, ALL)
+        case "group":
+            return Tile(1, int(weights["group_size"]))
+        case "block":
+            return Tile(*weights["block_structure"])
+    raise Float8ConfigError(
+        f"{layer}: its weight is float8, and config.json describes it as quant_method {method!r}, strategy "
+        f"{weights.get('strategy')!r}; load_float8 reads 'fp8', and 'compressed-tensors' of a tensor, channels, groups "
+        "and blocks"
+    )
+
+
+def _targets(target: str, layer: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], layer) is not None
+    return target in ("Linear", layer)

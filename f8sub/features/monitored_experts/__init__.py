@@ -1,0 +1,1 @@
+"""Rows of a ``Monitor`` for the products of experts."""

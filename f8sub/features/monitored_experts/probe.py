@@ -1,0 +1,147 @@
+"""The operands and results of experts' products, in the step that a monitor samples.
+
+Tokens are cast by expert, as the product casts them, and a row of them is told as of any layer. Weights are told
+expert by expert, so that no rank makes float32 values of all of them at once.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from f8sub.features.experts.grouped_linear import Product, local_part, rowwise_of_experts, watchers
+from f8sub.features.experts.module import Float8Experts
+from f8sub.features.experts.operands import quantize_tokens
+from f8sub.features.monitor.sample import Probe, Sample, each_element, node_of, part_of, probes
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.groups import Groups
+from f8sub.kernels.quantize import quantize_experts
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor
+from f8sub.weights.weight import Weight, master_of
+
+Parts = Iterable[tuple[torch.Tensor, Operand]]
+
+
+class ExpertsProbe(Probe):
+    """A row for each weight of each module of experts, by the weight's full name."""
+
+    @override
+    def names(self, model: torch.nn.Module) -> list[str]:
+        return [f"{fqn}.{name}" for fqn, module in _experts_of(model).items() for name in module.weights]
+
+    @override
+    def begin(self, sample: Sample) -> Callable[[], None]:
+        watch = _Watch(sample, _experts_of(sample.model))
+        watchers.append(watch)
+        return lambda: watchers.remove(watch)
+
+
+probes.append(ExpertsProbe())
+
+
+def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:
+    return {
+        name.replace("_orig_mod.", ""): module
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Experts)
+    }
+
+
+class _Watch:
+    def __init__(self, sample: Sample, modules: dict[str, Float8Experts]) -> None:
+        self.sample = sample
+        self.modules = {module.fqn: (name, module) for name, module in modules.items()}
+        self._seen: set[str] = set()
+
+    def __call__(self, fqn: str, product: Product) -> None:
+        """Measure a product of a module of the model, the first one of its weight with a gradient."""
+        if fqn not in self.modules or not product.y.requires_grad:
+            return
+        module_name, module = self.modules[fqn]
+        attribute = next((a for a in module.weights if _is_of(product.weight, module._parameters[a])), None)
+        name = f"{module_name}.{attribute}"
+        if attribute is None or name in self._seen:
+            return
+        self._seen.add(name)
+        recipe = product.call.plan.recipe
+        with torch.no_grad():
+            self._tokens(name, "x", product.x.to(product.call.dtype), product.groups, recipe.fprop.a)
+            self._tokens(name, "y", product.y, product.groups, recipe.fprop.a)
+            if recipe.fprop.b is not None and self.sample.wants(name, "w"):
+                self.sample.take(
+                    name, "w", recipe.fprop.b, _weights(module, attribute, product, recipe.fprop.b)
+                )
+        format = recipe.dgrad.a or recipe.wgrad.a
+        product.y.register_hook(functools.partial(self._note_dy, name, product.groups, format))
+        if self.sample.wants(name, "dx") or self.sample.wants(name, "dw"):
+            node = node_of(product.y, "_GroupedLinear")
+            node.register_hook(functools.partial(self._note_gradients, name, product))
+
+    def _note_dy(self, name: str, groups: Groups, format: Float8Format | None, dy: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._tokens(name, "dy", dy.contiguous(), groups, format)
+
+    def _note_gradients(self, name: str, product: Product, gradients: Any, _: Any) -> None:
+        recipe, (dx, dw) = product.call.plan.recipe, gradients[:2]
+        with torch.no_grad():
+            if dx is not None:
+                self._tokens(name, "dx", dx, product.groups, recipe.dgrad.a)
+            format = recipe.fprop.b
+            if (
+                dw is None
+                or format is None
+                or not self.sample.wants(name, "dw")
+                or self.sample.has(name, "dw")
+            ):
+                return
+            values = dw.transpose(1, 2) if product.call.transposed else dw
+            parts = ((each, quantize_experts(each[None], format).of_group(0)) for each in values)
+            self.sample.take(name, "dw", format, parts)
+
+    def _tokens(
+        self, name: str, role: str, values: torch.Tensor, groups: Groups, format: Float8Format | None
+    ) -> None:
+        """Take tokens, each expert's cast for itself; rows of no expert count as zeros."""
+        if format is None or not self.sample.wants(name, role) or self.sample.has(name, role):
+            return
+        made = quantize_tokens(values, groups, format, contracted=False)
+        codes, scale, is_none = made.by_row(groups)
+        operand = Operand(codes, scale.expand(codes.shape).contiguous(), each_element(format))
+        codes.view(torch.uint8).masked_fill_(is_none, 0)
+        self.sample.take(name, role, format, [(values.masked_fill(is_none, 0), operand)])
+
+
+def _is_of(weight: torch.Tensor, parameter: torch.Tensor | None) -> bool:
+    """Whether a product's weight is a module's parameter, or a view of it."""
+    return parameter is not None and _memory(weight) == _memory(parameter)
+
+
+def _memory(weight: torch.Tensor) -> int:
+    local = local_part(weight) if is_dtensor(weight) else weight
+    if isinstance(local, Float8Tensor):
+        return 0 if local.rowwise is None else local.rowwise.data.data_ptr()
+    return local.data_ptr()
+
+
+def _weights(module: Float8Experts, attribute: str, product: Product, format: Float8Format) -> Iterator[Any]:
+    """Each expert's values and codes; of a weight that FSDP2 gathered in float8, those of this rank's shard."""
+    weight, call = product.weight, product.call
+    if not isinstance(weight, Float8Tensor):
+        master = master_of(weight) if isinstance(weight, Weight) else weight
+        values = (master.plain if isinstance(master, Weight) else weight).to(call.dtype)
+        values = values.transpose(1, 2) if call.transposed else values
+        operands = rowwise_of_experts(weight, format, call)
+        for index, each in enumerate(values):
+            yield each, operands.of_group(index)
+        return
+    shard = module.converted.record_of(module, attribute).shard
+    if shard is None or not shard.master.numel() or weight.rowwise is None or shard.layout.folded is not None:
+        return
+    values, rows = shard.values, weight.shape[1]
+    row, col = (a - b for a, b in zip(shard.layout.offset, shard.layout.origin, strict=True))
+    for first in range(0, len(values), rows):
+        each = values[first : first + rows].to(shard.dtype).to(weight.device)
+        yield each, part_of(weight.rowwise, row + first, col, *each.shape)

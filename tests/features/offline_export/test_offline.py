@@ -1,0 +1,174 @@
+"""A finished checkpoint exported on a CPU has the codes that training's own export has."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file, save_file
+
+import f8sub
+from f8sub.features.offline_export.offline import export_checkpoint
+from tests.features.export.models import BF16, llama, trained
+from tests.features.load.nets import NETS
+from tests.selection import long_but
+
+
+def on_meta(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(copy.deepcopy(model.config))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+@pytest.mark.parametrize("recipe", long_but(("blockwise",), ("blockwise", "tensorwise", "mxfp8")))
+def test_codes_are_those_of_the_training(recipe, kind, tmp_path):
+    model = trained(recipe)
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    config = {"architectures": ["LlamaForCausalLM"], **model.config.to_dict()}
+    if kind == "dcp":
+        dcp.save({"model": state, "step": torch.tensor(3)}, checkpoint_id=tmp_path / "in", no_dist=True)
+    else:
+        (tmp_path / "in").mkdir()
+        save_file(
+            {k: torch.tensor(v.numpy()) for k, v in state.items()}, tmp_path / "in" / "model.safetensors"
+        )
+        (tmp_path / "in" / "config.json").write_text(json.dumps(config, default=str))
+    prefix = "model." if kind == "dcp" else ""
+    given = config if kind == "dcp" else None
+    export_checkpoint(
+        tmp_path / "in", tmp_path / "out", on_meta(model), recipe=recipe, prefix=prefix, config=given
+    )
+    f8sub.save_float8(model, tmp_path / "own", dtype=BF16)
+    found, own = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "own"))
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[k].view(torch.uint8), own[k].view(torch.uint8)) for k in own)
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "own")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    assert configs[0]["hidden_size"] == 256
+
+
+def test_a_checkpoint_of_another_model(tmp_path):
+    model = trained("blockwise", steps=0)
+    dcp.save({"net": {"a.weight": torch.ones(2, 2)}}, checkpoint_id=tmp_path / "in", no_dist=True)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"lacks lm_head.weight, .* It has a\.weight"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", on_meta(model), recipe="rowwise", prefix="net.")
+    assert not (tmp_path / "out").exists()
+
+
+def test_infinite_weights_and_recipes_with_histories_are_refused(tmp_path):
+    model = trained("blockwise", steps=0)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.inf
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    with pytest.raises(
+        f8sub.Float8NumericsError, match=r"layers\.0\.mlp\.up_proj\.weight .* NaN or infinity"
+    ):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", on_meta(model), recipe="rowwise")
+    with pytest.raises(f8sub.Float8ConfigError, match="amaxes of past steps"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", on_meta(model), recipe="delayed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def saved_net(net: torch.nn.Module, folder, drop: tuple[str, ...] = (), **changes: torch.Tensor) -> None:
+    """A folder of safetensors without ``config.json``."""
+    folder.mkdir()
+    state = {k: torch.tensor(v.detach().numpy()) for k, v in net.state_dict().items() if k not in drop}
+    save_file({**state, **changes}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dropped", ["embed.weight", "lm_head.weight"])
+def test_a_tied_weight_may_have_either_name(dropped, tmp_path):
+    net = NETS["tied"]()
+    saved_net(net, tmp_path / "in", (dropped,))
+    export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["tied"](), recipe="blockwise")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["embed.weight"], net.embed.weight.detach().to(BF16))
+    assert "lm_head.weight" not in found
+
+
+def test_buffers_stay_as_forward_reads_them(tmp_path):
+    net = NETS["buffered"]()
+    saved_net(net, tmp_path / "in")
+    export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["buffered"](), recipe="blockwise")
+    f8sub.save_float8(f8sub.convert_to_float8(net, recipe="blockwise"), tmp_path / "own", dtype=BF16)
+    for folder in ("out", "own"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert torch.equal(found["bias"], net.bias)
+        assert found["steps"].item() == 2**40 + 1
+
+
+def test_another_shape_is_refused(tmp_path):
+    saved_net(NETS["plain"](), tmp_path / "in", **{"up.weight": torch.ones(128, 256)})
+    with pytest.raises(
+        f8sub.Float8ShapeError, match=r"up\.weight: the model has \(256, 256\), .* \(128, 256\)"
+    ):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["plain"](), recipe="blockwise")
+    assert not (tmp_path / "out").exists()
+
+
+def test_codes_are_not_cast_as_if_they_were_values(tmp_path):
+    f8sub.save_float8(
+        f8sub.convert_to_float8(NETS["plain"](), recipe="blockwise"), tmp_path / "in", dtype=BF16
+    )
+    with pytest.raises(f8sub.Float8ConfigError, match="is quantized already"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["plain"](), recipe="blockwise")
+    (tmp_path / "in" / "config.json").unlink()
+    with pytest.raises(f8sub.Float8ConfigError, match=r"weight is torch\.float8_e4m3fn in the checkpoint"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["plain"](), recipe="blockwise")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_dtype_cannot_hold(tmp_path):
+    saved_net(NETS["plain"](), tmp_path / "in", **{"up.weight": torch.full((256, 256), 1e6)})
+    with pytest.raises(f8sub.Float8NumericsError, match=r"up\.weight"):
+        export_checkpoint(
+            tmp_path / "in", tmp_path / "out", NETS["plain"](), recipe="blockwise", dtype=torch.float16
+        )
+
+
+def test_damaged_checkpoints_of_dcp(tmp_path):
+    state = {"a." + k: v.detach() for k, v in NETS["plain"]().state_dict().items()}
+
+    def fails(folder: str, words: str) -> None:
+        with pytest.raises(f8sub.Float8ConfigError, match=words):
+            export_checkpoint(tmp_path / folder, tmp_path / "out", NETS["plain"](), recipe="blockwise")
+        assert not (tmp_path / "out").exists()
+
+    for folder in ("index", "lost", "cut", "async"):
+        dcp.save(state, checkpoint_id=tmp_path / folder, no_dist=True)
+    (tmp_path / "index" / ".metadata").write_bytes(b"\x80\x04cut")
+    fails("index", r"\.metadata is no index")
+    (data,) = (tmp_path / "lost").glob("*.distcp")
+    data.unlink()
+    fails("lost", r"holds a\.down\.weight cannot be read|holds a\.up\.weight cannot be read")
+    (data,) = (tmp_path / "cut").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:1000])
+    fails("cut", "cannot be read")
+    (tmp_path / "async" / ".metadata").unlink()
+    fails("async", r"\.distcp files have no \.metadata, so saving it was cut short")
+
+
+def test_a_model_and_its_average_need_a_prefix(tmp_path):
+    net, other = NETS["plain"](), NETS["plain"]()
+    with torch.no_grad():
+        other.up.weight.mul_(2)
+    state = {"model": dict(net.state_dict()), "ema": dict(other.state_dict())}
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"several times, .* 'ema\.', 'model\.'; give prefix="):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["plain"](), recipe="blockwise")
+    export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["plain"](), recipe="blockwise", prefix="ema.")
+    f8sub.save_float8(f8sub.convert_to_float8(other, recipe="blockwise"), tmp_path / "own", dtype=BF16)
+    found, own = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "own"))
+    assert all(torch.equal(found[k].view(torch.uint8), own[k].view(torch.uint8)) for k in own)
+
+
+def test_the_models_own_config_where_the_checkpoint_has_none(tmp_path):
+    model = llama()
+    saved_net(model, tmp_path / "in")
+    export_checkpoint(tmp_path / "in", tmp_path / "out", on_meta(model), recipe="blockwise")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["hidden_size"] == 256

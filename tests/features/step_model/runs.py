@@ -1,0 +1,58 @@
+"""Runs that were measured, and what the model says of them."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import f8sub
+from f8sub.features.inspect.load import load
+from f8sub.features.step_model.estimate_step import GATHERS, StepEstimate
+
+TABLES = Path(__file__).parents[3] / "scripts" / "tables"
+WHOLE = json.loads((TABLES / "whole_run.json").read_text())
+PUBLISHED = json.loads((TABLES / "published_runs.json").read_text())
+CHECKPOINTS = {"8B, selective checkpointing": "unseen", "8B, no checkpointing": "none"}
+
+
+@functools.cache
+def predicted(model: str, gpus: int, **options: Any) -> StepEstimate:
+    return f8sub.estimate_step(load(model), gpus, sequence=8192, **options)
+
+
+def whole_runs() -> dict[str, float]:
+    """The error of tokens/s of each run of a Llama 3 8B on two H200s in ``whole_run.json``, torchao's aside."""
+    found = {}
+    for arm, speeds in WHOLE["tokens_per_second"].items():
+        library, _, recipe = arm.rpartition(" ")
+        for setting, checkpoint in CHECKPOINTS.items():
+            if setting not in speeds or library == "torchao":
+                continue
+            name = recipe if library else "tensorwise"
+            estimate = predicted("llama3-8b", 2, gpu="H200", recipe=name, checkpoint=checkpoint)
+            way = GATHERS if library else "bf16"
+            found[f"{arm}, {setting}"] = estimate.of(2, way).tokens_per_second / speeds[setting] - 1
+    return found
+
+
+def published(run: dict[str, Any]) -> StepEstimate:
+    options = {name: run[name] for name in ("tensor_parallel", "tokens", "checkpoint")}
+    return predicted(run["model"], run["gpus"], gpu="H100-500W", recipe="tensorwise", **options)
+
+
+def speed_ups() -> dict[str, float]:
+    """The error of each published speed-up."""
+    return {
+        f"{run['run']}: {way}": published(run).of(run["gpus"], way).over_bf16 / ratio - 1
+        for run in PUBLISHED
+        for way, ratio in run["over_bf16"].items()
+    }
+
+
+def rates() -> dict[str, float]:
+    """The error of the tokens/s in bf16 of each published run."""
+    return {
+        run["run"]: published(run).of(run["gpus"], "bf16").tokens_per_second / run["bf16_tokens_per_second"]
+        - 1
+        for run in PUBLISHED
+    }

@@ -162,20 +162,15 @@ def _reference_weights(
 
 
 GROUPED = {
-    "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
     "triton": GroupedBackend(
         grouped_mm.why_not, _triton_rows, _triton_weights, grouped_mm.MULTIPLE, clears=True
     ),
+    "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
     "dequantize": GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights),
     REFERENCE: GroupedBackend(lambda a, b, device: None, _reference_rows, _reference_weights, clears=True),
 }
-"""Backends by name. The reference reads on the host where groups lie, so that it makes a GPU wait."""
-
-
-def preferred(a: Float8Format, b: Float8Format) -> list[str]:
-    """Backends in the order in which "auto" asks them: torch's own first for one scale a row, else ours."""
-    by_row = a.tile == b.tile == Tile(1, ALL)
-    return sorted(GROUPED, key=lambda name: name == ("triton" if by_row else "scaled_grouped_mm"))
+"""Backends by name, the fastest first: docs/experts.md has the figures. The reference reads on the host where groups
+lie, so that it makes a GPU wait."""
 
 
 ASKED_AS = {"scaled_mm": "scaled_grouped_mm"}
@@ -303,7 +298,7 @@ def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
     if backend == "auto" and device.type in ("cpu", "meta"):
         return REFERENCE
     reasons = {}
-    for name in preferred(spec.a, spec.b) if backend == "auto" else [backend]:
+    for name in GROUPED if backend == "auto" else [backend]:
         if (reason := GROUPED[name].why_not(spec.a, spec.b, device)) is None:
             return name
         reasons[name] = reason

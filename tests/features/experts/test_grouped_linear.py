@@ -220,7 +220,7 @@ def test_plans_are_chosen_and_shown():
     assert GroupedPlan.make(f8sub.get_recipe("rowwise"), cpu).described == "rowwise, reference"
     mixed = GroupedPlan.make(f8sub.get_recipe("rowwise_with_gw_hp"), cpu, "dequantize").described
     assert mixed == "rowwise_with_gw_hp, fprop by dequantize, dgrad by dequantize, wgrad in high precision"
-    assert list(GROUPED) == ["scaled_grouped_mm", "triton", "dequantize", "reference"]
+    assert list(GROUPED) == ["triton", "scaled_grouped_mm", "dequantize", "reference"]
     for backend in ("scaled_mm", "scaled_grouped_mm"):
         text = refusal(f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, backend)
         assert "runs on cuda, not on cpu" in text

@@ -23,7 +23,7 @@ from f8sub.formats import ALL, Operand, Tile
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import local_tensor, take_place
 
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
 """safetensors' names of what a parameter is read from without scales."""
@@ -144,11 +144,17 @@ def _give_memory(part: Part, device: torch.device | str | None) -> None:
     tensor = part.tensor
     if not local_tensor(tensor).is_meta:
         return
-    if isinstance(tensor, DTensor):
-        device = tensor.device_mesh.device_type
-    part.module._apply(
-        lambda each: torch.empty_like(each, device=device) if each is tensor else each, recurse=False
-    )
+    where = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else device
+    with torch.no_grad():
+        made = torch.empty_like(tensor, device=where)
+    if not isinstance(tensor, torch.nn.Parameter):
+        part.module._buffers[part.attribute] = made
+    # The same object, which a tied layer, FSDP2 and an optimizer hold, too.
+    elif not take_place(torch.nn.Parameter(made, tensor.requires_grad), tensor):
+        raise Float8ConfigError(
+            f"{part.name}: it is on meta, and something holds on to it as it is; call model.to_empty(device=...) first"
+        )
+    part.module.load_state_dict({}, strict=False)  # after which FSDP2 looks at it anew
 
 
 def _matched(

@@ -9,7 +9,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.features.codes_alone.dropped_shard import LoadedCodes
 from f8sub.features.primary_weights.masters import is_primary, to_codes
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
-from f8sub.formats import Float8Format, Operand, ScaleRule, Tile
+from f8sub.formats import Operand, ScaleRule, Tile, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -34,7 +34,7 @@ def can_hold(layer: torch.nn.Module, tile: Tile) -> bool:
     )
 
 
-def check_not_gathered(layer: Float8Linear) -> None:
+def check_not_gathered(layer: Any) -> None:
     """Check that FSDP2 has nothing of a weight that is to become codes; Float8ConfigError where it has."""
     shard = layer.converted.record_of(layer, "weight").shard
     if shard is not None and shard.gathers:
@@ -44,29 +44,40 @@ def check_not_gathered(layer: Float8Linear) -> None:
         )
 
 
-def format_for(format: Float8Format, *, is_power_of_2: bool) -> Float8Format | None:
-    """The format of codes with the scales that a checkpoint has; None where a recipe's cannot be stored so."""
-    if is_power_of_2 or format.scale_rule is ScaleRule.FLOAT:
-        return format
-    return replace(format, scale_rule=ScaleRule.FLOAT) if format.scale_rule is ScaleRule.POWER_OF_2 else None
+def plan_for(layer: Float8Linear, *, is_power_of_2: bool) -> Plan | None:
+    """The plan of a layer whose weight has the scales of a checkpoint; None where its recipe cannot read these.
+
+    Scales of x and dy stay the recipe's.
+
+    Raises:
+        Float8ConfigError: the backend that was asked for has no such product.
+    """
+    recipe, plan = layer.plan.recipe, layer.plan
+    row, col = recipe.formats("w")
+    if row is None or is_power_of_2 or row.scale_rule is ScaleRule.FLOAT:
+        return plan
+    if row.scale_rule is not ScaleRule.POWER_OF_2:
+        return None  # whose scales are stored as exponents
+    row = replace(row, scale_rule=ScaleRule.FLOAT)
+    reads: dict[str, Any] = {"fprop": replace(recipe.fprop, b=row)}
+    if col is not None:
+        col = replace(col, scale_rule=ScaleRule.FLOAT)
+        if why_not_derivable(row, col) is not None:
+            return None
+        reads["dgrad"] = replace(recipe.dgrad, b=col)
+    return Plan.make(replace(recipe, **reads), plan.device, plan.backend)
 
 
-def hold(layer: Float8Linear, operand: Operand, offset: tuple[int, int]) -> None:
+def hold(layer: Float8Linear, plan: Plan, operand: Operand, offset: tuple[int, int]) -> None:
     """Make a layer's weight be codes, in memory of their own.
 
     Args:
         layer: one that ``can_hold`` them.
+        plan: of ``plan_for``.
         operand: ``data`` of this rank's part, on its device, and all scales of the whole weight.
         offset: (row, column) in the whole weight at which the part begins.
     """
-    recipe, format = layer.plan.recipe, operand.format
-    if format != recipe.fprop.b:
-        # Scales as the checkpoint has them; those of x and dy stay the recipe's.
-        reads: dict[str, Any] = {"fprop": replace(recipe.fprop, b=format)}
-        if recipe.dgrad.b is not None:
-            reads["dgrad"] = replace(recipe.dgrad, b=replace(recipe.dgrad.b, scale_rule=format.scale_rule))
-        recipe = replace(recipe, **reads)
-        layer.plan = Plan.make(recipe, layer.plan.device, layer.plan.backend)
+    layer.plan = plan
     record = layer.enter_weight()
     local: Any = local_tensor(layer.weight)
     if isinstance(local, MasterWeight):

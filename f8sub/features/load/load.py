@@ -14,15 +14,16 @@ from f8sub.features.export.float8_weights import Rename
 from f8sub.features.layouts.names import Piece
 from f8sub.features.layouts.reading import scale_of, tile_of
 from f8sub.features.load.checkpoint import Checkpoint, some
-from f8sub.features.load.held_codes import can_hold, check_not_gathered, format_for, hold
+from f8sub.features.load.held_codes import can_hold, check_not_gathered, hold, plan_for
 from f8sub.features.load.ties import other_names
 from f8sub.features.primary_weights.masters import reread_shards
 from f8sub.formats import ALL, Operand, Tile
+from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import is_dtensor
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import local_tensor, take_place
 
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
 """safetensors' names of what a parameter is read from without scales."""
@@ -143,11 +144,17 @@ def _give_memory(part: Part, device: torch.device | str | None) -> None:
     tensor = part.tensor
     if not local_tensor(tensor).is_meta:
         return
-    if is_dtensor(tensor):
-        device = tensor.device_mesh.device_type
-    part.module._apply(
-        lambda each: torch.empty_like(each, device=device) if each is tensor else each, recurse=False
-    )
+    where = tensor.device_mesh.device_type if is_dtensor(tensor) else device
+    with torch.no_grad():
+        made = torch.empty_like(tensor, device=where)
+    if not isinstance(tensor, torch.nn.Parameter):
+        part.module._buffers[part.attribute] = made
+    # The same object, which a tied layer, FSDP2 and an optimizer hold, too.
+    elif not take_place(torch.nn.Parameter(made, tensor.requires_grad), tensor):
+        raise Float8ConfigError(
+            f"{part.name}: it is on meta, and something holds on to it as it is; call model.to_empty(device=...) first"
+        )
+    part.module.load_state_dict({}, strict=False)  # after which FSDP2 looks at it anew
 
 
 def _matched(
@@ -207,16 +214,34 @@ def _check_shapes(part: Part, source: _Source, checkpoint: Checkpoint) -> None:
         return
     if len(shape) != 2:
         raise Float8ShapeError(f"{part.name}: {name} is float8 of {len(shape)} dimensions; matrices are read")
-    if isinstance(part.module, Float8Linear) and can_hold(part.module, source.tile):
-        check_not_gathered(part.module)
     expected, scales = source.tile.scale_shape((shape[0], shape[1])), checkpoint.shape_of(source.scale)
-    if source.tile.is_whole and scales in ((), (1,)):
-        return
-    if scales != expected:
+    if scales != expected and not (source.tile.is_whole and scales in ((), (1,))):
         raise Float8ShapeError(
             f"{part.name}: a weight of {shape} with scales of {source.tile} has {expected} of them, and the "
             f"checkpoint's {source.scale} has {scales}; its config.json tells another block size than it was made with"
         )
+    if _plan_of_codes(part, source, _scales_of(source, checkpoint)) is not None:
+        check_not_gathered(part.module)
+
+
+def _plan_of_codes(part: Part, source: _Source, scales: torch.Tensor) -> Plan | None:
+    """The plan of a layer that keeps the file's codes; None of a parameter that takes their values."""
+    if not isinstance(part.module, Float8Linear) or not can_hold(part.module, source.tile):
+        return None
+    return plan_for(part.module, is_power_of_2=_are_powers_of_2(scales))
+
+
+def _are_powers_of_2(scales: torch.Tensor) -> bool:
+    return bool(((scales.view(torch.int32) & 0x7FFFFF) == 0).all())
+
+
+def _scales_of(source: _Source, checkpoint: Checkpoint) -> torch.Tensor:
+    """All scales of a tensor, float32, (tiles along N, tiles along K)."""
+    scales: torch.Tensor = checkpoint.read(source.scale or "")
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    rows, cols = checkpoint.shape_of(source.piece.name)
+    return scales.float().view(source.tile.scale_shape((rows, cols)))
 
 
 def _filled(part: Part, source: _Source, checkpoint: Checkpoint) -> bool:
@@ -231,22 +256,15 @@ def _filled(part: Part, source: _Source, checkpoint: Checkpoint) -> bool:
     if source.scale is None:
         local.copy_(stored[where] if where else stored[...])
         return True
-    scales = checkpoint.slice_of(source.scale)[...]
-    if scales.dtype == torch.uint8:
-        scales = scales.view(torch.float8_e8m0fnu)
-    rows, cols = checkpoint.shape_of(source.piece.name)
-    scales = scales.float().view(source.tile.scale_shape((rows, cols)))
-    is_power_of_2 = bool(((scales.view(torch.int32) & 0x7FFFFF) == 0).all())
-    format = part.format
-    if isinstance(part.module, Float8Linear) and can_hold(part.module, source.tile) and format is not None:
-        of_file = format_for(format, is_power_of_2=is_power_of_2)
-        if of_file is not None:
-            codes, scales = (
-                stored[where].to(local.device),
-                scales.to(local.device, format.scale_rule.stored_as),
-            )
-            hold(part.module, Operand(codes, scales, of_file), (where[0].start, where[1].start))
-            return True
+    scales = _scales_of(source, checkpoint)
+    is_power_of_2, format = _are_powers_of_2(scales), part.format
+    plan = _plan_of_codes(part, source, scales)
+    of_file = None if plan is None else plan.recipe.fprop.b
+    if plan is not None and of_file is not None and isinstance(part.module, Float8Linear):
+        codes = stored[where].to(local.device)
+        scales = scales.to(local.device, of_file.scale_rule.stored_as)
+        hold(part.module, plan, Operand(codes, scales, of_file), (where[0].start, where[1].start))
+        return True
     for dim, (edge, at) in enumerate(zip((source.tile.rows, source.tile.cols), where, strict=True)):
         if edge != ALL:
             tiles = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu") // edge

@@ -1,13 +1,17 @@
 """Frozen layers are a file's own codes, at one byte an element, whatever its scales are; and multiply them."""
 
 import gc
+import json
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
+from tests.data_sets import gaussian, generator
 from tests.features.load.files import file_of
 from tests.models import seed_weights
 
@@ -155,3 +159,22 @@ def test_codes_of_an_export_are_held_as_they_are(tmp_path, recipe):
         assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
         assert found.scale_inv.dtype == expected.scale_inv.dtype
         assert torch.equal(found.scale_inv.float(), expected.scale_inv.float())
+
+
+def test_float32_scales_of_rows_are_cast_again_where_dgrad_could_not_read_them(tmp_path):
+    """Columns with scales of their own are made of rows only where both are powers of two."""
+    floats = replace(f8sub.get_recipe("rowwise").fprop.b, scale_rule=f8sub.ScaleRule.FLOAT)
+    model, tensors = frozen("rowwise"), {"norm.weight": torch.ones(160), "norm.bias": torch.zeros(160)}
+    for layer in LAYERS:
+        shape = tuple(model.get_submodule(layer).weight.shape)
+        made = f8sub.quantize(gaussian(shape, generator(3)), floats, columnwise=False).rowwise
+        tensors |= {f"{layer}.weight": made.data, f"{layer}.weight_scale": made.scale_inv}
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    group = {"targets": ["Linear"], "weights": {"strategy": "channel"}}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    with pytest.warns(f8sub.Float8Warning, match="a second time"):
+        f8sub.load_float8(model, tmp_path / "in")
+    expected = tensors["up.weight"].float() * tensors["up.weight_scale"]
+    assert torch.equal(model.up.weight.detach().clone(), expected)

@@ -256,3 +256,19 @@ def test_masters_of_bfloat16_have_the_files_values(saved):
     for fqn, operand in expected.items():
         values = [reference.dequantize(f8sub.Operand(*each, format), BF16) for each in (operand, found[fqn])]
         assert torch.equal(*values), fqn
+
+
+def test_tied_weights_on_meta_stay_tied(saved, tmp_path):
+    net = NETS["tied"]()
+    f8sub.save_float8(f8sub.convert_to_float8(net, recipe="blockwise"), tmp_path / "out", dtype=BF16)
+    with torch.device("meta"):
+        loaded = NETS["tied"]()
+    f8sub.convert_to_float8(loaded, recipe="blockwise")
+    optimizer = torch.optim.SGD(loaded.parameters(), lr=1.0)
+    f8sub.load_float8(loaded, tmp_path / "out", device="cpu")
+    assert loaded.lm_head.weight is loaded.embed.weight
+    assert torch.equal(loaded.lm_head.weight, net.embed.weight.detach().to(BF16).float())
+    loaded.up(torch.randn(4, 256)).square().sum().backward()
+    before = loaded.up.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(loaded.up.weight, before)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -263,6 +264,67 @@ def derived() -> None:
 
 def test_columnwise_codes_are_derived_by_what_was_worked_out_once(process):
     process(derived)
+
+
+def by_groups() -> None:
+    import contextlib
+
+    from f8sub.kernels import groups
+    from f8sub.kernels.experts import ExpertWeights
+    from f8sub.kernels.triton import prepared, quantize_experts_cuda, quantize_groups_cuda, support
+    from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
+
+    support.takes, support.device_of = lambda x: x.numel() > 0, contextlib.nullcontext
+    results: list[Any] = []
+    run = prepared.run
+    prepared.run = lambda *arguments: results.append(run(*arguments)) or results[-1]  # type: ignore[func-returns-value]
+
+    def launched(call: Callable[[], object], **given: torch.Tensor) -> list[list[Any]]:
+        results.clear()
+        call()
+        made = [tensor for result in results for tensor in result]
+        assert len({tensor.data_ptr() for tensor in made}) == len(made)
+        return roles({**given, **{f"result {number}": tensor for number, tensor in enumerate(made)}})
+
+    for format in GROUP_FORMATS.values():
+        for rowwise, columnwise in USAGES.values():
+            row, col = format if rowwise else None, format if columnwise else None
+            found = []
+            for end in (10, 200, 256):
+                x = torch.randn(256, 384).bfloat16()
+                where = groups.Groups.of(torch.tensor([3, 3, end], dtype=torch.int32), 256)
+
+                def cast(x: Any = x, where: Any = where, row: Any = row, col: Any = col) -> None:
+                    quantize_groups_cuda.quantize(x, where, row, col, 16)
+
+                found.append(launched(cast, x=x, ends=where.ends))
+            assert found[0]
+            assert found[0] == found[1] == found[2]
+        if not format.is_plain:
+            continue  # one group of all experts' rows, whose end is no argument
+        found = []
+        for _ in range(3):
+            w = torch.randn(3, 256, 128).bfloat16()
+            found.append(launched(lambda w=w, f=format: quantize_experts_cuda.quantize(w, f), w=w))
+        assert found[0] == found[1] == found[2]
+        found = []
+        for _ in range(3):
+            codes = quantize_experts_cuda.quantize(torch.randn(3, 256, 128).bfloat16(), format)
+            given = ExpertWeights(codes.data, codes.scale_inv, format)
+            _taken()
+            found.append(
+                launched(
+                    lambda given=given, f=format: quantize_experts_cuda.derive_columnwise(given, f),
+                    codes=given.data,
+                    scale=given.scale_inv,
+                )
+            )
+        assert found[0] == found[1] == found[2]
+        assert bool(found[0]) == quantize_experts_cuda.derives(given, format)
+
+
+def test_casts_by_groups_launch_the_same_over_other_tensors(process):
+    process(by_groups)
 
 
 @pytest.mark.long

@@ -5,11 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import experts
-from f8sub.kernels.experts import ExpertWeights
+from f8sub.formats import ALL, Float8Format
 from f8sub.kernels.groups import Codes, Groups, aligned_rows, empty_scale_inv, start_of_groups
-from f8sub.kernels.triton import casts, grouped_casts, launch, pairs, recasts
+from f8sub.kernels.triton import grouped_casts, pairs
 from f8sub.kernels.triton.launch import (
     PAIRED_REGISTERS,
     PAIRED_SQUARE_COLS,
@@ -21,6 +19,7 @@ from f8sub.kernels.triton.launch import (
     is_paired,
 )
 from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton.prepared import Made
 from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
 from f8sub.kernels.triton.tiles import Shape
 
@@ -47,11 +46,31 @@ _WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
 class Plan(NamedTuple):
-    """The kernels that quantize a matrix of groups, in order, and what they fill."""
+    """The kernels that quantize a matrix of groups, in order, what they fill, and what they use.
+
+    Attributes:
+        launches: in order.
+        rowwise: codes, None where not asked for.
+        columnwise: the same.
+        layout: how rows are laid out.
+        table: of the strips.
+        scratch: flat tensors that are zero before the first launch.
+    """
 
     launches: list[Launch]
     rowwise: Codes | None
     columnwise: Codes | None
+    layout: "Layout"
+    table: torch.Tensor
+    scratch: tuple[torch.Tensor, ...]
+
+    @property
+    def made(self) -> Made:
+        """The launches with codes and scales of the usages, first rows and ends of what is laid out, and the table."""
+        usages = [codes for codes in (self.rowwise, self.columnwise) if codes is not None]
+        laid_out = list(self.layout.groups[:2]) if self.layout.is_stored else []
+        results = [t for codes in usages for t in (codes.data, codes.scale_inv)]
+        return Made(self.launches, [*results, *laid_out, self.table], self.scratch)
 
 
 class Layout(NamedTuple):
@@ -62,22 +81,24 @@ class Layout(NamedTuple):
         rows: as laid out.
         strips: entries of the table.
         groups: where groups are laid out; those of x where codes have its rows.
+        is_stored: whether codes are laid out.
     """
 
     edge: int
     rows: int
     strips: int
     groups: Groups
+    is_stored: bool
 
     @classmethod
     def of(cls, groups: Groups, edge: int, is_stored: bool) -> "Layout":
-        """Groups laid out from multiples of ``edge`` on; ``is_stored`` where codes are."""
+        """Groups laid out from multiples of ``edge`` on."""
         rows = aligned_rows(groups.rows, len(groups.ends), edge)
         strips = -(-rows // edge)
         if is_stored:
             first, ends = (torch.empty_like(groups.ends) for _ in range(2))
             groups = Groups(first, ends, rows)
-        return cls(edge, rows, strips + -strips % WHOLE_STRIPS, groups)
+        return cls(edge, rows, strips + -strips % WHOLE_STRIPS, groups, is_stored)
 
 
 def quantization(
@@ -122,29 +143,31 @@ def quantization(
         "CAST": cast_to(format),
         **_pointers(row, col),
     }
-    launches = [_laying_out(groups, layout, table, is_laid_out)]
+    launches, scratch = [_laying_out(groups, layout, table)], None
     if tile.is_whole:
-        launches += _one_scale(filled)
+        made, scratch = _one_scale(filled)
+        launches += made
     elif tile == ROWWISE:
-        launches += _lines(filled, groups)
+        made, scratch = _lines(filled, groups)
+        launches += made
     elif tile == VECTOR:
         launches.append(_vectors(filled))
     elif tile == EXPONENT_VECTOR:
-        launches.append(_over(grouped_casts.quantize_group_exponents, filled, CAST, _WARPS_4))
+        launches.append(over(grouped_casts.quantize_group_exponents, filled, CAST, _WARPS_4))
     else:
         launches.append(_squares(filled))
-    return Plan(launches, row, col)
+    return Plan(launches, row, col, layout, table, () if scratch is None else (scratch,))
 
 
-def _laying_out(groups: Groups, layout: Layout, table: torch.Tensor, is_stored: bool) -> Launch:
+def _laying_out(groups: Groups, layout: Layout, table: torch.Tensor) -> Launch:
     count = len(groups.ends)
     held = max(16, 1 << (count - 1).bit_length())
     block = min(256, CELLS // held)
     arguments = {
         "ends_ptr": groups.ends,
         "strips_ptr": table,
-        "first_ptr": layout.groups.first if is_stored else None,
-        "laid_ends_ptr": layout.groups.ends if is_stored else None,
+        "first_ptr": layout.groups.first if layout.is_stored else None,
+        "laid_ends_ptr": layout.groups.ends if layout.is_stored else None,
         "COUNT": count,
         "ROWS": groups.rows,
         "STRIPS": layout.strips,
@@ -155,38 +178,41 @@ def _laying_out(groups: Groups, layout: Layout, table: torch.Tensor, is_stored: 
     return Launch(grouped_casts.lay_out, cdiv(layout.strips, block), arguments, _WARPS_8)
 
 
-def _one_scale(filled: dict[str, Any]) -> list[Launch]:
+def _one_scale(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
     x, count = filled["x_ptr"], filled["COUNT"]
     bits = torch.zeros(count, dtype=torch.int32, device=x.device)
     make = {**filled, "amax_ptr": bits.view(torch.float32)}
-    return [
-        _over(grouped_casts.amax_of_groups, {**filled, "amax_ptr": bits}, AMAX, _WARPS_8),
-        _over(grouped_casts.cast_groups_with_one, make, SQUARE, _WARPS_8),
+    launches = [
+        over(grouped_casts.amax_of_groups, {**filled, "amax_ptr": bits}, AMAX, _WARPS_8),
+        over(grouped_casts.cast_groups_with_one, make, SQUARE, _WARPS_8),
     ]
+    return launches, bits
 
 
-def _lines(filled: dict[str, Any], groups: Groups) -> list[Launch]:
+def _lines(filled: dict[str, Any], groups: Groups) -> tuple[list[Launch], torch.Tensor]:
     x = filled["x_ptr"]
     # One allocation; the amaxes of the columns begin at a multiple of 16 bytes.
     rows = 0 if filled["row_ptr"] is None else groups.rows + -groups.rows % 4
     counts = [rows, filled["COUNT"] * x.shape[1]]
-    row_bits, col_bits = torch.zeros(sum(counts), dtype=torch.int32, device=x.device).split(counts)
+    scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
+    row_bits, col_bits = scratch.split(counts)
     find = {**filled, **LINES_READ, "row_amax_ptr": None, "col_amax_ptr": col_bits}
     make = {**filled, "row_amax_ptr": None, "col_amax_ptr": col_bits.view(torch.float32)}
     if rows:
         find["row_amax_ptr"], make["row_amax_ptr"] = row_bits, row_bits.view(torch.float32)
     area = LINES[0] * LINES_READ["STEPS"], LINES[1]
-    return [
-        _over(grouped_casts.amax_of_group_lines, find, LINES, _WARPS_4, area),
-        _over(grouped_casts.cast_group_lines, make, CAST, _WARPS_4),
+    launches = [
+        over(grouped_casts.amax_of_group_lines, find, LINES, _WARPS_4, area),
+        over(grouped_casts.cast_group_lines, make, CAST, _WARPS_4),
     ]
+    return launches, scratch
 
 
 def _vectors(filled: dict[str, Any]) -> Launch:
     if is_paired(filled["x_ptr"], EDGE, filled["M"]):
         options = _WARPS_8 if filled["row_ptr"] is None else {**_WARPS_8, "maxnreg": PAIRED_REGISTERS}
-        return _over(pairs.quantize_paired_vectors, filled, SQUARE, options)
-    return _over(grouped_casts.quantize_group_vectors, filled, CAST, _WARPS_4, SQUARE)
+        return over(pairs.quantize_paired_vectors, filled, SQUARE, options)
+    return over(grouped_casts.quantize_group_vectors, filled, CAST, _WARPS_4, SQUARE)
 
 
 def _squares(filled: dict[str, Any]) -> Launch:
@@ -196,14 +222,12 @@ def _squares(filled: dict[str, Any]) -> Launch:
         and edge in PAIRED_SQUARES
         and is_paired(filled["x_ptr"], edge, filled["M"])
     ):
-        return _over(
-            pairs.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), _WARPS_8, (edge, edge)
-        )
+        return over(pairs.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), _WARPS_8, (edge, edge))
     options = {**_WARPS_8, "maxnreg": REGISTERS}
-    return _over(grouped_casts.quantize_group_squares, filled, SQUARE, options, (edge, edge))
+    return over(grouped_casts.quantize_group_squares, filled, SQUARE, options, (edge, edge))
 
 
-def _over(
+def over(
     kernel: Any,
     arguments: dict[str, Any],
     tile: tuple[int, int],
@@ -239,84 +263,3 @@ def _pointers(row: Codes | None, col: Codes | None) -> dict[str, Any]:
 
 def _read(scale_inv: torch.Tensor) -> torch.Tensor:
     return scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
-
-
-def quantization_of_experts(w: torch.Tensor, format: Float8Format) -> tuple[list[Launch], ExpertWeights]:
-    """How to make the codes of all experts: ``experts.quantize``.
-
-    Args:
-        w: (E, N, K), not empty; each expert's matrix is contiguous.
-        format: one scale an expert, or squares of whole 128s.
-    """
-    count, rows, cols = w.shape
-    made = experts.empty_codes(w, format)
-    flat = Operand(
-        made.data.view(count * rows, cols), made.scale_inv.view(-1, made.scale_inv.shape[2]), format
-    )
-    if format.tile.is_whole:
-        return launch.bands(w, format, flat, (count, rows * cols), w.stride(0))[0], made
-    edge = format.tile.rows
-    arguments: dict[str, Any] = {
-        "x_ptr": w,
-        "row_ptr": made.data.view(torch.uint8),
-        "row_scale_inv_ptr": made.scale_inv,
-        "col_ptr": None,
-        "col_scale_inv_ptr": None,
-        "STRIDE": w.stride(0),
-        "CAST": cast_to(format),
-        "EDGE": edge,
-    }
-    options = {**_WARPS_8, "maxnreg": REGISTERS}
-    return [_over_all(casts.quantize_squares, w.shape, arguments, SQUARE, options, (edge, edge))], made
-
-
-def derivation_of_experts(rowwise: ExpertWeights, format: Float8Format) -> tuple[list[Launch], ExpertWeights]:
-    """How to make the columnwise codes of all experts, contiguous: ``experts.derive_columnwise``.
-
-    Args:
-        rowwise: contiguous, N and K even; one scale an expert, squares, or one scale a row.
-        format: of the result, whose tiles are those of ``rowwise`` transposed; or both have one scale a row.
-    """
-    codes, scale_inv, own = rowwise
-    derived = experts.empty_codes(codes.transpose(1, 2), format)
-    if own.tile.is_transpose_of(format.tile):
-        arguments: dict[str, Any] = {
-            "codes_ptr": codes.view(torch.uint16),
-            "scale_inv_ptr": scale_inv,
-            "out_ptr": derived.data.view(torch.uint16),
-            "out_scale_inv_ptr": derived.scale_inv,
-            "EDGE": None if own.tile.is_whole else own.tile.rows,
-        }
-        return [_over_all(recasts.transpose_codes, codes.shape, arguments, SQUARE, _WARPS_8)], derived
-    amax = torch.zeros(codes.shape[0] * codes.shape[2], dtype=torch.int32, device=codes.device)
-    arguments = {
-        "codes_ptr": codes.view(torch.uint8),
-        "scale_inv_ptr": scale_inv,
-        "SCALE_STRIDE": 1,
-        "SOURCE": launch.CODES[own.dtype],
-        "col_ptr": derived.data.view(torch.uint16),
-        "col_scale_inv_ptr": derived.scale_inv,
-        "CAST": cast_to(format),
-    }
-    find = {**arguments, **launch.CODE_LINES_READ, "col_amax_ptr": amax}
-    arguments["col_amax_ptr"] = amax.view(torch.float32)
-    tile = launch.CODE_LINES
-    area = tile[0] * launch.CODE_LINES_READ["STEPS"], tile[1]
-    return [
-        _over_all(recasts.amax_of_code_columns, codes.shape, find, tile, _WARPS_4, area),
-        _over_all(recasts.recast_by_lines, codes.shape, arguments, SQUARE, _WARPS_8),
-    ], derived
-
-
-def _over_all(
-    kernel: Any,
-    shape: tuple[int, ...],
-    arguments: dict[str, Any],
-    tile: tuple[int, int],
-    options: dict[str, int],
-    area: tuple[int, int] | None = None,
-) -> Launch:
-    """A kernel that covers each of (E, N, K) experts by one program an area."""
-    count, rows, cols = shape
-    found = _over(kernel, {**arguments, "M": rows, "N": cols}, tile, options, area)
-    return found._replace(programs=count * found.programs)

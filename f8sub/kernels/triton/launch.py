@@ -119,42 +119,11 @@ def quantization(
     largest, scratch = None, ()
     if format.tile.is_whole:
         launches, largest, scratch = _one_scale(x, filled, prior, amax)
-    elif columnwise is None and support.is_of_bands(format, x.shape[0]):
-        sizes = x.shape[0] // format.tile.rows, x.shape[1] * format.tile.rows
-        launches, scratch = bands(x, format, row_operand, sizes)
     elif format.tile == ROWWISE:
         launches, scratch = _lines(x, filled)
     else:
         launches = [_vectors(x, filled) if format.tile == VECTOR else _squares(x, filled, format.tile.rows)]
     return Plan(launches, row_operand, col_operand, largest, scratch)
-
-
-def bands(
-    x: torch.Tensor,
-    format: Float8Format,
-    made: Operand | None,
-    sizes: tuple[int, int],
-    stride: int | None = None,
-) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
-    """How to make rowwise codes with one scale a band of rows, and scratch memory.
-
-    Args:
-        x: high precision, the elements of each band side by side.
-        format: of the codes.
-        made: the codes, contiguous, and a scale a band.
-        sizes: the number of bands, and elements of each.
-        stride: elements from one band's first to the next one's; None where they follow each other.
-    """
-    count, size = sizes
-    bits = torch.zeros(count, dtype=torch.int32, device=x.device)
-    block = {"SIZE": size, "STRIDE": stride or size, "BLOCK": ELEMENTS, "WHOLE": size % ELEMENTS == 0}
-    programs = count * cdiv(size, ELEMENTS)
-    make = {"amax_ptr": bits.view(torch.float32), **_operands(made, None), "CAST": cast_to(format)}
-    launches = [
-        Launch(casts.amax_of_bands, programs, {"x_ptr": x, "amax_ptr": bits, **block}, WARPS_8),
-        Launch(casts.cast_bands, programs, {"x_ptr": x, **make, **block}, WARPS_8),
-    ]
-    return launches, (bits,)
 
 
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:

@@ -59,7 +59,11 @@ def quantize(
         tensors = _prepared().run(
             (rowwise, columnwise),
             (x, amax),
-            lambda: _launch().quantization(x, rowwise, columnwise, None, amax).made,
+            lambda: (
+                _expert_launch().quantization_in_bands(x, rowwise)
+                if in_bands
+                else _launch().quantization(x, rowwise, columnwise, None, amax).made
+            ),
         )
     return Quantized(
         None if rowwise is None else Operand(tensors[0], tensors[1], rowwise),
@@ -176,6 +180,12 @@ def cast_rows_into(
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:
     begins_at_a_word = codes.data_ptr() % 2 == 0
     return codes.is_contiguous() and codes.shape[0] % 2 == codes.shape[1] % 2 == 0 and begins_at_a_word
+
+
+def _expert_launch() -> ModuleType:
+    from f8sub.kernels.triton import expert_launch
+
+    return expert_launch
 
 
 def _launch() -> ModuleType:

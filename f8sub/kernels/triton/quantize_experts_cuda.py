@@ -4,7 +4,6 @@ All of them are bitwise equal to ``experts``, so none is asked for by name.
 """
 
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -27,7 +26,8 @@ def quantize(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
         if not w[0].is_contiguous():
             w = w.contiguous()
         with support.device_of(w):
-            return _run(*_launch().quantization_of_experts(w, format))
+            made = _prepared().run((format, w.stride()), (w,), lambda: _launch().quantization(w, format))
+        return ExpertWeights(made[0], made[1], format)
     # No tile knows of an expert.
     flat = w.reshape(count * rows, cols)
     if is_of_exponents(format):
@@ -46,27 +46,33 @@ def quantize(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
 def derive_columnwise(rowwise: ExpertWeights, format: Float8Format) -> ExpertWeights:
     """``experts.derive_columnwise``; goes there for what no kernel takes. Kernels make contiguous codes."""
     codes, scale_inv, own = rowwise
+    if not (support.takes(codes) and derives(rowwise, format)):
+        return specification.derive_columnwise(rowwise, format)
+    given = rowwise._replace(scale_inv=scale_inv.contiguous())
+    with support.device_of(codes):
+        made = _prepared().run(
+            (own, format), (codes, given.scale_inv), lambda: _launch().derivation(given, format)
+        )
+    return ExpertWeights(made[0], made[1], format)
+
+
+def derives(rowwise: ExpertWeights, format: Float8Format) -> bool:
+    """Whether a kernel makes columnwise codes of a format of rowwise ones."""
+    codes, _, own = rowwise
     transposes = own.tile.is_transpose_of(format.tile) and (own.tile.is_whole or own.tile.rows % EDGE == 0)
     recasts = own.tile == format.tile == ROWWISE
-    in_words = (
-        codes.is_contiguous() and codes.shape[1] % 2 == codes.shape[2] % 2 == 0 and codes.data_ptr() % 2 == 0
-    )
-    if not (
-        support.takes(codes) and own.is_plain and format.is_plain and in_words and (transposes or recasts)
-    ):
-        return specification.derive_columnwise(rowwise, format)
-    with support.device_of(codes):
-        given = rowwise._replace(scale_inv=scale_inv.contiguous())
-        return _run(*_launch().derivation_of_experts(given, format))
-
-
-def _run(launches: list[Any], made: ExpertWeights) -> ExpertWeights:
-    for launch in launches:
-        launch.run()
-    return made
+    in_words = codes.shape[1] % 2 == codes.shape[2] % 2 == 0 and codes.data_ptr() % 2 == 0
+    is_plain = own.is_plain and format.is_plain
+    return is_plain and codes.is_contiguous() and in_words and (transposes or recasts)
 
 
 def _launch() -> ModuleType:
-    from f8sub.kernels.triton import grouped_launch
+    from f8sub.kernels.triton import expert_launch
 
-    return grouped_launch
+    return expert_launch
+
+
+def _prepared() -> ModuleType:
+    from f8sub.kernels.triton import prepared
+
+    return prepared

@@ -50,10 +50,24 @@ def quantize(
         # No tile knows of a group.
         made = quantize_cuda.quantize(x, rowwise, None).rowwise
         return (None if made is None else Codes(made.data, made.scale_inv, groups)), None
+    x, ends = x.contiguous(), groups.ends.contiguous()
     with support.device_of(x):
-        launches, row, col = _launch().quantization(x.contiguous(), groups, rowwise, columnwise, multiple)
-        for launch in launches:
-            launch.run()
+        tensors = _prepared().run(
+            ("groups", rowwise, columnwise, multiple),
+            (x, ends),
+            lambda: _launch().quantization(x, groups._replace(ends=ends), rowwise, columnwise, multiple).made,
+        )
+    # First rows and ends of what is laid out come before the table.
+    first, laid_ends = tensors[-3], tensors[-2]
+    row = col = None
+    if rowwise is not None:
+        is_laid_out = rowwise.tile.rows not in (1, ALL)
+        row = Codes(
+            tensors[0], tensors[1], Groups(first, laid_ends, len(tensors[0])) if is_laid_out else groups
+        )
+    if columnwise is not None:
+        data, scale_inv = tensors[-5:-3]
+        col = Codes(data, scale_inv, Groups(first, laid_ends, data.shape[1]))
     return row, col
 
 
@@ -83,3 +97,9 @@ def _launch() -> ModuleType:
     from f8sub.kernels.triton import grouped_launch
 
     return grouped_launch
+
+
+def _prepared() -> ModuleType:
+    from f8sub.kernels.triton import prepared
+
+    return prepared

@@ -134,12 +134,12 @@ def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) 
 def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launch]:
     """Of three or four experts, of multiples of 16 rows: rowwise codes, or columnwise ones of them."""
     from f8sub.kernels import experts
-    from f8sub.kernels.triton import grouped_launch
+    from f8sub.kernels.triton import expert_launch
 
     w, format = x.unflatten(0, (3 if x.shape == RAGGED else 4, -1)), FORMATS[name]
     if usages == "row":
-        return grouped_launch.quantization_of_experts(w, format)[0]
-    return grouped_launch.derivation_of_experts(experts.empty_codes(w, format), format)[0]
+        return list(expert_launch.quantization(w, format).launches)
+    return list(expert_launch.derivation(experts.empty_codes(w, format), format).launches)
 
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:

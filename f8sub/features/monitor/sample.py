@@ -150,7 +150,7 @@ class Sample:
             local = y.to_local() if is_dtensor(y) else y
             self._note(name, "y", local, recipe.fprop.a, dtype, CURRENT)
         if self.wants(name, "dx") or self.wants(name, "dw"):
-            node = node_of(y, "_Float8Matmul")
+            node = node_of(y, "Float8Matmul")
             node.register_hook(functools.partial(self._note_gradients, name, recipe))
 
     def _note_gradients(self, name: str, recipe: Recipe, gradients: Any, _: Any) -> None:

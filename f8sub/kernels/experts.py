@@ -25,9 +25,8 @@ class ExpertWeights(NamedTuple):
     @classmethod
     def of(cls, matrix: Operand, shape: tuple[int, ...], format: Float8Format) -> "ExpertWeights":
         """From the operand of all experts' rows, one after the other."""
-        return cls(
-            matrix.data.view(shape), matrix.scale_inv.view(shape[0], -1, matrix.scale_inv.shape[1]), format
-        )
+        tiles = format.tile.scale_shape((shape[1], shape[2]))
+        return cls(matrix.data.view(shape), matrix.scale_inv.view(shape[0], *tiles), format)
 
     def of_group(self, index: int) -> Operand:
         """What a Float8Linear of that expert holds."""

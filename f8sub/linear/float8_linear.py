@@ -89,7 +89,7 @@ class Float8Linear(torch.nn.Linear):
         y: torch.Tensor
         call = plan, dtype, sources
         if torch.is_grad_enabled():
-            y = apply(_Float8Matmul, x, weight, bias, call, self.keep_x, adds_bias)
+            y = apply(Float8Matmul, x, weight, bias, call, self.keep_x, adds_bias)
         else:
             y, _, _ = fprop(x, weight, bias if adds_bias else None, call, None)
         if contexts.entered:
@@ -208,11 +208,11 @@ def _eagerly(layer: Float8Linear, x: torch.Tensor) -> torch.Tensor:
     return Float8Linear.forward(layer, x)
 
 
-class _Float8Matmul(torch.autograd.Function):
+class Float8Matmul(torch.autograd.Function):
     """The three GEMMs over raw tensors."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -232,7 +232,7 @@ class _Float8Matmul(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
                 "a float8 linear layer is differentiated once; create_graph=True asks for twice"

@@ -64,11 +64,12 @@ def watch_optimizer_steps() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for conversion, weights in _stepped_by(optimizer, Weight).items():
+    stepped = _stepped_by(optimizer, Weight)
+    for conversion, weights in stepped.items():
         for guest in () if conversion is None else conversion.guests:
             guest.before_step(optimizer, weights)
     if not _has_closure(args, kwargs):
-        _mark_stale(_stepped_by(optimizer))
+        _mark_stale(stepped)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -110,9 +111,10 @@ def _stepped_by(
 
 def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]]) -> None:
     for conversion, weights in stepped.items():
-        for weight in weights:
-            local_tensor(weight).mark_stale()  # type: ignore[attr-defined]
-        if conversion is not None:
+        masters = [local for weight in weights if isinstance(local := local_tensor(weight), MasterWeight)]
+        for master in masters:
+            master.mark_stale()
+        if masters and conversion is not None:
             conversion.changes += 1
 
 

@@ -4,7 +4,7 @@ Each arm is a run of torchtitan's command line as in titan.py, whose last step i
 sorted by what they are for. "Alone" is communication beside which nothing else runs, and "idle" is when nothing runs at
 all. "Host ahead" is how long before its start a kernel was launched: where the host is the limit, that is microseconds.
 
-    python scripts/bench/budget.py --flavor 8B --arms "bf16 compiled" "f8sub rowwise compiled" --json budget.json
+    python scripts/bench/budget.py --flavor 8B --steps 15 --skip 5 --json budget.json --arms "bf16 compiled"
 """
 
 from __future__ import annotations

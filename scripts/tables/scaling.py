@@ -16,7 +16,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 import f8sub
-from f8sub.features.inspect.load import load
+from f8sub.features.named_models.load import load
 from f8sub.features.step_model.estimate_step import StepEstimate
 from scripts.table import Table, parser, provenance, write_between_markers, write_json
 from scripts.tables import drawing

@@ -114,7 +114,8 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = ()) -> Shapes:
     first: dict[tuple[str, tuple[str, ...]], str] = {}
     products, seen = [], set()
     for fqn, layer in linears.items():
-        parent, _, name = fqn.rpartition(".")
+        layer_name = fqn.removesuffix(".base_layer")  # which PEFT puts under an adapter
+        parent, _, name = layer_name.rpartition(".")
         elements = 0 if layer.weight in seen else layer.weight.numel()
         seen.add(layer.weight)
         uses, reads = (
@@ -122,7 +123,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = ()) -> Shapes:
             first.setdefault((parent, groups.get(name, (name,))), fqn),
         )
         sizes = layer.out_features, layer.in_features, uses, elements
-        places = reasons[fqn], reads, reads_attention(fqn), block_of(fqn)
+        places = reasons[fqn], reads, reads_attention(layer_name), block_of(fqn)
         products.append(Product(fqn, *sizes, *places))
     others, not_counted = _others(model)
     products += others

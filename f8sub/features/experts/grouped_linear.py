@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
-from f8sub.features.experts import nodes
+from f8sub.features.experts import nodes, one_by_one
 from f8sub.features.experts.operands import Tokens, flat_format, quantize_both
-from f8sub.features.experts.products import GroupedPlan
+from f8sub.features.experts.products import GroupedPlan, is_one_by_one
 from f8sub.features.experts.transposed import Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
 from f8sub.kernels import ops
@@ -109,6 +109,8 @@ def grouped_linear(
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = weight.transpose(1, 2), not transposed
     dtype = autocast_dtype(x.device.type) or x.dtype
+    if is_one_by_one(plan.recipe):
+        return one_by_one.linear(x, weight, groups, plan.recipe, dtype, transposed)
     call = Call(plan, dtype, transposed)
     y: torch.Tensor = apply(_GroupedLinear, x, weight, groups.ends, call)
     for watch in watchers:

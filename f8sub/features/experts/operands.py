@@ -106,6 +106,8 @@ def quantize_both(
 
 
 def flat_format(format: Float8Format, rows: int) -> Float8Format | None:
-    """The format of all experts' rows as one matrix, ``rows`` an expert; None where tiles would reach over experts."""
+    """The format of all experts' rows as one matrix, ``rows`` an expert; None where a scale would be of several."""
+    if format.scale_rule.has_global:
+        return None
     edge = rows if format.tile.rows == ALL else format.tile.rows
     return None if rows % edge else replace(format, tile=Tile(edge, format.tile.cols))

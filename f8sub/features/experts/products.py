@@ -162,20 +162,15 @@ def _reference_weights(
 
 
 GROUPED = {
-    "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
     "triton": GroupedBackend(
         grouped_mm.why_not, _triton_rows, _triton_weights, grouped_mm.MULTIPLE, clears=True
     ),
+    "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
     "dequantize": GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights),
     REFERENCE: GroupedBackend(lambda a, b, device: None, _reference_rows, _reference_weights, clears=True),
 }
-"""Backends by name. The reference reads on the host where groups lie, so that it makes a GPU wait."""
-
-
-def preferred(a: Float8Format, b: Float8Format) -> list[str]:
-    """Backends in the order in which "auto" asks them: torch's own first for one scale a row, else ours."""
-    by_row = a.tile == b.tile == Tile(1, ALL)
-    return sorted(GROUPED, key=lambda name: name == ("triton" if by_row else "scaled_grouped_mm"))
+"""Backends by name, the fastest first: docs/experts.md has the figures. The reference reads on the host where groups
+lie, so that it makes a GPU wait."""
 
 
 ASKED_AS = {"scaled_mm": "scaled_grouped_mm"}
@@ -242,8 +237,16 @@ class GroupedPlan:
         """
         if reason := why_not_recipe(recipe):
             raise Float8ConfigError(f"experts do not take recipe {recipe.name!r}: {reason}")
+        asked = ASKED_AS.get(backend, backend)
         specs = recipe.fprop, recipe.dgrad, recipe.wgrad
-        fprop, dgrad, wgrad = (_select(spec, device, ASKED_AS.get(backend, backend)) for spec in specs)
+        if is_one_by_one(recipe):
+            if device.type not in ("cpu", "meta") or asked not in ("auto", REFERENCE):
+                raise Float8ConfigError(
+                    f"experts take recipe {recipe.name!r} by backend 'reference' on a CPU alone, not by {backend!r} on "
+                    f"{device}: {ONE_BY_ONE}"
+                )
+            asked = REFERENCE
+        fprop, dgrad, wgrad = (_select(spec, device, asked) for spec in specs)
         return cls(recipe, fprop, dgrad, wgrad, device, backend)
 
     @property
@@ -268,13 +271,20 @@ def why_not_recipe(recipe: Recipe) -> str | None:
     """Why experts do not take a recipe; None where they do."""
     if recipe.scaling is not None:
         return "an expert without tokens has no amax of its own for a history; take one with current scales"
-    for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad):
-        for format in (spec.a, spec.b):
-            if format is not None and (
-                format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard
-            ):
-                return f"{format} packs codes or has a scale of the whole matrix, which groups of tokens have not"
     return None
+
+
+ONE_BY_ONE = "its formats pack codes or have a scale of the whole matrix, which groups of tokens have not"
+
+
+def is_one_by_one(recipe: Recipe) -> bool:
+    """Whether each expert is multiplied by itself, see ``one_by_one``."""
+    formats = [format for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad) for format in (spec.a, spec.b)]
+    return any(
+        format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard is not None
+        for format in formats
+        if format is not None
+    )
 
 
 def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
@@ -288,7 +298,7 @@ def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
     if backend == "auto" and device.type in ("cpu", "meta"):
         return REFERENCE
     reasons = {}
-    for name in preferred(spec.a, spec.b) if backend == "auto" else [backend]:
+    for name in GROUPED if backend == "auto" else [backend]:
         if (reason := GROUPED[name].why_not(spec.a, spec.b, device)) is None:
             return name
         reasons[name] = reason

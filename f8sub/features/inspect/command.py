@@ -7,7 +7,7 @@ from typing import Any
 from f8sub.features.estimate.gpus import GPUS
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE
 from f8sub.features.inspect.estimate import estimate
-from f8sub.features.inspect.load import FORMS, load
+from f8sub.features.named_models.load import FORMS, load
 from f8sub.recipe import recipe_names
 
 

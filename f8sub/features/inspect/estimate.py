@@ -11,9 +11,10 @@ from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate import seconds
 from f8sub.features.estimate.gpus import GPUS, Gpu, gpu_of
 from f8sub.features.estimate.layers import Product, Shapes, alike, shapes_of
-from f8sub.features.estimate.memory import Memory, memory
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE, Run
 from f8sub.features.estimate.wire import Wire, wire
+from f8sub.features.estimate_memory.adapters import Adapters, adapters_of
+from f8sub.features.estimate_memory.memory import Memory, memory
 from f8sub.features.inspect.advice import advice, fits, recommended
 from f8sub.features.inspect.page import page
 from f8sub.recipe import Recipe, get_recipe, recipe_names
@@ -154,7 +155,7 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
 
     Args:
         model: on any device, meta included; converted or not. Of one that is not, what ``convert_to_float8`` would
-            convert.
+            convert. Where some parameters are frozen and others are not, memory is that of adapters over a frozen base.
         recipes: names or recipes; None for all that come with f8sub.
         gpus: names; the layers' figures and the advice are those of the first.
         tokens: of one GPU in one step.
@@ -179,7 +180,8 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     kinds = alike(shapes.products)
     predictions = tuple(_predict(shapes, kinds, recipe, gpu, run) for gpu in found for recipe in chosen)
     best = recommended(chosen, [each for each in predictions if each.gpu == found[0].name])
-    policies = tuple(_policy(shapes, best, found[0], run, name) for name in CHECKPOINTS)
+    adapters = adapters_of(model, shapes)
+    policies = tuple(_policy(shapes, best, found[0], run, name, adapters) for name in CHECKPOINTS)
     own = tuple(each for each in predictions if each.gpu == found[0].name)
     todo = tuple(advice(shapes, best, found[0], run, own, policies))
     wires = wire(shapes, best, run), wire(shapes, None, run)
@@ -237,8 +239,10 @@ def _predict(shapes: Shapes, kinds: Kinds, recipe: Recipe, gpu: Gpu, run: Run) -
     return Prediction(gpu.name, recipe.name, native, gpu.measured, *ratios, steps[1], steps[0], groups)
 
 
-def _policy(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run, name: str) -> Policy:
+def _policy(
+    shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run, name: str, adapters: Adapters | None
+) -> Policy:
     run = replace(run, checkpoint=name)
-    plain, own = memory(shapes, None, run), memory(shapes, recipe, run)
+    plain, own = (memory(shapes, each, run, adapters) for each in (None, recipe))
     times = [seconds.step_seconds(shapes, each, gpu, run).total for each in (None, recipe)]
     return Policy(name, plain, own, times[0], times[1], fits(own, gpu))

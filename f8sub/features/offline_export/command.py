@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.inspect.load import FORMS, load
 from f8sub.features.layouts.layouts import LAYOUTS
 from f8sub.features.load.checkpoint import CONFIG
+from f8sub.features.named_models.load import FORMS, load
 from f8sub.features.offline_export.offline import export_checkpoint
 from f8sub.recipe import recipe_names
 

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE, UNSEEN
-from f8sub.features.inspect.load import FORMS, load
+from f8sub.features.named_models.load import FORMS, load
 from f8sub.features.step_model.cluster import FLOAT32, REDUCTIONS
 from f8sub.features.step_model.estimate_step import KINDS, estimate_step
 from f8sub.recipe import recipe_names

@@ -9,9 +9,9 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate.gpus import GPUS, Gpu
 from f8sub.features.estimate.layers import Product, Shapes, shapes_of
-from f8sub.features.estimate.memory import memory
 from f8sub.features.estimate.seconds import CHECKPOINTS, LOGIT_BYTES, OPTIMIZER_BYTES, SELECTIVE, Run
 from f8sub.features.estimate.wire import wire
+from f8sub.features.estimate_memory.memory import memory
 from f8sub.features.inspect.advice import fits
 from f8sub.features.step_model.cluster import E4M3, FLOAT32, H100_500W, REDUCTIONS, Cluster
 from f8sub.features.step_model.groups import Arm, Group, divided, group_of

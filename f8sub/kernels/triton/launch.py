@@ -56,9 +56,6 @@ On an H200 this is a tenth to a seventh faster for squares of 256 than all colum
 AT_A_TIME = 264
 """Programs of ``quantize_vectors`` that read the next tile while they cast one: two for each SM of an H200."""
 
-PART = 64, EDGE
-"""Tiles of ``cast_part``."""
-
 INPUTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _CASTS = {
@@ -67,7 +64,7 @@ _CASTS = {
     for power_of_2 in (False, True)
 }
 _shape = functools.cache(Shape)
-_WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
+WARPS_4, WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
 class Plan(NamedTuple):
@@ -135,59 +132,6 @@ def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Laun
     return Launch(casts.stage_amax, 1, arguments, {"num_warps": 1})
 
 
-def part_cast(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    format: Float8Format,
-    offset: tuple[int, int],
-    through: torch.dtype,
-    out: torch.Tensor,
-) -> Launch:
-    """How to cast a part of a matrix with scales that are known, see ``quantize_cuda.cast_into``.
-
-    Scales and ``out``, (M, N), are adjacent in a row. Tiles are all columns, or whole ``EDGE``s of them, and the part
-    begins at the column of a whole one.
-    """
-    rows, cols = (None if edge == ALL else edge for edge in (format.tile.rows, format.tile.cols))
-    arguments = {
-        "x_ptr": x,
-        "scale_ptr": scale,
-        "out_ptr": out,
-        "OUT_STRIDE": out.stride(0),
-        "SCALE_STRIDE": scale.stride(0),
-        "first_row": offset[0],
-        "first_col": offset[1],
-        "TILE_ROWS": rows,
-        "TILE_COLS": cols,
-        "CAST": cast_to(format),
-        "THROUGH": INPUTS[through],
-    }
-    return _over(x, PART, casts.cast_part, arguments, _WARPS_8)
-
-
-def rows_cast(
-    x: torch.Tensor, format: Float8Format, through: torch.dtype, out: torch.Tensor, scale_inv: torch.Tensor
-) -> Launch:
-    """How to cast rows with scales of their own, see ``quantize_cuda.cast_rows_into``.
-
-    ``x`` is contiguous, and ``out``, (M, N), is adjacent in a row.
-    """
-    rows, cols = x.shape
-    arguments = {
-        "x_ptr": x,
-        "out_ptr": out,
-        "scale_inv_ptr": scale_inv,
-        "N": cols,
-        "OUT_STRIDE": out.stride(0),
-        "SCALE_STRIDE": scale_inv.stride(0),
-        "CAST": cast_to(format),
-        "THROUGH": INPUTS[through],
-        "PART": ROW_PART,
-        "WHOLE": cols % ROW_PART == 0,
-    }
-    return Launch(casts.cast_rows_with_scales, rows, arguments, _WARPS_8)
-
-
 def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
     """How to make the columnwise usage of rowwise codes, not empty and contiguous: ``reference.derive_columnwise``.
 
@@ -209,14 +153,14 @@ def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
     }
     if format.tile == VECTOR:
         arguments["BLOCK_STRIDE"] = scale_inv.stride(1)
-        return Plan([_over(codes, SQUARE, recasts.recast_by_vectors, arguments, _WARPS_8)], None, col)
+        return Plan([over(codes, SQUARE, recasts.recast_by_vectors, arguments, WARPS_8)], None, col)
     amax = torch.zeros(codes.shape[1], dtype=torch.int32, device=codes.device)
     find = {**arguments, **CODE_LINES_READ, "col_amax_ptr": amax}
     arguments["col_amax_ptr"] = amax.view(torch.float32)
     area = CODE_LINES[0] * CODE_LINES_READ["STEPS"], CODE_LINES[1]
     launches = [
-        _over(codes, area, recasts.amax_of_code_columns, find, _WARPS_4, CODE_LINES),
-        _over(codes, SQUARE, recasts.recast_by_lines, arguments, _WARPS_8),
+        over(codes, area, recasts.amax_of_code_columns, find, WARPS_4, CODE_LINES),
+        over(codes, SQUARE, recasts.recast_by_lines, arguments, WARPS_8),
     ]
     return Plan(launches, None, col, scratch=(amax,))
 
@@ -239,7 +183,7 @@ def transposition(
         "out_scale_inv_ptr": out_scale_inv,
         "EDGE": None if edge == ALL else edge,
     }
-    return _over(codes, SQUARE, recasts.transpose_codes, arguments, _WARPS_8)
+    return over(codes, SQUARE, recasts.transpose_codes, arguments, WARPS_8)
 
 
 def transposed(codes: torch.Tensor) -> Made:
@@ -258,7 +202,7 @@ def cast_to(format: Float8Format) -> Cast:
     return _CASTS[format.dtype, format.scale_rule.is_power_of_2]
 
 
-def _over(
+def over(
     x: torch.Tensor,
     area: tuple[int, int],
     kernel: Any,
@@ -319,7 +263,7 @@ def _one_scale(
             "BLOCK": ELEMENTS,
             "WHOLE": x.numel() % ELEMENTS == 0,
         }
-        launches.append(Launch(casts.amax_of_matrix, cdiv(x.numel(), ELEMENTS), find, _WARPS_8))
+        launches.append(Launch(casts.amax_of_matrix, cdiv(x.numel(), ELEMENTS), find, WARPS_8))
         amax = bits.view(torch.float32)
     arguments = {
         **filled,
@@ -331,7 +275,7 @@ def _one_scale(
     }
     paired = prior is not None and filled["col_ptr"] is not None and is_paired(x, EDGE)
     kernel = pairs.cast_pairs_with_prior if paired else casts.cast_with_one
-    launches.append(_over(x, SQUARE, kernel, arguments, _WARPS_8))
+    launches.append(over(x, SQUARE, kernel, arguments, WARPS_8))
     scratch = () if bits is None or prior is not None else (bits,)
     return launches, None if largest is None else largest.view(torch.float32), scratch
 
@@ -340,7 +284,7 @@ def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple
     rows, cols = x.shape
     if filled["col_ptr"] is None:
         arguments = {**filled, "N": cols, "PART": ROW_PART, "WHOLE": cols % ROW_PART == 0}
-        return [Launch(casts.quantize_rows, rows, arguments, _WARPS_8)], ()
+        return [Launch(casts.quantize_rows, rows, arguments, WARPS_8)], ()
     # One allocation; the amaxes of the columns begin at a multiple of 16 bytes.
     counts = [0 if filled["row_ptr"] is None else rows + -rows % 4, cols + -cols % 4]
     scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
@@ -351,8 +295,8 @@ def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple
         find["row_amax_ptr"], make["row_amax_ptr"] = row_bits, row_bits.view(torch.float32)
     area = LINES[0] * LINES_READ["STEPS"], LINES[1]
     launches = [
-        _over(x, area, casts.amax_of_lines, find, _WARPS_4, LINES),
-        _over(x, CAST_LINES, casts.cast_with_lines, make, _WARPS_4),
+        over(x, area, casts.amax_of_lines, find, WARPS_4, LINES),
+        over(x, CAST_LINES, casts.cast_with_lines, make, WARPS_4),
     ]
     return launches, (scratch,)
 
@@ -361,19 +305,19 @@ def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
     filled |= {"EDGE": EDGE, "strips_ptr": None, "STRIPS": None, "LINES": x.shape[0]}
     if filled["col_ptr"] is None:
         # Reading ahead pays where nothing is transposed in shared memory.
-        rows_only = _over(x, SQUARE, casts.quantize_vectors, {**filled, "STAGES": 3}, _WARPS_8)
+        rows_only = over(x, SQUARE, casts.quantize_vectors, {**filled, "STAGES": 3}, WARPS_8)
         return rows_only._replace(programs=min(rows_only.programs, AT_A_TIME))
     if is_paired(x, EDGE):
-        options = _WARPS_8 if filled["row_ptr"] is None else {**_WARPS_8, "maxnreg": PAIRED_REGISTERS}
-        return _over(x, SQUARE, pairs.quantize_paired_vectors, filled, options)
+        options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
+        return over(x, SQUARE, pairs.quantize_paired_vectors, filled, options)
     tile, options = (CROSSING_ROWS, EDGE), {"num_warps": CROSSING_WARPS}
-    return _over(x, SQUARE, casts.quantize_crossing_vectors, filled, options, tile)
+    return over(x, SQUARE, casts.quantize_crossing_vectors, filled, options, tile)
 
 
 def _squares(x: torch.Tensor, filled: dict[str, Any], edge: int) -> Launch:
     filled |= {"EDGE": edge, "STRIDE": None, "strips_ptr": None, "STRIPS": None}
     if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and is_paired(x, edge):
         tile = edge, PAIRED_SQUARE_COLS
-        return _over(x, (edge, edge), pairs.quantize_paired_squares, filled, _WARPS_8, tile)
-    options = {**_WARPS_8, "maxnreg": REGISTERS}
-    return _over(x, (edge, edge), casts.quantize_squares, filled, options, SQUARE)
+        return over(x, (edge, edge), pairs.quantize_paired_squares, filled, WARPS_8, tile)
+    options = {**WARPS_8, "maxnreg": REGISTERS}
+    return over(x, (edge, edge), casts.quantize_squares, filled, options, SQUARE)

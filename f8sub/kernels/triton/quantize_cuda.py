@@ -141,7 +141,7 @@ def cast_into(
         and out.stride(-1) == 1
     ):
         with support.device_of(x):
-            _launch().part_cast(x.contiguous(), scale, format, offset, through, out[:, : x.shape[1]]).run()
+            _parts().part_cast(x.contiguous(), scale, format, offset, through, out[:, : x.shape[1]]).run()
         return
     rounded = x.to(through)
     codes = reference.codes_as_stored(rounded, reference.spread(scale, tile, x.shape, offset), format)
@@ -169,7 +169,7 @@ def cast_rows_into(
         and out.stride(-1) == 1
     ):
         with support.device_of(x):
-            _launch().rows_cast(x.contiguous(), format, through, out[:, : x.shape[1]], scale_inv).run()
+            _parts().rows_cast(x.contiguous(), format, through, out[:, : x.shape[1]], scale_inv).run()
         return
     rounded = x.to(through)
     made = scales.scales_or_nan(scales.shard_amax(rounded, format.tile, (0, 0)), format)
@@ -192,6 +192,12 @@ def _launch() -> ModuleType:
     from f8sub.kernels.triton import launch
 
     return launch
+
+
+def _parts() -> ModuleType:
+    from f8sub.kernels.triton import part_launch
+
+    return part_launch
 
 
 def _prepared() -> ModuleType:

@@ -140,6 +140,7 @@ def variants() -> list[Variant]:
     return [
         *(Variant("bf16", compiled) for compiled in (False, True)),
         *(Variant("f8sub", False, recipe, backend) for recipe in RECIPES for backend in by),
+        *(Variant("f8sub", True, recipe, "auto") for recipe in RECIPES),
         *(Variant("torchao", compiled, "rowwise") for compiled in (False, True)),
     ]
 
@@ -153,7 +154,8 @@ class Step:
         self.called: Any = self.experts
         if variant.compiled:
             backend = "inductor" if device.type == "cuda" else "aot_eager"
-            self.called = torch.compile(self.experts, dynamic=False, backend=backend)
+            whole = variant.library == "f8sub"
+            self.called = torch.compile(self.experts, dynamic=False, backend=backend, fullgraph=whole)
 
     def __call__(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """y, dx, and the gradients of gate, up and down."""

@@ -12,9 +12,9 @@ import torch
 
 import f8sub
 from f8sub.features.estimate import gpus, seconds
-from f8sub.features.estimate import memory as bytes_of
 from f8sub.features.estimate.layers import Product, Shapes, shapes_of
 from f8sub.features.estimate.seconds import Run
+from f8sub.features.estimate_memory import memory as bytes_of
 from f8sub.recipe import GemmSpec, Recipe
 
 DATA = tomllib.loads((Path(__file__).parent / "measured.toml").read_text())

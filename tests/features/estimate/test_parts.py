@@ -9,6 +9,7 @@ from f8sub.features.estimate import gpus, seconds
 from f8sub.features.estimate.gpus import B200, GPUS, H200, kind_of_product
 from f8sub.features.estimate.layers import Product, block_of, reads_attention, shapes_of
 from f8sub.features.estimate.seconds import Run
+from tests.features.estimate.predictions import llama
 from tests.models import Transformer
 
 
@@ -46,6 +47,18 @@ def test_gpus_of_data_sheets_are_marked():
     assert all("not measured" in gpu.source for gpu in GPUS.values() if not gpu.measured)
     assert B200.rates[gpus.MX] == B200.rates[gpus.WHOLE] == B200.rates[gpus.FP4] / 2
     assert GPUS["H100"].rates == H200.rates
+
+
+PUBLIC_RUNS_ON_8_H100S = {"tensorwise": (1.25, 1.28)}
+"""How many times as fast as bf16 a Llama 3 8B trained, that the documentation of torchao and torchtitan have."""
+
+
+@pytest.mark.parametrize("recipe", PUBLIC_RUNS_ON_8_H100S)
+def test_speeds_that_the_documentation_holds_of_h100s(recipe):
+    found = seconds.step_seconds
+    run, shapes = Run(checkpoint="selective"), llama("8b", 32)
+    plain, own = (found(shapes, each, GPUS["H100"], run).total for each in (None, f8sub.get_recipe(recipe)))
+    assert all(abs(plain / own / public - 1) <= 0.1 for public in PUBLIC_RUNS_ON_8_H100S[recipe])
 
 
 def test_names():

@@ -220,7 +220,7 @@ def test_plans_are_chosen_and_shown():
     assert GroupedPlan.make(f8sub.get_recipe("rowwise"), cpu).described == "rowwise, reference"
     mixed = GroupedPlan.make(f8sub.get_recipe("rowwise_with_gw_hp"), cpu, "dequantize").described
     assert mixed == "rowwise_with_gw_hp, fprop by dequantize, dgrad by dequantize, wgrad in high precision"
-    assert list(GROUPED) == ["scaled_grouped_mm", "triton", "dequantize", "reference"]
+    assert list(GROUPED) == ["triton", "scaled_grouped_mm", "dequantize", "reference"]
     for backend in ("scaled_mm", "scaled_grouped_mm"):
         text = refusal(f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, backend)
         assert "runs on cuda, not on cpu" in text
@@ -232,10 +232,21 @@ def test_plans_are_chosen_and_shown():
     )
 
 
-@pytest.mark.parametrize(("recipe", "words"), [("delayed", "current scales"), ("nvfp4", "packs codes")])
-def test_recipes_that_groups_do_not_take(recipe, words):
+def test_recipes_that_groups_do_not_take():
     x, w, ends = torch.zeros(4, 32), torch.zeros(2, 16, 32), torch.tensor([2, 4])
-    assert words in refusal(f8sub.Float8ConfigError, f8sub.grouped_linear, x, w, ends, recipe)
+    assert "current scales" in refusal(f8sub.Float8ConfigError, f8sub.grouped_linear, x, w, ends, "delayed")
+    for device, backend in (("cuda", "auto"), ("cpu", "triton")):
+        asked = f8sub.get_recipe("nvfp4"), torch.device(device), backend
+        message = refusal(f8sub.Float8ConfigError, GroupedPlan.make, *asked)
+        assert "by backend 'reference' on a CPU alone" in message
+        assert "pack codes" in message
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_packed_codes_expert_by_expert(counts, transposed):
+    """What judges the others is how these are computed: this is of their bounds, layouts and gradients."""
+    check(*ran(counts, 96, 160, torch.bfloat16, "nvfp4", transposed))
 
 
 @pytest.mark.parametrize(

@@ -62,16 +62,21 @@ def test_names_are_those_that_transformers_saves(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_reads_the_trainings_values(kind, tmp_path):
-    model = converted(kind, "blockwise")
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+def test_transformers_reads_the_trainings_values(kind, recipe, tmp_path):
+    model = converted(kind, recipe)
     expected = multiplied(model)
     f8sub.save_float8(model, tmp_path / "out")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=BF16)
+    reads = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=BF16, **(reads if recipe == "rowwise" else {})
+    )
     experts = loaded.model.layers[0].mlp.experts
     for name, weight in (("gate_up", experts.gate_up_proj), ("down", experts.down_proj)):
         codes, scale = expected[name]
-        spread = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-        assert torch.equal(weight, (codes.float() * spread).to(BF16)), name
+        if recipe == "blockwise":
+            scale = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        assert torch.equal(weight, (codes.float() * scale).to(BF16)), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

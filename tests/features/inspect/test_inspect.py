@@ -10,8 +10,8 @@ from torch import nn
 import f8sub
 from f8sub.__main__ import main
 from f8sub.features.estimate.gpus import GPUS
-from f8sub.features.inspect import load as loading
-from f8sub.features.inspect.load import load
+from f8sub.features.named_models import load as loading
+from f8sub.features.named_models.load import load
 from tests.models import Transformer
 
 LLAMA_8B = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import f8sub
-from f8sub.features.inspect.load import load
+from f8sub.features.named_models.load import load
 from f8sub.features.step_model.estimate_step import GATHERS, StepEstimate
 
 TABLES = Path(__file__).parents[3] / "scripts" / "tables"

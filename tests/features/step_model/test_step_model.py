@@ -11,7 +11,7 @@ import f8sub
 from f8sub.__main__ import main
 from f8sub.features.estimate.gpus import H200
 from f8sub.features.estimate.layers import shapes_of
-from f8sub.features.inspect.load import load
+from f8sub.features.named_models.load import load
 from f8sub.features.step_model import page
 from f8sub.features.step_model.cluster import BF16, CODE, E4M3, FLOAT32, NETWORK, STEP, Cluster
 from f8sub.features.step_model.groups import Arm, Group, divided, reduction_of

@@ -53,7 +53,7 @@ class Case:
 
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
-        from f8sub.kernels.triton import launch
+        from f8sub.kernels.triton import launch, part_launch
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
         if self.name == "amaxes of many":
@@ -75,11 +75,11 @@ class Case:
         if what == "part":
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
             out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
-            return [launch.part_cast(x, scale, format, (0, 0), torch.bfloat16, out)]
+            return [part_launch.part_cast(x, scale, format, (0, 0), torch.bfloat16, out)]
         if what == "rows":
             wire = torch.empty(self.shape[0], self.shape[1] + 16, dtype=torch.uint8, device="meta")
             scale_inv = wire[:, -16:-12].view(torch.float32)
-            return [launch.rows_cast(x, format, torch.bfloat16, wire[:, :-16], scale_inv)]
+            return [part_launch.rows_cast(x, format, torch.bfloat16, wire[:, :-16], scale_inv)]
         if what:
             known, scale = what == "known", torch.empty(1, 1, device="meta")
             past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)

@@ -130,6 +130,18 @@ def test_weights_that_are_stored_or_read_transposed(ranks, kind, recipe):
         assert name == "Float8Tensor"
 
 
+def by_itself(rank: int, world: int) -> bool:
+    model = sharded(converted(3, "nvfp4"))
+    is_same = same(trained(model, 3), trained(converted(3, "nvfp4"), 3))
+    model.experts.unshard()
+    return is_same and not any(isinstance(p, f8sub.Float8Tensor) for p in model.experts.parameters())
+
+
+def test_a_scale_of_a_whole_matrix_is_gathered_in_high_precision(ranks):
+    """It is one an expert, and one of all experts' rows would be another."""
+    assert all(ranks(2, by_itself))
+
+
 def on_a_mesh(rank: int, world: int, recipe: str) -> bool:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found = trained(sharded(converted(3, recipe), mesh=mesh), 3)

@@ -1,10 +1,11 @@
 """Bytes of GPU memory at the peak of a training step: weights, optimizer, codes, activations, logits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from f8sub.features.estimate.layers import Product, Shapes
 from f8sub.features.estimate.seconds import FULL, NONE, Run, code_bytes, last_of, repeats
+from f8sub.features.estimate_memory.adapters import FIRST, SECOND, Adapters
 from f8sub.recipe import Recipe
 
 EAGER_SAVES, LOGIT_BYTES, LOGIT_BYTES_EAGER, WORKSPACE = 1.2, 4, 10, 0.4e9
@@ -36,8 +37,13 @@ class Memory:
         return sum(float(getattr(self, field.name)) for field in fields(self))
 
 
-def memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> Memory:
-    """Of a whole step with AdamW: the peak is where backward begins, or where the last block's ends."""
+def memory(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adapters | None = None) -> Memory:
+    """Of a whole step with AdamW: the peak is where backward begins, or where the last block's ends.
+
+    Of ``adapters`` over a frozen base the dtypes are those of the parameters, and what learns is the adapters.
+    """
+    if adapters is not None:
+        return _of_adapters(shapes, recipe, run, adapters)
     weights = shapes.parameters / run.shards * run.master_bytes
     blocks = list(shapes.blocks.values())
     saved = sum(saved_bytes(products, recipe, run) for products in blocks)
@@ -48,6 +54,37 @@ def memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> Memory:
     at_end = weights + max((in_backward_bytes(products, recipe, run) for products in blocks), default=0.0)
     transient = max(at_logits, at_end - saved - codes)
     return Memory(weights, 2 * weights, codes, saved, transient + WORKSPACE)
+
+
+def _of_adapters(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adapters) -> Memory:
+    """A frozen layer saves no x and has no gradient; adapters save theirs, if their block is not checkpointed."""
+    learning, frozen = adapters.learning / run.shards, adapters.frozen / run.shards
+    products = [p for p in shapes.products if f".{FIRST}." not in p.fqn and f".{SECOND}." not in p.fqn]
+    base = replace(shapes, products=tuple(products))
+    blocks = list(base.blocks.values())
+    if run.checkpoint == NONE:
+        saved = run.tokens * adapters.saved + sum(frozen_bytes(block, run) for block in blocks)
+        again = 0.0
+    else:
+        saved = sum(saved_bytes(block, recipe, run) for block in blocks)
+        again = run.tokens * adapters.saved / max(len(blocks), 1)
+    cast = [p for p in products if p.reason is None and p.fqn not in adapters.codes]
+    codes = kept_codes(replace(base, products=tuple(cast)), recipe, run)
+    logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
+    gathered = 2 * run.sharded
+    of_block = max((frozen_bytes(b, run) + gathered * gathered_bytes(b, recipe) for b in blocks), default=0.0)
+    transient = max(run.tokens * shapes.logits * logit, of_block + again)
+    return Memory(learning + frozen, 2 * learning, codes, saved, learning + transient + WORKSPACE)
+
+
+def frozen_bytes(products: Sequence[Product], run: Run) -> float:
+    """What one block of frozen layers saves for backward: y, or as many bytes of what is made of it, no x."""
+    made = 0.0
+    for product in products:
+        rows = run.tokens * product.uses
+        made += 2 * rows * product.rows + (0 if run.compiled else EAGER_SAVES * rows * product.rows)
+        made += 2 * rows * product.cols if product.reads_attention else 0
+    return made
 
 
 def kept_codes(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.inspect.llama3 import SIZES, llama3
+from f8sub.features.named_models.llama3 import SIZES, llama3
 
 TITAN = "torchtitan:"
 

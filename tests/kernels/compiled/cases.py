@@ -112,7 +112,7 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     yield from launches("rowwise recast", "fp8", RAGGED, "column")
     yield from launches("1x128 recast", "fp8", RAGGED, "column")
     yield from launches("amaxes of many", "fp32", whole, "row")
-    yield from cases_of_groups(whole)
+    yield from cases_of_groups()
     for name in ("transpose", "tensorwise transpose", "128x128 transpose"):
         yield Case(name, "fp8", whole, "column", 0)
         yield Case(name, "fp8", RAGGED, "column", 0)
@@ -157,22 +157,22 @@ def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     ]
 
 
-def cases_of_groups(whole: tuple[int, int]) -> Iterator[Case]:
-    """As ``cases``, of groups of rows; and with groups that begin at multiples of 128."""
+def cases_of_groups() -> Iterator[Case]:
+    """As ``cases``, of groups of rows, some from multiples of 128 on, and of experts; columns are multiples of 16."""
     for format in GROUP_FORMATS:
         name = OF_GROUPS + format
         for usages in USAGES:
             if not (usages == "row" and format in OF_ROWS):
-                yield from launches(name, "bf16", whole, usages)
+                yield from launches(name, "bf16", WHOLE, usages)
         for dtype in ("fp16", "fp32"):
-            yield from launches(name, dtype, whole, "both")
+            yield from launches(name, dtype, WHOLE, "both")
         yield from launches(name, "bf16", RAGGED, "both")
         if format in ("tensorwise", "rowwise"):
-            yield from launches(f"{name} by 128", "bf16", whole, "both")
+            yield from launches(f"{name} by 128", "bf16", WHOLE, "both")
     for format in ("tensorwise", "128x128", "256x256"):
-        yield from launches(OF_EXPERTS + format, "bf16", whole, "row")
+        yield from launches(OF_EXPERTS + format, "bf16", WHOLE, "row")
     for format in ("tensorwise", "128x128", "rowwise"):
-        for shape in (whole, RAGGED):
+        for shape in (WHOLE, RAGGED):
             yield from launches(OF_EXPERTS + format, "fp8", shape, "column")
 
 

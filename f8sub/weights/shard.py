@@ -219,16 +219,14 @@ class Shard:
             uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.
         """
         forced = beyond_range is not None or is_capturing(source)
-        if forced or not self.has_codes(generation):
+        codes = self._wire
+        if codes is None or forced or not self.has_codes(generation):
             with torch.inference_mode(mode=False):
                 values = self.layout.matrix(source.plain)
-                self._wire = self.room_for_codes(values)
+                codes = self._wire = self.room_for_codes(values)
                 if values.numel():
-                    self._cast_into(self._wire, values, beyond_range)
+                    self._cast_into(codes, values, beyond_range)
             self._wire_key = None if forced else self._key(generation)
-        codes = self._wire
-        if codes is None:
-            raise RuntimeError(f"{self.fqn}: its codes were cast and are gone")
         # A graph writes to where they were when it was captured.
         stays = self.in_a_graph or source.keeps_codes
         if not (stays or not self._uses.is_last(self.master.state, self.gathers)):

@@ -82,6 +82,19 @@ def test_losses_are_as_near_to_bf16s_as_torchtitans_own_converters(train, mesh):
     assert abs(ours - bf16) < 1.5 * abs(peer - bf16) + 1e-3
 
 
+@long
+@of_0_3
+def test_experts(train):
+    """By the option alone, and as near to bf16 as linear layers are."""
+    recipe = '"recipe_name":"rowwise"'
+    bf16, linears, ours = (
+        last(train(2, config))
+        for config in ("moe", f"f8sub_moe:{{{recipe}}}", f'f8sub_moe:{{{recipe},"experts":true}}')
+    )
+    assert len({bf16, linears, ours}) == 3
+    assert abs(ours - bf16) < 4e-3
+
+
 OTHERS = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed")
 
 

@@ -7,8 +7,8 @@ import torch
 from typing_extensions import override
 
 from f8sub.convert.sockets import Converter, converters
+from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.module import Float8Experts, float8_class, plain_class
-from f8sub.features.experts.products import GroupedPlan
 from f8sub.features.experts.seams import seam_of
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.recipe import Recipe

@@ -8,15 +8,21 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
-from f8sub.features.experts import nodes, one_by_one
-from f8sub.features.experts.operands import Tokens, flat_format, quantize_both
-from f8sub.features.experts.products import GroupedPlan, is_one_by_one
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.quantize import (
+    brought_to_rows,
+    derive_columnwise_of_experts,
+    quantize_both,
+    quantize_experts,
+    rowwise_of_weights,
+)
+from f8sub.features.expert_operands.tokens import Tokens
+from f8sub.features.expert_operands.weights import ExpertWeights, flat_format, seen_transposed
+from f8sub.features.expert_products import nodes, one_by_one
+from f8sub.features.expert_products.products import GroupedPlan, is_one_by_one
 from f8sub.features.experts.transposed import Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
 from f8sub.kernels import ops
-from f8sub.kernels.experts import ExpertWeights, seen_transposed
-from f8sub.kernels.groups import Groups
-from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -260,8 +266,8 @@ def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: Call) -> Exp
         rows: Any = w.flatten(0, 1)
         found = ExpertWeights.of(rowwise_of(rows, flat, call.dtype), tuple(w.shape), stored)
     else:
-        return nodes.rowwise_of_weights(_as_stored(w, call.dtype), format, call.transposed)
-    return nodes.brought_to_rows(found, format) if call.transposed else found
+        return rowwise_of_weights(_as_stored(w, call.dtype), format, call.transposed)
+    return brought_to_rows(found, format) if call.transposed else found
 
 
 def _keeps_codes(w: MasterWeight) -> bool:

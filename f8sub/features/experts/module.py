@@ -5,6 +5,8 @@ from typing import Any
 import torch
 
 from f8sub.errors import jit_error
+from f8sub.features.expert_operands.weights import ExpertWeights, flat_format, seen_transposed
+from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.grouped_linear import (
     Call,
     grouped_linear,
@@ -12,11 +14,8 @@ from f8sub.features.experts.grouped_linear import (
     rowwise_of_experts,
     running,
 )
-from f8sub.features.experts.operands import flat_format
-from f8sub.features.experts.products import GroupedPlan
 from f8sub.features.experts.seams import Seam
 from f8sub.formats import Float8Format
-from f8sub.kernels.experts import ExpertWeights, seen_transposed
 from f8sub.recipe import GemmSpec
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again

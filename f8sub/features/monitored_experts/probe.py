@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.quantize import quantize_experts, quantize_tokens
 from f8sub.features.experts.grouped_linear import Product, local_part, rowwise_of_experts, watchers
 from f8sub.features.experts.module import Float8Experts
-from f8sub.features.experts.operands import quantize_tokens
 from f8sub.features.monitor.sample import Probe, Sample, each_element, node_of, part_of, probes
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.groups import Groups
-from f8sub.kernels.quantize import quantize_experts
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
 from f8sub.weights.weight import Weight, master_of

@@ -4,11 +4,15 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.experts.operands import quantize_both, quantize_tokens
-from f8sub.features.experts.products import GROUPED, GroupedPlan
-from f8sub.kernels.experts import derive_columnwise
-from f8sub.kernels.groups import Groups
-from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.quantize import (
+    derive_columnwise_of_experts,
+    quantize_both,
+    quantize_experts,
+    quantize_tokens,
+)
+from f8sub.features.expert_operands.weights import derive_columnwise
+from f8sub.features.expert_products.products import GROUPED, GroupedPlan
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.features.experts.oracle import Made, each_expert

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.experts.operands import Tokens
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.tokens import Tokens
+from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
 from f8sub.kernels import reference
-from f8sub.kernels.experts import ExpertWeights
 from f8sub.kernels.gemm.select import REFERENCE
-from f8sub.kernels.groups import Groups
 from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.recipe import GemmSpec, Recipe

@@ -6,14 +6,9 @@ import torch
 
 from f8sub.errors import jit_error
 from f8sub.features.expert_operands.weights import ExpertWeights, flat_format, seen_transposed
+from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
 from f8sub.features.expert_products.products import GroupedPlan
-from f8sub.features.experts.grouped_linear import (
-    Call,
-    grouped_linear,
-    local_part,
-    rowwise_of_experts,
-    running,
-)
+from f8sub.features.experts.grouped_linear import grouped_linear, local_part, running
 from f8sub.features.experts.seams import Seam
 from f8sub.formats import Float8Format
 from f8sub.recipe import GemmSpec

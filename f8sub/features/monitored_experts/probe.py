@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.quantize import quantize_experts, quantize_tokens
-from f8sub.features.experts.grouped_linear import Product, local_part, rowwise_of_experts, watchers
+from f8sub.features.expert_products.grouped_matmul import rowwise_of_experts
+from f8sub.features.experts.grouped_linear import Product, local_part, watchers
 from f8sub.features.experts.module import Float8Experts
 from f8sub.features.monitor.sample import Probe, Sample, each_element, node_of, part_of, probes
 from f8sub.formats import Float8Format, Operand
@@ -76,7 +77,7 @@ class _Watch:
         format = recipe.dgrad.a or recipe.wgrad.a
         product.y.register_hook(functools.partial(self._note_dy, name, product.groups, format))
         if self.sample.wants(name, "dx") or self.sample.wants(name, "dw"):
-            node = node_of(product.y, "_GroupedLinear")
+            node = node_of(product.y, "GroupedMatmul")
             node.register_hook(functools.partial(self._note_gradients, name, product))
 
     def _note_dy(self, name: str, groups: Groups, format: Float8Format | None, dy: torch.Tensor) -> None:

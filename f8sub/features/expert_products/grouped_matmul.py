@@ -9,28 +9,30 @@ from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.quantize import (
     brought_to_rows,
     derive_columnwise_of_experts,
-    quantize_both,
     quantize_experts,
     rowwise_of_weights,
 )
 from f8sub.features.expert_operands.tokens import Tokens
 from f8sub.features.expert_operands.weights import ExpertWeights, flat_format, seen_transposed
+from f8sub.features.expert_prior_scales.casts import cast_tokens, cast_weights
 from f8sub.features.expert_products import nodes
 from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.expert_products.shared_tokens import cast_or_share
 from f8sub.formats import Float8Format
 from f8sub.kernels import ops
+from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.master_weight import MasterWeight
 
 
 class Call(NamedTuple):
-    """One call: the plan, the dtype that x and w are cast from, and how the weight is stored."""
+    """One call: the plan, the dtype that x and w are cast from, how the weight is stored, and whence scales come."""
 
     plan: GroupedPlan
     dtype: torch.dtype
     transposed: bool
+    sources: Sources = CURRENT_SOURCES
 
 
 class GroupedMatmul(torch.autograd.Function):
@@ -40,10 +42,10 @@ class GroupedMatmul(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        plan, dtype, _ = call
+        plan, dtype, _, sources = call
         recipe, groups = plan.recipe, Groups.of(ends, len(x))
         spec, columnwise = recipe.fprop, recipe.wgrad.b if ctx.needs_input_grad[1] else None
-        a, kept = cast_or_share(x, dtype, groups, spec.a, columnwise, plan.multiple)
+        a, kept, _ = cast_or_share(x, dtype, groups, (spec.a, columnwise), plan.multiple, sources.x)
         x = x.to(dtype)
         if a is None or spec.b is None:
             y = nodes.high_precision_rows(x, _values(w, call), groups)
@@ -62,15 +64,16 @@ class GroupedMatmul(torch.autograd.Function):
             raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")
         w, ends, *saved = ctx.saved_tensors
         call: Call = ctx.call
-        plan, dtype, _ = call
+        plan, dtype, _, sources = call
         recipe, groups = plan.recipe, Groups.of(ends, ctx.rows)
         dy = dy.contiguous()  # sum() hands over strides of 0
         dx = dw = None
         d, g = recipe.dgrad, recipe.wgrad
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        a, left = quantize_both(
-            dy, groups, d.a if needs_dx else None, g.a if needs_dw else None, plan.multiple
-        )
+        formats = d.a if needs_dx else None, g.a if needs_dw else None
+        a, left, amax = cast_tokens(dy, groups, *formats, plan.multiple, sources.dy.prior())
+        if amax is not None:
+            sources.dy.keep(amax)
         if needs_dx:
             if a is None or d.b is None:
                 dx = nodes.high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
@@ -110,7 +113,10 @@ def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: Call) -> Exp
         found = ExpertWeights.of(w.rowwise, tuple(w.shape), stored)
     elif isinstance(w, MasterWeight) and flat is not None and _keeps_codes(w):
         rows: Any = w.flatten(0, 1)
-        found = ExpertWeights.of(rowwise_of(rows, flat, call.dtype), tuple(w.shape), stored)
+        made = rowwise_of(rows, flat, call.dtype, call.sources.w)
+        found = ExpertWeights.of(made, tuple(w.shape), stored)
+    elif (prior := call.sources.w.prior()) is not None:
+        found = cast_weights(_as_stored(w, call.dtype), stored, prior)
     else:
         return rowwise_of_weights(_as_stored(w, call.dtype), format, call.transposed)
     return brought_to_rows(found, format) if call.transposed else found

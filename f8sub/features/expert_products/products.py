@@ -233,10 +233,8 @@ class GroupedPlan:
             backend: "auto", one of ``GROUPED``, or ``convert_to_float8``'s name of one.
 
         Raises:
-            Float8ConfigError: a recipe that experts do not take, or a backend that cannot run it.
+            Float8ConfigError: a backend that cannot run the recipe.
         """
-        if reason := why_not_recipe(recipe):
-            raise Float8ConfigError(f"experts do not take recipe {recipe.name!r}: {reason}")
         asked = ASKED_AS.get(backend, backend)
         specs = recipe.fprop, recipe.dgrad, recipe.wgrad
         if is_one_by_one(recipe):
@@ -265,13 +263,6 @@ class GroupedPlan:
         """See ``GroupedBackend.multiple``, of wgrad's; on a GPU at least what its casts align groups to."""
         least = MULTIPLE if self.device.type == "cuda" else 1
         return least if self.wgrad is None else max(least, GROUPED[self.wgrad].multiple)
-
-
-def why_not_recipe(recipe: Recipe) -> str | None:
-    """Why experts do not take a recipe; None where they do."""
-    if recipe.scaling is not None:
-        return "an expert without tokens has no amax of its own for a history; take one with current scales"
-    return None
 
 
 ONE_BY_ONE = "its formats pack codes or have a scale of the whole matrix, which groups of tokens have not"

@@ -17,12 +17,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from f8sub.features.expert_operands.groups import Groups
-from f8sub.features.expert_operands.quantize import quantize_both
-from f8sub.features.expert_operands.tokens import Tokens
+from f8sub.features.expert_prior_scales.casts import CastTokens, cast_tokens
 from f8sub.formats import Float8Format
+from f8sub.kernels.scales import LayerSource
+from f8sub.linear.saved_input import events
 from f8sub.torch_compat import saved_tensors_hook
-
-Both = tuple[Tokens | None, Tokens | None]
 
 
 class _Seen:
@@ -49,7 +48,8 @@ class _Scope:
         self.ends: torch.Tensor | None = None
         self.x: _Seen | None = None
         self.key: Any = None
-        self.made: Both = (None, None)
+        self.made = CastTokens(None, None, None)
+        self.event: int | None = None
 
 
 class _Scopes(threading.local):
@@ -97,16 +97,24 @@ def cast_or_share(
     x: torch.Tensor,
     dtype: torch.dtype,
     groups: Groups,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
+    formats: tuple[Float8Format | None, Float8Format | None],
     multiple: int,
-) -> Both:
-    """``quantize_both`` of ``x.to(dtype)``, or what an earlier product of the same forward made of the same tokens."""
+    source: LayerSource,
+) -> CastTokens:
+    """``cast_tokens`` of ``x.to(dtype)``, or what an earlier product of the same forward made of the same tokens.
+
+    The source keeps the amax.
+    """
     scope = _scope_for(x, groups.ends)
     if scope is None or groups.ends is not scope.ends:
-        return quantize_both(x.to(dtype), groups, rowwise, columnwise, multiple)
-    key = dtype, rowwise, columnwise, multiple
-    if scope.x is None or scope.key != key or not scope.x.is_of(x):
-        scope.made = quantize_both(x.to(dtype), groups, rowwise, columnwise, multiple)
-        scope.x, scope.key = _Seen(x), key
-    return scope.made
+        made = cast_tokens(x.to(dtype), groups, *formats, multiple, source.prior())
+        event = None if torch.compiler.is_compiling() else next(events)
+    else:
+        key = dtype, formats, multiple, source.key
+        if scope.x is None or scope.key != key or not scope.x.is_of(x):
+            scope.made = cast_tokens(x.to(dtype), groups, *formats, multiple, source.prior())
+            scope.x, scope.key, scope.event = _Seen(x), key, next(events)
+        made, event = scope.made, scope.event
+    if made.amax is not None:
+        source.keep(made.amax, event)
+    return made

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.errors import Float8ShapeError
+from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_products.grouped_matmul import Call, GroupedMatmul
 from f8sub.features.expert_products.products import GroupedPlan, is_one_by_one
@@ -15,6 +15,8 @@ from f8sub.features.expert_products.shared_tokens import ends_of, sharing
 from f8sub.features.experts import one_by_one
 from f8sub.features.experts.transposed import Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
+from f8sub.kernels.scales import CURRENT_SOURCES, Sources
+from f8sub.linear.sockets import sources_of
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, constant_result, is_dtensor
@@ -35,19 +37,19 @@ watchers: list[Callable[[str, Product], None]] = []
 
 
 class _Running(threading.local):
-    """The plan and the name of the converted module whose forward runs in this thread."""
+    """The converted module whose forward runs in this thread: it has a plan, a name and weights."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[GroupedPlan, str]] = []
+        self.stack: list[Any] = []
 
 
 _running = _Running()
 
 
 @contextlib.contextmanager
-def running(plan: GroupedPlan, fqn: str) -> Iterator[None]:
-    """Calls of ``grouped_linear`` without a recipe take this plan, and their errors this name."""
-    _running.stack.append((plan, fqn))
+def running(module: torch.nn.Module) -> Iterator[None]:
+    """Calls of ``grouped_linear`` without a recipe take this module's plan, and their errors its name."""
+    _running.stack.append(module)
     try:
         with sharing():
             yield
@@ -84,11 +86,15 @@ def grouped_linear(
     Raises:
         Float8ShapeError: shapes that do not fit; on a CPU, where that costs nothing, also ends that do not ascend
             from 0 to at most M.
-        Float8ConfigError: a recipe that experts do not take.
+        Float8ConfigError: a recipe with delayed scaling, and no weight of a converted module whose forward runs.
     """
-    plan, fqn = _running.stack[-1] if _running.stack else (None, "grouped_linear")
+    module = _running.stack[-1] if _running.stack else None
+    plan, fqn = (None, "grouped_linear") if module is None else (module.plan, module.fqn)
     if recipe is not None:
         plan = _plan_of(recipe, x.device.type, backend)
+    sources = CURRENT_SOURCES
+    if plan is not None and plan.recipe.scaling is not None:
+        sources = _sources_of(None if recipe is not None else module, fqn, plan.recipe, weight)
     weight = local_part(weight)
     _check(fqn, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
@@ -100,7 +106,7 @@ def grouped_linear(
     dtype = autocast_dtype(x.device.type) or x.dtype
     if is_one_by_one(plan.recipe):
         return one_by_one.linear(x, weight, groups, plan.recipe, dtype, transposed)
-    call = Call(plan, dtype, transposed)
+    call = Call(plan, dtype, transposed, sources)
     y: torch.Tensor = apply(GroupedMatmul, x, weight, groups.ends, call)
     for watch in watchers:
         watch(fqn, Product(x, weight, groups, call, y))
@@ -128,6 +134,19 @@ def _named(recipe: str, device: str, backend: str) -> str:
     if not hasattr(_plans, name):
         setattr(_plans, name, GroupedPlan.make(get_recipe(recipe), torch.device(device), backend))
     return name
+
+
+def _sources_of(module: Any, fqn: str, recipe: Recipe, weight: torch.Tensor) -> Sources:
+    """The sources of a product with a weight of a converted module, which holds what they are made of."""
+    for name in () if module is None else module.weights:
+        parameter = module._parameters[name]
+        if weight is parameter or (not torch.compiler.is_compiling() and weight._base is parameter):
+            return sources_of(module, recipe, name)
+    raise Float8ConfigError(
+        f"{fqn}: recipe {recipe.name!r} keeps a past of each weight, and this weight of {tuple(weight.shape)} is no "
+        "parameter of a converted module whose forward runs, nor a view of one; convert the module, give "
+        "grouped_linear its parameter as it is, and no recipe"
+    )
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:

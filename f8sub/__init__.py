@@ -50,6 +50,8 @@ from f8sub.features.step_model.estimate_step import StepEstimate, estimate_step
 from f8sub.features.tensor_parallel import places as _places  # noqa: F401  (enters by its socket)
 from f8sub.features.tensors import operators as _operators  # noqa: F401  (enters by its sockets)
 from f8sub.features.tensors.quantize import quantize
+from f8sub.features.token_dispatch.dispatchers import dispatch_tokens_in_float8
+from f8sub.features.token_dispatch.exchange import exchange_tokens
 from f8sub.features.tools.find_nonfinite import find_nonfinite
 from f8sub.features.tools.step_guard import skip_step_if_nonfinite
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
@@ -88,9 +90,11 @@ __all__ = [
     "conversion_report",
     "convert_from_float8",
     "convert_to_float8",
+    "dispatch_tokens_in_float8",
     "drop_high_precision",
     "estimate",
     "estimate_step",
+    "exchange_tokens",
     "find_nonfinite",
     "float8_state_dict",
     "float8_weights",

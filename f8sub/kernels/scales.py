@@ -275,7 +275,8 @@ def scale_now(prior: PriorScale, amax: torch.Tensor, format: Float8Format) -> to
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
-    """Raise ``staged`` to an amax of one element, in place; one that is not finite sets ``met`` to 1. Float32, ()."""
-    finite = amax.isfinite().view(())
-    staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
+    """Raise ``staged`` to as many amaxes, in place; one that is not finite sets its ``met`` to 1. Float32."""
+    amax = amax.view_as(staged)
+    finite = amax.isfinite()
+    staged.copy_(torch.maximum(staged, torch.where(finite, amax, 0.0)))
     met.copy_(torch.maximum(met, (~finite).float()))

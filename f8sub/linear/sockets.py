@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 
 class LayerGuest:
-    """What a feature does for layers; a feature overrides what it needs."""
+    """What a feature does for layers; a feature overrides what it needs.
+
+    A layer is a ``Float8Linear``, or of another kind that a feature converts.
+    """
 
     def planned(self, conversion: Conversion, plans: Sequence[Plan]) -> None:
         """Layers of a conversion are to run, or came to a device where they run, by these plans; may warn."""
 
-    def entered(self, layer: "Float8Linear") -> None:
+    def entered(self, layer: torch.nn.Module) -> None:
         """A layer was converted."""
 
-    def left(self, layer: "Float8Linear") -> None:
-        """A layer is an ``nn.Linear`` again."""
+    def left(self, layer: torch.nn.Module) -> None:
+        """A layer is what it was again."""
 
     def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
         """The layers of a model were converted."""
@@ -33,10 +36,10 @@ class LayerGuest:
     def restored(self, model: torch.nn.Module) -> None:
         """They are all an ``nn.Linear`` again."""
 
-    def loaded(self, layer: "Float8Linear", state_dict: dict[str, Any], prefix: str) -> None:
+    def loaded(self, layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """The layer's entries of a state dict were loaded."""
 
-    def alike(self, layer: "Float8Linear") -> dict[str, str]:
+    def alike(self, layer: torch.nn.Module) -> dict[str, str]:
         """What every rank must have alike of a layer, by its name in the error."""
         return {}
 
@@ -81,7 +84,7 @@ class Contexts:
         self.entered = False
 
 
-def _no_scaling(layer: "Float8Linear", recipe: Recipe) -> Sources:
+def _no_scaling(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:
     raise RuntimeError(
         f"recipe {recipe.name!r} needs the feature of f8sub.features that makes scales by {recipe.scaling}, which is "
         "not there"
@@ -89,8 +92,8 @@ def _no_scaling(layer: "Float8Linear", recipe: Recipe) -> Sources:
 
 
 guests: list[LayerGuest] = []
-scaling: Callable[["Float8Linear", Recipe], Sources] = _no_scaling
-"""The sources of a forward that begins now, by a recipe whose ``scaling`` is not None."""
+scaling: Callable[..., Sources] = _no_scaling
+"""The sources of a forward that begins now: of a layer, a recipe whose ``scaling`` is not None, and a weight's name."""
 placement: Callable[..., Placed]
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
 contexts = Contexts()
@@ -98,6 +101,6 @@ cast: Callable[..., Quantized]
 """Casts an x in eager code, see ``saved_input.cast_anew``; a feature may know the codes already."""
 
 
-def sources_of(layer: "Float8Linear", recipe: Recipe) -> Sources:
-    """The sources of a forward that begins now, for features that look at one."""
-    return CURRENT_SOURCES if recipe.scaling is None else scaling(layer, recipe)
+def sources_of(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:
+    """The sources of a forward that begins now, of the product with the weight of that name."""
+    return CURRENT_SOURCES if recipe.scaling is None else scaling(layer, recipe, name)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from f8sub.convert.patterns import kind_of
-from f8sub.features.delayed.state import OPERANDS
+from f8sub.features.delayed_state.state import OPERANDS
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import Float8Format
 from f8sub.linear.float8_linear import Float8Linear

@@ -74,7 +74,7 @@ def quantize(
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
     """``scales.stage``; goes there for tensors that no kernel takes."""
-    if not support.takes(amax):
+    if amax.numel() != 1 or not support.takes(amax):
         scales.stage(amax, staged, met)
         return
     with support.device_of(amax):

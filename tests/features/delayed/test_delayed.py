@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.delayed import layers
-from f8sub.features.delayed.state import OPERANDS
+from f8sub.features.delayed_state.state import OPERANDS
 from f8sub.features.host_quantizer import host_quantizer
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select

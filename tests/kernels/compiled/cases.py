@@ -116,26 +116,23 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) -> list[Launch]:
     """Of 128 experts; the name may end with what groups begin at multiples of."""
-    from f8sub.kernels.groups import Groups
-    from f8sub.kernels.triton import grouped_launch
+    from f8sub.features.expert_operands import tokens_cuda
 
     name, _, multiple = name.partition(" by ")
     ends = torch.empty(128, dtype=torch.int32, device="meta")
     format = GROUP_FORMATS[name]
     row, col = (format if is_made else None for is_made in usages)
-    groups = Groups(ends, ends, x.shape[0])
-    return grouped_launch.quantization(x, groups, row, col, int(multiple or 16)).launches
+    return list(tokens_cuda.launches(x, ends, row, col, int(multiple or 16)).launches)
 
 
 def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launch]:
     """Of three or four experts, of multiples of 16 rows: rowwise codes, or columnwise ones of them."""
-    from f8sub.kernels import experts
-    from f8sub.kernels.triton import expert_launch
+    from f8sub.features.expert_operands import weights, weights_cuda
 
     w, format = x.unflatten(0, (3 if x.shape == RAGGED else 4, -1)), FORMATS[name]
     if usages == "row":
-        return list(expert_launch.quantization(w, format).launches)
-    return list(expert_launch.derivation(experts.empty_codes(w, format), format).launches)
+        return list(weights_cuda.launches(w, format).launches)
+    return list(weights_cuda.derivation_launches(weights.empty_codes(w, format), format).launches)
 
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
-from f8sub.features.delayed import histories
+from f8sub.features.delayed import rolling
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
 from tests.features.delayed.simulation import FP8_MAX, Simulation
@@ -267,7 +267,7 @@ def sharded_in_parts(rank: int, world: int) -> int:
     model = model_of(all_gather=False)
     fully_shard(model.layers[0])
     train(model, rank, 1)
-    with mock.patch.object(histories, "roll", wraps=histories.roll) as roll:
+    with mock.patch.object(rolling, "roll", wraps=rolling.roll) as roll:
         fully_shard(model.layers[1])
         f8sub.precompute_scales(model)
         model.state_dict()

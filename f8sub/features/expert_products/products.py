@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.experts.operands import Tokens
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.tokens import Tokens
+from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
 from f8sub.kernels import reference
-from f8sub.kernels.experts import ExpertWeights
 from f8sub.kernels.gemm.select import REFERENCE
-from f8sub.kernels.groups import Groups
 from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.recipe import GemmSpec, Recipe
@@ -233,10 +233,8 @@ class GroupedPlan:
             backend: "auto", one of ``GROUPED``, or ``convert_to_float8``'s name of one.
 
         Raises:
-            Float8ConfigError: a recipe that experts do not take, or a backend that cannot run it.
+            Float8ConfigError: a backend that cannot run the recipe.
         """
-        if reason := why_not_recipe(recipe):
-            raise Float8ConfigError(f"experts do not take recipe {recipe.name!r}: {reason}")
         asked = ASKED_AS.get(backend, backend)
         specs = recipe.fprop, recipe.dgrad, recipe.wgrad
         if is_one_by_one(recipe):
@@ -265,13 +263,6 @@ class GroupedPlan:
         """See ``GroupedBackend.multiple``, of wgrad's; on a GPU at least what its casts align groups to."""
         least = MULTIPLE if self.device.type == "cuda" else 1
         return least if self.wgrad is None else max(least, GROUPED[self.wgrad].multiple)
-
-
-def why_not_recipe(recipe: Recipe) -> str | None:
-    """Why experts do not take a recipe; None where they do."""
-    if recipe.scaling is not None:
-        return "an expert without tokens has no amax of its own for a history; take one with current scales"
-    return None
 
 
 ONE_BY_ONE = "its formats pack codes or have a scale of the whole matrix, which groups of tokens have not"

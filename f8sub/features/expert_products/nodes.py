@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from f8sub.features.experts import products
-from f8sub.features.experts.operands import Tokens
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.tokens import Tokens
+from f8sub.features.expert_operands.weights import ExpertWeights
+from f8sub.features.expert_products import products
 from f8sub.formats import Float8Format
-from f8sub.kernels.experts import ExpertWeights, seen_transposed
-from f8sub.kernels.groups import Groups
 from f8sub.kernels.ops import operator
-from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts
 from f8sub.recipe import GemmSpec
 
 
@@ -61,20 +60,6 @@ def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) ->
         return products.high_precision_weights(dy, x, groups)
     found: torch.Tensor = _plain_weights_as_one_node(dy, x, groups.first, groups.ends)
     return found
-
-
-def rowwise_of_weights(w: torch.Tensor, format: Float8Format, transposed: bool) -> ExpertWeights:
-    """Codes of weights in high precision, (E, N, K), or stored as (E, K, N) where ``transposed``."""
-    if transposed:
-        return brought_to_rows(quantize_experts(w, seen_transposed(format)), format)
-    return quantize_experts(w, format)
-
-
-def brought_to_rows(stored: ExpertWeights, format: Float8Format) -> ExpertWeights:
-    """The rowwise operand of weights whose codes are stored transposed."""
-    found = derive_columnwise_of_experts(stored, format, stored.scale_inv)
-    # Row-major, as a Float8Linear's: GPUs take nothing else, and a CPU's sums depend on it.
-    return found._replace(data=found.data.contiguous())
 
 
 def _moved(first: torch.Tensor, groups: Groups, rows: int) -> Groups:

@@ -38,6 +38,8 @@ _generations = itertools.count(1)
 class ScalingState(torch.nn.Module):
     """What one layer knows of its tensors' past under one recipe; one column for each of x, w, dy.
 
+    A stack of matrices, one an expert, has a past for each: one dimension more in every buffer.
+
     The buffers stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict
     that has a layer's weight and not its histories is of a model without delayed scaling: they begin anew.
 
@@ -45,22 +47,26 @@ class ScalingState(torch.nn.Module):
     forward and backward write to are separate buffers: one history and one flag for each operand.
 
     Attributes:
+        members: matrices of a stack; None for a layer that has one.
         generation: another number whenever the scales may be others.
         is_known: whether the host knows that all of its scales are made, none is 0: a cast then need not wait for the
             current amax, and compiled code makes both in one kernel, or in the one that makes the tensor.
         x_past: equal for layers that were given the very same x's, one after the other: their x has one history.
-        scale: float32, (3,); 0 where there is none yet.
-        age: float32, (3,): optimizer steps since the scale was made.
-        histories: float32, (amax_history_len,) each: staging, then what was staged before, oldest first.
-        flags: float32, () each: 1 where NaN or infinity was met since the last roll. Not part of the state dict.
+        scale: float32, (3,) or (members, 3); 0 where there is none yet.
+        age: float32, the same: optimizer steps since the scale was made.
+        histories: float32, (amax_history_len,) or (amax_history_len, members) each: staging, then what was staged
+            before, oldest first.
+        flags: float32, () or (members,) each: 1 where NaN or infinity was met since the last roll. Not part of the
+            state dict.
     """
 
     scale: torch.Tensor
     history_x: torch.Tensor
     age: torch.Tensor
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device, members: int | None = None) -> None:
         super().__init__()
+        self.members = members
         if recipe.delayed is None:
             raise RuntimeError(f"recipe {recipe.name!r} has no delayed scaling to keep a state for")
         self.recipe = recipe
@@ -72,13 +78,14 @@ class ScalingState(torch.nn.Module):
         self.is_known = False
         self._scale_version = 0
         with torch.inference_mode(mode=False):
+            each = () if members is None else (members,)
             for name in ("scale", "age"):
-                self.register_buffer(name, torch.zeros(3, dtype=torch.float32, device=device))
+                self.register_buffer(name, torch.zeros((*each, 3), dtype=torch.float32, device=device))
             for name in OPERANDS:
                 length = self.scaling.amax_history_len
-                history = torch.zeros(length, dtype=torch.float32, device=device)
+                history = torch.zeros((length, *each), dtype=torch.float32, device=device)
                 self.register_buffer(f"history_{name}", history)
-                self.register_buffer(f"non_finite_{name}", history.new_zeros(()), persistent=False)
+                self.register_buffer(f"non_finite_{name}", history.new_zeros(each), persistent=False)
 
     @property
     def histories(self) -> list[torch.Tensor]:
@@ -91,8 +98,8 @@ class ScalingState(torch.nn.Module):
         return [getattr(self, f"non_finite_{name}") for name in OPERANDS]
 
     def prior(self, operand: int) -> PriorScale:
-        """The scale of one column, as kernels take it."""
-        scale = self.scale[operand : operand + 1].view(1, 1)
+        """The scale of one column, (1, 1), or of each member, (members, 1), as kernels take it."""
+        scale = self.scale[..., operand : operand + 1].view(-1, 1)
         margin = float(self._margins[operand])
         return PriorScale(scale, margin, covers=operand == W, is_known=self.is_known)
 
@@ -112,7 +119,7 @@ class ScalingState(torch.nn.Module):
         )
 
     def stage(self, operand: int, amax: torch.Tensor) -> None:
-        """Take an amax, float32, (1, 1), into the staging row of one operand, see ``scales.stage``."""
+        """Take amaxes, float32, of ``prior``'s shape, into the staging row of one operand, see ``scales.stage``."""
         name = OPERANDS[operand]
         quantize_cuda.stage(amax, getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}"))
 
@@ -153,7 +160,8 @@ class ScalingState(torch.nn.Module):
     def _take_loaded(self) -> None:
         """Begin with the values that are in the buffers now."""
         if not self.scale.is_meta:
-            self.x_past = hash((*self.history_x.tolist(), self.scale[X].item(), self.age[X].item()))
+            kept = self.history_x, self.scale[..., X], self.age[..., X]
+            self.x_past = hash(tuple(value for buffer in kept for value in buffer.flatten().tolist()))
         self.mark_rolled()
         self._forget_known()
 
@@ -209,19 +217,25 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
 
     Args:
         states: of any recipes, on one device.
-        staged: float32, (len(states), 3): finite amaxes since the last roll, of all ranks where they are shared.
+        staged: float32, (members of all states, 3): finite amaxes since the last roll, of all ranks where they are
+            shared; a state that is no stack has one member.
     """
     alike = defaultdict(list)
     roll_number = next(_generations)
-    for index, state in enumerate(states):
+    for state, of_state in zip(states, staged.split(sizes_of(states)), strict=True):
         state.notice_writes()
         state.x_past = hash((state.x_past, roll_number))
-        alike[state.recipe].append(index)
+        alike[state.recipe, state.members is None].append((state, of_state))
     with torch.inference_mode(mode=False), torch.no_grad():
-        for recipe, indices in alike.items():
-            of_recipe = staged if len(alike) == 1 else torch.stack([staged[index] for index in indices])
-            _roll_alike(recipe, [states[index] for index in indices], of_recipe)
+        for (recipe, _), members in alike.items():
+            of_recipe = staged if len(alike) == 1 else torch.cat([of_state for _, of_state in members])
+            _roll_alike(recipe, [state for state, _ in members], of_recipe)
     _look_for_scales(states)
+
+
+def sizes_of(states: Sequence[ScalingState]) -> list[int]:
+    """Rows that each state has in ``roll``'s ``staged``."""
+    return [1 if state.members is None else state.members for state in states]
 
 
 _scales_made: weakref.WeakKeyDictionary[ScalingState, HostCopy] = weakref.WeakKeyDictionary()
@@ -238,18 +252,30 @@ def _look_for_scales(states: Sequence[ScalingState]) -> None:
     asked = {_scales_made.get(state) for state in states}
     copy = asked.pop() if len(asked) == 1 else None
     if copy is None or (copy.there and not copy.item()):
-        copy = HostCopy(torch.stack([state.scale for state in states]).all())
+        copy = HostCopy(_all_made(states))
     for state in states:
         _scales_made[state] = copy
         state.is_known = copy.there and copy.item()
 
 
+def _all_made(states: Sequence[ScalingState]) -> torch.Tensor:
+    scales = [state.scale for state in states]
+    if any(state.members is not None for state in states):
+        scales = [scale.flatten() for scale in scales]
+    return torch.cat(scales).all()
+
+
 def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:
-    scaling = states[0].scaling
+    """All of them stacks, or none."""
+    scaling, sizes = states[0].scaling, None if states[0].members is None else sizes_of(states)
     histories = [history for state in states for history in state.histories]
-    history = torch.stack(histories, 1).view(-1, len(states), 3)
-    scale = torch.stack([state.scale for state in states])
-    age = torch.stack([state.age for state in states])
+    scales, ages = [state.scale for state in states], [state.age for state in states]
+    if sizes is None:
+        history = torch.stack(histories, 1).view(-1, len(states), 3)
+        scale, age = torch.stack(scales), torch.stack(ages)
+    else:
+        history = torch.stack([torch.cat(histories[operand::3], 1) for operand in range(3)], -1)
+        scale, age = torch.cat(scales), torch.cat(ages)
     history[0] = staged
     seen = staged > 0
     amax = _amax_of(history.flatten(1), scaling).view_as(staged)
@@ -257,17 +283,21 @@ def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor
     for (format, margin), columns in _columns_alike(recipe, scaling).items():
         # Not indexed by a list: a copy of that to a GPU is waited for.
         of_format = [torch.stack([each[:, column] for column in columns], 1) for each in (amax, scale)]
-        scales = _scale_of(of_format[0], of_format[1], format, margin, scaling)
-        for column, of_column in zip(columns, scales.unbind(1), strict=True):
+        of_columns = _scale_of(of_format[0], of_format[1], format, margin, scaling)
+        for column, of_column in zip(columns, of_columns.unbind(1), strict=True):
             made[:, column] = of_column
     due = (age + 1 >= scaling.interval) | (scale == 0)
     scale = torch.where(seen & due & (made > 0), made, scale)
     age = torch.where(seen, torch.where(due, 0.0, age + 1), age)
     rolled = torch.where(seen, history.roll(-1, 0), history)
     rolled[0] = 0.0
-    torch._foreach_copy_(histories, list(rolled.flatten(1).unbind(1)))
-    torch._foreach_copy_([state.scale for state in states], list(scale.unbind()))
-    torch._foreach_copy_([state.age for state in states], list(age.unbind()))
+    if sizes is None:
+        torch._foreach_copy_(histories, list(rolled.flatten(1).unbind(1)))
+    else:
+        for operand, of_operand in enumerate(rolled.unbind(-1)):
+            torch._foreach_copy_(histories[operand::3], list(of_operand.split(sizes, 1)))
+    for kept, values in ((scales, scale), (ages, age)):
+        torch._foreach_copy_(kept, list(values.unbind() if sizes is None else values.split(sizes)))
     torch._foreach_zero_([flag for state in states for flag in state.flags])
     for state in states:
         state.mark_rolled()

@@ -1,19 +1,18 @@
-"""Operands of grouped products: tokens that lie in groups, one an expert, and weights of all experts.
+"""Tokens in groups, and the specification of how a matrix of them is cast: plain PyTorch.
 
-An edge ALL of a tile along tokens ends where the group does; any other edge begins anew in every group. A tile of a
-weight begins anew in every expert. So every expert has the codes and scales that a Float8Linear of it has on its own
-tokens. Where groups lie is known to the device alone: nothing here reads it on the host.
+A tile's edge ALL along the tokens ends where the group does; any other edge begins anew in every group. So every expert
+has the codes and scales that a Float8Linear of it has on its own tokens.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from f8sub.features.expert_operands.groups import Groups, laid_out
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
-from f8sub.kernels.groups import Groups
-from f8sub.kernels.quantize import quantize_groups
+from f8sub.kernels.gemm import block_scales
+from f8sub.kernels.scales import largest, scales_from_amax
 
 
 class Tokens(NamedTuple):
@@ -65,49 +64,50 @@ class Tokens(NamedTuple):
         return codes.view(torch.uint8)[place].view(codes.dtype), scale, is_none
 
 
-def quantize_tokens(
+def empty_scale_inv(
+    like: torch.Tensor, format: Float8Format, groups: Groups, *, contracted: bool
+) -> torch.Tensor:
+    """Where kernels and operators store ``Tokens.scale_inv`` of a matrix ``like``, (any, K), in groups.
+
+    Rowwise scales of 1x128 are column-major, as products read them.
+    """
+    tile = format.tile.t() if contracted else format.tile
+    if tile.rows != ALL and not contracted:
+        return block_scales.empty_scale_inv(like, format, groups.rows, like.shape[1])
+    down, along = tile.scale_shape((groups.rows, like.shape[1]))
+    down = len(groups.ends) if tile.rows == ALL else down
+    return like.new_empty((down, along), dtype=format.scale_rule.stored_as)
+
+
+def quantize(
     x: torch.Tensor, groups: Groups, format: Float8Format, *, contracted: bool, multiple: int = 1
 ) -> Tokens:
     """Codes of ``x``, (groups.rows, K), by group.
 
     Args:
-        x: in high precision; what its rows past the last group hold plays no part.
+        x: in high precision; what its rows past the last group hold plays no part, and what is made of them is
+            undefined.
         groups: which follow each other.
         format: of the operand.
         contracted: whether the operand is stored as ``x.t()``.
         multiple: groups of the codes begin at multiples of it where their tiles do not need more, zeros between.
     """
-    if contracted:
-        found = quantize_both(x, groups, None, format, multiple)[1]
+    tile = format.tile.t() if contracted else format.tile
+    rows, cols = tile.rows, tile.cols
+    found = laid_out(groups, rows, multiple)
+    if found is not groups:
+        x = torch.cat([x, x.new_zeros(1, x.shape[1])])[found.source_in(groups)]
+    amax = largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), Tile(1, cols))
+    if rows == ALL:
+        of_row = groups.of_row() if found is groups else found.of_aligned_row()
+        count = len(groups.ends)
+        per_group = amax.new_zeros(count + 1, amax.shape[1])
+        per_group.scatter_reduce_(0, of_row[:, None].expand_as(amax), amax, "amax")
+        scales = scales_from_amax(per_group[:count], format)
+        scale = torch.cat([scales.scale, scales.scale.new_ones(1, amax.shape[1])])[of_row]
     else:
-        found = quantize_both(x, groups, format, None)[0]
-    if found is None:
-        raise RuntimeError("quantize_both returned no operand for a format")
-    return found
-
-
-def quantize_both(
-    x: torch.Tensor,
-    groups: Groups,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    multiple: int = 1,
-) -> tuple[Tokens | None, Tokens | None]:
-    """Both operands of tokens, see ``quantize_tokens``, None where not asked for; ``columnwise`` is ``contracted``."""
-    row, col = quantize_groups(x, groups, rowwise, columnwise, multiple)
-    return (
-        None
-        if row is None or rowwise is None
-        else Tokens(row.data, row.scale_inv, rowwise, row.groups, False),
-        None
-        if col is None or columnwise is None
-        else Tokens(col.data, col.scale_inv, columnwise, col.groups, True),
-    )
-
-
-def flat_format(format: Float8Format, rows: int) -> Float8Format | None:
-    """The format of all experts' rows as one matrix, ``rows`` an expert; None where a scale would be of several."""
-    if format.scale_rule.has_global:
-        return None
-    edge = rows if format.tile.rows == ALL else format.tile.rows
-    return None if rows % edge else replace(format, tile=Tile(edge, format.tile.cols))
+        amax = amax.unflatten(0, (-1, rows)).amax(1) if rows > 1 else amax
+        scales = scales_from_amax(amax, format)
+        scale = scales.scale.repeat_interleave(rows, 0) if rows > 1 else scales.scale
+    codes = reference.cast(x, reference.spread(scale, Tile(1, cols), x.shape), format.dtype)
+    return Tokens(codes.t() if contracted else codes, scales.scale_inv, format, found, contracted)

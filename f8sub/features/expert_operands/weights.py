@@ -79,3 +79,11 @@ def derive_columnwise(rowwise: ExpertWeights, format: Float8Format) -> ExpertWei
     if rowwise.format.tile.is_transpose_of(format.tile):
         return rowwise.t()._replace(format=format)
     return quantize(rowwise.dequantize(torch.float32), seen_transposed(format)).t()
+
+
+def flat_format(format: Float8Format, rows: int) -> Float8Format | None:
+    """The format of all experts' rows as one matrix, ``rows`` an expert; None where a scale would be of several."""
+    if format.scale_rule.has_global:
+        return None
+    edge = rows if format.tile.rows == ALL else format.tile.rows
+    return None if rows % edge else replace(format, tile=Tile(edge, format.tile.cols))

@@ -112,7 +112,7 @@ class ScalingState(torch.nn.Module):
         )
 
     def stage(self, operand: int, amax: torch.Tensor) -> None:
-        """Take an amax, float32, (1, 1), into the staging row of one operand, see ``scales.stage``."""
+        """Take an amax, float32, (1, 1), into the staging row of one operand, see ``quantize_cuda.stage``."""
         name = OPERANDS[operand]
         quantize_cuda.stage(amax, getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}"))
 

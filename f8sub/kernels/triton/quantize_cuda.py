@@ -72,12 +72,14 @@ def quantize(
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
-    """``scales.stage``; goes there for tensors that no kernel takes."""
-    if not support.takes(amax):
-        scales.stage(amax, staged, met)
+    """Raise ``staged`` to an amax of one element, in place; one that is not finite sets ``met`` to 1. Float32, ()."""
+    if support.takes(amax):
+        with support.device_of(amax):
+            _launch().staging(amax, staged, met).run()
         return
-    with support.device_of(amax):
-        _launch().staging(amax, staged, met).run()
+    finite = amax.isfinite().view(())
+    staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
+    met.copy_(torch.maximum(met, (~finite).float()))
 
 
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import f8sub
-from f8sub.features.gradient_wire import wire
+from f8sub.features.gradient_codes import wire
 from tests.data_sets import gaussian, generator
 from tests.features.gradient_wire.models import FLOAT32
 from tests.features.gradient_wire.oracle import decibels

@@ -24,6 +24,7 @@ from f8sub.formats import HIGH_PRECISION, Operand, present
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
 from f8sub.linear.saved_input import Call, GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.weight_cast import last_cast, quantize_rowwise, rowwise_of
@@ -73,8 +74,8 @@ class Float8Linear(torch.nn.Linear):
         dtype = autocast_dtype(device) or x.dtype
         if self.plan.device.type != device:
             self.follow(x.device)
-        plan = sockets.plan_of(self)
-        sources = sockets.sources_of(self, plan.recipe)
+        plan = self.plan if sockets.context_plan is None else sockets.context_plan(self)
+        sources = CURRENT_SOURCES if plan.recipe.scaling is None else sockets.scaling(self, plan.recipe)
         bias: torch.Tensor | None = self.bias
         adds_bias = True
         whole: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -88,10 +88,10 @@ cast: Callable[..., Quantized]
 
 
 def plan_of(layer: "Float8Linear") -> Plan:
-    """The plan of a forward that begins now."""
+    """The plan of a forward that begins now, for features that look at one."""
     return layer.plan if context_plan is None else context_plan(layer)
 
 
 def sources_of(layer: "Float8Linear", recipe: Recipe) -> Sources:
-    """The sources of a forward that begins now."""
+    """The sources of a forward that begins now, for features that look at one."""
     return CURRENT_SOURCES if recipe.scaling is None else scaling(layer, recipe)

@@ -52,6 +52,7 @@ def test_weights_depend_on_the_seed_alone(ranks, tmp_path):
     assert (again["lm_head.weight"] != one["lm_head.weight"]).any()
 
 
+@pytest.mark.long
 def test_weights_and_buffers_are_those_of_transformers(ranks, tmp_path):
     found = ranks(2, full_weights, quick_settings(tmp_path, "--float8.enabled false"))[0]
     config = LlamaConfig(
@@ -107,6 +108,7 @@ def test_one_rank_and_gradient_accumulation_train_alike(ranks, tmp_path, recipe)
     assert losses(one)[-1] < losses(one)[0] - 0.3
 
 
+@pytest.mark.long
 def test_gradients_in_float8(ranks, tmp_path):
     usual, ours = quick_settings(tmp_path / "usual"), quick_settings(tmp_path / "ours", GRADIENTS)
     for settings in (usual, ours):
@@ -116,6 +118,7 @@ def test_gradients_in_float8(ranks, tmp_path):
     assert losses(ours) != losses(usual)
 
 
+@pytest.mark.long
 def test_gradients_in_float8_are_monitored(ranks, tmp_path):
     settings = quick_settings(tmp_path, f"{GRADIENTS} --float8.monitor_every 2")
     ranks(2, train, settings)
@@ -166,6 +169,7 @@ def test_a_new_run_does_not_mix_with_an_older_one(ranks, tmp_path):
     assert "has checkpoints of an earlier run, up to step-00000004" in ranks(1, refusal, settings)[0]
 
 
+@pytest.mark.long
 def test_newest_begins_anew_without_checkpoints_but_not_with_broken_ones(ranks, tmp_path):
     options = "--float8.enabled false --checkpoint.interval 4 --checkpoint.resume newest"
     settings = quick_settings(tmp_path, options)
@@ -297,6 +301,7 @@ def test_a_monitor_measures_and_changes_nothing(ranks, tmp_path):
     assert not list((tmp_path / "plain").glob("numerics*"))
 
 
+@pytest.mark.long
 def test_a_monitors_rows_go_on_after_a_resume(ranks, tmp_path):
     options = "--float8.monitor_every 1 --checkpoint.interval 2 --training.steps"
     assert ranks(1, train, quick_settings(tmp_path, f"{options} 4")) == [True]

@@ -6,7 +6,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
 from tests.features.gradient_wire import oracle
@@ -410,23 +409,3 @@ def test_measured(ranks):
     assert set(first) == {"", "0"}
     assert first == second != third
     assert all(29 < value < 45 for each in found[0] for value in each.values())
-
-
-def with_tensor_parallelism(rank: int, world: int) -> None:
-    """Gradients of this rank's parts of the weights, reduced over the data-parallel ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    found = []
-    for reduce in (f8sub.reduce_gradients_in_float8, lambda model: None):
-        source = network(64)
-        model = nn.Sequential(source[0], nn.GELU(), source[3])
-        styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        model = sharded(parallelize_module(model, mesh["tp"], styles), mesh=mesh["dp"])
-        reduce(model)
-        backward(model, mesh["dp"].get_local_rank())
-        found.append([p.grad.full_tensor() for p in model.parameters()])
-    for ours, right in zip(*found, strict=True):
-        assert oracle.decibels(ours, right) > 29
-
-
-def test_tensor_parallelism(ranks):
-    ranks(4, with_tensor_parallelism)

@@ -130,19 +130,6 @@ def test_a_write_through_a_view_is_seen(view, of):
     assert torch.equal(after, fresh_output(model, "tensorwise", x))
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_a_compiled_optimizer_step_is_seen(options, fresh_compiler):
-    """Compiled code bypasses dispatch."""
-    model, x = made(), x_of()
-    model(x).backward(gaussian((8, ROWS), generator(4)))
-    step = torch.compile(torch.optim.AdamW(model.parameters(), lr=2.0, **options).step, backend="aot_eager")
-    for _ in range(2):
-        before = model(x).detach()
-        step()
-        assert not torch.equal(model(x), before)
-        assert torch.equal(model(x), fresh_output(model, "tensorwise", x))
-
-
 def test_a_compiled_function_that_writes_is_seen(fresh_compiler):
     model, x = made(), x_of()
     model(x)

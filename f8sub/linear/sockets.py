@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from f8sub.kernels.gemm.select import Plan
+from f8sub.kernels.gemm.select import Plan, gemm_nt
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.recipe import Recipe
@@ -66,24 +66,6 @@ class Placed(NamedTuple):
     whole: Callable[[torch.Tensor], torch.Tensor]
 
 
-class Contexts:
-    """Plans of forwards that are not their layer's own.
-
-    Attributes:
-        entered: whether any was ever asked for: until then this is all that a layer reads.
-        plan_of: the plan of a layer's forward that begins now.
-        remember: takes the layer, its plan and its ``y`` after a forward.
-    """
-
-    __slots__ = ("entered", "plan_of", "remember")
-
-    plan_of: Callable[["Float8Linear"], Plan]
-    remember: Callable[["Float8Linear", Plan, torch.Tensor], None]
-
-    def __init__(self) -> None:
-        self.entered = False
-
-
 def _no_scaling(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:
     raise RuntimeError(
         f"recipe {recipe.name!r} needs the feature of f8sub.features that makes scales by {recipe.scaling}, which is "
@@ -96,9 +78,21 @@ scaling: Callable[..., Sources] = _no_scaling
 """The sources of a forward that begins now: of a layer, a recipe whose ``scaling`` is not None, and a weight's name."""
 placement: Callable[..., Placed]
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
-contexts = Contexts()
+context_plan: Callable[["Float8Linear"], Plan] | None = None
+"""The plan of a forward that begins now where contexts ask for it; None while none was ever entered."""
+remember: Callable[["Float8Linear", Plan, torch.Tensor], None]
+"""Takes the layer, its plan and its ``y`` after a forward, once ``context_plan`` is there."""
+how_kept: Callable[[torch.Tensor, Recipe], str]
+"""What ``keep_x="auto"`` is for an x and a recipe, see ``saved_input.KEEP_X``."""
+multiply: Callable[..., torch.Tensor] = gemm_nt
+"""Multiplies two operands, with arguments as those of ``gemm_nt``; a feature may show it to who looks on."""
 cast: Callable[..., Quantized]
 """Casts an x in eager code, see ``saved_input.cast_anew``; a feature may know the codes already."""
+
+
+def plan_of(layer: "Float8Linear") -> Plan:
+    """The plan of a forward that begins now, for features that look at one."""
+    return layer.plan if context_plan is None else context_plan(layer)
 
 
 def sources_of(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:

@@ -119,7 +119,7 @@ class ScalingState(torch.nn.Module):
         )
 
     def stage(self, operand: int, amax: torch.Tensor) -> None:
-        """Take amaxes, float32, of ``prior``'s shape, into the staging row of one operand, see ``scales.stage``."""
+        """Take amaxes, float32, of ``prior``'s shape, into an operand's staging row, see ``quantize_cuda.stage``."""
         name = OPERANDS[operand]
         quantize_cuda.stage(amax, getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}"))
 

@@ -176,8 +176,9 @@ def multiply_groups_persistently(
     """Every tile of the product, (128, 256), by as many programs as there are multiprocessors.
 
     ``table_ptr`` is the table of ``grouped_gemm``, and arguments are those of its ``multiply_groups``, but of the
-    persistent kind: scales of lines for each block of K are descriptors, see ``hopper.multiply_persistently``, but
-    those of ``a`` by rows, where groups begin anywhere, pointers. Over rows BLOCKS are those of all groups, and what lies past them is zeros.
+    persistent kind: scales of lines for each block of K are descriptors, see ``hopper.multiply_persistently``; those of
+    ``a`` by rows, where groups begin anywhere, are pointers. Over rows BLOCKS are those of all groups, and what lies
+    past them is zeros.
     """
     ROWS: gl.constexpr = CONFIG.rows
     COLS: gl.constexpr = CONFIG.cols

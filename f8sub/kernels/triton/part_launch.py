@@ -11,6 +11,7 @@ from f8sub.kernels.triton import casts, launch, support
 from f8sub.kernels.triton.launcher import ALIGNMENT, Launch, sent
 from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.support import EDGE
+from f8sub.kernels.triton.tiles import Shape
 
 PART = 64, EDGE
 """Tiles of ``cast_part``."""
@@ -81,7 +82,7 @@ def _of_many(parts: Sequence[Part], whole: bool) -> Launch:
         "parts_ptr": sent(rows, device),
         "part_of_program_ptr": of_program.to(device, torch.int32),
         "ELEMENT": launch.INPUTS[part.x.dtype],
-        "TILE": launch.Shape(*PART, whole),
+        "TILE": Shape(*PART, whole),
         **_of_tiles(part.format, part.through),
     }
     return Launch(casts.cast_parts, sum(programs), arguments, launch.WARPS_8)

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
-from f8sub.kernels import reference, scales
+from f8sub.kernels import reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import parts, support
@@ -73,12 +73,15 @@ def quantize(
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
-    """``scales.stage``; goes there for tensors that no kernel takes."""
-    if amax.numel() != 1 or not support.takes(amax):
-        scales.stage(amax, staged, met)
+    """Raise ``staged`` to as many amaxes, in place; one that is not finite sets its ``met`` to 1. Float32."""
+    if amax.numel() == 1 and support.takes(amax):
+        with support.device_of(amax):
+            _launch().staging(amax, staged, met).run()
         return
-    with support.device_of(amax):
-        _launch().staging(amax, staged, met).run()
+    amax = amax.view_as(staged)
+    finite = amax.isfinite()
+    staged.copy_(torch.maximum(staged, torch.where(finite, amax, 0.0)))
+    met.copy_(torch.maximum(met, (~finite).float()))
 
 
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from f8sub.features.gradient_wire import launches, wire
-from f8sub.features.gradient_wire.layout import Layout, chunk_size, layout_of
-from f8sub.features.gradient_wire.wire import Source
+from f8sub.features.gradient_codes import launches, wire
+from f8sub.features.gradient_codes.layout import Layout, chunk_size, layout_of
+from f8sub.features.gradient_codes.wire import Source
 from f8sub.kernels.triton import support
 from tests.data_sets import edge_values, gaussian, generator
 from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401

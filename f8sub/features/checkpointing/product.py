@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from f8sub.features.checkpointing.graphs import enter_graph_functions, in_graph
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.gemm.select import gemm_nt
+from f8sub.linear import sockets
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import autocast_dtype, enter_graph_functions, in_graph, is_watched
+from f8sub.torch_compat import autocast_dtype
 
 
 class _Factor(Float8Tensor):
@@ -38,7 +40,7 @@ def multiply(
         enter_graph_functions()
         formats = a.format.name, b.format.name
         return _in_graph(backend, out_dtype, fast_accum, formats, len(a.tensors), *a.tensors, *b.tensors)
-    if is_watched():
+    if torch._C._len_torch_dispatch_stack() > 0:  # a checkpointing policy, a FLOP counter, fake tensors
         return _as_mm(backend, a, b, out_dtype, fast_accum, traced=False)
     return gemm_nt(backend, a, b, out_dtype, fast_accum)
 
@@ -69,3 +71,6 @@ def _as_mm(
     # Autocast would dequantize both.
     with torch.autocast(device, enabled=False):
         return torch.mm(left, right)
+
+
+sockets.multiply = multiply

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.monitor.advice import RULES, advice_for
-from f8sub.features.monitor.statistics import WIDTH, measure, statistics_of
+from f8sub.features.operand_statistics.advice import RULES, advice_for
+from f8sub.features.operand_statistics.statistics import WIDTH, measure, statistics_of
 from tests.data_sets import gaussian, generator
 
 ROWS, COLS = 48, 256

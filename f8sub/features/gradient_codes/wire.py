@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from f8sub.features.gradient_wire.blocks import decode, encode
-from f8sub.features.gradient_wire.layout import Layout
+from f8sub.features.gradient_codes.blocks import decode, encode
+from f8sub.features.gradient_codes.layout import Layout
 from f8sub.kernels.triton import support
 
 
@@ -31,7 +31,7 @@ def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) 
     # Nobody reads the bytes between chunks.
     out = torch.empty(ranks, layout.row_bytes, dtype=torch.uint8, device=device)
     if support.takes(out):
-        from f8sub.features.gradient_wire import launches
+        from f8sub.features.gradient_codes import launches
 
         with support.device_of(out):
             for launch in launches.pack(sources, layout, hosts, out):
@@ -54,7 +54,7 @@ def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) 
 def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> None:
     """Write the sum of the rows, added in float32 in their order, times ``factor`` to ``out``, (layout.numel,)."""
     if support.takes(received):
-        from f8sub.features.gradient_wire import launches
+        from f8sub.features.gradient_codes import launches
 
         with support.device_of(out):
             for launch in launches.add(received, layout, factor, out):

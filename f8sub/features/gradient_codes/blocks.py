@@ -11,7 +11,7 @@ so stay finite.
 import torch
 import torch.nn.functional as F
 
-from f8sub.features.gradient_wire.layout import BLOCK
+from f8sub.features.gradient_codes.layout import BLOCK
 
 INFINITY, NAN = 0x7E, 0x7F
 TOP_EXPONENT, TOP_MANTISSA = 8, 0x500000

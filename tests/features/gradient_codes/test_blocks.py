@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from f8sub.features.gradient_wire.blocks import decode, encode
+from f8sub.features.gradient_codes.blocks import decode, encode
 from tests.data_sets import edge_values, gaussian, generator, make
 from tests.features.gradient_wire import oracle
 

@@ -1,9 +1,11 @@
-"""Subclasses of nn.Linear that are converted as well, with all that they add."""
+"""Which classes of linear layers are converted, and to which."""
 
 from typing import Any
 
 import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from f8sub.convert import sockets
 from f8sub.linear.float8_linear import Float8Linear
 
 extensions: set[type[torch.nn.Linear]] = set()
@@ -38,3 +40,26 @@ def _reduce(layer: Float8Linear, protocol: Any) -> Any:
 def _new_layer(cls: type[torch.nn.Linear]) -> Float8Linear:
     both = float8_class(cls)
     return both.__new__(both)
+
+
+def why_not_class(module: torch.nn.Linear) -> str | None:
+    """Why a linear layer's class cannot become a float8 one; None where it can.
+
+    What decides is whose forward runs: a subclass that inherits nn.Linear's is converted with all that it adds.
+    """
+    name = type(module).__name__
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return (
+            "nn.MultiheadAttention reads this weight itself and never calls the layer; for float8 write attention "
+            "with nn.Linear layers and F.scaled_dot_product_attention"
+        )
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "its weight is parametrized"
+    if "forward" in vars(module):
+        return f"something replaced the forward of this {name}; convert first, then wrap its forward"
+    if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:
+        return f"its class {name} overrides nn.Linear's forward"
+    return None
+
+
+sockets.why_not_class, sockets.float8_class = why_not_class, float8_class

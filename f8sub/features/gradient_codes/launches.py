@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from f8sub.features.gradient_wire.layout import ALIGNMENT, BLOCK, Chunk, Layout
+from f8sub.features.gradient_codes.layout import ALIGNMENT, BLOCK, Chunk, Layout
 
 if TYPE_CHECKING:
-    from f8sub.features.gradient_wire.wire import Source
+    from f8sub.features.gradient_codes.wire import Source
     from f8sub.kernels.triton.launcher import Launch
 
 PACKED, ADDED = 64, 32
@@ -21,7 +21,7 @@ Place = tuple[torch.device, int]
 
 def pack(sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Tensor) -> "list[Launch]":
     """The launches that fill ``out``, one for each dtype and alignment; see ``wire.pack``."""
-    from f8sub.features.gradient_wire import kernels
+    from f8sub.features.gradient_codes import kernels
     from f8sub.kernels.triton import launch
 
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
@@ -42,7 +42,7 @@ def pack(sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Ten
 
 def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> "list[Launch]":
     """The launches that fill ``out``, one for each alignment; see ``wire.add``."""
-    from f8sub.features.gradient_wire import kernels
+    from f8sub.features.gradient_codes import kernels
 
     kinds: dict[bool, list[tuple[Chunk, int, int]]] = {}
     for chunk in layout.chunks:

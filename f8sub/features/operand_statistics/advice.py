@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from f8sub.features.monitor.statistics import Statistics
+from f8sub.features.operand_statistics.statistics import Statistics
 
 
 class Rule(NamedTuple):

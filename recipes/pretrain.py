@@ -195,9 +195,9 @@ class Trainer:
         out = self.model(input_ids=batch[:, :-1], use_cache=False)
         loss = F.cross_entropy(out.logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         balance = getattr(out, "aux_loss", None)
-        if balance is None or not self.model.training:
-            return loss
-        return loss + self.model.router_aux_loss_coef * balance
+        if balance is not None and self.model.training:
+            loss += self.model.router_aux_loss_coef * balance
+        return loss
 
     @torch.no_grad()
     def evaluate(self) -> None:

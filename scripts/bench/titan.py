@@ -62,6 +62,13 @@ METRICS = {
 
 def parsed(description: str | None = __doc__) -> argparse.Namespace:
     """The options of this script, and of others that run its arms."""
+    made = options(description)
+    made.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    return checked(made)
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """The options that every script has that runs torchtitan."""
     made = parser(description)
     gpus = torch.cuda.device_count()
     made.add_argument("--gpus", type=int, default=gpus, help="ranks; all GPUs by default")
@@ -72,8 +79,12 @@ def parsed(description: str | None = __doc__) -> argparse.Namespace:
     made.add_argument("--steps", type=int, default=25)
     made.add_argument("--window", type=int, default=5, help="steps between lines of torchtitan's log")
     made.add_argument("--skip", type=int, default=10, help="steps before the first that counts")
-    made.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     made.add_argument("--program", default="torchtitan.train", help="a module with torchtitan's command line")
+    return made
+
+
+def checked(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line; what it has besides is ``more``, torchtitan's."""
     arguments, arguments.more = made.parse_known_args()
     if arguments.steps < arguments.skip + arguments.window:
         made.error("--steps is at least --skip and a --window")

@@ -1,0 +1,202 @@
+"""What more GPUs change: torchtitan 0.2 with f8sub on all GPUs of a host, in four sections, each a table.
+
+    steps    the three steps of PyTorch's article on float8 and FSDP2, torchao beside them, with NCCL's thread blocks
+             limited or not; communication beside which nothing runs, from a trace
+    recipes  every recipe with selective checkpointing and without, and gradients in float8
+    layouts  HSDP, tensor parallelism and a pipeline beside FSDP: speed, and how far the last loss is from FSDP's
+    weak     1, 2, 4, ... GPUs with as many tokens each
+
+An option that is not this script's is torchtitan's. A row that fails is told at the end, and the exit status is 1.
+
+    python scripts/bench/many_gpus.py --sections steps weak --flavor 8B --json many.json
+    python scripts/bench/many_gpus.py --gpus 2 --flavor 8B-8 --tokens 2048
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.bench import budget, titan
+from scripts.bench.timing import machine, version_of
+from scripts.table import Table, progress, write_json
+
+OURS, PEER, BF16 = "f8sub tensorwise compiled", "torchao tensorwise compiled", "bf16 compiled"
+RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "delayed")
+CTAS = (None, 8, 16)
+"""Values of NCCL_MAX_CTAS, how many thread blocks a collective takes from the GEMMs beside it; None leaves it unset."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: an arm of titan.py, torchtitan's options and the environment besides, and how many GPUs."""
+
+    name: str
+    arm: str
+    gpus: int
+    more: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def steps(gpus: int) -> Iterator[Row]:
+    """The article's steps; torchao has the second, which f8sub does not: an all-reduce for each weight."""
+    kinds: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("bf16", BF16, ()),
+        ("float8 products, bf16 all-gather", OURS, ("--f8sub.no-enable-fsdp-float8-all-gather",)),
+        (
+            "torchao: an all-reduce a weight",
+            PEER,
+            ("--quantize.linear.float8.no-precompute-float8-dynamic-scale-for-fsdp",),
+        ),
+        ("torchao: one all-reduce", PEER, ()),
+        ("one all-reduce", OURS, ()),
+        ("gradients in float8", OURS, ("--f8sub.reduce-gradients-in-float8",)),
+    )
+    for limit in CTAS:
+        for name, arm, more in kinds:
+            env = {} if limit is None else {"NCCL_MAX_CTAS": str(limit)}
+            yield Row(f"{name}{'' if limit is None else f', {limit} blocks'}", arm, gpus, more, env)
+
+
+def recipes(gpus: int) -> Iterator[Row]:
+    """Recipes by checkpointing."""
+    for mode in ("selective", "none"):
+        checkpoint = (f"--activation_checkpoint.mode={mode}",)
+        yield Row(f"bf16, {mode}", BF16, gpus, checkpoint)
+        for recipe in RECIPES:
+            yield Row(f"{recipe}, {mode}", OURS, gpus, (*checkpoint, f"--f8sub.recipe_name={recipe}"))
+        yield Row(
+            f"gradients in float8, {mode}", OURS, gpus, (*checkpoint, "--f8sub.reduce-gradients-in-float8")
+        )
+
+
+def layouts(gpus: int) -> Iterator[Row]:
+    """Ways to place the model, as far as there are GPUs; FSDP first."""
+    yield Row("FSDP", OURS, gpus)
+    for replicas in (2, 4):
+        if gpus % replicas == 0 and gpus > replicas:
+            name = f"HSDP {replicas}x{gpus // replicas}"
+            yield Row(name, OURS, gpus, (f"--parallelism.data_parallel_replicate_degree={replicas}",))
+    if gpus % 2 == 0:
+        yield Row(f"TP 2 x FSDP {gpus // 2}", OURS, gpus, ("--parallelism.tensor_parallel_degree=2",))
+        pipeline = (
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.pipeline_parallel_schedule=1F1B",
+        )
+        yield Row(f"PP 2 x FSDP {gpus // 2}", OURS, gpus, (*pipeline, "--training.local_batch_size=2"))
+
+
+def weak(gpus: int) -> Iterator[Row]:
+    """As many tokens a GPU on 1, 2, 4, ... of them."""
+    count = 1
+    while count <= gpus:
+        for name, arm in (("bf16", BF16), ("tensorwise", OURS)):
+            yield Row(f"{name}, {count} GPUs", arm, count)
+        count *= 2
+
+
+SECTIONS = {"steps": steps, "recipes": recipes, "layouts": layouts, "weak": weak}
+
+
+def measured(arguments: argparse.Namespace, row: Row, folder: Path, traced: bool) -> dict[str, Any]:
+    """Train a row; with the account of its last step where that is traced."""
+    tracing = (
+        ["--profiling.enable_profiling", f"--profiling.profile_freq={arguments.steps}"] if traced else []
+    )
+    own = argparse.Namespace(
+        **{**vars(arguments), "gpus": row.gpus, "more": [*row.more, *tracing, *arguments.more]}
+    )
+    before = {name: os.environ.get(name) for name in row.env}
+    os.environ.update(row.env)
+    try:
+        found: dict[str, Any] = titan.run(own, row.arm, folder)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    if traced:
+        trace = max(
+            (folder / "run").glob("profile_traces/**/rank0_trace.json*"), key=lambda p: p.stat().st_mtime
+        )
+        account = budget.account(json.loads(trace.read_text())["traceEvents"])
+        found |= {name: account[name] for name in ("alone_ms", "idle_ms")}
+    return found
+
+
+def table(section: str, found: dict[str, dict[str, Any]]) -> Table:
+    """The rows of a section; the first one is what others are compared with."""
+    first = next(iter(found.values()), {})
+    rows = [
+        (
+            name,
+            {
+                **of,
+                "over_first": of["tokens_per_second"] / first["tokens_per_second"],
+                "loss_gap": of["loss"] - first["loss"],
+            },
+        )
+        for name, of in found.items()
+    ]
+    columns = [
+        ("tokens/s and GPU", "{tokens_per_second:,.0f} ({slowest:,.0f} to {fastest:,.0f})"),
+        ("over the first", "{over_first:.3f}"),
+        ("GiB active / reserved", "{active_gib:.1f} / {reserved_gib:.1f}"),
+        ("last loss - the first's", "{loss_gap:+.4f}"),
+    ]
+    if section == "steps":
+        columns.append(("communication alone / idle, ms", "{alone_ms:.1f} / {idle_ms:.1f}"))
+    return Table.of(section, rows, tuple(columns))
+
+
+def parsed() -> argparse.Namespace:
+    """This script's options, and those of titan.py but for its arms."""
+    made = titan.options(__doc__)
+    made.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    made.add_argument("--no-trace", action="store_true", help="no trace of the section steps")
+    return titan.checked(made)
+
+
+def main() -> None:
+    from tests.features.torchtitan.gloo import make_assets
+
+    arguments = parsed()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    about = {**machine(device), "torchtitan": version_of("torchtitan"), "options": vars(arguments)}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as temporary, progress() as begin:
+        assets = Path(temporary) / "assets"
+        assets.mkdir()
+        make_assets(0, 1, assets)
+        for section in arguments.sections:
+            found[section] = {}
+            for number, row in enumerate(SECTIONS[section](arguments.gpus)):
+                begin(f"{section}: {row.name}")
+                folder = Path(temporary) / f"{section}{number}"
+                folder.mkdir()
+                for name in ("tokenizer", "data"):
+                    (folder / name).symlink_to(assets / name)
+                try:
+                    traced = section == "steps" and not arguments.no_trace
+                    found[section][row.name] = measured(arguments, row, folder, traced)
+                except (RuntimeError, ValueError) as error:
+                    failed[f"{section}: {row.name}"] = str(error)
+                if arguments.json:
+                    write_json(arguments.json, {"about": about, "figures": found, "failed": failed})
+    for section, of_section in found.items():
+        table(section, of_section).show()
+    for name, error in failed.items():
+        print(f"FAILED {name}: {error}", file=sys.stderr)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

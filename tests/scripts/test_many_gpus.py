@@ -1,0 +1,35 @@
+"""The benchmark of many GPUs: what its rows run, on how many, and a section on CPUs."""
+
+import pytest
+
+from scripts.bench import many_gpus
+from tests.features.torchtitan import runs
+from tests.scripts.test_titan import SHORT, SMALL
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4, 8])
+def test_rows_take_the_gpus_that_are_there(gpus):
+    for section, rows in many_gpus.SECTIONS.items():
+        made = list(rows(gpus))
+        assert len({row.name for row in made}) == len(made) > 0
+        assert all(row.gpus <= gpus for row in made)
+        assert section == "weak" or {row.gpus for row in made} == {gpus}
+    degrees = [option for row in many_gpus.layouts(gpus) for option in row.more if "degree" in option]
+    assert len(degrees) == {2: 2, 3: 0, 4: 3, 8: 4}[gpus]
+    assert [row.gpus for row in many_gpus.weak(gpus)][-1] == {2: 2, 3: 2, 4: 4, 8: 8}[gpus]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    runs.installed() != "0.2",
+    reason=f"of torchtitan 0.2, here is {runs.installed()}: scripts/test_torchtitan.sh has both",
+)
+def test_a_section_on_cpus(run_script):
+    on_cpus = ("--gpus", "2", "--program", "tests.features.torchtitan.cpu_0_2", "--f8sub.emulate")
+    done = run_script(
+        "bench/many_gpus.py", "--sections", "layouts", *on_cpus, *SMALL, *SHORT, "--compile.no-enable"
+    )
+    assert done.returncode == 0
+    losses = [of["loss"] for of in done.figures["figures"]["layouts"].values()]
+    assert len(losses) == 3
+    assert max(losses) - min(losses) < 0.5

@@ -18,7 +18,7 @@ from f8sub.features.estimate_memory import memory as bytes_of
 from f8sub.recipe import GemmSpec, Recipe
 
 DATA = tomllib.loads((Path(__file__).parent / "measured.toml").read_text())
-ASKED = {"recipe", "gemm", "sizes", "compiled", "miss"}
+ASKED = {"recipe", "gemm", "sizes", "compiled", "kernels", "checkpoint", "miss"}
 SMALL_RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant")
 LARGE = [(8192, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (14336, 8192, 4096)]
 BYTES_OF_VOCABULARY = 272
@@ -52,9 +52,12 @@ def run_of(group: dict[str, Any], row: dict[str, Any]) -> Run:
         tokens=group.get("tokens", 8192),
         sequence=group.get("sequence", 8192),
         shards=group.get("shards", 1),
-        checkpoint=group.get("checkpoint", "none"),
+        checkpoint=row.get("checkpoint", group.get("checkpoint", "none")),
         compiled=row.get("compiled", group["kind"] not in ("small", "small beside")),
         sharded=group.get("sharded", group["kind"] in ("blocks", "step", "reductions")),
+        kernels=row.get("kernels", False),
+        fused=group.get("fused", True),
+        clipped=group.get("clipped", False),
     )
 
 

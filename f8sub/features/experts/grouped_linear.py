@@ -22,6 +22,7 @@ from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, constant_result, is_dtensor
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.weight import Weight
 
 
 class Call(NamedTuple):
@@ -259,6 +260,8 @@ def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: Call) -> Exp
     elif isinstance(w, MasterWeight) and flat is not None and _keeps_codes(w):
         rows: Any = w.flatten(0, 1)
         found = ExpertWeights.of(rowwise_of(rows, flat, call.dtype), tuple(w.shape), stored)
+    elif isinstance(w, Weight) and not isinstance(w, MasterWeight) and flat is not None:
+        found = ExpertWeights.of(type(w).rowwise_codes(w, flat, call.dtype), tuple(w.shape), stored)
     else:
         return nodes.rowwise_of_weights(_as_stored(w, call.dtype), format, call.transposed)
     return nodes.brought_to_rows(found, format) if call.transposed else found

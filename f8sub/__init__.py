@@ -8,7 +8,7 @@ f8sub.precompute_scales(model)              # after every step
 
 from f8sub import optim as optim
 from f8sub import tensor_parallel as tensor_parallel
-from f8sub.convert.convert import convert_from_float8, convert_to_float8
+from f8sub.convert.convert import convert_to_float8
 from f8sub.errors import (
     Float8ConfigError,
     Float8NumericsError,
@@ -17,9 +17,12 @@ from f8sub.errors import (
     Float8Warning,
 )
 from f8sub.features.autocast.autocast import autocast
+from f8sub.features.checkpointing import graphs as _graphs  # noqa: F401  (enters by its socket)
+from f8sub.features.checkpointing import product as _product  # noqa: F401  (enters by its socket)
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.compare.compare import compare
 from f8sub.features.compare.comparison import Comparison
+from f8sub.features.convert_back.convert_back import convert_from_float8
 from f8sub.features.defaults import defaults as _defaults  # noqa: F401  (enters by its socket)
 from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
 from f8sub.features.experts import converter as _converter  # noqa: F401  (enters by its socket)
@@ -29,8 +32,11 @@ from f8sub.features.export.float8_weights import float8_state_dict, float8_weigh
 from f8sub.features.export.save import save_float8
 from f8sub.features.foreign_calls import foreign_calls as _foreign_calls  # noqa: F401  (enters by its socket)
 from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, reduce_gradients_in_float8
+from f8sub.features.hadamard import hadamard as _hadamard  # noqa: F401  (enters by its socket)
 from f8sub.features.host_quantizer import host_quantizer as _host_quantizer  # noqa: F401  (enters by its socket)
 from f8sub.features.inspect.estimate import Estimate, estimate
+from f8sub.features.keep_x import keep_x as _keep_x  # noqa: F401  (enters by its sockets)
+from f8sub.features.linear_subclasses import linear_subclasses as _linear_subclasses  # noqa: F401  (by sockets)
 from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.monitored_experts import probe as _probe  # noqa: F401  (enters by its socket)
@@ -50,6 +56,8 @@ from f8sub.features.step_model.estimate_step import StepEstimate, estimate_step
 from f8sub.features.tensor_parallel import places as _places  # noqa: F401  (enters by its socket)
 from f8sub.features.tensors import operators as _operators  # noqa: F401  (enters by its sockets)
 from f8sub.features.tensors.quantize import quantize
+from f8sub.features.token_dispatch.dispatchers import dispatch_tokens_in_float8
+from f8sub.features.token_dispatch.exchange import exchange_tokens
 from f8sub.features.tools.find_nonfinite import find_nonfinite
 from f8sub.features.tools.step_guard import skip_step_if_nonfinite
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
@@ -88,9 +96,11 @@ __all__ = [
     "conversion_report",
     "convert_from_float8",
     "convert_to_float8",
+    "dispatch_tokens_in_float8",
     "drop_high_precision",
     "estimate",
     "estimate_step",
+    "exchange_tokens",
     "find_nonfinite",
     "float8_state_dict",
     "float8_weights",

@@ -1,19 +1,16 @@
-"""The one place that reaches past torch's documented interface or looks for what its versions differ in."""
+"""Where the core reaches past torch's documented interface, and looks for what torch's versions differ in."""
 
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state, distributed_c10d
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import TypeIs
 
 from f8sub.errors import Float8ConfigError
@@ -40,24 +37,6 @@ def is_fsdp_module(x: object) -> "TypeIs[FSDPModule]":
     return module is not None and isinstance(x, module.FSDPModule)
 
 
-def is_watched() -> bool:
-    """Whether a dispatch mode looks on: a checkpointing policy, a FLOP counter, fake tensors."""
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
-def save_when_checkpointed(reduction: Any) -> None:
-    """Have a graph that is being traced save what ``reduction``, an operator, made last, and what is made of it.
-
-    Whatever the checkpointed function's policy says, which stands in the nodes' ``meta``. For small results alone.
-    """
-    mode = get_proxy_mode()
-    for node in () if mode is None else reversed(mode.tracer.graph.nodes):
-        if "recompute" in node.meta:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        if node.target is reduction:
-            break
-
-
 def default_store() -> Any:
     """The key-value store that the default process group was made with."""
     return distributed_c10d._get_default_store()
@@ -77,28 +56,6 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     """``dist.all_gather_single``, which torch before 2.13 calls ``all_gather_into_tensor``."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     getattr(dist, name)(output, input, group=group)
-
-
-def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sums by ``dist.reduce_scatter_single``, which torch before 2.13 calls ``reduce_scatter_tensor``."""
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    getattr(dist, name)(output, input, group=group)
-
-
-def factor_of(op: Any, ranks: int) -> float:
-    """What a reduction by ``op`` multiplies a sum over ``ranks`` by.
-
-    Raises:
-        Float8ConfigError: ``op`` is neither sum nor mean.
-    """
-    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
-    factors = {dist.ReduceOp.SUM: 1.0, dist.ReduceOp.AVG: 1 / ranks, dist.ReduceOp.PREMUL_SUM: factor}
-    found = factors.get(kind)
-    if found is None:
-        raise Float8ConfigError(
-            f"FSDP2 was to reduce gradients by {op}; reduce_gradients_in_float8 has sums and means"
-        )
-    return float(found)
 
 
 @functools.cache
@@ -165,50 +122,13 @@ def fsdp_params() -> Iterator[tuple[Any, Any]]:
     """Every parameter that FSDP2 shards, after the group that it is gathered with."""
     for module, reference in list(_composable_state._module_state_mapping.items()):
         if is_fsdp_module(module) and (state := reference()) is not None:
-            yield from ((group, param) for group in _groups(state) for param in group.fsdp_params)
+            yield from ((group, param) for group in param_groups(state) for param in group.fsdp_params)
 
 
-def _groups(state: Any) -> list[Any]:
+def param_groups(state: Any) -> list[Any]:
     """An FSDP2 module's groups of parameters: one until torch 2.11, one for each mesh from 2.12 on."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
-
-
-class Reduction(NamedTuple):
-    """How FSDP2 reduces the gradients of a module's parameters.
-
-    Attributes:
-        key: the same object for modules whose parameters are one group.
-        ranks: the process group over which they are sharded; None where they are not.
-        dtype: of the sum.
-        device: of the sum.
-        comm: FSDP2's ``ReduceScatter``.
-        is_default: whether that is torch's own.
-    """
-
-    key: Any
-    ranks: Any
-    dtype: torch.dtype
-    device: torch.device
-    comm: Any
-    is_default: bool
-
-
-def reductions(module: "FSDPModule") -> list[Reduction]:
-    """Those of the parameters that ``fully_shard`` put together for ``module``, one for each mesh."""
-    return [
-        Reduction(
-            group,
-            getattr(group.mesh_info, "shard_process_group", None),
-            group.mp_policy.reduce_dtype
-            or group.mp_policy.param_dtype
-            or group.fsdp_params[0].sharded_param.dtype,
-            group.device,
-            group._reduce_scatter_comm,
-            type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter",
-        )
-        for group in _groups(module._get_fsdp_state())
-    ]
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
@@ -248,25 +168,6 @@ def constant_result(function: Function) -> Function:
     return function
 
 
-_in_graphs: list[Callable[..., Any]] = []
-
-
-def in_graph(function: Function) -> Function:
-    """``function`` as one node of dynamo's graph, once ``enter_graph_functions`` ran; AOT autograd traces what it does.
-
-    ``torch.compiler.allow_in_graph`` without its ``import torch._dynamo``. Takes tensors and constants.
-    """
-    _in_graphs.append(function)
-    return function
-
-
-@constant_result
-def enter_graph_functions() -> None:
-    """Make dynamo know the functions of ``in_graph``: it calls this while it traces, before it comes to them."""
-    while _in_graphs:
-        torch.compiler.allow_in_graph(_in_graphs.pop())
-
-
 def untraced(function: Function) -> Function:
     """``torch.compiler.disable`` that does not import ``torch._dynamo`` before something else did."""
 
@@ -289,23 +190,3 @@ def saved_tensors_hook() -> Any:
     """The hook that packs what is saved for backward now; None without one. Non-reentrant checkpoints push theirs."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
-
-
-_VIEWS = re.compile(
-    r"(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Unsqueeze|Squeeze|Slice|Select|Expand|Alias)Backward\d+"
-)
-"""Nodes of operators whose result lies in their argument's storage; where one copies, CloneBackward0 is between."""
-
-
-def is_saved_by_its_maker(x: torch.Tensor) -> bool:
-    """Whether the operator that made ``x``, or what ``x`` is a view of, saved its result for its own backward.
-
-    ``scaled_dot_product_attention``, relu, sigmoid and softmax do. Told from the graph, so never while
-    ``torch.compile`` traces; nor where hooks pack what is saved (checkpointing, offloading), each tensor by itself.
-    """
-    if torch.compiler.is_compiling() or (node := x.grad_fn) is None or saved_tensors_hook() is not None:
-        return False
-    while node is not None and _VIEWS.fullmatch(node.name()):
-        node = node.next_functions[0][0]
-    # Asked of the class: of the node itself it would be unpacked. What it makes besides has no gradient.
-    return any(hasattr(type(node), name) for name in ("_saved_output", "_saved_result"))

@@ -24,7 +24,7 @@ from rich.progress import (
 from settings import Settings
 
 from f8sub.features.monitor import writers
-from f8sub.features.monitor.statistics import GRADIENT, Statistics
+from f8sub.features.operand_statistics.statistics import GRADIENT, Statistics
 
 
 class Metrics:

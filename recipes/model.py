@@ -1,4 +1,4 @@
-"""The Llama of transformers: converted to float8, sharded by FSDP2, its weights drawn after sharding."""
+"""transformers' Llama or Qwen3-MoE: converted to float8, sharded by FSDP2, its weights drawn after sharding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import f8sub
 
@@ -44,7 +44,45 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "moe-debug": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "moe-1b": {
+        "hidden_size": 1024,
+        "moe_intermediate_size": 384,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
 }
+"""Dimensions of Llamas, and of Qwen3-MoEs where the name says so. Of moe-1b a token uses a quarter of the weights."""
+
+
+def architecture(size: str, vocab_size: int, seq_len: int) -> tuple[PretrainedConfig, type[Any]]:
+    """Give the config of a size and the class of its model.
+
+    A router that sends every token to the same experts costs more: Qwen3-MoE adds such a loss, see ``Trainer.loss``.
+    """
+    shared = {
+        **SIZES[size],
+        "vocab_size": -(-vocab_size // 16) * 16,
+        "max_position_embeddings": seq_len,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    }
+    if "num_experts" in shared:
+        kind = Qwen3MoeForCausalLM
+        return Qwen3MoeConfig(**shared, output_router_logits=True, architectures=[kind.__name__]), kind
+    return LlamaConfig(**shared, architectures=[LlamaForCausalLM.__name__]), LlamaForCausalLM
 
 
 def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[Any, str]:
@@ -59,17 +97,12 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
         mesh: The ranks to shard over.
 
     Returns:
-        The sharded model, which is both an FSDPModule and a LlamaForCausalLM, and one line about what float8
+        The sharded model, which is both an FSDPModule and transformers' model, and one line about what float8
         covers.
     """
-    config = LlamaConfig(
-        **SIZES[settings.model.size],
-        vocab_size=-(-vocab_size // 16) * 16,
-        max_position_embeddings=settings.training.seq_len,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )
+    config, kind = architecture(settings.model.size, vocab_size, settings.training.seq_len)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = kind(config)
     report = "float8: off"
     if settings.float8_recipe:
         layer_recipes = settings.float8.layer_recipes
@@ -81,13 +114,16 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
             skip=settings.float8.skip,
             float8_all_gather=settings.float8.all_gather,
             backend=settings.float8.backend,
+            experts=settings.float8.experts,
         )
         report = f"float8: {f8sub.conversion_report(model).summary}"
 
     layers = model.model.layers
     for index, block in enumerate(layers):
-        if settings.activation_checkpoint.enabled:
+        if settings.activation_checkpoint.mode == "full":
             block = checkpoint_wrapper(block)
+        elif settings.activation_checkpoint.mode == "selective":
+            block = checkpoint_wrapper(block, context_fn=f8sub.checkpoint_policy())
         if settings.compile.enabled:
             block = torch.compile(block, fullgraph=True)
         layers[index] = block
@@ -105,24 +141,25 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
         report = f"{report}; {reduction}"
 
     model.to_empty(device=mesh.device_type)
-    draw_weights(model, config, settings.training.seed)
+    draw_weights(model, kind, config, settings.training.seed)
     return model, report
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, config: LlamaConfig, seed: int) -> None:
+def draw_weights(model: nn.Module, kind: type[Any], config: PretrainedConfig, seed: int) -> None:
     """Fill a sharded model with the initial weights that transformers gives an unsharded one.
 
     One layer at a time is drawn in full on every rank, from the same seed, and each rank keeps its shard.
 
     Args:
         model: The sharded model, its memory allocated.
+        kind: Its class before it was sharded.
         config: What the model was made from.
         seed: Seed of the draw; torch's global generators are left seeded with it.
     """
     torch.manual_seed(seed)
     with torch.device("meta"):
-        unsharded: Any = LlamaForCausalLM(config)
+        unsharded: Any = kind(config)
     targets = {
         name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): tensor
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

@@ -1,4 +1,4 @@
-r"""Pretrain a Llama in float8 under FSDP2: a plain PyTorch loop to copy.
+r"""Pretrain a Llama or a Qwen3-MoE in float8 under FSDP2: a plain PyTorch loop to copy.
 
     torchrun --nproc-per-node 8 recipes/pretrain.py \
         --job.config_file recipes/pretrain.toml --float8.recipe rowwise
@@ -89,7 +89,7 @@ class Trainer:
         self.monitor: f8sub.Monitor | None = None
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.metrics.say(
-            f"{title}: {settings.model.size} Llama, {parameters:,} parameters, {self.world_size} ranks on "
+            f"{title}: {settings.model.size}, {parameters:,} parameters, {self.world_size} ranks on "
             f"{self.device.type}, {report}"
         )
 
@@ -190,10 +190,14 @@ class Trainer:
         }
 
     def loss(self, data: PackedSequences) -> torch.Tensor:
-        """Give the mean loss of this rank's next sequences."""
+        """Give the mean loss of this rank's next sequences; in training a mixture's balance of experts is a part."""
         batch = data.next_batch(self.settings.training.local_batch_size).to(self.device)
-        logits = self.model(input_ids=batch[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        out = self.model(input_ids=batch[:, :-1], use_cache=False)
+        loss = F.cross_entropy(out.logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        balance = getattr(out, "aux_loss", None)
+        if balance is None or not self.model.training:
+            return loss
+        return loss + self.model.router_aux_loss_coef * balance
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -238,8 +242,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "settings": as_dict(self.settings),
         }
-        config = {**self.model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
-        name = self.checkpoints.save(self.step, self.tensors(), state, config)
+        name = self.checkpoints.save(self.step, self.tensors(), state, self.model.config.to_dict())
         verb = "Saved" if self.settings.checkpoint.async_mode == "disabled" else "Saving"
         self.metrics.say(f"{verb} {self.checkpoints.folder / name}")
 

@@ -49,9 +49,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The Llama to train, with random weights."""
+    """What to train, with random weights."""
 
-    size: Literal["debug", "60m", "1b", "8b"] = "debug"
+    size: Literal["debug", "60m", "1b", "8b", "moe-debug", "moe-1b"] = "debug"
+    """A Llama; "moe-": Qwen3-MoE, whose layers have 8 or 64 experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,8 @@ class Float8:
     """Gather the weights as float8 codes."""
     gradients: Flag = False
     """Reduce the gradients as float8 codes and add them in float32: f8sub.reduce_gradients_in_float8."""
+    experts: Flag = True
+    """Convert the experts of a mixture, too: docs/experts.md."""
     skip: tuple[str, ...] = ()
     """Globs over the names of layers that stay as they are, besides those that f8sub leaves by itself."""
     backend: Literal["auto", "scaled_mm", "triton", "reference"] = "auto"
@@ -137,9 +140,11 @@ class Compile:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
-    """Recompute the forward of each block in backward instead of keeping its activations."""
+    """Recompute a part of each block's forward in backward instead of keeping its activations."""
 
-    enabled: Flag = False
+    mode: Literal["none", "selective", "full"] = "none"
+    """"selective" keeps the results of attention and of every second product, f8sub.checkpoint_policy(); "full"
+    keeps the input of each block alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +182,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Pretrain a Llama, in float8 or not, under FSDP2."""
+    """Pretrain a Llama or a Qwen3-MoE, in float8 or not, under FSDP2."""
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
@@ -221,7 +226,7 @@ def parse(args: Sequence[str] | None = None) -> Settings:
         Settings,
         args=args,
         default=defaults,
-        description="Pretrain a Llama, in float8 or not, under FSDP2.",
+        description="Pretrain a Llama or a Qwen3-MoE, in float8 or not, under FSDP2.",
         config=(tyro.conf.FlagConversionOff,),
         use_underscores=True,
     )

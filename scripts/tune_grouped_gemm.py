@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 import f8sub
-from f8sub.features.experts.products import GROUPED
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_products.products import GROUPED
 from f8sub.formats import ALL, Operand
-from f8sub.kernels.groups import Groups
 from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
 from scripts.bench.gpu.expert_steps import LIES, Lie

@@ -1,1 +1,1 @@
-"""nn.Linear to Float8Linear and back: which layers, with which recipe, and the report of it."""
+"""nn.Linear to Float8Linear: which layers, with which recipe."""

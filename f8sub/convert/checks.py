@@ -9,7 +9,6 @@ from f8sub.convert.filters import LayerChoices
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.saved_input import why_not_kept
 from f8sub.recipe import Recipe
 from f8sub.torch_compat import is_dtensor, is_fsdp_module
 from f8sub.weights.conversion import Conversion
@@ -75,13 +74,4 @@ def refuse_tied_apart(model: torch.nn.Module, chosen: Sequence[Chosen]) -> None:
             raise Float8ConfigError(
                 f"{fqn} and {other_fqn} share one weight, which is cast and gathered once, but their recipes "
                 f"{recipe.name!r} and {other.name!r} read it differently: give both the same recipe"
-            )
-
-
-def refuse_keep_x(chosen: Sequence[Chosen]) -> None:
-    """A recipe may be unable to keep x as it is asked to."""
-    for _, fqn, plan, _, keep_x in chosen:
-        if reason := why_not_kept(plan.recipe, keep_x):
-            raise Float8ConfigError(
-                f"{fqn} with recipe {plan.recipe.name!r} cannot take keep_x={keep_x!r}: {reason}. Give it 'auto'"
             )

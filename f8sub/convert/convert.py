@@ -1,4 +1,4 @@
-"""nn.Linear to Float8Linear and back: in place, by class swap, before ``fully_shard``."""
+"""nn.Linear to Float8Linear: in place, by class swap, before ``fully_shard``."""
 
 import functools
 import inspect
@@ -13,7 +13,6 @@ from f8sub.convert.checks import (
     Chosen,
     is_converted,
     looks,
-    refuse_keep_x,
     refuse_other_recipe,
     refuse_sharded,
     refuse_tied_apart,
@@ -24,20 +23,17 @@ from f8sub.convert.filters import (
     FilterFn,
     RecipeOrName,
     Selection,
-    layer_keep_x,
     layer_recipes,
 )
-from f8sub.convert.linear_subclasses import float8_class, plain_class
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.sockets import guests
 from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import watch_optimizer_steps
-from f8sub.weights.weight import Weight, take_place
+from f8sub.weights.weight import take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -88,7 +84,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         experts: convert experts of mixtures, too: those of transformers and torchtitan, and what ``register_experts``
             was given. ``skip`` and recipes by patterns hold for them, and filter functions are called with them;
             ``min_dim`` and ``keep_x`` are of linear layers.
-        keep_x: what is saved of x for wgrad, one of ``KEEP_X``, see ``f8sub.linear.saved_input``; or a mapping from
+        keep_x: what is saved of x for wgrad, one of ``KEEP_X``, see ``f8sub.features.keep_x``; or a mapping from
             glob patterns to them, "auto" where none matches.
         module_filter_fn: see ``filter_fn``.
         filter_fqns: torchtitan's convention: a layer whose name contains one of these strings is skipped, too.
@@ -111,7 +107,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         )
     selection = Selection(
         recipes=layer_recipes(recipe_name or recipe),
-        kept=layer_keep_x(keep_x),
+        kept=sockets.layer_keep_x(keep_x),
         skip=[skip] if isinstance(skip, str) else skip,
         filter_fqns=[filter_fqns] if isinstance(filter_fqns, str) else filter_fqns,
         filter_fns=[given for given in (filter_fn, module_filter_fn) if given is not None],
@@ -164,7 +160,6 @@ def _convert_selected(
         sockets.nothing_converted(model, strict)
         return model
     refuse_tied_apart(model, chosen)
-    refuse_keep_x(chosen)
     for look in looks:
         look(chosen, of_features)
     conversion = Conversion({**of_features, "idle_patterns": idle})
@@ -178,38 +173,6 @@ def _convert_selected(
     _watch(model, conversion)
     for guest in guests:
         guest.converted(model, conversion)
-    return model
-
-
-def convert_from_float8(model: Model) -> Model:
-    """Turn every ``Float8Linear`` back into the nn.Linear it was, in place, with the same parameters.
-
-    Raises:
-        Float8ConfigError: the model is sharded; load its state dict into a plain model instead.
-    """
-    refuse_sharded(model)
-    module: Any
-    for module in model.modules():
-        remove_hook(_check_ranks_hook, module)
-        if not is_converted(module):
-            continue
-        conversion: Conversion = module.converted
-        for name in conversion.names_of(module):
-            weight = module._parameters[name]
-            if isinstance(weight, Weight):
-                _replace(module, name, torch.nn.Parameter(weight.plain, weight.requires_grad))
-        conversion.discard(module)
-        for converter in sockets.converters:
-            if converter.takes(module):
-                converter.revert(module)
-        if isinstance(module, Float8Linear):
-            del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
-            for guest in guests:
-                guest.left(module)
-            module.__class__ = plain_class(module)  # type: ignore[assignment]
-    for guest in guests:
-        guest.restored(model)
-    Conversion.forget(model)
     return model
 
 
@@ -230,7 +193,7 @@ def _other_reasons(
 
 def _convert(layer: Chosen, conversion: Conversion) -> None:
     module: Any = layer.module
-    module.__class__ = float8_class(type(module))
+    module.__class__ = sockets.float8_class(type(module))
     module.plan, module.fqn, module.converted = layer.plan, layer.fqn or "(root)", conversion
     module.float8_all_gather, module.keep_x = layer.gathered, layer.keep_x
     module.enter_weight()
@@ -249,10 +212,10 @@ def _wrap_weights(conversion: Conversion) -> None:
             master = MasterWeight(weight.detach())
             master.cell.record = record
             made[id(weight)] = torch.nn.Parameter(master, weight.requires_grad)
-        _replace(record.module, record.name, made[id(weight)])
+        replace_parameter(record.module, record.name, made[id(weight)])
 
 
-def _replace(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+def replace_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
     """Put ``parameter`` in a weight's place, under the weight's own identity where torch can swap the two."""
     if not take_place(parameter, getattr(module, name)):
         setattr(module, name, parameter)
@@ -268,15 +231,15 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
 def _watch(model: torch.nn.Module, conversion: Conversion) -> None:
     """Learn at forwards who shards the layers, and of every optimizer's steps."""
     Conversion.see(model)
-    model.register_forward_pre_hook(functools.partial(_check_ranks_hook, conversion))
+    model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
     watch_optimizer_steps()
 
 
-def _check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
+def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
     if not torch.compiler.is_compiling():
         conversion.refresh()
-        remove_hook(_check_ranks_hook, module)
+        remove_hook(check_ranks_hook, module)
 
 
 def remove_hook(function: Callable[..., None], module: torch.nn.Module) -> None:

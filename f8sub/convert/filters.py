@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from f8sub.convert import sockets
-from f8sub.convert.linear_subclasses import extensions
 from f8sub.convert.patterns import matches
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.saved_input import AUTO, KEEP_X
 from f8sub.recipe import Recipe, get_recipe
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
@@ -70,21 +67,6 @@ def layer_recipes(recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> LayerCho
         Float8ConfigError: an unknown recipe, or a key that is no pattern.
     """
     return LayerChoices("recipe", recipe, get_recipe, None)
-
-
-def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:
-    """What each layer keeps of x, one of ``KEEP_X``; "auto" where no pattern matches.
-
-    Raises:
-        Float8ConfigError: another word, or a key that is no pattern.
-    """
-
-    def read(chosen: Any) -> str:
-        if chosen not in KEEP_X:
-            raise Float8ConfigError(f"keep_x={chosen!r} is none of {', '.join(map(repr, KEEP_X))}")
-        return str(chosen)
-
-    return LayerChoices("keep_x", keep_x, read, AUTO)
 
 
 @dataclass(frozen=True)
@@ -152,7 +134,7 @@ class Selection:
     def _why_not(self, module: torch.nn.Linear, fqn: str, by_default: str | None) -> str | None:
         if isinstance(module, Float8Linear):
             return ALREADY
-        if reason := why_not_class(module):
+        if reason := sockets.why_not_class(module):
             return reason
         if reason := self.why_not_asked(module, fqn, by_default):
             return reason
@@ -162,23 +144,3 @@ class Selection:
         if module.weight.dtype not in HIGH_PRECISION:
             return f"its weight is {module.weight.dtype}"
         return None
-
-
-def why_not_class(module: torch.nn.Linear) -> str | None:
-    """Why a linear layer's class cannot become a float8 one; None where it can.
-
-    What decides is whose forward runs: a subclass that inherits nn.Linear's is converted with all that it adds.
-    """
-    name = type(module).__name__
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return (
-            "nn.MultiheadAttention reads this weight itself and never calls the layer; for float8 write attention "
-            "with nn.Linear layers and F.scaled_dot_product_attention"
-        )
-    if torch.nn.utils.parametrize.is_parametrized(module):
-        return "its weight is parametrized"
-    if "forward" in vars(module):
-        return f"something replaced the forward of this {name}; convert first, then wrap its forward"
-    if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:
-        return f"its class {name} overrides nn.Linear's forward"
-    return None

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
@@ -42,8 +43,17 @@ class Converter(Protocol):
 
 converters: list[Converter] = []
 
+layer_keep_x: Callable[[Any], Any]
+"""The option ``keep_x`` as ``LayerChoices``; raises an error for one that there is not."""
+
 check_call: Callable[[Any, Mapping[str, Any], Iterable[str]], None]
 """Raises an error for a recipe that is none, or for unknown keywords; the third argument are the known ones."""
+
+why_not_class: Callable[[torch.nn.Linear], str | None]
+"""Why a linear layer's class cannot become a float8 one; None where it can."""
+
+float8_class: Callable[[type[torch.nn.Linear]], type[Float8Linear]]
+"""The class that layers of a class turn into."""
 
 default_reasons: Callable[[Mapping[str, torch.nn.Module], Mapping[str, torch.nn.Linear]], dict[str, str]]
 """Of all modules and all linear layers by name: the layers to leave out, each with the reason."""

@@ -16,14 +16,11 @@ from typing import Any
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels import experts, reference, scales
-from f8sub.kernels.experts import ExpertWeights
+from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
-from f8sub.kernels.groups import Codes, Groups, aligned_rows, start_of_groups
-from f8sub.kernels.groups import empty_scale_inv as empty_scale_inv_of_groups
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda, quantize_experts_cuda, quantize_groups_cuda
+from f8sub.kernels.triton import quantize_cuda
 
 _library = torch.library.Library("f8sub", "DEF")
 
@@ -119,103 +116,12 @@ def _fake_derived(
     return derived.data, derived.scale_inv
 
 
-def _quantize_groups(
-    x: torch.Tensor,
-    first: torch.Tensor,
-    ends: torch.Tensor,
-    rowwise: str | None,
-    columnwise: str | None,
-    multiple: int,
-) -> list[torch.Tensor]:
-    row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
-    groups = Groups(first, ends, x.shape[0])
-    made = quantize_groups_cuda.quantize(x, groups, row, col, multiple)
-    found: list[torch.Tensor] = []
-    for format, codes, is_columnwise in zip((row, col), made, (False, True), strict=True):
-        if format is not None and codes is not None:
-            promised = empty_scale_inv_of_groups(x, format, codes.groups, columnwise=is_columnwise)
-            is_promised = codes.scale_inv.stride() == promised.stride()
-            scale_inv = codes.scale_inv if is_promised else promised.copy_(codes.scale_inv)
-            found += [
-                codes.data.contiguous(),
-                scale_inv,
-                codes.groups.first.clone(),
-                codes.groups.ends.clone(),
-            ]
-    return found
-
-
-def _fake_groups(
-    x: torch.Tensor,
-    first: torch.Tensor,
-    ends: torch.Tensor,
-    rowwise: str | None,
-    columnwise: str | None,
-    multiple: int,
-) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for name, is_columnwise in ((rowwise, False), (columnwise, True)):
-        if name is None:
-            continue
-        format = Float8Format.parse(name)
-        tile = format.tile.t() if is_columnwise else format.tile
-        start = start_of_groups(tile.rows, multiple if is_columnwise else 1)
-        rows = x.shape[0] if start == 1 else aligned_rows(x.shape[0], ends.shape[0], start)
-        shape = (x.shape[1], rows) if is_columnwise else (rows, x.shape[1])
-        groups = Groups(first, ends, rows)
-        scale_inv = empty_scale_inv_of_groups(x, format, groups, columnwise=is_columnwise)
-        found += [
-            x.new_empty(shape, dtype=format.dtype),
-            scale_inv,
-            torch.empty_like(first),
-            torch.empty_like(ends),
-        ]
-    return found
-
-
-def _packed(made: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """An operator's results as the fake says, also where a dimension is 1, and contiguous() leaves odd strides."""
-    data, scale_inv = (t.flatten().view(t.shape) for t in (made.data, made.scale_inv))
-    return data, scale_inv
-
-
-def _quantize_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return _packed(quantize_experts_cuda.quantize(w, Float8Format.parse(format)))
-
-
-def _fake_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    made = experts.empty_codes(w, Float8Format.parse(format))
-    return made.data, made.scale_inv
-
-
-def _derive_columnwise_of_experts(
-    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    given = ExpertWeights(data, scale_inv, Float8Format.parse(rowwise))
-    made = quantize_experts_cuda.derive_columnwise(given, Float8Format.parse(columnwise))
-    if made.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
-        made = made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone())
-    return _packed(made)
-
-
-def _fake_derived_of_experts(
-    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    made = experts.empty_codes(data.transpose(1, 2), Float8Format.parse(columnwise))
-    return made.data, made.scale_inv
-
-
 def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
 quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized)
 transpose = operator(quantize_cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
-quantize_groups_as_one_node = operator(_quantize_groups, "quantize_groups", _fake_groups)
-quantize_experts = operator(_quantize_experts, "quantize_experts", _fake_experts)
-derive_columnwise_of_experts = operator(
-    _derive_columnwise_of_experts, "derive_columnwise_of_experts", _fake_derived_of_experts
-)
 derive_columnwise = operator(_derive_columnwise, "derive_columnwise", _fake_derived)
 copy_after = operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
 
@@ -245,23 +151,6 @@ def quantized(
     count = 0 if rowwise is None else 3 if rowwise.scale_rule.has_global else 2
     row = None if rowwise is None else Operand.of(rowwise, *tensors[:count])
     return Quantized(row, None if columnwise is None else Operand.of(columnwise, *tensors[count:]))
-
-
-def quantized_groups(
-    x: torch.Tensor,
-    groups: Groups,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    multiple: int = 1,
-) -> tuple[Codes | None, Codes | None]:
-    """``groups.quantize`` of both usages as one node."""
-    names = (None if format is None else format.name for format in (rowwise, columnwise))
-    tensors = quantize_groups_as_one_node(x, groups.first, groups.ends, *names, multiple)
-    row, col = tensors[:4] if rowwise else [], tensors[-4:] if columnwise else []
-    return (
-        Codes(row[0], row[1], Groups(row[2], row[3], row[0].shape[0])) if row else None,
-        Codes(col[0], col[1], Groups(col[2], col[3], col[0].shape[1])) if col else None,
-    )
 
 
 def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

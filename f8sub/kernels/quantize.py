@@ -6,11 +6,9 @@ import torch
 
 from f8sub.formats import Float8Format
 from f8sub.kernels import ops, reference
-from f8sub.kernels.experts import ExpertWeights
-from f8sub.kernels.groups import Codes, Groups
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, ScaleSource
-from f8sub.kernels.triton import quantize_cuda, quantize_experts_cuda, quantize_groups_cuda
+from f8sub.kernels.triton import quantize_cuda
 
 on_cpu: Callable[..., Quantized] = reference.quantize
 """What quantizes plain tensors of a CPU in eager code, with arguments as those of ``reference.quantize``."""
@@ -41,40 +39,3 @@ def quantize(
     if type(x) is torch.Tensor and x.is_cpu:
         return on_cpu(x, rowwise, columnwise, any_layout, prior)
     return quantize_cuda.quantize(x, rowwise, columnwise, any_layout, prior)
-
-
-def quantize_groups(
-    x: torch.Tensor,
-    groups: Groups,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    multiple: int = 1,
-) -> tuple[Codes | None, Codes | None]:
-    """Both usages of a matrix of groups, None where not asked for: ``groups.quantize``. One node in compiled code."""
-    if rowwise is None and columnwise is None:
-        return None, None
-    if torch.compiler.is_compiling():
-        return ops.quantized_groups(x, groups, rowwise, columnwise, multiple)
-    return quantize_groups_cuda.quantize(x, groups, rowwise, columnwise, multiple)
-
-
-def quantize_experts(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
-    """Rowwise codes of all experts: ``experts.quantize``. One node in compiled code."""
-    if torch.compiler.is_compiling():
-        codes, scale_inv = ops.quantize_experts(w, format.name)
-        return ExpertWeights(codes, scale_inv, format)
-    return quantize_experts_cuda.quantize(w, format)
-
-
-def derive_columnwise_of_experts(
-    rowwise: ExpertWeights, format: Float8Format, after: torch.Tensor
-) -> ExpertWeights:
-    """Columnwise codes of all experts: ``experts.derive_columnwise``. One node in compiled code.
-
-    ``after`` keeps it in the backward pass, see ``ops.derive_columnwise_in_backward``.
-    """
-    if torch.compiler.is_compiling():
-        data, scale_inv, own = rowwise
-        codes, scales = ops.derive_columnwise_of_experts(data, scale_inv, after, own.name, format.name)
-        return ExpertWeights(codes, scales, format)
-    return quantize_experts_cuda.derive_columnwise(rowwise, format)

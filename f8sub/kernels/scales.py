@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from f8sub.formats import ALL, Float8Format, Tile
-from f8sub.torch_compat import enter_graph_functions, in_graph, save_when_checkpointed
 
 _EXPONENT_BITS = 0x7F800000
 
@@ -145,19 +144,15 @@ def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
     NaN and infinity take no part, so that one bad element does not decide the scale of its neighbours.
     """
-    if torch.compiler.is_compiling():
-        enter_graph_functions()
-        return _amax_in_graph(x, tile.rows, tile.cols)
+    return amax_in_graph(x, tile) if torch.compiler.is_compiling() else finite_amax(x, tile)
+
+
+def finite_amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:  # noqa: D103
     return largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), tile)
 
 
-@in_graph
-def _amax_in_graph(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """``amax`` that no checkpointed function finds again in backward: it is small, and finding it reads all of x."""
-    # dynamo hands constants over as SymInts where shapes are dynamic.
-    found = largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), Tile(int(rows), int(cols)))
-    save_when_checkpointed(torch.ops.aten.amax.default)
-    return found
+amax_in_graph: Callable[[torch.Tensor, Tile], torch.Tensor] = finite_amax
+"""``amax`` in compiled code; a feature may have it saved for backward."""
 
 
 def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torch.Tensor:
@@ -272,10 +267,3 @@ def scale_now(prior: PriorScale, amax: torch.Tensor, format: Float8Format) -> to
     if not prior.covers:
         return scale
     return torch.where(amax == 0, scale, torch.minimum(scale, scale_from_amax(amax, format)))
-
-
-def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
-    """Raise ``staged`` to an amax of one element, in place; one that is not finite sets ``met`` to 1. Float32, ()."""
-    finite = amax.isfinite().view(())
-    staged.copy_(torch.maximum(staged, torch.where(finite, amax.view(()), 0.0)))
-    met.copy_(torch.maximum(met, (~finite).float()))

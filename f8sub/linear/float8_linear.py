@@ -26,12 +26,10 @@ from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
-from f8sub.linear.saved_input import AUTO, Call, GemmInput, Kept, cast_x, x_columnwise
-from f8sub.linear.sockets import contexts
+from f8sub.linear.saved_input import Call, GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.weight_cast import last_cast, quantize_rowwise, rowwise_of
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.product import multiply
 from f8sub.torch_compat import apply, autocast_dtype, is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again
@@ -76,7 +74,7 @@ class Float8Linear(torch.nn.Linear):
         dtype = autocast_dtype(device) or x.dtype
         if self.plan.device.type != device:
             self.follow(x.device)
-        plan = contexts.plan_of(self) if contexts.entered else self.plan
+        plan = self.plan if sockets.context_plan is None else sockets.context_plan(self)
         sources = CURRENT_SOURCES if plan.recipe.scaling is None else sockets.scaling(self, plan.recipe)
         bias: torch.Tensor | None = self.bias
         adds_bias = True
@@ -92,8 +90,8 @@ class Float8Linear(torch.nn.Linear):
             y = apply(Float8Matmul, x, weight, bias, call, self.keep_x, adds_bias)
         else:
             y, _, _ = fprop(x, weight, bias if adds_bias else None, call, None)
-        if contexts.entered:
-            contexts.remember(self, plan, y)
+        if sockets.context_plan is not None:
+            sockets.remember(self, plan, y)
         return y if whole is None else whole(y)
 
     def follow(self, device: torch.device) -> None:
@@ -139,7 +137,6 @@ class Float8Linear(torch.nn.Linear):
             **{gemm: _described(getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")},
             "backends": f"{self.plan.fprop}, {self.plan.dgrad}, {self.plan.wgrad}",
             "float8_all_gather": str(self.float8_all_gather),
-            "keep_x": self.keep_x,
             **{name: said for guest in sockets.guests for name, said in guest.alike(self).items()},
         }
 
@@ -181,8 +178,6 @@ class Float8Linear(torch.nn.Linear):
         words = [self.plan.recipe.name, self.plan.described]
         if not self.float8_all_gather:
             words.append("gathered in high precision")
-        if self.keep_x != AUTO:
-            words.append(f"keep_x={self.keep_x}")
         return ", ".join([*words, *filter(None, (guest.deviation(self) for guest in sockets.guests))])
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,7 +277,7 @@ def gemm(
 ) -> torch.Tensor:
     """``a @ b.t()`` in ``out_dtype``: both in float8, by the backend of that name, or neither."""
     if isinstance(a, Operand) and isinstance(b, Operand) and backend is not None:
-        return multiply(backend, a, b, out_dtype, spec.fast_accum)
+        return sockets.multiply(backend, a, b, out_dtype, spec.fast_accum)
     if isinstance(a, Operand) or isinstance(b, Operand):
         raise RuntimeError(f"one operand of {spec} is in float8 and the other is not")
     return torch.mm(a, b.t().to(a.dtype)).to(out_dtype)

@@ -6,10 +6,6 @@
 | "high_precision" | rowwise             | x itself                       | x                            |
 | "recompute"      | rowwise             | rowwise codes                  | the rowwise codes            |
 
-"auto" is the second where the operator that made x saves it anyway, as attention saves its result; else the first.
-``torch.compile`` cannot see that, and hooks for saved tensors (checkpointing, offloading) may pack each tensor by
-itself: there "auto" is the first.
-
 The first two have the same numbers, bitwise. So has the third where codes are transposed; where they are re-encoded see
 ``reference.derive_columnwise``. A recipe whose wgrad reads x in high precision has it saved so in any case, and an x
 that came in float8 stays as it came.
@@ -20,16 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from f8sub.formats import Float8Format, Operand, present, why_not_derivable
+from f8sub.formats import Float8Format, Operand, present
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource, Sources
 from f8sub.linear import sockets
-from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import is_saved_by_its_maker
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
@@ -58,20 +52,6 @@ class Kept(NamedTuple):
 CODES, IN_HIGH_PRECISION, ROWWISE_CODES = Kept(FLOAT8), Kept(HIGH_PRECISION), Kept(RECOMPUTE)
 
 
-def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
-    """Why layers of a recipe cannot keep x so; None when they can."""
-    rowwise, columnwise = recipe.formats("x")
-    if columnwise is None or keep_x in (AUTO, FLOAT8):
-        return None
-    if keep_x == HIGH_PRECISION:
-        if rowwise is None and recipe.scaling is not None:
-            return f"its fprop does not cast x, whose amax {type(recipe.scaling).__name__} takes in forward"
-        return None
-    if rowwise is None:
-        return "its fprop does not cast x, so that there are no codes to derive any from"
-    return why_not_derivable(rowwise, columnwise)
-
-
 def cast_x(
     x: torch.Tensor, call: Call, keep_x: str | None
 ) -> tuple[GemmInput, tuple[torch.Tensor, ...], Kept]:
@@ -93,10 +73,7 @@ def cast_x(
         if columnwise is None:
             return received, () if keep_x is None else (matrix,), IN_HIGH_PRECISION
         return received, () if keep_x is None else received.tensors, ROWWISE_CODES
-    how = keep_x
-    if keep_x == AUTO:
-        free = is_saved_by_its_maker(x) and why_not_kept(plan.recipe, HIGH_PRECISION) is None
-        how = HIGH_PRECISION if free else FLOAT8
+    how = sockets.how_kept(x, plan.recipe) if keep_x == AUTO else keep_x
     formats = rowwise, columnwise if how == FLOAT8 else None
     cast = cast_anew if torch.compiler.is_compiling() else sockets.cast
     made = cast(x, matrix, formats, call)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from f8sub.kernels.gemm.select import Plan
+from f8sub.kernels.gemm.select import Plan, gemm_nt
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.recipe import Recipe
@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 
 class LayerGuest:
-    """What a feature does for layers; a feature overrides what it needs."""
+    """What a feature does for layers; a feature overrides what it needs.
+
+    A layer is a ``Float8Linear``, or of another kind that a feature converts.
+    """
 
     def planned(self, conversion: Conversion, plans: Sequence[Plan]) -> None:
         """Layers of a conversion are to run, or came to a device where they run, by these plans; may warn."""
 
-    def entered(self, layer: "Float8Linear") -> None:
+    def entered(self, layer: torch.nn.Module) -> None:
         """A layer was converted."""
 
-    def left(self, layer: "Float8Linear") -> None:
-        """A layer is an ``nn.Linear`` again."""
+    def left(self, layer: torch.nn.Module) -> None:
+        """A layer is what it was again."""
 
     def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
         """The layers of a model were converted."""
@@ -33,10 +36,10 @@ class LayerGuest:
     def restored(self, model: torch.nn.Module) -> None:
         """They are all an ``nn.Linear`` again."""
 
-    def loaded(self, layer: "Float8Linear", state_dict: dict[str, Any], prefix: str) -> None:
+    def loaded(self, layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """The layer's entries of a state dict were loaded."""
 
-    def alike(self, layer: "Float8Linear") -> dict[str, str]:
+    def alike(self, layer: torch.nn.Module) -> dict[str, str]:
         """What every rank must have alike of a layer, by its name in the error."""
         return {}
 
@@ -63,25 +66,7 @@ class Placed(NamedTuple):
     whole: Callable[[torch.Tensor], torch.Tensor]
 
 
-class Contexts:
-    """Plans of forwards that are not their layer's own.
-
-    Attributes:
-        entered: whether any was ever asked for: until then this is all that a layer reads.
-        plan_of: the plan of a layer's forward that begins now.
-        remember: takes the layer, its plan and its ``y`` after a forward.
-    """
-
-    __slots__ = ("entered", "plan_of", "remember")
-
-    plan_of: Callable[["Float8Linear"], Plan]
-    remember: Callable[["Float8Linear", Plan, torch.Tensor], None]
-
-    def __init__(self) -> None:
-        self.entered = False
-
-
-def _no_scaling(layer: "Float8Linear", recipe: Recipe) -> Sources:
+def _no_scaling(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:
     raise RuntimeError(
         f"recipe {recipe.name!r} needs the feature of f8sub.features that makes scales by {recipe.scaling}, which is "
         "not there"
@@ -89,15 +74,27 @@ def _no_scaling(layer: "Float8Linear", recipe: Recipe) -> Sources:
 
 
 guests: list[LayerGuest] = []
-scaling: Callable[["Float8Linear", Recipe], Sources] = _no_scaling
-"""The sources of a forward that begins now, by a recipe whose ``scaling`` is not None."""
+scaling: Callable[..., Sources] = _no_scaling
+"""The sources of a forward that begins now: of a layer, a recipe whose ``scaling`` is not None, and a weight's name."""
 placement: Callable[..., Placed]
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
-contexts = Contexts()
+context_plan: Callable[["Float8Linear"], Plan] | None = None
+"""The plan of a forward that begins now where contexts ask for it; None while none was ever entered."""
+remember: Callable[["Float8Linear", Plan, torch.Tensor], None]
+"""Takes the layer, its plan and its ``y`` after a forward, once ``context_plan`` is there."""
+how_kept: Callable[[torch.Tensor, Recipe], str]
+"""What ``keep_x="auto"`` is for an x and a recipe, see ``saved_input.KEEP_X``."""
+multiply: Callable[..., torch.Tensor] = gemm_nt
+"""Multiplies two operands, with arguments as those of ``gemm_nt``; a feature may show it to who looks on."""
 cast: Callable[..., Quantized]
 """Casts an x in eager code, see ``saved_input.cast_anew``; a feature may know the codes already."""
 
 
-def sources_of(layer: "Float8Linear", recipe: Recipe) -> Sources:
-    """The sources of a forward that begins now, for features that look at one."""
-    return CURRENT_SOURCES if recipe.scaling is None else scaling(layer, recipe)
+def plan_of(layer: "Float8Linear") -> Plan:
+    """The plan of a forward that begins now, for features that look at one."""
+    return layer.plan if context_plan is None else context_plan(layer)
+
+
+def sources_of(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:
+    """The sources of a forward that begins now, of the product with the weight of that name."""
+    return CURRENT_SOURCES if recipe.scaling is None else scaling(layer, recipe, name)

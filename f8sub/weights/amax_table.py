@@ -107,9 +107,10 @@ class AmaxTable:
             prior = None
             if priors:
                 # Side by side as the weights are in the table, with zeros between.
-                scales = torch.cat([each.scale.view(1) for each in priors])
-                spread = scales.new_zeros((len(priors) - 1) * _SLOT + 1)
-                spread[::_SLOT] = scales
+                scales = [each.scale.reshape(-1) for each in priors]
+                gaps = {size: scales[0].new_zeros(-size % _SLOT) for size in set(map(len, scales))}
+                filled = [part for scale in scales for part in (scale, gaps[len(scale)])]
+                spread = torch.cat(filled)[: last.storage_offset() + last.numel() - first.storage_offset()]
                 prior = PriorScale(spread, priors[0].margin, priors[0].covers)
             self._write(shards[0], (self.amax[part], self._scale[part], self._scale_inv[part]), prior)
         for shard in self.shards:

@@ -33,6 +33,7 @@ from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.torch_compat import is_capturing
 from f8sub.weights.agreement import all_arrive, all_told, tell
 from f8sub.weights.amax_table import AmaxTable, Findings
+from f8sub.weights.cast_ahead import CastAhead
 from f8sub.weights.guests import Region
 from f8sub.weights.layout import ShardLayout
 from f8sub.weights.ranks import OwnGroup, own_group
@@ -59,6 +60,7 @@ class Exchange:
         self.conversion, self.layout = conversion, layout
         self.generation = self._requests = self._changed_alone = 0
         self.table = AmaxTable([], {}, "cpu")
+        self._ahead = CastAhead()
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
         self._under_way: tuple[dist.Work | None, list[tuple[Region, torch.Tensor]]] | None = None
         self._changes_covered = -1
@@ -82,6 +84,7 @@ class Exchange:
                 regions[guest] = region
         in_order = sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn))
         self.table = AmaxTable(in_order, regions, self.layout.device)
+        self._ahead = CastAhead()
         self._changes_covered = -1
 
     @property
@@ -182,6 +185,8 @@ class Exchange:
         if stale and len(self.layout.sharers) == 1:
             self.reduce()
         if not (stale and self._stale(shard)):
+            if not shard.has_codes(self.generation):
+                self._ahead.cast(shard, self.generation, lambda other: other.sent and not self._stale(other))
             return shard.cast(source, self.generation), None
         ranks = dist.get_process_group_ranks(self.layout.group)
         ticket = self._place_of(self.layout.sharers, self.table.shards.index(shard), shard.gathers, ranks)

@@ -43,7 +43,7 @@ class Guest:
         return {}
 
     def prior_of(self, record: "WeightRecord") -> Callable[[], PriorScale] | None:
-        """What makes the weight's scale together with its amax, (1, 1); None for the amax alone."""
+        """What makes the weight's scales together with its amaxes, one a tile; None for the amaxes alone."""
         return None
 
     def region(self, records: "Sequence[WeightRecord]", before: Region | None) -> Region | None:

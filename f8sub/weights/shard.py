@@ -9,8 +9,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.formats import Float8Format
 from f8sub.kernels import reference
-from f8sub.kernels.scales import PriorScale, first_tile, shard_amax
+from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.shard_amaxes import Matrix
 from f8sub.torch_compat import graph_task, is_capturing
 from f8sub.weights.layout import ShardLayout, WireFormat
@@ -180,6 +181,29 @@ class Shard:
             with _unsafe_preserve_version_counter(part):
                 part.copy_(self.layout.tiles_of_part(scale_inv, self.wire.table_tile))
 
+    def has_codes(self, generation: int) -> bool:
+        """Whether the codes that were cast last are those of the weight and the scales as they are."""
+        return self._wire_key == self._key(generation) and self._wire is not None and self.master.owns_storage
+
+    @property
+    def as_part(self) -> Part | None:
+        """The shard as one of many that a launch casts; None where its scales are not in the table."""
+        if self.wire.carries_scales:
+            return None
+        width = self.wire.padded_shape[1]
+        return Part(self.values, self.format, self.dtype, self.layout.offset, self.scales.scale, width)
+
+    def room_for_codes(self, values: torch.Tensor) -> torch.Tensor:
+        """Where codes of ``values`` are cast to: where the last ones are, if those are kept."""
+        if self._wire is not None:
+            return self._wire
+        make = torch.empty if values.shape == self.wire.padded_shape else torch.zeros
+        return make(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
+
+    def cast_along(self, codes: torch.Tensor, generation: int) -> None:
+        """Enter codes that were cast together with those of other shards."""
+        self._wire, self._wire_key = codes, self._key(generation)
+
     def cast(self, source: Weight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
         """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
 
@@ -194,37 +218,37 @@ class Shard:
         Returns:
             uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.
         """
-        key = (self.master.state, 0 if self.wire.carries_scales else generation, self.dtype)
-        capturing = is_capturing(source)
-        forced = capturing or beyond_range is not None
-        is_known = key == self._wire_key and self.master.owns_storage and not forced
+        forced = beyond_range is not None or is_capturing(source)
         codes = self._wire
-        if codes is None or not is_known:
+        if codes is None or forced or not self.has_codes(generation):
             with torch.inference_mode(mode=False):
                 values = self.layout.matrix(source.plain)
-                if codes is None:
-                    make = torch.empty if values.shape == self.wire.padded_shape else torch.zeros
-                    codes = make(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
+                codes = self._wire = self.room_for_codes(values)
                 if values.numel():
                     self._cast_into(codes, values, beyond_range)
-        self._wire_key = None if forced else key
+            self._wire_key = None if forced else self._key(generation)
         # A graph writes to where they were when it was captured.
         stays = self.in_a_graph or source.keeps_codes
-        stays = stays or not self._uses.is_last(self.master.state, self.gathers)
-        self._wire = codes if stays else None
-        if not stays and codes.is_cuda:
-            # FSDP2 may read them on another stream than the one they were allocated on.
-            codes.record_stream(torch.cuda.current_stream(codes.device))
+        if not (stays or not self._uses.is_last(self.master.state, self.gathers)):
+            self._wire = None
+            if codes.is_cuda:
+                # FSDP2 may read them on another stream than the one they were allocated on.
+                codes.record_stream(torch.cuda.current_stream(codes.device))
         return codes
+
+    def _key(self, generation: int) -> tuple[State, int, torch.dtype]:
+        return self.master.state, 0 if self.wire.carries_scales else generation, self.dtype
 
     def _cast_into(self, wire: torch.Tensor, shard: torch.Tensor, beyond_range: float | None) -> None:
         format = self.format
         rows = wire[: shard.shape[0]]
-        if self.wire.carries_scales:
-            quantize_cuda.cast_rows_into(rows, self.wire.scales_of(rows), shard, format, self.dtype)
-            return
         offset, scale = self.layout.offset, self.scales.scale
-        if beyond_range is not None and format.has_nan:
+        if self.wire.carries_scales:
+            offset, shard = (0, 0), shard.to(self.dtype)
+            made = scales_or_nan(shard_amax(shard, format.tile, offset), format)
+            self.wire.scales_of(rows).copy_(made.scale_inv)
+            scale = made.scale
+        elif beyond_range is not None and format.has_nan:
             shard = shard.to(self.dtype)
             scaled = shard.float() * reference.spread(scale, format.tile, shard.shape, offset)
             shard = shard.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 import f8sub
-from f8sub.features.gradient_wire import launches, wire
-from f8sub.features.gradient_wire.layout import chunk_size, layout_of
+from f8sub.features.gradient_codes import launches, wire
+from f8sub.features.gradient_codes.layout import chunk_size, layout_of
 from f8sub.features.gradient_wire.reduction import Float8ReduceScatter
 from scripts.bench.gpu.llama import Batch, Trainer
 from scripts.bench.gpu.slices import process_group

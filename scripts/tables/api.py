@@ -46,6 +46,8 @@ SECTIONS = {
             "checkpoint_policy",
             "reduce_gradients_in_float8",
             "GradientReduction",
+            "dispatch_tokens_in_float8",
+            "exchange_tokens",
             "drop_high_precision",
             "restore_high_precision",
         ],

@@ -66,6 +66,24 @@ def reduce_gradients_in_float8():
     model(torch.randn(8, 64)).square().mean().backward()
 
 
+def dispatch_tokens_in_float8():
+    """ranks=2"""
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    experts = nn.Module()
+    experts.token_dispatcher = AllToAllTokenDispatcher(AllToAllTokenDispatcher.Config(num_experts=4, top_k=2))
+    assert f8sub.dispatch_tokens_in_float8(experts, "rowwise") == 1
+
+
+def exchange_tokens():
+    """ranks=2"""
+    x = torch.randn(6, 128).bfloat16().requires_grad_()  # two tokens for rank 0, four for rank 1
+    here = [2, 2] if torch.distributed.get_rank() == 0 else [4, 4]
+    tokens = f8sub.exchange_tokens(x, here, [2, 4], recipe="rowwise")
+    y = f8sub.exchange_tokens(tokens * 2, [2, 4], here, recipe="rowwise", combine=True)
+    y.backward(torch.randn(6, 128).bfloat16())
+
+
 def GradientReduction():
     """ranks=2"""
     from torch.distributed.fsdp import fully_shard

@@ -103,8 +103,6 @@ meta-device initialization: converted on meta, it trains as one that was not
 a GPU or torch that cannot: another backend, or an error with every candidate's reason
     tests/kernels/test_scaled_mm.py::test_the_gpu_has_to_be_an_ada_or_newer
     tests/kernels/test_scaled_mm.py::test_auto_falls_back_to_the_reference_and_a_named_backend_does_not
-any shape, dtype, recipe and number of ranks (hypothesis): sharded is unsharded, bitwise; nothing is not finite
-    tests/faults/ranks/test_properties.py::test_sharded_is_unsharded
 """  # noqa: E501  (a fault and what must happen are one line)
 """Each fault and what must happen; below it the tests."""
 

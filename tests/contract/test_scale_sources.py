@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.delayed.state import OPERANDS, ScalingState
+from f8sub.features.delayed_state.state import OPERANDS, ScalingState
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.gemm.block_scales import unflat
 from f8sub.kernels.quantize import quantize

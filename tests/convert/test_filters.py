@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.convert.linear_subclasses import extensions
+from f8sub.features.linear_subclasses.linear_subclasses import extensions
 from tests.convert.models import K, converted, mlp, reasons, x_of
 
 

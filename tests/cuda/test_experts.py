@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.experts.products import GroupedPlan
-from f8sub.kernels.groups import Groups
-from f8sub.kernels.quantize import quantize_groups
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.quantize import quantize_both
+from f8sub.features.expert_products.products import GroupedPlan
 from tests.data_sets import gaussian, generator
 from tests.kernels import test_quantize_experts as weights
 from tests.kernels import test_quantize_groups as casts
@@ -134,7 +134,7 @@ def test_a_cast_waits_for_nothing_and_is_captured_in_a_graph(name):
     given = casts.on("cuda", groups)
 
     def cast() -> list[torch.Tensor]:
-        made = quantize_groups(x, given, format, format, 16)
+        made = quantize_both(x, given, format, format, 16)
         parts = [part for codes in made for part in (codes.data, codes.scale_inv)]
         return [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
 

@@ -27,11 +27,18 @@ of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"]
 
 @pytest.fixture
 def runs(monkeypatch) -> list[str]:
-    """Names of the kernels that were launched."""
-    from f8sub.kernels.triton import launcher
+    """Names of the kernels that were launched, and of launches that were known "prepared"."""
+    from f8sub.kernels.triton import launcher, prepared
 
     found: list[str] = []
-    run = launcher.Launch.run
+    run, again = launcher.Launch.run, prepared._Prepared.run
+
+    def counted_again(self, given: object) -> object:
+        found.append("prepared")
+        return again(self, given)
+
+    monkeypatch.setattr(prepared._Prepared, "run", counted_again)
+    monkeypatch.setattr(prepared, "_known", {})
 
     def counted(self: launcher.Launch) -> None:
         found.append(self.kernel.fn.__name__)
@@ -91,6 +98,12 @@ def test_amaxes_are_staged(runs):
 def test_parts_with_known_scales(name, dtype, runs):
     interpreted.parts(name, dtype, "cuda")
     assert set(runs) == {"cast_part"}
+
+
+@on_each_format
+def test_many_parts_at_once(name, runs):
+    interpreted.many_parts(name, "cuda")
+    assert set(runs) == {"cast_part", "cast_parts"}
 
 
 @on_each_format

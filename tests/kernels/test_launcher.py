@@ -269,9 +269,10 @@ def test_columnwise_codes_are_derived_by_what_was_worked_out_once(process):
 def by_groups() -> None:
     import contextlib
 
-    from f8sub.kernels import groups
-    from f8sub.kernels.experts import ExpertWeights
-    from f8sub.kernels.triton import prepared, quantize_experts_cuda, quantize_groups_cuda, support
+    from f8sub.features.expert_operands import tokens_cuda, weights_cuda
+    from f8sub.features.expert_operands.groups import Groups
+    from f8sub.features.expert_operands.weights import ExpertWeights
+    from f8sub.kernels.triton import prepared, support
     from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
 
     support.takes, support.device_of = lambda x: x.numel() > 0, contextlib.nullcontext
@@ -292,10 +293,10 @@ def by_groups() -> None:
             found = []
             for end in (10, 200, 256):
                 x = torch.randn(256, 384).bfloat16()
-                where = groups.Groups.of(torch.tensor([3, 3, end], dtype=torch.int32), 256)
+                where = Groups.of(torch.tensor([3, 3, end], dtype=torch.int32), 256)
 
                 def cast(x: Any = x, where: Any = where, row: Any = row, col: Any = col) -> None:
-                    quantize_groups_cuda.quantize(x, where, row, col, 16)
+                    tokens_cuda.quantize(x, where, row, col, 16)
 
                 found.append(launched(cast, x=x, ends=where.ends))
             assert found[0]
@@ -305,22 +306,22 @@ def by_groups() -> None:
         found = []
         for _ in range(3):
             w = torch.randn(3, 256, 128).bfloat16()
-            found.append(launched(lambda w=w, f=format: quantize_experts_cuda.quantize(w, f), w=w))
+            found.append(launched(lambda w=w, f=format: weights_cuda.quantize(w, f), w=w))
         assert found[0] == found[1] == found[2]
         found = []
         for _ in range(3):
-            codes = quantize_experts_cuda.quantize(torch.randn(3, 256, 128).bfloat16(), format)
+            codes = weights_cuda.quantize(torch.randn(3, 256, 128).bfloat16(), format)
             given = ExpertWeights(codes.data, codes.scale_inv, format)
             _taken()
             found.append(
                 launched(
-                    lambda given=given, f=format: quantize_experts_cuda.derive_columnwise(given, f),
+                    lambda given=given, f=format: weights_cuda.derive_columnwise(given, f),
                     codes=given.data,
                     scale=given.scale_inv,
                 )
             )
         assert found[0] == found[1] == found[2]
-        assert bool(found[0]) == quantize_experts_cuda.derives(given, format)
+        assert bool(found[0]) == weights_cuda.derives(given, format)
 
 
 def test_casts_by_groups_launch_the_same_over_other_tensors(process):

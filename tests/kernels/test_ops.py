@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.features.expert_operands import nodes as of_experts
+from f8sub.features.expert_operands import weights
 from f8sub.formats import E2M1
-from f8sub.kernels import experts, ops, reference
+from f8sub.kernels import ops, reference
 from f8sub.kernels.gemm import select
 from f8sub.kernels.gemm.block_scales import unflat
 from tests.data_sets import gaussian, generator
@@ -58,18 +60,23 @@ def grouped_quantization(formats, shape, usages=(True, True)):
     names = [format.name if is_made else None for format, is_made in zip(formats, usages, strict=True)]
     ends = torch.tensor([1, 1, shape[0]], dtype=torch.int32)
     first = torch.tensor([0, 1, 1], dtype=torch.int32)
-    return ops.quantize_groups_as_one_node, (gaussian(shape, generator(1)), first, ends, *names, 16)
+    return of_experts.quantize_groups_as_one_node, (gaussian(shape, generator(1)), first, ends, *names, 16)
 
 
 def experts_quantization(formats, shape):
-    return ops.quantize_experts, (gaussian((3, *shape), generator(1)), formats[0].name)
+    return of_experts.quantize_experts, (gaussian((3, *shape), generator(1)), formats[0].name)
 
 
 def experts_derivation(formats, shape):
-    w = experts.quantize(gaussian((3, *shape), generator(1)), formats[0])
+    w = weights.quantize(gaussian((3, *shape), generator(1)), formats[0])
     dy = gaussian((4, shape[0]), generator(2))
     names = formats[0].name, formats[1].name
-    return ops.derive_columnwise_of_experts, (w.data.contiguous(), w.scale_inv.contiguous(), dy, *names)
+    return of_experts.derive_columnwise_of_experts, (
+        w.data.contiguous(),
+        w.scale_inv.contiguous(),
+        dy,
+        *names,
+    )
 
 
 def multiplication(formats, shape):

@@ -9,6 +9,7 @@ from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda, support
+from f8sub.kernels.triton.parts import Part, casts_of
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import (
@@ -136,12 +137,8 @@ def test_no_amax_is_looked_for_where_a_past_is_known(interpreter):
 def staging(device: str = "cpu") -> None:
     for amaxes in ([1.0, 3.0, 2.0], [2.0, INF, 1.0], [NAN], [0.0, 2.0**-149, NAN, 5.0], [-NAN, 7.0]):
         staged, met = torch.zeros(2, device=device).unbind()
-        right = torch.zeros(2).unbind()
         for amax in amaxes:
-            given = torch.full((1, 1), amax)
-            quantize_cuda.stage(given.to(device), staged, met)
-            scales.stage(given, *right)
-            assert (staged.item(), met.item()) == tuple(t.item() for t in right)
+            quantize_cuda.stage(torch.full((1, 1), amax, device=device), staged, met)
         finite = [amax for amax in amaxes if abs(amax) < INF]
         assert staged.item() == max([0.0, *finite])
         assert met.item() == float(len(finite) < len(amaxes))
@@ -183,40 +180,38 @@ def parts(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
             assert not (signs & ~found.isnan()).any()
 
 
+def many_parts(name: str, device: str = "cpu") -> None:
+    """Parts of matrices of two dtypes, of whole tiles and others, cast together and each by itself, twice."""
+    format, given, right = FORMATS[name], [], []
+    for seed, ((row, col), shape) in enumerate([*PARTS[:4], ((0, 0), (192, 256)), ((64, 0), (64, 384))]):
+        for dtype in (torch.float32, torch.bfloat16):
+            whole = make("lognormal", (row + shape[0], col + shape[1]), seed, dtype).to(device)
+            whole[row, col] = NAN
+            scale = scales.scale_from_amax(scales.amax(whole.nan_to_num(), format.tile), format)
+            part = whole[row:, col:].contiguous()
+            stride = shape[1] + seed % 2 * 16
+            given.append(Part(part, format, torch.bfloat16, (row, col), scale, stride))
+            right.append(torch.full((shape[0], stride), 0xAB, dtype=torch.uint8, device=device))
+    outs = [torch.empty_like(each) for each in right]
+    casts = casts_of(given)
+    for factor in (1.0, -0.5):
+        for part, expected, out in zip(given, right, outs, strict=True):
+            part.x.mul_(factor)
+            out.fill_(0xAB)
+            quantize_cuda.cast_into(expected, part.x, part.scale, format, part.offset, part.through)
+        casts.run(outs)
+        for expected, out in zip(right, outs, strict=True):
+            assert torch.equal(out, expected)
+
+
+@on_each_walk
+def test_many_parts_at_once(interpreter, name):
+    interpreter(many_parts, name)
+
+
 @on_each_walk
 def test_parts_with_known_scales(interpreter, name):
     interpreter(parts, name)
-
-
-def rows_with_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Rows into a wire that holds their scales, too; each of four kinds of trouble is in a row of its own."""
-    format = FORMATS[name]
-    for cols in (272, 2048, 4112):
-        x = make("lognormal", (9, cols), 8, torch.float32)
-        x[1, 44], x[2, 45], x[3, cols - 1], x[4], x[5, 7] = NAN, INF, -INF, 0.0, 3.4e38
-        x = x.to(dtype)
-        for through in {dtype, torch.bfloat16}:
-            rounded = x.to(through).float()
-            bad = ~rounded.isfinite().all(1, keepdim=True)
-            amax = rounded.abs().amax(1, keepdim=True).masked_fill(bad, 0.0)
-            scale = scales.scale_from_amax(amax, format).masked_fill(bad, NAN)
-            right = reference.cast(x.to(through), scale.expand(-1, cols), format.dtype)
-            start = -(-cols // 16) * 16
-            wire = torch.full((9, start + 16), 0xAB, dtype=torch.uint8, device=device)
-            scale_inv = wire[:, start : start + 4].view(torch.float32)
-            quantize_cuda.cast_rows_into(wire, scale_inv, x.to(device), format, through)
-            assert (wire[:, cols:start] == 0xAB).all()
-            assert (wire[:, start + 4 :] == 0xAB).all()
-            expected = scale.double().reciprocal().float()
-            torch.testing.assert_close(scale_inv.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-            found = wire[:, :cols].cpu().view(format.dtype).float()
-            torch.testing.assert_close(found, right.float(), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rows_with_scales_of_their_own(interpreter, dtype):
-    interpreter(rows_with_scales, "rowwise", dtype)
-    rows_with_scales("rowwise", dtype)
 
 
 def scales_of_vectors() -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from f8sub import Float8Format, ScaleRule, Tile
-from f8sub.kernels import groups as specification
-from f8sub.kernels.groups import Groups
-from f8sub.kernels.triton import quantize_groups_cuda
+from f8sub.features.expert_operands import tokens as specification
+from f8sub.features.expert_operands import tokens_cuda
+from f8sub.features.expert_operands.groups import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.products import bits
 from tests.kernels.quantized import DTYPES, E4M3, FORMATS, INF, NAN
@@ -24,8 +24,8 @@ COUNTS = {
     "one token": [1],
     "257": [1, 0, 0, 2] * 64 + [2],
 }
-WIDTHS = (144, 256)
-"""Columns: not of whole tiles, and of whole ones."""
+WIDTHS = {"both": 144, "row": 256, "column": 256}
+"""Columns by usages: not of whole tiles, and of whole ones."""
 MANY = 100
 """More groups than that are cast once, and few columns of them: the interpreter runs one program after the other."""
 USAGES = {"both": (True, True), "row": (True, False), "column": (False, True)}
@@ -67,19 +67,19 @@ def check(
 ) -> None:
     """Rows past the last group are undefined in what has x's rows."""
     row, col = (format if is_made else None for is_made in USAGES[usages])
-    found = quantize_groups_cuda.quantize(x.to(device), on(device, groups), row, col, multiple)
-    for codes, wanted, columnwise in zip(found, (row, col), (False, True), strict=True):
+    found = tokens_cuda.quantize(x.to(device), on(device, groups), row, col, multiple)
+    for codes, wanted, contracted in zip(found, (row, col), (False, True), strict=True):
         if wanted is None:
             assert codes is None
             continue
         right = specification.quantize(
-            x, groups, format, columnwise=columnwise, multiple=multiple if columnwise else 1
+            x, groups, format, contracted=contracted, multiple=multiple if contracted else 1
         )
         assert codes.groups.rows == right.groups.rows
         assert codes.groups.first.tolist() == right.groups.first.tolist()
         assert codes.groups.ends.tolist() == right.groups.ends.tolist()
         data, scale_inv = (codes.data, right.data), (codes.scale_inv, right.scale_inv)
-        if not columnwise and right.groups is groups:
+        if not contracted and right.groups is groups:
             end = int(groups.ends[-1])
             data = data[0][:end], data[1][:end]
             if format.tile.rows == 1:
@@ -98,10 +98,9 @@ def walks(name: str, counts: list[int], device: str = "cpu") -> None:
             device=device,
         )
         return
-    for cols in WIDTHS:
+    for usages, cols in WIDTHS.items():
         x = spoiled(make("lognormal", (groups.rows, cols), 5, torch.bfloat16), groups)
-        for usages in USAGES:
-            check(x, groups, format, usages, device=device)
+        check(x, groups, format, usages, device=device)
 
 
 @pytest.mark.parametrize(

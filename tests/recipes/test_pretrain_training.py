@@ -42,7 +42,7 @@ def full_weights(rank, world, settings):
 
 def test_weights_depend_on_the_seed_alone(ranks, tmp_path):
     plain = quick_settings(tmp_path, "--float8.enabled false")
-    float8 = quick_settings(tmp_path, "--float8.recipe tensorwise --activation_checkpoint.enabled true")
+    float8 = quick_settings(tmp_path, "--float8.recipe tensorwise --activation_checkpoint.mode full")
     one = ranks(1, full_weights, plain)[0]
     three = ranks(3, full_weights, float8)[0]
     assert len(one) > 30
@@ -52,6 +52,35 @@ def test_weights_depend_on_the_seed_alone(ranks, tmp_path):
     assert (again["lm_head.weight"] != one["lm_head.weight"]).any()
 
 
+@pytest.mark.parametrize("size", ["debug", pytest.param("moe-debug", marks=pytest.mark.long)])
+def test_activation_checkpointing_changes_no_loss(ranks, tmp_path, size):
+    found = {}
+    for mode in ("none", "selective", "full"):
+        settings = quick_settings(tmp_path / mode, f"--model.size {size} --activation_checkpoint.mode {mode}")
+        assert ranks(2, train, settings) == [True, True]
+        found[mode] = losses(settings)
+    assert found["selective"] == found["full"] == found["none"]
+
+
+def test_a_mixture_of_experts(ranks, tmp_path):
+    """Its weights depend on the seed alone, and its losses are those of bf16 within the rounding of a few steps."""
+    settings = quick_settings(tmp_path / "float8", "--model.size moe-debug")
+    one, three = (ranks(world, full_weights, settings)[0] for world in (1, 3))
+    assert all((value == three[name]).all() for name, value in one.items())
+    bf16 = changed(changed(settings, "float8", enabled=False), "job", dump_folder=str(tmp_path / "bf16"))
+    linears = changed(
+        changed(settings, "float8", experts=False), "job", dump_folder=str(tmp_path / "linears")
+    )
+    for each in (settings, bf16, linears):
+        assert ranks(2, train, each) == [True, True]
+    assert losses(settings)[-1] < losses(settings)[0] - 0.3
+    assert losses(settings) == pytest.approx(losses(bf16), rel=3e-2)
+    ours, of_linears, of_bf16 = (records(each)[-1]["all_gather_bytes"] for each in (settings, linears, bf16))
+    assert ours < 0.55 * of_bf16
+    assert ours < 0.65 * of_linears < 0.65 * of_bf16
+
+
+@pytest.mark.long
 def test_weights_and_buffers_are_those_of_transformers(ranks, tmp_path):
     found = ranks(2, full_weights, quick_settings(tmp_path, "--float8.enabled false"))[0]
     config = LlamaConfig(
@@ -107,6 +136,7 @@ def test_one_rank_and_gradient_accumulation_train_alike(ranks, tmp_path, recipe)
     assert losses(one)[-1] < losses(one)[0] - 0.3
 
 
+@pytest.mark.long
 def test_gradients_in_float8(ranks, tmp_path):
     usual, ours = quick_settings(tmp_path / "usual"), quick_settings(tmp_path / "ours", GRADIENTS)
     for settings in (usual, ours):
@@ -116,6 +146,7 @@ def test_gradients_in_float8(ranks, tmp_path):
     assert losses(ours) != losses(usual)
 
 
+@pytest.mark.long
 def test_gradients_in_float8_are_monitored(ranks, tmp_path):
     settings = quick_settings(tmp_path, f"{GRADIENTS} --float8.monitor_every 2")
     ranks(2, train, settings)
@@ -166,6 +197,7 @@ def test_a_new_run_does_not_mix_with_an_older_one(ranks, tmp_path):
     assert "has checkpoints of an earlier run, up to step-00000004" in ranks(1, refusal, settings)[0]
 
 
+@pytest.mark.long
 def test_newest_begins_anew_without_checkpoints_but_not_with_broken_ones(ranks, tmp_path):
     options = "--float8.enabled false --checkpoint.interval 4 --checkpoint.resume newest"
     settings = quick_settings(tmp_path, options)
@@ -297,6 +329,7 @@ def test_a_monitor_measures_and_changes_nothing(ranks, tmp_path):
     assert not list((tmp_path / "plain").glob("numerics*"))
 
 
+@pytest.mark.long
 def test_a_monitors_rows_go_on_after_a_resume(ranks, tmp_path):
     options = "--float8.monitor_every 1 --checkpoint.interval 2 --training.steps"
     assert ranks(1, train, quick_settings(tmp_path, f"{options} 4")) == [True]

@@ -8,14 +8,11 @@ import torch
 from f8sub import get_recipe
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
-from f8sub.linear import weight_cast
-from f8sub.weights import master_weight
 from scripts.bench import timing
 from scripts.bench.gpu import gemms, graphs, linears, monitors, quantizers, slices, variants
 from scripts.bench.gpu.expert_steps import Lie
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES, Problem, Product
 from scripts.bench.gpu.session import Session
-from tests.op_recorder import OpRecorder
 
 CPU = torch.device("cpu")
 GRAPHED = "f8sub blockwise compiled graphed"
@@ -78,24 +75,6 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
     assert GRAPHED in printed
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-@pytest.mark.long
-def test_a_slice_of_two_ranks(everything, run_script):
-    """Told once, and the same losses: every rank has the same tokens."""
-    options = ("--group", "slice", "--rounds", "2", "--only", COMPARED[1])
-    # What is compiled was compiled for one rank.
-    finished = run_script("bench_gpu.py", *options, by=TORCHRUN, TORCHDYNAMO_DISABLE="1")
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout.count("CPU, one of 2 ranks") == 2
-    slices_of = [figures["figures"]["slice"] for figures in (finished.figures, everything[0])]
-    assert ([found["ranks"] for found in slices_of], finished.figures["failed"]) == ([2, 1], {})
-    (rows,), (alone,) = (found["tokens"].values() for found in slices_of)
-    for name in ("bf16 eager", COMPARED[1]):
-        assert rows[name]["check"]["loss"] == pytest.approx(alone[name]["check"]["loss"], rel=1e-4)
-
-
 def make_plan(recipe, device):
     """mxfp8's wgrad alone is of the reference."""
     wgrad = "reference" if recipe.name == "mxfp8" else "scaled_mm"
@@ -114,74 +93,12 @@ def chosen(monkeypatch):
     return run
 
 
-def test_which_graphed_steps_are_run(chosen):
-    def graphed(*only: str) -> list[str]:
-        return [name for name in chosen(*only)[0] if name.endswith("graphed")]
-
-    bf16 = [f"{name} graphed" for name in BASELINES[:2]]
-    assert graphed() == [*bf16, GRAPHED, "f8sub tensorwise compiled graphed"]
-    assert graphed("f8sub rowwise eager") == []
-    assert graphed("f8sub nvfp4 eager*") == [*bf16, "f8sub nvfp4 eager graphed"]
-    assert graphed("f8sub delayed * graphed") == bf16
-    _, skipped = chosen("f8sub delayed * graphed")
-    assert all("histories roll" in skipped[f"f8sub delayed {how} graphed"] for how in ("eager", "compiled"))
-    assert chosen("* graphed")[0] == graphed("* graphed")
-
-
 def test_recipes_of_the_reference_are_not_for_a_gpu(chosen):
     found, skipped = chosen()
     assert set(skipped) == {"f8sub mxfp8 eager", "f8sub mxfp8 compiled"}
     assert all("wgrad would be of the reference" in reason for reason in skipped.values())
     assert {"f8sub blockwise eager", "torchao rowwise compiled"} <= set(found)
     assert "f8sub mxfp8 eager" in {variant.name for variant in variants.chosen([], CPU)[0]}
-
-
-def recorded_on_the_cpu(monkeypatch, variant: variants.Variant, left_out: str = "") -> dict:
-    """A graphed variant's slice, and the operators of one name left out of the graph; its figures."""
-
-    def record(run):
-        run()
-        with monkeypatch.context() as patched, OpRecorder() as graph:
-            for module in (master_weight, weight_cast):
-                patched.setattr(module, "is_capturing", lambda tensor: True)
-            loss = run()
-        return (graph.without(left_out) if left_out else graph).replay, loss, 4096
-
-    monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(slices, "chosen", lambda only, device: ([BF16_GRAPHED, variant], {}))
-    made = session()
-    slices.group(made)
-    rows = made.figures["slice"]["graphed"].get("32x4", {})
-    return {"rows": rows, "failed": made.failed, "tables": made.tables}
-
-
-BF16_GRAPHED = variants.Variant("bf16", "", False, graphed=True)
-
-
-@pytest.mark.long
-def test_a_graphed_slice(monkeypatch):
-    variant = variants.Variant("f8sub", "blockwise", False, graphed=True)
-    found = recorded_on_the_cpu(monkeypatch, variant)
-    assert found["failed"] == {}
-    assert set(found["rows"]) == {BF16_GRAPHED.name, variant.name}
-    for row in found["rows"].values():
-        assert row["graph"]["losses"] == row["graph"]["launched_losses"]
-        assert len(set(row["graph"]["losses"])) == graphs.STEPS
-        assert row["graph"]["bytes"] == 4096
-        assert set(row["host_ms"]) == {"step", "graphed"}
-        for how in ("step", "graphed"):
-            assert row[how]["tokens_per_s"] == pytest.approx(32e3 / row[how]["median_ms"])
-    (table,) = found["tables"]
-    assert "without FSDP2" in table.title
-    assert [len(line) for line in table.rows] == [len(table.columns)] * 2
-
-
-def test_a_graph_that_does_not_train_is_not_timed(monkeypatch):
-    variant = variants.Variant("f8sub", "rowwise", False, graphed=True)
-    found = recorded_on_the_cpu(monkeypatch, variant, left_out="aten::_fused_adamw_")
-    assert found["rows"] == {}
-    (error,) = found["failed"].values()
-    assert "losses of replayed steps" in error
 
 
 def test_how_far_losses_of_replays_may_be_off():

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 import f8sub
 from f8sub.weights.master_weight import MasterWeight
@@ -39,35 +39,6 @@ def fresh_output(model: nn.Module, recipe: str, x: torch.Tensor) -> torch.Tensor
     return f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)(x)
 
 
-def step_with(make) -> object:
-    def step(model: nn.Module) -> None:
-        parameters = list(model.parameters())
-        for parameter in parameters:
-            parameter.grad = gaussian(tuple(parameter.shape), generator(3)).to(parameter.dtype)
-        make(parameters).step()
-
-    return step
-
-
-def add_to(vector: torch.Tensor, model: nn.Module) -> None:
-    vector.add_(0.5)
-    vector_to_parameters(vector, model.parameters())
-
-
-def twice_from_one_vector(model: nn.Module) -> None:
-    vector = parameters_to_vector(model.parameters()).detach()
-    add_to(vector, model)
-    model(x_of())  # reads the weight as it is between the two
-    add_to(vector, model)
-
-
-def through_the_vector_alone(model: nn.Module) -> None:
-    vector = parameters_to_vector(model.parameters()).detach()
-    vector_to_parameters(vector, model.parameters())
-    model(x_of())
-    vector.mul_(3.0)
-
-
 def rebind_twice(model: nn.Module) -> None:
     """The storage that is let go first may be given out again for the second."""
     weight = model[0].weight
@@ -92,40 +63,20 @@ def set_mask(weight):
 
 
 CHANGES = {
-    "adamw-foreach": step_with(lambda p: torch.optim.AdamW(p, lr=0.5, foreach=True)),
-    "adamw-fused": step_with(lambda p: torch.optim.AdamW(p, lr=0.5, fused=True)),
-    "adamw-for-loop": step_with(lambda p: torch.optim.AdamW(p, lr=0.5, foreach=False, fused=False)),
-    "sgd-momentum": step_with(lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9)),
-    "sgd-fused": step_with(lambda p: torch.optim.SGD(p, lr=0.5, fused=True)),
-    "adafactor": step_with(lambda p: torch.optim.Adafactor(p, lr=0.5)),
-    "load_state_dict": lambda m: m.load_state_dict(
-        {"0.weight": gaussian((ROWS, COLS), generator(7)), "0.bias": torch.zeros(ROWS)}
-    ),
     "load_state_dict-assign": lambda m: m.load_state_dict(
         {"0.weight": gaussian((ROWS, COLS), generator(7)), "0.bias": torch.zeros(ROWS)}, assign=True
     ),
-    "init": lambda m: nn.init.xavier_uniform_(m[0].weight),
     "init-orthogonal": lambda m: nn.init.orthogonal_(m[0].weight),
-    "init-sparse": lambda m: nn.init.sparse_(m[0].weight, 0.5),
     "reset_parameters": lambda m: m[0].reset_parameters(),
-    "vector_to_parameters": lambda m: add_to(parameters_to_vector(m.parameters()).detach(), m),
-    "vector_to_parameters-twice": twice_from_one_vector,
-    "the-vector-behind-it": through_the_vector_alone,
-    "rebind-data": lambda m: setattr(m[0].weight, "data", gaussian((ROWS, COLS), generator(8))),
     "rebind-data-twice": rebind_twice,
     "to-bf16-and-back": lambda m: m.to(torch.bfloat16).to(torch.float32),
-    "mul_": in_place(lambda w: w.mul_(3)),
-    "copy_": in_place(lambda w: w.copy_(gaussian((ROWS, COLS), generator(4)))),
     "out=": in_place(lambda w: torch.mul(gaussian((ROWS, COLS), generator(4)), 2.0, out=w)),
-    "foreach": in_place(lambda w: torch._foreach_mul_([w], 3.0)),
-    "addmm_": in_place(lambda w: w.addmm_(torch.ones(ROWS, 2), torch.ones(2, COLS))),
     "set_": in_place(lambda w: w.set_(gaussian((ROWS, COLS), generator(4)))),
-    "data.mul_": lambda m: m[0].weight.data.mul_(3),
     "detach.mul_": lambda m: m[0].weight.detach().mul_(3),
-    "index_fill_": in_place(lambda w: w.index_fill_(0, torch.tensor([0]), 9.0)),
     "setitem": in_place(set_item),
     "setitem-mask": in_place(set_mask),
 }
+"""Besides those of tests/contract/ranks/test_weights.py."""
 VIEWS = {
     "view": lambda w: w.view(-1),
     "view_as": lambda w: w.view_as(torch.empty(COLS, ROWS)),
@@ -177,19 +128,6 @@ def test_a_write_through_a_view_is_seen(view, of):
     after = model(x)
     assert not torch.equal(after, before)
     assert torch.equal(after, fresh_output(model, "tensorwise", x))
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_a_compiled_optimizer_step_is_seen(options, fresh_compiler):
-    """Compiled code bypasses dispatch."""
-    model, x = made(), x_of()
-    model(x).backward(gaussian((8, ROWS), generator(4)))
-    step = torch.compile(torch.optim.AdamW(model.parameters(), lr=2.0, **options).step, backend="aot_eager")
-    for _ in range(2):
-        before = model(x).detach()
-        step()
-        assert not torch.equal(model(x), before)
-        assert torch.equal(model(x), fresh_output(model, "tensorwise", x))
 
 
 def test_a_compiled_function_that_writes_is_seen(fresh_compiler):

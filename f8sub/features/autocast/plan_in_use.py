@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.keep_x.keep_x import why_not_kept
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import Float8Format, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear.saved_input import why_not_kept
-from f8sub.linear.sockets import contexts
+from f8sub.linear import sockets
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import constant_result, graph_task, is_dtensor, saved_tensors_hook
@@ -75,7 +75,7 @@ def _place() -> tuple[int, bool, Any]:
 
 def enter(key: str | None) -> None:
     """Have the forwards of this thread use the recipe of that key, or with None each layer's own."""
-    contexts.entered = True
+    sockets.context_plan = plan_in_use
     place = _COMPILED if torch.compiler.is_compiling() else _place()
     _entry.innermost = key, place, _entry.innermost
 
@@ -251,4 +251,4 @@ def _is_executed(node: Any) -> bool:
     return node is torch._C._current_autograd_node() or bool(torch._C._will_engine_execute_node(node))
 
 
-contexts.plan_of, contexts.remember = plan_in_use, remember
+sockets.remember = remember

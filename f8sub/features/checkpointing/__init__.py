@@ -1,1 +1,1 @@
-"""Activation checkpointing: ``checkpoint_policy``."""
+"""Activation checkpointing: ``checkpoint_policy``, and float8 as a policy sees it."""

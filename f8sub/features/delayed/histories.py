@@ -17,15 +17,15 @@ from typing_extensions import override
 
 from f8sub.convert.convert import remove_hook
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.features.delayed.layers import STATES, state_of, states_of
-from f8sub.features.delayed.state import OPERANDS, ScalingState, W, roll
+from f8sub.features.delayed.layers import check_members, forget, forget_missing, state_of, states_of
+from f8sub.features.delayed.rolling import Held, Histories, matrices_of, operands_met
+from f8sub.features.delayed_state.state import OPERANDS, ScalingState, W
 from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
 from f8sub.features.non_finite.skipped_steps import SkippedSteps
 from f8sub.features.replicas.replicas import Replicas, running_ddp
 from f8sub.kernels.scales import PriorScale
 from f8sub.linear import sockets
-from f8sub.linear.float8_linear import Float8Linear
-from f8sub.tensor.host_copy import HostCopy, sent_to
+from f8sub.tensor.host_copy import HostCopy
 from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.exchange import Exchange
@@ -33,61 +33,24 @@ from f8sub.weights.guests import Guest, makers
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import WeightRecord, local_tensor
 
-_Held = tuple[WeightRecord, ScalingState]
-
 _last_steps: weakref.WeakKeyDictionary[WeightRecord, int] = weakref.WeakKeyDictionary()
 """The last optimizer step of its conversion that stepped a weight."""
 
 
-class _Histories:
-    """Histories that roll together: what this rank staged, and the roll with what all ranks staged."""
-
-    def __init__(self, held: Sequence[_Held]) -> None:
-        self.records = [record for record, _ in held]
-        self.states = [state for _, state in held]
-        self._own = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    @functools.cached_property
-    def _reduced(self) -> torch.Tensor | None:
-        """Whose amaxes are the maximum over the ranks, (layers, 1); None where all are."""
-        reduced = [state.scaling.reduce_amax for state in self.states]
-        return None if all(reduced) else sent_to(self._own.device, reduced)[:, None]
-
-    def take(self) -> torch.Tensor:
-        """What was staged since the last roll: amaxes, and 1 for NaN and infinity; float32, (2, layers, 3)."""
-        amaxes = [history[0] for state in self.states for history in state.histories]
-        non_finite = [flag for state in self.states for flag in state.flags]
-        self._own = torch.stack([*amaxes, *non_finite]).view(2, -1, 3)
-        return self._own
-
-    def roll(self, staged: torch.Tensor, weights: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
-        """Roll.
-
-        Args:
-            staged: the maximum of what the ranks took; written to.
-            weights: float32, (layers,): the weights' amaxes.
-            stepped: bool, (layers,): whether a weight's amax counts, because an optimizer stepped the weight.
-
-        Returns:
-            float32, (layers, 3): not 0 where NaN or infinity was staged.
-        """
-        amaxes, non_finite = staged.unbind()
-        if self._reduced is not None:
-            amaxes = torch.where(self._reduced, amaxes, self._own[0])
-        amaxes[:, W] = weights.where(weights.isfinite() & stepped, 0.0)
-        roll(self.states, amaxes)
-        return non_finite
-
-
-class _ShardedHistories(_Histories):
+class _ShardedHistories(Histories):
     """The ``Region`` of the sharded layers of one exchange. Their weights' amaxes are the exchange's own."""
 
     def __init__(
         self, guest: "_DelayedGuest", records: Sequence[WeightRecord], before: "_ShardedHistories | None"
     ) -> None:
         by_name = sorted(records, key=lambda record: record.fqn)
-        super().__init__([(record, state_of(record.module, record.module.plan.recipe)) for record in by_name])
-        self.size = 2 * len(records) * len(OPERANDS)
+        super().__init__(
+            [(record, state_of(record.module, record.module.plan.recipe, record.name)) for record in by_name]
+        )
+        for record, state in zip(self.records, self.states, strict=True):
+            if record.shard is not None:
+                check_members(state, record.shard.table_shape[0], record.fqn)
+        self.size = 2 * sum(self.sizes) * len(OPERANDS)
         self.rolled_at: int = 0 if before is None else before.rolled_at
         self.asked_at: int = -1 if before is None else before.asked_at
         self._guest = guest
@@ -108,11 +71,13 @@ class _ShardedHistories(_Histories):
     def write(self, out: torch.Tensor) -> None:
         shards = [record.shard for record in self.records if record.shard is not None]
         if self._weights is None:
-            positions = [int(shard.scales.amax.storage_offset()) for shard in shards]
+            starts = [int(shard.scales.amax.storage_offset()) for shard in shards]
+            parts = zip(starts, self.sizes, strict=True)
+            positions = [start + index for start, size in parts for index in range(size)]
             self._weights = torch.tensor(positions, dtype=torch.int64, device=out.device)
         since = self._guest.covered(self.rolled_at)
-        self._stepped = sent_to(out.device, [_stepped(shard.master, since) for shard in shards])
         out.copy_(self.take().flatten())
+        self._stepped = self.by_row([_stepped(shard.master, since) for shard in shards])
         self.rolled_at = self._guest.steps
 
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
@@ -137,7 +102,7 @@ class _ShardedHistories(_Histories):
         return False
 
     def tell(self, found: torch.Tensor) -> list[str]:
-        return self._guest.errors_of(_operands(self.records, found.view(-1, len(OPERANDS))))
+        return self._guest.errors_of(operands_met(self.names, found.view(-1, len(OPERANDS))))
 
 
 class _DelayedGuest(Guest):
@@ -153,7 +118,7 @@ class _DelayedGuest(Guest):
         self._conversion: Conversion = weakref.proxy(conversion)
         self._replicas: Replicas | None = None
         self._rolled_at = 0
-        self._staged: tuple[list[WeightRecord], HostCopy] | None = None
+        self._staged: tuple[list[str], HostCopy] | None = None
         self._non_finite: list[str] = []
 
     def covered(self, rolled_at: int) -> int:
@@ -168,10 +133,12 @@ class _DelayedGuest(Guest):
         return graph_task() == -1 and self.steps > self.covered(rolled_at)
 
     def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
-        if not states_of(record.module):
+        if not states_of(record.module, record.name):
             return None
         recipe = record.module.plan.recipe
-        return None if recipe.delayed is None else functools.partial(state_of(record.module, recipe).prior, W)
+        if recipe.delayed is None:
+            return None
+        return functools.partial(state_of(record.module, recipe, record.name).prior, W)
 
     def region(self, records: Sequence[WeightRecord], before: Any) -> _ShardedHistories | None:
         with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
@@ -226,7 +193,7 @@ class _DelayedGuest(Guest):
             self._roll(alike, of_contexts, since)
         self._conversion.guest(HeldWeights).skip(record for record, _ in (*alike, *of_contexts))
 
-    def _roll(self, alike: Sequence[_Held], of_contexts: Sequence[_Held], since: int) -> None:
+    def _roll(self, alike: Sequence[Held], of_contexts: Sequence[Held], since: int) -> None:
         """Roll the histories that no exchange reduces, which rolled last at optimizer step ``since``.
 
         Every replica has ``alike``; ``of_contexts`` are of a context's recipe, which only this rank may have entered.
@@ -234,7 +201,7 @@ class _DelayedGuest(Guest):
         Raises:
             Float8ConfigError: a CUDA graph is captured: replays would not know which weights an optimizer stepped.
         """
-        histories = _Histories([*alike, *of_contexts])
+        histories = Histories([*alike, *of_contexts])
         records, fqn = histories.records, histories.records[0].fqn
         if is_capturing(histories.states[0].scale):
             raise Float8ConfigError(
@@ -252,19 +219,20 @@ class _DelayedGuest(Guest):
         with torch.no_grad():
             staged = histories.take()
             if self._replicas is not None and alike:
-                shared = self._replicas.maximum(staged[:, : len(alike)], fqn)
-                staged = torch.cat((shared, staged[:, len(alike) :]), 1)
-            amaxes = weight_amaxes(weights).to(staged)
-            non_finite = histories.roll(staged, amaxes, sent_to(staged.device, stepped))
+                rows = sum(histories.sizes[: len(alike)])
+                shared = self._replicas.maximum(staged[:, :rows], fqn)
+                staged = torch.cat((shared, staged[:, rows:]), 1)
+            amaxes = weight_amaxes([m for weight in weights for m in matrices_of(weight)]).to(staged)
+            non_finite = histories.roll(staged, amaxes, histories.by_row(stepped))
             non_finite[:, W] = (~amaxes.isfinite()).float()
-        self._staged = records, HostCopy(non_finite)
+        self._staged = histories.names, HostCopy(non_finite)
 
     def _read(self) -> None:
         """Read where the last roll met NaN or infinity."""
         if self._staged is not None:
-            records, copy = self._staged
+            names, copy = self._staged
             with no_dispatch_modes():
-                self._non_finite += _operands(records, copy.read())
+                self._non_finite += operands_met(names, copy.read())
             self._staged = None
 
     def precompute(self) -> None:
@@ -287,10 +255,10 @@ class _DelayedGuest(Guest):
             warnings.warn(_left_out(harmless), Float8Warning, stacklevel=8)
         return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
 
-    def held(self) -> list[_Held]:
+    def held(self) -> list[Held]:
         """All states, in an order that every rank agrees on."""
         records = [record for record in self._conversion if record.module is not None]
-        return [(record, state) for record in records for state in states_of(record.module)]
+        return [(record, state) for record in records for state in states_of(record.module, record.name)]
 
 
 makers.append(_DelayedGuest)
@@ -300,24 +268,22 @@ class DelayedLayers(sockets.LayerGuest):
     """What delayed scaling does for layers whose recipe has it."""
 
     @override
-    def entered(self, layer: Float8Linear) -> None:
+    def entered(self, layer: Any) -> None:
         if layer.plan.recipe.delayed is not None:
-            state_of(layer, layer.plan.recipe)
+            for name in layer.converted.names_of(layer):
+                state_of(layer, layer.plan.recipe, name)
 
     @override
-    def left(self, layer: Float8Linear) -> None:
-        layer._modules.pop(STATES, None)
+    def left(self, layer: torch.nn.Module) -> None:
+        forget(layer)
 
     @override
-    def loaded(self, layer: Float8Linear, state_dict: dict[str, Any], prefix: str) -> None:
-        """Histories that a state dict with the weight lacks begin anew."""
-        for index, state in enumerate(states_of(layer)):
-            kept = any(key.startswith(f"{prefix}{STATES}.{index}.") for key in state_dict)
-            if f"{prefix}weight" in state_dict and not kept:
-                state.reset()
+    def loaded(self, layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
+        for name in layer.converted.names_of(layer):
+            forget_missing(layer, name, state_dict, prefix)
 
     @override
-    def alike(self, layer: Float8Linear) -> dict[str, str]:
+    def alike(self, layer: Any) -> dict[str, str]:
         return {"amax histories": str(layer.plan.recipe.delayed)}
 
     @override
@@ -351,11 +317,6 @@ def _record_of(weight: torch.Tensor) -> WeightRecord | None:
     """A master weight's record; where modules share it, that of one of them."""
     local = local_tensor(weight)
     return local.record if isinstance(local, MasterWeight) else None
-
-
-def _operands(records: Sequence[WeightRecord], non_finite: torch.Tensor) -> list[str]:
-    """``"dy of layers.1"`` for every entry of ``non_finite``, (layers, 3), that is not 0."""
-    return [f"{OPERANDS[column]} of {records[row].fqn}" for row, column in non_finite.nonzero().tolist()]
 
 
 def _left_out(operands: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Delayed scaling of a layer: its states, one for each recipe that it was run under."""
+"""Delayed scaling of a layer: its weights' states, one for each recipe that it was run under."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,16 +6,15 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.delayed.state import ScalingState
+from f8sub.features.delayed_state.state import ScalingState
 from f8sub.kernels.scales import Sources
 from f8sub.linear import sockets
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.weight import local_tensor
 
 STATES = "scaling_states"
-"""Name of the states in their layer, and so in its state dict."""
+"""Name of the states in their layer, and so in its state dict; behind a weight's name where there are several."""
 
 
 class ScalingStates(torch.nn.ModuleList):
@@ -35,14 +34,19 @@ class ScalingStates(torch.nn.ModuleList):
         return super().__getattr__(name)
 
 
-def states_of(layer: torch.nn.Module) -> list[ScalingState]:
-    """The states of all recipes with delayed scaling that the layer was run under."""
-    return list(layer._modules.get(STATES) or ())  # type: ignore[arg-type]
+def _place_of(name: str) -> str:
+    """Where a layer has the states of the weight ``name``."""
+    return STATES if name == "weight" else f"{name}_{STATES}"
 
 
-def state_of(layer: Float8Linear, recipe: Recipe) -> ScalingState:
+def states_of(layer: torch.nn.Module, name: str = "weight") -> list[ScalingState]:
+    """The states of all recipes with delayed scaling that a weight of the layer was run under."""
+    return list(layer._modules.get(_place_of(name)) or ())  # type: ignore[arg-type]
+
+
+def state_of(layer: Any, recipe: Recipe, name: str = "weight") -> ScalingState:
     """The state of a recipe with delayed scaling, begun at its first use; recipes that differ share none."""
-    states = states_of(layer)
+    states = states_of(layer, name)
     for state in states:
         if state.recipe == recipe:
             return state
@@ -51,18 +55,47 @@ def state_of(layer: Float8Linear, recipe: Recipe) -> ScalingState:
             f"{layer.fqn}: recipe {recipe.name!r} keeps amax histories, and the layer has none for it yet; run it "
             "once in the same context before torch.compile"
         )
-    state = ScalingState(recipe, local_tensor(layer.weight).device).train(layer.training)
-    setattr(layer, STATES, ScalingStates([*states, state], layer.fqn))
+    weight = local_tensor(getattr(layer, name))
+    members = len(weight) if weight.dim() == 3 else None
+    state = ScalingState(recipe, weight.device, members).train(layer.training)
+    setattr(layer, _place_of(name), ScalingStates([*states, state], layer.fqn))
     Conversion.counts_steps = True
     return state
 
 
-def sources_of(layer: Float8Linear, recipe: Recipe) -> Sources:
-    """Those of the layer's state; amaxes of a forward in training count."""
-    state = state_of(layer, recipe)
+def forget(layer: torch.nn.Module) -> None:
+    """Take out all states of the layer's weights."""
+    for place in [place for place, module in layer._modules.items() if isinstance(module, ScalingStates)]:
+        del layer._modules[place]
+
+
+def forget_missing(layer: torch.nn.Module, name: str, state_dict: dict[str, Any], prefix: str) -> None:
+    """Begin histories anew that a state dict with the weight lacks."""
+    for index, state in enumerate(states_of(layer, name)):
+        kept = any(key.startswith(f"{prefix}{_place_of(name)}.{index}.") for key in state_dict)
+        if f"{prefix}{name}" in state_dict and not kept:
+            state.reset()
+
+
+def check_members(state: ScalingState, members: int, fqn: str) -> None:
+    """Raise a Float8ConfigError where this rank has a part of the experts."""
+    if state.members not in (None, members):
+        raise Float8ConfigError(
+            f"{fqn}: delayed scaling keeps the amax histories of {state.members} experts, and this rank has {members} "
+            "of them; no rank could save the others' histories, so take a recipe with current scaling under expert "
+            "parallelism"
+        )
+
+
+def sources_of(layer: Any, recipe: Recipe, name: str = "weight") -> Sources:
+    """Those of a weight's state; amaxes of a forward in training count."""
+    state = state_of(layer, recipe, name)
     if not torch.compiler.is_compiling():
         state.notice_writes()
-    frozen = layer.training and not layer.weight.requires_grad
+    weight = getattr(layer, name)
+    if state.members is not None:
+        check_members(state, len(local_tensor(weight)), f"{layer.fqn}.{name}")
+    frozen = layer.training and not weight.requires_grad
     return state.sources(stage=torch.is_grad_enabled() and layer.training, frozen=frozen)
 
 

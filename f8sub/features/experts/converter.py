@@ -7,10 +7,11 @@ import torch
 from typing_extensions import override
 
 from f8sub.convert.sockets import Converter, converters
+from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.module import Float8Experts, float8_class, plain_class
-from f8sub.features.experts.products import GroupedPlan
 from f8sub.features.experts.seams import seam_of
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
+from f8sub.linear.sockets import guests
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
@@ -57,6 +58,8 @@ class ExpertsConverter(Converter):
             made.__class__ = float8_class(type(module))
             made.plan, made.fqn, made.converted, made.float8_all_gather = plan, fqn, conversion, gathered
             made.enter_weights()
+            for guest in guests:
+                guest.entered(made)
 
         return convert
 
@@ -64,6 +67,8 @@ class ExpertsConverter(Converter):
     def revert(self, module: torch.nn.Module) -> None:
         if isinstance(module, Float8Experts):
             plain = plain_class(module)
+            for guest in guests:
+                guest.left(module)
             for name in _OWN:
                 delattr(module, name)
             module.__class__ = plain  # type: ignore[assignment]

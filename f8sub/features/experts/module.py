@@ -5,18 +5,14 @@ from typing import Any
 import torch
 
 from f8sub.errors import jit_error
-from f8sub.features.experts.grouped_linear import (
-    Call,
-    grouped_linear,
-    local_part,
-    rowwise_of_experts,
-    running,
-)
-from f8sub.features.experts.operands import flat_format
-from f8sub.features.experts.products import GroupedPlan
+from f8sub.features.expert_operands.weights import ExpertWeights, flat_format, seen_transposed
+from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
+from f8sub.features.expert_products.products import GroupedPlan
+from f8sub.features.experts.grouped_linear import grouped_linear, local_part, running
 from f8sub.features.experts.seams import Seam
 from f8sub.formats import Float8Format
-from f8sub.kernels.experts import ExpertWeights, seen_transposed
+from f8sub.linear import sockets
+from f8sub.linear.sockets import sources_of
 from f8sub.recipe import GemmSpec
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again
@@ -43,7 +39,7 @@ class Float8Experts(torch.nn.Module):
     weights: dict[str, bool]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        with running(self.plan, self.fqn):
+        with running(self):
             if self.seam.forward is not None:
                 return self.seam.forward(self, *args, **kwargs)
             return super().forward(*args, **kwargs)
@@ -65,7 +61,7 @@ class Float8Experts(torch.nn.Module):
         format = self.plan.recipe.fprop.b
         if format is None:
             raise RuntimeError(f"{self.fqn}.{name} is read in high precision, so it has no codes")
-        call = Call(self.plan, dtype, self.weights[name])
+        call = Call(self.plan, dtype, self.weights[name], sources_of(self, self.plan.recipe, name))
         return rowwise_of_experts(local_part(self._parameters[name]), format, call)  # type: ignore[arg-type]
 
     def is_gathered(self, name: str) -> bool:
@@ -91,6 +87,7 @@ class Float8Experts(torch.nn.Module):
             "backends": f"{self.plan.fprop}, {self.plan.dgrad}, {self.plan.wgrad}",
             "float8_all_gather": str(self.is_gathered(name)),
             "stored transposed": str(self.weights[name]),
+            **{name: said for guest in sockets.guests for name, said in guest.alike(self).items()},
         }
 
     def follow(self, device: torch.device) -> None:
@@ -133,6 +130,8 @@ class Float8Experts(torch.nn.Module):
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
+        for guest in sockets.guests:
+            guest.loaded(self, state_dict, prefix)
         for name in masters:
             if not self._is_master(name):
                 make_master_again(self.converted.record_of(self, name))

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.features.gradient_wire.fsdp import Reduction, reductions
 from f8sub.features.gradient_wire.hosts import hops_of
 from f8sub.features.gradient_wire.reduction import Float8ReduceScatter, Hops
 from f8sub.features.monitor import gradients
 from f8sub.kernels.triton.support import why_no_triton
-from f8sub.torch_compat import Reduction, is_fsdp_module, reductions
+from f8sub.torch_compat import is_fsdp_module
 
 
 def reduce_gradients_in_float8(

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.gradient_wire.layout import Chunk, Layout, chunk_size, layout_of
-from f8sub.features.gradient_wire.wire import Source, add, pack
-from f8sub.torch_compat import factor_of, is_capturing, reduce_scatter
+from f8sub.features.gradient_codes.layout import Chunk, Layout, chunk_size, layout_of
+from f8sub.features.gradient_codes.wire import Source, add, pack
+from f8sub.features.gradient_wire.fsdp import factor_of, reduce_scatter
+from f8sub.torch_compat import is_capturing
 
 
 class Hops(NamedTuple):

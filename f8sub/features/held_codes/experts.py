@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.module import Float8Experts
-from f8sub.features.experts.products import GroupedPlan
 from f8sub.features.export.codes import Part
 from f8sub.features.held_codes.layers import are_powers_of_2, check_not_gathered, put, recipe_for
 from f8sub.features.layouts.reading import Source

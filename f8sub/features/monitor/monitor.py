@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.monitor import writers
-from f8sub.features.monitor.advice import advice_for
 from f8sub.features.monitor.gradients import GradientRows, rows_of
 from f8sub.features.monitor.sample import RESULTS, ROLES, Sample, probes
-from f8sub.features.monitor.statistics import Statistics
 from f8sub.features.monitor.writers import Writer
+from f8sub.features.operand_statistics.advice import advice_for
+from f8sub.features.operand_statistics.statistics import Statistics
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.host_copy import HostCopy
 

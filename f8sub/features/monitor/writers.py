@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.monitor.statistics import GRADIENT, Statistics
+from f8sub.features.operand_statistics.statistics import GRADIENT, Statistics
 
 Writer = Callable[[int, Sequence[Statistics]], None]
 """Takes a step's number and its rows."""

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.features.experts.grouped_linear import Product, local_part, rowwise_of_experts, watchers
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.quantize import quantize_experts
+from f8sub.features.expert_prior_scales.casts import cast_tokens
+from f8sub.features.expert_products.grouped_matmul import rowwise_of_experts
+from f8sub.features.experts.grouped_linear import Product, local_part, watchers
 from f8sub.features.experts.module import Float8Experts
-from f8sub.features.experts.operands import quantize_tokens
 from f8sub.features.monitor.sample import Probe, Sample, each_element, node_of, part_of, probes
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.groups import Groups
-from f8sub.kernels.quantize import quantize_experts
+from f8sub.kernels.scales import CURRENT, ScaleSource
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
 from f8sub.weights.weight import Weight, master_of
@@ -68,21 +70,22 @@ class _Watch:
         self._seen.add(name)
         recipe = product.call.plan.recipe
         with torch.no_grad():
-            self._tokens(name, "x", product.x.to(product.call.dtype), product.groups, recipe.fprop.a)
+            x = product.x.to(product.call.dtype)
+            self._tokens(name, "x", x, product.groups, recipe.fprop.a, product.call.sources.x)
             self._tokens(name, "y", product.y, product.groups, recipe.fprop.a)
             if recipe.fprop.b is not None and self.sample.wants(name, "w"):
                 self.sample.take(
                     name, "w", recipe.fprop.b, _weights(module, attribute, product, recipe.fprop.b)
                 )
         format = recipe.dgrad.a or recipe.wgrad.a
-        product.y.register_hook(functools.partial(self._note_dy, name, product.groups, format))
+        product.y.register_hook(functools.partial(self._note_dy, name, product, format))
         if self.sample.wants(name, "dx") or self.sample.wants(name, "dw"):
-            node = node_of(product.y, "_GroupedLinear")
+            node = node_of(product.y, "GroupedMatmul")
             node.register_hook(functools.partial(self._note_gradients, name, product))
 
-    def _note_dy(self, name: str, groups: Groups, format: Float8Format | None, dy: torch.Tensor) -> None:
+    def _note_dy(self, name: str, product: Product, format: Float8Format | None, dy: torch.Tensor) -> None:
         with torch.no_grad():
-            self._tokens(name, "dy", dy.contiguous(), groups, format)
+            self._tokens(name, "dy", dy.contiguous(), product.groups, format, product.call.sources.dy)
 
     def _note_gradients(self, name: str, product: Product, gradients: Any, _: Any) -> None:
         recipe, (dx, dw) = product.call.plan.recipe, gradients[:2]
@@ -102,12 +105,20 @@ class _Watch:
             self.sample.take(name, "dw", format, parts)
 
     def _tokens(
-        self, name: str, role: str, values: torch.Tensor, groups: Groups, format: Float8Format | None
+        self,
+        name: str,
+        role: str,
+        values: torch.Tensor,
+        groups: Groups,
+        format: Float8Format | None,
+        source: ScaleSource = CURRENT,
     ) -> None:
         """Take tokens, each expert's cast for itself; rows of no expert count as zeros."""
         if format is None or not self.sample.wants(name, role) or self.sample.has(name, role):
             return
-        made = quantize_tokens(values, groups, format, contracted=False)
+        made = cast_tokens(values, groups, format, None, 1, source.prior()).rowwise
+        if made is None:
+            raise RuntimeError("cast_tokens returned no rowwise operand for a rowwise format")
         codes, scale, is_none = made.by_row(groups)
         operand = Operand(codes, scale.expand(codes.shape).contiguous(), each_element(format))
         codes.view(torch.uint8).masked_fill_(is_none, 0)

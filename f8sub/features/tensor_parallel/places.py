@@ -19,7 +19,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.delayed.layers import states_of
-from f8sub.features.delayed.state import OPERANDS
+from f8sub.features.delayed_state.state import OPERANDS
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import ALL, Tile
 from f8sub.kernels.gemm.select import Plan

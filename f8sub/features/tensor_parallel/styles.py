@@ -20,7 +20,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.features.tensor_parallel.places import Cut
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, why_not_derivable
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT_SOURCES, LayerSource
+from f8sub.kernels.scales import LayerSource
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
@@ -211,13 +211,13 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     Raises:
         Float8ConfigError: see ``check_can_be_sent``.
     """
-    plan = sockets.contexts.plan_of(layer) if sockets.contexts.entered else layer.plan
+    plan = sockets.plan_of(layer)
     if plan.recipe.formats("x") == (None, None):
         return _placed(x, Replicate())
     format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
     device = "cpu" if x.is_cpu else x.device.type
     dtype = autocast_dtype(device) or x.dtype
-    sources = CURRENT_SOURCES if plan.recipe.scaling is None else sockets.scaling(layer, plan.recipe)
+    sources = sockets.sources_of(layer, plan.recipe)
     tokens = Cut.of(x.device_mesh, 0, 0)
     gathered: DTensor = apply(_Gather, x, format, dtype, sources.x.over(tokens.across))
     return gathered

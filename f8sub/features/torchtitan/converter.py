@@ -16,7 +16,7 @@ from torchtitan.protocols.module import Module, ModuleList
 from torchtitan.tools.logging import logger
 
 from f8sub.features.delayed.layers import states_of
-from f8sub.features.delayed.state import ScalingState
+from f8sub.features.delayed_state.state import ScalingState
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.torchtitan.options import Options, convert
 from f8sub.features.torchtitan.scales import attach

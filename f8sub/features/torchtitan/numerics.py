@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.features.monitor.monitor import Monitor
-from f8sub.features.monitor.statistics import Statistics
 from f8sub.features.monitor.writers import jsonl
+from f8sub.features.operand_statistics.statistics import Statistics
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.weights.ranks import gather_values
 

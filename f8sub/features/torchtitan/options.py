@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 import torch
 
 from f8sub.convert.convert import convert_to_float8
-from f8sub.convert.filters import layer_keep_x, layer_recipes
-from f8sub.convert.linear_subclasses import extensions
+from f8sub.convert.filters import layer_recipes
 from f8sub.convert.patterns import kind_of
 from f8sub.errors import Float8ConfigError
 from f8sub.features.defaults.defaults import MIN_DIM
+from f8sub.features.keep_x.keep_x import layer_keep_x
+from f8sub.features.linear_subclasses.linear_subclasses import extensions
 from f8sub.features.torchtitan.gradients import reduce_from_first_forward
 from f8sub.features.torchtitan.numerics import FILE, WANTED, monitor_from_first_forward
 from f8sub.features.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
@@ -48,6 +49,7 @@ class Options:
             ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
+        experts: convert experts of mixtures, too.
         monitor_every: an ``f8sub.Monitor`` measures one step of so many; 0 for none.
         monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2), or in
             torchtitan's default one, outputs (0.3, whose converters do not know the job's).
@@ -67,6 +69,7 @@ class Options:
     reduce_gradients_in_float8: bool = False
     emulate: bool = False
     keep_x: str | dict[str, str] = AUTO
+    experts: bool = False
     monitor_every: int = 0
     monitor_file: str = ""
 
@@ -174,6 +177,7 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         float8_all_gather=options.enable_fsdp_float8_all_gather,
         backend="reference" if options.emulate else "auto",
         keep_x=options.keep_x,
+        experts=options.experts,
     )
     check_at_first_forward(model)
     if options.reduce_gradients_in_float8:

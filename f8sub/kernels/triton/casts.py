@@ -112,7 +112,7 @@ def cast_bands(
 
 @triton.jit
 def stage_amax(amax_ptr, staged_ptr, met_ptr):
-    """``scales.stage``."""
+    """``quantize_cuda.stage``."""
     amax, staged, met = tl.load(amax_ptr), tl.load(staged_ptr), tl.load(met_ptr)
     is_finite = magnitude_bits(amax) < EXPONENT_BITS
     tl.store(staged_ptr, tl.where(is_finite, tl.maximum(staged, amax), staged))
@@ -302,7 +302,53 @@ def cast_part(
     Elements are rounded to THROUGH first. Scales serve TILE_ROWS x TILE_COLS elements, None for all rows, all columns.
     The columns of one program lie under one scale.
     """
-    at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
+    _cast_tile(
+        x_ptr, scale_ptr, out_ptr, tl.program_id(0), M, N, OUT_STRIDE, SCALE_STRIDE, first_row, first_col,
+        TILE_ROWS, TILE_COLS, CAST, THROUGH, TILE,
+    )  # fmt: skip
+
+
+ADDRESS, FIRST_PROGRAM, ROWS, COLS, OUT_STRIDE, SCALE, SCALE_STRIDE, FIRST_ROW, FIRST_COL, FIELDS = map(
+    tl.constexpr, range(10)
+)
+"""Numbers of a part of a matrix in a list of many: its address, the first program that casts it, its (ROWS, COLS)
+elements, adjacent; bytes from row to row of its codes; where its scales lie, and what ``cast_part`` is told of it."""
+
+
+@triton.jit
+def cast_parts(
+    parts_ptr, outs_ptr, part_of_program_ptr,
+    ELEMENT: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, CAST: tl.constexpr,
+    THROUGH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``cast_part`` of many parts, in parts_ptr, whose codes go to the addresses in outs_ptr.
+
+    All that is read and written begins at multiples of 16 bytes if TILE.WHOLE.
+    """
+    number = tl.load(part_of_program_ptr + tl.program_id(0))
+    part = parts_ptr + number * FIELDS
+    index = tl.program_id(0) - tl.load(part + FIRST_PROGRAM).to(tl.int32)
+    x_ptr = tl.load(part + ADDRESS).to(tl.pointer_type(ELEMENT))
+    out_ptr = tl.load(outs_ptr + number).to(tl.pointer_type(tl.uint8))
+    rows, cols = tl.load(part + ROWS).to(tl.int32), tl.load(part + COLS).to(tl.int32)
+    stride = tl.load(part + OUT_STRIDE)
+    if TILE.WHOLE:
+        x_ptr, out_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(out_ptr, 16)
+        cols, stride = tl.multiple_of(cols, 16), tl.multiple_of(stride, 16)
+    _cast_tile(
+        x_ptr, tl.load(part + SCALE).to(tl.pointer_type(tl.float32)), out_ptr, index, rows, cols, stride,
+        tl.load(part + SCALE_STRIDE), tl.load(part + FIRST_ROW).to(tl.int32),
+        tl.load(part + FIRST_COL).to(tl.int32), TILE_ROWS, TILE_COLS, CAST, THROUGH, TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _cast_tile(
+    x_ptr, scale_ptr, out_ptr, index, M, N, OUT_STRIDE, SCALE_STRIDE, first_row, first_col,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, CAST: tl.constexpr, THROUGH: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    at = place(index, M, N, TILE.ROWS, TILE.COLS)
     i, j = at.row + tl.arange(0, TILE.ROWS), at.col + tl.arange(0, TILE.COLS)
     inside = (i < M)[:, None] & (j < N)[None, :]
     pointers = x_ptr + i.to(tl.int64)[:, None] * N + j[None, :]
@@ -318,34 +364,3 @@ def cast_part(
     made = codes(scaled(finite_or_nan(x.to(THROUGH).to(tl.float32)), scale, CAST, True), CAST.CODES)
     out = out_ptr + i.to(tl.int64)[:, None] * OUT_STRIDE + j[None, :]
     store(out, made, inside, TILE.WHOLE)
-
-
-@triton.jit
-def cast_rows_with_scales(
-    x_ptr, out_ptr, scale_inv_ptr, N, OUT_STRIDE, SCALE_STRIDE,
-    CAST: tl.constexpr, THROUGH: tl.constexpr, PART: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Codes of a row and its inverse scale, each into rows with a stride; both NaN where the row has NaN or infinity.
-
-    Elements are rounded to THROUGH first. A row is read for its amax, kept in L2, and read again.
-    """
-    row, j = tl.program_id(0).to(tl.int64), tl.arange(0, PART)
-    x_row, made_row = x_ptr + row * N, out_ptr + row * OUT_STRIDE
-    parts = tl.cdiv(N, PART)
-    largest = tl.zeros((PART,), tl.int32)
-    for part in range(parts):
-        at = part * PART + j
-        x = load(x_row + at, inside=at < N, WHOLE=WHOLE, KEEP="evict_last")
-        largest = tl.maximum(largest, magnitude_bits(x.to(THROUGH).to(tl.float32)))
-    found = tl.max(largest)
-    is_finite = found < EXPONENT_BITS
-    nan = float("nan")
-    scale = scale_from_amax(tl.where(is_finite, found, 0).to(tl.float32, bitcast=True), CAST)
-    scale_inv = tl.where(is_finite, inverse(scale, CAST.POWER_OF_2), nan)
-    tl.store(scale_inv_ptr + row * SCALE_STRIDE, scale_inv)
-    scale = tl.where(is_finite, scale, nan)
-    for done in range(parts):
-        at = (parts - 1 - done) * PART + j
-        x = load(x_row + at, inside=at < N, WHOLE=WHOLE, KEEP="evict_first")
-        made = codes(scaled(finite_or_nan(x.to(THROUGH).to(tl.float32)), scale, CAST, False), CAST.CODES)
-        store(made_row + at, made, inside=at < N, WHOLE=WHOLE)

@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from f8sub.formats import Float8Format
-from f8sub.kernels import experts
-from f8sub.kernels.experts import ExpertWeights
+from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.triton import casts, recasts
 from f8sub.kernels.triton.grouped_launch import over
 from f8sub.kernels.triton.launch import (
@@ -27,14 +25,14 @@ from f8sub.kernels.triton.support import TENSORWISE
 _WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
-def quantization(w: torch.Tensor, format: Float8Format) -> Made:
-    """How to make the codes and scales of all experts: ``experts.quantize``.
+def quantization(w: torch.Tensor, made: Operand) -> Made:
+    """How to make the codes and scales of all experts, whose tiles begin anew in every one.
 
     Args:
         w: (E, N, K), not empty; each expert's matrix is contiguous.
-        format: one scale an expert, or squares of whole 128s.
+        made: what is filled, (E, N, K) and (E, n, k), contiguous: one scale an expert, or squares of whole 128s.
     """
-    made = experts.empty_codes(w, format)
+    format = made.format
     if format.tile.is_whole:
         return _one_scale(w, made)
     edge = format.tile.rows
@@ -55,21 +53,23 @@ def quantization(w: torch.Tensor, format: Float8Format) -> Made:
 
 def quantization_in_bands(x: torch.Tensor, format: Float8Format) -> Made:
     """How to make rowwise codes, (M, K), of a matrix of which one scale serves so many whole rows, and no others."""
-    whole = replace(format, tile=TENSORWISE)
-    found = quantization(x.unflatten(0, (-1, format.tile.rows)), whole)
-    data, scale_inv = found.results
+    bands = x.unflatten(0, (-1, format.tile.rows))
+    data = bands.new_empty(bands.shape, dtype=format.dtype)
+    scale_inv = bands.new_empty((len(bands), 1, 1), dtype=torch.float32)
+    found = quantization(bands, Operand(data, scale_inv, replace(format, tile=TENSORWISE)))
     return found._replace(results=[data.view(x.shape), scale_inv.view(-1, 1)])
 
 
-def derivation(rowwise: ExpertWeights, format: Float8Format) -> Made:
-    """How to make the columnwise codes and scales of all experts, contiguous: ``experts.derive_columnwise``.
+def derivation(rowwise: Operand, derived: Operand) -> Made:
+    """How to make the columnwise codes and scales of all experts from their rowwise ones.
 
     Args:
-        rowwise: contiguous, N and K even; one scale an expert, squares, or one scale a row.
-        format: of the result, whose tiles are those of ``rowwise`` transposed; or both have one scale a row.
+        rowwise: (E, N, K), contiguous, N and K even; one scale an expert, squares, or one scale a row.
+        derived: what is filled, (E, K, N), contiguous; its tiles are those of ``rowwise`` transposed, or both have one
+            scale a row.
     """
-    codes, scale_inv, own = rowwise
-    derived = experts.empty_codes(codes.transpose(1, 2), format)
+    codes, scale_inv, own = rowwise[:3]
+    format = derived.format
     if own.tile.is_transpose_of(format.tile):
         arguments: dict[str, Any] = {
             "codes_ptr": codes.view(torch.uint16),
@@ -101,7 +101,7 @@ def derivation(rowwise: ExpertWeights, format: Float8Format) -> Made:
     return Made(launches, derived[:2], (amax,))
 
 
-def _one_scale(w: torch.Tensor, made: ExpertWeights) -> Made:
+def _one_scale(w: torch.Tensor, made: Operand) -> Made:
     count, rows, cols = w.shape
     size = rows * cols
     bits = torch.zeros(count, dtype=torch.int32, device=w.device)

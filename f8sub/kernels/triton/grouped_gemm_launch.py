@@ -82,7 +82,7 @@ def product_by_rows(
     }
     flat = Operand(b.data.reshape(-1, depth), b.scale_inv, b.format)
     arguments = {
-        **_side("a", a, config.rows, config.persistent),
+        **_side("a", a, config.rows, config.persistent, loads_scales=False),
         **_side("b", flat, config.cols, config.persistent, experts),
         "out_ptr": out,
         "table_ptr": table,
@@ -168,10 +168,13 @@ def _multiplication(
     return Launch(grouped_gemm.multiply_groups, tiles, arguments, options)
 
 
-def _side(name: str, operand: Operand, lines: int, persistent: bool, groups: int = 0) -> dict[str, Any]:
+def _side(
+    name: str, operand: Operand, lines: int, persistent: bool, groups: int = 0, loads_scales: bool = True
+) -> dict[str, Any]:
     """The arguments of one operand: codes in blocks of (lines, 128), scales, and how these are read.
 
     Of ``groups`` matrices below each other, where there are any, scales of squares begin anew in each.
+    The tensor memory accelerator loads scales of lines where they begin at multiples of four: ``loads_scales``.
     """
     codes = operand.data.contiguous()
     if codes.data_ptr() % ALIGNMENT:
@@ -187,7 +190,9 @@ def _side(name: str, operand: Operand, lines: int, persistent: bool, groups: int
         by_line = Operand(codes, scale.reshape(-1, scale.shape[-1]), operand.format)
         vectors = block_scales.vectors(by_line).t()
         reading, stride = Reading(1, 1), vectors.stride(0)
-        scale = LaidOutDescriptor.from_tensor(vectors, [1, lines], layout(0, 32)) if persistent else vectors
+        scale = vectors
+        if persistent and loads_scales:
+            scale = LaidOutDescriptor.from_tensor(vectors, [1, lines], layout(0, 32))
     if persistent:
         blocks = LaidOutDescriptor.from_tensor(codes, [lines, BLOCK], layout(128, 8))
     else:

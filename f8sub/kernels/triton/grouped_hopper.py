@@ -43,6 +43,7 @@ def place_in_groups(tile, table_ptr, M, N, BLOCKS, CONFIG: gl.constexpr, OVER_RO
 @gluon.jit
 def load_groups(
     a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N, BLOCKS, GROUPS,
+    A_LINES, a_stride,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, OVER_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Load what every tile multiplies, filled up to whole passes with zeros."""
@@ -57,9 +58,12 @@ def load_groups(
         given, beyond = None, None
         if OVER_ROWS and PASS > 1:
             given, beyond = end, BLOCKS
+        lines, stride, last = None, None, None
+        if A.edge == 1 and not OVER_ROWS:
+            lines, stride, last = A_LINES, a_stride, BLOCKS - 1
         turn = load_blocks(
             a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, a_line, b_line,
-            begin, until, given, beyond, A, B, CONFIG,
+            begin, until, given, beyond, lines, stride, last, A, B, CONFIG,
         )  # fmt: skip
 
 
@@ -172,8 +176,9 @@ def multiply_groups_persistently(
     """Every tile of the product, (128, 256), by as many programs as there are multiprocessors.
 
     ``table_ptr`` is the table of ``grouped_gemm``, and arguments are those of its ``multiply_groups``, but of the
-    persistent kind: scales of lines for each block of K are descriptors, see ``hopper.multiply_persistently``. Over
-    rows BLOCKS are those of all groups, and what lies past them is zeros.
+    persistent kind: scales of lines for each block of K are descriptors, see ``hopper.multiply_persistently``; those of
+    ``a`` by rows, where groups begin anywhere, are pointers. Over rows BLOCKS are those of all groups, and what lies
+    past them is zeros.
     """
     ROWS: gl.constexpr = CONFIG.rows
     COLS: gl.constexpr = CONFIG.cols
@@ -186,12 +191,17 @@ def multiply_groups_persistently(
     # Where nothing is loaded ahead something has to be passed on.
     a_scales = full
     b_scales = full
-    if A.edge == 1:
+    if A.edge == 1 and OVER_ROWS:
         a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], a_scale.layout)
+    elif A.edge == 1:
+        LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], LINE)
     if B.edge == 1:
         b_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, COLS], b_scale.layout)
+    # The loader arrives, and each of its threads that copied scales.
+    ARRIVALS: gl.constexpr = 33 if A.edge == 1 and not OVER_ROWS else 1
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize(
@@ -216,7 +226,7 @@ def multiply_groups_persistently(
                 load_groups,
                 (
                     a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N,
-                    BLOCKS, GROUPS, A, B, CONFIG, PASS, OVER_ROWS,
+                    BLOCKS, GROUPS, A_LINES, a_stride, A, B, CONFIG, PASS, OVER_ROWS,
                 ),
             ),
         ],

@@ -1,12 +1,11 @@
 """Which kernels run over groups of rows, with which arguments, and the codes they fill."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from f8sub.formats import ALL, Float8Format
-from f8sub.kernels.groups import Codes, Groups, aligned_rows, empty_scale_inv, start_of_groups
+from f8sub.formats import MULTIPLE, Operand
 from f8sub.kernels.triton import grouped_casts, pairs
 from f8sub.kernels.triton.launch import (
     PAIRED_REGISTERS,
@@ -23,7 +22,7 @@ from f8sub.kernels.triton.prepared import Made
 from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
 from f8sub.kernels.triton.tiles import Shape
 
-STRIP = 16
+STRIP = MULTIPLE
 """Rows of a strip where codes of groups begin anywhere: as few as the fewest that columnwise codes are aligned to."""
 
 WHOLE_STRIPS = 16
@@ -45,110 +44,50 @@ _shape = functools.cache(Shape)
 _WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
-class Plan(NamedTuple):
-    """The kernels that quantize a matrix of groups, in order, what they fill, and what they use.
-
-    Attributes:
-        launches: in order.
-        rowwise: codes, None where not asked for.
-        columnwise: the same.
-        layout: how rows are laid out.
-        table: of the strips.
-        scratch: flat tensors that are zero before the first launch.
-    """
-
-    launches: list[Launch]
-    rowwise: Codes | None
-    columnwise: Codes | None
-    layout: "Layout"
-    table: torch.Tensor
-    scratch: tuple[torch.Tensor, ...]
-
-    @property
-    def made(self) -> Made:
-        """The launches with codes and scales of the usages, first rows and ends of what is laid out, and the table."""
-        usages = [codes for codes in (self.rowwise, self.columnwise) if codes is not None]
-        laid_out = list(self.layout.groups[:2]) if self.layout.is_stored else []
-        results = [t for codes in usages for t in (codes.data, codes.scale_inv)]
-        return Made(self.launches, [*results, *laid_out, self.table], self.scratch)
-
-
-class Layout(NamedTuple):
-    """Rows as kernels walk over them.
-
-    Attributes:
-        edge: rows of a strip.
-        rows: as laid out.
-        strips: entries of the table.
-        groups: where groups are laid out; those of x where codes have its rows.
-        is_stored: whether codes are laid out.
-    """
-
-    edge: int
-    rows: int
-    strips: int
-    groups: Groups
-    is_stored: bool
-
-    @classmethod
-    def of(cls, groups: Groups, edge: int, is_stored: bool) -> "Layout":
-        """Groups laid out from multiples of ``edge`` on."""
-        rows = aligned_rows(groups.rows, len(groups.ends), edge)
-        strips = -(-rows // edge)
-        if is_stored:
-            first, ends = (torch.empty_like(groups.ends) for _ in range(2))
-            groups = Groups(first, ends, rows)
-        return cls(edge, rows, strips + -strips % WHOLE_STRIPS, groups, is_stored)
-
-
 def quantization(
     x: torch.Tensor,
-    groups: Groups,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    multiple: int = STRIP,
-) -> Plan:
-    """How to quantize groups that follow each other: ``groups.quantize`` for both usages.
+    ends: torch.Tensor,
+    row: Operand | None,
+    col: Operand | None,
+    edge: int,
+    rows: int,
+    laid_out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Made:
+    """How to quantize rows in groups that follow each other, for both usages.
 
     Args:
-        x: (groups.rows, K), not empty, contiguous; float32, bfloat16 or float16; K a multiple of 16.
-        groups: at least one, at most ``quantize_groups_cuda.MOST_GROUPS``.
-        rowwise: a format that ``quantize_groups_cuda.why_no_kernel`` has no reason against; None to leave it out. One
-            scale a row or a vector alone is for the kernels of a whole matrix.
-        columnwise: the same format, or None.
-        multiple: see ``groups.quantize``, a multiple of 16.
+        x: (M, K), not empty, contiguous; float32, bfloat16 or float16; K a multiple of 16.
+        ends: int32, of at least one group: the row after the last one of each.
+        row: what is filled with rowwise codes and scales; None to leave it out. One scale a row or a vector alone is
+            for the kernels of a whole matrix.
+        col: the same of columnwise ones, (K, rows), of the same format; one usage at least.
+        edge: rows of a strip, a multiple of 16; groups are laid out from multiples of it on.
+        rows: that groups laid out so take at most.
+        laid_out: filled with the first row and the end of each group in the codes; None where codes have x's rows.
     """
-    format = rowwise or columnwise
-    if format is None:
-        raise RuntimeError("asked to quantize for no usage")
+    format = next(made.format for made in (row, col) if made is not None)
     tile = format.tile
-    is_square = tile.rows == tile.cols != ALL
-    is_laid_out = is_square or columnwise is not None
-    edge = start_of_groups(tile.cols, multiple) if is_laid_out else STRIP
-    if not is_laid_out and tile == EXPONENT_VECTOR:
-        edge = tile.cols
-    layout = Layout.of(groups, edge, is_laid_out)
-    row = None if rowwise is None else _rowwise(x, rowwise, layout.groups if is_square else groups)
-    col = None if columnwise is None else _columnwise(x, columnwise, layout.groups)
-    table = torch.empty(3 * layout.strips, dtype=torch.int32, device=x.device)
+    strips = -(-rows // edge)
+    strips += -strips % WHOLE_STRIPS
+    table = torch.empty(3 * strips, dtype=torch.int32, device=x.device)
     filled = {
         "x_ptr": x,
         "strips_ptr": table,
-        "STRIPS": layout.strips,
-        "COUNT": len(groups.ends),
-        "M": layout.rows,
+        "STRIPS": strips,
+        "COUNT": len(ends),
+        "M": rows,
         "N": x.shape[1],
-        "LINES": groups.rows,
+        "LINES": len(x),
         "EDGE": edge,
         "CAST": cast_to(format),
         **_pointers(row, col),
     }
-    launches, scratch = [_laying_out(groups, layout, table)], None
+    launches, scratch = [_laying_out(filled, ends, laid_out)], None
     if tile.is_whole:
         made, scratch = _one_scale(filled)
         launches += made
     elif tile == ROWWISE:
-        made, scratch = _lines(filled, groups)
+        made, scratch = _lines(filled)
         launches += made
     elif tile == VECTOR:
         launches.append(_vectors(filled))
@@ -156,26 +95,30 @@ def quantization(
         launches.append(over(grouped_casts.quantize_group_exponents, filled, CAST, _WARPS_4))
     else:
         launches.append(_squares(filled))
-    return Plan(launches, row, col, layout, table, () if scratch is None else (scratch,))
+    results = [tensor for made in (row, col) if made is not None for tensor in (made.data, made.scale_inv)]
+    return Made(launches, [*results, *(laid_out or ()), table], () if scratch is None else (scratch,))
 
 
-def _laying_out(groups: Groups, layout: Layout, table: torch.Tensor) -> Launch:
-    count = len(groups.ends)
+def _laying_out(
+    filled: dict[str, Any], ends: torch.Tensor, laid_out: tuple[torch.Tensor, torch.Tensor] | None
+) -> Launch:
+    count, strips = len(ends), filled["STRIPS"]
     held = max(16, 1 << (count - 1).bit_length())
     block = min(256, CELLS // held)
+    first, laid_ends = laid_out or (None, None)
     arguments = {
-        "ends_ptr": groups.ends,
-        "strips_ptr": table,
-        "first_ptr": layout.groups.first if layout.is_stored else None,
-        "laid_ends_ptr": layout.groups.ends if layout.is_stored else None,
+        "ends_ptr": ends,
+        "strips_ptr": filled["strips_ptr"],
+        "first_ptr": first,
+        "laid_ends_ptr": laid_ends,
         "COUNT": count,
-        "ROWS": groups.rows,
-        "STRIPS": layout.strips,
-        "EDGE": layout.edge,
+        "ROWS": filled["LINES"],
+        "STRIPS": strips,
+        "EDGE": filled["EDGE"],
         "GROUPS": held,
         "BLOCK": block,
     }
-    return Launch(grouped_casts.lay_out, cdiv(layout.strips, block), arguments, _WARPS_8)
+    return Launch(grouped_casts.lay_out, cdiv(strips, block), arguments, _WARPS_8)
 
 
 def _one_scale(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
@@ -189,10 +132,10 @@ def _one_scale(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
     return launches, bits
 
 
-def _lines(filled: dict[str, Any], groups: Groups) -> tuple[list[Launch], torch.Tensor]:
+def _lines(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
     x = filled["x_ptr"]
     # One allocation; the amaxes of the columns begin at a multiple of 16 bytes.
-    rows = 0 if filled["row_ptr"] is None else groups.rows + -groups.rows % 4
+    rows = 0 if filled["row_ptr"] is None else len(x) + -len(x) % 4
     counts = [rows, filled["COUNT"] * x.shape[1]]
     scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
     row_bits, col_bits = scratch.split(counts)
@@ -241,17 +184,7 @@ def over(
     return Launch(kernel, cdiv(rows, down) * cdiv(cols, along), {**arguments, "TILE": shape}, options)
 
 
-def _rowwise(x: torch.Tensor, format: Float8Format, groups: Groups) -> Codes:
-    data = x.new_empty((groups.rows, x.shape[1]), dtype=format.dtype)
-    return Codes(data, empty_scale_inv(x, format, groups, columnwise=False), groups)
-
-
-def _columnwise(x: torch.Tensor, format: Float8Format, groups: Groups) -> Codes:
-    data = x.new_empty((x.shape[1], groups.rows), dtype=format.dtype)
-    return Codes(data, empty_scale_inv(x, format, groups, columnwise=True), groups)
-
-
-def _pointers(row: Codes | None, col: Codes | None) -> dict[str, Any]:
+def _pointers(row: Operand | None, col: Operand | None) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(("row_ptr", "row_scale_inv_ptr", "col_ptr", "col_scale_inv_ptr"))
     if row is not None:
         found.update(row_ptr=row.data.view(torch.uint8), row_scale_inv_ptr=_read(row.scale_inv))

@@ -15,6 +15,7 @@ single instruction (C7514): a pass of the loop takes PASS blocks of K, so that i
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -35,17 +36,31 @@ def place(tile, M, N, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def copy_row_scales(scale, buffer, loaded, block, first, lines, stride, ROWS: gl.constexpr):
+    """Copy the scales of ROWS lines, from any first one on, by the warp's own threads, each of which arrives.
+
+    The tensor memory accelerator takes only multiples of 16 bytes as a place in a line: anything else is an illegal
+    instruction. What lies past the last line is never stored, so that its scale may be any.
+    """
+    SPREAD: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
+    line = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SPREAD)), lines - 1)
+    async_copy.async_copy_global_to_shared(buffer, (scale + block.to(gl.int64) * stride + line)[None, :])
+    async_copy.mbarrier_arrive(loaded, increment_count=False)
+
+
+@gluon.jit
 def load_blocks(
     a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, a_line, b_line, begin, end,
-    given, beyond,
+    given, beyond, a_lines, a_stride, last,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages in turn with blocks of K, each as soon as both warpgroups are through with it; the next turn.
 
-    From ``given`` on, where it is not None, what is loaded is the block ``beyond``, which is all zeros.
+    From ``given`` on, where it is not None, what is loaded is the block ``beyond``, which is all zeros. Where
+    ``a_lines`` is not None, scales of a's lines are ``copy_row_scales``', of at most the block ``last``.
     """
     CODES: gl.constexpr = (CONFIG.rows + CONFIG.cols) * 128
-    A_SCALES: gl.constexpr = CONFIG.rows * 4 if A.edge == 1 else 0
+    A_SCALES: gl.constexpr = CONFIG.rows * 4 if A.edge == 1 and a_lines is None else 0
     B_SCALES: gl.constexpr = CONFIG.cols * 4 if B.edge == 1 else 0
     STAGES: gl.constexpr = CONFIG.stages
     for block in range(begin, end):
@@ -60,7 +75,13 @@ def load_blocks(
         tma.async_copy_global_to_shared(a, [a_line, k * 128], loaded, a_blocks.index(stage))
         tma.async_copy_global_to_shared(b, [b_line, k * 128], loaded, b_blocks.index(stage))
         if A.edge == 1:
-            tma.async_copy_global_to_shared(a_scale, [k, a_line], loaded, a_scales.index(stage))
+            if a_lines is None:
+                tma.async_copy_global_to_shared(a_scale, [k, a_line], loaded, a_scales.index(stage))
+            else:
+                known = gl.minimum(k, last)
+                copy_row_scales(
+                    a_scale, a_scales.index(stage), loaded, known, a_line, a_lines, a_stride, CONFIG.rows
+                )
         if B.edge == 1:
             tma.async_copy_global_to_shared(b_scale, [k, b_line], loaded, b_scales.index(stage))
         turn += 1
@@ -80,7 +101,7 @@ def load_tiles(
         row, col = place(tile, M, N, CONFIG)
         turn = load_blocks(
             a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, row, col, 0,
-            BLOCKS, None, None, A, B, CONFIG,
+            BLOCKS, None, None, None, None, None, A, B, CONFIG,
         )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def quantization(
 
 
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
-    """How to take an amax into staged ones: ``scales.stage``."""
+    """How to take an amax into staged ones: ``quantize_cuda.stage``."""
     arguments = {"amax_ptr": amax, "staged_ptr": staged, "met_ptr": met}
     return Launch(casts.stage_amax, 1, arguments, {"num_warps": 1})
 

@@ -1,64 +1,98 @@
-"""How to cast a part of a weight for the wire: with scales that are known, or rows with scales of their own."""
+"""How to cast parts of weights for the wire, with scales that are known: one by a launch, or many."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from f8sub.formats import ALL, Float8Format
-from f8sub.kernels.triton import casts, launch
-from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton import casts, launch, support
+from f8sub.kernels.triton.launcher import ALIGNMENT, Launch, sent
+from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.support import EDGE
+from f8sub.kernels.triton.tiles import Shape
 
 PART = 64, EDGE
 """Tiles of ``cast_part``."""
 
 
-def part_cast(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    format: Float8Format,
-    offset: tuple[int, int],
-    through: torch.dtype,
-    out: torch.Tensor,
-) -> Launch:
-    """How to cast a part of a matrix with scales that are known, see ``quantize_cuda.cast_into``.
-
-    Scales and ``out``, (M, N), are adjacent in a row. Tiles are all columns, or whole ``EDGE``s of them, and the part
-    begins at the column of a whole one.
-    """
-    rows, cols = (None if edge == ALL else edge for edge in (format.tile.rows, format.tile.cols))
+def part_cast(part: Part, out: torch.Tensor) -> Launch:
+    """How to cast a part that ``parts.takes`` takes into ``out``, (M, N), adjacent in a row."""
     arguments = {
-        "x_ptr": x,
-        "scale_ptr": scale,
+        "x_ptr": part.x,
+        "scale_ptr": part.scale,
         "out_ptr": out,
         "OUT_STRIDE": out.stride(0),
-        "SCALE_STRIDE": scale.stride(0),
-        "first_row": offset[0],
-        "first_col": offset[1],
+        "SCALE_STRIDE": part.scale.stride(0),
+        "first_row": part.offset[0],
+        "first_col": part.offset[1],
+        **_of_tiles(part.format, part.through),
+    }
+    return launch.over(part.x, PART, casts.cast_part, arguments, launch.WARPS_8)
+
+
+class Parts:
+    """Casts of many parts, worked out once, to be run whenever their values changed."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        groups = defaultdict(list)
+        for number, part in enumerate(parts):
+            groups[part.format, part.through, part.x.dtype, _is_whole(part)].append(number)
+        self._launches = [
+            (numbers, _of_many([parts[number] for number in numbers], key[-1]))
+            for key, numbers in groups.items()
+        ]
+        self._device = parts[0].x.device
+
+    def run(self, outs: Sequence[torch.Tensor]) -> None:
+        """Cast each part into its matrix of bytes."""
+        with support.device_of(outs[0]):
+            for each in self.launches(outs):
+                each.run()
+
+    def launches(self, outs: Sequence[torch.Tensor]) -> list[Launch]:
+        """What ``run`` launches."""
+        for numbers, each in self._launches:
+            each.arguments["outs_ptr"] = sent([outs[number].data_ptr() for number in numbers], self._device)
+        return [each for _, each in self._launches]
+
+
+def _is_whole(part: Part) -> bool:
+    """Whether every program reads and writes a whole tile, from a multiple of 16 bytes on."""
+    rows, cols = part.x.shape
+    aligned = part.x.data_ptr() % ALIGNMENT == 0 and part.out_stride % ALIGNMENT == 0
+    return aligned and rows % PART[0] == 0 and cols % PART[1] == 0
+
+
+def _of_many(parts: Sequence[Part], whole: bool) -> Launch:
+    """The launch for parts that one kernel takes, without the addresses of their codes."""
+    rows: list[int] = []
+    programs: list[int] = []
+    for part in parts:
+        (height, width), scale = part.x.shape, part.scale
+        rows += [part.x.data_ptr(), sum(programs), height, width, part.out_stride]
+        rows += [scale.data_ptr(), scale.stride(0), *part.offset]
+        programs.append(launch.cdiv(height, PART[0]) * launch.cdiv(width, PART[1]))
+    part, device = parts[0], parts[0].x.device
+    of_program = torch.arange(len(parts), device="cpu").repeat_interleave(
+        torch.tensor(programs, device="cpu")
+    )
+    arguments = {
+        "parts_ptr": sent(rows, device),
+        "part_of_program_ptr": of_program.to(device, torch.int32),
+        "ELEMENT": launch.INPUTS[part.x.dtype],
+        "TILE": Shape(*PART, whole),
+        **_of_tiles(part.format, part.through),
+    }
+    return Launch(casts.cast_parts, sum(programs), arguments, launch.WARPS_8)
+
+
+def _of_tiles(format: Float8Format, through: torch.dtype) -> dict[str, Any]:
+    rows, cols = (None if edge == ALL else edge for edge in (format.tile.rows, format.tile.cols))
+    return {
         "TILE_ROWS": rows,
         "TILE_COLS": cols,
         "CAST": launch.cast_to(format),
         "THROUGH": launch.INPUTS[through],
     }
-    return launch.over(x, PART, casts.cast_part, arguments, launch.WARPS_8)
-
-
-def rows_cast(
-    x: torch.Tensor, format: Float8Format, through: torch.dtype, out: torch.Tensor, scale_inv: torch.Tensor
-) -> Launch:
-    """How to cast rows with scales of their own, see ``quantize_cuda.cast_rows_into``.
-
-    ``x`` is contiguous, and ``out``, (M, N), is adjacent in a row.
-    """
-    rows, cols = x.shape
-    arguments = {
-        "x_ptr": x,
-        "out_ptr": out,
-        "scale_inv_ptr": scale_inv,
-        "N": cols,
-        "OUT_STRIDE": out.stride(0),
-        "SCALE_STRIDE": scale_inv.stride(0),
-        "CAST": launch.cast_to(format),
-        "THROUGH": launch.INPUTS[through],
-        "PART": launch.ROW_PART,
-        "WHOLE": cols % launch.ROW_PART == 0,
-    }
-    return Launch(casts.cast_rows_with_scales, rows, arguments, launch.WARPS_8)

@@ -8,12 +8,13 @@ from typing import cast
 
 import torch
 
-from f8sub.formats import ALL, HIGH_PRECISION, Float8Format, Operand
-from f8sub.kernels import reference, scales
+from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
+from f8sub.kernels import reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import support
-from f8sub.kernels.triton.support import EDGE, ROWWISE, VECTOR, why_no_kernel
+from f8sub.kernels.triton import parts, support
+from f8sub.kernels.triton.parts import Part
+from f8sub.kernels.triton.support import ROWWISE, VECTOR, why_no_kernel
 
 _RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
 """The tiles of rowwise codes and of columnwise ones between which a kernel casts anew."""
@@ -72,12 +73,15 @@ def quantize(
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
-    """``scales.stage``; goes there for tensors that no kernel takes."""
-    if not support.takes(amax):
-        scales.stage(amax, staged, met)
+    """Raise ``staged`` to as many amaxes, in place; one that is not finite sets its ``met`` to 1. Float32."""
+    if amax.numel() == 1 and support.takes(amax):
+        with support.device_of(amax):
+            _launch().staging(amax, staged, met).run()
         return
-    with support.device_of(amax):
-        _launch().staging(amax, staged, met).run()
+    amax = amax.view_as(staged)
+    finite = amax.isfinite()
+    staged.copy_(torch.maximum(staged, torch.where(finite, amax, 0.0)))
+    met.copy_(torch.maximum(met, (~finite).float()))
 
 
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
@@ -129,52 +133,14 @@ def cast_into(
         offset: the row and column of the matrix that the part begins at.
         through: the dtype that ``x`` is rounded to first.
     """
-    tile = format.tile
-    lies_under_one = tile.cols == ALL or (tile.cols % EDGE == 0 and offset[1] % EDGE == 0)
-    if (
-        x.dtype in HIGH_PRECISION
-        and through in HIGH_PRECISION
-        and support.takes(x)
-        and format.is_plain
-        and lies_under_one
-        and (scale.stride(-1) == 1 or scale.shape[-1] == 1)
-        and out.stride(-1) == 1
-    ):
+    part = Part(x.contiguous(), format, through, offset, scale, out.stride(0))
+    if parts.takes(part) and out.stride(-1) == 1:
         with support.device_of(x):
-            _parts().part_cast(x.contiguous(), scale, format, offset, through, out[:, : x.shape[1]]).run()
+            _part_launch().part_cast(part, out[:, : x.shape[1]]).run()
         return
     rounded = x.to(through)
-    codes = reference.codes_as_stored(rounded, reference.spread(scale, tile, x.shape, offset), format)
+    codes = reference.codes_as_stored(rounded, reference.spread(scale, format.tile, x.shape, offset), format)
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
-
-
-def cast_rows_into(
-    out: torch.Tensor, scale_inv: torch.Tensor, x: torch.Tensor, format: Float8Format, through: torch.dtype
-) -> None:
-    """Codes and inverse scales of rows whose tiles lie within them; both NaN for a tile with NaN or infinity.
-
-    Args:
-        out: uint8, (rows, at least as many columns as the codes take); the rest is left alone.
-        scale_inv: (rows, tiles of a row), of the dtype and with the shape that ``format`` has.
-        x: (rows, cols), any float dtype, whole rows.
-        format: the format of the codes.
-        through: the dtype that ``x`` is rounded to first.
-    """
-    if (
-        x.dtype in HIGH_PRECISION
-        and through in HIGH_PRECISION
-        and support.takes(x)
-        and format.is_plain
-        and format.tile == ROWWISE
-        and out.stride(-1) == 1
-    ):
-        with support.device_of(x):
-            _parts().rows_cast(x.contiguous(), format, through, out[:, : x.shape[1]], scale_inv).run()
-        return
-    rounded = x.to(through)
-    made = scales.scales_or_nan(scales.shard_amax(rounded, format.tile, (0, 0)), format)
-    scale_inv.copy_(made.scale_inv)
-    cast_into(out, rounded, made.scale, format, (0, 0), through)
 
 
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:
@@ -194,7 +160,7 @@ def _launch() -> ModuleType:
     return launch
 
 
-def _parts() -> ModuleType:
+def _part_launch() -> ModuleType:
     from f8sub.kernels.triton import part_launch
 
     return part_launch

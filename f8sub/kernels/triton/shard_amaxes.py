@@ -114,18 +114,18 @@ def scales(
 def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Launch":
     from f8sub.kernels.triton import launcher, tables
 
-    rows: list[list[int]] = []
+    rows: list[int] = []
     counts: list[int] = []
     for matrix in matrices:
         fields, programs = _fields(matrix)
-        rows.append([fields[0], sum(counts), *fields[1:]])
+        rows += [fields[0], sum(counts), *fields[1:]]
         counts.append(programs)
     device = matrices[0].data.device
-    indices = torch.arange(len(rows), dtype=torch.int32, device="cpu")
+    indices = torch.arange(len(matrices), dtype=torch.int32, device="cpu")
     of_program = indices.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
     arguments = {
-        "matrices_ptr": _sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
-        "matrix_of_program_ptr": _sent(of_program, device),
+        "matrices_ptr": launcher.sent(rows, device),
+        "matrix_of_program_ptr": launcher.sent(of_program, device),
         "amax_ptr": table.view(torch.int32),
         "BLOCK": BLOCK,
         "SPAN": SPAN,
@@ -158,10 +158,3 @@ def _is_aligned(matrix: Matrix) -> bool:
     address, _, rows, cols, stride, _, _, _, cols_before, *_ = fields
     in_lines = cols % 16 == 0 and cols_before % 16 == 0 and (rows == 1 or stride % 16 == 0)
     return address % 16 == 0 and in_lines
-
-
-def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On ``device``; the host does not wait for it."""
-    if device.type != "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)

@@ -15,11 +15,15 @@ from typing import Any
 import torch
 
 from f8sub import Float8Format
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.quantize import (
+    derive_columnwise_of_experts,
+    quantize_both,
+    quantize_experts,
+)
+from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.kernels import experts
 from f8sub.kernels import groups as specification
-from f8sub.kernels.experts import ExpertWeights
-from f8sub.kernels.groups import Groups
-from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts, quantize_groups
 from scripts.bench import formats
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host
@@ -103,7 +107,7 @@ def with_torchao(groups: Groups, x: torch.Tensor) -> list[Bench]:
 
 
 def cast_of(groups: Groups, row: Float8Format | None, col: Float8Format | None) -> Callable:
-    return lambda x: quantize_groups(x, groups, row, col, MULTIPLE)
+    return lambda x: quantize_both(x, groups, row, col, MULTIPLE)
 
 
 def by_operators(groups: Groups) -> Callable:
@@ -131,7 +135,7 @@ def by_torchao(groups: Groups) -> Callable | None:
 def check(name: str, x: torch.Tensor, groups: Groups) -> None:
     """An error where codes differ from the specification's."""
     format = formats.FORMATS[name]
-    made = quantize_groups(x, groups, format, format, MULTIPLE)
+    made = quantize_both(x, groups, format, format, MULTIPLE)
     for codes, columnwise in zip(made, (False, True), strict=True):
         right = specification.quantize(
             x, groups, format, columnwise=columnwise, multiple=MULTIPLE if columnwise else 1

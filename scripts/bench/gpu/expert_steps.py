@@ -16,8 +16,8 @@ from torch import nn
 
 import f8sub
 from f8sub.errors import Float8ConfigError
-from f8sub.features.experts.products import GROUPED, GroupedPlan
-from f8sub.kernels.groups import Groups
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_products.products import GROUPED, GroupedPlan
 from f8sub.weights.master_weight import MasterWeight
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import by_launches, in_turns, kernels, peak_bytes, sqnr, summary

@@ -142,7 +142,7 @@ def test_evaluation_in_a_context_does_not_stop_a_reentrant_checkpoint():
 
 
 def test_nothing_is_remembered_where_no_context_was_entered(monkeypatch):
-    monkeypatch.setattr(plan_in_use.contexts, "entered", False)
+    monkeypatch.setattr(plan_in_use.sockets, "context_plan", None)
     model = block()
     for reentrant in (True, False):
         results(model, checkpointed(reentrant))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.features.delayed.state import ScalingState
+from f8sub.features.delayed_state.state import ScalingState
 from tests.data_sets import gaussian, generator
 from tests.models import seed_weights
 

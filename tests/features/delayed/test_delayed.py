@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.features.delayed import layers
-from f8sub.features.delayed.state import OPERANDS
+from f8sub.features.delayed_state.state import OPERANDS
 from f8sub.features.host_quantizer import host_quantizer
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
@@ -103,7 +103,7 @@ def test_a_first_step_multiplies_what_quantize_shows_margins_included(
         multiplied.append((a, b))
         return select.gemm_nt(backend, a, b, *how)
 
-    monkeypatch.setattr(float8_linear, "multiply", seen)
+    monkeypatch.setattr(float8_linear.sockets, "multiply", seen)
     run(layer, x, dy)
     (x_row, w_row), (dy_row, w_col), (dy_col, x_col) = multiplied
     cases = {

@@ -17,8 +17,8 @@ from tests.selection import long_but
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 RECIPES = long_but(
-    ["tensorwise", "blockwise"],
-    ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8"],
+    ["tensorwise", "blockwise", "delayed"],
+    ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8", "delayed"],
 )
 WIDTH, HIDDEN, EXPERTS = 32, 48, 3
 ENDS = [5, 5, 16]
@@ -74,8 +74,9 @@ def test_numbers_of_tokens_that_change_are_compiled_once_more():
     assert compiler.floats == []
 
 
-def test_the_compilers_own_fusions_change_little():
-    experts = own("tensorwise")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_the_compilers_own_fusions_change_little(recipe):
+    experts = own(recipe)
     found = ran(experts, torch.compile(experts, fullgraph=True), ENDS)
     for a, b in zip(ran(experts, experts, ENDS), found, strict=True):
         assert decibels(a, b) >= 20

@@ -1,6 +1,7 @@
 """convert_to_float8(model, experts=True): which experts are converted, what they compute, and what the report says."""
 
 import copy
+import functools
 import importlib
 import inspect
 import io
@@ -267,9 +268,9 @@ def test_a_name_that_is_no_weight():
     assert "takes a class" in refusal(f8sub.Float8ConfigError, f8sub.register_experts, OwnExperts(3, 32, 48))
 
 
-def test_a_recipe_that_experts_do_not_take_changes_nothing():
-    model = own()
-    assert "experts do not take" in refusal(f8sub.Float8ConfigError, converted, model, "delayed")
+def test_a_backend_that_experts_do_not_have_changes_nothing():
+    model, call = own(), functools.partial(f8sub.convert_to_float8, experts=True, backend="scaled_mm")
+    assert "scaled_grouped_mm" in refusal(f8sub.Float8ConfigError, call, model, "rowwise")
     assert type(model.head) is nn.Linear
 
 

@@ -4,11 +4,15 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.experts.operands import quantize_both, quantize_tokens
-from f8sub.features.experts.products import GROUPED, GroupedPlan
-from f8sub.kernels.experts import derive_columnwise
-from f8sub.kernels.groups import Groups
-from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize_experts
+from f8sub.features.expert_operands.groups import Groups
+from f8sub.features.expert_operands.quantize import (
+    derive_columnwise_of_experts,
+    quantize_both,
+    quantize_experts,
+    quantize_tokens,
+)
+from f8sub.features.expert_operands.weights import derive_columnwise
+from f8sub.features.expert_products.products import GROUPED, GroupedPlan
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.features.experts.oracle import Made, each_expert
@@ -233,8 +237,6 @@ def test_plans_are_chosen_and_shown():
 
 
 def test_recipes_that_groups_do_not_take():
-    x, w, ends = torch.zeros(4, 32), torch.zeros(2, 16, 32), torch.tensor([2, 4])
-    assert "current scales" in refusal(f8sub.Float8ConfigError, f8sub.grouped_linear, x, w, ends, "delayed")
     for device, backend in (("cuda", "auto"), ("cpu", "triton")):
         asked = f8sub.get_recipe("nvfp4"), torch.device(device), backend
         message = refusal(f8sub.Float8ConfigError, GroupedPlan.make, *asked)

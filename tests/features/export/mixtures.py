@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.features.experts import nodes
+from f8sub.features.expert_products import nodes
 from tests.data_sets import gaussian, generator
 from tests.features.experts.models import DEEPSEEK, SMALL
 

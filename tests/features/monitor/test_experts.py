@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.features.monitor.statistics import MAXIMA, WIDTH, measure, statistics_of
+from f8sub.features.operand_statistics.statistics import MAXIMA, WIDTH, measure, statistics_of
 from tests.data_sets import gaussian, generator
 from tests.features.experts.models import OwnExperts, of_transformers
 from tests.features.experts.ranks.test_sharded import SeamedExperts

@@ -66,7 +66,7 @@ def test_what_is_measured_is_what_the_layer_multiplies(recipe):
     torch.manual_seed(0)
     model = transformer(recipe)
     multiplied, measured = set(), []
-    multiply, measure = float8_linear.multiply, module.measure
+    multiply, measure = float8_linear.sockets.multiply, module.measure
 
     def record_product(backend, a, b, *rest):
         multiplied.update(operand.data.view(torch.uint8).numpy().tobytes() for operand in (a, b))
@@ -78,7 +78,7 @@ def test_what_is_measured_is_what_the_layer_multiplies(recipe):
 
     monitor = f8sub.Monitor(model, every=1)
     with (
-        mock.patch.object(float8_linear, "multiply", record_product),
+        mock.patch.object(float8_linear.sockets, "multiply", record_product),
         mock.patch.object(module, "measure", record_measured),
         monitor,
     ):

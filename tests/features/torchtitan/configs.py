@@ -13,6 +13,7 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.models.llama3 import model_registry
+from torchtitan.models.qwen3 import config_registry as qwen3
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
@@ -113,6 +114,18 @@ def f8sub(**options: Any) -> Trainer.Config:
     config = llama3.llama3_debugmodel()
     converter = titan.Float8Converter.Config(emulate=True, **options)
     config.model_spec = model_registry("debugmodel", converters=[converter])
+    return on_cpu(config)
+
+
+def moe() -> Trainer.Config:
+    """A mixture of experts."""
+    return on_cpu(qwen3.qwen3_moe_debug())
+
+
+def f8sub_moe(**options: Any) -> Trainer.Config:
+    config = qwen3.qwen3_moe_debug()
+    converter = titan.Float8Converter.Config(emulate=True, **options)
+    config.model_spec = qwen3.model_registry("debugmodel_moe", converters=[converter])
     return on_cpu(config)
 
 

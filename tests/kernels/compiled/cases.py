@@ -54,6 +54,7 @@ class Case:
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
         from f8sub.kernels.triton import launch, part_launch
+        from f8sub.kernels.triton.parts import Part
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
         if self.name == "amaxes of many":
@@ -65,7 +66,7 @@ class Case:
         if self.name.startswith(OF_EXPERTS):
             return launches_over_experts(x, self.name.removeprefix(OF_EXPERTS), self.usages)
         name, _, what = self.name.rpartition(" ")
-        if what not in ("transpose", "recast", "part", "rows", "delayed", "known"):
+        if what not in ("transpose", "recast", "part", "delayed", "known"):
             name, what = self.name, ""
         format = FORMATS[name]
         row, col = (format if is_made else None for is_made in USAGES[self.usages])
@@ -75,11 +76,8 @@ class Case:
         if what == "part":
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
             out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
-            return [part_launch.part_cast(x, scale, format, (0, 0), torch.bfloat16, out)]
-        if what == "rows":
-            wire = torch.empty(self.shape[0], self.shape[1] + 16, dtype=torch.uint8, device="meta")
-            scale_inv = wire[:, -16:-12].view(torch.float32)
-            return [part_launch.rows_cast(x, format, torch.bfloat16, wire[:, :-16], scale_inv)]
+            part = Part(x, format, torch.bfloat16, (0, 0), scale, out.stride(0))
+            return [part_launch.part_cast(part, out), *part_launch.Parts([part, part]).launches([out, out])]
         if what:
             known, scale = what == "known", torch.empty(1, 1, device="meta")
             past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
@@ -103,10 +101,8 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     yield Case("rowwise", "bf16", RAGGED, "row", 0)
     for name in ("tensorwise", "rowwise", "128x128"):
         for dtype in ("bf16", "fp32"):
-            yield Case(f"{name} part", dtype, whole, "row", 0)
-    for dtype in ("bf16", "fp32"):
-        yield Case("rowwise rows", dtype, whole, "row", 0)
-    yield Case("rowwise rows", "fp32", RAGGED, "row", 0)
+            yield from launches(f"{name} part", dtype, whole, "row")
+        yield from launches(f"{name} part", "fp32", RAGGED, "row")
     for name in ("rowwise", "1x128", "1x128 float"):
         yield from launches(f"{name} recast", "fp8", whole, "column")
     yield from launches("rowwise recast", "fp8", RAGGED, "column")
@@ -120,26 +116,23 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) -> list[Launch]:
     """Of 128 experts; the name may end with what groups begin at multiples of."""
-    from f8sub.kernels.groups import Groups
-    from f8sub.kernels.triton import grouped_launch
+    from f8sub.features.expert_operands import tokens_cuda
 
     name, _, multiple = name.partition(" by ")
     ends = torch.empty(128, dtype=torch.int32, device="meta")
     format = GROUP_FORMATS[name]
     row, col = (format if is_made else None for is_made in usages)
-    groups = Groups(ends, ends, x.shape[0])
-    return grouped_launch.quantization(x, groups, row, col, int(multiple or 16)).launches
+    return list(tokens_cuda.launches(x, ends, row, col, int(multiple or 16)).launches)
 
 
 def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launch]:
     """Of three or four experts, of multiples of 16 rows: rowwise codes, or columnwise ones of them."""
-    from f8sub.kernels import experts
-    from f8sub.kernels.triton import expert_launch
+    from f8sub.features.expert_operands import weights, weights_cuda
 
     w, format = x.unflatten(0, (3 if x.shape == RAGGED else 4, -1)), FORMATS[name]
     if usages == "row":
-        return list(expert_launch.quantization(w, format).launches)
-    return list(expert_launch.derivation(experts.empty_codes(w, format), format).launches)
+        return list(weights_cuda.launches(w, format).launches)
+    return list(weights_cuda.derivation_launches(weights.empty_codes(w, format), format).launches)
 
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from f8sub.features.gradient_wire import launches
-from f8sub.features.gradient_wire.layout import chunk_size, layout_of
-from f8sub.features.gradient_wire.wire import Source
+from f8sub.features.gradient_codes import launches
+from f8sub.features.gradient_codes.layout import chunk_size, layout_of
+from f8sub.features.gradient_codes.wire import Source
 from tests.kernels.compiled import compiler
 from tests.kernels.compiled.compiler import WARP
 

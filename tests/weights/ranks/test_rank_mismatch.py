@@ -19,6 +19,7 @@ OPTIONS = {
     "format": ({"recipe": "gridquant"}, {"recipe": E4M3_DY}, "dgrad 256x256 e4m3 by"),
     "all-gather": ({}, {"float8_all_gather": False}, "float8_all_gather False"),
     "backend": ({}, {"backend": "reference"}, "backends reference"),
+    "keep_x": ({"keep_x": "float8"}, {"keep_x": "high_precision"}, "keep_x high_precision"),
     "primary": ({}, {"primary_weights": True}, "primary_weights True"),
     "skip": ({}, {"skip": ("layers.1",)}, "layer none further"),
     "filter": ({}, {"filter_fn": lambda module, fqn: "0" not in fqn}, "layer layers.1"),

@@ -7,15 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
-from f8sub.features.delayed import histories
+from f8sub.features.delayed import rolling
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
 from tests.features.delayed.simulation import FP8_MAX, Simulation
@@ -177,58 +175,6 @@ def test_one_rank_s_bad_activation_is_told_on_every_rank(ranks, operand, all_gat
         assert "master weight" not in message
 
 
-def in_mode(rank: int, world: int, mode: str, all_gather: bool) -> tuple:
-    model = model_of(all_gather)
-    if mode == "compiled":
-        for layer in model.layers:
-            layer.compile(backend="aot_eager", fullgraph=True)
-    elif mode == "checkpointed":
-        model.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
-    model = shard(model, reshard_after_forward=mode != "reshard-never")
-    warnings.simplefilter("ignore" if mode == "forgotten" else "error", f8sub.Float8Warning)
-    outputs, reduces = train(model, rank, precompute=mode != "forgotten")
-    if mode == "forgotten":
-        with torch.no_grad():
-            model(batch(0, 0)[0])
-        reduces = [1] * STEPS
-    elif mode == "checkpointed":
-        model.layers = nn.ModuleList(layer._checkpoint_wrapped_module for layer in model.layers)
-    return outputs, reduces, states_of(model)
-
-
-@on_and_off
-@pytest.mark.parametrize(
-    "mode", ["forgotten", "checkpointed", "reshard-never", pytest.param("compiled", marks=pytest.mark.long)]
-)
-def test_each_mode_is_the_usual_run(ranks, mode, all_gather):
-    """precompute_scales that is forgotten costs nothing but overlap, and reductions elsewhere in the step.
-
-    Weights that FSDP2 keeps unsharded between forward and backward use the scales they were gathered with.
-    """
-    assert equal(ranks(2, in_mode, mode, all_gather), ranks(2, sharded, all_gather))
-
-
-def two_meshes(rank: int, world: int) -> tuple:
-    """One layer on the shards of a replica only, the others on replicas too: two tables, each on its own ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = model_of()
-    fully_shard(model.layers[0], mesh=mesh["shard"])
-    for layer in model.layers[1:]:
-        fully_shard(layer, mesh=mesh)
-    f8sub.precompute_scales(model)
-    _, reduces = train(model, rank)
-    return reduces, states_of(model), dist.get_rank() // 2
-
-
-def test_layers_of_two_meshes_are_reduced_over_their_own_ranks(ranks):
-    results = ranks(4, two_meshes)
-    for reduces, states, replica in results:
-        assert reduces == [2] * STEPS
-        assert equal(states[:1], results[2 * replica][1][:1])
-        assert torch.equal(states[1]["history"][:, 0], results[0][1][1]["history"][:, 0])
-    assert not torch.equal(results[0][1][0]["history"], results[2][1][0]["history"])
-
-
 def train_with_optimizers(model: nn.Module, ranks: range, frozen: bool) -> list[dict[str, torch.Tensor]]:
     """With the batches of ``ranks``; the first layer has an optimizer of its own, or none where it is frozen."""
     first, *others = (layer.weight for layer in model.layers)
@@ -267,7 +213,7 @@ def sharded_in_parts(rank: int, world: int) -> int:
     model = model_of(all_gather=False)
     fully_shard(model.layers[0])
     train(model, rank, 1)
-    with mock.patch.object(histories, "roll", wraps=histories.roll) as roll:
+    with mock.patch.object(rolling, "roll", wraps=rolling.roll) as roll:
         fully_shard(model.layers[1])
         f8sub.precompute_scales(model)
         model.state_dict()

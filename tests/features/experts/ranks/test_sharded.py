@@ -22,7 +22,8 @@ from tests.wire import Wire
 
 WIDTH, HIDDEN = 128, 256
 RECIPES = long_but(
-    ["tensorwise", "rowwise", "mxfp8"], ["tensorwise", "rowwise", "blockwise", "gridquant", "mxfp8"]
+    ["tensorwise", "rowwise", "mxfp8", "delayed"],
+    ["tensorwise", "rowwise", "blockwise", "gridquant", "mxfp8", "delayed"],
 )
 GRIDS = long_but(
     [(1, 3), (2, 4), (3, 5), (3, 2)], [(1, 3), (2, 4), (3, 5), (3, 2), (4, 4), (4, 3), (5, 4), (7, 9)]
@@ -122,7 +123,9 @@ def test_sharded_is_unsharded(ranks, world, experts, recipe):
         assert kind == "Float8Tensor"
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", *long_but([], ["rowwise", "blockwise", "mxfp8"])])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "delayed", *long_but([], ["rowwise", "blockwise", "mxfp8"])]
+)
 @pytest.mark.parametrize("kind", [TransposedExperts, SeamedExperts])
 def test_weights_that_are_stored_or_read_transposed(ranks, kind, recipe):
     for is_same, name in ranks(2, compared, 3, recipe, kind):
@@ -148,8 +151,9 @@ def on_a_mesh(rank: int, world: int, recipe: str) -> bool:
     return same(found, trained(converted(3, recipe), 3))
 
 
-def test_hsdp(ranks):
-    assert all(ranks(4, on_a_mesh, "tensorwise"))
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_hsdp(ranks, recipe):
+    assert all(ranks(4, on_a_mesh, recipe))
 
 
 def along_rows(weight: nn.Parameter) -> Shard | None:
@@ -171,7 +175,7 @@ def sharded_along_rows(rank: int, world: int, recipe: str, kind: type[nn.Module]
     ]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "delayed"])
 @pytest.mark.parametrize("world", long_but([2], [1, 2, 4]))
 def test_experts_that_are_sharded_along_their_rows(ranks, world, recipe):
     for found in ranks(world, sharded_along_rows, recipe, OwnExperts):
@@ -185,7 +189,7 @@ def compiled(rank: int, world: int, recipe: str) -> bool:
     return same(trained(sharded(model), 3), trained(sharded(converted(3, recipe)), 3))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", *long_but([], ["tensorwise", "blockwise"])])
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", *long_but([], ["tensorwise", "blockwise"])])
 def test_compiled_experts(ranks, recipe):
     assert all(ranks(2, compiled, recipe))
 
@@ -211,7 +215,7 @@ def in_bf16(rank: int, world: int, recipe: str) -> bool:
     return same(found, plain)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", *long_but([], ["rowwise", "mxfp8"])])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", *long_but([], ["rowwise", "mxfp8"])])
 def test_a_param_dtype(ranks, recipe):
     assert all(ranks(2, in_bf16, recipe))
 
@@ -235,7 +239,8 @@ def sent(rank: int, world: int, experts: int, recipe: str) -> tuple[int, int, in
 
 
 @pytest.mark.parametrize(
-    ("recipe", "least", "most"), [("tensorwise", 1.0, 1.0), ("rowwise", 1.0, 1.0), ("mxfp8", 1.0, 1.13)]
+    ("recipe", "least", "most"),
+    [("tensorwise", 1.0, 1.0), ("delayed", 1.0, 1.0), ("rowwise", 1.0, 1.0), ("mxfp8", 1.0, 1.13)],
 )
 def test_what_is_sent(ranks, recipe, least, most):
     for reductions, gathered, elements in ranks(2, sent, 4, recipe):
@@ -288,6 +293,28 @@ def test_expert_parallelism(ranks, world, dim, recipe):
         assert all(results), results
 
 
+def parts_of_experts(rank: int, world: int) -> list[str]:
+    """What delayed scaling says of expert parallelism, alone and under FSDP2."""
+    messages = []
+    for names in (("ep",), ("fsdp", "ep")):
+        model = converted(4, "delayed").experts
+        mesh = init_device_mesh("cpu", (world,) if len(names) == 1 else (world // 2, 2), mesh_dim_names=names)
+        for name, parameter in list(model.named_parameters()):
+            model.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh["ep"], [Shard(0)])))
+        if "fsdp" in names:
+            fully_shard(model, mesh=mesh["fsdp"])
+        here = len(model.gate.to_local()) if "fsdp" not in names else 2
+        x, ends = gaussian((here, WIDTH), generator(0)), torch.arange(1, here + 1)
+        messages.append(refusal(f8sub.Float8ConfigError, model, x, ends))
+    return messages
+
+
+def test_delayed_scaling_has_no_past_of_other_ranks_experts(ranks):
+    for messages in ranks(4, parts_of_experts):
+        for message in messages:
+            assert "under expert parallelism" in message
+
+
 def saved(rank: int, world: int, folder: str, recipe: str) -> dict[str, torch.Tensor]:
     model = sharded(converted(5, recipe))
     trained(model, 5)
@@ -304,11 +331,12 @@ def resumed(rank: int, world: int, folder: str, recipe: str) -> list[torch.Tenso
     return trained(model, 5, range(3, 5), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", *long_but([], ["tensorwise", "mxfp8"])])
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", *long_but([], ["tensorwise", "mxfp8"])])
 def test_a_checkpoint_goes_on_in_another_world(ranks, tmp_path, recipe):
     (full, _) = ranks(2, saved, str(tmp_path), recipe)
     assert all(type(value) is torch.Tensor for value in full.values())
-    assert full.keys() == Model(5).state_dict().keys()
+    assert {key for key in full if "scaling_states" not in key} == Model(5).state_dict().keys()
+    assert full.keys() == converted(5, recipe).state_dict().keys()
     expected = ranks(1, resumed, str(tmp_path), recipe)[0]
     for world in (2, 4):
         for found in ranks(world, resumed, str(tmp_path), recipe):

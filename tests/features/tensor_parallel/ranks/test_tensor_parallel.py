@@ -118,11 +118,13 @@ def spread_products(rank: int, world: int, recipe: str, how: str) -> dict[str, t
         model = f8sub.convert_to_float8(mlp(None), recipe=recipe, float8_all_gather=False)
         model = fully_shard(parallelize_module(model, mesh["tp"], PLAN), mesh=mesh["dp"])
     else:
-        model = parallelize_module(mlp(recipe), mesh_of(2)["tp"], PLAN)
+        keep_x = "auto" if how == "alone" else "high_precision"
+        model = f8sub.convert_to_float8(mlp(None), recipe=recipe, keep_x=keep_x)
+        model = parallelize_module(model, mesh_of(2)["tp"], PLAN)
     return products_of(model, *inputs())
 
 
-@pytest.mark.parametrize("how", ["with fully_shard", "gathered in high precision", "alone"])
+@pytest.mark.parametrize("how", ["with fully_shard", "gathered in high precision", "alone", "x kept"])
 @on_each_recipe
 def test_products_are_the_unsharded_layer_s(ranks, recipe, how):
     """dw bitwise; y and dx but for the order of a sum of float32 over ranks.
@@ -134,7 +136,7 @@ def test_products_are_the_unsharded_layer_s(ranks, recipe, how):
     row, col = f8sub.get_recipe(recipe).formats("w")
     transposed = row.tile.is_transpose_of(col.tile)
     assert why_not_derivable(row, col) is None
-    for found in ranks(2 if how == "alone" else 4, spread_products, recipe, how):
+    for found in ranks(2 if how in ("alone", "x kept") else 4, spread_products, recipe, how):
         assert found.keys() == expected.keys()
         assert [name for name in found if "." in name and not torch.equal(found[name], expected[name])] == []
         assert decibels(found["y"], expected["y"]) > 125

@@ -1,0 +1,62 @@
+"""What the graphs that torch traces are told of float8, for checkpointed functions in them."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from f8sub.formats import Tile
+from f8sub.kernels import scales
+from f8sub.torch_compat import constant_result
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_in_graphs: list[Callable[..., Any]] = []
+
+
+def in_graph(function: Function) -> Function:
+    """``function`` as one node of dynamo's graph, once ``enter_graph_functions`` ran; AOT autograd traces what it does.
+
+    ``torch.compiler.allow_in_graph`` without its ``import torch._dynamo``. Takes tensors and constants.
+    """
+    _in_graphs.append(function)
+    return function
+
+
+@constant_result
+def enter_graph_functions() -> None:
+    """Make dynamo know the functions of ``in_graph``: it calls this while it traces, before it comes to them."""
+    while _in_graphs:
+        torch.compiler.allow_in_graph(_in_graphs.pop())
+
+
+def save_when_checkpointed(reduction: Any) -> None:
+    """Have a graph that is being traced save what ``reduction``, an operator, made last, and what is made of it.
+
+    Whatever the checkpointed function's policy says, which stands in the nodes' ``meta``. For small results alone.
+    """
+    mode = get_proxy_mode()
+    for node in () if mode is None else reversed(mode.tracer.graph.nodes):
+        if "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.target is reduction:
+            break
+
+
+def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """``scales.amax`` that no checkpointed function finds again in backward: it is small, and finding it reads x."""
+    enter_graph_functions()
+    return _amax(x, tile.rows, tile.cols)
+
+
+@in_graph
+def _amax(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    # dynamo hands constants over as SymInts where shapes are dynamic.
+    found = scales.finite_amax(x, Tile(int(rows), int(cols)))
+    save_when_checkpointed(torch.ops.aten.amax.default)
+    return found
+
+
+scales.amax_in_graph = amax

@@ -1,0 +1,1 @@
+"""Converted models back to plain ones: ``convert_from_float8``."""

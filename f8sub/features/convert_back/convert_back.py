@@ -1,0 +1,48 @@
+"""Float8Linear to nn.Linear, in place, by class swap."""
+
+from typing import Any, TypeVar
+
+import torch
+
+from f8sub.convert import sockets
+from f8sub.convert.checks import is_converted, refuse_sharded
+from f8sub.convert.convert import check_ranks_hook, remove_hook, replace_parameter
+from f8sub.features.linear_subclasses.linear_subclasses import plain_class
+from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.sockets import guests
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.weight import Weight
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def convert_from_float8(model: Model) -> Model:
+    """Turn every ``Float8Linear`` back into the nn.Linear it was, in place, with the same parameters.
+
+    Raises:
+        Float8ConfigError: the model is sharded; load its state dict into a plain model instead.
+    """
+    refuse_sharded(model)
+    module: Any
+    for module in model.modules():
+        remove_hook(check_ranks_hook, module)
+        if not is_converted(module):
+            continue
+        conversion: Conversion = module.converted
+        for name in conversion.names_of(module):
+            weight = module._parameters[name]
+            if isinstance(weight, Weight):
+                replace_parameter(module, name, torch.nn.Parameter(weight.plain, weight.requires_grad))
+        conversion.discard(module)
+        for converter in sockets.converters:
+            if converter.takes(module):
+                converter.revert(module)
+        if isinstance(module, Float8Linear):
+            del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
+            for guest in guests:
+                guest.left(module)
+            module.__class__ = plain_class(module)  # type: ignore[assignment]
+    for guest in guests:
+        guest.restored(model)
+    Conversion.forget(model)
+    return model

@@ -1,0 +1,1 @@
+"""Casts of experts' operands with scales that were made before: one an expert."""

@@ -1,0 +1,103 @@
+"""The launches that pack and add chunks; triton is imported when they are made."""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from f8sub.features.gradient_codes.layout import ALIGNMENT, BLOCK, Chunk, Layout
+
+if TYPE_CHECKING:
+    from f8sub.features.gradient_codes.wire import Source
+    from f8sub.kernels.triton.launcher import Launch
+
+PACKED, ADDED = 64, 32
+"""Blocks that a program casts, and that it adds: 32 and 16 elements a thread."""
+
+Place = tuple[torch.device, int]
+"""A device and its current stream, on which a table is written before the first kernel that reads it."""
+
+
+def pack(sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Tensor) -> "list[Launch]":
+    """The launches that fill ``out``, one for each dtype and alignment; see ``wire.pack``."""
+    from f8sub.features.gradient_codes import kernels
+    from f8sub.kernels.triton import launch
+
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for number, (source, chunk) in enumerate(zip(sources, layout.chunks, strict=True)):
+        places = chunk.size, source.stride, source.length, source.data.data_ptr()
+        aligned = all(place % ALIGNMENT == 0 for place in places)
+        if chunk.size:
+            kinds.setdefault((source.data.dtype, aligned), []).append(number)
+    made = []
+    for (dtype, aligned), numbers in kinds.items():
+        chosen = tuple((layout.chunks[n], sources[n].stride, sources[n].length) for n in numbers)
+        addresses = tuple(sources[n].data.data_ptr() for n in numbers)
+        arguments = {"sources_ptr": _table(addresses, _place_of(out)), "ELEMENT": launch.INPUTS[dtype]}
+        arguments |= {"RANKS": out.shape[0], "HOSTS": hosts}
+        made.append(_launch(kernels.pack_chunks, chosen, layout, out, aligned, arguments))
+    return made
+
+
+def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> "list[Launch]":
+    """The launches that fill ``out``, one for each alignment; see ``wire.add``."""
+    from f8sub.features.gradient_codes import kernels
+
+    kinds: dict[bool, list[tuple[Chunk, int, int]]] = {}
+    for chunk in layout.chunks:
+        if chunk.size:
+            aligned = chunk.size % ALIGNMENT == chunk.out_at % ALIGNMENT == 0
+            kinds.setdefault(aligned, []).append((chunk, 0, 0))
+    made = []
+    for aligned, chosen in kinds.items():
+        arguments = {"received_ptr": received, "ranks": received.shape[0], "factor": factor}
+        made.append(_launch(kernels.sum_chunks, tuple(chosen), layout, out, aligned, arguments))
+    return made
+
+
+def _launch(
+    kernel: Any,
+    chosen: tuple[tuple[Chunk, int, int], ...],
+    layout: Layout,
+    out: torch.Tensor,
+    aligned: bool,
+    arguments: dict[str, Any],
+) -> "Launch":
+    from f8sub.kernels.triton import launcher
+
+    blocks, ranks = (PACKED, out.shape[0]) if "sources_ptr" in arguments else (ADDED, 1)
+    table, of_program = _tables(chosen, blocks, ranks, _place_of(out))
+    arguments |= {"chunks_ptr": table, "chunk_of_program_ptr": of_program, "out_ptr": out}
+    arguments |= {"row_bytes": layout.row_bytes, "CODES": layout.codes, "ALIGNED": aligned}
+    arguments |= {"BLOCKS": blocks, "BLOCK": BLOCK}
+    return launcher.Launch(kernel, of_program.numel(), arguments, {"num_warps": 8})
+
+
+@functools.lru_cache(maxsize=512)
+def _tables(
+    chosen: tuple[tuple[Chunk, int, int], ...], blocks: int, ranks: int, place: Place
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels are told of chunks, strides and lengths, and the chunk of each program."""
+    rows: list[tuple[int, ...]] = []
+    counts: list[int] = []
+    for chunk, stride, length in chosen:
+        rows.append((sum(counts), *chunk, stride, length))
+        counts.append(ranks * -(-chunk.blocks // blocks))
+    numbers = torch.arange(len(rows), dtype=torch.int32, device="cpu")
+    of_program = numbers.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+    return _table(tuple(rows), place), _sent(of_program, place[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _table(numbers: tuple[Any, ...], place: Place) -> torch.Tensor:
+    return _sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), place[0])
+
+
+def _place_of(out: torch.Tensor) -> Place:
+    return out.device, torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
+
+
+def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On ``device``; the host does not wait for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

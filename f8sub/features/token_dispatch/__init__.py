@@ -1,0 +1,1 @@
+"""Tokens of experts at one byte an element between expert-parallel ranks."""

@@ -197,7 +197,8 @@ class Trainer:
         balance = getattr(out, "aux_loss", None)
         if balance is None or not self.model.training:
             return loss
-        return loss + self.model.router_aux_loss_coef * balance
+        whole: torch.Tensor = loss + self.model.router_aux_loss_coef * balance
+        return whole
 
     @torch.no_grad()
     def evaluate(self) -> None:

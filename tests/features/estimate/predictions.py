@@ -69,13 +69,13 @@ def alone(product: Product, recipe: Recipe | None, run: Run) -> float:
     return seconds.linear_seconds(product, recipe, gpus.H200, run, gathered=False).total
 
 
-def blocks(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
+def blocks(shapes: Shapes, recipe: Recipe | None, gpu: gpus.Gpu, run: Run) -> float:
     each = shapes.blocks.values()
-    return sum(seconds.block_seconds(block, recipe, gpus.H200, run).total for block in each)
+    return sum(seconds.block_seconds(block, recipe, gpu, run).total for block in each)
 
 
-def step(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
-    return seconds.step_seconds(shapes, recipe, gpus.H200, run).total
+def step(shapes: Shapes, recipe: Recipe | None, gpu: gpus.Gpu, run: Run) -> float:
+    return seconds.step_seconds(shapes, recipe, gpu, run).total
 
 
 def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
@@ -96,7 +96,8 @@ def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     recipe = recipe_of(row["recipe"])
     of_blocks = group["kind"] == "blocks"
     timed = blocks if of_blocks else step
-    time, plain = timed(shapes, recipe, run), timed(shapes, None, replace(run, compiled=True))
+    gpu = gpus.gpu_of(group.get("gpu", "H200"))
+    time, plain = timed(shapes, recipe, gpu, run), timed(shapes, None, gpu, replace(run, compiled=True))
     held = blocks_memory(shapes, recipe, run) if of_blocks else bytes_of.memory(shapes, recipe, run).total
     whole = sum(product.elements for product in shapes.products) + shapes.other_parameters
     return {

@@ -46,7 +46,7 @@ def test_tiles_that_no_gpu_multiplies_are_the_references():
 
 def test_gpus_of_data_sheets_are_marked():
     assert [gpu.name for gpu in GPUS.values() if gpu.measured] == ["H200"]
-    assert all("not measured" in gpu.source for gpu in GPUS.values() if not gpu.measured)
+    assert all("from data sheets" in gpu.source for gpu in GPUS.values() if not gpu.measured)
     assert B200.rates[gpus.MX] == B200.rates[gpus.WHOLE] == B200.rates[gpus.FP4] / 2
     assert GPUS["H100"].rates == H200.rates
 

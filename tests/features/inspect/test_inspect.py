@@ -60,7 +60,7 @@ def test_a_page_fits_80_columns(folder, capsys):
     assert "8.03B parameters, 32 blocks" in text
     assert "224 linear layers in float8: 93.0% of the FLOPs" in text
     assert "lm_head                    1  128256x4096   7.0%" in text
-    assert "* H100, B200: from data sheets, not measured." in text
+    assert "* B200: from data sheets, not measured." in text
     assert 'f8sub.convert_to_float8(model, recipe="rowwise")' in text
 
 

@@ -176,7 +176,7 @@ class Weight(torch.Tensor):
         (gathered,), (shard, ticket) = all_gather_outputs, metadata
         if ticket is not None:
             shard.exchange.resolve(shard, self, gathered, ticket)
-        else:
+        if ticket is None or not shard.master.numel():  # an empty shard asks, and has nothing to have changed
             self.was_gathered(shard)
         if out is not None:
             return None

@@ -20,6 +20,10 @@ ATTENTION_OUTPUTS = ("out_proj", "c_proj", "proj", "dense")
 """Names of layers that read what attention makes, besides ``SAVED_INPUTS``, in modules called attn or attention."""
 
 
+HEAD_SIZE = 128
+"""Features of an attention head where a module does not tell: those of Llama 3, whose attention was timed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """A weight, or several of one shape in one module, and what multiplies by it.
@@ -34,6 +38,7 @@ class Product:
         reads: the first of the siblings that read its x, by name; itself where no other does.
         reads_attention: whether its x is what attention made.
         block: the name of the numbered block that it is in; None outside of blocks.
+        head: features of an attention head, where its x is what attention made.
     """
 
     fqn: str
@@ -45,6 +50,7 @@ class Product:
     reads: str
     reads_attention: bool
     block: str | None
+    head: int = HEAD_SIZE
 
     @property
     def shares_x(self) -> bool:
@@ -124,8 +130,9 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = ()) -> Shapes:
             first.setdefault((parent, groups.get(name, (name,))), fqn),
         )
         sizes = layer.out_features, layer.in_features, uses, elements
+        head = getattr(modules.get(parent), "head_dim", None)
         places = reasons[fqn], reads, reads_attention(layer_name), block_of(fqn)
-        products.append(Product(fqn, *sizes, *places))
+        products.append(Product(fqn, *sizes, *places, head if isinstance(head, int) else HEAD_SIZE))
     others, not_counted = _others(model)
     products += others
     counted = sum(product.elements for product in products)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from f8sub.features.estimate.gpus import FP4, MX, ROWS, SQUARES, VECTORS, WHOLE, Gpu, kind_of_tiles
-from f8sub.features.estimate.layers import Product, Shapes
+from f8sub.features.estimate.gpus import FP4, H200, MX, ROWS, SQUARES, VECTORS, WHOLE, Gpu, kind_of_tiles
+from f8sub.features.estimate.layers import HEAD_SIZE, Product, Shapes
 from f8sub.formats import Float8Format
 from f8sub.recipe import HIGH_PRECISION_GEMM as HIGH_GEMM
 from f8sub.recipe import GemmSpec, Recipe
@@ -19,14 +19,23 @@ from f8sub.recipe import GemmSpec, Recipe
 GAP, CAST_GAP = 5e-6, 9e-6
 """Seconds that a product, and a launch of a cast, take besides: ramps, tails, atomics. The host is ahead."""
 
-ELEMENTWISE, ELEMENTWISE_EAGER, REPEATED_ELEMENTWISE = 8.5, 32, 1 / 3
-"""Bytes moved for each element of a layer's x and y, compiled and eager; the share that a repeated forward adds."""
+ELEMENTWISE, ELEMENTWISE_EAGER, ELEMENTWISE_KERNELS, REPEATED_ELEMENTWISE = 8.5, 32, 18, 1 / 3
+"""Bytes moved for each element of a layer's x and y: compiled, eager, and eager with a kernel for each norm and SwiGLU;
+the share that a repeated forward adds.
+
+By the tensors that they read and write, transformers' operators move 106 bytes an element of a norm and 28 of SwiGLU,
+forward and backward, kernels such as Liger-Kernel's 10 and 16. That is 14 fewer an element of a Llama's x and y.
+"""
 
 LOGIT_BYTES, LOGIT_BYTES_EAGER = 24, 64
 """Bytes that a loss moves for each logit, forward and backward, compiled and eager."""
 
-OPTIMIZER_BYTES = 7
-"""Times a parameter's bytes that fused AdamW moves: it reads parameter, gradient and two states, and writes three."""
+FUSED_ADAMW, FOREACH_ADAMW, CLIPPING = 7, 21, 3
+"""Times a parameter's bytes that are moved. Fused AdamW reads parameter, gradient and two states, and writes three.
+
+torch's default for CUDA is a kernel for each of its eight formulas: decay 2, lerp 3, mul 2, addcmul 4, sqrt 2, div 2,
+add 2, addcdiv 4. Clipping reads gradients for their norm, and reads and writes them for their scale.
+"""
 
 COPY_IN = 12
 """Bytes of a copy's speed that a gradient's element takes on its way into the reduction: 6, at half the speed."""
@@ -36,6 +45,17 @@ GATHERS, REDUCTIONS = 0.05, 0.45
 
 ATTENTION_PASSES = 3.5
 """Of causal attention forward and backward, in forwards: backward has five products where forward has two."""
+
+EXPONENTIALS = 3.9e12
+"""A Hopper's special functions a second: FlashAttention-3 (arXiv 2407.08608), 2.2. A score needs one in forward and one
+in backward, whatever the size of its head, so that small heads are slower a FLOP."""
+
+HOST, HOST_BF16 = 0.0131, 0.0075
+"""Seconds of the host for a compiled block under FSDP2, forward and backward, which a step cannot be shorter than.
+
+Runs of a 1B Llama had 12.5 to 14.3 ms on two hosts in float8: between those, and fitted. A layer in bf16 takes the host
+1.0 ms, in float8 1.5 to 2. Hosts of other GPUs are not known, so that there the host is ahead.
+"""
 
 NONE, SELECTIVE, GEMMS, FULL, UNSEEN = "none", "selective", "gemms", "full", "unseen"
 CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)
@@ -82,6 +102,9 @@ class Run:
         checkpoint: one of ``CHECKPOINTS``.
         compiled: by ``torch.compile``, block by block.
         sharded: by ``fully_shard``, a block a group; else the weights stay on one GPU, in bf16.
+        kernels: whether eager norms and activations are a kernel each, such as Liger-Kernel's.
+        fused: whether AdamW is one kernel for all that it does to a parameter.
+        clipped: whether gradients are clipped by their norm.
     """
 
     tokens: int = 8192
@@ -91,11 +114,25 @@ class Run:
     checkpoint: str = SELECTIVE
     compiled: bool = True
     sharded: bool = True
+    kernels: bool = False
+    fused: bool = True
+    clipped: bool = True
 
     @property
     def master_bytes(self) -> int:
         """Of a parameter."""
         return 4 if self.sharded else 2
+
+    @property
+    def optimizer_passes(self) -> int:
+        """Times a parameter's bytes that clipping and AdamW move."""
+        return (FUSED_ADAMW if self.fused else FOREACH_ADAMW) + CLIPPING * self.clipped
+
+    @property
+    def elementwise(self) -> float:
+        """Bytes moved for each element of a layer's x and y."""
+        eager = ELEMENTWISE_KERNELS if self.kernels else ELEMENTWISE_EAGER
+        return ELEMENTWISE if self.compiled else eager
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +147,8 @@ class Seconds:
         copies: FSDP2's casts and copies into and out of buffers.
         exposed: what collectives add.
         loss: softmax and cross entropy.
-        optimizer: AdamW.
+        optimizer: clipping and AdamW.
+        host: what the GPU waits for the host.
     """
 
     gemms: float = 0.0
@@ -121,6 +159,7 @@ class Seconds:
     exposed: float = 0.0
     loss: float = 0.0
     optimizer: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -222,15 +261,23 @@ def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, 
     found = Seconds()
     for product, again in zip(products, repeats(products, recipe, run), strict=True):
         found += linear_seconds(product, recipe, gpu, run, again, run.sharded)
-    scores = sum(product.cols for product in products if product.reads_attention)
     passes = ATTENTION_PASSES + (1 if run.checkpoint == FULL else 0)
-    attention = passes * 2 * run.tokens * run.sequence * scores / gpu.attention
+    attention = sum(passes * attention_seconds(p, gpu, run) for p in products if p.reads_attention)
     touched = sum(p.uses * (p.rows + (0 if p.shares_x else p.cols)) for p in products)
-    each = ELEMENTWISE if run.compiled else ELEMENTWISE_EAGER
+    each = run.elementwise
     each *= 1 if run.checkpoint == NONE else 1 + REPEATED_ELEMENTWISE
     elementwise = run.tokens * touched * each / gpu.copy
     found += Seconds(attention=attention, elementwise=elementwise)
     return found + wire_seconds(products, recipe, gpu, run)
+
+
+def attention_seconds(product: Product, gpu: Gpu, run: Run) -> float:
+    """Of one forward, or as much of backward, of the attention that a layer reads."""
+    scores = run.tokens * run.sequence / 2 * product.cols / product.head
+    flops = 4 * product.head / gpu.attention
+    # A GPU's rate is that of heads of HEAD_SIZE, whose exponentials it includes.
+    exponentials = 2 / ATTENTION_PASSES / EXPONENTIALS * H200.attention / gpu.attention
+    return scores * (flops + exponentials * (1 - product.head / HEAD_SIZE))
 
 
 def wire_format(product: Product, recipe: Recipe | None) -> Float8Format | None:
@@ -275,8 +322,12 @@ def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> S
     found += wire_seconds([*shapes.outside, rest], recipe, gpu, run, passes=1)
     logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
     loss = run.tokens * shapes.logits * logit / gpu.copy
-    state = shapes.parameters / run.shards * run.master_bytes * OPTIMIZER_BYTES
-    return found + Seconds(loss=loss, optimizer=state / gpu.copy)
+    state = shapes.parameters / run.shards * run.master_bytes * run.optimizer_passes
+    found += Seconds(loss=loss, optimizer=state / gpu.copy)
+    if not (run.compiled and run.sharded and gpu.measured):
+        return found
+    host = len(shapes.blocks) * (HOST_BF16 if recipe is None else HOST)
+    return found + Seconds(host=max(0.0, host - found.total))
 
 
 def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dict[tuple[str, int], float]:

@@ -24,6 +24,7 @@ from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.weight import Weight
 
 
 class Call(NamedTuple):
@@ -115,6 +116,8 @@ def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: Call) -> Exp
         rows: Any = w.flatten(0, 1)
         made = rowwise_of(rows, flat, call.dtype, call.sources.w)
         found = ExpertWeights.of(made, tuple(w.shape), stored)
+    elif isinstance(w, Weight) and not isinstance(w, MasterWeight) and flat is not None:
+        found = ExpertWeights.of(type(w).rowwise_codes(w, flat, call.dtype), tuple(w.shape), stored)
     elif (prior := call.sources.w.prior()) is not None:
         found = cast_weights(_as_stored(w, call.dtype), stored, prior)
     else:

@@ -25,10 +25,6 @@ FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
 """Of a GPU's memory a step may take so much, the rest is the allocator's and NCCL's; speeds that differ by less are the
 same; a step that is fewer times as fast is not worth a change of numbers; such a share of waiting is worth a word."""
 
-HOST_SECONDS = 0.012
-"""A block that takes less may be waiting for the host. Four blocks of a Llama, head and AdamW took it 40 ms ("On GPUs"
-in the README), and a 1B model of 10 ms a block was slower than its GPU."""
-
 
 def fits(bytes_of: Memory, gpu: Gpu) -> bool:
     """Whether a GPU holds it."""
@@ -86,12 +82,13 @@ def advice(
     if skip := losing(shapes, recipe, gpu, run):
         yield f"These layers lose time in float8: skip={skip}"
     yield from _of_memory(policies, gpu, run)
-    if shapes.blocks and best.step_seconds < HOST_SECONDS * len(shapes.blocks):
+    step = step_seconds(shapes, recipe, gpu, run)
+    if step.host > 0:
         yield (
-            "A step is so short that the host may not keep ahead of the GPU, which makes float8 slower than told here. "
-            "More tokens a GPU help."
+            f"The host launches a step in {best.step_seconds * 1e3:.0f} ms or so, by the hosts that were measured, and "
+            f"the GPU waits {step.host / best.step_seconds:.0%} of it. More tokens a GPU help."
         )
-    exposed = step_seconds(shapes, recipe, gpu, run).exposed / best.step_seconds
+    exposed = step.exposed / best.step_seconds
     if exposed > MUCH_EXPOSED:
         yield (
             f"Collectives add about {exposed:.0%} to a step, which float8 shortens little: gradients are reduced in "

@@ -114,7 +114,8 @@ def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]
             reasons.setdefault(reason, []).append(fqn)
     if reasons:
         listed = "; ".join(f"{', '.join(fqns)}: {reason}" for reason, fqns in reasons.items())
-        other = " Try layout='compressed-tensors'." if layout == FP8 else ""
+        is_held = all(why_not(COMPRESSED, *weight) is None for weight in weights.values())
+        other = " Try layout='compressed-tensors'." if is_held else ""
         raise Float8ConfigError(f"layout {layout!r} cannot hold these layers. {listed}.{other}")
     unaligned = [fqn for fqn, (_, shape) in weights.items() if layout == FP8 and not _is_aligned(shape)]
     if unaligned:

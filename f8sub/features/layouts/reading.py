@@ -2,13 +2,28 @@
 
 import re
 from collections.abc import Container
-from typing import Any
+from typing import Any, NamedTuple
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.layouts.names import Piece
 from f8sub.formats import ALL, Tile
 
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 """Names of a layer's scales. Sources: see ``layouts``; DeepSeek-V4's files have the last."""
+
+
+class Source(NamedTuple):
+    """A tensor of the checkpoint that a parameter, or a part of one, comes from.
+
+    Attributes:
+        piece: its name, and of what it is.
+        scale: name of the scales; None for a tensor that is not in float8.
+        tile: the block of elements that share a scale.
+    """
+
+    piece: Piece
+    scale: str | None
+    tile: Tile
 
 
 def scale_of(name: str, checkpoint: Container[str]) -> str:

@@ -4,17 +4,17 @@ import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, names_of, unwrapped
 from f8sub.features.export.float8_weights import Rename
+from f8sub.features.held_codes.experts import Held, held_experts, hold_experts, in_order
+from f8sub.features.held_codes.layers import are_powers_of_2, can_hold, check_not_gathered, hold, plan_for
 from f8sub.features.layouts.names import Piece
-from f8sub.features.layouts.reading import scale_of, tile_of
+from f8sub.features.layouts.reading import Source, scale_of, tile_of
 from f8sub.features.load.checkpoint import Checkpoint, some
-from f8sub.features.load.held_codes import can_hold, check_not_gathered, hold, plan_for
 from f8sub.features.load.ties import other_names
 from f8sub.features.primary_weights.masters import reread_shards
 from f8sub.formats import ALL, Operand, Tile
@@ -38,20 +38,6 @@ Where = tuple[slice, ...]
 """A part of a tensor, a slice with a start and an end for each dimension."""
 
 
-class _Source(NamedTuple):
-    """A tensor of the checkpoint that a parameter, or a part of one, comes from.
-
-    Attributes:
-        piece: its name, and of what it is.
-        scale: name of the scales; None for a tensor that is not in float8.
-        tile: the block of elements that share a scale.
-    """
-
-    piece: Piece
-    scale: str | None
-    tile: Tile
-
-
 def load_float8(
     model: torch.nn.Module,
     folder: str | os.PathLike[str],
@@ -67,8 +53,8 @@ def load_float8(
 
     A frozen layer that was converted with ``primary_weights=True``, by a recipe whose weights have the file's tiles,
     keeps the file's own codes and scales, float32 ones or powers of two, at one byte an element, without values in high
-    precision. It multiplies and sends them as they are. Under FSDP2 load after ``fully_shard``, before the first
-    forward.
+    precision. It multiplies and sends them as they are. So do frozen experts whose tiles end with gate, up and down, if
+    FSDP2 shards whole experts. Under FSDP2 load after ``fully_shard``, before the first forward.
 
     Any other parameter takes the values that the codes stand for. A converted layer casts them again. Where the recipe
     has the file's tiles and both have powers of two as scales, the cast has exactly these values. Where both have
@@ -98,6 +84,7 @@ def load_float8(
         for part, of_part in sources.items():
             for source in of_part:
                 _check_shapes(part, source, checkpoint)
+        experts = held_experts(sources, lambda source: _scales_of(source, checkpoint))
         converted = (part.module.__dict__.get("converted") for part in sources)
         conversions = {each for each in converted if isinstance(each, Conversion)}
         for conversion in conversions:
@@ -106,12 +93,17 @@ def load_float8(
         for part, of_part in sources.items():
             _give_memory(part, device)
             with torch.no_grad():
+                if part in experts:
+                    _hold(part, experts[part], of_part, checkpoint)
+                    continue
                 exact = [_filled(part, source, checkpoint) for source in of_part]
             if part.format is not None and not all(exact):
                 again.append(part.fqn)
         for conversion in conversions:
             conversion.loaded()
-        reread_shards(part.module for part in sources if isinstance(part.module, Float8Linear))
+        reread_shards(
+            part.module for part in sources if isinstance(part.module, Float8Linear) or part in experts
+        )
         for part in sources:
             if isinstance(part.module, Float8Linear):
                 for guest in sockets.guests:  # as of a state dict that has this parameter alone
@@ -159,9 +151,9 @@ def _give_memory(part: Part, device: torch.device | str | None) -> None:
 
 def _matched(
     model: torch.nn.Module, parts: list[Part], checkpoint: Checkpoint, rename: Rename, strict: bool
-) -> dict[Part, list[_Source]]:
+) -> dict[Part, list[Source]]:
     """The sources of every parameter; those of the checkpoint that are left, or missing, are an error if ``strict``."""
-    found: dict[Part, list[_Source]] = {}
+    found: dict[Part, list[Source]] = {}
     missing = []
     used: set[str] = set()
     others = other_names(model)
@@ -189,21 +181,21 @@ def _matched(
     return found
 
 
-def _source(piece: Piece, part: Part, checkpoint: Checkpoint) -> _Source:
+def _source(piece: Piece, part: Part, checkpoint: Checkpoint) -> Source:
     """How a tensor is read; Float8ConfigError where it has no scales, or is of a dtype that is no number without."""
     dtype = checkpoint.slice_of(piece.name).get_dtype()
     if dtype == "F8_E4M3":
         tile = tile_of(piece.name.removesuffix(".weight"), checkpoint.config)
-        return _Source(piece, scale_of(piece.name, checkpoint), tile)
+        return Source(piece, scale_of(piece.name, checkpoint), tile)
     if part.tensor.is_floating_point() and dtype not in _HIGH_PRECISION:
         raise Float8ConfigError(
             f"{piece.name} is stored as {dtype}, which load_float8 does not read; it reads F8_E4M3 with scales, and "
             f"{', '.join(_HIGH_PRECISION)}"
         )
-    return _Source(piece, None, Tile(ALL, ALL))
+    return Source(piece, None, Tile(ALL, ALL))
 
 
-def _check_shapes(part: Part, source: _Source, checkpoint: Checkpoint) -> None:
+def _check_shapes(part: Part, source: Source, checkpoint: Checkpoint) -> None:
     name, shape = source.piece.name, tuple(part.tensor.shape)
     if source.piece.rows is not None:
         shape = source.piece.rows.stop - source.piece.rows.start, shape[2]
@@ -224,18 +216,14 @@ def _check_shapes(part: Part, source: _Source, checkpoint: Checkpoint) -> None:
         check_not_gathered(part.module)
 
 
-def _plan_of_codes(part: Part, source: _Source, scales: torch.Tensor) -> Plan | None:
+def _plan_of_codes(part: Part, source: Source, scales: torch.Tensor) -> Plan | None:
     """The plan of a layer that keeps the file's codes; None of a parameter that takes their values."""
     if not isinstance(part.module, Float8Linear) or not can_hold(part.module, source.tile):
         return None
-    return plan_for(part.module, is_power_of_2=_are_powers_of_2(scales))
+    return plan_for(part.module, is_power_of_2=are_powers_of_2(scales))
 
 
-def _are_powers_of_2(scales: torch.Tensor) -> bool:
-    return bool(((scales.view(torch.int32) & 0x7FFFFF) == 0).all())
-
-
-def _scales_of(source: _Source, checkpoint: Checkpoint) -> torch.Tensor:
+def _scales_of(source: Source, checkpoint: Checkpoint) -> torch.Tensor:
     """All scales of a tensor, float32, (tiles along N, tiles along K)."""
     scales: torch.Tensor = checkpoint.read(source.scale or "")
     if scales.dtype == torch.uint8:
@@ -244,7 +232,14 @@ def _scales_of(source: _Source, checkpoint: Checkpoint) -> torch.Tensor:
     return scales.float().view(source.tile.scale_shape((rows, cols)))
 
 
-def _filled(part: Part, source: _Source, checkpoint: Checkpoint) -> bool:
+def _hold(part: Part, held: Held, sources: list[Source], checkpoint: Checkpoint) -> None:
+    """Read this rank's experts, and make them be the file's codes."""
+    experts = _local_slices(part.tensor)[0]
+    here = [s.piece.name for s in in_order(sources) if experts.start <= (s.piece.expert or 0) < experts.stop]
+    hold_experts(part, held, [checkpoint.read(name) for name in here], experts.start)
+
+
+def _filled(part: Part, source: Source, checkpoint: Checkpoint) -> bool:
     """Write this rank's part of a tensor; whether a layer that multiplies it has the values that the file has."""
     local, where = local_tensor(part.tensor), _local_slices(part.tensor)
     if source.piece.rows is not None:
@@ -257,7 +252,7 @@ def _filled(part: Part, source: _Source, checkpoint: Checkpoint) -> bool:
         local.copy_(stored[where] if where else stored[...])
         return True
     scales = _scales_of(source, checkpoint)
-    is_power_of_2, format = _are_powers_of_2(scales), part.format
+    is_power_of_2, format = are_powers_of_2(scales), part.format
     plan = _plan_of_codes(part, source, scales)
     of_file = None if plan is None else plan.recipe.fprop.b
     if plan is not None and of_file is not None and isinstance(part.module, Float8Linear):

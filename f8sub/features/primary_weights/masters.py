@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -18,7 +19,7 @@ from f8sub.torch_compat import is_dtensor
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.guests import Guest, makers
 from f8sub.weights.master_weight import Cell, MasterWeight
-from f8sub.weights.weight import local_tensor, master_of, take_place
+from f8sub.weights.weight import WeightRecord, local_tensor, master_of, take_place
 
 
 class PrimaryWeights(Guest):
@@ -44,7 +45,8 @@ class PrimaryWeights(Guest):
         for weight in weights:
             local = local_tensor(weight)
             master = master_of(local)
-            if master is not None and master.cell not in self.taken and weight.requires_grad:
+            is_taken = master is None or master.cell in self.taken
+            if not is_taken and weight.requires_grad and is_primary(weight):
                 raise Float8ConfigError(
                     f"{type(optimizer).__name__} steps a weight of shape {tuple(weight.shape)} that was converted "
                     "with primary_weights=True: wrap it in f8sub.optim.MasterWeights(optimizer), which keeps the "
@@ -97,8 +99,15 @@ def is_primary(parameter: torch.Tensor) -> bool:
     """Whether a parameter is a float8 primary weight, or becomes one once an optimizer takes its values."""
     local = local_tensor(parameter)
     if isinstance(local, MasterWeight):
-        conversion = None if local.record is None else local.record.conversion
-        return conversion is not None and has_primary_weights(conversion)
+        record = local.record
+        conversion = None if record is None else record.conversion
+        # Experts whose tiles reach over several of them are read in high precision.
+        return (
+            conversion is not None
+            and record is not None
+            and record.gathered
+            and has_primary_weights(conversion)
+        )
     return isinstance(local, PrimaryWeight)
 
 
@@ -147,17 +156,33 @@ def drop_high_precision(model: torch.nn.Module) -> None:
     Raises:
         Float8ConfigError: the model has no layer converted with ``primary_weights=True``.
     """
-    layers = [m for m in model.modules() if isinstance(m, Float8Linear) and has_primary_weights(m.converted)]
-    if not layers:
+    records = [record for record in _records(model) if has_primary_weights(_conversion_of(record))]
+    if not records:
         raise Float8ConfigError(
             "drop_high_precision found no layer converted with primary_weights=True; the other layers' weights stay in "
             "high precision"
         )
-    for layer in layers:
-        if is_primary(layer.weight) and not layer.weight.requires_grad:
-            to_codes(layer.weight, layer.weight.dtype, may_replace=True)
-            _drop(layer)
-    reread_shards(layers)
+    for record in records:
+        weight = record.parameter
+        if weight is not None and is_primary(weight) and not weight.requires_grad:
+            to_codes(weight, weight.dtype, may_replace=True)
+            _drop(record)
+    reread_shards(dict.fromkeys(record.module for record in records))
+
+
+def _records(model: torch.nn.Module) -> list[WeightRecord]:
+    """Of the converted weights of a model, in its order."""
+    found = []
+    for module in model.modules():
+        conversion = module.__dict__.get("converted")
+        if isinstance(conversion, Conversion) and conversion.owns(module):
+            found += [conversion.record_of(module, name) for name in conversion.names_of(module)]
+    return found
+
+
+def _conversion_of(record: WeightRecord) -> Conversion:
+    conversion: Conversion = record.module.converted
+    return conversion
 
 
 def restore_high_precision(model: torch.nn.Module) -> None:
@@ -170,41 +195,42 @@ def restore_high_precision(model: torch.nn.Module) -> None:
         Float8ConfigError: a sharded weight; or no weight of the model is codes alone.
     """
     dropped = [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, Float8Linear)
-        and isinstance(local := local_tensor(layer.weight), PrimaryWeight)
+        record
+        for record in _records(model)
+        if record.parameter is not None
+        and isinstance(local := local_tensor(record.parameter), PrimaryWeight)
         and local.master is None
     ]
     if not dropped:
         raise Float8ConfigError(
             "restore_high_precision found no weight whose values drop_high_precision dropped"
         )
-    for layer in dropped:
-        if is_dtensor(layer.weight):
+    for record in dropped:
+        if is_dtensor(record.parameter):
             raise Float8ConfigError(
-                f"{layer.fqn}: its weight is sharded; load the adapters into a model that is not, and merge there"
+                f"{record.fqn}: its weight is sharded; load the adapters into a model that is not, and merge there"
             )
-        primary = layer.weight.primary  # type: ignore[attr-defined]
+        primary = record.parameter.primary  # type: ignore[union-attr]
         master = MasterWeight(primary.values().clone())
         master.cell.record = primary.record
         primary.master, primary.codes = master, None
 
 
-def _drop(layer: Float8Linear) -> None:
-    local, format = local_tensor(layer.weight), layer.plan.recipe.fprop.b
+def _drop(record: WeightRecord) -> None:
+    weight, format = record.parameter, record.format
+    local = None if weight is None else local_tensor(weight)
     if not isinstance(local, PrimaryWeight) or format is None:
-        raise RuntimeError(f"{layer.fqn}: a {type(local).__name__} is no primary weight")
+        raise RuntimeError(f"{record.fqn}: a {type(local).__name__} is no primary weight")
     primary = local.primary
     if primary.sharded:
         # What its values are rounded to first, and its scales, are known when it is gathered.
         primary.dropping = True
     elif primary.master is not None:
-        operand = rowwise_of(primary.master, format, primary.dtype)
-        primary.drop(Float8Tensor(operand, None, primary.dtype))
+        rows: Any = primary.master.flatten(0, -2)
+        primary.drop(Float8Tensor(rowwise_of(rows, format, primary.dtype), None, primary.dtype))
 
 
-def reread_shards(layers: Iterable[Float8Linear]) -> None:
+def reread_shards(layers: Iterable[Any]) -> None:
     """Have FSDP2 look at the local tensors of these layers anew, so that none is kept alive that was replaced.
 
     It looks after a state dict was loaded into the module that owns the parameter: one with nothing in it does, and

@@ -67,7 +67,7 @@ class Primary:
         if self.master is not None:
             return self.master.plain.to(self.dtype)
         dequantized: torch.Tensor = self.codes.dequantize()
-        return dequantized.to(self.dtype)
+        return dequantized.view(self.shape).to(self.dtype)
 
 
 class _Slot:
@@ -213,7 +213,7 @@ class PrimaryWeight(Weight):
     ) -> Self:
         fqn, dtype = context
         values = inner["_traced"]
-        primary = Primary(None, fqn, values.shape, dtype, sharded=False)
+        primary = Primary(None, fqn, torch.Size(outer_size), dtype, sharded=False)
         if isinstance(values, MasterWeight):
             primary.master = values
         else:
@@ -269,7 +269,7 @@ def primary_rowwise(
     """An unsharded primary weight's rowwise operand: its codes, cast anew after the master changed.
 
     Args:
-        weight: (N, K).
+        weight: (N, K), or (E, N, K), of which the operand has all rows, one expert's after the other's.
         format: of the codes.
         dtype: the GEMM's high-precision dtype; values are rounded to it, after the weight's own, and then cast.
         source: of the scale, where there is a master to cast.
@@ -279,7 +279,10 @@ def primary_rowwise(
     """
     primary = weight.primary
     if primary.master is not None:
-        return rowwise_of(primary.master, format, dtype, source, primary.dtype)
+        master: Any = primary.master
+        if master.dim() > 2:
+            master = master.flatten(0, -2)
+        return rowwise_of(master, format, dtype, source, primary.dtype)
     kept: Operand | None = primary.codes.rowwise
     if kept is None or kept.format != format:
         raise Float8ConfigError(

@@ -102,8 +102,8 @@ class Cluster:
         return min((self.hosts - 1) * STEP_OF_NETWORK + (self.shards - self.hosts) * STEP, MOST_STEPS)
 
 
-_POWER = 0.8
-"""Share of what products reach at 700 W; fitted to the published runs."""
+_POWER = 0.74
+"""Share of what products reach at 700 W; fitted to the published runs of a Llama 3 8B, whose page tells the limit."""
 
 H100_500W = Gpu(
     "H100-500W",

@@ -9,7 +9,7 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate.gpus import GPUS, Gpu
 from f8sub.features.estimate.layers import Product, Shapes, shapes_of
-from f8sub.features.estimate.seconds import CHECKPOINTS, LOGIT_BYTES, OPTIMIZER_BYTES, SELECTIVE, Run
+from f8sub.features.estimate.seconds import CHECKPOINTS, LOGIT_BYTES, SELECTIVE, Run
 from f8sub.features.estimate.wire import wire
 from f8sub.features.estimate_memory.memory import memory
 from f8sub.features.inspect.advice import fits
@@ -231,7 +231,7 @@ def _predict(shapes: Shapes, way: str, arm: Arm, cluster: Cluster, run: Run) -> 
     outside = group_of([*part.outside, rest], arm, cluster, run, outside=True)
     found = timeline(blocks, outside)
     loss = run.tokens * part.logits * LOGIT_BYTES / cluster.gpu.copy
-    optimizer = part.parameters / cluster.shards * run.master_bytes * OPTIMIZER_BYTES / cluster.gpu.copy
+    optimizer = part.parameters / cluster.shards * run.master_bytes * run.optimizer_passes / cluster.gpu.copy
     if arm.recipe is not None and arm.gathers and not arm.scales_by_weight:
         optimizer += cluster.latency
     total = found.forward + found.backward + loss + optimizer

@@ -18,7 +18,7 @@ from f8sub.features.estimate_memory import memory as bytes_of
 from f8sub.recipe import GemmSpec, Recipe
 
 DATA = tomllib.loads((Path(__file__).parent / "measured.toml").read_text())
-ASKED = {"recipe", "gemm", "sizes", "compiled", "miss"}
+ASKED = {"recipe", "gemm", "sizes", "compiled", "kernels", "checkpoint", "miss"}
 SMALL_RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant")
 LARGE = [(8192, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (14336, 8192, 4096)]
 BYTES_OF_VOCABULARY = 272
@@ -52,9 +52,12 @@ def run_of(group: dict[str, Any], row: dict[str, Any]) -> Run:
         tokens=group.get("tokens", 8192),
         sequence=group.get("sequence", 8192),
         shards=group.get("shards", 1),
-        checkpoint=group.get("checkpoint", "none"),
+        checkpoint=row.get("checkpoint", group.get("checkpoint", "none")),
         compiled=row.get("compiled", group["kind"] not in ("small", "small beside")),
         sharded=group.get("sharded", group["kind"] in ("blocks", "step", "reductions")),
+        kernels=row.get("kernels", False),
+        fused=group.get("fused", True),
+        clipped=group.get("clipped", False),
     )
 
 
@@ -66,13 +69,13 @@ def alone(product: Product, recipe: Recipe | None, run: Run) -> float:
     return seconds.linear_seconds(product, recipe, gpus.H200, run, gathered=False).total
 
 
-def blocks(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
+def blocks(shapes: Shapes, recipe: Recipe | None, gpu: gpus.Gpu, run: Run) -> float:
     each = shapes.blocks.values()
-    return sum(seconds.block_seconds(block, recipe, gpus.H200, run).total for block in each)
+    return sum(seconds.block_seconds(block, recipe, gpu, run).total for block in each)
 
 
-def step(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
-    return seconds.step_seconds(shapes, recipe, gpus.H200, run).total
+def step(shapes: Shapes, recipe: Recipe | None, gpu: gpus.Gpu, run: Run) -> float:
+    return seconds.step_seconds(shapes, recipe, gpu, run).total
 
 
 def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
@@ -93,7 +96,8 @@ def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     recipe = recipe_of(row["recipe"])
     of_blocks = group["kind"] == "blocks"
     timed = blocks if of_blocks else step
-    time, plain = timed(shapes, recipe, run), timed(shapes, None, replace(run, compiled=True))
+    gpu = gpus.gpu_of(group.get("gpu", "H200"))
+    time, plain = timed(shapes, recipe, gpu, run), timed(shapes, None, gpu, replace(run, compiled=True))
     held = blocks_memory(shapes, recipe, run) if of_blocks else bytes_of.memory(shapes, recipe, run).total
     whole = sum(product.elements for product in shapes.products) + shapes.other_parameters
     return {

@@ -1,4 +1,4 @@
-"""Every figure that the documentation holds of an H200 is predicted within 10 %, or named with the reason why not."""
+"""Every figure that the documentation holds of an H200 or H100 is predicted within 10 %, or named with the reason."""
 
 import pytest
 

@@ -1,5 +1,7 @@
 """What the estimate reads of recipes and of models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -44,7 +46,7 @@ def test_tiles_that_no_gpu_multiplies_are_the_references():
 
 def test_gpus_of_data_sheets_are_marked():
     assert [gpu.name for gpu in GPUS.values() if gpu.measured] == ["H200"]
-    assert all("not measured" in gpu.source for gpu in GPUS.values() if not gpu.measured)
+    assert all("from data sheets" in gpu.source for gpu in GPUS.values() if not gpu.measured)
     assert B200.rates[gpus.MX] == B200.rates[gpus.WHOLE] == B200.rates[gpus.FP4] / 2
     assert GPUS["H100"].rates == H200.rates
 
@@ -59,6 +61,33 @@ def test_speeds_that_the_documentation_holds_of_h100s(recipe):
     run, shapes = Run(checkpoint="selective"), llama("8b", 32)
     plain, own = (found(shapes, each, GPUS["H100"], run).total for each in (None, f8sub.get_recipe(recipe)))
     assert all(abs(plain / own / public - 1) <= 0.1 for public in PUBLIC_RUNS_ON_8_H100S[recipe])
+
+
+def test_attention_of_small_heads_is_slower_a_flop():
+    """By the exponentials alone: heads of 64 have twice as many for the same products."""
+    shapes = llama("1b", 16)
+    attended = [p for p in shapes.products if p.reads_attention]
+    assert [p.head for p in attended] == [64] * 16
+    small = attended[0]
+    run = Run(tokens=4096, sequence=4096)
+    large = replace(small, head=128)
+    more = 4096 * 4096 / 2 * (small.cols / 64 - small.cols / 128) * 2 / seconds.ATTENTION_PASSES
+    times = [seconds.attention_seconds(each, H200, run) for each in (small, large)]
+    assert times[0] - times[1] == pytest.approx(more / seconds.EXPONENTIALS)
+    assert times[1] == pytest.approx(4 * 4096 * 4096 / 2 * small.cols / H200.attention)
+
+
+def test_a_step_is_no_shorter_than_its_host():
+    short, long = Run(tokens=512, sequence=512), Run(checkpoint="none")
+    for recipe, host in ((None, seconds.HOST_BF16), (f8sub.get_recipe("rowwise"), seconds.HOST)):
+        found = seconds.step_seconds(llama("1b", 16), recipe, H200, short)
+        assert found.total == pytest.approx(16 * host)
+        assert seconds.step_seconds(llama("8b", 4), recipe, H200, long).host == 0
+
+
+@pytest.mark.parametrize(("changes", "passes"), [({}, 10), ({"clipped": False}, 7), ({"fused": False}, 24)])
+def test_what_an_optimizer_moves(changes, passes):
+    assert Run(**changes).optimizer_passes == passes
 
 
 def test_names():
@@ -108,9 +137,10 @@ def test_more_of_everything_takes_longer():
     shapes, recipe = shapes_of(Transformer(2048, 8192, blocks=2, classes=32000)), f8sub.get_recipe("rowwise")
 
     def step(**changes):
-        return seconds.step_seconds(shapes, recipe, H200, Run(**{"checkpoint": "none", **changes})).total
+        usual = {"checkpoint": "none", "tokens": 32768}  # so many that the host is ahead
+        return seconds.step_seconds(shapes, recipe, H200, Run(**{**usual, **changes})).total
 
-    assert step(tokens=16384) > step()
+    assert step(tokens=65536) > step()
     assert step(sequence=16384) > step()
     assert step(compiled=False) > step()
     assert step(replicas=2) > step()

@@ -219,3 +219,20 @@ def test_a_config_that_json_cannot_hold_leaves_nothing(tmp_path):
     with pytest.raises(TypeError):
         f8sub.save_float8(trained("blockwise", steps=0), tmp_path / "out", dtype=BF16, config={1: 0, "a": 0})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", ["auto", "fp8", "compressed-tensors"])
+def test_nvfp4_is_refused_with_its_reason_and_nothing_is_left(tmp_path, layout):
+    model = f8sub.convert_to_float8(
+        torch.nn.Sequential(torch.nn.Linear(64, 128)), "nvfp4", skip_defaults=False
+    )
+    takers = {
+        "save": lambda: f8sub.save_float8(model, tmp_path / "out", layout=layout, dtype=torch.bfloat16),
+        "state": lambda: f8sub.float8_state_dict(model, layout=layout, dtype=torch.bfloat16),
+        "stream": lambda: list(f8sub.float8_weights(model, layout=layout, dtype=torch.bfloat16)),
+    }
+    for take in takers.values():
+        with pytest.raises(f8sub.Float8ConfigError, match="a static scale of the inputs") as refused:
+            take()
+        assert "Try" not in str(refused.value)
+    assert not list(tmp_path.iterdir())

@@ -24,10 +24,10 @@ TOLD = {"whole runs": page.WHOLE_RUNS, "speed-ups": page.SPEED_UPS, "rates": pag
 
 @pytest.mark.parametrize(
     ("name", "errors", "count"),
-    [("whole runs", whole_runs, 7), ("speed-ups", speed_ups, 7), ("rates", rates, 5)],
+    [("whole runs", whole_runs, 11), ("speed-ups", speed_ups, 7), ("rates", rates, 5)],
 )
 def test_errors_are_those_that_the_page_tells(name, errors, count):
-    """The 1B model's runs are aside: ``docs/estimate.md`` says why they are missed."""
+    """The 1B model's runs are aside: the host limits them, which this model does not know."""
     found = errors()
     assert len(found) == count
     largest = max(found, key=lambda run: abs(found[run]))
@@ -129,7 +129,7 @@ def test_a_page_fits_80_columns(capsys):
     assert max(map(len, text.splitlines())) <= 80
     assert "8.03B parameters, 32 blocks, on H100s, 8 a host" in " ".join(text.split())
     assert "+ gradients in e4m3" in text
-    assert "within 6%" in text
+    assert "within 7%" in text
     assert main(["estimate", "llama3-70b", "--gpus", "8", "--checkpoint", "none"]) == 0
     assert "x: more than a GPU's memory" in capsys.readouterr().out
 

@@ -1,0 +1,1 @@
+"""Codes of a checkpoint in the place of frozen weights, without values in high precision."""

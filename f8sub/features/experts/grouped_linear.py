@@ -102,7 +102,7 @@ def grouped_linear(
         return _in_high_precision(x, weight.transpose(1, 2) if transposed else weight, groups)
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
-        weight, transposed = weight.transpose(1, 2), not transposed
+        weight, transposed = _transposed_back(module, weight), not transposed
     dtype = autocast_dtype(x.device.type) or x.dtype
     if is_one_by_one(plan.recipe):
         return one_by_one.linear(x, weight, groups, plan.recipe, dtype, transposed)
@@ -140,13 +140,23 @@ def _sources_of(module: Any, fqn: str, recipe: Recipe, weight: torch.Tensor) -> 
     """The sources of a product with a weight of a converted module, which holds what they are made of."""
     for name in () if module is None else module.weights:
         parameter = module._parameters[name]
-        if weight is parameter or (not torch.compiler.is_compiling() and weight._base is parameter):
+        if weight is parameter or weight._base is parameter:
             return sources_of(module, recipe, name)
     raise Float8ConfigError(
         f"{fqn}: recipe {recipe.name!r} keeps a past of each weight, and this weight of {tuple(weight.shape)} is no "
         "parameter of a converted module whose forward runs, nor a view of one; convert the module, give "
         "grouped_linear its parameter as it is, and no recipe"
     )
+
+
+def _transposed_back(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling() and isinstance(weight, Transposed):
+        # The parameter itself: dynamo cannot look into a subclass that the graph made.
+        for name in () if module is None else module.weights:
+            if weight._base is module._parameters[name]:
+                parameter: torch.Tensor = module._parameters[name]
+                return parameter
+    return weight.transpose(1, 2)
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,15 @@ class Transposed(torch.Tensor):
         self.source = source
         return self
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["source"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], meta: None, outer_size: Any, outer_stride: Any
+    ) -> "Transposed":
+        return Transposed(inner["source"])
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -111,7 +111,8 @@ def test_models_of_transformers(kind, whole):
     assert [name for name, value in gradients.items() if not torch.equal(value, theirs[name])] == []
 
 
-def test_torchtitans_experts():
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_torchtitans_experts(recipe):
     module = pytest.importorskip("torchtitan.models.common.moe")
     if not hasattr(module.GroupedExperts, "_grouped_mm"):
         pytest.skip("torchtitan 0.2 has no seam")
@@ -125,7 +126,7 @@ def test_torchtitans_experts():
     plain = plain.bfloat16()
     found = []
     for compiles in (False, True):
-        model = converted(copy.deepcopy(plain))
+        model = converted(copy.deepcopy(plain), recipe)
         if compiles:
             model.compile(backend="aot_eager", fullgraph=True)
         x = gaussian((18, WIDTH), generator(5)).bfloat16().requires_grad_()

@@ -97,3 +97,21 @@ def test_models_of_transformers_and_no_bit_is_another(kind):
             assert {f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")} <= layers
         found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     assert equal(*found)
+
+
+def test_tokens_are_told_with_the_scales_of_their_past():
+    """Tokens that outgrew their past are cut off, those of one expert alone."""
+    f8sub.register_experts(OwnExperts)
+    model = f8sub.convert_to_float8(Model(), "delayed", experts=True)
+    x, dy = (gaussian((48, WIDTH_OF_X), generator(seed)) for seed in (0, 1))
+    model(x).backward(dy)
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    x[16:40] *= 16
+    monitor = f8sub.Monitor(model, every=1)
+    with monitor:
+        model(x).backward(dy)
+    monitor.flush()
+    (row,) = [row for row in monitor.rows if (row.layer, row.role) == ("experts.gate", "x")]
+    scale = model.experts.gate_scaling_states[0].scale[2, 0]
+    cut_off = (x[16:40].abs() * scale > 448 * 1.125).sum() / x.numel()
+    assert 0 < row.saturated == pytest.approx(float(cut_off), rel=0.05)

@@ -182,16 +182,17 @@ def test_experts_that_are_sharded_along_their_rows(ranks, world, recipe):
         assert all(found), found
 
 
-def compiled(rank: int, world: int, recipe: str) -> bool:
+def compiled(rank: int, world: int, recipe: str, kind: type[nn.Module]) -> bool:
     """Whether experts that are compiled and gathered in float8 train as eager ones do."""
-    model = converted(3, recipe)
+    model = converted(3, recipe, kind)
     model.experts.compile(backend="aot_eager", fullgraph=True)
-    return same(trained(sharded(model), 3), trained(sharded(converted(3, recipe)), 3))
+    return same(trained(sharded(model), 3), trained(sharded(converted(3, recipe, kind)), 3))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed", *long_but([], ["tensorwise", "blockwise"])])
-def test_compiled_experts(ranks, recipe):
-    assert all(ranks(2, compiled, recipe))
+@pytest.mark.parametrize("kind", [OwnExperts, SeamedExperts])
+def test_compiled_experts(ranks, kind, recipe):
+    assert all(ranks(2, compiled, recipe, kind))
 
 
 def of_several_rows(rank: int, world: int) -> list[str]:

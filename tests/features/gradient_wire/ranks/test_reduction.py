@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
 from tests.features.gradient_wire import oracle
@@ -241,6 +242,24 @@ def test_hsdp(ranks):
     assert all(torch.equal(a, b) for other in found for a, b in zip(found[0], other, strict=True))
 
 
+def replicated_later(rank: int, world: int) -> None:
+    """HSDP that accumulates shards and adds replicas at the last micro-batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for reduce in (f8sub.reduce_gradients_in_float8, lambda model: None):
+        model = sharded(network(), mesh=mesh)
+        reduce(model)
+        for step in range(2):
+            model.set_requires_all_reduce(step == 1)
+            backward(model, rank + 10 * step)
+        found.append(torch.cat([g.flatten() for g in gradients(model)]))
+    assert oracle.decibels(*found) > 31
+
+
+def test_hsdp_with_a_late_all_reduce(ranks):
+    ranks(4, replicated_later)
+
+
 def offloaded(rank: int, world: int) -> None:
     model = sharded(network(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     assert same(reduced(rank, model), expected(world))
@@ -260,6 +279,22 @@ def compiled(rank: int, world: int) -> None:
 
 def test_a_compiled_block(ranks):
     ranks(2, compiled)
+
+
+def accumulated_in_two_hops(rank: int, world: int) -> None:
+    """Four ranks of two hosts; the sum of micro-batches is what the hosts add."""
+    each = [own_gradients_of(world, step) for step in range(2)]
+    once = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(*each, strict=True)]
+    model = sharded(network())
+    f8sub.reduce_gradients_in_float8(model, ranks_per_host=2)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        backward(model, rank + 10 * step)
+    assert same(gradients(model), [oracle.summed(own, local=2) for own in once])
+
+
+def test_accumulation_in_two_hops(ranks):
+    ranks(4, accumulated_in_two_hops)
 
 
 def not_finite(rank: int, world: int) -> None:
@@ -375,3 +410,23 @@ def test_measured(ranks):
     assert set(first) == {"", "0"}
     assert first == second != third
     assert all(29 < value < 45 for each in found[0] for value in each.values())
+
+
+def with_tensor_parallelism(rank: int, world: int) -> None:
+    """Gradients of this rank's parts of the weights, reduced over the data-parallel ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for reduce in (f8sub.reduce_gradients_in_float8, lambda model: None):
+        source = network(64)
+        model = nn.Sequential(source[0], nn.GELU(), source[3])
+        styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model = sharded(parallelize_module(model, mesh["tp"], styles), mesh=mesh["dp"])
+        reduce(model)
+        backward(model, mesh["dp"].get_local_rank())
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    for ours, right in zip(*found, strict=True):
+        assert oracle.decibels(ours, right) > 29
+
+
+def test_tensor_parallelism(ranks):
+    ranks(4, with_tensor_parallelism)

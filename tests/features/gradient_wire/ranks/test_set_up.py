@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
@@ -187,6 +187,35 @@ def in_backward(rank: int, world: int) -> None:
 
 def test_refusals_in_backward(ranks):
     ranks(2, in_backward)
+
+
+def converted(rank: int, world: int) -> list[float]:
+    """A converted model with float8 weights on the wire, too; a failed backward pass leaves nothing behind."""
+    losses = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        f8sub.convert_to_float8(model, recipe="rowwise", skip_defaults=False, backend="reference")
+        sharded(model, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        if on:
+            f8sub.reduce_gradients_in_float8(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        f8sub.precompute_scales(model)
+        for step in range(4):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank + 10 * step))
+            loss = (model(x).float() - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            f8sub.precompute_scales(model)
+        losses.append(loss.item())
+    return losses
+
+
+def test_beside_a_float8_all_gather(ranks):
+    for without, with_it in ranks(2, converted):
+        assert with_it == pytest.approx(without, rel=0.01)
+        assert with_it != without
 
 
 def no_warning(rank: int, world: int) -> None:

@@ -146,7 +146,7 @@ def of_torchtitan(rank: int, world: int) -> tuple[int, bool, bool, list[str]]:
     refused = [
         refusal(f8sub.Float8ConfigError, f8sub.dispatch_tokens_in_float8, nn.Linear(1, 1), "rowwise"),
         refusal(f8sub.Float8ConfigError, f8sub.dispatch_tokens_in_float8, model, "tensorwise"),
-        refusal(f8sub.Float8ShapeError, f8sub.exchange_tokens, x, [1] * world, [1] * world),
+        refusal(f8sub.Float8ShapeError, exchanged, x, [1] * world, [1] * world, "rowwise", False),
     ]
     return count, torch.equal(y, expected), 0 < float(error) < 0.05, refused
 

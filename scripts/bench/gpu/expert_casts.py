@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from f8sub import Float8Format
+from f8sub.features.expert_operands import tokens as specification
+from f8sub.features.expert_operands import weights as of_experts
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.quantize import (
     derive_columnwise_of_experts,
@@ -22,8 +24,6 @@ from f8sub.features.expert_operands.quantize import (
     quantize_experts,
 )
 from f8sub.features.expert_operands.weights import ExpertWeights
-from f8sub.kernels import experts
-from f8sub.kernels import groups as specification
 from scripts.bench import formats
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host
@@ -113,8 +113,8 @@ def cast_of(groups: Groups, row: Float8Format | None, col: Float8Format | None) 
 def by_operators(groups: Groups) -> Callable:
     format = formats.FORMATS["rowwise"]
     return lambda x: [
-        specification.quantize(x, groups, format, columnwise=columnwise, multiple=MULTIPLE)
-        for columnwise in (False, True)
+        specification.quantize(x, groups, format, contracted=contracted, multiple=MULTIPLE)
+        for contracted in (False, True)
     ]
 
 
@@ -136,13 +136,13 @@ def check(name: str, x: torch.Tensor, groups: Groups) -> None:
     """An error where codes differ from the specification's."""
     format = formats.FORMATS[name]
     made = quantize_both(x, groups, format, format, MULTIPLE)
-    for codes, columnwise in zip(made, (False, True), strict=True):
+    for codes, contracted in zip(made, (False, True), strict=True):
         right = specification.quantize(
-            x, groups, format, columnwise=columnwise, multiple=MULTIPLE if columnwise else 1
+            x, groups, format, contracted=contracted, multiple=MULTIPLE if contracted else 1
         )
         same_codes = torch.equal(codes.data.view(torch.uint8), right.data.contiguous().view(torch.uint8))
         if not (same_codes and torch.equal(codes.scale_inv, right.scale_inv)):
-            raise RuntimeError(f"{name} of {tuple(x.shape)}, columnwise {columnwise}: not what is specified")
+            raise RuntimeError(f"{name} of {tuple(x.shape)}, contracted {contracted}: not what is specified")
 
 
 def measure(shape: tuple[int, ...], kind: str, session: Session) -> dict[str, dict]:
@@ -175,10 +175,10 @@ def of_weights(shape: tuple[int, int, int], session: Session) -> dict[str, dict]
             return derive_columnwise_of_experts(codes, format, codes.data)
 
         codes = [cast(w) for w in sets]
-        rowwise = experts.quantize(sets[0], format)
+        rowwise = of_experts.quantize(sets[0], format)
         for made, right in (
             (codes[0], rowwise),
-            (derive(codes[0]), experts.derive_columnwise(rowwise, format)),
+            (derive(codes[0]), of_experts.derive_columnwise(rowwise, format)),
         ):
             if not torch.equal(made.data.float(), right.data.float()) or not torch.equal(
                 made.scale_inv, right.scale_inv

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from f8sub.kernels.triton import parts
+from f8sub.kernels.triton import parts, quantize_cuda
 from f8sub.kernels.triton.parts import Casts, Part
 from f8sub.weights.shard import Shard
 
@@ -68,7 +68,7 @@ class CastAhead:
         if casts is None:
             if len(self._known) >= len(self._order):
                 self._known.clear()
-            casts = self._known[key] = parts.casts_of(of_many)
+            casts = self._known[key] = quantize_cuda.casts_of(of_many)
         with torch.inference_mode(mode=False):
             codes = [shard.room_for_codes(part.x) for shard, part in found]
             casts.run(codes)

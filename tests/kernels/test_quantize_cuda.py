@@ -9,7 +9,7 @@ from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda, support
-from f8sub.kernels.triton.parts import Part, casts_of
+from f8sub.kernels.triton.parts import Part
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import (
@@ -193,7 +193,7 @@ def many_parts(name: str, device: str = "cpu") -> None:
             given.append(Part(part, format, torch.bfloat16, (row, col), scale, stride))
             right.append(torch.full((shape[0], stride), 0xAB, dtype=torch.uint8, device=device))
     outs = [torch.empty_like(each) for each in right]
-    casts = casts_of(given)
+    casts = quantize_cuda.casts_of(given)
     for factor in (1.0, -0.5):
         for part, expected, out in zip(given, right, outs, strict=True):
             part.x.mul_(factor)

@@ -75,12 +75,11 @@ def _of_many(parts: Sequence[Part], whole: bool) -> Launch:
         rows += [scale.data_ptr(), scale.stride(0), *part.offset]
         programs.append(launch.cdiv(height, PART[0]) * launch.cdiv(width, PART[1]))
     part, device = parts[0], parts[0].x.device
-    of_program = torch.arange(len(parts), device="cpu").repeat_interleave(
-        torch.tensor(programs, device="cpu")
-    )
+    counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
+    of_program = torch.arange(len(parts), dtype=torch.int32, device="cpu").repeat_interleave(counts)
     arguments = {
         "parts_ptr": sent(rows, device),
-        "part_of_program_ptr": of_program.to(device, torch.int32),
+        "part_of_program_ptr": sent(of_program, device),
         "ELEMENT": launch.INPUTS[part.x.dtype],
         "TILE": Shape(*PART, whole),
         **_of_tiles(part.format, part.through),

@@ -49,10 +49,3 @@ def takes(part: Part) -> bool:
         and (format.tile.cols == ALL or (format.tile.cols % EDGE == 0 and part.offset[1] % EDGE == 0))
         and (scale.stride(-1) == 1 or scale.shape[-1] == 1)
     )
-
-
-def casts_of(parts: Sequence[Part]) -> Casts:
-    """The casts of parts that ``takes`` takes, of one device, while they and their scales stay in place."""
-    from f8sub.kernels.triton.part_launch import Parts
-
-    return Parts(parts)

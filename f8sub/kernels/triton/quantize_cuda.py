@@ -3,6 +3,7 @@
 All of them are bitwise equal to the reference, so none is asked for by name.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import cast
 
@@ -13,7 +14,7 @@ from f8sub.kernels import reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import parts, support
-from f8sub.kernels.triton.parts import Part
+from f8sub.kernels.triton.parts import Casts, Part
 from f8sub.kernels.triton.support import ROWWISE, VECTOR, why_no_kernel
 
 _RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
@@ -141,6 +142,12 @@ def cast_into(
     rounded = x.to(through)
     codes = reference.codes_as_stored(rounded, reference.spread(scale, format.tile, x.shape, offset), format)
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
+
+
+def casts_of(of_many: Sequence[Part]) -> Casts:
+    """The casts of parts that ``parts.takes`` takes, of one device, while they and their scales stay in place."""
+    made: Casts = _part_launch().Parts(of_many)
+    return made
 
 
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:

@@ -46,7 +46,8 @@ def trained(
         monkeypatch.setattr(Together, "made", [[]], raising=False)
         if first is not None:
             kernels = SimpleNamespace(takes=lambda part: part.x.numel() > 0, casts_of=Together)
-            monkeypatch.setattr(cast_ahead, "parts", kernels)
+            for module in ("parts", "quantize_cuda"):
+                monkeypatch.setattr(cast_ahead, module, kernels)
             monkeypatch.setattr(cast_ahead, "FIRST", first)
         alone = count_casts(monkeypatch)
         model = prefetching(transformer(recipe, spread=2.0))

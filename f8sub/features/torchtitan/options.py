@@ -51,7 +51,7 @@ class Options:
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
         experts: convert experts of mixtures, too.
         monitor_every: an ``f8sub.Monitor`` measures one step of so many; 0 for none.
-        monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2) or in outputs (0.3).
+        monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2) or outputs (0.3).
 
     Raises:
         Float8ConfigError: no such recipe, option or value of one, or ``keep_x``, a string in place of a list of them,

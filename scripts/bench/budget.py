@@ -3,6 +3,7 @@
 Each arm is a run of torchtitan's command line as in titan.py, whose last step is traced. Kernels of rank 0 are
 sorted by what they are for. "Alone" is communication beside which nothing else runs, and "idle" is when nothing runs at
 all. "Host ahead" is how long before its start a kernel was launched: where the host is the limit, that is microseconds.
+"Gaps" are times of 150 us or more in which no kernel but communication runs: in the forward they are the host's.
 
     python scripts/bench/budget.py --flavor 8B --steps 15 --skip 5 --json budget.json --arms "bf16 compiled"
 """
@@ -10,6 +11,7 @@ all. "Host ahead" is how long before its start a kernel was launched: where the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -27,7 +29,7 @@ from scripts.table import Table, write_json
 KINDS = {
     "communication": r"nccl",
     "attention": r"flash|fmha|sdpa|attention",
-    "GEMM": r"gemm|nvjet|xmma|cutlass|multiply_persistently|split_?k|add_parts",
+    "GEMM": r"gemm|nvjet|xmma|cutlass|multiply_\w+|split_?k|add_parts",
     "optimizer and gradient norm": r"multi_tensor|adam|lpnorm|foreach",
     "FSDP2's copies": r"split_with_sizes|chunk_cat|CatArray|pack|Memcpy|Memset",
     "casts": r"^(quantize_|cast_|transpose_codes|recast_|amax|scales_of_many|stage_amax)",
@@ -37,6 +39,8 @@ KINDS = {
 """By what a kernel's name has; the first that fits. Inductor's casts are in the kernels that make what is cast."""
 
 OTHER = "other"
+GAP = 150.0
+"""Microseconds from which on it counts that no kernel but communication runs."""
 Interval = tuple[float, float]
 
 
@@ -91,8 +95,15 @@ def account(events: list[dict[str, Any]]) -> dict[str, Any]:
         "idle_ms": (end - begin - length(both)) / 1e3,
         "ahead_ms": [q / 1e3 for q in statistics.quantiles(ahead, n=20)],
         "late_share": sum(us < 50 for us in ahead) / max(len(ahead), 1),
+        "gaps_ms": [gap / 1e3 for gap in gaps(computing)],
         "longest": longest(kernels),
     }
+
+
+def gaps(busy: list[Interval]) -> list[float]:
+    """The microseconds between intervals that are apart by GAP or more, in order."""
+    apart = (begin - end for (_, end), (begin, _) in itertools.pairwise(busy))
+    return [us for us in apart if us >= GAP]
 
 
 def longest(kernels: list[dict[str, Any]], count: int = 60) -> list[tuple[str, int, float]]:
@@ -128,6 +139,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
         ("step", "step_ms"),
     ):
         rows.append((words, *(f"{of[key]:.1f}" for of in found.values())))
+    rows.append(("gaps", *(f"{sum(of['gaps_ms']):.1f} ({len(of['gaps_ms'])})" for of in found.values())))
     rows.append(("launched less than 50 us before", *(f"{of['late_share']:.0%}" for of in found.values())))
     rows.append(("host ahead, median", *(f"{of['ahead_ms'][9]:.1f}" for of in found.values())))
     return Table("one step, ms (kernels)", ("", *found), rows)

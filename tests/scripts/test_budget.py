@@ -1,0 +1,54 @@
+"""The account of a traced step: what each kernel is for, what runs beside communication, and where nothing does."""
+
+import pytest
+
+from scripts.bench import budget
+
+
+def kernel(name: str, begin: float, length: float, number: int) -> dict[str, object]:
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": length, "args": {"correlation": number}}
+
+
+def launch(begin: float, number: int) -> dict[str, object]:
+    return {"cat": "cuda_runtime", "name": "launch", "ts": begin, "args": {"correlation": number}}
+
+
+def test_an_account_of_a_step():
+    """A GEMM, a gather that it hides by half, nothing for 300 us, an attention that was launched late."""
+    found = budget.account(
+        [
+            {"name": "ProfilerStep#5", "ph": "X", "ts": 0.0, "dur": 2000.0},
+            kernel("nvjet_qqtst", 100.0, 400.0, 1),
+            kernel("ncclDevKernel_AllGather", 300.0, 400.0, 2),
+            kernel("flash_fwd", 1000.0, 500.0, 3),
+            launch(0.0, 1),
+            launch(0.0, 2),
+            launch(990.0, 3),
+        ]
+    )
+    assert found["step_ms"] == 2.0
+    assert found["kernels_span_ms"] == pytest.approx(1.4)
+    assert found["ms"] == pytest.approx({"GEMM": 0.4, "communication": 0.4, "attention": 0.5})
+    assert found["alone_ms"] == pytest.approx(0.2)
+    assert found["idle_ms"] == pytest.approx(0.3)
+    assert found["gaps_ms"] == pytest.approx([0.5])
+    assert found["late_share"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cast_parts", "casts"),
+        ("amaxes_of_many", "casts"),
+        ("triton_red_fused__fused_rms_norm_abs_amax", "generated: norms, activations, casts"),
+        ("multiply_groups_persistently", "GEMM"),
+        ("chunk_cat_cuda_kernel", "FSDP2's copies"),
+        ("vectorized_elementwise_kernel", budget.OTHER),
+    ],
+)
+def test_kinds(name, kind):
+    assert budget.kind_of(name) == kind
+
+
+def test_gaps_below_the_limit_do_not_count():
+    assert budget.gaps([(0.0, 10.0), (159.0, 200.0), (350.0, 360.0)]) == [150.0]

@@ -319,11 +319,11 @@ elements, adjacent; bytes from row to row of its codes; where its scales lie, an
 def cast_parts(
     parts_ptr, outs_ptr, part_of_program_ptr,
     ELEMENT: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, CAST: tl.constexpr,
-    THROUGH: tl.constexpr, TILE: tl.constexpr,
+    THROUGH: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``cast_part`` of many parts, in parts_ptr, whose codes go to the addresses in outs_ptr.
 
-    All that is read and written begins at multiples of 16 bytes if TILE.WHOLE.
+    Rows and their codes begin at multiples of 16 elements if ALIGNED.
     """
     number = tl.load(part_of_program_ptr + tl.program_id(0))
     part = parts_ptr + number * FIELDS
@@ -332,7 +332,7 @@ def cast_parts(
     out_ptr = tl.load(outs_ptr + number).to(tl.pointer_type(tl.uint8))
     rows, cols = tl.load(part + ROWS).to(tl.int32), tl.load(part + COLS).to(tl.int32)
     stride = tl.load(part + OUT_STRIDE)
-    if TILE.WHOLE:
+    if ALIGNED:
         x_ptr, out_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(out_ptr, 16)
         cols, stride = tl.multiple_of(cols, 16), tl.multiple_of(stride, 16)
     _cast_tile(

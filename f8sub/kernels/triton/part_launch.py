@@ -38,9 +38,9 @@ class Parts:
     def __init__(self, parts: Sequence[Part]) -> None:
         groups = defaultdict(list)
         for number, part in enumerate(parts):
-            groups[part.format, part.through, part.x.dtype, _is_whole(part)].append(number)
+            groups[part.format, part.through, part.x.dtype, _is_aligned(part), _is_whole(part)].append(number)
         self._launches = [
-            (numbers, _of_many([parts[number] for number in numbers], key[-1]))
+            (numbers, _of_many([parts[number] for number in numbers], *key[-2:]))
             for key, numbers in groups.items()
         ]
         self._device = parts[0].x.device
@@ -58,14 +58,19 @@ class Parts:
         return [each for _, each in self._launches]
 
 
+def _is_aligned(part: Part) -> bool:
+    """Whether every row and its codes begin at multiples of 16 elements."""
+    sizes = part.x.shape[1], part.out_stride
+    return part.x.data_ptr() % ALIGNMENT == 0 and all(size % ALIGNMENT == 0 for size in sizes)
+
+
 def _is_whole(part: Part) -> bool:
-    """Whether every program reads and writes a whole tile, from a multiple of 16 bytes on."""
+    """Whether every program casts a whole tile."""
     rows, cols = part.x.shape
-    aligned = part.x.data_ptr() % ALIGNMENT == 0 and part.out_stride % ALIGNMENT == 0
-    return aligned and rows % PART[0] == 0 and cols % PART[1] == 0
+    return rows % PART[0] == 0 and cols % PART[1] == 0
 
 
-def _of_many(parts: Sequence[Part], whole: bool) -> Launch:
+def _of_many(parts: Sequence[Part], aligned: bool, whole: bool) -> Launch:
     """The launch for parts that one kernel takes, without the addresses of their codes."""
     rows: list[int] = []
     programs: list[int] = []
@@ -81,6 +86,7 @@ def _of_many(parts: Sequence[Part], whole: bool) -> Launch:
         "parts_ptr": sent(rows, device),
         "part_of_program_ptr": sent(of_program, device),
         "ELEMENT": launch.INPUTS[part.x.dtype],
+        "ALIGNED": aligned,
         "TILE": Shape(*PART, whole),
         **_of_tiles(part.format, part.through),
     }

@@ -30,7 +30,7 @@ from tests.kernels.compiled.compiler import CAPABILITY, SHARED, WARP
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
 
-SOURCES, ROWS, COLUMNS = ("x_ptr", "codes_ptr"), ("row_ptr", "out_ptr"), ("col_ptr",)
+SOURCES, ROWS, COLUMNS = ("x_ptr", "codes_ptr"), ("row_ptr", "out_ptr", "outs_ptr"), ("col_ptr",)
 RECIPROCAL = "rcp.approx.ftz.f32"
 """The one instruction that may flush subnormals: of what is neither subnormal nor has a subnormal reciprocal."""
 
@@ -120,8 +120,11 @@ def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Ite
     codes = "codes_ptr" in arguments
     writes = found["transposes"] if codes else makes(launch, (*ROWS, *COLUMNS))
     sources = [arguments[name] for name in SOURCES if name in arguments]
+    element = arguments.get("ELEMENT")
     size = (
-        1
+        element.primitive_bitwidth // 8
+        if element is not None
+        else 1
         if codes
         else sum(
             source.dtype.itemsize

@@ -46,6 +46,9 @@ class CastAhead:
             self._generation, self._most = generation, FIRST
         else:
             self._most *= GROWTH
+        own = shard.as_part
+        if own is None or not parts.takes(own):
+            return
         found: list[tuple[Shard, Part]] = []
         room = self._most
         for each in self._order[place:]:

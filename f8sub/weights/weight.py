@@ -16,7 +16,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -148,9 +148,11 @@ class Weight(torch.Tensor):
         FSDP2 compares the size of what the longer form of the hook returns with the weight's, on ranks with a short
         shard alone, while the others wait for ever. Rows that are not one byte an element take the shorter form.
         """
-        if self._wire_record().in_rows:
-            return cast(Callable[..., Any], _bound_rows(_rows_to_wire, self))
-        return cast(Callable[..., Any], _bound_codes(_codes_to_wire, self))
+        in_rows = self._wire_record().in_rows
+        hook: Callable[..., Any] = (
+            _bound_rows(_rows_to_wire, self) if in_rows else _bound_codes(_codes_to_wire, self)
+        )
+        return hook
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
 from f8sub.torch_compat import is_dtensor, param_dtypes, resharded_to_part
-from f8sub.version import __version__
 from f8sub.weights.agreement import all_arrive
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, makers
 from f8sub.weights.layout import ShardLayout, sharded_dims
-from f8sub.weights.ranks import check_ranks
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight, WeightRecord, local_tensor
 
@@ -192,18 +190,8 @@ class Conversion:
         if world > 1:
             if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
                 return False
-            of_guests = {name: value for guest in self.guests for name, value in guest.described().items()}
-            described = [
-                {
-                    "layer": record.fqn,
-                    "f8sub": __version__,
-                    **record.module.weight_described(record.name, torch.device(layout.device)),
-                    **of_guests,
-                    "param_dtype": str(dtypes.get((record.module, record.name))),
-                }
-                for record in members
-            ]
-            check_ranks(described, exchange.group_of(layout.ranks).of_next_call(), layout.device)
+            for guest in self.guests:
+                guest.entered(members, dtypes, exchange)
             if len(layout.sharers) > 1:
                 exchange.group_of(layout.sharers)  # now, when all of them are here
         _entered[ranks] += 1

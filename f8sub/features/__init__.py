@@ -15,12 +15,12 @@ from f8sub.features.keep_x import keep_x as keep_x
 from f8sub.features.linear_subclasses import linear_subclasses as linear_subclasses
 from f8sub.features.monitored_experts import probe as probe
 from f8sub.features.non_finite import held_weights as held_weights
-from f8sub.features.rank_check import rank_check as rank_check
 from f8sub.features.report import idle_patterns as idle_patterns
 from f8sub.features.report import nothing_converted as nothing_converted
 from f8sub.features.report import reencoding_warning as reencoding_warning
 from f8sub.features.report import reference_warning as reference_warning
 from f8sub.features.scales_of_a_byte import scales_of_a_byte as scales_of_a_byte
+from f8sub.features.shard_checks import shard_checks as shard_checks
 from f8sub.features.shared_inputs import shared_inputs as shared_inputs
 from f8sub.features.slicing import handlers as handlers
 from f8sub.features.tensor_parallel import places as places

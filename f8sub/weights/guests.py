@@ -10,6 +10,7 @@ from f8sub.kernels.scales import PriorScale
 if TYPE_CHECKING:
     from f8sub.weights.conversion import Conversion, ParamDtypes
     from f8sub.weights.exchange import Exchange
+    from f8sub.weights.layout import ShardLayout
     from f8sub.weights.weight import WeightRecord
 
 
@@ -43,8 +44,13 @@ class Guest:
         """What every rank must have alike, besides the layers' own descriptions."""
         return {}
 
-    def entered(self, records: "Sequence[WeightRecord]", dtypes: "ParamDtypes", exchange: "Exchange") -> None:
-        """Weights that several ranks shard alike are entered, all of which are here; may raise an error on each."""
+    def entered(
+        self,
+        members: "Sequence[tuple[WeightRecord, ShardLayout]]",
+        dtypes: "ParamDtypes",
+        exchange: "Exchange",
+    ) -> None:
+        """Weights are entered that some ranks shard alike, all of which are here; may raise an error on each."""
 
     def prior_of(self, record: "WeightRecord") -> Callable[[], PriorScale] | None:
         """What makes the weight's scales together with its amaxes, one a tile; None for the amaxes alone."""

@@ -14,15 +14,13 @@ on none: its collectives no longer pair.
 
 import gc
 import hashlib
-import json
 import os
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from f8sub.torch_compat import device_of_objects, is_alive
+from f8sub.torch_compat import is_alive
 from f8sub.weights.agreement import first_common
 
 
@@ -101,21 +99,3 @@ def own_group(ranks: tuple[int, ...], device: str) -> OwnGroup:
     if pool is None or not all(is_alive(slot.group) for slot in pool.slots):
         pool = _pools[ranks] = _Pool(ranks, device)
     return pool.take()
-
-
-def gather_values(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank of a group says, in the order of the ranks; ``dist.all_gather_object`` needs NumPy.
-
-    Args:
-        mine: what JSON can say.
-        group: None for all ranks of the job.
-    """
-    device, world = device_of_objects(group), dist.get_world_size(group)
-    said = list(json.dumps(mine).encode())
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device=device), group=group)
-    longest = max(int(size) for size in sizes)
-    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(world)]
-    padded = said + [0] * (longest - len(said))
-    dist.all_gather(texts, torch.tensor(padded, dtype=torch.uint8, device=device), group=group)
-    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]

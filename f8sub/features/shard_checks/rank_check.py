@@ -3,42 +3,37 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from f8sub.errors import Float8RankMismatchError
+from f8sub.features.gather_values.gather_values import gather_values
 from f8sub.linear import sockets
 from f8sub.version import __version__
+from f8sub.weights.conversion import ParamDtypes
 from f8sub.weights.exchange import Exchange
-from f8sub.weights.guests import Guest, makers
-from f8sub.weights.ranks import gather_values
 from f8sub.weights.weight import WeightRecord
 
 
-class RankCheck(Guest):
-    """Compares the weights before the first collective that depends on them."""
-
-    @override
-    def entered(self, records: Sequence[WeightRecord], dtypes: Mapping[Any, Any], exchange: Exchange) -> None:
-        layout = exchange.layout
-        of_guests = {n: said for guest in exchange.conversion.guests for n, said in guest.described().items()}
-        mine = [
-            {
-                "layer": record.fqn,
-                "f8sub": __version__,
-                "shape": str(tuple(record.module._parameters[record.name].shape)),
-                "dtype": str(record.module._parameters[record.name].dtype),
-                **_of_layer(record, torch.device(layout.device)),
-                **of_guests,
-                "param_dtype": str(dtypes.get((record.module, record.name))),
-            }
-            for record in records
-        ]
-        check(mine, exchange.group_of(layout.ranks).of_next_call(), layout.device)
+def compare(records: Sequence[WeightRecord], dtypes: ParamDtypes, exchange: Exchange) -> None:
+    """Raise Float8RankMismatchError, on every rank alike, if ranks of an exchange were converted differently."""
+    layout = exchange.layout
+    of_guests = {n: said for guest in exchange.conversion.guests for n, said in guest.described().items()}
+    mine = [
+        {
+            "layer": record.fqn,
+            "f8sub": __version__,
+            "shape": str(tuple(record.module._parameters[record.name].shape)),
+            "dtype": str(record.module._parameters[record.name].dtype),
+            **_of_layer(record, torch.device(layout.device)),
+            **of_guests,
+            "param_dtype": str(dtypes.get((record.module, record.name))),
+        }
+        for record in records
+    ]
+    _check(mine, exchange.group_of(layout.ranks).of_next_call(), layout.device)
 
 
 def _of_layer(record: WeightRecord, device: torch.device) -> dict[str, str]:
@@ -62,8 +57,7 @@ def _of_layer(record: WeightRecord, device: torch.device) -> dict[str, str]:
     }
 
 
-def check(mine: list[dict[str, str]], group: dist.ProcessGroup, device: str) -> None:
-    """Raise Float8RankMismatchError, on every rank alike, if ranks of a group describe their weights differently."""
+def _check(mine: list[dict[str, str]], group: dist.ProcessGroup, device: str) -> None:
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
     sent = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     world = dist.get_world_size(group)
@@ -92,6 +86,3 @@ def _difference(everyone: dict[int, list[dict[str, str]]]) -> str:
             "fully_shard with the same arguments on every rank, and install the same f8sub"
         )
     raise RuntimeError("ranks whose digests differ describe the same layers")
-
-
-makers.append(lambda conversion: RankCheck())

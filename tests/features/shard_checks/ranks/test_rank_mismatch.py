@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import f8sub
-from f8sub.features.rank_check import rank_check
+from f8sub.features.shard_checks import rank_check
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, refusal, seed_weights, shard
 

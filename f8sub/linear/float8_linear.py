@@ -120,9 +120,7 @@ class Float8Linear(torch.nn.Linear):
     def enter_weight(self) -> WeightRecord:
         """Enter the weight among those that were converted together."""
         recipe = self.plan.recipe
-        format = next(
-            (spec.b for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad) if spec.b is not None), None
-        )
+        format = recipe.fprop.b or recipe.dgrad.b or recipe.wgrad.b
         return self.converted.add(self, "weight", self.fqn, format, self.float8_all_gather)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -81,3 +81,6 @@ class Guest:
 
 makers: "list[Callable[[Conversion], Guest]]" = []
 """What features have added: called once a conversion."""
+
+side_by_side: Callable[[Sequence[PriorScale], int, int], PriorScale]
+"""The prior scales of several weights as the table has them: each at a multiple of so many entries, so many in all."""

@@ -11,9 +11,9 @@ from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_exper
 from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.grouped_linear import grouped_linear, local_part, running
 from f8sub.features.experts.seams import Seam
+from f8sub.features.forwards.forwards import sources_of
 from f8sub.formats import Float8Format
 from f8sub.linear import sockets
-from f8sub.linear.sockets import sources_of
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again
 from f8sub.weights.weight import exported, local_tensor

@@ -6,6 +6,7 @@ optimizer.step()
 f8sub.precompute_scales(model)              # after every step
 """
 
+from f8sub import features as _features  # noqa: F401  (enter by sockets)
 from f8sub import optim as optim
 from f8sub import tensor_parallel as tensor_parallel
 from f8sub.convert.convert import convert_to_float8
@@ -17,44 +18,24 @@ from f8sub.errors import (
     Float8Warning,
 )
 from f8sub.features.autocast.autocast import autocast
-from f8sub.features.checkpointing import graphs as _graphs  # noqa: F401  (enters by its socket)
-from f8sub.features.checkpointing import product as _product  # noqa: F401  (enters by its socket)
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.compare.compare import compare
 from f8sub.features.compare.comparison import Comparison
 from f8sub.features.convert_back.convert_back import convert_from_float8
-from f8sub.features.defaults import defaults as _defaults  # noqa: F401  (enters by its socket)
-from f8sub.features.delayed import histories as _histories  # noqa: F401  (enters by its sockets)
-from f8sub.features.experts import converter as _converter  # noqa: F401  (enters by its socket)
 from f8sub.features.experts.grouped_linear import grouped_linear
 from f8sub.features.experts.seams import register_experts
 from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
 from f8sub.features.export.save import save_float8
-from f8sub.features.foreign_calls import foreign_calls as _foreign_calls  # noqa: F401  (enters by its socket)
 from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, reduce_gradients_in_float8
-from f8sub.features.hadamard import hadamard as _hadamard  # noqa: F401  (enters by its socket)
-from f8sub.features.host_quantizer import host_quantizer as _host_quantizer  # noqa: F401  (enters by its socket)
 from f8sub.features.inspect.estimate import Estimate, estimate
-from f8sub.features.keep_x import keep_x as _keep_x  # noqa: F401  (enters by its sockets)
-from f8sub.features.linear_subclasses import linear_subclasses as _linear_subclasses  # noqa: F401  (by sockets)
 from f8sub.features.load.load import load_float8
 from f8sub.features.monitor.monitor import Monitor
-from f8sub.features.monitored_experts import probe as _probe  # noqa: F401  (enters by its socket)
-from f8sub.features.non_finite import held_weights as _held_weights  # noqa: F401  (enters by its sockets)
 from f8sub.features.precompute_hook.hook import register_precompute_hook
 from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
-from f8sub.features.report import idle_patterns as _idle_patterns  # noqa: F401  (enters by its socket)
-from f8sub.features.report import nothing_converted as _nothing_converted  # noqa: F401  (enters by its sockets)
-from f8sub.features.report import reencoding_warning as _reencoding_warning  # noqa: F401  (enters by its socket)
-from f8sub.features.report import reference_warning as _reference_warning  # noqa: F401  (enters by its sockets)
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.report.report import ConversionReport, LayerReport
 from f8sub.features.sensitivity.sensitivity import sensitivity
-from f8sub.features.shared_inputs import shared_inputs as _shared_inputs  # noqa: F401  (enters by its sockets)
-from f8sub.features.slicing import handlers as _handlers  # noqa: F401  (enters by its sockets)
 from f8sub.features.step_model.estimate_step import StepEstimate, estimate_step
-from f8sub.features.tensor_parallel import places as _places  # noqa: F401  (enters by its socket)
-from f8sub.features.tensors import operators as _operators  # noqa: F401  (enters by its sockets)
 from f8sub.features.tensors.quantize import quantize
 from f8sub.features.token_dispatch.dispatchers import dispatch_tokens_in_float8
 from f8sub.features.token_dispatch.exchange import exchange_tokens

@@ -47,11 +47,6 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-def device_of_objects(group: dist.ProcessGroup | None) -> str:
-    """Type of the device whose tensors carry what a group's ranks say to each other, as torch chooses it."""
-    return str(distributed_c10d._get_object_coll_device(group))
-
-
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
     """``dist.all_gather_single``, which torch before 2.13 calls ``all_gather_into_tensor``."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -91,13 +86,6 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
-
-
-def resharded_to_part(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
-    """Those of ``layers`` that FSDP2 keeps on a part of their mesh after forward: ``reshard_after_forward=<int>``."""
-    sharded = fsdp_params()
-    kept = {p._module_info.module for g, p in sharded if g.post_forward_mesh_info not in (None, g.mesh_info)}
-    return kept.intersection(layers)
 
 
 def param_dtypes(

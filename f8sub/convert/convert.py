@@ -170,7 +170,10 @@ def _convert_selected(
     for convert in of_others:
         convert(conversion)
     _wrap_weights(conversion)
-    _watch(model, conversion)
+    Conversion.see(model)
+    # Learn at forwards who shards the layers, and of every optimizer's steps.
+    model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
+    watch_optimizer_steps()
     for guest in guests:
         guest.converted(model, conversion)
     return model
@@ -226,13 +229,6 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
     if module.weight.device.type != "meta":
         return module.weight.device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def _watch(model: torch.nn.Module, conversion: Conversion) -> None:
-    """Learn at forwards who shards the layers, and of every optimizer's steps."""
-    Conversion.see(model)
-    model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
-    watch_optimizer_steps()
 
 
 def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:

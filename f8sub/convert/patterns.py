@@ -1,4 +1,4 @@
-"""Glob patterns over layers' names, and names that stand for several."""
+"""Glob patterns over layers' names."""
 
 import fnmatch
 
@@ -14,16 +14,6 @@ def matches(pattern: str, fqn: str) -> bool:
         all(fnmatch.fnmatchcase(s, p) for s, p in zip(run, parts, strict=True))
         for run in runs_of(segments, len(parts))
     )
-
-
-def kind_of(fqn: str) -> str:
-    """The name with ``*`` for every number: equal layers of a stack of blocks have one kind."""
-    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
-
-
-def name_of(alike: list[str]) -> str:
-    """The name of one layer, or the kind of several."""
-    return alike[0] if len(alike) == 1 else kind_of(alike[0])
 
 
 def runs_of(segments: list[str], length: int) -> list[list[str]]:

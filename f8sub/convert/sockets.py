@@ -13,8 +13,8 @@ from f8sub.weights.conversion import Conversion
 class Converter(Protocol):
     """How a feature converts modules of one kind.
 
-    A converted module has ``converted``, ``fqn``, ``plan`` with its recipe, ``how`` for reports, and what
-    ``WeightRecord.module`` asks for.
+    A converted module has ``converted``, ``fqn``, ``plan`` with its recipe, ``how`` for reports, and ``follow``, see
+    ``Float8Linear``.
 
     Attributes:
         option: of ``convert_to_float8``, which turns it on.

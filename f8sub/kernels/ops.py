@@ -60,10 +60,8 @@ def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
             operand = operand._replace(scale_inv=flat(operand))
         found += operand.tensors
     # Both usages of the reference may share a scale, and an operator may not return one tensor twice.
-    if len({tensor.data_ptr() for tensor in found}) < len(found):
-        addresses = [tensor.data_ptr() for tensor in found]
-        found = [t.clone() if addresses[i] in addresses[:i] else t for i, t in enumerate(found)]
-    return found
+    addresses = [tensor.data_ptr() for tensor in found]
+    return [t.clone() if addresses[i] in addresses[:i] else t for i, t in enumerate(found)]
 
 
 def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:

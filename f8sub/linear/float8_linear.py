@@ -120,25 +120,8 @@ class Float8Linear(torch.nn.Linear):
     def enter_weight(self) -> WeightRecord:
         """Enter the weight among those that were converted together."""
         recipe = self.plan.recipe
-        format = next(
-            (spec.b for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad) if spec.b is not None), None
-        )
+        format = recipe.fprop.b or recipe.dgrad.b or recipe.wgrad.b
         return self.converted.add(self, "weight", self.fqn, format, self.float8_all_gather)
-
-    def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
-        """What every rank has to have alike of the weight, once it came to ``device``."""
-        # fully_shard moves weights to the mesh's device without a word to their layers.
-        self.follow(device)
-        recipe = self.plan.recipe
-        return {
-            "shape": str(tuple(self.weight.shape)),
-            "dtype": str(self.weight.dtype),
-            "recipe": recipe.name,
-            **{gemm: _described(getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")},
-            "backends": f"{self.plan.fprop}, {self.plan.dgrad}, {self.plan.wgrad}",
-            "float8_all_gather": str(self.float8_all_gather),
-            **{name: said for guest in sockets.guests for name, said in guest.alike(self).items()},
-        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -191,10 +174,6 @@ class Float8Linear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's, and ``how``."""
         return f"{super().extra_repr()}, {self.how}"
-
-
-def _described(spec: GemmSpec) -> str:
-    return f"{spec.a} by {spec.b}, fast_accum={spec.fast_accum}" if spec.a else "high precision"
 
 
 @untraced

@@ -7,7 +7,7 @@ import torch
 
 from f8sub.kernels.gemm.select import Plan, gemm_nt
 from f8sub.kernels.reference import Quantized
-from f8sub.kernels.scales import CURRENT_SOURCES, Sources
+from f8sub.kernels.scales import Sources
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
@@ -66,15 +66,8 @@ class Placed(NamedTuple):
     whole: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _no_scaling(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:
-    raise RuntimeError(
-        f"recipe {recipe.name!r} needs the feature of f8sub.features that makes scales by {recipe.scaling}, which is "
-        "not there"
-    )
-
-
 guests: list[LayerGuest] = []
-scaling: Callable[..., Sources] = _no_scaling
+scaling: Callable[..., Sources]
 """The sources of a forward that begins now: of a layer, a recipe whose ``scaling`` is not None, and a weight's name."""
 placement: Callable[..., Placed]
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
@@ -88,13 +81,3 @@ multiply: Callable[..., torch.Tensor] = gemm_nt
 """Multiplies two operands, with arguments as those of ``gemm_nt``; a feature may show it to who looks on."""
 cast: Callable[..., Quantized]
 """Casts an x in eager code, see ``saved_input.cast_anew``; a feature may know the codes already."""
-
-
-def plan_of(layer: "Float8Linear") -> Plan:
-    """The plan of a forward that begins now, for features that look at one."""
-    return layer.plan if context_plan is None else context_plan(layer)
-
-
-def sources_of(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:
-    """The sources of a forward that begins now, of the product with the weight of that name."""
-    return CURRENT_SOURCES if recipe.scaling is None else scaling(layer, recipe, name)

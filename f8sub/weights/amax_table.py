@@ -12,6 +12,7 @@ from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import shard_amaxes, support
 from f8sub.tensor.host_copy import HostCopy, sent_to
+from f8sub.weights import guests
 from f8sub.weights.guests import Guest, Region
 from f8sub.weights.shard import Shard
 
@@ -104,14 +105,7 @@ class AmaxTable:
             first, last = shards[0].scales.amax, shards[-1].scales.amax
             part = slice(first.storage_offset(), last.storage_offset() + last.numel())
             priors = [shard.prior() for shard in shards if shard.prior is not None]
-            prior = None
-            if priors:
-                # Side by side as the weights are in the table, with zeros between.
-                scales = [each.scale.reshape(-1) for each in priors]
-                gaps = {size: scales[0].new_zeros(-size % _SLOT) for size in set(map(len, scales))}
-                filled = [part for scale in scales for part in (scale, gaps[len(scale)])]
-                spread = torch.cat(filled)[: last.storage_offset() + last.numel() - first.storage_offset()]
-                prior = PriorScale(spread, priors[0].margin, priors[0].covers)
+            prior = guests.side_by_side(priors, _SLOT, int(part.stop - part.start)) if priors else None
             self._write(shards[0], (self.amax[part], self._scale[part], self._scale_inv[part]), prior)
         for shard in self.shards:
             shard.scales_written()

@@ -11,13 +11,11 @@ import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
-from f8sub.torch_compat import is_dtensor, param_dtypes, resharded_to_part
-from f8sub.version import __version__
+from f8sub.torch_compat import is_dtensor, param_dtypes
 from f8sub.weights.agreement import all_arrive
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, makers
 from f8sub.weights.layout import ShardLayout, sharded_dims
-from f8sub.weights.ranks import check_ranks
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight, WeightRecord, local_tensor
 
@@ -154,14 +152,6 @@ class Conversion:
 
     def _enter(self, new: Sequence[tuple[WeightRecord, "DTensor"]], asked: bool) -> None:
         """Give shards to weights that were sharded, and exchanges to the shards."""
-        resharded = resharded_to_part(record.module for record, _ in new if record.gathered)
-        if fqns := sorted({record.fqn for record, _ in new if record.module in resharded}):
-            # FSDP2 gathers anew what it kept of a weight after forward, without the hooks that say what it is.
-            raise Float8ConfigError(
-                f"{fqns[0]} and {len(fqns) - 1} more: sharded with reshard_after_forward=<int>, which FSDP2 does not "
-                "do for weights with all-gather hooks (torch raises NotImplementedError in backward); pass True or "
-                "False to fully_shard, or convert with float8_all_gather=False"
-            )
         dtypes = param_dtypes(record.module for record, _ in new)
         shards = {shard.master.cell: shard for e in self.exchanges.values() for shard in e.table.shards}
         alike = defaultdict(list)
@@ -170,7 +160,7 @@ class Conversion:
             alike[layout.group, layout.sharers, layout.ranks].append((record, layout))
         for ranks, members in alike.items():
             exchange = self.exchanges.get(ranks) or Exchange(self, members[0][1])
-            if not self._compared([record for record, _ in members], dtypes, exchange, asked):
+            if not self._checked(members, dtypes, exchange, asked):
                 continue
             for record, layout in members:
                 record.entered = True
@@ -183,29 +173,22 @@ class Conversion:
                 self.exchanges[ranks] = exchange
                 exchange.set_records(shared)
 
-    def _compared(
-        self, members: list[WeightRecord], dtypes: ParamDtypes, exchange: Exchange, asked: bool
+    def _checked(
+        self,
+        members: Sequence[tuple[WeightRecord, ShardLayout]],
+        dtypes: ParamDtypes,
+        exchange: Exchange,
+        asked: bool,
     ) -> bool:
-        """Compare weights across the ranks that hold them; False where ``asked`` and some rank did not come."""
+        """Have guests check weights, on all ranks that hold them; False where ``asked`` and some rank did not come."""
         layout = exchange.layout
         ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
-        if world > 1:
-            if asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
-                return False
-            of_guests = {name: value for guest in self.guests for name, value in guest.described().items()}
-            described = [
-                {
-                    "layer": record.fqn,
-                    "f8sub": __version__,
-                    **record.module.weight_described(record.name, torch.device(layout.device)),
-                    **of_guests,
-                    "param_dtype": str(dtypes.get((record.module, record.name))),
-                }
-                for record in members
-            ]
-            check_ranks(described, exchange.group_of(layout.ranks).of_next_call(), layout.device)
-            if len(layout.sharers) > 1:
-                exchange.group_of(layout.sharers)  # now, when all of them are here
+        if world > 1 and asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
+            return False
+        for guest in self.guests:
+            guest.entered(members, dtypes, exchange)
+        if len(layout.sharers) > 1:
+            exchange.group_of(layout.sharers)  # now, when all of them are here
         _entered[ranks] += 1
         return True
 
@@ -218,7 +201,7 @@ class Conversion:
         prior = next((prior for guest in self.guests if (prior := guest.prior_of(record))), None)
         if not sent and prior is None:
             return None
-        local, format = local_tensor(record.module._parameters[record.name]), record.format
+        local = local_tensor(record.module._parameters[record.name])
         master = local.cast_by_shard if isinstance(local, Weight) else None
         if master is None or (sent and not hasattr(local, "fsdp_pre_all_gather")):
             raise Float8ConfigError(
@@ -226,17 +209,6 @@ class Conversion:
                 f"{type(local).__name__} that took the converted weight's place; assign weights before "
                 "convert_to_float8, or copy into them"
             )
-        if sent and format is not None:
-            if format.codes_per_byte > 1 and layout.dim != 0:
-                raise Float8ConfigError(
-                    f"{record.fqn}: its weight is sharded by columns (Shard({layout.dim})), which FSDP2 "
-                    f"puts together from one byte an element, and {format} has two in one; "
-                    "shard it by rows, or convert with float8_all_gather=False"
-                )
-            for dim, part in layout.cuts:  # no GEMM could read the scales of tiles that reach out of a part
-                layout.format_of(format, record.fqn).tile.check_cut(
-                    dim, layout.whole[dim], part, f"{record.fqn}: its weight {layout.whole}"
-                )
         if master.cell.record is None or master.cell.record.conversion is None:
             master.cell.record = record  # else of another module's weight that is tied to this one
         return Shard(record, master, layout, dtypes.get(gathered_by), exchange, prior, sent=sent)

@@ -8,7 +8,9 @@ import torch
 from f8sub.kernels.scales import PriorScale
 
 if TYPE_CHECKING:
-    from f8sub.weights.conversion import Conversion
+    from f8sub.weights.conversion import Conversion, ParamDtypes
+    from f8sub.weights.exchange import Exchange
+    from f8sub.weights.layout import ShardLayout
     from f8sub.weights.weight import WeightRecord
 
 
@@ -42,6 +44,14 @@ class Guest:
         """What every rank must have alike, besides the layers' own descriptions."""
         return {}
 
+    def entered(
+        self,
+        members: "Sequence[tuple[WeightRecord, ShardLayout]]",
+        dtypes: "ParamDtypes",
+        exchange: "Exchange",
+    ) -> None:
+        """Weights are entered that some ranks shard alike, all of which are here; may raise an error on each."""
+
     def prior_of(self, record: "WeightRecord") -> Callable[[], PriorScale] | None:
         """What makes the weight's scales together with its amaxes, one a tile; None for the amaxes alone."""
         return None
@@ -71,3 +81,6 @@ class Guest:
 
 makers: "list[Callable[[Conversion], Guest]]" = []
 """What features have added: called once a conversion."""
+
+side_by_side: Callable[[Sequence[PriorScale], int, int], PriorScale]
+"""The prior scales of several weights as the table has them: each at a multiple of so many entries, so many in all."""

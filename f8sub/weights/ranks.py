@@ -14,17 +14,13 @@ on none: its collectives no longer pair.
 
 import gc
 import hashlib
-import itertools
-import json
 import os
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from f8sub.errors import Float8RankMismatchError
-from f8sub.torch_compat import device_of_objects, is_alive
+from f8sub.torch_compat import is_alive
 from f8sub.weights.agreement import first_common
 
 
@@ -103,53 +99,3 @@ def own_group(ranks: tuple[int, ...], device: str) -> OwnGroup:
     if pool is None or not all(is_alive(slot.group) for slot in pool.slots):
         pool = _pools[ranks] = _Pool(ranks, device)
     return pool.take()
-
-
-def gather_values(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank of a group says, in the order of the ranks; ``dist.all_gather_object`` needs NumPy.
-
-    Args:
-        mine: what JSON can say.
-        group: None for all ranks of the job.
-    """
-    device, world = device_of_objects(group), dist.get_world_size(group)
-    said = list(json.dumps(mine).encode())
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device=device), group=group)
-    longest = max(int(size) for size in sizes)
-    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(world)]
-    padded = said + [0] * (longest - len(said))
-    dist.all_gather(texts, torch.tensor(padded, dtype=torch.uint8, device=device), group=group)
-    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
-
-
-def check_ranks(mine: list[dict[str, str]], group: dist.ProcessGroup, device: str) -> None:
-    """Raise Float8RankMismatchError, on every rank alike, if ranks of a group describe their weights differently."""
-    digest = hashlib.sha256(json.dumps(mine).encode()).digest()
-    sent = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    world = dist.get_world_size(group)
-    received = [torch.empty_like(sent) for _ in range(world)]
-    dist.all_gather(received, sent, group=group)
-    if all(bytes(theirs.tolist()) == digest for theirs in received):
-        return
-    everyone: list[list[dict[str, str]]] = gather_values(mine, group)
-    ranks = dist.get_process_group_ranks(group)
-    raise Float8RankMismatchError(_difference(dict(zip(ranks, everyone, strict=True))))
-
-
-def _difference(everyone: dict[int, list[dict[str, str]]]) -> str:
-    """Which ranks differ in which fields of the first layer that differs; the same text on every rank."""
-    for layers in itertools.zip_longest(*everyone.values(), fillvalue={"layer": "none further"}):
-        fields = [field for field in layers[0] if len({str(layer.get(field)) for layer in layers}) > 1]
-        if not fields:
-            continue
-        found: dict[str, list[int]] = {}
-        for rank, layer in zip(everyone, layers, strict=True):
-            said = ", ".join(f"{field} {layer[field]}" for field in fields if field in layer)
-            found.setdefault(said, []).append(rank)
-        sides = "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {s}" for s, r in found.items())
-        return (
-            f"ranks were converted differently. {layers[0]['layer']}: {sides}. Call convert_to_float8 and "
-            "fully_shard with the same arguments on every rank, and install the same f8sub"
-        )
-    raise RuntimeError("ranks whose digests differ describe the same layers")

@@ -83,10 +83,7 @@ class WeightRecord:
 
     @property
     def module(self) -> Any:
-        """The module, None when it is gone.
-
-        Its ``weight_described(name, device)`` says what every rank must have alike of a parameter, as dict[str, str].
-        """
+        """The module, None when it is gone."""
         return self._module()
 
     @property

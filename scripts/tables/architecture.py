@@ -37,6 +37,7 @@ CORE = ("convert", "linear", "weights", "tensor", "kernels", "values")
 NAMES = {
     "f8sub",
     "f8sub.__main__",
+    "f8sub.features",
     "f8sub.optim",
     "f8sub.recipes.delayed",
     "f8sub.tensor_parallel",

@@ -55,8 +55,8 @@ converted twice, after `fully_shard`, or nothing to convert: a warning that chan
     tests/convert/test_convert.py::test_converting_after_fully_shard_is_an_error
     tests/convert/test_convert.py::test_nothing_to_convert_is_an_error
 a rank with another recipe, format, option, dtype or f8sub: `Float8RankMismatchError` on all ranks within 5 s, with ranks and fields
-    tests/weights/ranks/test_rank_mismatch.py::test_a_rank_that_differs
-    tests/weights/ranks/test_rank_mismatch.py::test_a_replica_that_differs_is_not_averaged_with_the_others
+    tests/features/shard_checks/ranks/test_rank_mismatch.py::test_a_rank_that_differs
+    tests/features/shard_checks/ranks/test_rank_mismatch.py::test_a_replica_that_differs_is_not_averaged_with_the_others
 one rank alone calls or forgets `precompute_scales`, or writes to its shard: no rank waits; right numbers, or NaN and a warning on all
     tests/weights/ranks/test_wire.py::test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting
     tests/weights/ranks/test_wire.py::test_a_weight_that_one_rank_changed_is_reported_and_leaves_nobody_waiting

@@ -118,12 +118,14 @@ def test_any_gemms_in_high_precision(recipe, gemms):
 @on_each_recipe
 def test_autocast_casts_first_and_returns_each_gradient_in_its_own_dtype(recipe):
     x, w, dy = make("gaussian", (24, 64), 1), make("gaussian", (32, 64), 2), make("gaussian", (24, 32), 3)
-    layer, x_leaf = converted(RECIPES[recipe], w), x.clone().requires_grad_()
+    bias = make("gaussian", (1, 32), 4)[0]
+    layer, x_leaf = converted(RECIPES[recipe], w, bias), x.clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x_leaf)
     y.backward(dy.bfloat16())
-    assert (y.dtype, x_leaf.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, x.dtype, w.dtype)
-    products = oracle.linear(recipe, x.bfloat16(), w.bfloat16(), dy.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert {x_leaf.grad.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype} == {torch.float32}
+    products = oracle.linear(recipe, *(t.bfloat16() for t in (x, w, dy, bias)))
     results = {"y": y, "dx": x_leaf.grad.bfloat16(), "dw": layer.weight.grad.bfloat16()}
     assert_within_budget(results, products)
 

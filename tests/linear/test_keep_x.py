@@ -55,12 +55,6 @@ def test_transforms_and_draws_of_dy_are_those_of_float8_too(options):
     assert equal(*results)
 
 
-def test_the_comparison_sees_another_usage_of_x():
-    """The dw of a high-precision wgrad differs from that of a kept x that is cast in backward."""
-    mine = f8sub.get_recipe("tensorwise").with_high_precision(wgrad=True)
-    assert not equal(trained(model_of(mine, "auto")), trained(model_of("tensorwise", "high_precision")))
-
-
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in RE_ENCODED])
 def test_re_encoded_codes_are_those_that_a_weight_would_have(recipe):
     """dw of codes that were re-scaled by columns, of a float64 oracle that knows nothing of the layer."""

@@ -8,7 +8,6 @@ import torch
 from f8sub import get_recipe
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
-from scripts.bench import timing
 from scripts.bench.gpu import gemms, graphs, linears, monitors, quantizers, slices, variants
 from scripts.bench.gpu.expert_steps import Lie
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES, Problem, Product
@@ -75,32 +74,6 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
     assert GRAPHED in printed
 
 
-def make_plan(recipe, device):
-    """mxfp8's wgrad alone is of the reference."""
-    wgrad = "reference" if recipe.name == "mxfp8" else "scaled_mm"
-    return types.SimpleNamespace(fprop="scaled_mm", dgrad="scaled_mm", wgrad=wgrad)
-
-
-@pytest.fixture
-def chosen(monkeypatch):
-    """Names of the variants that would run on a GPU, and the reasons of others."""
-    monkeypatch.setattr(variants, "Plan", types.SimpleNamespace(make=make_plan))
-
-    def run(*only: str) -> tuple[list[str], dict[str, str]]:
-        found, skipped = variants.chosen(only, torch.device("cuda", 0))
-        return [variant.name for variant in found], skipped
-
-    return run
-
-
-def test_recipes_of_the_reference_are_not_for_a_gpu(chosen):
-    found, skipped = chosen()
-    assert set(skipped) == {"f8sub mxfp8 eager", "f8sub mxfp8 compiled"}
-    assert all("wgrad would be of the reference" in reason for reason in skipped.values())
-    assert {"f8sub blockwise eager", "torchao rowwise compiled"} <= set(found)
-    assert "f8sub mxfp8 eager" in {variant.name for variant in variants.chosen([], CPU)[0]}
-
-
 def test_how_far_losses_of_replays_may_be_off():
     launched = [6.0, 5.5, 5.0]
     assert graphs.compare(launched, launched, launched)["error"] == 0
@@ -110,11 +83,6 @@ def test_how_far_losses_of_replays_may_be_off():
     for graphed, twice in ((slightly, launched), (wrong[0], again), (wrong[1], slightly)):
         with pytest.raises(RuntimeError, match="losses of replayed steps"):
             graphs.compare(graphed, launched, twice)
-
-
-def test_a_pattern_that_matches_nothing():
-    with pytest.raises(ValueError, match="matches none of"):
-        variants.chosen(["f8sub rowvise*"], CPU)
 
 
 def test_another_backend_is_found_and_a_wrong_one_not_timed(monkeypatch):
@@ -175,18 +143,6 @@ def test_what_raises_is_told_and_the_next_goes_on_unless_there_are_other_ranks(c
     assert saved
 
 
-def test_kernels_are_told_by_the_trace_of_the_profiler():
-    kernels = [("kernel", "gemm", 5.0), ("kernel", "cast", 2.0), ("kernel", "cast", 4.0)]
-    others = [("gpu_memset", "Memset", 1.0), ("cuda_runtime", "launch", 9.0), ("user_annotation", "x", 20.0)]
-    events = [{"cat": cat, "name": name, "dur": us} for cat, name, us in kernels + others]
-    events.append({"ph": "M", "name": "process_name"})
-    assert timing.by_name(events) == [
-        {"name": "cast", "launches": 2, "us": 6.0},
-        {"name": "gemm", "launches": 1, "us": 5.0},
-        {"name": "Memset", "launches": 1, "us": 1.0},
-    ]
-
-
 def test_the_weight_is_cast_before_every_call():
     """Codes are kept until a weight changes; a benchmark that left that out would time less than a step."""
     layer = linears.Layer(variants.Variant("f8sub", "tensorwise", False), 32, 48, CPU)
@@ -213,15 +169,6 @@ def test_a_grouped_product_that_is_wrong_is_not_timed():
     product.groups = product.groups._replace(ends=product.groups.ends - 16)
     with pytest.raises(RuntimeError, match="dB of its operands' product"):
         product.sqnr((a, b))
-
-
-def test_how_tokens_lie():
-    for kind in ("balanced", "zipf"):
-        lie = Lie.of(kind, 8, 1024)
-        assert sum(lie.counts) == 1024
-        assert not any(count % 16 for count in lie.counts)
-        assert lie.groups(CPU).ends.tolist()[-1] == 1024
-    assert lie.counts[0] > 3 * lie.counts[-1]
 
 
 def test_a_monitors_cost_is_that_of_sampled_steps():

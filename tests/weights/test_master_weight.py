@@ -15,7 +15,6 @@ from tests.data_sets import gaussian, generator
 from tests.layers import on_each_recipe
 
 ROWS, COLS = 48, 32
-PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def made(recipe: str = "tensorwise", dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -263,17 +262,6 @@ def test_deepcopy_keeps_gradients_ties_and_requires_grad():
     assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]
 
 
-def test_a_state_dict_pickles_as_plain_tensors():
-    model = made()
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    assert b"f8sub" not in file.getvalue()
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert all(type(tensor) in PLAIN for tensor in loaded.values())
-    assert torch.equal(loaded["0.weight"], torch.zeros(ROWS, COLS) + model[0].weight.detach())
-
-
 def test_a_parameter_pickles_as_a_plain_parameter():
     weight = made()[0].weight
     file = io.BytesIO()
@@ -284,30 +272,3 @@ def test_a_parameter_pickles_as_a_plain_parameter():
     assert type(loaded["parameter"]) is nn.Parameter
     assert type(loaded["tensor"]) is torch.Tensor
     assert loaded["parameter"].requires_grad
-
-
-def test_optimizer_states_and_gradients_are_plain():
-    model = made()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
-    model(x_of()).backward(gaussian((8, ROWS), generator(4)))
-    optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    assert len(states) == 8
-    assert all(type(value) in PLAIN for value in states if isinstance(value, torch.Tensor))
-    assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
-
-
-READS = {
-    "numpy": lambda w: torch.from_numpy(w.detach().numpy().copy()),
-    "tolist": lambda w: torch.tensor(w.detach().tolist()),
-    "item": lambda w: w.detach()[0, 0].item() + torch.zeros(ROWS, COLS) * 0 + (w.detach() - w.detach()[0, 0]),
-    "float": lambda w: w.detach().double().float(),
-    "stack": lambda w: torch.stack(list(w.detach().unbind())),
-}
-
-
-@pytest.mark.parametrize("read", READS, ids=list(READS))
-def test_it_can_be_read_as_a_tensor_can(read):
-    weight = made()[0].weight
-    expected = torch.zeros(ROWS, COLS) + weight.detach()
-    assert torch.allclose(READS[read](weight) + 0, expected, rtol=0, atol=1e-6)

@@ -18,7 +18,7 @@ from typing_extensions import override
 from f8sub.convert.convert import remove_hook
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.features.delayed.layers import check_members, forget, forget_missing, state_of, states_of
-from f8sub.features.delayed.rolling import Held, Histories, matrices_of, operands_met
+from f8sub.features.delayed.rolling import Held, Histories, matrices_of, operands_met, side_by_side
 from f8sub.features.delayed_state.state import OPERANDS, ScalingState, W
 from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
 from f8sub.features.non_finite.skipped_steps import SkippedSteps
@@ -27,6 +27,7 @@ from f8sub.kernels.scales import PriorScale
 from f8sub.linear import sockets
 from f8sub.tensor.host_copy import HostCopy
 from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes
+from f8sub.weights import guests
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, makers
@@ -262,6 +263,7 @@ class _DelayedGuest(Guest):
 
 
 makers.append(_DelayedGuest)
+guests.side_by_side = side_by_side
 
 
 class DelayedLayers(sockets.LayerGuest):

@@ -8,9 +8,9 @@ import torch
 
 from f8sub.convert.checks import SKIP_REASON
 from f8sub.convert.filters import Selection, layer_recipes
-from f8sub.convert.patterns import kind_of
 from f8sub.features.defaults.defaults import HEAD, default_reasons
 from f8sub.features.keep_x.keep_x import layer_keep_x
+from f8sub.features.layer_kinds.layer_kinds import kind_of
 from f8sub.features.report.other_weights import active_share, active_share_of_linear, other_weights
 from f8sub.features.tools.byte_account import SAVED_INPUTS, SHARED_INPUTS
 from f8sub.linear.float8_linear import Float8Linear

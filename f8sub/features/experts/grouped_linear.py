@@ -14,9 +14,9 @@ from f8sub.features.expert_products.products import GroupedPlan, is_one_by_one
 from f8sub.features.expert_products.shared_tokens import ends_of, sharing
 from f8sub.features.experts import one_by_one
 from f8sub.features.experts.transposed import Transposed
+from f8sub.features.forwards.forwards import sources_of
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
-from f8sub.linear.sockets import sources_of
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, constant_result, is_dtensor

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from f8sub.errors import jit_error
 from f8sub.features.expert_operands.weights import ExpertWeights, flat_format, seen_transposed
@@ -10,10 +11,9 @@ from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_exper
 from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.grouped_linear import grouped_linear, local_part, running
 from f8sub.features.experts.seams import Seam
+from f8sub.features.forwards.forwards import sources_of
 from f8sub.formats import Float8Format
 from f8sub.linear import sockets
-from f8sub.linear.sockets import sources_of
-from f8sub.recipe import GemmSpec
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again
 from f8sub.weights.weight import exported, local_tensor
@@ -74,21 +74,6 @@ class Float8Experts(torch.nn.Module):
         for name in self.weights:
             gathered = self.is_gathered(name)
             self.converted.add(self, name, f"{self.fqn}.{name}", self.format_of(name), gathered)
-
-    def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
-        """What every rank has to have alike of a weight, once it came to ``device``."""
-        self.follow(device)
-        recipe, weight = self.plan.recipe, self._parameters[name]
-        return {
-            "shape": str(tuple(weight.shape)),  # type: ignore[union-attr]
-            "dtype": str(weight.dtype),  # type: ignore[union-attr]
-            "recipe": recipe.name,
-            **{gemm: _described(getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")},
-            "backends": f"{self.plan.fprop}, {self.plan.dgrad}, {self.plan.wgrad}",
-            "float8_all_gather": str(self.is_gathered(name)),
-            "stored transposed": str(self.weights[name]),
-            **{name: said for guest in sockets.guests for name, said in guest.alike(self).items()},
-        }
 
     def follow(self, device: torch.device) -> None:
         """Select backends anew where the module came to a device of another type."""
@@ -176,5 +161,12 @@ def _new_module(cls: type[torch.nn.Module]) -> Float8Experts:
     return made.__new__(made)
 
 
-def _described(spec: GemmSpec) -> str:
-    return f"{spec.a} by {spec.b}, fast_accum={spec.fast_accum}" if spec.a else "high precision"
+class StoredTransposed(sockets.LayerGuest):
+    """Which weights are stored transposed, as all ranks must have it."""
+
+    @override
+    def alike(self, layer: torch.nn.Module) -> dict[str, str]:
+        return {"stored transposed": str(layer.weights)} if isinstance(layer, Float8Experts) else {}
+
+
+sockets.guests.append(StoredTransposed())

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.features.experts.module import Float8Experts
+from f8sub.features.forwards.forwards import sources_of
 from f8sub.features.layouts.names import Pieces, pieces_of
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
-from f8sub.linear.sockets import sources_of
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, is_fsdp_module

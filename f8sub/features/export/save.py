@@ -15,8 +15,8 @@ import torch.distributed as dist
 from f8sub.errors import Float8ConfigError
 from f8sub.features.export.codes import unwrapped
 from f8sub.features.export.float8_weights import Rename, examined, stream
+from f8sub.features.gather_values.gather_values import gather_values
 from f8sub.torch_compat import is_fsdp_module
-from f8sub.weights.ranks import gather_values
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in a file, as Hugging Face's ``save_pretrained`` has it."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from f8sub.convert.patterns import kind_of
 from f8sub.features.estimate.gpus import Gpu
 from f8sub.features.estimate.layers import Product, Shapes
 from f8sub.features.estimate.seconds import NONE, Run, by_product, step_seconds
 from f8sub.features.estimate_memory.memory import Memory
+from f8sub.features.layer_kinds.layer_kinds import kind_of
 from f8sub.formats import ALL
 from f8sub.recipe import OperandName, Recipe
 

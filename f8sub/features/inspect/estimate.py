@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.patterns import name_of
 from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate import seconds
 from f8sub.features.estimate.gpus import GPUS, Gpu, gpu_of
@@ -17,6 +16,7 @@ from f8sub.features.estimate_memory.adapters import Adapters, adapters_of
 from f8sub.features.estimate_memory.memory import Memory, memory
 from f8sub.features.inspect.advice import advice, fits, recommended
 from f8sub.features.inspect.page import page
+from f8sub.features.layer_kinds.layer_kinds import name_of
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from f8sub.features.forwards.forwards import plan_of, sources_of
 from f8sub.features.operand_statistics.statistics import MAXIMA, WIDTH, Statistics, measure, statistics_of
 from f8sub.formats import Float8Format, Operand, Rounding, Tile
 from f8sub.kernels import reference
@@ -16,7 +17,6 @@ from f8sub.kernels.scales import CURRENT, LayerSource
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
 from f8sub.linear.saved_input import Call
-from f8sub.linear.sockets import plan_of, sources_of
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import autocast_dtype, is_dtensor

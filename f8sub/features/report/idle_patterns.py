@@ -7,8 +7,9 @@ from typing import Any
 
 from f8sub.convert import sockets
 from f8sub.convert.filters import IN_FLOAT8, LayerChoices, Selection
-from f8sub.convert.patterns import kind_of, matches, runs_of
+from f8sub.convert.patterns import matches, runs_of
 from f8sub.errors import Float8Warning
+from f8sub.features.layer_kinds.layer_kinds import kind_of
 
 MOST_SUGGESTIONS = 3
 """Names that a warning about a pattern suggests."""

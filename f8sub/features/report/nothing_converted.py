@@ -7,8 +7,8 @@ import torch
 
 from f8sub.convert import sockets
 from f8sub.convert.checks import SKIP_REASON, is_converted
-from f8sub.convert.patterns import kind_of, name_of
 from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.features.layer_kinds.layer_kinds import kind_of, name_of
 from f8sub.features.report.other_weights import other_weights
 from f8sub.weights.conversion import Conversion
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
-from f8sub.convert.patterns import kind_of, name_of
 from f8sub.features.defaults.defaults import MIN_DIM, is_small
+from f8sub.features.layer_kinds.layer_kinds import kind_of, name_of
 from f8sub.features.report.other_weights import OtherWeights, active_share_of_linear, other_weights
 from f8sub.linear.float8_linear import Float8Linear
 

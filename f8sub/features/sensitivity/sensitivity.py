@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.forwards.forwards import sources_of
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import dequantize
 from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
-from f8sub.linear.sockets import sources_of
 from f8sub.torch_compat import autocast_dtype, is_dtensor
 from f8sub.weights.weight import Weight, master_of
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.forwards.forwards import plan_of, sources_of
 from f8sub.features.tensor_parallel.places import Cut
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, why_not_derivable
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import LayerSource
-from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -211,13 +211,13 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     Raises:
         Float8ConfigError: see ``check_can_be_sent``.
     """
-    plan = sockets.plan_of(layer)
+    plan = plan_of(layer)
     if plan.recipe.formats("x") == (None, None):
         return _placed(x, Replicate())
     format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
     device = "cpu" if x.is_cpu else x.device.type
     dtype = autocast_dtype(device) or x.dtype
-    sources = sockets.sources_of(layer, plan.recipe)
+    sources = sources_of(layer, plan.recipe)
     tokens = Cut.of(x.device_mesh, 0, 0)
     gathered: DTensor = apply(_Gather, x, format, dtype, sources.x.over(tokens.across))
     return gathered

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from f8sub.convert.patterns import kind_of
 from f8sub.features.delayed_state.state import OPERANDS
 from f8sub.features.keep_x.keep_x import why_not_kept
+from f8sub.features.layer_kinds.layer_kinds import kind_of
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import Float8Format
 from f8sub.linear.float8_linear import Float8Linear

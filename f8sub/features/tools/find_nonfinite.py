@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from f8sub.features.gather_values.gather_values import gather_values
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.ranks import gather_values
 from f8sub.weights.weight import local_tensor
 
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from f8sub.features.gather_values.gather_values import gather_values
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.monitor.writers import jsonl
 from f8sub.features.operand_statistics.statistics import Statistics
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.weights.ranks import gather_values
 
 WANTED = "float8_monitor"
 """Attribute of a converted model: one step of how many is measured, and the file. Copies for pipelines keep it."""

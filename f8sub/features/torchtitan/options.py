@@ -8,10 +8,10 @@ import torch
 
 from f8sub.convert.convert import convert_to_float8
 from f8sub.convert.filters import layer_recipes
-from f8sub.convert.patterns import kind_of
 from f8sub.errors import Float8ConfigError
 from f8sub.features.defaults.defaults import MIN_DIM
 from f8sub.features.keep_x.keep_x import layer_keep_x
+from f8sub.features.layer_kinds.layer_kinds import kind_of
 from f8sub.features.linear_subclasses.linear_subclasses import extensions
 from f8sub.features.torchtitan.gradients import reduce_from_first_forward
 from f8sub.features.torchtitan.numerics import FILE, WANTED, monitor_from_first_forward

@@ -1,7 +1,9 @@
-"""Scales of blocks, laid out as cuBLASLt reads them: Hopper's float32, Blackwell's single bytes.
+"""Scales of blocks, float32, laid out as cuBLASLt reads them on Hopper.
 
 Source: "1D Block Scaling Factors Layout" of cuBLAS's documentation, and the checks of ATen/native/cuda/ScaledBlas.cpp.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +17,10 @@ ALIGNMENT = 16
 
 _SQUARES_ALIGNMENT = 4
 """A row of 128x128 scales begins at a multiple of 16 bytes. Source: the same file."""
+
+why_not_of_a_byte: Callable[[Float8Format, Float8Format, torch.device], str | None]
+gemm_of_a_byte: Callable[[Operand, Operand, torch.dtype], torch.Tensor]
+"""``why_not`` and ``gemm_nt`` of ``scaled_mm.py`` where an operand is not plain: its scales have one byte."""
 
 
 def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> torch.Tensor:
@@ -102,17 +108,3 @@ def _filled(scales: torch.Tensor, multiple: int) -> torch.Tensor:
         return laid_out
     # Not is_contiguous(): one row or column counts as that with any strides.
     return scales if scales.stride() == (cols, 1) else scales.clone(memory_format=torch.contiguous_format)
-
-
-def swizzled(operand: Operand, size: int) -> torch.Tensor:
-    """Scales of 1 x ``size``, one byte each, in SWIZZLE_32_4_4; flat.
-
-    They come in atoms of 128 rows by 4 blocks, in row-major order. Within an atom the scale of row r and block c is
-    byte ``16 * (r % 32) + 4 * (r // 32) + c``: four bands of 32 rows interleaved. What fills up the last atoms are zero
-    bytes, which meet no codes but zeros.
-    """
-    scales = spread(operand, 1, size)
-    rows, blocks = scales.shape
-    filled = torch.nn.functional.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
-    atoms = filled.view(-1, 4, 32, filled.shape[1] // 4, 4)
-    return atoms.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)

@@ -1,15 +1,15 @@
 """``torch._scaled_mm``: one scale a tensor, a row or a block, on CUDA through cuBLASLt; CPU too.
 
 What cuBLASLt takes: dimensions that are multiples of 16, so operands are filled up with zeros; blocks of 1x128 and of
-128x128 (Hopper), of 1x32 and 1x16 (Blackwell), so scales of larger tiles are repeated for the blocks in them.
+128x128 (Hopper), so scales of larger tiles are repeated for the blocks in them.
 """
 
 import functools
 
 import torch
-from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
+from torch.nn.functional import ScalingType, pad, scaled_mm
 
-from f8sub.formats import ALL, E2M1, Float8Format, Operand, ScaleRule, Tile
+from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK, whole_blocks
 from f8sub.torch_compat import constant_result, cpu_has_amx, cpu_has_amx_fp16, no_dispatch_modes
@@ -17,17 +17,11 @@ from f8sub.torch_compat import constant_result, cpu_has_amx, cpu_has_amx_fp16, n
 TENSORWISE = Tile(ALL, ALL)
 ROWWISE = Tile(1, ALL)
 
-_SMALL_BLOCKS = {
-    ScaleRule.E8M0: (torch.float8_e4m3fn, 32, ScalingType.BlockWise1x32),
-    ScaleRule.TWO_LEVEL: (E2M1, 16, ScalingType.BlockWise1x16),
-}
-"""What Blackwell's tensor cores scale themselves: dtype of the codes, elements of K under one scale, torch's name."""
-
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     """See ``select.Backend``."""
     if not a.is_plain or not b.is_plain:
-        return _why_not_small_blocks(a, b, device)
+        return block_scales.why_not_of_a_byte(a, b, device)
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "takes at most one e5m2 operand"
     if device.type == "cuda":
@@ -71,7 +65,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     left, a_scale_inv, format, _ = a
     right, b_scale_inv, b_format, _ = b
     if not format.is_plain:
-        return _gemm_nt_in_blocks(a, b, out_dtype)
+        return block_scales.gemm_of_a_byte(a, b, out_dtype)
     has_rows = a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1
     if has_rows or (left.dtype is right.dtype and left.is_cpu and _onednn_loops()):
         if _in_blocks(format, b_format):
@@ -96,7 +90,7 @@ def _gemm_nt_cuda(
 ) -> torch.Tensor:
     # cuBLASLt takes dimensions padded with zeros, and makes rowwise results in bf16 alone off Hopper.
     rows, cols = a.shape[0], b.shape[0]
-    a, b = _aligned(a), _aligned(b)
+    a, b = aligned(a), aligned(b)
     made = out_dtype
     if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1:
         a_scale_inv = _padded_rows(a_scale_inv, a.shape[0])
@@ -104,21 +98,12 @@ def _gemm_nt_cuda(
         if out_dtype != torch.bfloat16 and _why_no_vector_scales(a.device) is not None:
             made = torch.bfloat16
     y = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=made, use_fast_accum=fast_accum)
-    return _cut(y, rows, cols).to(out_dtype)
+    return cut(y, rows, cols).to(out_dtype)
 
 
 def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    left, right = _aligned(a.data), _aligned(b.data).t()
-    if not a.format.is_plain:
-        _, size, kind = _SMALL_BLOCKS[a.format.scale_rule]
-        levels = len(a.tensors) - 1
-        kinds = [kind, ScalingType.TensorWise][:levels]
-        swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE][:levels]
-        scales = [[block_scales.swizzled(operand, size), *operand.tensors[2:]] for operand in (a, b)]
-        y = scaled_mm(
-            left, right, scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=out_dtype
-        )
-    elif whole_blocks(b.format.tile.rows, BLOCK) and a.format.dtype == b.format.dtype:
+    left, right = aligned(a.data), aligned(b.data).t()
+    if whole_blocks(b.format.tile.rows, BLOCK) and a.format.dtype == b.format.dtype:
         # Scales are of 1x128 for ``a``, and of 128x128 for ``b`` where its tiles are made of those.
         of_a, of_b = block_scales.vectors(a), block_scales.squares(b)
         vector, square = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
@@ -127,7 +112,7 @@ def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.
         # The first version tells 1x128 by the shapes of the scales, and takes e5m2, which the second refuses.
         of_a, of_b = block_scales.vectors(a), block_scales.vectors(b).t()
         y = torch._scaled_mm(left, right, of_a, of_b, out_dtype=out_dtype)
-    return _cut(y, a.data.shape[0], b.data.shape[0])
+    return cut(y, a.data.shape[0], b.data.shape[0])
 
 
 def _in_blocks(a: Float8Format, b: Float8Format) -> bool:
@@ -138,7 +123,8 @@ def _is_block(tile: Tile) -> bool:
     return tile.cols != ALL or tile.rows not in (1, ALL)
 
 
-def _aligned(codes: torch.Tensor) -> torch.Tensor:
+def aligned(codes: torch.Tensor) -> torch.Tensor:
+    """Codes filled up with zeros to what cuBLASLt takes."""
     rows, cols = codes.shape
     missing_rows, missing_cols = -rows % ALIGNMENT, -cols % ALIGNMENT
     if not missing_rows and not missing_cols:
@@ -146,32 +132,14 @@ def _aligned(codes: torch.Tensor) -> torch.Tensor:
     return pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(codes.dtype)
 
 
-def _cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+def cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """A product of filled up operands without what filled them up."""
     return y if y.shape == (rows, cols) else y[:rows, :cols]
 
 
 def _padded_rows(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
     missing = rows - scale_inv.shape[0]
     return pad(scale_inv, (0, 0, 0, missing), value=1.0) if missing else scale_inv
-
-
-def _why_not_small_blocks(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    dtype, size, _ = _SMALL_BLOCKS.get(a.scale_rule, (None, 1, None))
-    taken = all(f.dtype == dtype and whole_blocks(f.tile.cols, size) for f in (a, b))
-    if a.scale_rule is not b.scale_rule or not taken:
-        return (
-            "takes float8 with float32 scales, e4m3 with e8m0 scales of 1x32, or e2m1 with scales of two levels of "
-            f"1x16, both operands alike, not {a} and {b}"
-        )
-    if device.type != "cuda":
-        return f"multiplies scales of one byte on cuda alone, not on {device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major >= 10 and _cuda_version() >= (12, 8):
-        return None
-    return (
-        "multiplies scales of one byte on SM 10.0 (Blackwell) or newer with CUDA 12.8 or newer, found SM "
-        f"{major}.{minor}, CUDA {torch.version.cuda}"
-    )
 
 
 def _why_not_cuda(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
@@ -189,7 +157,7 @@ def _why_not_cuda(a: Float8Format, b: Float8Format, device: torch.device) -> str
 def _why_no_vector_scales(device: torch.device) -> str | None:
     """Why cuBLASLt does not take more than one scale an operand; what ``_scaled_mm`` then has for rows is CUTLASS."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if major == 9 and _cuda_version() >= (12, 9):
+    if major == 9 and cuda_version() >= (12, 9):
         return None
     return (
         "multiplies blocks with float32 scales on SM 9.0 (Hopper) with CUDA 12.9 or newer, found SM "
@@ -197,8 +165,8 @@ def _why_no_vector_scales(device: torch.device) -> str | None:
     )
 
 
-def _cuda_version() -> tuple[int, ...]:
-    # Empty where torch was built without CUDA, for ROCm too.
+def cuda_version() -> tuple[int, ...]:
+    """Of torch's build; empty where that has no CUDA, for ROCm too."""
     return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
 
 

@@ -39,31 +39,6 @@ def test_a_failure_names_the_rank_and_its_reason(ranks):
         ranks(3, _rank_one_fails)
 
 
-def _process(rank: int, world: int) -> int:
-    return os.getpid()
-
-
-def test_a_file_has_the_same_ranks_until_one_of_them_fails(ranks):
-    first = ranks(2, _process)
-    alone = ranks(1, _process)
-    assert ranks(2, _process) == first
-    with pytest.raises(
-        RankFailure, match=r"These ranks had run \d+ tests of tests/contract/ranks/test_ranks\.py before"
-    ):
-        ranks(2, _rank_one_dies)
-    assert not set(ranks(2, _process)) & {*first, *alone}
-    assert ranks(1, _process) == alone
-
-
-@pytest.mark.own_ranks
-def test_ranks_of_their_own_are_new_ones(ranks):
-    assert not set(ranks(2, _process)) & set(ranks(2, _process))
-
-
-def test_ranks_do_not_live_for_ever(ranks):
-    assert len({ranks(1, _process)[0] for _ in range(harness.SHARED_BY + 1)}) == 2
-
-
 def _rank_one_dies(rank: int, world: int) -> None:
     if rank == 1:
         os._exit(3)
@@ -98,14 +73,3 @@ def test_a_nursery_that_does_not_answer_is_a_failure(monkeypatch):
     nursery.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(nursery.pid, 0)
-
-
-def _big(rank: int, world: int, data: torch.Tensor) -> torch.Tensor:
-    return data + rank
-
-
-def test_large_arguments_and_results_pass(ranks):
-    data = torch.arange(1 << 20, dtype=torch.float32)
-    first, second = ranks(2, _big, data)
-    assert torch.equal(first, data)
-    assert torch.equal(second, data + 1)

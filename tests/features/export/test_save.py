@@ -207,20 +207,6 @@ def test_two_tensors_of_one_name_are_an_error(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_says_only_at_the_end_that_it_is_full(tmp_path):
-    model = trained("blockwise", steps=0)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(save.os, "fsync", side_effect=full), pytest.raises(OSError, match="No space left"):
-        f8sub.save_float8(model, tmp_path / "out", dtype=BF16)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_config_that_json_cannot_hold_leaves_nothing(tmp_path):
-    with pytest.raises(TypeError):
-        f8sub.save_float8(trained("blockwise", steps=0), tmp_path / "out", dtype=BF16, config={1: 0, "a": 0})
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("layout", ["auto", "fp8", "compressed-tensors"])
 def test_nvfp4_is_refused_with_its_reason_and_nothing_is_left(tmp_path, layout):
     model = f8sub.convert_to_float8(

@@ -41,13 +41,16 @@ def export(*arguments: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "prefix"), [("safetensors", ""), ("dcp", "model."), ("safetensors", "net.")]
+    ("recipe", "kind", "prefix"),
+    [("blockwise", "safetensors", ""), ("blockwise", "dcp", "model."), ("tensorwise", "safetensors", "net.")],
 )
-def test_codes_are_those_of_the_training_whatever_stands_before_the_names(kind, prefix, tmp_path, capsys):
-    model = trained("blockwise")
+def test_codes_are_those_of_the_training_whatever_stands_before_the_names(
+    recipe, kind, prefix, tmp_path, capsys
+):
+    model = trained(recipe)
     write(model, tmp_path / "in", kind, prefix)
-    assert export(tmp_path / "in", tmp_path / "out", "--recipe", "blockwise") == 0
-    assert "14 layers in float8 (blockwise, layout fp8), 1 in bfloat16" in capsys.readouterr().out
+    assert export(tmp_path / "in", tmp_path / "out", "--recipe", recipe) == 0
+    assert f"14 layers in float8 ({recipe}, layout " in capsys.readouterr().out
     f8sub.save_float8(model, tmp_path / "own", dtype=BF16)
     assert same_files(tmp_path / "out", tmp_path / "own")
     configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "own")]

@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-import f8sub
 from f8sub.weights import agreement
-from tests.data_sets import gaussian, generator
-from tests.models import Stack, seed_weights, shard
 
 WORLD, POINTS = 4, 25
 
@@ -130,32 +126,3 @@ def test_a_rank_that_always_comes_alone_leaves_few_keys(on_ranks, monkeypatch):
     assert answers[0] == [False] * POINTS
     assert kept == 2 * agreement._REMEMBERED
     assert more == 0
-
-
-STEPS, SETTLED = 6, 2
-
-
-def keys_of_each_step(rank: int, world: int, recipe: str, precompute: bool) -> list[int]:
-    """Keys in the store, under an optimizer that f8sub does not see."""
-    store = dist.distributed_c10d._get_default_store()
-    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe=recipe))
-    found = []
-    for step in range(STEPS):
-        model(gaussian((4, 32), generator(step))).backward(gaussian((4, 32), generator(step + 9)))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(0.1 * parameter.grad)
-                parameter.grad = None
-        if precompute:
-            f8sub.precompute_scales(model)
-        dist.barrier()
-        found.append(store.num_keys())
-        dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("precompute", [True, False], ids=["precompute", "forgotten"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
-def test_steps_that_f8sub_does_not_see_leave_no_keys(ranks, recipe, precompute):
-    for found in ranks(3, keys_of_each_step, recipe, precompute):
-        assert found[SETTLED:] == [found[SETTLED]] * (STEPS - SETTLED)

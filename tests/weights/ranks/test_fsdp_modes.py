@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, Transformer, float8_layers, loss_of, seed_weights, shard, transformer
+from tests.models import BF16, Transformer, float8_layers, loss_of, seed_weights, shard
 from tests.selection import long_but
 from tests.wire import Wire
 from tests.wires import ONE_RECIPE_A_WIRE, PER_LAYER
@@ -269,30 +269,6 @@ def test_on_is_off(ranks, recipe, mode):
         least = REDUCTIONS.get(mode, 1)
         assert reductions == [max(least, 1) if recipe == "delayed" else least] * STEPS
         assert without == (reductions if recipe == "delayed" else [0] * STEPS)
-
-
-def checkpointed_and_compiled(rank: int, world: int, recipe: str) -> list[list[float]]:
-    """Each block checkpointed: eager, compiled within its checkpoint, compiled around it."""
-    arms = []
-    for compiled in ("no", "within", "around"):
-        torch._dynamo.reset()
-        model = transformer(recipe, spread=2.0)
-        for index, block in enumerate(model.blocks):
-            if compiled == "around":
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            if compiled != "no":
-                block.compile(backend="aot_eager", fullgraph=True)
-            if compiled != "around":
-                model.blocks[index] = checkpoint_wrapper(block)
-        arms.append(train(shard(model, BF16), rank, synchronized=True)[0])
-    return arms
-
-
-@pytest.mark.long
-def test_checkpointed_and_compiled(ranks):
-    for eager, within, around in ranks(2, checkpointed_and_compiled, "delayed"):
-        assert within == eager
-        assert around == eager
 
 
 def resharded_to_pairs(rank: int, world: int, recipe: str) -> tuple[str, list[float], list[float]]:

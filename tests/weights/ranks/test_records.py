@@ -164,9 +164,6 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(master))
         Conversion.see(self)
 
-    def weight_described(self, name: str, device: torch.device) -> dict[str, str]:
-        return {"shape": str(tuple(getattr(self, name).shape))}
-
 
 def gathered(rank: int, world: int, experts: int, format: f8sub.Float8Format) -> tuple[int, list[bool]]:
     """Number of all-reduces, and whether shapes, codes and scales are those of the matrix of all experts."""

@@ -68,27 +68,6 @@ def test_a_weight_is_gathered_once_as_one_byte_an_element(ranks, recipe, widths,
     assert ranks(world, gathered, recipe, widths) == [expected] * world
 
 
-def bytes_an_element(rank: int, world: int, recipe: str, size: int) -> float:
-    """All that one weight sends in a step, scales and the amaxes that are reduced to make them included."""
-    model = shard(stack(recipe, (size, size)))
-    for _ in range(2):
-        f8sub.precompute_scales(model)
-        model.layers[0].unshard()
-        model.layers[0].reshard()
-    with Wire() as wire:
-        f8sub.precompute_scales(model)
-        model.layers[0].unshard()
-    reduced = sum(count for name, count in wire.output_bytes.items() if "allreduce" in name)
-    return (wire.gathered + reduced) / size**2
-
-
-@on_each_recipe
-def test_bytes_an_element_of_a_large_weight(ranks, recipe):
-    limit = {"mxfp8": 1.04, "nvfp4": 0.6}.get(recipe, 1.02)
-    for found in ranks(2, bytes_an_element, recipe, 4096):
-        assert 0.5 < found <= limit, found
-
-
 def forgetful_and_not(rank: int, world: int, recipe: str, precompute: bool) -> dict[str, list]:
     """All-reduces and gathered bytes of each step but the first, the warnings of the run, its losses."""
     model = shard(stack(recipe))
@@ -237,32 +216,3 @@ def test_a_weight_that_one_rank_changed_is_reported_and_leaves_nobody_waiting(ra
         for told in messages:
             assert len(told) == (0 if recipe == "mxfp8" else 1), told
             assert all("layers.0" in message for message in told)
-
-
-def four_bit_weight_before_and_after(rank: int, world: int) -> list[torch.Tensor]:
-    """What is gathered before rank 0 alone makes its rows larger, and after that."""
-    model, _ = unprepared("nvfp4")
-    f8sub.precompute_scales(model)
-    layer, found = model.layers[0], []
-    for factor in (1.0, 4.0):
-        if rank == 0:
-            with torch.no_grad():
-                layer.weight.to_local().mul_(factor)
-        layer.unshard()
-        found.append(layer.weight.dequantize())
-        layer.reshard()
-    return found
-
-
-def test_four_bit_codes_that_an_old_scale_cannot_hold_are_the_largest(ranks):
-    for before, after in ranks(2, four_bit_weight_before_and_after):
-        mine, theirs = after.split(len(after) // 2)
-        assert torch.equal(theirs, before[len(mine) :])
-        assert (mine.abs() >= before[: len(mine)].abs()).all()
-        # Each 16x16 tile of it has elements that were beyond a quarter of the range.
-        tiles, tiles_before = (
-            rows.abs().unflatten(0, (-1, 16)).unflatten(2, (-1, 16)) for rows in (mine, before[: len(mine)])
-        )
-        largest = tiles.amax((1, 3), keepdim=True)
-        assert ((tiles == largest).sum((1, 3)) > 16).all()
-        assert torch.equal(largest, tiles_before.amax((1, 3), keepdim=True))

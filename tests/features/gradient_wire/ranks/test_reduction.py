@@ -75,10 +75,6 @@ def columns(rank: int, world: int) -> None:
     assert same(found, right)
 
 
-def test_sharded_by_columns(ranks):
-    ranks(2, columns)
-
-
 def bfloat16(rank: int, world: int) -> None:
     """Gradients of bfloat16 are packed as they are, and the sum has the dtype that the policy asks for."""
     right = own_gradients(world, dtype=torch.bfloat16)
@@ -96,10 +92,6 @@ def bfloat16(rank: int, world: int) -> None:
         assert same(gradients(model), [oracle.summed(each).to(dtype).float() for each in right])
 
 
-def test_bfloat16(ranks):
-    ranks(2, bfloat16)
-
-
 def halves(rank: int, world: int) -> None:
     """FSDP2 divides float16 before and after its sum; here both divide the sum."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
@@ -109,10 +101,6 @@ def halves(rank: int, world: int) -> None:
     right = [oracle.summed(each, factor=0.25).half().float() for each in own_gradients(world)]
     for ours, theirs in zip(found, right, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-10, atol=2**-20)
-
-
-def test_float16_sums(ranks):
-    ranks(4, halves)
 
 
 def factors(rank: int, world: int) -> None:
@@ -131,10 +119,6 @@ def factors(rank: int, world: int) -> None:
             module.set_force_sum_reduction_for_comms(True)
     for ours, right in zip(reduced(rank, model), expected(world, factor=1.0), strict=True):
         assert torch.equal(ours + 0.0, right / world + 0.0)
-
-
-def test_divide_factors_and_sums(ranks):
-    ranks(3, factors)
 
 
 def accumulated(rank: int, world: int) -> None:
@@ -162,10 +146,6 @@ def own_gradients_of(world: int, step: int) -> list[list[torch.Tensor]]:
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def test_accumulation(ranks):
-    ranks(2, accumulated)
-
-
 def frozen(rank: int, world: int) -> None:
     """Gradients that are not there are not in FSDP2's list, and one that comes later is."""
 
@@ -184,10 +164,6 @@ def frozen(rank: int, world: int) -> None:
         parameter.grad = None
     backward(model, rank)
     assert same(gradients(model), expected(world))
-
-
-def test_frozen_weights(ranks):
-    ranks(2, frozen)
 
 
 class Choice(nn.Module):
@@ -256,17 +232,9 @@ def replicated_later(rank: int, world: int) -> None:
     assert oracle.decibels(*found) > 31
 
 
-def test_hsdp_with_a_late_all_reduce(ranks):
-    ranks(4, replicated_later)
-
-
 def offloaded(rank: int, world: int) -> None:
     model = sharded(network(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     assert same(reduced(rank, model), expected(world))
-
-
-def test_cpu_offload(ranks):
-    ranks(2, offloaded)
 
 
 def compiled(rank: int, world: int) -> None:
@@ -275,10 +243,6 @@ def compiled(rank: int, world: int) -> None:
     block = torch.compile(nn.Sequential(*layers[:2]), backend="aot_eager", fullgraph=True)
     model = nn.Sequential(block, *layers[2:])
     assert same(reduced(rank, sharded(model)), expected(world))
-
-
-def test_a_compiled_block(ranks):
-    ranks(2, compiled)
 
 
 def accumulated_in_two_hops(rank: int, world: int) -> None:
@@ -291,10 +255,6 @@ def accumulated_in_two_hops(rank: int, world: int) -> None:
         model.set_requires_gradient_sync(step == 1)
         backward(model, rank + 10 * step)
     assert same(gradients(model), [oracle.summed(own, local=2) for own in once])
-
-
-def test_accumulation_in_two_hops(ranks):
-    ranks(4, accumulated_in_two_hops)
 
 
 def not_finite(rank: int, world: int) -> None:
@@ -347,10 +307,6 @@ def spoil(model: nn.Module, rank: int, places: list) -> None:
 
     layer = model[0]
     layer.forward = lambda x: nn.functional.linear(x, Spoiled.apply(layer.weight), layer.bias)
-
-
-def test_nan_and_infinity(ranks):
-    ranks(2, not_finite)
 
 
 def in_two_hops(rank: int, world: int, hidden: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -428,5 +384,23 @@ def with_tensor_parallelism(rank: int, world: int) -> None:
         assert oracle.decibels(ours, right) > 29
 
 
-def test_tensor_parallelism(ranks):
-    ranks(4, with_tensor_parallelism)
+WAYS = {
+    columns: 2,
+    bfloat16: 2,
+    halves: 4,
+    factors: 3,
+    accumulated: 2,
+    frozen: 2,
+    replicated_later: 4,
+    offloaded: 2,
+    compiled: 2,
+    accumulated_in_two_hops: 4,
+    not_finite: 2,
+    with_tensor_parallelism: 4,
+}
+"""Ways of running FSDP2 and of reducing, each with the number of its ranks."""
+
+
+@pytest.mark.parametrize("body", WAYS, ids=lambda body: body.__name__)
+def test_ways(ranks, body):
+    ranks(WAYS[body], body)

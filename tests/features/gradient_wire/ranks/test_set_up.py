@@ -47,10 +47,6 @@ def on_and_off(rank: int, world: int) -> None:
     second.remove()
 
 
-def test_on_and_off(ranks):
-    ranks(2, on_and_off)
-
-
 def groups_of_one(rank: int, world: int) -> None:
     """Nothing is sent where one rank has all of a module; and of two modules in one group there is one reduction."""
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
@@ -66,16 +62,8 @@ def groups_of_one(rank: int, world: int) -> None:
     assert same(found, [summed(each) for each in own_gradients(world)])
 
 
-def test_groups_of_one(ranks):
-    ranks(2, groups_of_one)
-
-
 def alone(rank: int, world: int) -> None:
     assert same(reduced(rank, sharded(network())), [each[0] for each in own_gradients(1)])
-
-
-def test_one_rank(ranks):
-    ranks(1, alone)
 
 
 def on_hosts(rank: int, world: int) -> None:
@@ -88,10 +76,6 @@ def on_hosts(rank: int, world: int) -> None:
     assert same(gradients(model), [summed(each) for each in own_gradients(world)])
     # A rank of each host: one exchange is half of a ring's bytes in bfloat16.
     assert "one hop" in str(f8sub.reduce_gradients_in_float8(sharded(network()), ranks_per_host=1))
-
-
-def test_ranks_that_are_not_equally_many_on_each_host(ranks):
-    ranks(3, on_hosts)
 
 
 def by_name(rank: int, world: int) -> None:
@@ -107,20 +91,12 @@ def by_name(rank: int, world: int) -> None:
         assert "one hop" in str(f8sub.reduce_gradients_in_float8(sharded(network(), mesh=mesh)))
 
 
-def test_hosts_by_name(ranks):
-    ranks(4, by_name)
-
-
 def mismatched(rank: int, world: int) -> None:
     for options in ({"measure": rank == 0}, {"flat": rank == 1}, {"ranks_per_host": 1 + rank}):
         with pytest.raises(
             f8sub.Float8RankMismatchError, match=r"different options: flat, .* on rank . and .* on rank ."
         ):
             f8sub.reduce_gradients_in_float8(sharded(network()), **options)
-
-
-def test_ranks_with_different_options(ranks):
-    ranks(2, mismatched)
 
 
 def refused(rank: int, world: int) -> None:
@@ -139,10 +115,6 @@ def refused(rank: int, world: int) -> None:
 
 class OwnReduceScatter:
     pass
-
-
-def test_refusals(ranks):
-    ranks(2, refused)
 
 
 def on_two_meshes(rank: int, world: int) -> None:
@@ -185,10 +157,6 @@ def in_backward(rank: int, world: int) -> None:
         comm(out, buffer, torch.distributed.group.WORLD, torch.distributed.ReduceOp.MAX)
 
 
-def test_refusals_in_backward(ranks):
-    ranks(2, in_backward)
-
-
 def converted(rank: int, world: int) -> list[float]:
     """A converted model with float8 weights on the wire, too; a failed backward pass leaves nothing behind."""
     losses = []
@@ -227,5 +195,20 @@ def no_warning(rank: int, world: int) -> None:
         assert decibels(ours, sum(each) / world) > 29
 
 
-def test_float32_sums_are_no_warning(ranks):
-    ranks(2, no_warning)
+SET_UPS = {
+    on_and_off: 2,
+    groups_of_one: 2,
+    alone: 1,
+    on_hosts: 3,
+    by_name: 4,
+    mismatched: 2,
+    refused: 2,
+    in_backward: 2,
+    no_warning: 2,
+}
+"""What is set up or refused, each with the number of its ranks."""
+
+
+@pytest.mark.parametrize("body", SET_UPS, ids=lambda body: body.__name__)
+def test_set_ups(ranks, body):
+    ranks(SET_UPS[body], body)

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import f8sub
-from f8sub.weights import conversion
+from f8sub.features.shard_checks import rank_check
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, refusal, seed_weights, shard
 
@@ -35,7 +35,7 @@ def converted(rank: int, world: int, option: str, precompute: bool) -> str:
     usual, odd, _ = OPTIONS[option]
     differing = option if rank == world - 1 else None
     if differing == VERSION:
-        conversion.__version__ = "0.0.9"
+        rank_check.__version__ = "0.0.9"
     model = seed_weights(Stack(64, 96, 64)).to(torch.bfloat16 if differing == DTYPE else torch.float32)
     f8sub.convert_to_float8(model, **(odd if differing else usual))
     shard(model, BF16 if differing == POLICY else None)

@@ -1,0 +1,1 @@
+"""What the ranks of a group say to each other, as JSON."""

@@ -1,0 +1,1 @@
+"""Names that stand for several layers of a stack of equal blocks."""

@@ -1,0 +1,11 @@
+"""The kind of a layer: its name without the numbers of blocks."""
+
+
+def kind_of(fqn: str) -> str:
+    """The name with ``*`` for every number: equal layers of a stack of blocks have one kind."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def name_of(alike: list[str]) -> str:
+    """The name of one layer, or the kind of several."""
+    return alike[0] if len(alike) == 1 else kind_of(alike[0])

@@ -96,9 +96,6 @@ class WeightRecord:
 class Weight(torch.Tensor):
     """A parameter's local tensor, on which FSDP2 finds the hooks if the weight is gathered as float8."""
 
-    keeps_codes: bool = False
-    """Whether the codes that were cast stay for as long as the weight does."""
-
     rowwise_codes: ClassVar[Callable[..., Operand]]
     """``rowwise_of`` of such a weight; static, because torch.compile takes a tensor's methods for operators."""
 
@@ -213,7 +210,7 @@ def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor],
         raise RuntimeError(f"{record.fqn}: its weight is gathered and its module is gone")
     shard = record.conversion.shard_of(record)
     codes, ticket = shard.exchange.gather_input(shard, weight)
-    return (shard.layout.stacked(codes),), (shard, ticket)
+    return (codes,), (shard, ticket)
 
 
 _bound_codes, _bound_rows = bound_hook(_codes_to_wire), bound_hook(_rows_to_wire)

@@ -97,8 +97,6 @@ class PrimaryWeight(Weight):
     OWN_ATTRIBUTES: ClassVar = frozenset({"_geometry", "_slot"})
     """What an instance holds besides the attributes that users set on their parameters."""
 
-    keeps_codes = True
-
     _geometry: torch.Tensor
     _slot: _Slot
 

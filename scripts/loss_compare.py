@@ -205,7 +205,11 @@ class Results:
 
     def train(self, run: Run, on_step: Callable[[int], None]) -> dict[str, Any]:
         """Train in a process of its own, keep its losses and return them."""
-        chosen, dump, started = settings(run, self.steps, self.size), self._path(run).with_suffix(""), time.monotonic()
+        chosen, dump, started = (
+            settings(run, self.steps, self.size),
+            self._path(run).with_suffix(""),
+            time.monotonic(),
+        )
         shutil.rmtree(dump, ignore_errors=True)
         dump.mkdir(parents=True)
         lines, log = dump / "metrics.jsonl", dump / "log.txt"
@@ -369,8 +373,12 @@ def main() -> None:
     made.add_argument("--recipes", nargs="+", default=f8sub.recipe_names(), choices=f8sub.recipe_names())
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
-    made.add_argument("--size", choices=SIZES, default=SIZES[0], help="of the model, as recipes/pretrain.py has it")
-    made.add_argument("--folder", type=Path, help="of the finished runs; by default one of each size, in runs/")
+    made.add_argument(
+        "--size", choices=SIZES, default=SIZES[0], help="of the model, as recipes/pretrain.py has it"
+    )
+    made.add_argument(
+        "--folder", type=Path, help="of the finished runs; by default one of each size, in runs/"
+    )
     recorded = {"nargs": "+", "action": "append", "metavar": ("ARM", "RUN")}
     made.add_argument("--recorded", **recorded, help="compare these and train nothing")
     arguments = made.parse_args()

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from f8sub.errors import jit_error
+from f8sub.features.adapted_experts.adapted import adapters_apart
 from f8sub.features.expert_operands.weights import ExpertWeights, stored_format
 from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
 from f8sub.features.expert_products.products import GroupedPlan
@@ -39,6 +40,12 @@ class Float8Experts(torch.nn.Module):
     weights: dict[str, bool]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        if "parametrizations" not in self._modules:
+            return self._run(*args, **kwargs)
+        with adapters_apart(self):
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         with running(self):
             if self.seam.forward is not None:
                 return self.seam.forward(self, *args, **kwargs)

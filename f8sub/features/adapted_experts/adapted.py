@@ -114,7 +114,8 @@ class Adapted(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        raise NotImplementedError(f"{func} of a weight of experts with adapters")
+        plain = [each.whole() if isinstance(each, Adapted) else each for each in args]
+        return func(*plain, **(kwargs or {}))
 
 
 _OF_SHAPES = {"dim", "size", "stride", "numel", "is_contiguous", "is_floating_point", "__len__"}

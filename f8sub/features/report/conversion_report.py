@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from f8sub.features.expert_bytes.account import expert_bytes
 from f8sub.features.report.report import ConversionReport, layers_report
 from f8sub.features.report_experts.experts import told_of_experts
 from f8sub.features.tools.byte_account import SAVED_INPUTS, SHARED_INPUTS, byte_account
@@ -30,4 +31,6 @@ def conversion_report(
     report = dataclasses.replace(layers_report(model), experts=tuple(told_of_experts(model, tokens)))
     if tokens is None:
         return report
-    return dataclasses.replace(report, bytes=byte_account(model, tokens, dtype, shared_inputs, saved_inputs))
+    account = byte_account(model, tokens, dtype, shared_inputs, saved_inputs)
+    layers = (*account.layers, *expert_bytes(model, tokens, dtype))
+    return dataclasses.replace(report, bytes=dataclasses.replace(account, layers=layers))

@@ -1,5 +1,6 @@
 """Whether float8 makes a module of experts faster than bf16, by the sizes of its weights and its tokens."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ class ExpertGain:
         tokens: that an expert gets in one forward; None where that is not known, and ``speedup`` is that of many.
         speedup: bf16's time over float8's.
         enough: the fewest tokens an expert with which ``speedup`` is ``LEAST``; None where no number is enough.
+        enough_gathered: the same where FSDP2 gathers codes, which shards over many ranks are cast to.
     """
 
     recipe: str
@@ -34,6 +36,7 @@ class ExpertGain:
     tokens: float | None
     speedup: float
     enough: int | None
+    enough_gathered: int | None
 
     @property
     def gains(self) -> bool:
@@ -43,6 +46,8 @@ class ExpertGain:
     def __str__(self) -> str:
         number = "with many tokens an expert" if self.tokens is None else f"with {_told(self.tokens)}"
         enough = "no number is enough" if self.enough is None else f"{self.enough:,} are enough"
+        if self.enough_gathered is not None:
+            enough += f", {self.enough_gathered:,} where FSDP2 gathers codes"
         return (
             f"{self.recipe} is {self.speedup:.2f} times as fast as bf16 {number}, by the formula for an {self.gpu}; "
             f"{enough}"
@@ -68,16 +73,16 @@ def gain_of(products: Sequence[Product], recipe: Recipe, gpu: Gpu, tokens: float
     each = None if tokens is None else tokens * share
     whole = [replace(product, uses=product.experts, reason=None) for product in products]
 
-    def speedup(of_each: float) -> float:
+    def speedup(of_each: float, gathered: bool = False) -> float:
         run = Run(of_each, checkpoint=NONE)
         times = [
-            sum(linear_seconds(product, r, gpu, run, False, False).total for product in whole)
+            sum(linear_seconds(product, r, gpu, run, False, gathered).total for product in whole)
             for r in (None, recipe)
         ]
         return times[0] / times[1]
 
-    enough = _least(speedup)
-    return ExpertGain(recipe.name, gpu.name, each, speedup(MANY if each is None else each), enough)
+    enough = _least(speedup), _least(functools.partial(speedup, gathered=True))
+    return ExpertGain(recipe.name, gpu.name, each, speedup(MANY if each is None else each), *enough)
 
 
 def _least(speedup: Callable[[float], float]) -> int | None:
@@ -105,9 +110,13 @@ def decided(shapes: Shapes, recipe: Recipe, gpu: Gpu, tokens: float) -> Shapes:
     if not shapes.undecided:
         return shapes
     left: dict[str, str] = {}
+    gains: dict[tuple[Product, ...], ExpertGain] = {}
     for module, products in by_module(shapes).items():
-        if products[0].reason is None and not (gain := gain_of(products, recipe, gpu, tokens)).gains:
-            left[module] = why_left(gain)
+        alike = tuple(replace(p, fqn="", reads=str(p.shares_x), block=None) for p in products)
+        if alike not in gains:
+            gains[alike] = gain_of(products, recipe, gpu, tokens)
+        if products[0].reason is None and not gains[alike].gains:
+            left[module] = why_left(gains[alike])
     kept = (
         replace(each, reason=left[each.module]) if each.module in left else each for each in shapes.products
     )

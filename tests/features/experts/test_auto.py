@@ -47,6 +47,7 @@ def test_enough_tokens_are_the_fewest_that_are(experts, n, k, recipe):
     enough = gain_of(found, recipe, H200, None).enough
     assert gain_of(found, recipe, H200, enough * experts).gains
     assert not gain_of(found, recipe, H200, (enough - 1) * experts).gains
+    assert gain_of(found, recipe, H200, None).enough_gathered < enough
     speeds = [gain_of(found, recipe, H200, tokens * experts).speedup for tokens in (64, 512, 4096, 32768)]
     assert speeds == sorted(speeds)
     assert speeds[-1] > LEAST > 1 > speeds[0]
@@ -130,8 +131,11 @@ def test_the_pages_table(name, experts, n, k):
     """Gate and up are one weight there, as transformers has them."""
     up, down = weights(experts, 2 * n, k)[0], weights(experts, n, k)[2]
     gain = gain_of([up, down], f8sub.get_recipe("rowwise"), H200, None)
-    enough = "no number" if gain.enough is None else f"{gain.enough:,}"
-    assert f"| {name}: {n}x{k} | {gain.speedup:.2f} | {enough} |\n" in (PAGES / "experts.md").read_text()
+    enough, gathered = (
+        "none" if each is None else f"{each:,}" for each in (gain.enough, gain.enough_gathered)
+    )
+    row = f"| {name}: {n}x{k} | {gain.speedup:.2f} | {enough} | {gathered} |\n"
+    assert row in (PAGES / "experts.md").read_text()
 
 
 @pytest.mark.parametrize("kind", KINDS)

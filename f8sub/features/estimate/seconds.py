@@ -89,6 +89,9 @@ CASTS = {
 
 PRIOR = Cast((4, 0.88, 1), (3, 0.88, 1), (3, 0.88, 1))  # with scales that are known beforehand
 
+PLAIN = CASTS[MX]
+"""Of experts' tokens with such scales, which no kernel casts: not measured, so taken as slow as other plain casts."""
+
 DERIVED, TRANSPOSED = {ROWS: (3, 0.67, 2)}, (2, 0.83, 1)
 """The same of gathered codes that become columnwise: those that are re-scaled, and others."""
 
@@ -195,14 +198,15 @@ def linear_seconds(
     if used is None:
         return Seconds(gemms)
     n, k = product.rows, product.cols
-    prior = used.delayed is not None and not run.compiled
+    prior = PRIOR if used.delayed is not None and not run.compiled else None
+    own = PLAIN if used.delayed is not None and product.experts else prior
     casts = 0.0
     if not product.shares_x:
-        casts += _cast(*used.formats("x"), rows * k, gpu, prior)
+        casts += _cast(*used.formats("x"), rows * k, gpu, own)
         if run.checkpoint != NONE:
             row, col = used.formats("x")
-            casts += _cast(row if repeated else None, col, rows * k, gpu, prior)
-    casts += _cast(*used.formats("dy"), rows * n, gpu, prior)
+            casts += _cast(row if repeated else None, col, rows * k, gpu, own)
+    casts += _cast(*used.formats("dy"), rows * n, gpu, own)
     gathered = gathered and wire_format(product, used) is not None
     casts += _weight_casts(used, product.elements, gpu, prior, gathered)
     return Seconds(gemms, casts)
@@ -239,12 +243,12 @@ def gemm_seconds(spec: GemmSpec, m: float, k: float, n: float, gpu: Gpu) -> floa
 
 
 def _cast(
-    row: Float8Format | None, col: Float8Format | None, elements: float, gpu: Gpu, prior: bool
+    row: Float8Format | None, col: Float8Format | None, elements: float, gpu: Gpu, own: Cast | None
 ) -> float:
     format = row or col
     if format is None:
         return 0.0
-    table = PRIOR if prior else CASTS.get(kind_of_tiles(format), CASTS[MX])
+    table = own or CASTS.get(kind_of_tiles(format), CASTS[MX])
     usage = table.both if row is not None and col is not None else table.row if row is not None else table.col
     return _moved(usage, elements, gpu)
 
@@ -254,7 +258,7 @@ def _moved(cost: tuple[float, float, int], elements: float, gpu: Gpu) -> float:
     return elements * bytes_each / (gpu.copy * share) + launches * CAST_GAP
 
 
-def _weight_casts(recipe: Recipe, elements: int, gpu: Gpu, prior: bool, gathered: bool) -> float:
+def _weight_casts(recipe: Recipe, elements: int, gpu: Gpu, prior: Cast | None, gathered: bool) -> float:
     row, col = recipe.formats("w")
     made = 0.0 if gathered and row is not None else _cast(row, None, elements, gpu, prior)
     if row is None or col is None:

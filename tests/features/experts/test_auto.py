@@ -79,6 +79,11 @@ def test_without_a_kernel_for_groups_nothing_is_gained(gpu, recipe):
     assert gain_of(weights(8, 14336, 4096), f8sub.get_recipe("rowwise"), B200, None).gains
 
 
+def test_casts_without_a_kernel_gain_nothing():
+    """Those of delayed scaling, for experts, are plain PyTorch."""
+    assert not gain_of(weights(8, 14336, 4096), f8sub.get_recipe("delayed"), H200, None).gains
+
+
 @pytest.mark.parametrize(
     ("tokens", "converted", "words"),
     [

@@ -92,10 +92,7 @@ def take_part(state: ScalingState, layout: ShardLayout) -> None:
 
 def check_members(state: ScalingState, experts: int, fqn: str) -> None:
     """Raise a Float8ConfigError where this rank has other experts than the state scales."""
-    if state.members is None:
-        return
-    known = len(range(state.members)[state.here])
-    if known != experts:
+    if (known := len(range(state.members or 0)[state.here])) != experts:
         raise Float8ConfigError(
             f"{fqn}: delayed scaling knows {known} experts of this rank, which has {experts}: where expert parallelism "
             "alone cuts the weight, no reduction brings together the amax histories of all ranks. Call fully_shard "

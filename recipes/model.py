@@ -115,6 +115,7 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
             float8_all_gather=settings.float8.all_gather,
             backend=settings.float8.backend,
             experts=settings.float8.experts,
+            tokens=settings.training.local_batch_size * settings.training.seq_len,
         )
         report = f"float8: {f8sub.conversion_report(model).summary}"
 

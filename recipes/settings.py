@@ -36,6 +36,19 @@ Flag = Annotated[
     ),
 ]
 
+AUTO = "auto"
+
+FlagOrAuto = Annotated[
+    bool | str,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{true,false,auto}",
+        instance_from_str=lambda words: AUTO if words == [AUTO] else _parse_flag(words),
+        is_instance=lambda value: isinstance(value, bool) or value == AUTO,
+        str_from_instance=lambda value: [str(value).lower()],
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -121,8 +134,8 @@ class Float8:
     """Gather the weights as float8 codes."""
     gradients: Flag = False
     """Reduce the gradients as float8 codes and add them in float32: f8sub.reduce_gradients_in_float8."""
-    experts: Flag = True
-    """Convert the experts of a mixture, too: docs/experts.md."""
+    experts: FlagOrAuto = True
+    """Convert the experts of a mixture, too; "auto": those that gain with a rank's micro-batch: docs/experts.md."""
     skip: tuple[str, ...] = ()
     """Globs over the names of layers that stay as they are, besides those that f8sub leaves by itself."""
     backend: Literal["auto", "scaled_mm", "triton", "reference"] = "auto"
@@ -282,8 +295,10 @@ def _check_known(where: str, key: str, known: dict[str, Any]) -> None:
 
 
 def _checked(where: str, value: Any, annotation: Any) -> Any:
-    if annotation == Flag:
+    if annotation == Flag or (annotation == FlagOrAuto and value != AUTO):
         annotation = bool
+    if annotation == FlagOrAuto:
+        return value
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
         if value not in choices:

@@ -10,6 +10,7 @@ are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % 
 Finished runs are kept and not trained again; runs that are missing are trained one after the other.
 
     python scripts/loss_compare.py --recipes tensorwise rowwise --seeds 0 1 2 --write-docs
+    python scripts/loss_compare.py --size moe-debug --recipes tensorwise rowwise  # a Qwen3-MoE, experts in float8, too
 
 Runs that were trained elsewhere, by torchtitan for one, are compared by what they logged: give an arm's name and its
 runs, in the same order of seeds. Where nothing was held out, it is the mean of the last tenth of the training losses.
@@ -55,6 +56,8 @@ LEARNING_RATE = 3e-4
 """Ends as low as 1e-3, at which training is chaotic: the gap of one seed of ``tensorwise`` was +2.0 % with sequences of
 128 tokens and -1.0 % with 64.
 """
+SIZES = ("debug", "moe-debug")
+"""A Llama of 3.5M parameters, and a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2."""
 EVAL_BATCHES = 256
 SMOOTHED_STEPS = 20
 """The plot's curves are means over so many logged steps."""
@@ -159,10 +162,10 @@ class Run(NamedTuple):
     seed: int
 
 
-def settings(run: Run, steps: int) -> list[str]:
+def settings(run: Run, steps: int, size: str = SIZES[0]) -> list[str]:
     """The command line of ``recipes/pretrain.py``: one to three minutes on two idle cores."""
     chosen = {
-        "model.size": "debug",
+        "model.size": size,
         "training.steps": steps,
         "training.seed": run.seed,
         "training.seq_len": 128,
@@ -187,9 +190,10 @@ def settings(run: Run, steps: int) -> list[str]:
 class Results:
     """Finished runs, one JSON file each."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, steps: int, size: str = SIZES[0]) -> None:
         self.folder = folder
         self.steps = steps
+        self.size = size
 
     def load(self, run: Run) -> dict[str, Any] | None:
         """What ``train`` kept of a run with these settings; None if it has to be trained."""
@@ -197,11 +201,15 @@ class Results:
         if not path.exists():
             return None
         kept: dict[str, Any] = json.loads(path.read_text())
-        return kept if kept["settings"] == settings(run, self.steps) else None
+        return kept if kept["settings"] == settings(run, self.steps, self.size) else None
 
     def train(self, run: Run, on_step: Callable[[int], None]) -> dict[str, Any]:
         """Train in a process of its own, keep its losses and return them."""
-        chosen, dump, started = settings(run, self.steps), self._path(run).with_suffix(""), time.monotonic()
+        chosen, dump, started = (
+            settings(run, self.steps, self.size),
+            self._path(run).with_suffix(""),
+            time.monotonic(),
+        )
         shutil.rmtree(dump, ignore_errors=True)
         dump.mkdir(parents=True)
         lines, log = dump / "metrics.jsonl", dump / "log.txt"
@@ -365,11 +373,18 @@ def main() -> None:
     made.add_argument("--recipes", nargs="+", default=f8sub.recipe_names(), choices=f8sub.recipe_names())
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
-    folder = ROOT / "runs" / "loss_compare"
-    made.add_argument("--folder", type=Path, default=folder, help="of the finished runs")
+    made.add_argument(
+        "--size", choices=SIZES, default=SIZES[0], help="of the model, as recipes/pretrain.py has it"
+    )
+    made.add_argument(
+        "--folder", type=Path, help="of the finished runs; by default one of each size, in runs/"
+    )
     recorded = {"nargs": "+", "action": "append", "metavar": ("ARM", "RUN")}
     made.add_argument("--recorded", **recorded, help="compare these and train nothing")
     arguments = made.parse_args()
+    if arguments.size != SIZES[0]:
+        arguments.marker += f"_{arguments.size}"
+    arguments.folder = arguments.folder or ROOT / "runs" / arguments.marker
     if arguments.recorded:
         if arguments.write_docs:
             made.error("--write-docs is for the runs that this script trains")
@@ -390,7 +405,7 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of the runs that the command line asks for, once those that are missing are trained."""
     # As Ctrl-C does: with the run it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
-    results, seeds = Results(arguments.folder, arguments.steps), arguments.seeds
+    results, seeds = Results(arguments.folder, arguments.steps, arguments.size), arguments.seeds
     names = [BASELINE, YARDSTICK, *arguments.recipes]
     train_missing(results, [Run(arm, seed) for seed in seeds for arm in names])
     kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in names}

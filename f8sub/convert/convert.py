@@ -16,6 +16,7 @@ from f8sub.convert.checks import (
     refuse_other_recipe,
     refuse_sharded,
     refuse_tied_apart,
+    refuse_unknown_experts,
 )
 from f8sub.convert.filters import (
     ALREADY,
@@ -25,6 +26,7 @@ from f8sub.convert.filters import (
     Selection,
     layer_recipes,
 )
+from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.saved_input import AUTO
@@ -50,7 +52,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     float8_all_gather: bool = True,
     backend: str = "auto",
     primary_weights: bool = False,
-    experts: bool = False,
+    experts: bool | str = EXPERTS,
+    tokens: int | None = None,
     keep_x: str | Mapping[str, str] = AUTO,
     module_filter_fn: FilterFn | None = None,
     filter_fqns: str | Sequence[str] = (),
@@ -82,10 +85,10 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         primary_weights: the weights themselves become float8, 1 byte an element, and their high-precision values the
             masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
         experts: convert experts of mixtures, too: those of transformers and torchtitan, and what ``register_experts``
-            was given. ``skip`` and recipes by patterns hold for them, and filter functions are called with them;
+            was given; "auto": those that gain. ``skip``, recipes by patterns and filter functions hold for them;
             ``min_dim`` and ``keep_x`` are of linear layers.
-        keep_x: what is saved of x for wgrad, one of ``KEEP_X``, see ``f8sub.features.keep_x``; or a mapping from
-            glob patterns to them, "auto" where none matches.
+        tokens: of one forward, on all GPUs that share experts; without it "auto" decides by the experts' width alone.
+        keep_x: what is saved of x, one of ``KEEP_X``, see ``f8sub.features.keep_x``; or a mapping from patterns to it.
         module_filter_fn: see ``filter_fn``.
         filter_fqns: torchtitan's convention: a layer whose name contains one of these strings is skipped, too.
         recipe_name: torchtitan's name for ``recipe``.
@@ -114,10 +117,9 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         defaults=skip_defaults,
         min_dim=min_dim,
     )
-    if enable_fsdp_float8_all_gather is not None:
-        float8_all_gather = enable_fsdp_float8_all_gather
-    of_features = {"primary_weights": primary_weights, "experts": experts}
-    return _convert_selected(model, selection, backend, strict, float8_all_gather, of_features)
+    gathered = float8_all_gather if enable_fsdp_float8_all_gather is None else enable_fsdp_float8_all_gather
+    of_features = {"primary_weights": primary_weights, "experts": experts, "tokens": tokens}
+    return _convert_selected(model, selection, backend, strict, gathered, of_features)
 
 
 def _convert_selected(
@@ -126,14 +128,15 @@ def _convert_selected(
     backend: str,
     strict: bool,
     float8_all_gather: bool,
-    of_features: dict[str, bool],
+    of_features: dict[str, Any],
 ) -> Model:
+    refuse_unknown_experts(of_features["experts"], of_features["tokens"])
     refuse_sharded(model)
     refuse_other_recipe(model, selection.recipes)
     modules = dict(model.named_modules())
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
     reasons = selection.reasons(modules, linears)
-    others = _other_reasons(modules, selection, of_features)
+    others = other_reasons(modules, selection, of_features)
     asked = reasons | others
     for fqn, reason in asked.items():
         if reason in IN_FLOAT8:
@@ -179,17 +182,23 @@ def _convert_selected(
     return model
 
 
-def _other_reasons(
-    modules: dict[str, torch.nn.Module], selection: Selection, of_features: dict[str, bool]
+def other_reasons(
+    modules: Mapping[str, torch.nn.Module], selection: Selection, of_features: Mapping[str, Any]
 ) -> dict[str, str | None]:
-    """As ``Selection.reasons``, of what features convert besides linear layers."""
+    """As ``Selection.reasons``, of what features convert besides linear layers.
+
+    Args:
+        modules: all modules of the model by name.
+        selection: what a caller says.
+        of_features: the features' own options by name.
+    """
     reasons: dict[str, str | None] = {}
     for converter in sockets.converters:
         for fqn, module in ((fqn, module) for fqn, module in modules.items() if converter.takes(module)):
             if is_converted(module):
                 reasons[fqn] = ALREADY
                 continue
-            reason = None if of_features[converter.option] else f"{converter.option}=True converts it"
+            reason = converter.by_options(modules, fqn, selection.recipes.of(fqn), of_features)
             reasons[fqn] = reason or selection.why_not_asked(module, fqn) or converter.why_not(module)
     return reasons
 

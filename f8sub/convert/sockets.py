@@ -25,6 +25,22 @@ class Converter(Protocol):
     def takes(self, module: torch.nn.Module) -> bool:
         """Whether a module, converted or not, is of the kind."""
 
+    def by_options(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        fqn: str,
+        recipe: Recipe | None,
+        options: Mapping[str, Any],
+    ) -> str | None:
+        """Why a caller's options of the feature leave a module as it is; None where they do not.
+
+        Args:
+            modules: all of the model, by name.
+            fqn: the module's name.
+            recipe: that it would get; None where no pattern matches it.
+            options: by name.
+        """
+
     def why_not(self, module: torch.nn.Module) -> str | None:
         """Why it cannot be converted; None where it can."""
 
@@ -42,6 +58,12 @@ class Converter(Protocol):
 
 
 converters: list[Converter] = []
+
+AUTO_EXPERTS = "auto"
+"""The value of ``convert_to_float8``'s option ``experts`` that converts those which gain."""
+
+EXPERTS: bool | str = False
+"""The default of that option. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""
 
 layer_keep_x: Callable[[Any], Any]
 """The option ``keep_x`` as ``LayerChoices``; raises an error for one that there is not."""

@@ -206,7 +206,7 @@ def value_of(module: str, default: ast.expr) -> str:
     if not isinstance(default, ast.Name):
         return ast.unparse(default)
     _, node, _ = definition(module, default.id)
-    value = node.value if isinstance(node, ast.Assign) else default
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else default
     if (
         isinstance(node, ast.Assign)
         and isinstance(node.targets[-1], ast.Tuple)

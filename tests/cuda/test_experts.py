@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import f8sub
+from f8sub.features.adapted_experts.adapted import Adapted, Added
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.quantize import quantize_both
 from f8sub.features.expert_products.products import GroupedPlan
@@ -173,3 +174,38 @@ def test_columns_of_weights_codes_are_the_specifications(name):
 
 def test_all_experts_rows_as_one_matrix():
     weights.bands("cuda")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_adapters_beside_the_codes(counts, transposed):
+    """Of rank 4, which no grouped product takes: y and both factors' gradients, without those of rows of no expert."""
+    rows, rng = sum(counts) + TAIL, generator(5)
+    x, dy = (gaussian((rows, k), rng).bfloat16() for k in (160, 96))
+    x[rows - TAIL :] = dy[rows - TAIL :] = torch.nan
+    stored = (160, 96) if transposed else (96, 160)
+    w, lhs, rhs = (
+        gaussian((len(counts), *shape), rng).bfloat16() for shape in (stored, (stored[0], 4), (4, stored[1]))
+    )
+    x, dy, w, lhs, rhs = (tensor.to(DEVICE) for tensor in (x, dy, w, lhs, rhs))
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0)
+    lhs.requires_grad_()
+    rhs.requires_grad_()
+    weight = Adapted(w, (Added(lhs, rhs, 0.5),))
+    y = f8sub.grouped_linear(x, weight, ends, "rowwise", transposed=transposed)
+    y.backward(dy)
+    assert not y[rows - TAIL :].any()
+    base = f8sub.grouped_linear(x, w, ends, "rowwise", transposed=transposed)
+    found = [y.detach() - base, lhs.grad, rhs.grad]
+    left, right = (factor.detach().float().requires_grad_() for factor in (lhs, rhs))
+    delta = 0.5 * left @ right
+    expected = torch.cat(
+        [
+            part.float() @ (each if transposed else each.t())
+            for part, each in zip(x[: rows - TAIL].split(counts), delta, strict=True)
+        ]
+    )
+    expected.backward(dy[: rows - TAIL].float())
+    for a, b in zip(found, (expected, left.grad, right.grad), strict=True):
+        b = torch.cat([b, b.new_zeros(TAIL, *b.shape[1:])]) if len(b) == rows - TAIL else b
+        assert (a.float() - b.float()).norm() <= 2e-2 * b.float().norm()

@@ -198,7 +198,8 @@ def many_parts(name: str, device: str = "cpu") -> None:
             part.x.mul_(factor)
             out.fill_(0xAB)
             quantize_cuda.cast_into(expected, part.x, part.scale, format, part.offset, part.through)
-        quantize_cuda.cast_each(given, outs)
+        for some in (slice(5), slice(5, None)):
+            quantize_cuda.cast_each(given[some], outs[some])
         for expected, out in zip(right, outs, strict=True):
             assert torch.equal(out, expected)
 

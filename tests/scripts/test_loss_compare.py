@@ -69,7 +69,7 @@ def test_a_finished_run_counts_only_with_the_settings_it_had(tmp_path):
 
 @pytest.mark.long
 def test_a_run_that_fails_says_why_and_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(loss_compare, "settings", lambda run, steps: ["--training.steps", "none"])
+    monkeypatch.setattr(loss_compare, "settings", lambda *run: ["--training.steps", "none"])
     results = Results(tmp_path, 1)
     stopped = tmp_path / "rowwise-seed0" / "checkpoints"
     (stopped / "step-00000001").mkdir(parents=True)

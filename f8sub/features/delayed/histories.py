@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from f8sub.convert.convert import remove_hook
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.features.delayed.layers import check_members, forget, forget_missing, state_of, states_of
+from f8sub.features.delayed.layers import forget, forget_missing, state_of, states_of, take_part
 from f8sub.features.delayed.rolling import Held, Histories, matrices_of, operands_met, side_by_side
 from f8sub.features.delayed_state.state import OPERANDS, ScalingState, W
 from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
@@ -50,7 +50,7 @@ class _ShardedHistories(Histories):
         )
         for record, state in zip(self.records, self.states, strict=True):
             if record.shard is not None:
-                check_members(state, record.shard.table_shape[0], record.fqn)
+                take_part(state, record.shard.layout)
         self.size = 2 * sum(self.sizes) * len(OPERANDS)
         self.rolled_at: int = 0 if before is None else before.rolled_at
         self.asked_at: int = -1 if before is None else before.asked_at

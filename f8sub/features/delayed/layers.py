@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.delayed_state.state import ScalingState
+from f8sub.features.delayed_state.state import ALL_MEMBERS, ScalingState
 from f8sub.kernels.scales import Sources
 from f8sub.linear import sockets
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.layout import ShardLayout
 from f8sub.weights.weight import local_tensor
 
 STATES = "scaling_states"
@@ -77,13 +78,25 @@ def forget_missing(layer: torch.nn.Module, name: str, state_dict: dict[str, Any]
             state.reset()
 
 
-def check_members(state: ScalingState, members: int, fqn: str) -> None:
-    """Raise a Float8ConfigError where this rank has a part of the experts."""
-    if state.members not in (None, members):
+def take_part(state: ScalingState, layout: ShardLayout) -> None:
+    """Have a stack's state scale the experts that FSDP2 puts together on this rank.
+
+    Its amaxes are reduced over all ranks of the mesh, those of expert parallelism too, so that every rank has the past
+    of every expert, and a checkpoint of any rank all of it.
+    """
+    if state.members is not None:
+        rows = layout.whole[0] // state.members
+        first, count = layout.origin[0] // rows, layout.shape[0] // rows
+        state.here = ALL_MEMBERS if count == state.members else slice(first, first + count)
+
+
+def check_members(state: ScalingState, experts: int, fqn: str) -> None:
+    """Raise a Float8ConfigError where this rank has other experts than the state scales."""
+    if (known := len(range(state.members or 0)[state.here])) != experts:
         raise Float8ConfigError(
-            f"{fqn}: delayed scaling keeps the amax histories of {state.members} experts, and this rank has {members} "
-            "of them; no rank could save the others' histories, so take a recipe with current scaling under expert "
-            "parallelism"
+            f"{fqn}: delayed scaling knows {known} experts of this rank, which has {experts}: where expert parallelism "
+            "alone cuts the weight, no reduction brings together the amax histories of all ranks. Call fully_shard "
+            "over a mesh that has a dimension for expert parallelism, too, or take a recipe with current scaling"
         )
 
 

@@ -32,6 +32,8 @@ OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
 
 X, W, DY = range(3)
 
+ALL_MEMBERS = slice(None)
+
 _generations = itertools.count(1)
 
 
@@ -48,6 +50,7 @@ class ScalingState(torch.nn.Module):
 
     Attributes:
         members: matrices of a stack; None for a layer that has one.
+        here: which of them this rank multiplies: under expert parallelism a part, whose past every rank keeps.
         generation: another number whenever the scales may be others.
         is_known: whether the host knows that all of its scales are made, none is 0: a cast then need not wait for the
             current amax, and compiled code makes both in one kernel, or in the one that makes the tensor.
@@ -66,7 +69,7 @@ class ScalingState(torch.nn.Module):
 
     def __init__(self, recipe: Recipe, device: torch.device, members: int | None = None) -> None:
         super().__init__()
-        self.members = members
+        self.members, self.here = members, ALL_MEMBERS
         if recipe.delayed is None:
             raise RuntimeError(f"recipe {recipe.name!r} has no delayed scaling to keep a state for")
         self.recipe = recipe
@@ -97,9 +100,11 @@ class ScalingState(torch.nn.Module):
         """``non_finite_x``, ``non_finite_w``, ``non_finite_dy``; see the class."""
         return [getattr(self, f"non_finite_{name}") for name in OPERANDS]
 
-    def prior(self, operand: int) -> PriorScale:
-        """The scale of one column, (1, 1), or of each member, (members, 1), as kernels take it."""
+    def prior(self, operand: int, members: slice = ALL_MEMBERS) -> PriorScale:
+        """The scale of one column, (1, 1), or of each of these members, (members, 1), as kernels take it."""
         scale = self.scale[..., operand : operand + 1].view(-1, 1)
+        if members != ALL_MEMBERS:
+            scale = scale[members]
         margin = float(self._margins[operand])
         return PriorScale(scale, margin, covers=operand == W, is_known=self.is_known)
 
@@ -119,9 +124,12 @@ class ScalingState(torch.nn.Module):
         )
 
     def stage(self, operand: int, amax: torch.Tensor) -> None:
-        """Take amaxes, float32, of ``prior``'s shape, into an operand's staging row, see ``quantize_cuda.stage``."""
+        """Take amaxes, float32, a row of each member ``here``, into the staging row, see ``quantize_cuda.stage``."""
         name = OPERANDS[operand]
-        quantize_cuda.stage(amax, getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}"))
+        staged, flags = getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}")
+        if self.here != ALL_MEMBERS:
+            staged, flags = staged[self.here], flags[self.here]
+        quantize_cuda.stage(amax, staged, flags)
 
     def reset(self) -> None:
         """Forget everything: the next step's scales are of its own amaxes."""
@@ -200,7 +208,7 @@ class _DelayedScales(NamedTuple):
         return self._replace(reduce=reduce)
 
     def prior(self) -> PriorScale:
-        prior = self.state.prior(self.operand)
+        prior = self.state.prior(self.operand, self.state.here)
         if not self.frozen:
             return prior
         return prior._replace(scale=torch.zeros_like(prior.scale), is_known=False)

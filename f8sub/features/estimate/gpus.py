@@ -31,6 +31,7 @@ class Gpu:
         memory: bytes.
         source: where the figures come from.
         measured: whether figures of whole training steps on this GPU are held to the estimate.
+        grouped: kinds of float8 products that experts have a kernel for; others are multiplied in bf16.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Gpu:
     memory: float
     source: str
     measured: bool = False
+    grouped: frozenset[str] = frozenset()
 
     def rate(self, spec: GemmSpec) -> float:
         """FLOP/s of a large product; the reference backend's where the GPU has no kernel for it."""
@@ -92,7 +94,12 @@ _BLACKWELL = {HIGH: 2250 / 989, FP4: 9000 / 1979, **dict.fromkeys((WHOLE, ROWS, 
 _MI300X = {HIGH: 1307 / 989, WHOLE: 2615 / 1979, ROWS: 2615 / 1979}
 """Ratios of data sheets' dense peaks to an H200's, of 4 and of 8 bits to its 8."""
 
-H200 = Gpu("H200", _HOPPER, 3.8 * T, 520 * T, 0.13 * T, 0.05 * T, 141e9, "held to measured runs", True)
+_GROUPED = frozenset(_HOPPER) - {HIGH}
+"""f8sub's own kernels, see docs/experts.md; on Blackwell torch's alone, of scales of rows."""
+
+H200 = Gpu(
+    "H200", _HOPPER, 3.8 * T, 520 * T, 0.13 * T, 0.05 * T, 141e9, "held to measured runs", True, _GROUPED
+)
 
 
 def _by_data_sheet(
@@ -102,6 +109,7 @@ def _by_data_sheet(
     link: float,
     memory: float,
     note: str = ", not measured",
+    grouped: frozenset[str] = frozenset(),
 ) -> Gpu:
     """An H200 scaled by peaks, TB/s of memory and GB/s of links to other GPUs of the host."""
     rates = {kind: _HOPPER.get(kind, _HOPPER[WHOLE]) * ratio for kind, ratio in peaks.items()}
@@ -109,13 +117,21 @@ def _by_data_sheet(
     attention = H200.attention * peaks[HIGH]
     source = "from data sheets" + note
     by_link = H200.link * link / 900
-    return Gpu(name, rates, H200.copy * by_memory, attention, by_link, H200.network, memory, source)
+    return Gpu(
+        name, rates, H200.copy * by_memory, attention, by_link, H200.network, memory, source, grouped=grouped
+    )
 
 
 H100 = _by_data_sheet(
-    "H100", dict.fromkeys(_HOPPER, 1.0), 3.35, 900, 80e9, "; whole steps of a Llama on two were within 4 %"
+    "H100",
+    dict.fromkeys(_HOPPER, 1.0),
+    3.35,
+    900,
+    80e9,
+    "; whole steps of a Llama on two were within 4 %",
+    _GROUPED,
 )
-B200 = _by_data_sheet("B200", _BLACKWELL, 8.0, 1800, 180e9)
+B200 = _by_data_sheet("B200", _BLACKWELL, 8.0, 1800, 180e9, grouped=frozenset({ROWS}))
 MI300X = _by_data_sheet(
     "MI300X",
     _MI300X,

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from f8sub.features.estimate.gpus import FP4, H200, MX, ROWS, SQUARES, VECTORS, WHOLE, Gpu, kind_of_tiles
-from f8sub.features.estimate.layers import HEAD_SIZE, Product, Shapes
+from f8sub.features.estimate_experts.products import by_expert_seconds, over_tokens_seconds
+from f8sub.features.expert_operands.weights import stored_format
+from f8sub.features.expert_products.products import is_one_by_one
+from f8sub.features.model_shapes.layers import HEAD_SIZE, Product, Shapes
 from f8sub.formats import Float8Format
 from f8sub.recipe import HIGH_PRECISION_GEMM as HIGH_GEMM
 from f8sub.recipe import GemmSpec, Recipe
@@ -86,6 +89,9 @@ CASTS = {
 
 PRIOR = Cast((4, 0.88, 1), (3, 0.88, 1), (3, 0.88, 1))  # with scales that are known beforehand
 
+PLAIN = CASTS[MX]
+"""Of experts' tokens with such scales, which no kernel casts: not measured, so taken as slow as other plain casts."""
+
 DERIVED, TRANSPOSED = {ROWS: (3, 0.67, 2)}, (2, 0.83, 1)
 """The same of gathered codes that become columnwise: those that are re-scaled, and others."""
 
@@ -107,7 +113,7 @@ class Run:
         clipped: whether gradients are clipped by their norm.
     """
 
-    tokens: int = 8192
+    tokens: float = 8192
     sequence: int = 8192
     shards: int = 8
     replicas: int = 1
@@ -184,23 +190,49 @@ def linear_seconds(
         gathered: whether the weight comes as float8 codes.
     """
     used = recipe if product.reason is None else None
+    if used is not None and product.experts and is_one_by_one(used):
+        used = None  # which a GPU has no grouped products for
     rows = run.tokens * product.uses
-    fprop, dgrad, wgrad = (HIGH_GEMM,) * 3 if used is None else (used.fprop, used.dgrad, used.wgrad)
-    n, k = product.rows, product.cols
-    gemms = gemm_seconds(fprop, rows, k, n, gpu) * (2 if repeated else 1)
-    gemms += gemm_seconds(dgrad, rows, n, k, gpu) + gemm_seconds(wgrad, n, rows, k, gpu)
+    fprop, dgrad, wgrad = _gemms(product, used, rows, gpu)
+    gemms = fprop * (2 if repeated else 1) + dgrad + wgrad
     if used is None:
         return Seconds(gemms)
-    prior = used.delayed is not None and not run.compiled
+    n, k = product.rows, product.cols
+    prior = PRIOR if used.delayed is not None and not run.compiled else None
+    own = PLAIN if used.delayed is not None and product.experts else prior
     casts = 0.0
     if not product.shares_x:
-        casts += _cast(*used.formats("x"), rows * k, gpu, prior)
+        casts += _cast(*used.formats("x"), rows * k, gpu, own)
         if run.checkpoint != NONE:
             row, col = used.formats("x")
-            casts += _cast(row if repeated else None, col, rows * k, gpu, prior)
-    casts += _cast(*used.formats("dy"), rows * n, gpu, prior)
+            casts += _cast(row if repeated else None, col, rows * k, gpu, own)
+    casts += _cast(*used.formats("dy"), rows * n, gpu, own)
+    gathered = gathered and wire_format(product, used) is not None
     casts += _weight_casts(used, product.elements, gpu, prior, gathered)
     return Seconds(gemms, casts)
+
+
+def _gemms(product: Product, recipe: Recipe | None, rows: float, gpu: Gpu) -> tuple[float, float, float]:
+    """Seconds of fprop, dgrad and wgrad of so many rows of x."""
+    n, k, experts = product.rows, product.cols, product.experts
+    specs = (HIGH_GEMM,) * 3 if recipe is None else (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    if not experts:
+        return (
+            gemm_seconds(specs[0], rows, k, n, gpu),
+            gemm_seconds(specs[1], rows, n, k, gpu),
+            gemm_seconds(specs[2], n, rows, k, gpu),
+        )
+    return (
+        GAP + by_expert_seconds(specs[0], rows, k, n, experts, gpu),
+        GAP + by_expert_seconds(specs[1], rows, n, k, experts, gpu),
+        GAP + over_tokens_seconds(specs[2], rows, n, k, experts, gpu),
+    )
+
+
+def fprop_seconds(product: Product, recipe: Recipe | None, run: Run, gpu: Gpu) -> float:
+    """Of one forward's product with a weight."""
+    used = recipe if product.reason is None else None
+    return _gemms(product, used, run.tokens * product.uses, gpu)[0]
 
 
 def gemm_seconds(spec: GemmSpec, m: float, k: float, n: float, gpu: Gpu) -> float:
@@ -211,12 +243,12 @@ def gemm_seconds(spec: GemmSpec, m: float, k: float, n: float, gpu: Gpu) -> floa
 
 
 def _cast(
-    row: Float8Format | None, col: Float8Format | None, elements: float, gpu: Gpu, prior: bool
+    row: Float8Format | None, col: Float8Format | None, elements: float, gpu: Gpu, own: Cast | None
 ) -> float:
     format = row or col
     if format is None:
         return 0.0
-    table = PRIOR if prior else CASTS.get(kind_of_tiles(format), CASTS[MX])
+    table = own or CASTS.get(kind_of_tiles(format), CASTS[MX])
     usage = table.both if row is not None and col is not None else table.row if row is not None else table.col
     return _moved(usage, elements, gpu)
 
@@ -226,7 +258,7 @@ def _moved(cost: tuple[float, float, int], elements: float, gpu: Gpu) -> float:
     return elements * bytes_each / (gpu.copy * share) + launches * CAST_GAP
 
 
-def _weight_casts(recipe: Recipe, elements: int, gpu: Gpu, prior: bool, gathered: bool) -> float:
+def _weight_casts(recipe: Recipe, elements: int, gpu: Gpu, prior: Cast | None, gathered: bool) -> float:
     row, col = recipe.formats("w")
     made = 0.0 if gathered and row is not None else _cast(row, None, elements, gpu, prior)
     if row is None or col is None:
@@ -281,10 +313,13 @@ def attention_seconds(product: Product, gpu: Gpu, run: Run) -> float:
 
 
 def wire_format(product: Product, recipe: Recipe | None) -> Float8Format | None:
-    """The format in which a weight is gathered; None where that is in high precision."""
+    """The format of the codes in which a weight is gathered, as it is stored; None where that is in high precision."""
     if recipe is None or product.reason is not None or None in recipe.formats("w"):
         return None
-    return recipe.formats("w")[0]
+    row = recipe.formats("w")[0]
+    if row is None or not product.experts:
+        return row
+    return stored_format(row, product.stored[0] // product.experts, product.transposed)
 
 
 def code_bytes(product: Product, recipe: Recipe | None) -> float:

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from f8sub.features.estimate.layers import Product, Shapes
 from f8sub.features.estimate.seconds import Run, wire_format
+from f8sub.features.model_shapes.layers import Product, Shapes
 from f8sub.recipe import Recipe
 from f8sub.weights.layout import bytes_of_row, lies_in_rows
 
@@ -47,11 +47,12 @@ def _gathered(product: Product, recipe: Recipe | None) -> float:
     row = wire_format(product, recipe)
     if row is None or not product.elements:
         return product.elements * BF16
-    return product.rows * bytes_of_row(row, product.cols, lies_in_rows(row.tile))
+    rows, cols = product.stored
+    return rows * bytes_of_row(row, cols, lies_in_rows(row.tile))
 
 
 def _amaxes(product: Product, recipe: Recipe | None) -> float:
     row = wire_format(product, recipe)
     if row is None or not product.elements or lies_in_rows(row.tile):
         return 0.0
-    return FLOAT32 * math.prod(row.tile.scale_shape((product.rows, product.cols)))
+    return FLOAT32 * math.prod(row.tile.scale_shape(product.stored))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from f8sub.features.estimate.layers import Shapes
+from f8sub.features.model_shapes.layers import Shapes
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.weights.weight import local_tensor
 

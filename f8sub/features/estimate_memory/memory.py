@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from f8sub.features.estimate.layers import Product, Shapes
 from f8sub.features.estimate.seconds import FULL, NONE, Run, code_bytes, last_of, repeats
 from f8sub.features.estimate_memory.adapters import FIRST, SECOND, Adapters
+from f8sub.features.model_shapes.layers import Product, Shapes
 from f8sub.recipe import Recipe
 
 EAGER_SAVES, LOGIT_BYTES, LOGIT_BYTES_EAGER, WORKSPACE = 0.88, 4, 10, 0.4e9

@@ -87,3 +87,14 @@ def flat_format(format: Float8Format, rows: int) -> Float8Format | None:
         return None
     edge = rows if format.tile.rows == ALL else format.tile.rows
     return None if rows % edge else replace(format, tile=Tile(edge, format.tile.cols))
+
+
+def stored_format(format: Float8Format, rows: int, transposed: bool) -> Float8Format | None:
+    """``flat_format`` of a weight as it is stored.
+
+    Args:
+        format: of fprop's operand, (N, K).
+        rows: of one expert as they are stored: N, or K where ``transposed``.
+        transposed: whether it is stored as (E, K, N).
+    """
+    return flat_format(seen_transposed(format) if transposed else format, rows)

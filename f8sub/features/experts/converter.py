@@ -1,12 +1,13 @@
 """Experts enter ``convert_to_float8`` here, by its option ``experts``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from f8sub.convert.sockets import Converter, converters
+from f8sub.convert.sockets import AUTO_EXPERTS, Converter, converters
+from f8sub.features.estimate_experts.gain import of_module, why_left
 from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.module import Float8Experts, float8_class, plain_class
 from f8sub.features.experts.seams import seam_of
@@ -26,6 +27,21 @@ class ExpertsConverter(Converter):
     @override
     def takes(self, module: torch.nn.Module) -> bool:
         return isinstance(module, Float8Experts) or seam_of(module) is not None
+
+    @override
+    def by_options(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        fqn: str,
+        recipe: Recipe | None,
+        options: Mapping[str, Any],
+    ) -> str | None:
+        if not options["experts"]:
+            return "experts=True converts it"
+        if options["experts"] != AUTO_EXPERTS or recipe is None or self.why_not(modules[fqn]) is not None:
+            return None
+        gain = of_module(modules, fqn, recipe, options["tokens"])
+        return None if gain.gains else why_left(gain)
 
     @override
     def why_not(self, module: torch.nn.Module) -> str | None:

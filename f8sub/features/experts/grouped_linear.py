@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
+from f8sub.features.adapted_experts.adapted import Adapted, own_parameter
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_products.grouped_matmul import Call, GroupedMatmul
+from f8sub.features.expert_products.high_precision import by_groups
 from f8sub.features.expert_products.products import GroupedPlan, is_one_by_one
 from f8sub.features.expert_products.shared_tokens import ends_of, sharing
 from f8sub.features.experts import one_by_one
@@ -88,6 +90,10 @@ def grouped_linear(
             from 0 to at most M.
         Float8ConfigError: a recipe with delayed scaling, and no weight of a converted module whose forward runs.
     """
+    if isinstance(weight, Adapted):
+        own = grouped_linear(x, weight.source, offs, recipe, transposed=transposed, backend=backend)
+        groups = Groups.of(ends_of(offs), len(x))
+        return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
     module = _running.stack[-1] if _running.stack else None
     plan, fqn = (None, "grouped_linear") if module is None else (module.plan, module.fqn)
     if recipe is not None:
@@ -99,7 +105,7 @@ def grouped_linear(
     _check(fqn, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
     if plan is None:
-        return _in_high_precision(x, weight.transpose(1, 2) if transposed else weight, groups)
+        return by_groups(x, weight.transpose(1, 2) if transposed else weight, groups)
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = _transposed_back(module, weight), not transposed
@@ -139,7 +145,7 @@ def _named(recipe: str, device: str, backend: str) -> str:
 def _sources_of(module: Any, fqn: str, recipe: Recipe, weight: torch.Tensor) -> Sources:
     """The sources of a product with a weight of a converted module, which holds what they are made of."""
     for name in () if module is None else module.weights:
-        parameter = module._parameters[name]
+        parameter = own_parameter(module, name)
         if weight is parameter or weight._base is parameter:
             return sources_of(module, recipe, name)
     raise Float8ConfigError(
@@ -153,8 +159,7 @@ def _transposed_back(module: Any, weight: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() and isinstance(weight, Transposed):
         # The parameter itself: dynamo cannot look into a subclass that the graph made.
         for name in () if module is None else module.weights:
-            if weight._base is module._parameters[name]:
-                parameter: torch.Tensor = module._parameters[name]
+            if weight._base is (parameter := own_parameter(module, name)):
                 return parameter
     return weight.transpose(1, 2)
 
@@ -191,10 +196,3 @@ def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, 
             f"{fqn}: the dimensions of grouped products on a GPU are multiples of {MULTIPLE}, got a weight of "
             f"{tuple(weight.shape)}"
         )
-
-
-def _in_high_precision(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Torch's own, with zeros in the rows past the last group, which it leaves as they are, in y and dx."""
-    past = groups.past
-    y = torch._grouped_mm(x.masked_fill(past, 0), w.transpose(1, 2), offs=groups.ends)
-    return y.masked_fill(past, 0)

@@ -6,7 +6,8 @@ import torch
 from typing_extensions import override
 
 from f8sub.errors import jit_error
-from f8sub.features.expert_operands.weights import ExpertWeights, flat_format, seen_transposed
+from f8sub.features.adapted_experts.adapted import adapters_apart
+from f8sub.features.expert_operands.weights import ExpertWeights, stored_format
 from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
 from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.grouped_linear import grouped_linear, local_part, running
@@ -39,6 +40,12 @@ class Float8Experts(torch.nn.Module):
     weights: dict[str, bool]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        if "parametrizations" not in self._modules:
+            return self._run(*args, **kwargs)
+        with adapters_apart(self):
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         with running(self):
             if self.seam.forward is not None:
                 return self.seam.forward(self, *args, **kwargs)
@@ -54,7 +61,7 @@ class Float8Experts(torch.nn.Module):
         if format is None:
             return None
         rows = self._parameters[name].shape[1]  # type: ignore[union-attr]
-        return flat_format(seen_transposed(format) if self.weights[name] else format, rows)
+        return stored_format(format, rows, self.weights[name])
 
     def rowwise(self, name: str, dtype: torch.dtype) -> ExpertWeights:
         """The codes of this rank's experts that fprop in ``dtype`` reads of a weight, which is gathered."""

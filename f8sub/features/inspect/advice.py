@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from f8sub.features.estimate.gpus import Gpu
-from f8sub.features.estimate.layers import Product, Shapes
-from f8sub.features.estimate.seconds import NONE, Run, by_product, step_seconds
+from f8sub.features.estimate.seconds import NONE, Run, by_product, step_seconds, wire_seconds
+from f8sub.features.estimate_experts.gain import by_module, gain_of
 from f8sub.features.estimate_memory.memory import Memory
 from f8sub.features.layer_kinds.layer_kinds import kind_of
+from f8sub.features.model_shapes.layers import Product, Shapes
 from f8sub.formats import ALL
 from f8sub.recipe import OperandName, Recipe
 
@@ -78,7 +80,9 @@ def advice(
             f"of which {_share(shapes, gpu, run):.0%} are products that would be in float8."
         )
     else:
-        yield f'f8sub.convert_to_float8(model, recipe="{recipe.name}"): {_why(best, predictions)}.'
+        experts = ", experts=True" if any(p.experts and p.reason is None for p in shapes.products) else ""
+        call = f'f8sub.convert_to_float8(model, recipe="{recipe.name}"{experts})'
+        yield f"{call}: {_why(best, predictions)}."
     if skip := losing(shapes, recipe, gpu, run):
         yield f"These layers lose time in float8: skip={skip}"
     yield from _of_memory(policies, gpu, run)
@@ -94,10 +98,34 @@ def advice(
             f"Collectives add about {exposed:.0%} to a step, which float8 shortens little: gradients are reduced in "
             "float32. More tokens a GPU hide them."
         )
-    experts = [p for p in shapes.products if p.reason is not None and "3 dimensions" in p.reason]
-    if experts:
-        share = sum(p.multiplications for p in experts) / sum(p.multiplications for p in shapes.products)
-        yield f"Experts have {share:.0%} of the FLOPs and stay in bf16."
+    yield from _of_experts(shapes, recipe, gpu, run)
+
+
+def _of_experts(shapes: Shapes, recipe: Recipe, gpu: Gpu, run: Run) -> Iterator[str]:
+    """What float8 gains of each kind of experts by the formula, and of a step, whose gathers it shortens too."""
+    kinds: dict[tuple[str, bool], list[list[Product]]] = defaultdict(list)
+    for module, products in by_module(shapes).items():
+        kinds[kind_of(module), products[0].reason is None].append(products)
+    whole = sum(product.multiplications for product in shapes.products)
+    plain = step_seconds(shapes, None, gpu, run).total
+    for (kind, converted), modules in kinds.items():
+        share = sum(product.multiplications for products in modules for product in products) / whole
+        names = {product.fqn for products in modules for product in products}
+        steps = [
+            plain / step_seconds(_in_float8(shapes, names, reason), recipe, gpu, run).total
+            for reason in (None, "asked for")
+        ]
+        yield (
+            f"Experts have {share:.0%} of the FLOPs and {'are in float8' if converted else 'stay in bf16'} ({kind}): "
+            f"{gain_of(modules[0], recipe, gpu, run.tokens)}. A step is {steps[0]:.2f} times as fast as bf16's with "
+            f"these experts in float8, {steps[1]:.2f} times without."
+        )
+
+
+def _in_float8(shapes: Shapes, names: set[str], reason: str | None) -> Shapes:
+    """``shapes`` with another reason of the products of these names."""
+    products = (replace(each, reason=reason) if each.fqn in names else each for each in shapes.products)
+    return replace(shapes, products=tuple(products))
 
 
 def _why(best: Prediction, predictions: Sequence[Prediction]) -> str:
@@ -133,19 +161,28 @@ def _of_memory(policies: Sequence[Policy], gpu: Gpu, run: Run) -> Iterator[str]:
 
 
 def losing(shapes: Shapes, recipe: Recipe, gpu: Gpu, run: Run) -> list[str]:
-    """Patterns of converted layers that take longer in float8 than in bf16, siblings that share an x together."""
+    """Patterns of converted layers that take longer in float8 than in bf16, siblings that share an x together.
+
+    Of experts, most of whose bytes FSDP2 gathers, what the gathers save counts, too.
+    """
     times = [by_product(shapes, each, gpu, run) for each in (None, recipe)]
     families: dict[str, list[Product]] = defaultdict(list)
     for product in shapes.products:
         if product.reason is None:
-            families[product.reads].append(product)
+            families[product.module if product.experts else product.reads].append(product)
     found: dict[str, None] = {}
     for family in families.values():
-        losers = [p for p in family if p.shares_x and _gain(times, [p]) < 0]
-        if _gain(times, family) < 0:
+        saved = _saved_on_the_wire(family, recipe, gpu, run) if family[0].experts else 0.0
+        losers = [p for p in family if p.shares_x and not p.experts and _gain(times, [p]) < 0]
+        if _gain(times, family) + saved < 0:
             losers = family
-        found.update(dict.fromkeys(kind_of(product.fqn) for product in losers))
+        found.update(dict.fromkeys(kind_of(product.module) for product in losers))
     return list(found)
+
+
+def _saved_on_the_wire(products: Sequence[Product], recipe: Recipe, gpu: Gpu, run: Run) -> float:
+    plain, own = (wire_seconds(products, each, gpu, run).total for each in (None, recipe))
+    return plain - own
 
 
 def _gain(times: list[dict[tuple[str, int], float]], products: Sequence[Product]) -> float:

@@ -4,11 +4,15 @@ import argparse
 import json
 from typing import Any
 
+from f8sub.convert.sockets import AUTO_EXPERTS, EXPERTS
 from f8sub.features.estimate.gpus import GPUS
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE
 from f8sub.features.inspect.estimate import estimate
 from f8sub.features.named_models.load import FORMS, load
 from f8sub.recipe import recipe_names
+
+EXPERTS_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO_EXPERTS: AUTO_EXPERTS}
+"""``convert_to_float8``'s option by what a command line says."""
 
 
 def add_inspect(commands: Any) -> None:
@@ -25,8 +29,16 @@ def add_inspect(commands: Any) -> None:
     made.add_argument("--mesh", default="8", help="GPUs that shard the weights; REPLICASxSHARDS for HSDP (8)")
     made.add_argument("--checkpoint", choices=CHECKPOINTS, default=SELECTIVE, help=f"({SELECTIVE})")
     made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
+    add_experts(made)
     made.add_argument("--json", action="store_true", help="print all figures as JSON")
     made.set_defaults(run=run)
+
+
+def add_experts(made: argparse.ArgumentParser) -> None:
+    """Add the option ``--experts``."""
+    default = str(EXPERTS).lower()
+    words = f"whether experts of a mixture are converted, auto: those that gain ({default})"
+    made.add_argument("--experts", choices=EXPERTS_WORDS, default=default, help=words)
 
 
 def run(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -45,6 +57,7 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         mesh=[int(size) if size.isdecimal() else 0 for size in sizes],
         checkpoint=arguments.checkpoint,
         skip=arguments.skip,
+        experts=EXPERTS_WORDS[arguments.experts],
     )
     if arguments.json:
         return json.dumps({"model": arguments.model, **found.as_dict()}, indent=1), 0

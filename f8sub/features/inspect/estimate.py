@@ -6,17 +6,20 @@ from typing import Any
 
 import torch
 
+from f8sub.convert.checks import refuse_unknown_experts
+from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate import seconds
 from f8sub.features.estimate.gpus import GPUS, Gpu, gpu_of
-from f8sub.features.estimate.layers import Product, Shapes, alike, shapes_of
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE, Run
 from f8sub.features.estimate.wire import Wire, wire
+from f8sub.features.estimate_experts.gain import decided
 from f8sub.features.estimate_memory.adapters import Adapters, adapters_of
 from f8sub.features.estimate_memory.memory import Memory, memory
 from f8sub.features.inspect.advice import advice, fits, recommended
 from f8sub.features.inspect.page import page
 from f8sub.features.layer_kinds.layer_kinds import name_of
+from f8sub.features.model_shapes.layers import Product, Shapes, alike, shapes_of
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 
 
@@ -150,6 +153,7 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     mesh: Sequence[int] = (8,),
     checkpoint: str = SELECTIVE,
     skip: str | Sequence[str] = (),
+    experts: bool | str = EXPERTS,
 ) -> Estimate:
     """Predict what float8 gains of a model, before anything runs; the model is read, not changed.
 
@@ -164,22 +168,29 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
         checkpoint: "none", "selective", "gemms" or "full", see ``f8sub.checkpoint_policy``: "selective" is what its
             ``"bf16"`` and torchtitan do.
         skip: glob patterns of layers that stay in high precision, as for ``convert_to_float8``.
+        experts: whether experts of a mixture are converted, True, False or "auto", as for ``convert_to_float8``.
 
     Raises:
         Float8ConfigError: an unknown GPU, recipe or policy, a size that is no positive number, or a model without
             products with weights.
     """
+    refuse_unknown_experts(experts, None)
     run = _run(tokens, tokens if sequence is None else sequence, mesh, checkpoint)
     found = tuple(gpu_of(name) for name in gpus)
     if not found:
         raise Float8ConfigError(f"gpus is empty; choose of {', '.join(GPUS)}")
-    shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip)
+    shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
     if not shapes.products:
         raise Float8ConfigError("the model multiplies by no weights that f8sub could convert or count")
     chosen = [get_recipe(recipe) for recipe in (recipe_names() if recipes is None else recipes)]
     kinds = alike(shapes.products)
-    predictions = tuple(_predict(shapes, kinds, recipe, gpu, run) for gpu in found for recipe in chosen)
+    predictions = tuple(
+        _predict(decided(shapes, recipe, gpu, tokens), kinds, recipe, gpu, run)
+        for gpu in found
+        for recipe in chosen
+    )
     best = recommended(chosen, [each for each in predictions if each.gpu == found[0].name])
+    shapes = decided(shapes, best or chosen[0], found[0], tokens)
     adapters = adapters_of(model, shapes)
     policies = tuple(_policy(shapes, best, found[0], run, name, adapters) for name in CHECKPOINTS)
     own = tuple(each for each in predictions if each.gpu == found[0].name)
@@ -211,15 +222,16 @@ Kinds = Mapping[tuple[str, int, int, str | None], Sequence[Product]]
 
 def _groups(shapes: Shapes, kinds: Kinds) -> tuple[LayerGroup, ...]:
     whole = sum(product.multiplications for product in shapes.products)
+    reasons = {product.fqn: product.reason for product in shapes.products}
     return tuple(
         LayerGroup(
             name_of([product.fqn for product in products]) or "(root)",
             len(products),
             (rows, cols),
             sum(product.multiplications for product in products) / whole,
-            reason,
+            reasons[products[0].fqn],
         )
-        for (_, rows, cols, reason), products in kinds.items()
+        for (_, rows, cols, _), products in kinds.items()
     )
 
 

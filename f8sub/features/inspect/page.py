@@ -44,8 +44,10 @@ def _letters(estimate: Estimate) -> dict[str, str]:
 
 def _head(estimate: Estimate) -> list[str]:
     run, shapes = estimate.run, estimate.shapes
-    linear = [group for group in estimate.groups if group.reason is None]
-    share = sum(group.flops_share for group in linear)
+    converted = [product for product in shapes.products if product.reason is None]
+    share = sum(group.flops_share for group in estimate.groups if group.reason is None)
+    experts = len({product.module for product in converted if product.experts})
+    and_experts = f" and {experts} modules of experts" if experts else ""
     mesh = f"{run.shards} GPUs share the weights (fully_shard)"
     if run.replicas > 1:
         mesh = f"{run.replicas} copies of the weights on {run.shards} GPUs each (HSDP)"
@@ -54,8 +56,8 @@ def _head(estimate: Estimate) -> list[str]:
         f"{run.tokens:,} tokens a GPU in sequences of {run.sequence:,}; {mesh}; checkpointing: {run.checkpoint}."
     )
     covered = (
-        f"{sum(group.count for group in linear)} linear layers in float8: {share:.1%} of the FLOPs of products "
-        "with weights (attention scores are none)."
+        f"{sum(not product.experts for product in converted)} linear layers{and_experts} in float8: {share:.1%} of "
+        "the FLOPs of products with weights (attention scores are none)."
     )
     return [*_wrapped(model), *_wrapped(covered)]
 

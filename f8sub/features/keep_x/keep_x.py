@@ -73,7 +73,7 @@ def how_kept(x: torch.Tensor, recipe: Recipe) -> str:
     return HIGH_PRECISION if free else FLOAT8
 
 
-def refuse(chosen: Sequence[Chosen], options: Mapping[str, bool]) -> None:
+def refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
     """A recipe may be unable to keep x as it is asked to."""
     for _, fqn, plan, _, keep_x in chosen:
         if reason := why_not_kept(plan.recipe, keep_x):

@@ -73,7 +73,7 @@ class PrimaryLayers(LayerGuest):
 guests.append(PrimaryLayers())
 
 
-def _refuse(chosen: Sequence[Chosen], options: Mapping[str, bool]) -> None:
+def _refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
     """A primary weight is codes and nothing else, which are cast when its optimizer steps, by what it is then."""
     if not options["primary_weights"]:
         return

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from f8sub.features.expert_bytes.account import expert_bytes
 from f8sub.features.report.report import ConversionReport, layers_report
+from f8sub.features.report_experts.experts import told_of_experts
 from f8sub.features.tools.byte_account import SAVED_INPUTS, SHARED_INPUTS, byte_account
 
 
@@ -21,12 +23,14 @@ def conversion_report(
 
     Args:
         model: converted or not, sharded or not.
-        tokens: see ``byte_account``; the arguments after it likewise.
+        tokens: see ``byte_account``; the arguments after it likewise. What experts gain is told by them, too.
         dtype: the high precision.
         shared_inputs: groups of names of siblings that read one x.
         saved_inputs: names of layers whose x is saved by what makes it.
     """
-    report = layers_report(model)
+    report = dataclasses.replace(layers_report(model), experts=tuple(told_of_experts(model, tokens)))
     if tokens is None:
         return report
-    return dataclasses.replace(report, bytes=byte_account(model, tokens, dtype, shared_inputs, saved_inputs))
+    account = byte_account(model, tokens, dtype, shared_inputs, saved_inputs)
+    layers = (*account.layers, *expert_bytes(model, tokens, dtype))
+    return dataclasses.replace(report, bytes=dataclasses.replace(account, layers=layers))

@@ -9,6 +9,9 @@ import torch
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
 
+ROOT = "(root)"
+"""What the model itself is called among its modules."""
+
 TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
 """Attributes of modules, and of their configs, that say how many experts a token is sent to."""
 
@@ -129,7 +132,7 @@ def _described(
     name = type(module).__name__
     if isinstance(module, torch.nn.modules.conv._ConvNd):
         detail = f"{name}: not an nn.Linear; its FLOPs depend on its input and are not counted"
-        return OtherWeights(fqn or "(root)", shapes, parameters, None, detail)
+        return OtherWeights(fqn or ROOT, shapes, parameters, None, detail)
     multiplications, detail = float(parameters), f"{name}: not an nn.Linear"
     if len(shapes[0]) == 3:
         experts = shapes[0][0]
@@ -138,8 +141,8 @@ def _described(
         multiplications *= share or 1.0
         if is_converted(module):
             how = f"{name}: {getattr(module, 'how', '')}; {used}"
-            return OtherWeights(fqn or "(root)", shapes, parameters, multiplications, how, converted=True)
+            return OtherWeights(fqn or ROOT, shapes, parameters, multiplications, how, converted=True)
         detail = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too; {used}"
         if reason := getattr(module, SKIP_REASON, None):
             detail += f"; {reason}"
-    return OtherWeights(fqn or "(root)", shapes, parameters, multiplications, detail)
+    return OtherWeights(fqn or ROOT, shapes, parameters, multiplications, detail)

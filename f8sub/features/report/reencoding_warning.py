@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from f8sub.convert.checks import Chosen, looks
 from f8sub.errors import Float8Warning
@@ -15,7 +16,7 @@ def reencodes(recipe: Recipe) -> bool:
     return not (rowwise is None or columnwise is None or rowwise.tile.is_transpose_of(columnwise.tile))
 
 
-def _warn_of_reencoding(chosen: Sequence[Chosen], options: Mapping[str, bool]) -> None:
+def _warn_of_reencoding(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
     rounded = [
         f"{layer.fqn} ({layer.plan.recipe.name})"
         for layer in chosen

@@ -59,6 +59,7 @@ class ConversionReport:
         others: what multiplies by weights and is no nn.Linear; experts alone may be converted.
         parameters: how many the model has.
         parameters_in_float8: how many of them are weights of converted layers and experts.
+        experts: what float8 gains of each kind of experts, one sentence each.
     """
 
     layers: tuple[LayerReport, ...]
@@ -67,6 +68,7 @@ class ConversionReport:
     others: tuple[OtherWeights, ...] = ()
     parameters: int = 0
     parameters_in_float8: int = 0
+    experts: tuple[str, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -136,7 +138,7 @@ class ConversionReport:
         return [*lines, f"  and {more} kinds of smaller layers"] if more else lines
 
     def _notes(self) -> list[str]:
-        notes = []
+        notes = list(self.experts)
         if any("(default)" in layer.detail for layer in self.layers if not layer.converted):
             notes.append("(default): skip_defaults=False converts these too.")
         if is_small([(la.in_features, la.out_features) for la in self.layers if la.converted]):

@@ -114,4 +114,5 @@ H100_500W = Gpu(
     H100.network,
     96e9,
     "an H100 of 96 GB and 2.4 TB/s at 500 W, which published runs had; fitted to them",
+    grouped=H100.grouped,
 )

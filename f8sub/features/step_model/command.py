@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE, UNSEEN
+from f8sub.features.inspect.command import EXPERTS_WORDS, add_experts
 from f8sub.features.named_models.load import FORMS, load
 from f8sub.features.step_model.cluster import FLOAT32, REDUCTIONS
 from f8sub.features.step_model.estimate_step import KINDS, estimate_step
@@ -12,18 +13,8 @@ from f8sub.recipe import recipe_names
 from f8sub.recipes import DEFAULT
 
 OPTIONS = (
-    *(
-        "gpu",
-        "gpus_per_host",
-        "network",
-        "tokens",
-        "sequence",
-        "replicas",
-        "tensor_parallel",
-        "recipe",
-        "reduction",
-    ),
-    *("checkpoint", "skip"),
+    *("gpu", "gpus_per_host", "network", "tokens", "sequence", "replicas", "tensor_parallel"),
+    *("recipe", "reduction", "checkpoint", "skip"),
 )
 """Of ``estimate_step``, by its names."""
 
@@ -51,6 +42,7 @@ def add_estimate(commands: Any) -> None:
         "--checkpoint", choices=(*CHECKPOINTS, UNSEEN), default=SELECTIVE, help=f"({SELECTIVE})"
     )
     made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
+    add_experts(made)
     made.add_argument("--json", action="store_true", help="print all figures as JSON")
     made.set_defaults(run=run)
 
@@ -62,7 +54,7 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         Float8ConfigError: see ``load`` and ``estimate_step``.
     """
     given = vars(arguments)
-    options = {name: given[name] for name in OPTIONS}
+    options = {name: given[name] for name in OPTIONS} | {"experts": EXPERTS_WORDS[arguments.experts]}
     found = estimate_step(load(arguments.model), arguments.gpus, **options)
     if arguments.json:
         return json.dumps({"model": arguments.model, **found.as_dict()}, indent=1), 0

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 
+from f8sub.convert.checks import refuse_unknown_experts
+from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate.gpus import GPUS, Gpu
-from f8sub.features.estimate.layers import Product, Shapes, shapes_of
 from f8sub.features.estimate.seconds import CHECKPOINTS, LOGIT_BYTES, SELECTIVE, Run
 from f8sub.features.estimate.wire import wire
+from f8sub.features.estimate_experts.gain import decided
 from f8sub.features.estimate_memory.memory import memory
 from f8sub.features.inspect.advice import fits
+from f8sub.features.model_shapes.layers import Product, Shapes, shapes_of
 from f8sub.features.step_model.cluster import E4M3, FLOAT32, H100_500W, REDUCTIONS, Cluster
 from f8sub.features.step_model.groups import Arm, Group, divided, group_of
 from f8sub.features.step_model.page import page
@@ -128,6 +131,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
     reduction: str = FLOAT32,
     checkpoint: str = SELECTIVE,
     skip: str | Sequence[str] = (),
+    experts: bool | str = EXPERTS,
 ) -> StepEstimate:
     """Predict a step's time under FSDP2 on several numbers of GPUs; the model is read, not changed.
 
@@ -150,6 +154,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
         checkpoint: "none", "selective", "gemms", "full", or "unseen", a selective policy that does not see float8
             products.
         skip: glob patterns of layers that stay in high precision.
+        experts: whether experts of a mixture are converted, as for ``convert_to_float8``.
 
     Raises:
         Float8ConfigError: an unknown GPU, recipe, policy or reduction, a size that is no positive number, GPUs that
@@ -171,12 +176,14 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             f"give one number of GPUs or more, and tokens that hold a sequence; got gpus={gpus}, tokens={tokens}, "
             f"sequence={sequence}"
         )
-    shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip)
+    refuse_unknown_experts(experts, None)
+    chosen = get_recipe(recipe)
+    shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
+    shapes = decided(shapes, chosen, KINDS[gpu], tokens)
     if not shapes.blocks:
         raise Float8ConfigError(
             "the model has no numbered blocks, which fully_shard gathers one after another"
         )
-    chosen = get_recipe(recipe)
     run = Run(tokens, sequence, clusters[0].shards, replicas, checkpoint)
     found: list[StepPrediction] = []
     for cluster in clusters:

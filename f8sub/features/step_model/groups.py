@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from f8sub.features.estimate import seconds
-from f8sub.features.estimate.layers import Product, Shapes
 from f8sub.features.estimate.seconds import NONE, Run, Seconds
+from f8sub.features.model_shapes.layers import Product, Shapes
 from f8sub.features.step_model.cluster import BF16, E4M3, E4M3_FLAT, FLOAT32, REDUCTIONS, Cluster
-from f8sub.recipe import HIGH_PRECISION_GEMM, Recipe
+from f8sub.recipe import Recipe
 
 COPY_IN = {FLOAT32: 12.0, BF16: 5.5, E4M3: 4.9, E4M3_FLAT: 4.9}
 """Bytes of a copy's speed that an element takes into FSDP2's buffer, or as codes into f8sub's: an H200 took 745, 314
@@ -127,12 +127,7 @@ def forward_of(
     products: Sequence[Product], recipe: Recipe | None, cluster: Cluster, run: Run, compute: float
 ) -> float:
     """Forward's share of ``compute``: its products, and a part of all else."""
-    gemms = 0.0
-    for product in products:
-        spec = HIGH_PRECISION_GEMM if recipe is None or product.reason is not None else recipe.fprop
-        gemms += seconds.gemm_seconds(
-            spec, run.tokens * product.uses, product.cols, product.rows, cluster.gpu
-        )
+    gemms = sum(seconds.fprop_seconds(product, recipe, run, cluster.gpu) for product in products)
     return gemms + FORWARD * max(0.0, compute - 3 * gemms) / (1 + seconds.REPEATED_ELEMENTWISE)
 
 

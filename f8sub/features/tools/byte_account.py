@@ -58,18 +58,18 @@ class Bytes:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One linear layer's.
+    """One linear layer's, or of one weight of experts.
 
     Attributes:
         fqn: its name in the model.
-        shape: (N, K) of the weight that its GEMMs read.
+        shape: (N, K) of the weight that its GEMMs read, (E, N, K) of experts.
         kind: recipe and ``keep_x`` of a converted layer, "high precision" of any other.
         here: as it is.
         high_precision: as it would be in high precision.
     """
 
     fqn: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     kind: str
     here: Bytes
     high_precision: Bytes
@@ -77,7 +77,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class ByteAccount:
-    """All linear layers'. ``str()`` is a table of MB, with equal layers in one row: as they are / in high precision.
+    """All linear layers', and experts'. ``str()`` is a table of MB, equal layers in one row: as they are / in bf16.
 
     Attributes:
         layers: in the model's order.
@@ -119,7 +119,7 @@ class ByteAccount:
             alike[kind] = alike.get(kind, 0) + 1
         for layer, count in alike.items():
             cells = _cells(sum([layer.here] * count, Bytes()), sum([layer.high_precision] * count, Bytes()))
-            rows.append([layer.fqn, f"{count} x", "{} x {}".format(*layer.shape), layer.kind, *cells])
+            rows.append([layer.fqn, f"{count} x", " x ".join(map(str, layer.shape)), layer.kind, *cells])
         rows.append(["all", f"{len(self.layers)} x", "", "", *_cells(self.here, self.high_precision)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         left = (0, 3)
@@ -140,7 +140,7 @@ def byte_account(
     shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
     saved_inputs: Iterable[str] = SAVED_INPUTS,
 ) -> ByteAccount:
-    """What the linear layers of ``model`` take, and nothing else, such as experts; of a sharded model on this rank.
+    """What the linear layers of ``model`` take, and nothing else; of a sharded model on this rank.
 
     A model that is not sharded has no wire yet: told are that of ``fully_shard`` on all of it, padding of uneven shards
     aside, and what backward would have at once under it. ``keep_x="auto"`` is counted as eager code has it without
@@ -162,7 +162,7 @@ def byte_account(
     for fqn, layer in linears.items():
         parent, _, name = fqn.rpartition(".")
         group = (parent, groups.get(name, (name,)))
-        weight = _Weight.of(layer, sharded=layer in sharded)
+        weight = WeightBytes.of(layer.weight, sharded=layer in sharded)
         x_bytes = 0 if name in anyway else tokens * weight.shape[1] * dtype.itemsize
         plain = weight.in_high_precision(x_bytes if layer.weight.requires_grad else 0, dtype)
         here, kind, key, own = plain, "high precision", None, 0
@@ -176,8 +176,8 @@ def byte_account(
     return ByteAccount(tuple(layers), tokens, dtype)
 
 
-class _Weight(NamedTuple):
-    """A layer's weight.
+class WeightBytes(NamedTuple):
+    """A weight.
 
     Attributes:
         shape: (N, K) that GEMMs read.
@@ -194,16 +194,16 @@ class _Weight(NamedTuple):
     master: torch.Tensor | None
 
     @classmethod
-    def of(cls, layer: torch.nn.Linear, *, sharded: bool) -> "_Weight":
-        weight: torch.Tensor = layer.weight
+    def of(cls, weight: torch.Tensor, *, sharded: bool) -> "WeightBytes":
+        """Of a parameter; one of experts counts as the matrix of all experts' rows."""
         local = local_tensor(weight)
         master = master_of(local) if isinstance(local, PrimaryWeight) else local
         if is_dtensor(weight) and sharded:
             layout = ShardLayout.of(weight)
             elements = layout.chunk * layout.shape[1 - layout.dim]
             return cls(layout.shape, elements, layout.world, layout, master)
-        shape = local.shape[0], local.shape[1]
-        return cls(shape, shape[0] * shape[1], 1, None, master)
+        shape = local.numel() // local.shape[-1], local.shape[-1]
+        return cls(shape, local.numel(), 1, None, master)
 
     def in_high_precision(self, saved: int, dtype: torch.dtype) -> Bytes:
         """Where the layer stays in high precision."""
@@ -228,7 +228,7 @@ def _how(layer: Float8Linear, *, saved_anyway: bool) -> str:
 
 
 def _in_float8(
-    layer: Float8Linear, weight: _Weight, plain: Bytes, x_bytes: int, tokens: int, how: str
+    layer: Float8Linear, weight: WeightBytes, plain: Bytes, x_bytes: int, tokens: int, how: str
 ) -> Bytes:
     """Of a converted layer, of what ``plain`` says of it in high precision."""
     row, made = layer.plan.recipe.fprop.b, sum(_made_in_backward(layer, weight.shape, tokens, how))

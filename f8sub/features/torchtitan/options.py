@@ -8,6 +8,7 @@ import torch
 
 from f8sub.convert.convert import convert_to_float8
 from f8sub.convert.filters import layer_recipes
+from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.features.defaults.defaults import MIN_DIM
 from f8sub.features.keep_x.keep_x import layer_keep_x
@@ -49,7 +50,7 @@ class Options:
             ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
-        experts: convert experts of mixtures, too.
+        experts: convert experts of mixtures, too; "auto": those whose width makes them gain.
         monitor_every: an ``f8sub.Monitor`` measures one step of so many; 0 for none.
         monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2) or outputs (0.3).
 
@@ -68,7 +69,7 @@ class Options:
     reduce_gradients_in_float8: bool = False
     emulate: bool = False
     keep_x: str | dict[str, str] = AUTO
-    experts: bool = False
+    experts: bool | str = EXPERTS
     monitor_every: int = 0
     monitor_file: str = ""
 
@@ -124,9 +125,8 @@ def _plain(value: Any) -> Any:
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if callable(value):
-        return getattr(value, "__qualname__", type(value).__name__)
-    return value if isinstance(value, (str, int, float, type(None))) else str(value)
+    named = getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+    return named if isinstance(named, (str, int, float, type(None))) else str(named)
 
 
 def _with_options(name: Any, options: Mapping[str, Any]) -> Recipe:

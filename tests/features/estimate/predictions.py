@@ -12,9 +12,10 @@ import torch
 
 import f8sub
 from f8sub.features.estimate import gpus, seconds
-from f8sub.features.estimate.layers import Product, Shapes, shapes_of
 from f8sub.features.estimate.seconds import Run
+from f8sub.features.estimate_experts.products import by_expert_seconds, over_tokens_seconds
 from f8sub.features.estimate_memory import memory as bytes_of
+from f8sub.features.model_shapes.layers import Product, Shapes, shapes_of
 from f8sub.recipe import GemmSpec, Recipe
 
 DATA = tomllib.loads((Path(__file__).parent / "measured.toml").read_text())
@@ -138,11 +139,39 @@ def of_small_layers(group: dict[str, Any], row: dict[str, Any]) -> dict[str, flo
     return {"slowest": min(found), "fastest": max(found)}
 
 
+def of_grouped_products(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    experts, n, k, tokens = row["sizes"]
+    recipe = recipe_of(row["recipe"])
+    spec = GemmSpec(a=None, b=None) if recipe is None else getattr(recipe, row["gemm"])
+    if row["gemm"] == "wgrad":
+        time = over_tokens_seconds(spec, tokens, n, k, experts, gpus.H200)
+    else:
+        depth, width = (k, n) if row["gemm"] == "fprop" else (n, k)
+        time = by_expert_seconds(spec, tokens, depth, width, experts, gpus.H200)
+    return {"tflops": 2e-12 * tokens * n * k / time}
+
+
+def of_experts(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    """Products and casts; 28 bytes an element of SwiGLU, and 6 where the gradients of gate's and up's x are added."""
+    experts, n, k, tokens = row["sizes"]
+    sizes = {"up": (n, k, "gate"), "gate": (n, k, "gate"), "down": (k, n, "down")}
+    weights = [
+        Product(name, rows, cols, 1, experts * n * k, None, reads, False, None, experts=experts)
+        for name, (rows, cols, reads) in sizes.items()
+    ]
+    run = Run(tokens, checkpoint="none")
+    rest = tokens * (28 * n + 6 * k) / gpus.H200.copy
+    time, plain = (rest + sum(alone(w, r, run) for w in weights) for r in (recipe_of(row["recipe"]), None))
+    return {"ms": time * 1e3, "over_bf16": plain / time}
+
+
 PREDICT = {
     "layer": of_a_layer,
     "blocks": of_a_run,
     "step": of_a_run,
     "reductions": of_a_run,
+    "product of experts": of_grouped_products,
+    "experts": of_experts,
     "product": of_products,
     "few rows": of_products,
     "small": of_small_layers,

@@ -9,8 +9,8 @@ from torch import nn
 import f8sub
 from f8sub.features.estimate import gpus, seconds
 from f8sub.features.estimate.gpus import B200, GPUS, H200, kind_of_product
-from f8sub.features.estimate.layers import Product, block_of, reads_attention, shapes_of
 from f8sub.features.estimate.seconds import Run
+from f8sub.features.model_shapes.layers import Product, block_of, reads_attention, shapes_of
 from tests.features.estimate.predictions import llama
 from tests.models import Transformer
 

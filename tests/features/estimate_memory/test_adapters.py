@@ -10,10 +10,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
-from f8sub.features.estimate.layers import shapes_of
 from f8sub.features.estimate.seconds import Run
 from f8sub.features.estimate_memory.adapters import adapters_of
 from f8sub.features.estimate_memory.memory import memory
+from f8sub.features.model_shapes.layers import shapes_of
 
 BF16 = torch.bfloat16
 TOKENS = 256

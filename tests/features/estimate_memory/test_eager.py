@@ -3,9 +3,9 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from f8sub.features.estimate.layers import shapes_of
 from f8sub.features.estimate.seconds import Run
 from f8sub.features.estimate_memory.memory import saved_bytes
+from f8sub.features.model_shapes.layers import shapes_of
 from tests.features.estimate_memory.test_adapters import TOKENS, saved
 
 

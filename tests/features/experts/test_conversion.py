@@ -193,7 +193,7 @@ def test_a_forward_in_place_of_the_classs_own():
 
 def test_without_the_option_the_report_names_it():
     model = own()
-    f8sub.convert_to_float8(model, "rowwise", skip_defaults=False)
+    f8sub.convert_to_float8(model, "rowwise", skip_defaults=False, experts=False)
     report = f8sub.conversion_report(model)
     (others,) = report.others
     assert not others.converted

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
 from f8sub.features.estimate.gpus import H200
-from f8sub.features.estimate.layers import shapes_of
 from f8sub.features.estimate.seconds import Run, block_seconds
+from f8sub.features.model_shapes.layers import shapes_of
 from f8sub.features.operand_statistics import statistics
 from f8sub.features.operand_statistics.statistics import SUMS, measure
 from f8sub.formats import Operand

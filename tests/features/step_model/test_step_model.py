@@ -10,7 +10,7 @@ from torch import nn
 import f8sub
 from f8sub.__main__ import main
 from f8sub.features.estimate.gpus import H200
-from f8sub.features.estimate.layers import shapes_of
+from f8sub.features.model_shapes.layers import shapes_of
 from f8sub.features.named_models.load import load
 from f8sub.features.step_model import page
 from f8sub.features.step_model.cluster import BF16, CODE, E4M3, FLOAT32, NETWORK, STEP, Cluster

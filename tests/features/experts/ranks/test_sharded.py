@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -294,26 +294,86 @@ def test_expert_parallelism(ranks, world, dim, recipe):
         assert all(results), results
 
 
-def parts_of_experts(rank: int, world: int) -> list[str]:
-    """What delayed scaling says of expert parallelism, alone and under FSDP2."""
-    messages = []
-    for names in (("ep",), ("fsdp", "ep")):
-        model = converted(4, "delayed").experts
-        mesh = init_device_mesh("cpu", (world,) if len(names) == 1 else (world // 2, 2), mesh_dim_names=names)
-        for name, parameter in list(model.named_parameters()):
-            model.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh["ep"], [Shard(0)])))
-        if "fsdp" in names:
-            fully_shard(model, mesh=mesh["fsdp"])
-        here = len(model.gate.to_local()) if "fsdp" not in names else 2
-        x, ends = gaussian((here, WIDTH), generator(0)), torch.arange(1, here + 1)
-        messages.append(refusal(f8sub.Float8ConfigError, model, x, ends))
-    return messages
+def cut_among_ranks(model: nn.Module, names: tuple[str, ...], world: int, dim: int = 0) -> DeviceMesh:
+    """Expert parallelism, and FSDP2 where ``names`` has its dimension; the mesh of expert parallelism."""
+    sizes = (world,) if len(names) == 1 else (world // 2, 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    for name, parameter in list(model.named_parameters()):
+        model.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh["ep"], [Shard(0)])))
+    if "fsdp" in names:
+        fully_shard(model, mesh=mesh["fsdp"], shard_placement_fn=lambda weight: Shard(dim))
+    return mesh["ep"]
 
 
-def test_delayed_scaling_has_no_past_of_other_ranks_experts(ranks):
-    for messages in ranks(4, parts_of_experts):
-        for message in messages:
-            assert "under expert parallelism" in message
+def histories(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items() if "scaling_states" in name}
+
+
+def with_a_past(rank: int, world: int, experts: int, dim: int, folder: str) -> list[str]:
+    """Three steps with delayed scaling under expert parallelism and FSDP2, and one more from its checkpoint."""
+    wrong: list[str] = []
+    whole, model = (converted(experts, "delayed").experts for _ in range(2))
+    ep = cut_among_ranks(model, ("fsdp", "ep"), world, dim)
+    here = slice(ep.get_local_rank() * 3, min((ep.get_local_rank() + 1) * 3, experts))
+
+    def step(number: int, model: nn.Module) -> None:
+        x, ends = batch(experts, number)
+        x, dy = x * 2.0**number, gaussian(tuple(x.shape), generator(8 + number))
+        first = int(ends[here.start - 1]) if here.start else 0
+        rows = slice(first, int(ends[here.stop - 1]))
+        parts = ((whole, x, ends, slice(None)), (model, x[rows], ends[here] - first, rows))
+        found = []
+        for each, given, of_each, own in parts:
+            given = given.clone().requires_grad_()
+            y = each(given, of_each)
+            y.backward(dy[own])
+            found.append((y.detach(), given.grad))
+        for a, b in zip(*found, strict=True):
+            wrong.extend([f"step {number}"] * (not torch.equal(a[rows], b)))
+
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
+    for number in range(3):
+        step(number, model)
+        for each, optimizer in zip((whole, model), optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            f8sub.precompute_scales(each)
+    found, expected = histories(model), histories(whole)
+    wrong += [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    wrong += ["no past"] * (not all(value.any() for name, value in found.items() if "history_x" in name))
+
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    unsharded = converted(experts, "delayed").experts
+    state = unsharded.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    unsharded.load_state_dict(state)
+    loaded = histories(unsharded)
+    wrong += [f"loaded {name}" for name, value in expected.items() if not torch.equal(loaded[name], value)]
+    resumed = converted(experts, "delayed").experts
+    cut_among_ranks(resumed, ("fsdp", "ep"), world, dim)
+    state = resumed.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    resumed.load_state_dict(state)
+    step(3, resumed)
+    return wrong
+
+
+@pytest.mark.parametrize(("experts", "dim"), [(6, 0), (6, 1), (5, 0)])
+def test_delayed_scaling_under_expert_parallelism(ranks, experts, dim, tmp_path):
+    """Every rank has the past of all experts, as the unsharded model has it; and so has its checkpoint."""
+    assert ranks(4, with_a_past, experts, dim, str(tmp_path)) == [[]] * 4
+
+
+def parts_of_experts(rank: int, world: int) -> str:
+    """What delayed scaling says of expert parallelism without FSDP2."""
+    model = converted(4, "delayed").experts
+    cut_among_ranks(model, ("ep",), world)
+    return refusal(f8sub.Float8ConfigError, model, gaussian((2, WIDTH), generator(0)), torch.tensor([1, 2]))
+
+
+def test_delayed_scaling_has_no_past_of_other_ranks_experts_without_fsdp(ranks):
+    for message in ranks(2, parts_of_experts):
+        assert "where expert parallelism alone cuts the weight" in message
 
 
 def saved(rank: int, world: int, folder: str, recipe: str) -> dict[str, torch.Tensor]:

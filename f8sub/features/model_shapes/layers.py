@@ -1,24 +1,28 @@
 """What a model multiplies by, read off its modules: shapes, what shares an x, blocks, and what would be converted."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from f8sub.convert.checks import SKIP_REASON
+from f8sub.convert.checks import SKIP_REASON, is_converted
+from f8sub.convert.convert import other_reasons
 from f8sub.convert.filters import Selection, layer_recipes
+from f8sub.convert.sockets import AUTO_EXPERTS, EXPERTS
 from f8sub.features.defaults.defaults import HEAD, default_reasons
+from f8sub.features.experts.seams import seam_of
 from f8sub.features.keep_x.keep_x import layer_keep_x
 from f8sub.features.layer_kinds.layer_kinds import kind_of
-from f8sub.features.report.other_weights import active_share, active_share_of_linear, other_weights
+from f8sub.features.report.other_weights import ROOT, active_share, active_share_of_linear, other_weights
 from f8sub.features.tools.byte_account import SAVED_INPUTS, SHARED_INPUTS
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipes import DEFAULT
 
 ATTENTION_OUTPUTS = ("out_proj", "c_proj", "proj", "dense")
 """Names of layers that read what attention makes, besides ``SAVED_INPUTS``, in modules called attn or attention."""
 
+
+_GROUPS = {name: group for group in SHARED_INPUTS for name in group}
 
 HEAD_SIZE = 128
 """Features of an attention head where a module does not tell: those of Llama 3, whose attention was timed."""
@@ -26,10 +30,10 @@ HEAD_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A weight, or several of one shape in one module, and what multiplies by it.
+    """A weight, and what multiplies by it.
 
     Attributes:
-        fqn: the module's name.
+        fqn: the module's name; of a weight of experts that weight's.
         rows: N.
         cols: K.
         uses: how many (N, K) matrices of it one token is multiplied by: 1 of a layer, fewer of one expert.
@@ -39,6 +43,8 @@ class Product:
         reads_attention: whether its x is what attention made.
         block: the name of the numbered block that it is in; None outside of blocks.
         head: features of an attention head, where its x is what attention made.
+        experts: how many (N, K) matrices the weight has, each for tokens of its own; 0 of a layer.
+        transposed: whether such a weight is stored as (experts, K, N).
     """
 
     fqn: str
@@ -51,6 +57,19 @@ class Product:
     reads_attention: bool
     block: str | None
     head: int = HEAD_SIZE
+    experts: int = 0
+    transposed: bool = False
+
+    @property
+    def module(self) -> str:
+        """The name of the module that has the weight."""
+        return self.fqn.rpartition(".")[0] if self.experts else self.fqn
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Rows and columns of the weight as it is stored, those of all experts as one matrix."""
+        rows, cols = (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
+        return rows * max(1, self.experts), cols
 
     @property
     def shares_x(self) -> bool:
@@ -72,12 +91,14 @@ class Shapes:
         other_parameters: elements of embeddings, norms and biases.
         logits: of a token, of all output heads.
         not_counted: classes whose work depends on more than tokens, such as convolutions.
+        undecided: whether recipe, GPU and tokens decide which of the experts are converted.
     """
 
     products: tuple[Product, ...]
     other_parameters: int
     logits: int
     not_counted: tuple[str, ...]
+    undecided: bool = False
 
     @property
     def blocks(self) -> dict[str, list[Product]]:
@@ -99,24 +120,28 @@ class Shapes:
         return self.other_parameters + sum(product.elements for product in self.products)
 
 
-def shapes_of(model: torch.nn.Module, skip: Sequence[str] = ()) -> Shapes:
+def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | str = EXPERTS) -> Shapes:
     """Read a model, converted or not, on any device; it is not changed.
 
     Args:
-        model: of one that is not converted, told is what ``convert_to_float8(model, skip=skip)`` would convert.
+        model: of one that is not converted, told is what ``convert_to_float8(model, skip=skip, experts=experts)``
+            would convert; where ``experts`` is "auto" all experts, which ``Shapes.undecided`` says.
         skip: glob patterns.
+        experts: as ``convert_to_float8`` takes it.
     """
     modules = dict(model.named_modules())
     linears = {fqn: m for fqn, m in modules.items() if isinstance(m, torch.nn.Linear)}
-    if any(isinstance(m, Float8Linear) for m in linears.values()):
-        reasons: dict[str, str | None] = {
-            fqn: None if isinstance(m, Float8Linear) else getattr(m, SKIP_REASON, "not converted")
-            for fqn, m in linears.items()
-        }
-    else:
+    options = {"experts": experts if isinstance(experts, bool) else True, "tokens": None}
+    is_plain = not any(map(is_converted, modules.values()))
+    reasons: dict[str, str | None]
+    if is_plain:
         selection = Selection(layer_recipes(DEFAULT), layer_keep_x("auto"), skip=skip)
-        reasons = selection.reasons(modules, linears)
-    groups = {name: group for group in SHARED_INPUTS for name in group}
+        reasons = selection.reasons(modules, linears) | other_reasons(modules, selection, options)
+    else:
+        reasons = {
+            fqn: None if is_converted(m) else getattr(m, SKIP_REASON, "not converted")
+            for fqn, m in modules.items()
+        }
     heads = {fqn for fqn, reason in default_reasons(modules, linears).items() if reason == HEAD}
     first: dict[tuple[str, tuple[str, ...]], str] = {}
     products, seen = [], set()
@@ -127,18 +152,19 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = ()) -> Shapes:
         seen.add(layer.weight)
         uses, reads = (
             active_share_of_linear(model, fqn),
-            first.setdefault((parent, groups.get(name, (name,))), fqn),
+            first.setdefault((parent, _GROUPS.get(name, (name,))), fqn),
         )
         sizes = layer.out_features, layer.in_features, uses, elements
         head = getattr(modules.get(parent), "head_dim", None)
         places = reasons[fqn], reads, reads_attention(layer_name), block_of(fqn)
         products.append(Product(fqn, *sizes, *places, head if isinstance(head, int) else HEAD_SIZE))
-    others, not_counted = _others(model)
+    others, not_counted = _others(model, reasons)
     products += others
     counted = sum(product.elements for product in products)
     logits = sum(linears[fqn].out_features for fqn in heads)
     total = sum(p.numel() for p in model.parameters())
-    return Shapes(tuple(products), total - counted, logits, not_counted)
+    undecided = is_plain and experts == AUTO_EXPERTS
+    return Shapes(tuple(products), total - counted, logits, not_counted, undecided)
 
 
 def reads_attention(fqn: str) -> bool:
@@ -157,22 +183,56 @@ def block_of(fqn: str) -> str | None:
     return None
 
 
-def _others(model: torch.nn.Module) -> tuple[list[Product], tuple[str, ...]]:
+def _others(
+    model: torch.nn.Module, reasons: Mapping[str, str | None]
+) -> tuple[list[Product], tuple[str, ...]]:
     """Experts, attention of torch, Conv1D and routers; and the classes of what cannot be counted."""
     found: list[Product] = []
     not_counted: dict[str, None] = {}
     for other in other_weights(model):
+        fqn = "" if other.fqn == ROOT else other.fqn
+        module = model.get_submodule(fqn)
         if other.multiplications is None:
             not_counted[other.detail.partition(":")[0]] = None
-            continue
-        for shape in other.shapes:
-            experts = shape[0] if len(shape) == 3 else 1
-            share = (active_share(model, other.fqn, experts) or 1.0) if len(shape) == 3 else 1.0
-            rows, cols = shape[-2:]
-            sizes = rows, cols, experts * share, math.prod(shape)
-            places = other.detail, other.fqn, reads_attention(other.fqn), block_of(other.fqn)
-            found.append(Product(other.fqn, *sizes, *places))
+        elif seam_of(module) is not None:
+            found += expert_products(model, fqn, None if reasons.get(fqn, "") is None else other.detail)
+        else:
+            for shape in other.shapes:
+                matrices = shape[0] if len(shape) == 3 else 1
+                share = (active_share(model, fqn, matrices) or 1.0) if len(shape) == 3 else 1.0
+                sizes = shape[-2], shape[-1], matrices * share, math.prod(shape)
+                places = other.detail, other.fqn, reads_attention(other.fqn), block_of(other.fqn)
+                found.append(Product(other.fqn, *sizes, *places))
     return found, tuple(not_counted)
+
+
+def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> list[Product]:
+    """The weights of a module of experts whose seam is known, in the order in which its parameters are.
+
+    Args:
+        model: the model.
+        fqn: the module's name in it.
+        reason: why it is not converted; None where it is.
+    """
+    module = model.get_submodule(fqn)
+    seam = seam_of(module)
+    found: list[Product] = []
+    first: dict[tuple[str, ...], str] = {}
+    for name, transposed in {} if seam is None else seam.weights_of(module).items():
+        weight = module._parameters.get(name)
+        if weight is None or weight.dim() != 3:
+            continue
+        experts, rows, cols = weight.shape
+        if transposed:
+            rows, cols = cols, rows
+        full = f"{fqn}.{name}" if fqn else name
+        short = name.partition("_E")[0]  # torchtitan's w1_EFD
+        reads = first.setdefault(_GROUPS.get(short, (name,)), full)
+        uses = experts * (active_share(model, fqn, experts) or 1.0)
+        sizes = rows, cols, uses, weight.numel()
+        places = reason, reads, False, block_of(full)
+        found.append(Product(full, *sizes, *places, experts=experts, transposed=transposed))
+    return found
 
 
 def alike(products: Sequence[Product]) -> dict[tuple[str, int, int, str | None], list[Product]]:

@@ -1,0 +1,1 @@
+"""Adapters over experts: PEFT's, multiplied beside a weight's codes, in high precision."""

@@ -1,0 +1,1 @@
+"""What the weights of experts take in bytes, as the account of linear layers tells it."""

@@ -101,6 +101,14 @@ def account(events: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def tracing(arguments: argparse.Namespace) -> list[str]:
+    """Torchtitan's options for a trace of the last steps, of the GPU alone."""
+    return [
+        *("--profiling.enable_profiling", f"--profiling.profile_freq={arguments.steps}"),
+        "--experimental.custom_import=scripts.bench.gpu.titan_trace",
+    ]
+
+
 def one_step(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those from the end of one optimizer step to the end of the next.
 
@@ -165,8 +173,7 @@ def main() -> None:
     from tests.features.torchtitan.gloo import make_assets
 
     arguments = titan.parsed(__doc__)
-    arguments.more += ["--profiling.enable_profiling", f"--profiling.profile_freq={arguments.steps}"]
-    arguments.more += ["--experimental.custom_import=scripts.bench.gpu.titan_trace"]
+    arguments.more += tracing(arguments)
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:

@@ -109,9 +109,7 @@ SECTIONS = {"steps": steps, "recipes": recipes, "layouts": layouts, "weak": weak
 
 def measured(arguments: argparse.Namespace, row: Row, folder: Path, traced: bool) -> dict[str, Any]:
     """Train a row; with the account of its last step where that is traced."""
-    tracing = (
-        ["--profiling.enable_profiling", f"--profiling.profile_freq={arguments.steps}"] if traced else []
-    )
+    tracing = budget.tracing(arguments) if traced else []
     own = argparse.Namespace(
         **{**vars(arguments), "gpus": row.gpus, "more": [*row.more, *tracing, *arguments.more]}
     )

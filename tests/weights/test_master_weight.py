@@ -255,3 +255,11 @@ def test_a_parameter_pickles_as_a_plain_parameter():
     assert type(loaded["parameter"]) is nn.Parameter
     assert type(loaded["tensor"]) is torch.Tensor
     assert loaded["parameter"].requires_grad
+
+
+def test_it_can_be_read_as_a_tensor_can():
+    values = made()[0].weight.detach()
+    expected = torch.zeros(ROWS, COLS) + values
+    assert torch.equal(torch.tensor(values.tolist()), expected)
+    assert torch.equal(torch.from_numpy(values.numpy().copy()), expected)
+    assert values[0, 0].item() == expected[0, 0]

@@ -33,7 +33,6 @@ from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.torch_compat import is_capturing
 from f8sub.weights.agreement import all_arrive, all_told, tell
 from f8sub.weights.amax_table import AmaxTable, Findings
-from f8sub.weights.cast_ahead import CastAhead
 from f8sub.weights.guests import Region
 from f8sub.weights.layout import ShardLayout
 from f8sub.weights.ranks import OwnGroup, own_group
@@ -60,7 +59,6 @@ class Exchange:
         self.conversion, self.layout = conversion, layout
         self.generation = self._requests = self._changed_alone = 0
         self.table = AmaxTable([], {}, "cpu")
-        self._ahead = CastAhead()
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
         self._under_way: tuple[dist.Work | None, list[tuple[Region, torch.Tensor]]] | None = None
         self._changes_covered = -1
@@ -84,7 +82,6 @@ class Exchange:
                 regions[guest] = region
         in_order = sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn))
         self.table = AmaxTable(in_order, regions, self.layout.device)
-        self._ahead = CastAhead()
         self._changes_covered = -1
 
     @property
@@ -167,14 +164,14 @@ class Exchange:
             found.tell()
 
     def gather_input(self, shard: Shard, source: Weight) -> tuple[torch.Tensor, str | None]:
-        """One rank's uint8 codes for the all-gather of one weight; ``source`` as of ``Shard.cast``.
+        """One rank's uint8 codes for the all-gather of one weight; ``source`` as of ``Shard.pending``.
 
         Where the shard changed in a way that other ranks may not know of, a ticket for ``resolve``; None otherwise.
         """
         shard.gathers += 1
         if is_capturing(source):
             self._check_capture(shard)
-            return shard.cast(source, self.generation), None
+            return shard.pending(source), None
         if self.due:
             if self.generation and not self._warned:
                 self._warned = True
@@ -185,13 +182,11 @@ class Exchange:
         if stale and len(self.layout.sharers) == 1:
             self.reduce()
         if not (stale and self._stale(shard)):
-            if not shard.has_codes(self.generation):
-                self._ahead.cast(shard, self.generation, lambda other: other.sent and not self._stale(other))
-            return shard.cast(source, self.generation), None
+            return shard.pending(source), None
         ranks = dist.get_process_group_ranks(self.layout.group)
         ticket = self._place_of(self.layout.sharers, self.table.shards.index(shard), shard.gathers, ranks)
         tell(ticket)
-        return shard.cast(source, self.generation, beyond_range=_RANGE_SLACK), ticket
+        return shard.layout.stacked(shard.cast(source, beyond_range=_RANGE_SLACK)), ticket
 
     def resolve(self, shard: Shard, source: Weight, gathered: torch.Tensor, ticket: str) -> None:
         """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
@@ -208,7 +203,7 @@ class Exchange:
         if self._stale(shard):
             self.reduce()
         self.settle()
-        shard.wire.gather(shard.cast(source, self.generation), gathered)
+        shard.wire.gather(shard.cast(source), gathered)
 
     def all_arrive(self, ranks: tuple[int, ...], *what: object) -> bool:
         """Whether all of these ranks come to a point, for the first time; see ``agreement.py``."""

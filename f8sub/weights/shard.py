@@ -13,9 +13,9 @@ from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_am
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.shard_amaxes import Matrix
-from f8sub.torch_compat import graph_task, is_capturing
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.master_weight import MasterWeight, State
+from f8sub.weights.pending_codes import PendingCodes
 from f8sub.weights.weight import Weight, WeightRecord, master_of
 
 if TYPE_CHECKING:
@@ -34,26 +34,6 @@ class TableScales(NamedTuple):
     scale_inv: torch.Tensor
     part_scale_inv: torch.Tensor
     global_scale_inv: torch.Tensor | None
-
-
-class _Uses:
-    """Counts the all-gathers of a weight in a step's backward, for its codes to be let go with the last of them."""
-
-    def __init__(self) -> None:
-        self._state: State | None = None
-        self._gather = self._in_backward = self._expected = 0
-
-    def is_last(self, state: State, gather: int) -> bool:
-        """Whether backward has gathered this state of the weight as often as the state before it."""
-        if self._state != state:
-            self._state = state
-            self._expected = self._in_backward or self._expected
-            self._in_backward = 0
-        if graph_task() == -1:
-            return False
-        self._in_backward += self._gather != gather
-        self._gather = gather
-        return self._in_backward == self._expected
 
 
 class Shard:
@@ -90,10 +70,10 @@ class Shard:
         self._follows_dtype = dtype is None
         self._exchange = weakref.ref(exchange)
         self.amax_of: State | None = None
-        self._wire: torch.Tensor | None = None
-        self._wire_key: tuple[State, int, torch.dtype] | None = None
-        self._uses = _Uses()
         self.in_a_graph = False
+        self.sent_shape = layout.stacked(
+            torch.empty(self.wire.padded_shape, dtype=torch.uint8, device="meta")
+        ).shape
 
     @property
     def exchange(self) -> "Exchange":
@@ -181,75 +161,49 @@ class Shard:
             with _unsafe_preserve_version_counter(part):
                 part.copy_(self.layout.tiles_of_part(scale_inv, self.wire.table_tile))
 
-    def has_codes(self, generation: int) -> bool:
-        """Whether the codes that were cast last are those of the weight and the scales as they are."""
-        return self._wire_key == self._key(generation) and self._wire is not None and self.master.owns_storage
-
-    @property
-    def as_part(self) -> Part | None:
-        """The shard as one of many that a launch casts; None where its scales are not in the table."""
+    def part_of(self, values: torch.Tensor) -> Part | None:
+        """The shard's ``values`` as one of many matrices that are cast together; None where its rows carry scales."""
         if self.wire.carries_scales:
             return None
         width = self.wire.padded_shape[1]
-        return Part(self.values, self.format, self.dtype, self.layout.offset, self.scales.scale, width)
+        return Part(
+            values.contiguous(), self.format, self.dtype, self.layout.offset, self.scales.scale, width
+        )
 
-    def room_for_codes(self, values: torch.Tensor) -> torch.Tensor:
-        """Where codes of ``values`` are cast to: where the last ones are, if those are kept."""
-        if self._wire is not None:
-            return self._wire
-        make = torch.empty if values.shape == self.wire.padded_shape else torch.zeros
-        return make(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
+    def pending(self, source: Weight) -> torch.Tensor:
+        """The codes for FSDP2 to gather, of ``sent_shape``; ``source`` is the shard on the device that gathers it."""
+        return PendingCodes(self, source)
 
-    def cast_along(self, codes: torch.Tensor, generation: int) -> None:
-        """Enter codes that were cast together with those of other shards."""
-        self._wire, self._wire_key = codes, self._key(generation)
-
-    def cast(self, source: Weight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
-        """The shard's codes for the wire, cast once for each set of scales and each change of the weight.
-
-        A CUDA graph that is captured records a cast in any case: each replay casts the weight as it is then.
-
-        Args:
-            source: the shard on the device that gathers it: ``master``, or its copy under CPU offload.
-            generation: which scales the table holds.
-            beyond_range: make values NaN that are larger than this many times the format's range, if it has NaN, so
-                that codes cast with an older scale are right or visibly wrong; None to clamp them.
-
-        Returns:
-            uint8, ``wire.padded_shape``, contiguous; rows or columns past the shard are zero.
-        """
-        forced = beyond_range is not None or is_capturing(source)
-        codes = self._wire
-        if codes is None or forced or not self.has_codes(generation):
-            with torch.inference_mode(mode=False):
-                values = self.layout.matrix(source.plain)
-                codes = self._wire = self.room_for_codes(values)
-                if values.numel():
-                    self._cast_into(codes, values, beyond_range)
-            self._wire_key = None if forced else self._key(generation)
-        # A graph writes to where they were when it was captured.
-        stays = self.in_a_graph or source.keeps_codes
-        if not (stays or not self._uses.is_last(self.master.state, self.gathers)):
-            self._wire = None
-            if codes.is_cuda:
-                # FSDP2 may read them on another stream than the one they were allocated on.
-                codes.record_stream(torch.cuda.current_stream(codes.device))
+    def cast(self, source: Weight, *, beyond_range: float | None = None) -> torch.Tensor:
+        """The codes for the wire, uint8, ``wire.padded_shape``; see ``cast_into``."""
+        values = self.layout.matrix(source.plain)
+        codes = torch.empty(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
+        self.cast_into(codes, values, beyond_range)
         return codes
 
-    def _key(self, generation: int) -> tuple[State, int, torch.dtype]:
-        return self.master.state, 0 if self.wire.carries_scales else generation, self.dtype
+    def cast_into(self, wire: torch.Tensor, values: torch.Tensor, beyond_range: float | None = None) -> None:
+        """Write the codes of the shard's values with the scales that the table holds; zeros past them.
 
-    def _cast_into(self, wire: torch.Tensor, shard: torch.Tensor, beyond_range: float | None) -> None:
+        Args:
+            wire: uint8, ``wire.padded_shape``.
+            values: the shard as a matrix.
+            beyond_range: make values NaN that are larger than this many times the format's range, if it has NaN, so
+                that codes cast with an older scale are right or visibly wrong; None to clamp them.
+        """
+        if values.shape != wire.shape:
+            wire.zero_()
+        if not values.numel():
+            return
         format = self.format
-        rows = wire[: shard.shape[0]]
+        rows = wire[: values.shape[0]]
         offset, scale = self.layout.offset, self.scales.scale
         if self.wire.carries_scales:
-            offset, shard = (0, 0), shard.to(self.dtype)
-            made = scales_or_nan(shard_amax(shard, format.tile, offset), format)
+            offset, values = (0, 0), values.to(self.dtype)
+            made = scales_or_nan(shard_amax(values, format.tile, offset), format)
             self.wire.scales_of(rows).copy_(made.scale_inv)
             scale = made.scale
         elif beyond_range is not None and format.has_nan:
-            shard = shard.to(self.dtype)
-            scaled = shard.float() * reference.spread(scale, format.tile, shard.shape, offset)
-            shard = shard.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)
-        quantize_cuda.cast_into(rows, shard, scale, format, offset, self.dtype)
+            values = values.to(self.dtype)
+            scaled = values.float() * reference.spread(scale, format.tile, values.shape, offset)
+            values = values.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)
+        quantize_cuda.cast_into(rows, values, scale, format, offset, self.dtype)

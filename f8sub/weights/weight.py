@@ -2,13 +2,15 @@
 
 [Note: from a shard to an unsharded weight]
 
-    MasterWeight --fsdp_pre_all_gather--> uint8 codes --all-gather--> --fsdp_post_all_gather--> Float8Tensor(rowwise)
+    MasterWeight --fsdp_pre_all_gather--> PendingCodes --cast--> uint8 codes --all-gather--> --fsdp_post_all_gather-->
+    Float8Tensor(rowwise)
 
 - A MasterWeight (``master_weight.py``) is a parameter's local tensor in high precision. All views of its storage share
   a cell, which counts what was written. A WeightRecord is one a weight: FSDP2 pads, moves and re-makes tensors.
 - A Conversion (``conversion.py``) has the records of one ``convert_to_float8``. Before the first all-gather it compares
   those that are sharded across ranks, and gives each a shard and an exchange.
-- A Shard (``shard.py``) is this rank's part. Its codes are cast once a step. The wire (``layout.py``) is what is sent:
+- A Shard (``shard.py``) is this rank's part. Its codes are cast right into the memory that FSDP2 sends
+  (``pending_codes.py``). The wire (``layout.py``) is what is sent:
   one uint8 matrix, with scales in its rows or none. That form alone is right for uneven and empty shards, Shard(1),
   shard groups of one, HSDP, gloo and NCCL alike. The scales come from an Exchange (``exchange.py``).
 - The hooks keep nothing: FSDP2 calls them more often than once a pass.
@@ -16,7 +18,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -96,9 +98,6 @@ class WeightRecord:
 class Weight(torch.Tensor):
     """A parameter's local tensor, on which FSDP2 finds the hooks if the weight is gathered as float8."""
 
-    keeps_codes: bool = False
-    """Whether the codes that were cast stay for as long as the weight does."""
-
     rowwise_codes: ClassVar[Callable[..., Operand]]
     """``rowwise_of`` of such a weight; static, because torch.compile takes a tensor's methods for operators."""
 
@@ -145,9 +144,11 @@ class Weight(torch.Tensor):
         FSDP2 compares the size of what the longer form of the hook returns with the weight's, on ranks with a short
         shard alone, while the others wait for ever. Rows that are not one byte an element take the shorter form.
         """
-        if self._wire_record().in_rows:
-            return cast(Callable[..., Any], _bound_rows(_rows_to_wire, self))
-        return cast(Callable[..., Any], _bound_codes(_codes_to_wire, self))
+        in_rows = self._wire_record().in_rows
+        hook: Callable[..., Any] = (
+            _bound_rows(_rows_to_wire, self) if in_rows else _bound_codes(_codes_to_wire, self)
+        )
+        return hook
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
@@ -211,7 +212,7 @@ def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor],
         raise RuntimeError(f"{record.fqn}: its weight is gathered and its module is gone")
     shard = record.conversion.shard_of(record)
     codes, ticket = shard.exchange.gather_input(shard, weight)
-    return (shard.layout.stacked(codes),), (shard, ticket)
+    return (codes,), (shard, ticket)
 
 
 _bound_codes, _bound_rows = bound_hook(_codes_to_wire), bound_hook(_rows_to_wire)

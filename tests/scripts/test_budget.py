@@ -14,25 +14,38 @@ def launch(begin: float, number: int) -> dict[str, object]:
 
 
 def test_an_account_of_a_step():
-    """A GEMM, a gather that it hides by half, nothing for 300 us, an attention that was launched late."""
+    """A GEMM, a gather that it hides by half, nothing for 300 us, an attention that was launched late; the optimizer.
+
+    What lies before the end of the optimizer step before, and after this one's, is of other steps.
+    """
     found = budget.account(
         [
-            {"name": "ProfilerStep#5", "ph": "X", "ts": 0.0, "dur": 2000.0},
+            kernel("flash_fwd", -1000.0, 500.0, 0),
+            kernel("multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>", 0.0, 100.0, 0),
             kernel("nvjet_qqtst", 100.0, 400.0, 1),
             kernel("ncclDevKernel_AllGather", 300.0, 400.0, 2),
-            kernel("flash_fwd", 1000.0, 500.0, 3),
+            kernel("flash_fwd", 1000.0, 29000.0, 3),
+            kernel("multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>", 30000.0, 600.0, 4),
+            kernel("multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>", 30600.0, 400.0, 5),
+            kernel("nvjet_qqtst", 31000.0, 400.0, 6),
             launch(0.0, 1),
             launch(0.0, 2),
             launch(990.0, 3),
+            launch(1000.0, 4),
         ]
     )
-    assert found["step_ms"] == 2.0
-    assert found["kernels_span_ms"] == pytest.approx(1.4)
-    assert found["ms"] == pytest.approx({"GEMM": 0.4, "communication": 0.4, "attention": 0.5})
+    assert found["step_ms"] == pytest.approx(30.9)
+    kinds = {"GEMM": 0.4, "communication": 0.4, "attention": 29.0, "optimizer and gradient norm": 1.0}
+    assert found["ms"] == pytest.approx(kinds)
     assert found["alone_ms"] == pytest.approx(0.2)
     assert found["idle_ms"] == pytest.approx(0.3)
     assert found["gaps_ms"] == pytest.approx([0.5])
-    assert found["late_share"] == pytest.approx(1 / 3)
+    assert found["late_share"] == pytest.approx(1 / 4)
+
+
+def test_a_trace_of_less_than_a_step_is_no_account():
+    with pytest.raises(ValueError, match="no two optimizer steps"):
+        budget.account([kernel("nvjet_qqtst", 100.0, 400.0, 1)])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ class DroppedShard(Shard):
 
     _shape: torch.Size
     _kept: list[torch.Tensor]
+    _codes: torch.Tensor
 
     @property
     def stale(self) -> bool:
@@ -32,9 +33,9 @@ class DroppedShard(Shard):
     @classmethod
     def of(cls, shard: Shard) -> "DroppedShard":
         """Make ``shard`` itself one, right after its codes were gathered."""
+        codes = shard.cast(shard.master).to(shard.layout.device)
         dropped = cls._made_of(shard, shard.values.shape)
-        if dropped._wire is None:
-            raise RuntimeError(f"{shard.fqn}: a master is dropped only after its codes were gathered")
+        dropped._codes = codes
         dropped._kept = [scales.clone() for scales in dropped._scales]
         dropped.master = MasterWeight(shard.master.plain.new_empty(0, shard.layout.shape[1]))
         return dropped
@@ -48,9 +49,13 @@ class DroppedShard(Shard):
         dropped._shape = shape
         return dropped
 
-    def cast(self, source: Weight, generation: int, *, beyond_range: float | None = None) -> torch.Tensor:
+    def pending(self, source: Weight) -> torch.Tensor:
         """The codes that were kept."""
-        return self._held
+        return self.layout.stacked(self._codes)
+
+    def cast(self, source: Weight, *, beyond_range: float | None = None) -> torch.Tensor:
+        """The codes that were kept."""
+        return self._codes
 
     def lay_out(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Take its entries of the table, with the scales of the codes in them from the beginning."""
@@ -66,18 +71,12 @@ class DroppedShard(Shard):
 
     def dequantize(self) -> torch.Tensor:
         """float32 values of the codes, in the shard's shape."""
-        rows = self._held[: self._shape[0]]
+        rows = self._codes[: self._shape[0]]
         codes = rows[:, : self._shape[1] // self.format.codes_per_byte].view(self.format.dtype)
         if self.wire.carries_scales:
             return reference.dequantize(Operand(codes, self.wire.scales_of(rows), self.format), torch.float32)
         whole = Operand(codes, self.scales.scale_inv, self.format, self.scales.global_scale_inv)
         return _part_dequantized(whole, self._shape, self.layout.offset)
-
-    @property
-    def _held(self) -> torch.Tensor:
-        if self._wire is None:
-            raise RuntimeError(f"{self.fqn}: its codes were let go with its master")
-        return self._wire
 
     @property
     def _scales(self) -> list[torch.Tensor]:
@@ -115,7 +114,7 @@ class LoadedCodes:
         else:
             scale_inv = scale_inv.to(device)
             dropped._kept = [scale_inv.float().reciprocal(), scale_inv]
-        dropped._wire = wire
+        dropped._codes = wire
         return dropped
 
 

@@ -21,7 +21,7 @@ class Memory:
     Attributes:
         weights: high-precision weights.
         optimizer: two states of AdamW.
-        codes: float8 codes of weights that are kept while a step runs.
+        codes: float8 codes of weights that are not sharded.
         activations: what blocks save for backward.
         transient: what one block or the head has at once, gradients included.
     """
@@ -89,9 +89,10 @@ def frozen_bytes(products: Sequence[Product], run: Run) -> float:
 
 
 def kept_codes(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
-    """Of converted weights, until backward has gathered them last."""
-    codes = (p.elements * code_bytes(p, recipe) for p in shapes.products if p.reason is None)
-    return 0.0 if recipe is None else sum(codes) / run.shards
+    """Of converted weights that are not sharded; FSDP2's all-gather casts shards into its own memory."""
+    if recipe is None or run.sharded:
+        return 0.0
+    return sum(p.elements * code_bytes(p, recipe) for p in shapes.products if p.reason is None)
 
 
 def saved_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:

@@ -1,6 +1,6 @@
 """PrimaryWeight: a weight that is its float8 codes; its high-precision master belongs to an optimizer.
 
-    optimizer: master weight, float32  --cast once a step-->  model: codes, 1 byte an element
+    optimizer: master weight, float32  --cast-->  model: codes, 1 byte an element
 
 A model's parameter cannot be the codes' bytes alone: FSDP2, DTensor and ``nn.Module`` ask it for views, and users for
 its values. So it is a handle: a shape and a dtype, no storage of its own, and one record that all its views share.
@@ -96,8 +96,6 @@ class PrimaryWeight(Weight):
 
     OWN_ATTRIBUTES: ClassVar = frozenset({"_geometry", "_slot"})
     """What an instance holds besides the attributes that users set on their parameters."""
-
-    keeps_codes = True
 
     _geometry: torch.Tensor
     _slot: _Slot

@@ -37,8 +37,8 @@ class Bytes:
 
     Attributes:
         master: the high-precision weight; of a sharded one this rank's shard, padding included.
-        codes: what is kept of a weight's codes while a step runs: of a sharded one this rank's, until backward has
-            gathered them last where it gathers them. Scale tables aside.
+        codes: what is kept of a weight's codes from step to step, scale tables aside; of a sharded one with a master
+            nothing.
         wire: what an all-gather of the weight fills on a rank. A step has one, two where it is resharded after forward.
         saved: of x, from forward to backward; nothing where a sibling saves the same x, or what made it does.
         transient: what backward has at once, and frees: the gathered weight, and the operands that it makes. Of several
@@ -240,7 +240,8 @@ def _in_float8(
     if weight.layout is None:
         return Bytes(plain.master, cast, wire, saved, wire + made)
     if layer.float8_all_gather:
-        return Bytes(plain.master, weight.sent(row), wire, saved, wire + made)
+        held = weight.sent(row) if weight.master is None else 0
+        return Bytes(plain.master, held, wire, saved, wire + made)
     # Cast from what was gathered, in forward and in backward.
     return Bytes(plain.master, 0, wire, saved, wire + cast + made)
 

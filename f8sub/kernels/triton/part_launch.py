@@ -1,14 +1,14 @@
 """How to cast parts of weights for the wire, with scales that are known: one by a launch, or many."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from f8sub.formats import ALL, Float8Format
 from f8sub.kernels.triton import casts, launch, support
-from f8sub.kernels.triton.launcher import ALIGNMENT, Launch, sent
+from f8sub.kernels.triton.launcher import ALIGNMENT, MOST, Launch, sent
 from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.support import EDGE
 from f8sub.kernels.triton.tiles import Shape
@@ -33,7 +33,10 @@ def part_cast(part: Part, out: torch.Tensor) -> Launch:
 
 
 class Parts:
-    """Casts of many parts, worked out once, to be run whenever their values changed."""
+    """Casts of many parts, worked out once, to be run whenever their values changed.
+
+    It holds where the parts lie, and not the parts.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         groups = defaultdict(list)
@@ -56,6 +59,29 @@ class Parts:
         for numbers, each in self._launches:
             each.arguments["outs_ptr"] = sent([outs[number].data_ptr() for number in numbers], self._device)
         return [each for _, each in self._launches]
+
+
+_known: dict[Hashable, Parts] = {}
+
+
+def cast_together(parts: Sequence[Part], outs: Sequence[torch.Tensor]) -> None:
+    """Cast each part, which ``parts.takes`` takes, into its matrix of bytes, which begins at a multiple of 16.
+
+    What is told of the parts stays on the device for the next call with parts that lie where these do.
+    """
+    key = tuple(map(_place, parts))
+    made = _known.get(key)
+    if made is None:
+        if len(_known) >= MOST:
+            _known.clear()
+        made = _known[key] = Parts(parts)
+    made.run(outs)
+
+
+def _place(part: Part) -> Hashable:
+    x, scale = part.x, part.scale
+    lies = x.data_ptr(), x.get_device(), x.shape, scale.data_ptr(), scale.stride(), part.out_stride
+    return *lies, x.dtype, part.format.name, part.through, part.offset
 
 
 def _is_aligned(part: Part) -> bool:

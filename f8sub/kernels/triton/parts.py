@@ -1,7 +1,6 @@
 """Parts of matrices that one launch casts: what is told of each, and which there is a kernel for."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -28,13 +27,6 @@ class Part(NamedTuple):
     offset: tuple[int, int]
     scale: torch.Tensor
     out_stride: int
-
-
-class Casts(Protocol):
-    """Casts of many parts, to be run whenever their values changed."""
-
-    def run(self, outs: Sequence[torch.Tensor]) -> None:
-        """Cast each part into its matrix of bytes."""
 
 
 def takes(part: Part) -> bool:

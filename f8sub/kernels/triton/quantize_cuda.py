@@ -14,11 +14,15 @@ from f8sub.kernels import reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import parts, support
-from f8sub.kernels.triton.parts import Casts, Part
+from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.support import ROWWISE, VECTOR, why_no_kernel
+from f8sub.torch_compat import is_capturing
 
 _RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
 """The tiles of rowwise codes and of columnwise ones between which a kernel casts anew."""
+
+VECTOR_BYTES = 16
+"""Codes of parts that are cast together begin at multiples of so many."""
 
 
 def quantize(
@@ -144,10 +148,20 @@ def cast_into(
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
 
 
-def casts_of(of_many: Sequence[Part]) -> Casts:
-    """The casts of parts that ``parts.takes`` takes, of one device, while they and their scales stay in place."""
-    made: Casts = _part_launch().Parts(of_many)
-    return made
+def cast_each(of_many: Sequence[Part], outs: Sequence[torch.Tensor]) -> None:
+    """``cast_into`` of each part into its matrix of bytes, which may have more rows; together, where kernels do."""
+    together = [
+        number
+        for number, (part, out) in enumerate(zip(of_many, outs, strict=True))
+        if parts.takes(part) and out.data_ptr() % VECTOR_BYTES == 0 and not is_capturing(out)
+    ]
+    if len(together) > 1:
+        _part_launch().cast_together([of_many[i] for i in together], [outs[i] for i in together])
+    else:
+        together = []
+    for number, (part, out) in enumerate(zip(of_many, outs, strict=True)):
+        if number not in together:
+            cast_into(out[: len(part.x)], part.x, part.scale, part.format, part.offset, part.through)
 
 
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:

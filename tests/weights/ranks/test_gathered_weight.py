@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 import f8sub
 from f8sub.convert import filters
-from f8sub.weights.shard import Shard as ShardToSend
+from f8sub.weights import pending_codes
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.models import BF16, Stack, equal, seed_weights, shard
@@ -132,13 +132,15 @@ def padding(rank: int, world: int, recipe: str) -> torch.Tensor:
     model = with_weight(recipe, 5)
     fully_shard(model)
     f8sub.precompute_scales(model)
-    rows, cast, sent = len(model.layers[0].weight.to_local()), ShardToSend.cast, []
+    rows, copy_in, sent = len(model.layers[0].weight.to_local()), pending_codes._copy_in, []
 
-    def recorded(*args, **options) -> torch.Tensor:
-        sent.append(cast(*args, **options))
-        return sent[-1]
+    def recorded(inputs, gathered, *sizes) -> tuple[torch.Tensor, torch.Tensor]:
+        gathered.fill_(0xAB)
+        own, gathered = copy_in(inputs, gathered, *sizes)
+        sent.append(own[: inputs[0].numel()].view(len(inputs[0]), -1).clone())
+        return own, gathered
 
-    with mock.patch.object(ShardToSend, "cast", recorded):
+    with mock.patch.object(pending_codes, "_copy_in", recorded):
         model.unshard()
     return sent[0][rows:]
 

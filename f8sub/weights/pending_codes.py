@@ -1,0 +1,104 @@
+"""PendingCodes: what FSDP2 is given to gather, cast right into the memory that it sends.
+
+FSDP2 copies the inputs of an all-gather side by side into one tensor, by an operator of its own. Of codes that were
+there before, that copy takes longer than their cast: it moves a byte at a time. So the weights of a group are cast when
+the operator runs, all by one launch, and no codes are kept from one all-gather to the next.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels.triton.parts import Part
+
+if TYPE_CHECKING:
+    from f8sub.weights.shard import Shard
+    from f8sub.weights.weight import Weight
+
+COPY_IN = "fsdp::all_gather_copy_in"
+"""FSDP2's operator: inputs, the memory of all ranks, the inputs' sizes, their sum, this rank's place. 2.11 to 2.15."""
+
+
+class PendingCodes(torch.Tensor):
+    """uint8 codes of a shard, in the shape that FSDP2 is told, without memory. Other operators get them cast.
+
+    Attributes:
+        shard: whose codes they are.
+        source: what is cast: the shard, on the device that gathers it.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    shard: "Shard"
+    source: "Weight"
+
+    @staticmethod
+    def __new__(cls: type["PendingCodes"], shard: "Shard", source: "Weight") -> "PendingCodes":
+        """Cast nothing yet."""
+        self: PendingCodes = torch.Tensor._make_wrapper_subclass(
+            cls, shard.sent_shape, dtype=torch.uint8, device=source.device
+        )
+        self.shard, self.source = shard, source
+        return self
+
+    def __init__(self, shard: "Shard", source: "Weight") -> None:
+        super().__init__()
+
+    @override
+    def view(self, *shape: Any) -> torch.Tensor:
+        """The same: FSDP2 flattens inputs and asks for bytes, before the operator that copies them."""
+        return self if shape in ((-1,), (torch.uint8,)) else self.codes().view(*shape)
+
+    def codes(self) -> torch.Tensor:
+        """The codes, in memory of their own."""
+        return self.shard.layout.stacked(self.shard.cast(self.source))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PendingCodes({self.shard.fqn}, {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.name() == COPY_IN:
+            return _copy_in(*args)
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], PendingCodes):
+            cast_into([args[1]], [args[0]])
+            return args[0]
+        args, kwargs = pytree.tree_map_only(PendingCodes, lambda each: each.codes(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _copy_in(
+    inputs: Sequence[torch.Tensor], gathered: torch.Tensor, sizes: Sequence[int], size: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    own = gathered.narrow(0, size * rank, size)
+    outs = own.split(sizes)
+    plain = [number for number, each in enumerate(inputs) if not isinstance(each, PendingCodes)]
+    if plain:
+        torch._foreach_copy_([outs[number] for number in plain], [inputs[number] for number in plain])
+    pending = [(each, out) for each, out in zip(inputs, outs, strict=True) if isinstance(each, PendingCodes)]
+    cast_into([each for each, _ in pending], [out for _, out in pending])
+    return own, gathered
+
+
+def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
+    """Cast each into contiguous memory of as many bytes; together, where kernels do."""
+    parts: list[Part] = []
+    matrices: list[torch.Tensor] = []
+    for each, out in zip(pending, outs, strict=True):
+        shard, wire = each.shard, out.view(each.shard.wire.padded_shape)
+        values = shard.layout.matrix(each.source.plain)
+        part = shard.part_of(values)
+        if part is None or not values.numel():
+            shard.cast_into(wire, values)
+            continue
+        if values.shape != wire.shape:
+            wire.zero_()
+        parts.append(part)
+        matrices.append(wire)
+    quantize_cuda.cast_each(parts, matrices)

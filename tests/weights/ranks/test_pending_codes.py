@@ -1,0 +1,248 @@
+"""A weight is cast right into the memory that FSDP2 sends, once a gather; no codes are kept, nor copied."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import f8sub
+from f8sub.kernels.triton import quantize_cuda
+from f8sub.linear import weight_cast
+from f8sub.weights import exchange, pending_codes
+from f8sub.weights import precompute_scales as precompute
+from f8sub.weights.pending_codes import PendingCodes
+from tests.data_sets import gaussian, generator
+from tests.models import Stack, loss_of, seed_weights, shard, shard_of, transformer
+from tests.weights.ranks.test_fsdp_modes import prefetching
+from tests.wires import on_each
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4")
+
+
+def count_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Casts of each weight for an all-gather from now on."""
+    casts: Counter[str] = Counter()
+    cast_into = pending_codes.cast_into
+
+    def counted(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
+        casts.update(each.shard.fqn for each in pending)
+        cast_into(pending, outs)
+
+    monkeypatch.setattr(pending_codes, "cast_into", counted)
+    return casts
+
+
+def trained(rank: int, world: int, recipe: str) -> tuple[list[float], list[set[int]]]:
+    """Losses, and how often a step casts a weight: forwards without training, and microbatches of two gathers each."""
+    losses, counts = [], []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        casts = count_casts(monkeypatch)
+        model = prefetching(transformer(recipe, spread=2.0))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        f8sub.precompute_scales(model)
+        for step, (looks, microbatches) in enumerate(((0, 1), (2, 1), (1, 3))):
+            before = casts.copy()
+            with torch.no_grad():
+                losses += [loss_of(model, step, rank).item() for _ in range(looks)]
+            for _ in range(microbatches):
+                loss = loss_of(model, step, rank)
+                loss.backward()
+                losses.append(loss.item())
+            counts.append({number - before[name] for name, number in casts.items()})
+            optimizer.step()
+            optimizer.zero_grad()
+            f8sub.precompute_scales(model)
+    return losses, counts
+
+
+def copied_first(rank: int, world: int, recipe: str) -> tuple[list[float], list[set[int]]]:
+    """The same where FSDP2 is given codes that it copies."""
+    with mock.patch(
+        "f8sub.weights.shard.PendingCodes", lambda own, source: own.layout.stacked(own.cast(source))
+    ):
+        return trained(rank, world, recipe)
+
+
+def both(rank: int, world: int, recipe: str) -> tuple:
+    return *trained(rank, world, recipe), copied_first(rank, world, recipe)[0]
+
+
+@on_each(RECIPES)
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_gather_casts_and_the_losses_are_those_of_codes_that_were_copied(ranks, recipe, world):
+    for losses, counts, expected in ranks(world, both, recipe):
+        assert losses == expected
+        # The last layer is not gathered again for backward by FSDP2 with its prefetches, others are.
+        assert all(
+            count <= {looks, looks + micro, looks + 2 * micro}
+            for count, (looks, micro) in zip(counts, ((0, 1), (2, 1), (1, 3)), strict=True)
+        )
+        assert all(counts)
+
+
+def asked(rank: int, world: int) -> list[bool]:
+    """Whether other operators than FSDP2's get the codes of what is pending."""
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="rowwise"))
+    f8sub.precompute_scales(model)
+    own = shard_of(model.layers[0])
+    pending = own.pending(own.master)
+    codes = own.layout.stacked(own.cast(own.master))
+    assert isinstance(pending, PendingCodes)
+    assert isinstance(pending.view(-1).view(torch.uint8), PendingCodes)
+    assert "layers.0" in repr(pending)
+    into = torch.full_like(codes, 7)
+    into.copy_(pending)
+    flat = pending.view(codes.numel(), 1)
+    return [
+        torch.equal(into, codes),
+        torch.equal(pending.clone(), codes),
+        torch.equal(flat[:, 0], codes.view(-1)),
+    ]
+
+
+def test_other_operators_get_the_codes(ranks):
+    assert ranks(2, asked) == [[True, True, True]] * 2
+
+
+class Together:
+    """Kernels that cast many parts at once, on a CPU."""
+
+    launches: list[int]
+
+    def __init__(self) -> None:
+        self.launches = []
+
+    def cast_together(self, parts: Sequence[quantize_cuda.Part], outs: Sequence[torch.Tensor]) -> None:
+        """Each as ``cast_into`` does; outs begin at multiples of 16 bytes."""
+        self.launches.append(len(parts))
+        for part, out in zip(parts, outs, strict=True):
+            assert out.data_ptr() % 16 == 0
+            quantize_cuda.cast_into(
+                out[: len(part.x)], part.x, part.scale, part.format, part.offset, part.through
+            )
+
+
+def launched(rank: int, world: int, recipe: str, aligned: bool) -> tuple[list[float], list[float], list[int]]:
+    """Losses by the reference, those with kernels, and how many weights each launch casts."""
+
+    def losses() -> list[float]:
+        model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32, 32)), recipe=recipe)
+        if not aligned:
+            model.last = nn.Parameter(torch.ones(6))  # 12 bytes a rank, after which the second rank's begin
+        fully_shard(model)
+        f8sub.precompute_scales(model)
+        return [model(gaussian((8, 32), generator(rank))).square().sum().item() for _ in range(2)]
+
+    expected = losses()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kernels = Together()
+        monkeypatch.setattr(quantize_cuda.parts, "takes", lambda part: part.x.numel() > 0)
+        monkeypatch.setattr(quantize_cuda, "_part_launch", lambda: kernels)
+        monkeypatch.setattr(quantize_cuda.support, "takes", lambda x: False)
+        with mock.patch.object(quantize_cuda, "cast_into", reference_into):
+            return expected, losses(), kernels.launches
+
+
+def reference_into(out, x, scale, format, offset, through) -> None:
+    codes = quantize_cuda.reference.codes_as_stored(
+        x.to(through), quantize_cuda.reference.spread(scale, format.tile, x.shape, offset), format
+    )
+    out[:, : codes.shape[1]] = codes.view(torch.uint8)
+
+
+@on_each(("tensorwise", "rowwise", "gridquant"))
+@pytest.mark.parametrize("aligned", [True, False])
+def test_one_launch_casts_the_weights_of_a_group(ranks, recipe, aligned):
+    found = ranks(2, launched, recipe, aligned)
+    for expected, losses, _ in found:
+        assert losses == expected
+    assert [launches for _, _, launches in found] == [[3], [3] if aligned else []]
+
+
+class Recorder:
+    """A CUDA graph of the casts alone, on a CPU: what is captured runs too, and runs again at a replay."""
+
+    def __init__(self) -> None:
+        self.casts: list[tuple[list[PendingCodes], list[torch.Tensor]]] = []
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        cast_into = pending_codes.cast_into
+
+        def recorded(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
+            self.casts.append((list(pending), list(outs)))
+            cast_into(pending, outs)
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            for module in (exchange, precompute):
+                monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
+            monkeypatch.setattr(pending_codes, "cast_into", recorded)
+            yield
+
+    def replay(self) -> list[torch.Tensor]:
+        """What the casts of the last gathers wrote."""
+        for pending, outs in self.casts:
+            pending_codes.cast_into(pending, outs)
+        return [out.clone() for _, outs in self.casts for out in outs]
+
+
+def gathered_inputs(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's codes as they are gathered now."""
+    shards = [shard_of(layer) for layer in model.layers]
+    return [own.exchange.gather_input(own, own.master)[0].clone().view(-1) for own in shards]
+
+
+def captured(rank: int, world: int, recipe: str) -> tuple[str, int, bool, bool]:
+    """The error of a capture that comes too early, casts of a good one, and whether a replay casts what is there."""
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe=recipe))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x, graph = gaussian((8, 32), generator(rank)), Recorder()
+    f8sub.precompute_scales(model)
+    model(x).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    f8sub.precompute_scales(model)
+    with graph.capture(), pytest.raises(f8sub.Float8ConfigError) as early:
+        model.layers[0].unshard()
+    model(x).square().sum().backward()
+    before = gathered_inputs(model)
+    with graph.capture():
+        model(x)
+        model(x)
+    recorded = len(graph.casts)
+    optimizer.step()
+    f8sub.precompute_scales(model)
+    with graph.capture(), pytest.raises(f8sub.Float8ConfigError, match="call it after each optimizer step"):
+        f8sub.precompute_scales(model)
+    replayed, now = graph.replay(), gathered_inputs(model)
+    fresh = all(torch.equal(a, b) for a, b in zip(replayed, now * 2, strict=True))
+    return str(early.value), recorded, fresh, any(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+
+@on_each(RECIPES)
+def test_a_graph_casts_at_every_gather_and_replays_cast_the_weight_as_it_is(ranks, recipe):
+    for early, recorded, fresh, unchanged in ranks(2, captured, recipe):
+        assert "layers.0" in early
+        assert "precompute_scales" in early
+        assert recorded == 2 * 2
+        assert fresh
+        assert not unchanged
+
+
+@on_each(RECIPES)
+def test_codes_of_an_unsharded_weight_are_not_kept_in_a_graph(recipe, monkeypatch):
+    layer = f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe=recipe).layers[0]
+    x = gaussian((8, 32), generator(1))
+    layer(x)
+    kept = layer.weight.cell.cast
+    assert kept is not None
+    monkeypatch.setattr(weight_cast, "is_capturing", lambda tensor: True)
+    y = layer(x)
+    assert layer.weight.cell.cast is None
+    y.backward(gaussian((8, 48), generator(2)))
+    assert layer.weight.cell.cast is None

@@ -313,9 +313,12 @@ def test_a_deep_copy_of_the_model(recipe):
     assert twin.up.converted is not model.up.converted
     assert {record.module for record in twin.up.converted} == {twin.up, twin.down}
     assert {record.module for record in model.up.converted} == {model.up, model.down}
-    with torch.no_grad():
-        twin.up.weight.mul_(3)
-    assert not torch.equal(twin(x_of()), model(x_of()))
+    before = model(x_of())
+    for changed, other in ((twin, model), (model, twin)):
+        with torch.no_grad():
+            changed.up.weight.mul_(3)
+        assert torch.equal(other(x_of()), before) == (other is model)
+    assert torch.equal(twin(x_of()), model(x_of()))
 
 
 def test_a_model_from_another_process_is_numbered_anew():

@@ -221,6 +221,18 @@ def test_a_frozen_layer_is_scaled_by_its_current_amaxes_whatever_it_was_trained_
     assert not torch.equal(layer.eval()(x), expected(x))  # what was trained is evaluated as it was trained
 
 
+def test_masters_in_the_optimizer():
+    """The weights are rounded from them after the wrapped optimizer stepped; their amax is taken after that."""
+    layer = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)).bfloat16(), recipe="delayed")[0]
+    optimizer = f8sub.optim.MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
+    for number in range(3):
+        x, dy = data(number)
+        layer(x.bfloat16()).backward(dy.bfloat16())
+        optimizer.step()
+        assert history_of(layer)[-1, 1] == layer.weight.detach().abs().max()
+        assert (history_of(layer) != 0).sum(0).tolist() == [number + 1] * 3
+
+
 def test_scales_are_known_once_all_are_made_and_change_nothing():
     """From then on a cast does not wait for the current amax, whose scale it would not take."""
     layer, waits = layer_of(), layer_of()

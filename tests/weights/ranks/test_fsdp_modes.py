@@ -241,6 +241,7 @@ CASES += [
     ("mxfp8", "offloaded"),
     ("delayed", "bf16"),
     ("delayed", "context-parallel"),
+    ("delayed", "uneven-and-empty"),
     ("per-layer", "bf16"),
 ]
 MORE = [("tensorwise", mode) for mode in LONG]
@@ -252,7 +253,7 @@ MORE += [
     ("delayed", mode)
     for mode in (
         *("prefetching", "offloaded", "frozen", "two-meshes"),
-        *("hsdp", "columns", "uneven-and-empty", "ignored", "made-on-meta"),
+        *("hsdp", "columns", "ignored", "made-on-meta"),
     )
 ]
 

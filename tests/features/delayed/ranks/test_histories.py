@@ -20,7 +20,6 @@ from tests.features.delayed.simulation import FP8_MAX, Simulation
 from tests.models import Stack, equal, refusal, seed_weights, shard
 from tests.selection import long_but
 from tests.wire import Wire
-from tests.wires import on_each_world
 
 WIDTHS = (32, 48, 80, 32)
 STEPS = 5
@@ -68,43 +67,10 @@ def train(
     return outputs, reduces
 
 
-def unsharded(world: int, steps: int = STEPS, **options) -> tuple[list[list[torch.Tensor]], list[dict]]:
-    """Every rank's outputs, of one process that runs them as microbatches: staging is their maximum."""
-    model = model_of(**options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    outputs: list[list[torch.Tensor]] = [[] for _ in range(world)]
-    for step in range(steps):
-        for rank in range(world):
-            x, dy = batch(step, rank)
-            y = model(x)
-            y.backward(dy)
-            outputs[rank].append(y.detach())
-        for parameter in model.parameters():
-            parameter.grad /= world
-        optimizer.step()
-        optimizer.zero_grad()
-    return outputs, states_of(model)
-
-
 def sharded(rank: int, world: int, all_gather: bool) -> tuple:
     model = shard(model_of(all_gather))
     outputs, reduces = train(model, rank)
     return outputs, reduces, states_of(model)
-
-
-@on_and_off
-@on_each_world
-def test_sharded_is_unsharded(ranks, world, all_gather):
-    """Worlds beyond 2 sum gradients in another order; the histories of x's first layer are theirs all the same."""
-    results = ranks(world, sharded, all_gather)
-    expected, expected_states = unsharded(world)
-    for rank, (outputs, reduces, states) in enumerate(results):
-        assert reduces == [int(world > 1)] * STEPS
-        assert equal(states, results[0][2])
-        assert torch.equal(states[0]["history"][:, 0], expected_states[0]["history"][:, 0])
-        assert torch.equal(states[0]["scale"][0], expected_states[0]["scale"][0])
-        if world <= 2:
-            assert equal((outputs, states), (expected[rank], expected_states))
 
 
 def hsdp(rank: int, world: int, reduce_amax: bool) -> tuple:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.convert.filters import LayerChoices
-from f8sub.convert.sockets import AUTO_EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
@@ -30,14 +29,6 @@ class Chosen(NamedTuple):
 
 looks: list[Callable[[Sequence[Chosen], Mapping[str, Any]], None]] = []
 """What features refuse or warn of: of the layers that are to be converted, and of their own options by name."""
-
-
-def refuse_unknown_experts(experts: Any, tokens: Any) -> None:
-    """The options ``experts`` and ``tokens`` of a conversion."""
-    if experts not in (True, False, AUTO_EXPERTS):
-        raise Float8ConfigError(f"experts is True, False or {AUTO_EXPERTS!r}, got {experts!r}")
-    if tokens is not None and (type(tokens) is not int or tokens < 1):
-        raise Float8ConfigError(f"tokens is how many one forward has, or None, got {tokens!r}")
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:

@@ -16,7 +16,6 @@ from f8sub.convert.checks import (
     refuse_other_recipe,
     refuse_sharded,
     refuse_tied_apart,
-    refuse_unknown_experts,
 )
 from f8sub.convert.filters import (
     ALREADY,
@@ -130,7 +129,8 @@ def _convert_selected(
     float8_all_gather: bool,
     of_features: dict[str, Any],
 ) -> Model:
-    refuse_unknown_experts(of_features["experts"], of_features["tokens"])
+    for converter in sockets.converters:
+        converter.check(of_features)
     refuse_sharded(model)
     refuse_other_recipe(model, selection.recipes)
     modules = dict(model.named_modules())

@@ -22,6 +22,9 @@ class Converter(Protocol):
 
     option: str
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise Float8ConfigError for values of the feature's options that there are not."""
+
     def takes(self, module: torch.nn.Module) -> bool:
         """Whether a module, converted or not, is of the kind."""
 
@@ -59,11 +62,8 @@ class Converter(Protocol):
 
 converters: list[Converter] = []
 
-AUTO_EXPERTS = "auto"
-"""The value of ``convert_to_float8``'s option ``experts`` that converts those which gain."""
-
 EXPERTS: bool | str = False
-"""The default of that option. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""
+"""The default of ``experts``. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""
 
 layer_keep_x: Callable[[Any], Any]
 """The option ``keep_x`` as ``LayerChoices``; raises an error for one that there is not."""

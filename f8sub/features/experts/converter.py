@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.convert.sockets import AUTO_EXPERTS, Converter, converters
+from f8sub.convert.sockets import Converter, converters
 from f8sub.features.estimate_experts.gain import of_module, why_left
 from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.module import Float8Experts, float8_class, plain_class
 from f8sub.features.experts.seams import seam_of
+from f8sub.features.experts_option.experts_option import AUTO_EXPERTS, refuse_unknown_experts
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.sockets import guests
 from f8sub.recipe import Recipe
@@ -23,6 +24,10 @@ class ExpertsConverter(Converter):
     """Converts modules of experts whose seam is known."""
 
     option = "experts"
+
+    @override
+    def check(self, options: Mapping[str, Any]) -> None:
+        refuse_unknown_experts(options["experts"], options["tokens"])
 
     @override
     def takes(self, module: torch.nn.Module) -> bool:

@@ -4,9 +4,10 @@ import argparse
 import json
 from typing import Any
 
-from f8sub.convert.sockets import AUTO_EXPERTS, EXPERTS
+from f8sub.convert.sockets import EXPERTS
 from f8sub.features.estimate.gpus import GPUS
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE
+from f8sub.features.experts_option.experts_option import AUTO_EXPERTS
 from f8sub.features.inspect.estimate import estimate
 from f8sub.features.named_models.load import FORMS, load
 from f8sub.recipe import recipe_names

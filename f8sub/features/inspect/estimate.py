@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.checks import refuse_unknown_experts
 from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate import seconds
@@ -16,6 +15,7 @@ from f8sub.features.estimate.wire import Wire, wire
 from f8sub.features.estimate_experts.gain import decided
 from f8sub.features.estimate_memory.adapters import Adapters, adapters_of
 from f8sub.features.estimate_memory.memory import Memory, memory
+from f8sub.features.experts_option.experts_option import refuse_unknown_experts
 from f8sub.features.inspect.advice import advice, fits, recommended
 from f8sub.features.inspect.page import page
 from f8sub.features.layer_kinds.layer_kinds import name_of

@@ -9,9 +9,10 @@ import torch
 from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.convert import other_reasons
 from f8sub.convert.filters import Selection, layer_recipes
-from f8sub.convert.sockets import AUTO_EXPERTS, EXPERTS
+from f8sub.convert.sockets import EXPERTS
 from f8sub.features.defaults.defaults import HEAD, default_reasons
 from f8sub.features.experts.seams import seam_of
+from f8sub.features.experts_option.experts_option import AUTO_EXPERTS
 from f8sub.features.keep_x.keep_x import layer_keep_x
 from f8sub.features.layer_kinds.layer_kinds import kind_of
 from f8sub.features.report.other_weights import ROOT, active_share, active_share_of_linear, other_weights

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from f8sub.convert.checks import is_converted
-from f8sub.convert.sockets import AUTO_EXPERTS
 from f8sub.features.estimate_experts.gain import of_module
 from f8sub.features.experts.seams import seam_of
+from f8sub.features.experts_option.experts_option import AUTO_EXPERTS
 from f8sub.features.layer_kinds.layer_kinds import kind_of
 from f8sub.features.model_shapes.layers import expert_products
 from f8sub.features.report.other_weights import ROOT

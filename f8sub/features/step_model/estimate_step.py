@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.checks import refuse_unknown_experts
 from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate.gpus import GPUS, Gpu
@@ -14,6 +13,7 @@ from f8sub.features.estimate.seconds import CHECKPOINTS, LOGIT_BYTES, SELECTIVE,
 from f8sub.features.estimate.wire import wire
 from f8sub.features.estimate_experts.gain import decided
 from f8sub.features.estimate_memory.memory import memory
+from f8sub.features.experts_option.experts_option import refuse_unknown_experts
 from f8sub.features.inspect.advice import fits
 from f8sub.features.model_shapes.layers import Product, Shapes, shapes_of
 from f8sub.features.step_model.cluster import E4M3, FLOAT32, H100_500W, REDUCTIONS, Cluster

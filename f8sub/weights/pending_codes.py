@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from f8sub.weights.weight import Weight
 
 COPY_IN = "fsdp::all_gather_copy_in"
-"""FSDP2's operator in torch 2.11 and 2.13: inputs, memory of all ranks, the inputs' sizes, their sum, a rank's place."""
+"""FSDP2's operator in torch 2.11 and 2.13: inputs, memory of all ranks, the inputs' sizes, their sum, the rank."""
 
 
 class PendingCodes(torch.Tensor):

@@ -1,8 +1,8 @@
 """PendingCodes: what FSDP2 is given to gather, cast right into the memory that it sends.
 
-FSDP2 copies the inputs of an all-gather side by side into one tensor, by an operator of its own. Of codes that were
-there before, that copy takes longer than their cast: it moves a byte at a time. So the weights of a group are cast when
-the operator runs, all by one launch, and no codes are kept from one all-gather to the next.
+FSDP2 copies the inputs of an all-gather side by side into one tensor, by an operator of its own. The weights of a group
+are cast when that runs, into that tensor, by one launch where kernels take them together. So codes are not copied, nor
+kept from one all-gather to the next.
 """
 
 from collections.abc import Sequence
@@ -93,12 +93,12 @@ def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> 
     for each, out in zip(pending, outs, strict=True):
         shard, wire = each.shard, out.view(each.shard.wire.padded_shape)
         values = shard.layout.matrix(each.source.plain)
-        part = shard.part_of(values)
-        if part is None or not values.numel():
-            shard.cast_into(wire, values)
-            continue
         if values.shape != wire.shape:
             wire.zero_()
-        parts.append(part)
-        matrices.append(wire)
+        part = shard.part_of(values) if values.numel() else None
+        if part is None:
+            shard.cast_into(wire, values)
+        else:
+            parts.append(part)
+            matrices.append(wire)
     quantize_cuda.cast_each(parts, matrices)

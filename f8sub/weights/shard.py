@@ -177,21 +177,19 @@ class Shard:
     def cast(self, source: Weight, *, beyond_range: float | None = None) -> torch.Tensor:
         """The codes for the wire, uint8, ``wire.padded_shape``; see ``cast_into``."""
         values = self.layout.matrix(source.plain)
-        codes = torch.empty(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
+        codes = torch.zeros(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
         self.cast_into(codes, values, beyond_range)
         return codes
 
     def cast_into(self, wire: torch.Tensor, values: torch.Tensor, beyond_range: float | None = None) -> None:
-        """Write the codes of the shard's values with the scales that the table holds; zeros past them.
+        """Write the codes of the shard's values with the scales that the table holds.
 
         Args:
-            wire: uint8, ``wire.padded_shape``.
+            wire: uint8, ``wire.padded_shape``, zero past the values.
             values: the shard as a matrix.
             beyond_range: make values NaN that are larger than this many times the format's range, if it has NaN, so
                 that codes cast with an older scale are right or visibly wrong; None to clamp them.
         """
-        if values.shape != wire.shape:
-            wire.zero_()
         if not values.numel():
             return
         format = self.format

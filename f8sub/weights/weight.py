@@ -139,7 +139,7 @@ class Weight(torch.Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
-        """This rank's codes, one uint8 tensor of ``WireFormat.padded_shape``, and metadata.
+        """This rank's codes, one uint8 tensor of ``Shard.sent_shape`` that may be a PendingCodes, and metadata.
 
         FSDP2 compares the size of what the longer form of the hook returns with the weight's, on ranks with a short
         shard alone, while the others wait for ever. Rows that are not one byte an element take the shorter form.

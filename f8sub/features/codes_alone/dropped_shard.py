@@ -33,10 +33,11 @@ class DroppedShard(Shard):
     @classmethod
     def of(cls, shard: Shard) -> "DroppedShard":
         """Make ``shard`` itself one, right after its codes were gathered."""
-        codes = shard.cast(shard.master).to(shard.layout.device)
-        dropped = cls._made_of(shard, shard.values.shape)
-        dropped._codes = codes
-        dropped._kept = [scales.clone() for scales in dropped._scales]
+        with torch.inference_mode(mode=False):  # a forward in inference mode may be the first after a drop
+            codes = shard.cast(shard.master).to(shard.layout.device)
+            dropped = cls._made_of(shard, shard.values.shape)
+            dropped._codes = codes
+            dropped._kept = [scales.clone() for scales in dropped._scales]
         dropped.master = MasterWeight(shard.master.plain.new_empty(0, shard.layout.shape[1]))
         return dropped
 

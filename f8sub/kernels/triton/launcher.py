@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.compiler import CompiledKernel
 
-ALIGNMENT = 16
-"""Bytes. Triton compiles anew for pointers that are no multiple of it. Source: its ``native_specialize_impl``."""
+from f8sub.kernels.triton.support import ALIGNMENT
 
 MOST = 4096
 """Kernels that are kept; then all of them are forgotten, and Triton's own cache is asked again."""

@@ -8,9 +8,9 @@ import torch
 
 from f8sub.formats import ALL, Float8Format
 from f8sub.kernels.triton import casts, launch, support
-from f8sub.kernels.triton.launcher import ALIGNMENT, MOST, Launch, sent
+from f8sub.kernels.triton.launcher import MOST, Launch, sent
 from f8sub.kernels.triton.parts import Part
-from f8sub.kernels.triton.support import EDGE
+from f8sub.kernels.triton.support import ALIGNMENT, EDGE
 from f8sub.kernels.triton.tiles import Shape
 
 PART = 64, EDGE
@@ -65,7 +65,7 @@ _known: dict[Hashable, Parts] = {}
 
 
 def cast_together(parts: Sequence[Part], outs: Sequence[torch.Tensor]) -> None:
-    """Cast each part, which ``parts.takes`` takes, into its matrix of bytes, which begins at a multiple of 16.
+    """Cast each part, which ``parts.takes`` takes, into its matrix of bytes. Those begin at multiples of ``ALIGNMENT``.
 
     What is told of the parts stays on the device for the next call with parts that lie where these do.
     """

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime import driver
 
-from f8sub.kernels.triton.launcher import ALIGNMENT, MOST, Launch
+from f8sub.kernels.triton.launcher import MOST, Launch
+from f8sub.kernels.triton.support import ALIGNMENT
 
 
 class Made(NamedTuple):

@@ -15,14 +15,11 @@ from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import parts, support
 from f8sub.kernels.triton.parts import Part
-from f8sub.kernels.triton.support import ROWWISE, VECTOR, why_no_kernel
+from f8sub.kernels.triton.support import ALIGNMENT, ROWWISE, VECTOR, why_no_kernel
 from f8sub.torch_compat import is_capturing
 
 _RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
 """The tiles of rowwise codes and of columnwise ones between which a kernel casts anew."""
-
-VECTOR_BYTES = 16
-"""Codes of parts that are cast together begin at multiples of so many."""
 
 
 def quantize(
@@ -150,18 +147,18 @@ def cast_into(
 
 def cast_each(of_many: Sequence[Part], outs: Sequence[torch.Tensor]) -> None:
     """``cast_into`` of each part into its matrix of bytes, which may have more rows; together, where kernels do."""
-    together = [
-        number
-        for number, (part, out) in enumerate(zip(of_many, outs, strict=True))
-        if parts.takes(part) and out.data_ptr() % VECTOR_BYTES == 0 and not is_capturing(out)
-    ]
+    together: list[tuple[Part, torch.Tensor]] = []
+    alone: list[tuple[Part, torch.Tensor]] = []
+    for part, out in zip(of_many, outs, strict=True):
+        # A replayed graph would read the addresses from host memory that has become another tensor's.
+        fits = parts.takes(part) and out.data_ptr() % ALIGNMENT == 0 and not is_capturing(out)
+        (together if fits else alone).append((part, out))
     if len(together) > 1:
-        _part_launch().cast_together([of_many[i] for i in together], [outs[i] for i in together])
+        _part_launch().cast_together([part for part, _ in together], [out for _, out in together])
     else:
-        together = []
-    for number, (part, out) in enumerate(zip(of_many, outs, strict=True)):
-        if number not in together:
-            cast_into(out[: len(part.x)], part.x, part.scale, part.format, part.offset, part.through)
+        alone += together
+    for part, out in alone:
+        cast_into(out[: len(part.x)], part.x, part.scale, part.format, part.offset, part.through)
 
 
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:

@@ -11,6 +11,9 @@ from f8sub.formats import ALL, Float8Format, Tile
 EDGE = 128
 """Edge of the tiles that kernels work on; the length of a vector, and a divisor of the edge of every square."""
 
+ALIGNMENT = 16
+"""Bytes. Triton compiles anew for pointers that are no multiple of it. Source: its ``native_specialize_impl``."""
+
 TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
 EXPONENT_VECTOR = Tile(1, 32)
 

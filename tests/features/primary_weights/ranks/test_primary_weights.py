@@ -226,8 +226,8 @@ def test_frozen_weights_keep_their_codes_alone_and_change_nothing(ranks, recipe)
             assert equal(found["gathered"], found["expected"])
 
 
-def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[float], int]:
-    """Losses before and after masters are dropped; all-reduces."""
+def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[float], int, bool]:
+    """Losses before and after masters are dropped; all-reduces; whether codes are tensors of inference mode."""
     model = shard(made(recipe, primary=True))
     train(model, rank, steps=3, optimizer=optimizer_of(model, masters=True))
     f8sub.precompute_scales(model)
@@ -237,14 +237,17 @@ def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[flo
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    with Wire() as wire:
+    with Wire() as wire, torch.inference_mode():
         losses.append(loss_of(model, 0, rank).item())
-    return losses, wire.all_reduces
+    losses.append(loss_of(model, 0, rank).item())
+    of_inference = any(shard_of(layer).cast(layer.weight).is_inference() for layer in float8_layers(model))
+    return losses, wire.all_reduces, of_inference
 
 
 @on_each_recipe
 def test_masters_that_are_dropped_after_training_change_nothing(ranks, recipe):
-    for losses, all_reduces in ranks(2, dropped_after_training, recipe):
+    for losses, all_reduces, of_inference in ranks(2, dropped_after_training, recipe):
+        assert not of_inference
         assert len(set(losses)) == 1
         assert all_reduces == 0
 

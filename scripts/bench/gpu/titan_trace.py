@@ -21,4 +21,5 @@ def of_the_gpu(**options: Any) -> Any:
     return of_everything(**{**options, "activities": activities, "record_shapes": False})
 
 
-torch.profiler.profile = of_the_gpu  # type: ignore[assignment,misc]
+if torch.cuda.is_available():
+    torch.profiler.profile = of_the_gpu  # type: ignore[assignment,misc]

@@ -21,5 +21,4 @@ def of_the_gpu(**options: Any) -> Any:
     return of_everything(**{**options, "activities": activities, "record_shapes": False})
 
 
-if torch.cuda.is_available():
-    torch.profiler.profile = of_the_gpu  # type: ignore[assignment,misc]
+torch.profiler.profile = of_the_gpu  # type: ignore[assignment,misc]

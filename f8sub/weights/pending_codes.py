@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from f8sub.kernels.triton import quantize_cuda
-from f8sub.kernels.triton.parts import Part
+from f8sub.kernels.triton.support import ALIGNMENT
+from f8sub.torch_compat import is_capturing
 
 if TYPE_CHECKING:
     from f8sub.weights.shard import Shard
@@ -29,12 +30,14 @@ class PendingCodes(torch.Tensor):
     Attributes:
         shard: whose codes they are.
         source: what is cast: the shard, on the device that gathers it.
+        casts: those of the weights that it was gathered with last, if it was the first of them.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     shard: "Shard"
     source: "Weight"
+    casts: "Casts | None"
 
     @staticmethod
     def __new__(cls: type["PendingCodes"], shard: "Shard", source: "Weight") -> "PendingCodes":
@@ -42,7 +45,7 @@ class PendingCodes(torch.Tensor):
         self: PendingCodes = torch.Tensor._make_wrapper_subclass(
             cls, shard.sent_shape, dtype=torch.uint8, device=source.device
         )
-        self.shard, self.source = shard, source
+        self.shard, self.source, self.casts = shard, source, None
         return self
 
     def __init__(self, shard: "Shard", source: "Weight") -> None:
@@ -52,6 +55,11 @@ class PendingCodes(torch.Tensor):
     def view(self, *shape: Any) -> torch.Tensor:
         """The same: FSDP2 flattens inputs and asks for bytes, before the operator that copies them."""
         return self if shape in ((-1,), (torch.uint8,)) else self.codes().view(*shape)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What is cast, as a matrix."""
+        return self.shard.layout.matrix(self.source.plain)
 
     def codes(self) -> torch.Tensor:
         """The codes, in memory of their own."""
@@ -73,6 +81,60 @@ class PendingCodes(torch.Tensor):
         return func(*args, **kwargs)
 
 
+class Casts:
+    """The casts of weights that are gathered together, worked out once.
+
+    It keeps no tensor that lies in the weights' memory: that would outlive ``p.data = t``.
+    """
+
+    def __init__(self, pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
+        self._state = _state(pending, outs)
+        self._pending = list(pending)
+        self._short, self._alone, parts = [], [], []
+        numbers = []
+        for number, each in enumerate(pending):
+            values, wire = each.values, each.shard.wire.padded_shape
+            if values.shape != wire:
+                self._short.append(number)
+            part = each.shard.part_of(values) if values.numel() else None
+            # A replayed graph would read what is told of the parts from host memory that has become another tensor's.
+            if part is None or is_capturing(outs[number]):
+                self._alone.append(number)
+            else:
+                parts.append(part)
+                numbers.append(number)
+        self._first = numbers[0] if numbers else 0
+        self._together, left = (
+            quantize_cuda.cast_together(parts, [outs[number] for number in numbers]) if parts else (None, [])
+        )
+        self._alone += [numbers[number] for number in left]
+
+    def fit(self, pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> bool:
+        """Whether they are these, and lie where these did."""
+        return self._state == _state(pending, outs)
+
+    def run(self, outs: Sequence[torch.Tensor]) -> None:
+        """Cast the weights as they are now."""
+        for number in self._short:
+            outs[number].zero_()
+        if self._together is not None:
+            self._together(outs[self._first])
+        for number in self._alone:
+            each = self._pending[number]
+            each.shard.cast_into(outs[number].view(each.shard.wire.padded_shape), each.values)
+
+
+def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> list[Any]:
+    """What the casts depend on besides values."""
+    begin = outs[0].data_ptr()
+    found: list[Any] = [begin % ALIGNMENT, is_capturing(outs[0])]
+    for each, out in zip(pending, outs, strict=True):
+        shard = each.shard
+        found += (id(each), each.source.data_ptr(), shard.scales.scale.data_ptr(), shard.dtype)
+        found.append(out.data_ptr() - begin)
+    return found
+
+
 def _copy_in(
     inputs: Sequence[torch.Tensor], gathered: torch.Tensor, sizes: Sequence[int], size: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,18 +149,8 @@ def _copy_in(
 
 
 def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
-    """Cast each into contiguous memory of as many bytes; together, where kernels do."""
-    parts: list[Part] = []
-    matrices: list[torch.Tensor] = []
-    for each, out in zip(pending, outs, strict=True):
-        shard, wire = each.shard, out.view(each.shard.wire.padded_shape)
-        values = shard.layout.matrix(each.source.plain)
-        if values.shape != wire.shape:
-            wire.zero_()
-        part = shard.part_of(values) if values.numel() else None
-        if part is None:
-            shard.cast_into(wire, values)
-        else:
-            parts.append(part)
-            matrices.append(wire)
-    quantize_cuda.cast_each(parts, matrices)
+    """Cast each into contiguous bytes of one memory; together, where kernels do."""
+    first = pending[0]
+    if first.casts is None or not first.casts.fit(pending, outs):
+        first.casts = Casts(pending, outs)
+    first.casts.run(outs)

@@ -71,6 +71,7 @@ class Shard:
         self._exchange = weakref.ref(exchange)
         self.amax_of: State | None = None
         self.in_a_graph = False
+        self._pending: PendingCodes | None = None
         self.sent_shape = layout.stacked(
             torch.empty(self.wire.padded_shape, dtype=torch.uint8, device="meta")
         ).shape
@@ -162,17 +163,19 @@ class Shard:
                 part.copy_(self.layout.tiles_of_part(scale_inv, self.wire.table_tile))
 
     def part_of(self, values: torch.Tensor) -> Part | None:
-        """The shard's ``values`` as one of many matrices that are cast together; None where its rows carry scales."""
-        if self.wire.carries_scales:
+        """The shard's ``values`` as one of many matrices that are cast together; None where that cannot be."""
+        if self.wire.carries_scales or not values.is_contiguous():
             return None
         width = self.wire.padded_shape[1]
-        return Part(
-            values.contiguous(), self.format, self.dtype, self.layout.offset, self.scales.scale, width
-        )
+        return Part(values, self.format, self.dtype, self.layout.offset, self.scales.scale, width)
 
     def pending(self, source: Weight) -> torch.Tensor:
         """The codes for FSDP2 to gather, of ``sent_shape``; ``source`` is the shard on the device that gathers it."""
-        return PendingCodes(self, source)
+        if source is not self.master:
+            return PendingCodes(self, source)
+        if self._pending is None or self._pending.source is not source:
+            self._pending = PendingCodes(self, source)
+        return self._pending
 
     def cast(self, source: Weight, *, beyond_range: float | None = None) -> torch.Tensor:
         """The codes for the wire, uint8, ``wire.padded_shape``; see ``cast_into``."""

@@ -180,6 +180,11 @@ def parts(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
             assert not (signs & ~found.isnan()).any()
 
 
+def _head(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The first bytes of a memory in a matrix's shape."""
+    return memory[: like.numel()].view(like.shape)
+
+
 def many_parts(name: str, device: str = "cpu") -> None:
     """Parts of matrices of two dtypes, of whole tiles and others, cast together and each by itself, twice."""
     format, given, right = FORMATS[name], [], []
@@ -192,14 +197,25 @@ def many_parts(name: str, device: str = "cpu") -> None:
             stride = shape[1] + seed % 2 * 16
             given.append(Part(part, format, torch.bfloat16, (row, col), scale, stride))
             right.append(torch.full((shape[0], stride), 0xAB, dtype=torch.uint8, device=device))
-    outs = [torch.empty_like(each) for each in right]
-    for factor in (1.0, -0.5):
+    sizes = [-(-each.numel() // 16) * 16 for each in right]
+    memories = [torch.empty(sum(sizes), dtype=torch.uint8, device=device) for _ in range(2)]
+    placed = [memory.split(sizes) for memory in memories]
+    here, there = ([_head(out, each) for out, each in zip(of, right, strict=True)] for of in placed)
+    casts = [
+        (*quantize_cuda.cast_together(given[some], here[some]), some) for some in (slice(5), slice(5, None))
+    ]
+    for factor, outs in ((1.0, here), (-0.5, there)):
         for part, expected, out in zip(given, right, outs, strict=True):
             part.x.mul_(factor)
             out.fill_(0xAB)
             quantize_cuda.cast_into(expected, part.x, part.scale, format, part.offset, part.through)
-        for some in (slice(5), slice(5, None)):
-            quantize_cuda.cast_each(given[some], outs[some])
+        for cast, left, some in casts:
+            cast(outs[some][0])
+            for number in left:
+                part = given[some][number]
+                quantize_cuda.cast_into(
+                    outs[some][number], part.x, part.scale, part.format, part.offset, part.through
+                )
         for expected, out in zip(right, outs, strict=True):
             assert torch.equal(out, expected)
 

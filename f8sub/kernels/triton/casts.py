@@ -308,20 +308,20 @@ def cast_part(
     )  # fmt: skip
 
 
-ADDRESS, FIRST_PROGRAM, ROWS, COLS, OUT_STRIDE, SCALE, SCALE_STRIDE, FIRST_ROW, FIRST_COL, FIELDS = map(
-    tl.constexpr, range(10)
-)
+ADDRESS, FIRST_PROGRAM, ROWS, COLS, OUT_OFFSET, OUT_STRIDE = map(tl.constexpr, range(6))
+SCALE, SCALE_STRIDE, FIRST_ROW, FIRST_COL, FIELDS = map(tl.constexpr, range(6, 11))
 """Numbers of a part of a matrix in a list of many: its address, the first program that casts it, its (ROWS, COLS)
-elements, adjacent; bytes from row to row of its codes; where its scales lie, and what ``cast_part`` is told of it."""
+elements, adjacent; where its codes begin and bytes from row to row of them; where its scales lie, and what
+``cast_part`` is told of it."""
 
 
 @triton.jit
 def cast_parts(
-    parts_ptr, outs_ptr, part_of_program_ptr,
+    parts_ptr, out_ptr, part_of_program_ptr,
     ELEMENT: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, CAST: tl.constexpr,
     THROUGH: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``cast_part`` of many parts, in parts_ptr, whose codes go to the addresses in outs_ptr.
+    """``cast_part`` of many parts, in parts_ptr, whose codes go to one memory at out_ptr.
 
     Rows and their codes begin at multiples of 16 elements if ALIGNED.
     """
@@ -329,7 +329,7 @@ def cast_parts(
     part = parts_ptr + number * FIELDS
     index = tl.program_id(0) - tl.load(part + FIRST_PROGRAM).to(tl.int32)
     x_ptr = tl.load(part + ADDRESS).to(tl.pointer_type(ELEMENT))
-    out_ptr = tl.load(outs_ptr + number).to(tl.pointer_type(tl.uint8))
+    out_ptr += tl.load(part + OUT_OFFSET)
     rows, cols = tl.load(part + ROWS).to(tl.int32), tl.load(part + COLS).to(tl.int32)
     stride = tl.load(part + OUT_STRIDE)
     if ALIGNED:

@@ -1,14 +1,14 @@
 """How to cast parts of weights for the wire, with scales that are known: one by a launch, or many."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from f8sub.formats import ALL, Float8Format
 from f8sub.kernels.triton import casts, launch, support
-from f8sub.kernels.triton.launcher import MOST, Launch, sent
+from f8sub.kernels.triton.launcher import Launch, sent
 from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.support import ALIGNMENT, EDGE
 from f8sub.kernels.triton.tiles import Shape
@@ -33,55 +33,33 @@ def part_cast(part: Part, out: torch.Tensor) -> Launch:
 
 
 class Parts:
-    """Casts of many parts, worked out once, to be run whenever their values changed.
+    """Casts of many parts into one memory, worked out once, to be run whenever their values changed.
 
     It holds where the parts lie, and not the parts.
+
+    Args:
+        parts: those that ``parts.takes`` takes.
+        offsets: the bytes from the memory's begin to the codes of each, multiples of ``ALIGNMENT``.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], offsets: Sequence[int]) -> None:
         groups = defaultdict(list)
-        for number, part in enumerate(parts):
-            groups[part.format, part.through, part.x.dtype, _is_aligned(part), _is_whole(part)].append(number)
-        self._launches = [
-            (numbers, _of_many([parts[number] for number in numbers], *key[-2:]))
-            for key, numbers in groups.items()
-        ]
-        self._device = parts[0].x.device
+        for part, offset in zip(parts, offsets, strict=True):
+            key = part.format, part.through, part.x.dtype, _is_aligned(part), _is_whole(part)
+            groups[key].append((part, offset))
+        self._launches = [_of_many(placed, *key[-2:]) for key, placed in groups.items()]
 
-    def run(self, outs: Sequence[torch.Tensor]) -> None:
-        """Cast each part into its matrix of bytes."""
-        with support.device_of(outs[0]):
-            for each in self.launches(outs):
+    def run(self, memory: torch.Tensor) -> None:
+        """Cast each part. ``memory`` begins at a multiple of ``ALIGNMENT``."""
+        with support.device_of(memory):
+            for each in self.launches(memory):
                 each.run()
 
-    def launches(self, outs: Sequence[torch.Tensor]) -> list[Launch]:
+    def launches(self, memory: torch.Tensor) -> list[Launch]:
         """What ``run`` launches."""
-        for numbers, each in self._launches:
-            each.arguments["outs_ptr"] = sent([outs[number].data_ptr() for number in numbers], self._device)
-        return [each for _, each in self._launches]
-
-
-_known: dict[Hashable, Parts] = {}
-
-
-def cast_together(parts: Sequence[Part], outs: Sequence[torch.Tensor]) -> None:
-    """Cast each part, which ``parts.takes`` takes, into its matrix of bytes. Those begin at multiples of ``ALIGNMENT``.
-
-    What is told of the parts stays on the device for the next call with parts that lie where these do.
-    """
-    key = tuple(map(_place, parts))
-    made = _known.get(key)
-    if made is None:
-        if len(_known) >= MOST:
-            _known.clear()
-        made = _known[key] = Parts(parts)
-    made.run(outs)
-
-
-def _place(part: Part) -> Hashable:
-    x, scale = part.x, part.scale
-    lies = x.data_ptr(), x.get_device(), x.shape, scale.data_ptr(), scale.stride(), part.out_stride
-    return *lies, x.dtype, part.format.name, part.through, part.offset
+        for each in self._launches:
+            each.arguments["out_ptr"] = memory
+        return self._launches
 
 
 def _is_aligned(part: Part) -> bool:
@@ -96,18 +74,18 @@ def _is_whole(part: Part) -> bool:
     return rows % PART[0] == 0 and cols % PART[1] == 0
 
 
-def _of_many(parts: Sequence[Part], aligned: bool, whole: bool) -> Launch:
-    """The launch for parts that one kernel takes, without the addresses of their codes."""
+def _of_many(placed: Sequence[tuple[Part, int]], aligned: bool, whole: bool) -> Launch:
+    """The launch for parts that one kernel takes, each with the offset of its codes, without their memory."""
     rows: list[int] = []
     programs: list[int] = []
-    for part in parts:
+    for part, out_offset in placed:
         (height, width), scale = part.x.shape, part.scale
-        rows += [part.x.data_ptr(), sum(programs), height, width, part.out_stride]
+        rows += [part.x.data_ptr(), sum(programs), height, width, out_offset, part.out_stride]
         rows += [scale.data_ptr(), scale.stride(0), *part.offset]
         programs.append(launch.cdiv(height, PART[0]) * launch.cdiv(width, PART[1]))
-    part, device = parts[0], parts[0].x.device
+    part, device = placed[0][0], placed[0][0].x.device
     counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
-    of_program = torch.arange(len(parts), dtype=torch.int32, device="cpu").repeat_interleave(counts)
+    of_program = torch.arange(len(placed), dtype=torch.int32, device="cpu").repeat_interleave(counts)
     arguments = {
         "parts_ptr": sent(rows, device),
         "part_of_program_ptr": sent(of_program, device),

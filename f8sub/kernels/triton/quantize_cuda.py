@@ -3,7 +3,7 @@
 All of them are bitwise equal to the reference, so none is asked for by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import cast
 
@@ -13,10 +13,9 @@ from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
 from f8sub.kernels import reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import parts, support
-from f8sub.kernels.triton.parts import Part
+from f8sub.kernels.triton import support
+from f8sub.kernels.triton.parts import Part, takes
 from f8sub.kernels.triton.support import ALIGNMENT, ROWWISE, VECTOR, why_no_kernel
-from f8sub.torch_compat import is_capturing
 
 _RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
 """The tiles of rowwise codes and of columnwise ones between which a kernel casts anew."""
@@ -136,7 +135,7 @@ def cast_into(
         through: the dtype that ``x`` is rounded to first.
     """
     part = Part(x.contiguous(), format, through, offset, scale, out.stride(0))
-    if parts.takes(part) and out.stride(-1) == 1:
+    if takes(part) and out.stride(-1) == 1:
         with support.device_of(x):
             _part_launch().part_cast(part, out[:, : x.shape[1]]).run()
         return
@@ -145,20 +144,35 @@ def cast_into(
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
 
 
-def cast_each(of_many: Sequence[Part], outs: Sequence[torch.Tensor]) -> None:
-    """``cast_into`` of each part into its matrix of bytes, which may have more rows; together, where kernels do."""
-    together: list[tuple[Part, torch.Tensor]] = []
-    alone: list[tuple[Part, torch.Tensor]] = []
-    for part, out in zip(of_many, outs, strict=True):
-        # A replayed graph would read the addresses from host memory that has become another tensor's.
-        fits = parts.takes(part) and out.data_ptr() % ALIGNMENT == 0 and not is_capturing(out)
-        (together if fits else alone).append((part, out))
-    if len(together) > 1:
-        _part_launch().cast_together([part for part, _ in together], [out for _, out in together])
-    else:
-        alone += together
-    for part, out in alone:
-        cast_into(out[: len(part.x)], part.x, part.scale, part.format, part.offset, part.through)
+def cast_together(
+    parts: Sequence[Part], outs: Sequence[torch.Tensor]
+) -> tuple[Callable[[torch.Tensor], None], list[int]]:
+    """``cast_into`` of parts that few launches cast.
+
+    Args:
+        parts: each as ``cast_into`` takes it, if its ``x`` is contiguous.
+        outs: a matrix of bytes for each, which may have more rows; all in one memory.
+
+    Returns:
+        What casts the parts as they are when it is called, into the same places of a memory that begins as ``outs[0]``
+        does; it holds where the parts lie, and not the parts. And the numbers of the parts that it leaves to
+        ``cast_into``.
+    """
+    begin = outs[0].data_ptr()
+    offsets = [out.data_ptr() - begin for out in outs]
+    taken = [
+        number
+        for number, part in enumerate(parts)
+        if begin % ALIGNMENT == offsets[number] % ALIGNMENT == 0 and takes(part)
+    ]
+    if len(taken) < 2:
+        return _cast_none, list(range(len(parts)))
+    made = _part_launch().Parts([parts[number] for number in taken], [offsets[number] for number in taken])
+    return made.run, [number for number in range(len(parts)) if number not in taken]
+
+
+def _cast_none(memory: torch.Tensor) -> None:
+    """Leave all to others."""
 
 
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:

@@ -3,6 +3,8 @@
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from f8sub.linear import weight_cast
 from f8sub.weights import exchange, pending_codes
 from f8sub.weights import precompute_scales as precompute
 from f8sub.weights.pending_codes import PendingCodes
+from f8sub.weights.shard import Shard
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, float8_layers, loss_of, seed_weights, shard, shard_of, transformer
 from tests.weights.ranks.test_fsdp_modes import prefetching
@@ -61,9 +64,7 @@ def trained(rank: int, world: int, recipe: str) -> tuple[list[float], dict[str, 
 
 def copied_first(rank: int, world: int, recipe: str) -> tuple:
     """The same where FSDP2 is given codes that it copies."""
-    with mock.patch(
-        "f8sub.weights.shard.PendingCodes", lambda own, source: own.layout.stacked(own.cast(source))
-    ):
+    with mock.patch.object(Shard, "pending", lambda own, source: own.layout.stacked(own.cast(source))):
         return trained(rank, world, recipe)
 
 
@@ -108,39 +109,54 @@ class Together:
     """Kernels that cast many parts at once, on a CPU."""
 
     launches: list[int]
+    made: int
 
     def __init__(self) -> None:
-        self.launches = []
+        self.launches, self.made = [], 0
 
-    def cast_together(self, parts: Sequence[quantize_cuda.Part], outs: Sequence[torch.Tensor]) -> None:
-        """Each as ``cast_into`` does; outs begin at multiples of 16 bytes."""
-        self.launches.append(len(parts))
-        for part, out in zip(parts, outs, strict=True):
-            assert out.data_ptr() % 16 == 0
-            quantize_cuda.cast_into(
-                out[: len(part.x)], part.x, part.scale, part.format, part.offset, part.through
-            )
+    def Parts(self, parts: Sequence[quantize_cuda.Part], offsets: Sequence[int]) -> Any:
+        """Each is cast as ``cast_into`` does; codes begin at multiples of 16 bytes."""
+        self.made += 1
+
+        def run(memory: torch.Tensor) -> None:
+            self.launches.append(len(parts))
+            for part, offset in zip(parts, offsets, strict=True):
+                assert (memory.data_ptr() + offset) % 16 == 0
+                rows, begin = len(part.x), int(memory.storage_offset()) + offset
+                out = torch.as_strided(memory, (rows, part.out_stride), (part.out_stride, 1), begin)
+                quantize_cuda.cast_into(out, part.x, part.scale, part.format, part.offset, part.through)
+
+        return SimpleNamespace(run=run)
 
 
-def launched(rank: int, world: int, recipe: str, aligned: bool) -> tuple[list[float], list[float], list[int]]:
-    """Losses by the reference, those with kernels, and how many weights each launch casts."""
+def launched(
+    rank: int, world: int, recipe: str, aligned: bool
+) -> tuple[list[float], list[float], list[int], int]:
+    """Losses by the reference, those with kernels, how many weights each launch casts, and how often that is made."""
 
     def losses() -> list[float]:
         model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32, 32)), recipe=recipe)
         if not aligned:
             model.last = nn.Parameter(torch.ones(6))  # 12 bytes a rank, after which the second rank's begin
         fully_shard(model)
-        f8sub.precompute_scales(model)
-        return [model(gaussian((8, 32), generator(rank))).square().sum().item() for _ in range(2)]
+        found = []
+        for _ in range(3):
+            f8sub.precompute_scales(model)
+            found.append(model(gaussian((8, 32), generator(rank))).square().sum().item())
+            model.reshard()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(-0.75)
+        return found
 
     expected = losses()
     with pytest.MonkeyPatch.context() as monkeypatch:
         kernels = Together()
-        monkeypatch.setattr(quantize_cuda.parts, "takes", lambda part: part.x.numel() > 0)
+        monkeypatch.setattr(quantize_cuda, "takes", lambda part: part.x.numel() > 0)
         monkeypatch.setattr(quantize_cuda, "_part_launch", lambda: kernels)
         monkeypatch.setattr(quantize_cuda.support, "takes", lambda x: False)
         with mock.patch.object(quantize_cuda, "cast_into", reference_into):
-            return expected, losses(), kernels.launches
+            return expected, losses(), kernels.launches, kernels.made
 
 
 def reference_into(out, x, scale, format, offset, through) -> None:
@@ -154,9 +170,11 @@ def reference_into(out, x, scale, format, offset, through) -> None:
 @pytest.mark.parametrize("aligned", [True, False])
 def test_one_launch_casts_the_weights_of_a_group(ranks, recipe, aligned):
     found = ranks(2, launched, recipe, aligned)
-    for expected, losses, _ in found:
+    for expected, losses, *_ in found:
         assert losses == expected
-    assert [launches for _, _, launches in found] == [[3], [3] if aligned else []]
+        assert len(set(losses)) == 3
+    assert [launches for *_, launches, _ in found] == [[3, 3, 3], [3, 3, 3] if aligned else []]
+    assert [made for *_, made in found] == [1, int(aligned)]
 
 
 class Recorder:

@@ -17,19 +17,7 @@ if find_spec("torchtitan.protocols.model_converter"):  # 0.2
     from f8sub.features.torchtitan.job_config import Float8ModelConverter as Float8ModelConverter
     from f8sub.features.torchtitan.job_config import JobConfig as JobConfig
 else:
-    from f8sub.features.torchtitan.configs import deepseek_v3_16b_f8sub as deepseek_v3_16b_f8sub
-    from f8sub.features.torchtitan.configs import deepseek_v3_671b_f8sub as deepseek_v3_671b_f8sub
-    from f8sub.features.torchtitan.configs import deepseek_v3_debugmodel_f8sub as deepseek_v3_debugmodel_f8sub
-    from f8sub.features.torchtitan.configs import llama3_8b_f8sub as llama3_8b_f8sub
-    from f8sub.features.torchtitan.configs import llama3_70b_f8sub as llama3_70b_f8sub
-    from f8sub.features.torchtitan.configs import llama3_405b_f8sub as llama3_405b_f8sub
-    from f8sub.features.torchtitan.configs import llama3_debugmodel_f8sub as llama3_debugmodel_f8sub
-    from f8sub.features.torchtitan.configs import qwen3_0_6b_f8sub as qwen3_0_6b_f8sub
-    from f8sub.features.torchtitan.configs import qwen3_14b_f8sub as qwen3_14b_f8sub
-    from f8sub.features.torchtitan.configs import qwen3_30b_a3b_f8sub as qwen3_30b_a3b_f8sub
-    from f8sub.features.torchtitan.configs import qwen3_32b_f8sub as qwen3_32b_f8sub
-    from f8sub.features.torchtitan.configs import qwen3_debugmodel_f8sub as qwen3_debugmodel_f8sub
-    from f8sub.features.torchtitan.configs import qwen3_moe_debug_f8sub as qwen3_moe_debug_f8sub
+    from f8sub.features.torchtitan.configs import *  # noqa: F403  (by the names of torchtitan's configs)
     from f8sub.features.torchtitan.converter import Float8Converter as Float8Converter
     from f8sub.features.torchtitan.converter import float8 as float8
     from f8sub.features.torchtitan.converter import precompute_scales as precompute_scales

@@ -167,14 +167,3 @@ def untraced(function: Function) -> Function:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return cast(Function, call)
-
-
-def graph_task() -> int:
-    """Number of the backward pass that runs on this thread, -1 outside of any."""
-    return torch._C._current_graph_task_id()
-
-
-def saved_tensors_hook() -> Any:
-    """The hook that packs what is saved for backward now; None without one. Non-reentrant checkpoints push theirs."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is None else hooks[0]

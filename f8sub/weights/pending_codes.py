@@ -1,8 +1,7 @@
 """PendingCodes: what FSDP2 is given to gather, cast right into the memory that it sends.
 
 FSDP2 copies the inputs of an all-gather side by side into one tensor, by an operator of its own. The weights of a group
-are cast when that runs, into that tensor, by one launch where kernels take them together. So codes are not copied, nor
-kept from one all-gather to the next.
+are cast when that runs, into that tensor, by one launch where kernels take them together. No codes are copied or kept.
 """
 
 from collections.abc import Sequence
@@ -56,17 +55,9 @@ class PendingCodes(torch.Tensor):
         """The same: FSDP2 flattens inputs and asks for bytes, before the operator that copies them."""
         return self if shape in ((-1,), (torch.uint8,)) else self.codes().view(*shape)
 
-    @property
-    def values(self) -> torch.Tensor:
-        """What is cast, as a matrix."""
-        return self.shard.layout.matrix(self.source.plain)
-
     def codes(self) -> torch.Tensor:
         """The codes, in memory of their own."""
         return self.shard.layout.stacked(self.shard.cast(self.source))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PendingCodes({self.shard.fqn}, {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -82,46 +73,26 @@ class PendingCodes(torch.Tensor):
 
 
 class Casts:
-    """The casts of weights that are gathered together, worked out once.
-
-    It keeps no tensor that lies in the weights' memory: that would outlive ``p.data = t``.
-    """
+    """The casts of weights that are gathered together, worked out once; holds no plain tensor in their memory."""
 
     def __init__(self, pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
-        self._state = _state(pending, outs)
-        self._pending = list(pending)
-        self._short, self._alone, parts = [], [], []
-        numbers = []
-        for number, each in enumerate(pending):
-            values, wire = each.values, each.shard.wire.padded_shape
-            if values.shape != wire:
-                self._short.append(number)
-            part = each.shard.part_of(values) if values.numel() else None
-            # A replayed graph would read what is told of the parts from host memory that has become another tensor's.
-            if part is None or is_capturing(outs[number]):
-                self._alone.append(number)
-            else:
-                parts.append(part)
-                numbers.append(number)
-        self._first = numbers[0] if numbers else 0
-        self._together, left = (
-            quantize_cuda.cast_together(parts, [outs[number] for number in numbers]) if parts else (None, [])
+        self.state, self._pending = _state(pending, outs), list(pending)
+        shards, parts = (
+            [each.shard for each in pending],
+            [each.shard.part_of(each.source) for each in pending],
         )
-        self._alone += [numbers[number] for number in left]
-
-    def fit(self, pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> bool:
-        """Whether they are these, and lie where these did."""
-        return self._state == _state(pending, outs)
+        self._short = [n for n, own in enumerate(shards) if own.values.shape != own.wire.padded_shape]
+        self._together, self._alone = quantize_cuda.cast_together(parts, outs)
 
     def run(self, outs: Sequence[torch.Tensor]) -> None:
         """Cast the weights as they are now."""
         for number in self._short:
             outs[number].zero_()
         if self._together is not None:
-            self._together(outs[self._first])
+            self._together(outs[0])
         for number in self._alone:
-            each = self._pending[number]
-            each.shard.cast_into(outs[number].view(each.shard.wire.padded_shape), each.values)
+            shard, source = self._pending[number].shard, self._pending[number].source
+            shard.cast_into(outs[number].view(shard.wire.padded_shape), shard.layout.matrix(source.plain))
 
 
 def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> list[Any]:
@@ -129,9 +100,8 @@ def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> lis
     begin = outs[0].data_ptr()
     found: list[Any] = [begin % ALIGNMENT, is_capturing(outs[0])]
     for each, out in zip(pending, outs, strict=True):
-        shard = each.shard
-        found += (id(each), each.source.data_ptr(), shard.scales.scale.data_ptr(), shard.dtype)
-        found.append(out.data_ptr() - begin)
+        scale = each.shard.scales.scale
+        found += id(each), each.source.data_ptr(), scale.data_ptr(), each.shard.dtype, out.data_ptr() - begin
     return found
 
 
@@ -151,6 +121,6 @@ def _copy_in(
 def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
     """Cast each into contiguous bytes of one memory; together, where kernels do."""
     first = pending[0]
-    if first.casts is None or not first.casts.fit(pending, outs):
+    if first.casts is None or first.casts.state != _state(pending, outs):
         first.casts = Casts(pending, outs)
     first.casts.run(outs)

@@ -72,9 +72,7 @@ class Shard:
         self.amax_of: State | None = None
         self.in_a_graph = False
         self._pending: PendingCodes | None = None
-        self.sent_shape = layout.stacked(
-            torch.empty(self.wire.padded_shape, dtype=torch.uint8, device="meta")
-        ).shape
+        self.sent_shape = layout.stacked(torch.empty(self.wire.padded_shape, device="meta")).shape
 
     @property
     def exchange(self) -> "Exchange":
@@ -162,8 +160,9 @@ class Shard:
             with _unsafe_preserve_version_counter(part):
                 part.copy_(self.layout.tiles_of_part(scale_inv, self.wire.table_tile))
 
-    def part_of(self, values: torch.Tensor) -> Part | None:
-        """The shard's ``values`` as one of many matrices that are cast together; None where that cannot be."""
+    def part_of(self, source: Weight) -> Part | None:
+        """``source``, see ``pending``, as one of many matrices that are cast together; None where that cannot be."""
+        values = self.layout.matrix(source.plain)
         if self.wire.carries_scales or not values.is_contiguous():
             return None
         width = self.wire.padded_shape[1]

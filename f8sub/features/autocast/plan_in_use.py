@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.autograd_state.autograd_state import graph_task, saved_tensors_hook
 from f8sub.features.keep_x.keep_x import why_not_kept
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import Float8Format, why_not_derivable
@@ -22,7 +23,7 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import constant_result, graph_task, is_dtensor, saved_tensors_hook
+from f8sub.torch_compat import constant_result, is_dtensor
 
 if TYPE_CHECKING:
     from f8sub.linear.float8_linear import Float8Linear

@@ -70,3 +70,5 @@ qwen3_30b_a3b_f8sub = _in_float8(qwen3.qwen3_30b_a3b)
 deepseek_v3_debugmodel_f8sub = _in_float8(deepseek_v3.deepseek_v3_debugmodel)
 deepseek_v3_16b_f8sub = _in_float8(deepseek_v3.deepseek_v3_16b)
 deepseek_v3_671b_f8sub = _in_float8(deepseek_v3.deepseek_v3_671b)
+
+__all__ = [name for name in globals() if name.endswith("_f8sub")]

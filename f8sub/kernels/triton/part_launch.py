@@ -35,7 +35,7 @@ def part_cast(part: Part, out: torch.Tensor) -> Launch:
 class Parts:
     """Casts of many parts into one memory, worked out once, to be run whenever their values changed.
 
-    It holds where the parts lie, and not the parts.
+    It holds where the parts lie, and neither the parts nor a memory.
 
     Args:
         parts: those that ``parts.takes`` takes.
@@ -57,9 +57,7 @@ class Parts:
 
     def launches(self, memory: torch.Tensor) -> list[Launch]:
         """What ``run`` launches."""
-        for each in self._launches:
-            each.arguments["out_ptr"] = memory
-        return self._launches
+        return [each._replace(arguments={**each.arguments, "out_ptr": memory}) for each in self._launches]
 
 
 def _is_aligned(part: Part) -> bool:

@@ -16,6 +16,7 @@ from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import support
 from f8sub.kernels.triton.parts import Part, takes
 from f8sub.kernels.triton.support import ALIGNMENT, ROWWISE, VECTOR, why_no_kernel
+from f8sub.torch_compat import is_capturing
 
 _RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
 """The tiles of rowwise codes and of columnwise ones between which a kernel casts anew."""
@@ -145,34 +146,32 @@ def cast_into(
 
 
 def cast_together(
-    parts: Sequence[Part], outs: Sequence[torch.Tensor]
-) -> tuple[Callable[[torch.Tensor], None], list[int]]:
+    parts: Sequence[Part | None], outs: Sequence[torch.Tensor]
+) -> tuple[Callable[[torch.Tensor], None] | None, list[int]]:
     """``cast_into`` of parts that few launches cast.
 
     Args:
-        parts: each as ``cast_into`` takes it, if its ``x`` is contiguous.
+        parts: each as ``cast_into`` takes it, if its ``x`` is contiguous; None for what is to be left.
         outs: a matrix of bytes for each, which may have more rows; all in one memory.
 
     Returns:
         What casts the parts as they are when it is called, into the same places of a memory that begins as ``outs[0]``
-        does; it holds where the parts lie, and not the parts. And the numbers of the parts that it leaves to
-        ``cast_into``.
+        does; it holds where the parts lie, and not the parts. None where kernels do not cast two of them together. And
+        the numbers of the parts that it leaves to ``cast_into``.
     """
     begin = outs[0].data_ptr()
     offsets = [out.data_ptr() - begin for out in outs]
-    taken = [
-        number
+    # A replayed graph would read what is told of the parts from host memory that has become another tensor's.
+    fits = begin % ALIGNMENT == 0 and not is_capturing(outs[0])
+    taken = {
+        number: part
         for number, part in enumerate(parts)
-        if begin % ALIGNMENT == offsets[number] % ALIGNMENT == 0 and takes(part)
-    ]
+        if fits and part is not None and offsets[number] % ALIGNMENT == 0 and takes(part)
+    }
     if len(taken) < 2:
-        return _cast_none, list(range(len(parts)))
-    made = _part_launch().Parts([parts[number] for number in taken], [offsets[number] for number in taken])
+        return None, list(range(len(parts)))
+    made = _part_launch().Parts(list(taken.values()), [offsets[number] for number in taken])
     return made.run, [number for number in range(len(parts)) if number not in taken]
-
-
-def _cast_none(memory: torch.Tensor) -> None:
-    """Leave all to others."""
 
 
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:

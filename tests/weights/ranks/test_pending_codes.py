@@ -90,19 +90,26 @@ def asked(rank: int, world: int) -> list[bool]:
     codes = own.layout.stacked(own.cast(own.master))
     assert isinstance(pending, PendingCodes)
     assert isinstance(pending.view(-1).view(torch.uint8), PendingCodes)
-    assert "layers.0" in repr(pending)
+    assert own.pending(own.master) is pending
     into = torch.full_like(codes, 7)
     into.copy_(pending)
+    other = shard_of(model.layers[1])
+    others = other.layout.stacked(other.cast(other.master))
+    both = torch.full((codes.numel() + others.numel(),), 7, dtype=torch.uint8).split(
+        [codes.numel(), others.numel()]
+    )
+    pending_codes.cast_into([pending, other.pending(other.master)], both)
     flat = pending.view(codes.numel(), 1)
     return [
         torch.equal(into, codes),
+        torch.equal(torch.cat(both), torch.cat([codes.view(-1), others.view(-1)])),
         torch.equal(pending.clone(), codes),
         torch.equal(flat[:, 0], codes.view(-1)),
     ]
 
 
 def test_other_operators_get_the_codes(ranks):
-    assert ranks(2, asked) == [[True, True, True]] * 2
+    assert ranks(2, asked) == [[True] * 4] * 2
 
 
 class Together:

@@ -1,0 +1,1 @@
+"""What autograd does on this thread now."""

@@ -112,6 +112,7 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
             if layer_recipes
             else settings.float8_recipe,
             skip=settings.float8.skip,
+            skip_defaults=settings.float8.skip_defaults,
             float8_all_gather=settings.float8.all_gather,
             backend=settings.float8.backend,
             experts=settings.float8.experts,

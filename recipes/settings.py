@@ -138,6 +138,8 @@ class Float8:
     """Convert the experts of a mixture, too; "auto": those that gain with a rank's micro-batch: docs/experts.md."""
     skip: tuple[str, ...] = ()
     """Globs over the names of layers that stay as they are, besides those that f8sub leaves by itself."""
+    skip_defaults: Flag = True
+    """Leave the output head, routers of experts and small layers as they are; false converts those, too."""
     backend: Literal["auto", "scaled_mm", "triton", "reference"] = "auto"
     monitor_every: int = 0
     """Measure x, w and dy of each float8 layer in one step of so many, as docs/monitor.md says: rows in numerics.jsonl

@@ -1,8 +1,9 @@
 """The loss of every recipe against bf16: the held-out loss of the same runs, over several seeds.
 
-An arm is bf16, float32, or a recipe; all arms of a seed start from the same weights, see the same batches, and are
-evaluated on the same held-out tokens when their learning rate has decayed to zero. float32 is the yardstick: it differs
-from bf16 by rounding alone, so a gap of its size says nothing. Runs are those of ``recipes/pretrain.py``.
+An arm is bf16, float32, a recipe, or with ``--head`` a recipe that has the output head in float8, too. All arms of a
+seed start from the same weights, see the same batches, and are evaluated on the same held-out tokens when their
+learning rate has decayed to zero. float32 is the yardstick: it differs from bf16 by rounding alone, so a gap of its
+size says nothing. Runs are those of ``recipes/pretrain.py``.
 
 The gap is that of the logarithms of the losses, in per cent; its interval is that of a randomized block design (blocks
 are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % by Student's t.
@@ -51,6 +52,8 @@ from scripts.table import ROOT, Table, finish, parser
 TRAINER = ROOT / "recipes" / "pretrain.py"
 BASELINE = "bf16"
 YARDSTICK = "float32"
+HEAD = "-head"
+"""Ends the names of arms that have the output head in float8."""
 CONFIDENCE = 0.95
 LEARNING_RATE = 3e-4
 """Ends as low as 1e-3, at which training is chaotic: the gap of one seed of ``tensorwise`` was +2.0 % with sequences of
@@ -183,7 +186,9 @@ def settings(run: Run, steps: int, size: str = SIZES[0]) -> list[str]:
     if run.arm in (BASELINE, YARDSTICK):
         chosen["float8.enabled"] = "false"
     else:
-        chosen["float8.recipe"] = run.arm
+        chosen["float8.recipe"] = run.arm.removesuffix(HEAD)
+        if run.arm.endswith(HEAD):
+            chosen["float8.skip_defaults"] = "false"
     return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
 
 
@@ -373,6 +378,7 @@ def main() -> None:
     made.add_argument("--recipes", nargs="+", default=f8sub.recipe_names(), choices=f8sub.recipe_names())
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
+    made.add_argument("--head", action="store_true", help="each recipe with the output head in float8, too")
     made.add_argument(
         "--size", choices=SIZES, default=SIZES[0], help="of the model, as recipes/pretrain.py has it"
     )
@@ -406,7 +412,8 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     # As Ctrl-C does: with the run it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     results, seeds = Results(arguments.folder, arguments.steps, arguments.size), arguments.seeds
-    names = [BASELINE, YARDSTICK, *arguments.recipes]
+    heads = [recipe + HEAD for recipe in arguments.recipes if arguments.head]
+    names = [BASELINE, YARDSTICK, *arguments.recipes, *heads]
     train_missing(results, [Run(arm, seed) for seed in seeds for arm in names])
     kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in names}
     arms = {

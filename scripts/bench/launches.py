@@ -17,6 +17,7 @@ import torch
 
 import f8sub
 from f8sub.formats import Operand
+from f8sub.kernels import ops, scales
 from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda, support, triton_mm
 from f8sub.kernels.triton.launcher import Launch
 from scripts.bench import no_gpu
@@ -56,10 +57,19 @@ def cases() -> dict[str, Callable[[], object]]:
         launches = launch.quantization(x, *formats).launches
         both = functools.partial(quantize_cuda.quantize, x, *formats)
         found[f"{name}: quantize x, both usages"] = both
+        amax = scales.amax(x, formats[0].tile) if formats[0].tile.is_whole else None
+        names = (format.name for format in formats)
+        found[f"{name}: the same, as compiled code calls it"] = functools.partial(
+            ops.quantize_as_one_node, x, amax, *names
+        )
         found[f"{name}: launches alone, {len(launches)}"] = functools.partial(by_us, launches)
         found[f"{name}: the same, by Triton"] = functools.partial(by_triton, launches)
     spec = f8sub.get_recipe("blockwise").fprop
+    tensorwise = quantize_cuda.quantize(x, f8sub.get_recipe("tensorwise").fprop.a, None)[0]
     a, b = (quantize_cuda.quantize(x, format, None)[0] for format in (spec.a, spec.b))
+    found["derive columnwise codes, as compiled code calls it"] = functools.partial(
+        ops.derive_columnwise, *tensorwise.tensors, x, tensorwise.format.name, tensorwise.format.name
+    )
     found["transpose codes"] = functools.partial(quantize_cuda.transpose, a.data)
     found["multiply, blockwise"] = functools.partial(multiply, a, b)
     return found

@@ -15,7 +15,9 @@ from f8sub.features.report.other_weights import ROOT
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
 
-BY_WIDTH = f' experts="auto" assumed {ASSUMED:,} tokens an expert; with tokens=, of one forward, it knows them.'
+BY_WIDTH = (
+    f' experts="auto" assumed {ASSUMED:,} tokens an expert; with tokens=, of one forward, it knows them.'
+)
 
 
 def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]:

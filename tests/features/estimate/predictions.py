@@ -165,7 +165,9 @@ def of_experts(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     ]
     run, gpu = Run(tokens, checkpoint="none"), gpu_of(group)
     rest = tokens * (28 * n + 6 * k) / gpu.copy
-    time, plain = (rest + sum(alone(w, r, run, gpu) for w in weights) for r in (recipe_of(row["recipe"]), None))
+    time, plain = (
+        rest + sum(alone(w, r, run, gpu) for w in weights) for r in (recipe_of(row["recipe"]), None)
+    )
     return {"ms": time * 1e3, "over_bf16": plain / time}
 
 

@@ -83,7 +83,8 @@ def test_experts_that_were_measured_to_lose_are_left(gpu, recipe):
 def test_experts_that_were_measured_to_gain(sizes, tokens, measured, least):
     """DeepSeek-V3's and Llama 4 Scout's with ``tensorwise`` on an H100; auto takes Scout's with 12 % more tokens."""
     found = [
-        gain_of(weights(*sizes), f8sub.get_recipe("tensorwise"), H100, each) for each in (tokens, 1.125 * tokens)
+        gain_of(weights(*sizes), f8sub.get_recipe("tensorwise"), H100, each)
+        for each in (tokens, 1.125 * tokens)
     ]
     assert least <= found[0].speedup <= measured * 1.02
     assert found[1].gains

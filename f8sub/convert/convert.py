@@ -86,7 +86,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         experts: convert experts of mixtures, too: those of transformers and torchtitan, and what ``register_experts``
             was given; "auto": those that gain. ``skip``, recipes by patterns and filter functions hold for them;
             ``min_dim`` and ``keep_x`` are of linear layers.
-        tokens: of one forward, on all GPUs that share experts; without it "auto" decides by the experts' width alone.
+        tokens: of one forward, on all GPUs that share experts; without it "auto" assumes 2,048 of them an expert.
         keep_x: what is saved of x, one of ``KEEP_X``, see ``f8sub.features.keep_x``; or a mapping from patterns to it.
         module_filter_fn: see ``filter_fn``.
         filter_fqns: torchtitan's convention: a layer whose name contains one of these strings is skipped, too.

@@ -105,6 +105,13 @@ GROUP_FORMATS = {name: pair for name, pair in FORMATS.items() if pair[0].codes_p
 on_each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
 
 
+@pytest.mark.parametrize(("name", "count"), [("tensorwise", 2 + 4), ("rowwise", 2 + 4), ("128x128", 4 + 4)])
+def test_an_operator_of_groups_says_where_they_lie_in_codes_that_have_other_rows_alone(name, count):
+    """The others lie as in x; a copy of that would be a launch of each cast."""
+    operator, arguments = grouped_quantization(FORMATS[name], (64, 32))
+    assert len(operator(*arguments)) == count
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     # Not contiguous(): one column of scales counts as that with any strides.
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)

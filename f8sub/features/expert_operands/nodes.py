@@ -18,6 +18,7 @@ def _quantize_groups(
     columnwise: str | None,
     multiple: int,
 ) -> list[torch.Tensor]:
+    """Codes and scales of each usage, and where its groups begin and end if that is not where they do in x."""
     row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
     groups = Groups(first, ends, x.shape[0])
     made = tokens_cuda.quantize(x, groups, row, col, multiple)
@@ -27,13 +28,18 @@ def _quantize_groups(
             promised = empty_scale_inv(x, format, codes.groups, contracted=contracted)
             is_promised = codes.scale_inv.stride() == promised.stride()
             scale_inv = codes.scale_inv if is_promised else promised.copy_(codes.scale_inv)
-            found += [
-                codes.data.contiguous(),
-                scale_inv,
-                codes.groups.first.clone(),
-                codes.groups.ends.clone(),
-            ]
+            found += [codes.data.contiguous(), scale_inv]
+            if _start(format, contracted=contracted, multiple=multiple) > 1:
+                # Both usages of squares lie alike, and an operator may not return one tensor twice.
+                lie = codes.groups.first, codes.groups.ends
+                found += [t.clone() if any(t is one for one in found) else t for t in lie]
     return found
+
+
+def _start(format: Float8Format, *, contracted: bool, multiple: int) -> int:
+    """What groups of a usage begin at multiples of; 1 where they lie in the codes as in x."""
+    tile = format.tile.t() if contracted else format.tile
+    return start_of_groups(tile.rows, multiple if contracted else 1)
 
 
 def _fake_groups(
@@ -49,18 +55,14 @@ def _fake_groups(
         if name is None:
             continue
         format = Float8Format.parse(name)
-        tile = format.tile.t() if contracted else format.tile
-        start = start_of_groups(tile.rows, multiple if contracted else 1)
+        start = _start(format, contracted=contracted, multiple=multiple)
         rows = x.shape[0] if start == 1 else aligned_rows(x.shape[0], ends.shape[0], start)
         shape = (x.shape[1], rows) if contracted else (rows, x.shape[1])
         groups = Groups(first, ends, rows)
         scale_inv = empty_scale_inv(x, format, groups, contracted=contracted)
-        found += [
-            x.new_empty(shape, dtype=format.dtype),
-            scale_inv,
-            torch.empty_like(first),
-            torch.empty_like(ends),
-        ]
+        found += [x.new_empty(shape, dtype=format.dtype), scale_inv]
+        if start > 1:
+            found += [torch.empty_like(first), torch.empty_like(ends)]
     return found
 
 
@@ -112,13 +114,14 @@ def quantized_groups(
 ) -> tuple[Tokens | None, Tokens | None]:
     """``tokens.quantize`` of both operands as one node."""
     names = (None if format is None else format.name for format in (rowwise, columnwise))
-    tensors = quantize_groups_as_one_node(x, groups.first, groups.ends, *names, multiple)
-    row, col = tensors[:4] if rowwise else [], tensors[-4:] if columnwise else []
-    return (
-        Tokens(row[0], row[1], rowwise, Groups(row[2], row[3], row[0].shape[0]), False)
-        if rowwise is not None
-        else None,
-        Tokens(col[0], col[1], columnwise, Groups(col[2], col[3], col[0].shape[1]), True)
-        if columnwise is not None
-        else None,
-    )
+    tensors = iter(quantize_groups_as_one_node(x, groups.first, groups.ends, *names, multiple))
+    found: list[Tokens | None] = []
+    for format, contracted in ((rowwise, False), (columnwise, True)):
+        if format is None:
+            found.append(None)
+            continue
+        data, scale_inv, lie = next(tensors), next(tensors), groups
+        if _start(format, contracted=contracted, multiple=multiple) > 1:
+            lie = Groups(next(tensors), next(tensors), data.shape[1 if contracted else 0])
+        found.append(Tokens(data, scale_inv, format, lie, contracted))
+    return found[0], found[1]

@@ -24,7 +24,7 @@ def rows(
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
         return products.multiply_rows(backend, a, b, groups, dtype, spec.fast_accum)
-    lie = [a.groups.first, groups.first, groups.ends]
+    lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
     left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
     found: torch.Tensor = _rows_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
@@ -39,7 +39,7 @@ def weights(
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
         return products.GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
-    lie = [a.groups.first, b.groups.first, groups.first, groups.ends]
+    lie = [*a.groups[:2], *b.groups[:2], groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
     left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
     found: torch.Tensor = _weights_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
@@ -62,11 +62,6 @@ def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) ->
     return found
 
 
-def _moved(first: torch.Tensor, groups: Groups, rows: int) -> Groups:
-    """Groups of the same sizes that begin elsewhere."""
-    return Groups(first, first + (groups.ends - groups.first), rows)
-
-
 def _rows(
     a: list[torch.Tensor],
     b: list[torch.Tensor],
@@ -76,10 +71,10 @@ def _rows(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    """Codes and scales of a and b; where groups begin in a, and first rows and ends; two formats and the backend."""
-    groups = Groups(lie[1], lie[2], rows)
+    """Codes and scales of a and b; first rows and ends of groups in a, and in y; two formats and the backend."""
+    groups = Groups(lie[2], lie[3], rows)
     left, right, backend = how.split()
-    tokens = Tokens(a[0], a[1], Float8Format.parse(left), _moved(lie[0], groups, a[0].shape[0]), False)
+    tokens = Tokens(a[0], a[1], Float8Format.parse(left), Groups(lie[0], lie[1], a[0].shape[0]), False)
     experts = ExpertWeights(b[0], b[1], Float8Format.parse(right))
     return products.multiply_rows(backend, tokens, experts, groups, out_dtype, fast_accum).contiguous()
 
@@ -98,12 +93,12 @@ def _weights(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    """As ``_rows``, where groups begin in a and in b first."""
-    groups = Groups(lie[2], lie[3], rows)
+    """As ``_rows``; first rows and ends in a, in b, and in the tokens."""
+    groups = Groups(lie[4], lie[5], rows)
     *formats, backend = how.split()
     left, right = (
-        Tokens(codes, scale, Float8Format.parse(name), _moved(first, groups, codes.shape[1]), True)
-        for (codes, scale), name, first in zip((a, b), formats, lie[:2], strict=True)
+        Tokens(codes, scale, Float8Format.parse(name), Groups(first, ends, codes.shape[1]), True)
+        for (codes, scale), name, (first, ends) in zip((a, b), formats, (lie[:2], lie[2:4]), strict=True)
     )
     found = products.GROUPED[backend].weights(left, right, groups, out_dtype, fast_accum)
     return found.contiguous()

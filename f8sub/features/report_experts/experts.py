@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.convert.checks import is_converted
-from f8sub.features.estimate_experts.gain import of_module
+from f8sub.features.estimate_experts.gain import ASSUMED, of_module
 from f8sub.features.experts.seams import seam_of
 from f8sub.features.experts_option.experts_option import AUTO_EXPERTS
 from f8sub.features.layer_kinds.layer_kinds import kind_of
@@ -15,7 +15,9 @@ from f8sub.features.report.other_weights import ROOT
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
 
-BY_WIDTH = ' experts="auto" decided by width alone; with tokens=, of one forward, it decides by both.'
+BY_WIDTH = (
+    f' experts="auto" assumed {ASSUMED:,} tokens an expert; with tokens=, of one forward, it knows them.'
+)
 
 
 def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]:

@@ -66,8 +66,12 @@ def layer(n: int, k: int, reads: str = "x") -> Product:
     return Product("x", n, k, 1, n * k, None, reads, False, None)
 
 
-def alone(product: Product, recipe: Recipe | None, run: Run) -> float:
-    return seconds.linear_seconds(product, recipe, gpus.H200, run, gathered=False).total
+def alone(product: Product, recipe: Recipe | None, run: Run, gpu: gpus.Gpu = gpus.H200) -> float:
+    return seconds.linear_seconds(product, recipe, gpu, run, gathered=False).total
+
+
+def gpu_of(group: dict[str, Any]) -> gpus.Gpu:
+    return gpus.gpu_of(group.get("gpu", "H200"))
 
 
 def blocks(shapes: Shapes, recipe: Recipe | None, gpu: gpus.Gpu, run: Run) -> float:
@@ -97,7 +101,7 @@ def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     recipe = recipe_of(row["recipe"])
     of_blocks = group["kind"] == "blocks"
     timed = blocks if of_blocks else step
-    gpu = gpus.gpu_of(group.get("gpu", "H200"))
+    gpu = gpu_of(group)
     time, plain = timed(shapes, recipe, gpu, run), timed(shapes, None, gpu, replace(run, compiled=True))
     held = blocks_memory(shapes, recipe, run) if of_blocks else bytes_of.memory(shapes, recipe, run).total
     whole = sum(product.elements for product in shapes.products) + shapes.other_parameters
@@ -141,13 +145,13 @@ def of_small_layers(group: dict[str, Any], row: dict[str, Any]) -> dict[str, flo
 
 def of_grouped_products(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     experts, n, k, tokens = row["sizes"]
-    recipe = recipe_of(row["recipe"])
+    recipe, gpu = recipe_of(row["recipe"]), gpu_of(group)
     spec = GemmSpec(a=None, b=None) if recipe is None else getattr(recipe, row["gemm"])
     if row["gemm"] == "wgrad":
-        time = over_tokens_seconds(spec, tokens, n, k, experts, gpus.H200)
+        time = over_tokens_seconds(spec, tokens, n, k, experts, gpu)
     else:
         depth, width = (k, n) if row["gemm"] == "fprop" else (n, k)
-        time = by_expert_seconds(spec, tokens, depth, width, experts, gpus.H200)
+        time = by_expert_seconds(spec, tokens, depth, width, experts, gpu)
     return {"tflops": 2e-12 * tokens * n * k / time}
 
 
@@ -159,9 +163,11 @@ def of_experts(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
         Product(name, rows, cols, 1, experts * n * k, None, reads, False, None, experts=experts)
         for name, (rows, cols, reads) in sizes.items()
     ]
-    run = Run(tokens, checkpoint="none")
-    rest = tokens * (28 * n + 6 * k) / gpus.H200.copy
-    time, plain = (rest + sum(alone(w, r, run) for w in weights) for r in (recipe_of(row["recipe"]), None))
+    run, gpu = Run(tokens, checkpoint="none"), gpu_of(group)
+    rest = tokens * (28 * n + 6 * k) / gpu.copy
+    time, plain = (
+        rest + sum(alone(w, r, run, gpu) for w in weights) for r in (recipe_of(row["recipe"]), None)
+    )
     return {"ms": time * 1e3, "over_bf16": plain / time}
 
 

@@ -72,7 +72,9 @@ class Shard:
         self.amax_of: State | None = None
         self.in_a_graph = False
         self._pending: PendingCodes | None = None
-        self.sent_shape = layout.stacked(torch.empty(self.wire.padded_shape, device="meta")).shape
+        self.sent_shape = layout.stacked(
+            torch.empty(self.wire.padded_shape, dtype=torch.uint8, device="meta")
+        ).shape
 
     @property
     def exchange(self) -> "Exchange":

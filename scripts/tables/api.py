@@ -140,6 +140,7 @@ def public_names(module: str) -> list[str]:
             listed += ast.literal_eval(node.value)
         elif isinstance(node, ast.ImportFrom):
             imported += [alias.name for alias in node.names if alias.asname == alias.name]
+            imported += public_names(str(node.module)) if node.names[0].name == "*" else []
     return list(dict.fromkeys(listed or imported))
 
 
@@ -162,6 +163,8 @@ def definition(module: str, name: str) -> tuple[str, ast.stmt, str]:
             for alias in node.names:
                 if name == (alias.asname or alias.name) and node.module:
                     return definition(node.module, alias.name)
+                if alias.name == "*" and name in public_names(str(node.module)):
+                    return definition(str(node.module), name)
     raise ValueError(f"{module}: nothing defines {name}")
 
 

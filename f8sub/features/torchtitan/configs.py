@@ -13,6 +13,22 @@ from torchtitan.trainer import Trainer
 
 from f8sub.features.torchtitan.converter import with_float8
 
+__all__ = [
+    "deepseek_v3_16b_f8sub",
+    "deepseek_v3_671b_f8sub",
+    "deepseek_v3_debugmodel_f8sub",
+    "llama3_8b_f8sub",
+    "llama3_70b_f8sub",
+    "llama3_405b_f8sub",
+    "llama3_debugmodel_f8sub",
+    "qwen3_0_6b_f8sub",
+    "qwen3_14b_f8sub",
+    "qwen3_30b_a3b_f8sub",
+    "qwen3_32b_f8sub",
+    "qwen3_debugmodel_f8sub",
+    "qwen3_moe_debug_f8sub",
+]
+
 ConfigFunction = Callable[[], Trainer.Config]
 
 
@@ -70,5 +86,3 @@ qwen3_30b_a3b_f8sub = _in_float8(qwen3.qwen3_30b_a3b)
 deepseek_v3_debugmodel_f8sub = _in_float8(deepseek_v3.deepseek_v3_debugmodel)
 deepseek_v3_16b_f8sub = _in_float8(deepseek_v3.deepseek_v3_16b)
 deepseek_v3_671b_f8sub = _in_float8(deepseek_v3.deepseek_v3_671b)
-
-__all__ = [name for name in globals() if name.endswith("_f8sub")]

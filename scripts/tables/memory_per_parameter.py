@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import f8sub
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
+from f8sub.weights.pending_codes import PendingCodes
 from scripts.bench.ranks import on_ranks
 from scripts.table import Table, finish, parser
 
@@ -31,7 +32,9 @@ SETUPS = {
     "frozen float8 primary weights": (torch.bfloat16, True),
 }
 HOLDERS = ("weights", "masters", "optimizer states", "codes", "other")
-WITHOUT_STORAGE = (PrimaryWeight, f8sub.Float8Tensor)  # what they are made of is found by itself
+WITHOUT_STORAGE = (PrimaryWeight, f8sub.Float8Tensor, PendingCodes)
+"""What these are made of, if anything, is found by itself."""
+
 FLOAT8 = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 

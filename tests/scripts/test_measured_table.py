@@ -25,4 +25,4 @@ def test_a_row_a_figure(monkeypatch, capsys, tmp_path):
     measured = pytest.importorskip("scripts.tables.measured")
     monkeypatch.setattr("sys.argv", ["measured.py", "--all", "--json", str(tmp_path / "rows.json")])
     measured.main()
-    assert (tmp_path / "rows.json").read_text().count("tokens_per_s") == 25
+    assert (tmp_path / "rows.json").read_text().count("tokens_per_s") == 29

@@ -47,9 +47,6 @@ class PendingCodes(torch.Tensor):
         self.shard, self.source, self.casts = shard, source, None
         return self
 
-    def __init__(self, shard: "Shard", source: "Weight") -> None:
-        super().__init__()
-
     @override
     def view(self, *shape: Any) -> torch.Tensor:
         """The same: FSDP2 flattens inputs and asks for bytes, before the operator that copies them."""
@@ -120,7 +117,9 @@ def _copy_in(
 
 def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
     """Cast each into contiguous bytes of one memory; together, where kernels do."""
-    first = pending[0]
-    if first.casts is None or first.casts.state != _state(pending, outs):
-        first.casts = Casts(pending, outs)
-    first.casts.run(outs)
+    first, casts = pending[0], pending[0].casts
+    if casts is None or casts.state != _state(pending, outs):
+        casts = Casts(pending, outs)
+        # A copy on a GPU, which CPU offload gathers, would live on in the cycle.
+        first.casts = casts if first is first.shard.kept else None
+    casts.run(outs)

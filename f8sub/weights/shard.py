@@ -45,6 +45,7 @@ class Shard:
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
         amax_of: the state of ``master`` that its amax was taken from.
         in_a_graph: whether a CUDA graph recorded its casts.
+        kept: what ``pending`` returned last; not under CPU offload, which makes a copy on a GPU for every gather.
     """
 
     scales: TableScales
@@ -71,7 +72,7 @@ class Shard:
         self._exchange = weakref.ref(exchange)
         self.amax_of: State | None = None
         self.in_a_graph = False
-        self._pending: PendingCodes | None = None
+        self.kept: PendingCodes | None = None
         self.sent_shape = layout.stacked(
             torch.empty(self.wire.padded_shape, dtype=torch.uint8, device="meta")
         ).shape
@@ -172,11 +173,11 @@ class Shard:
 
     def pending(self, source: Weight) -> torch.Tensor:
         """The codes for FSDP2 to gather, of ``sent_shape``; ``source`` is the shard on the device that gathers it."""
-        if source is not self.master:
+        if source.device != self.master.device:
             return PendingCodes(self, source)
-        if self._pending is None or self._pending.source is not source:
-            self._pending = PendingCodes(self, source)
-        return self._pending
+        if self.kept is None or self.kept.source is not source:
+            self.kept = PendingCodes(self, source)
+        return self.kept
 
     def cast(self, source: Weight, *, beyond_range: float | None = None) -> torch.Tensor:
         """The codes for the wire, uint8, ``wire.padded_shape``; see ``cast_into``."""

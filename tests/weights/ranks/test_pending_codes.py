@@ -1,6 +1,7 @@
 """A weight is cast right into the memory that FSDP2 sends, once a gather; no codes are kept, nor copied."""
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from f8sub.kernels.triton import quantize_cuda
 from f8sub.linear import weight_cast
 from f8sub.weights import exchange, pending_codes
 from f8sub.weights import precompute_scales as precompute
+from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.pending_codes import PendingCodes
 from f8sub.weights.shard import Shard
 from tests.data_sets import gaussian, generator
@@ -100,16 +102,23 @@ def asked(rank: int, world: int) -> list[bool]:
     )
     pending_codes.cast_into([pending, other.pending(other.master)], both)
     flat = pending.view(codes.numel(), 1)
+    own.pending(MasterWeight(own.master.plain.to("meta")))  # on another device, as under CPU offload
+    assert own.pending(own.master) is pending
+    offloaded = PendingCodes(own, MasterWeight(own.master.plain.clone()))
+    pending_codes.cast_into([offloaded], both[:1])
+    copy = weakref.ref(offloaded)
+    del offloaded
     return [
         torch.equal(into, codes),
         torch.equal(torch.cat(both), torch.cat([codes.view(-1), others.view(-1)])),
         torch.equal(pending.clone(), codes),
         torch.equal(flat[:, 0], codes.view(-1)),
+        copy() is None,
     ]
 
 
 def test_other_operators_get_the_codes(ranks):
-    assert ranks(2, asked) == [[True] * 4] * 2
+    assert ranks(2, asked) == [[True] * 5] * 2
 
 
 class Together:

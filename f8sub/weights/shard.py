@@ -175,7 +175,7 @@ class Shard:
         """The codes for FSDP2 to gather, of ``sent_shape``; ``source`` is the shard on the device that gathers it."""
         if source.device != self.master.device:
             return PendingCodes(self, source)
-        if self.kept is None or self.kept.source is not source:
+        if self.kept is None or self.kept.source is not source or self.kept.device != source.device:
             self.kept = PendingCodes(self, source)
         return self.kept
 

@@ -29,14 +29,12 @@ class PendingCodes(torch.Tensor):
     Attributes:
         shard: whose codes they are.
         source: what is cast: the shard, on the device that gathers it.
-        casts: those of the weights that it was gathered with last, if it was the first of them.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     shard: "Shard"
     source: "Weight"
-    casts: "Casts | None"
 
     @staticmethod
     def __new__(cls: type["PendingCodes"], shard: "Shard", source: "Weight") -> "PendingCodes":
@@ -44,7 +42,7 @@ class PendingCodes(torch.Tensor):
         self: PendingCodes = torch.Tensor._make_wrapper_subclass(
             cls, shard.sent_shape, dtype=torch.uint8, device=source.device
         )
-        self.shard, self.source, self.casts = shard, source, None
+        self.shard, self.source = shard, source
         return self
 
     @override
@@ -70,10 +68,10 @@ class PendingCodes(torch.Tensor):
 
 
 class Casts:
-    """The casts of weights that are gathered together, worked out once; holds no plain tensor in their memory."""
+    """The casts of weights that are gathered together, worked out once; holds no tensor of theirs."""
 
     def __init__(self, pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
-        self.state, self._pending = _state(pending, outs), list(pending)
+        self.state = _state(pending, outs)
         shards, parts = (
             [each.shard for each in pending],
             [each.shard.part_of(each.source) for each in pending],
@@ -81,14 +79,14 @@ class Casts:
         self._short = [n for n, own in enumerate(shards) if own.values.shape != own.wire.padded_shape]
         self._together, self._alone = quantize_cuda.cast_together(parts, outs)
 
-    def run(self, outs: Sequence[torch.Tensor]) -> None:
+    def run(self, pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
         """Cast the weights as they are now."""
         for number in self._short:
             outs[number].zero_()
         if self._together is not None:
             self._together(outs[0])
         for number in self._alone:
-            shard, source = self._pending[number].shard, self._pending[number].source
+            shard, source = pending[number].shard, pending[number].source
             shard.cast_into(outs[number].view(shard.wire.padded_shape), shard.layout.matrix(source.plain))
 
 
@@ -97,8 +95,9 @@ def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> lis
     begin = outs[0].data_ptr()
     found: list[Any] = [begin % ALIGNMENT, is_capturing(outs[0])]
     for each, out in zip(pending, outs, strict=True):
-        scale = each.shard.scales.scale
-        found += id(each), each.source.data_ptr(), scale.data_ptr(), each.shard.dtype, out.data_ptr() - begin
+        shard, source, scale = each.shard, each.source, each.shard.scales.scale
+        found += shard, shard.dtype, source.data_ptr(), source.stride(), scale.data_ptr()
+        found.append(out.data_ptr() - begin)
     return found
 
 
@@ -117,9 +116,7 @@ def _copy_in(
 
 def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
     """Cast each into contiguous bytes of one memory; together, where kernels do."""
-    first, casts = pending[0], pending[0].casts
-    if casts is None or casts.state != _state(pending, outs):
-        casts = Casts(pending, outs)
-        # A copy on a GPU, which CPU offload gathers, would live on in the cycle.
-        first.casts = casts if first is first.shard.kept else None
-    casts.run(outs)
+    first = pending[0].shard
+    if first.casts is None or first.casts.state != _state(pending, outs):
+        first.casts = Casts(pending, outs)
+    first.casts.run(pending, outs)

@@ -15,7 +15,7 @@ from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.shard_amaxes import Matrix
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.master_weight import MasterWeight, State
-from f8sub.weights.pending_codes import PendingCodes
+from f8sub.weights.pending_codes import Casts, PendingCodes
 from f8sub.weights.weight import Weight, WeightRecord, master_of
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Shard:
         amax_of: the state of ``master`` that its amax was taken from.
         in_a_graph: whether a CUDA graph recorded its casts.
         kept: what ``pending`` returned last; not under CPU offload, which makes a copy on a GPU for every gather.
+        casts: those of the weights that it was gathered with last, if it was the first of them.
     """
 
     scales: TableScales
@@ -73,6 +74,7 @@ class Shard:
         self.amax_of: State | None = None
         self.in_a_graph = False
         self.kept: PendingCodes | None = None
+        self.casts: Casts | None = None
         self.sent_shape = layout.stacked(
             torch.empty(self.wire.padded_shape, dtype=torch.uint8, device="meta")
         ).shape

@@ -108,7 +108,8 @@ def compiled_backward(recipe: str | None, contexts: Callable[[], Any] | None) ->
         functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts) if contexts else model
     )
     x = gaussian((TOKENS, WIDTH), generator(1)).bfloat16().requires_grad_()
-    torch.compile(run, backend=backend, fullgraph=True)(x).sum().backward()
+    y = torch.compile(run, backend=backend, fullgraph=True)(x)
+    y.backward(gaussian(tuple(y.shape), generator(2)).bfloat16())
     nodes = (node for graph in graphs for node in graph.graph.nodes if node.op == "call_function")
     return Counter(
         node.target.overloadpacket.__name__ for node in nodes if hasattr(node.target, "overloadpacket")

@@ -1,6 +1,7 @@
 """One thread a process, the nursery that gloo ranks are forked from, and what a run prints."""
 
 import gc
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.interpreted import in_interpreter
 from tests.ranks import Nursery
 from tests.reporting import GPU_TESTS, Reporting, gpu_tests_left_out
 
@@ -55,6 +57,39 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     if request.node.get_closest_marker("own_ranks") is not None:
         return run
     return partial(run, file=request.node.location[0])
+
+
+@pytest.fixture
+def rank(ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """A test of ``(rank, world, ...)`` runs on ``world`` ranks and knows which one it is."""
+    return ranks
+
+
+@pytest.fixture
+def world() -> int:
+    """How many ranks; of other numbers a test is parametrized."""
+    return 2
+
+
+@pytest.fixture
+def interpreter() -> Callable[..., Any]:
+    """``interpreter(function, *arguments)`` where Triton's kernels are interpreted."""
+    return in_interpreter
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs on ranks what asks for its rank, and in the interpreter's process what is marked so."""
+    given, test = pyfuncitem.funcargs, pyfuncitem.obj
+    arguments = [given[name] for name in inspect.signature(test).parameters if name in given]
+    if "rank" in given:
+        run, world, *others = arguments
+        run(world, test, *others)
+    elif pyfuncitem.get_closest_marker("interpreted") is not None:
+        in_interpreter(test, *arguments)
+    else:
+        return None
+    return True
 
 
 @pytest.fixture

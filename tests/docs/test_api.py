@@ -40,12 +40,8 @@ def test_the_example_runs(name, tmp_path, monkeypatch):
     exec(compile(api.examples()[name].text, name, "exec"), {})
 
 
-def on_a_rank(rank: int, world: int, name: str) -> None:
-    getattr(api_examples, name)()
-
-
 @pytest.mark.own_ranks
 @pytest.mark.parametrize("name", sorted(api.examples().keys() - set(ALONE)))
-def test_the_example_runs_on_ranks(ranks, name):
+def test_the_example_runs_on_ranks(rank, world, name):
     assert api.examples()[name].words == "ranks=2"
-    ranks(2, on_a_rank, name)
+    getattr(api_examples, name)()

@@ -19,16 +19,16 @@ import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WITHOUT = "triton is not installed; it comes with torch for CUDA"
+interpreted = pytest.mark.interpreted
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=WITHOUT)
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Callable[..., Any]:
-    """``interpreter(function, *arguments)`` in that process."""
+def in_interpreter(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a module's function in that process; of a test that is marked ``interpreted``, too."""
     if not HAS_TRITON:
         pytest.skip(WITHOUT)
-    return lambda function, *arguments: _process().submit(function, *arguments).result()
+    return _process().submit(function, *arguments).result()
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Config, Rows, default_config
 from tests.budgets import excess
 from tests.kernels.grouped import GROUPS, PAIRS, ByRows, OverRows
-from tests.kernels.interpreted import needs_triton
+from tests.kernels.interpreted import interpreted, needs_triton
 from tests.kernels.products import E4M3, MX, ROW
 
 SHAPES = {"whole": (128, 256), "ragged": (80, 144)}
@@ -102,7 +102,8 @@ def test_many_groups(interpreter, counts):
         interpreter(partial(check, rows=16), "rowwise", counts, (32, 48))
 
 
-def a_wrong_scale_shows() -> None:
+@interpreted
+def test_a_wrong_scale_exceeds_the_budget():
     """What makes the budget mean something: a scale that is off by 2**-7."""
     case = ByRows(PAIRS["1x128 x 128x128"], GROUPS["ragged"], *SHAPES["ragged"])
     found = case.split(by_rows(case, torch.float32))
@@ -111,11 +112,14 @@ def a_wrong_scale_shows() -> None:
     assert excess(found[0], case.groups_right()[0]) <= 1
 
 
-def test_a_wrong_scale_exceeds_the_budget(interpreter):
-    interpreter(a_wrong_scale_shows)
+def multiplied_rows(a: Operand, b: Operand, rows) -> torch.Tensor:
+    from f8sub.kernels.triton.grouped_gemm_launch import product_by_rows
+
+    return ran(*product_by_rows(a, b, rows, torch.float32, False, config(), 5))
 
 
-def nan_stays_in_its_group() -> None:
+@interpreted
+def test_nan_stays_in_its_group():
     counts = GROUPS["ragged"]
     rows = ByRows(PAIRS["1x128 x 1x128"], counts, *SHAPES["ragged"])
     for group, end in ((0, 37), (3, 168)):
@@ -127,17 +131,8 @@ def nan_stays_in_its_group() -> None:
         assert torch.equal(found.isnan(), expected)
 
 
-def multiplied_rows(a: Operand, b: Operand, rows) -> torch.Tensor:
-    from f8sub.kernels.triton.grouped_gemm_launch import product_by_rows
-
-    return ran(*product_by_rows(a, b, rows, torch.float32, False, config(), 5))
-
-
-def test_nan_stays_in_its_group(interpreter):
-    interpreter(nan_stays_in_its_group)
-
-
-def ends_that_lie_outside() -> None:
+@interpreted
+def test_ends_that_lie_outside_of_the_rows():
     """They are the user's error; nothing is written past the result."""
     case = ByRows(PAIRS["rowwise"], [30, 40], *SHAPES["ragged"])
     a, b, rows = case.operands()
@@ -146,11 +141,8 @@ def ends_that_lie_outside() -> None:
         assert excess(part, right) <= 1
 
 
-def test_ends_that_lie_outside_of_the_rows(interpreter):
-    interpreter(ends_that_lie_outside)
-
-
-def longest_first() -> None:
+@interpreted
+def test_groups_are_made_longest_first():
     from f8sub.kernels.triton.grouped_gemm_launch import product_over_rows
 
     counts = [5, 0, 700, 130, 300, 6]
@@ -162,10 +154,6 @@ def longest_first() -> None:
     assert table[:, 0].tolist() == [2, 4, 3, 0, 5, 1]
     assert table[:, 1].tolist() == [1, 9, 7, 0, 12, 1]
     assert table[:, 2].tolist() == [6, 3, 2, 1, 1, 0]
-
-
-def test_groups_are_made_longest_first(interpreter):
-    interpreter(longest_first)
 
 
 def rows_are_cleared() -> None:

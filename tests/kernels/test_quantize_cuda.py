@@ -12,6 +12,7 @@ from f8sub.kernels.triton import quantize_cuda, support
 from f8sub.kernels.triton.parts import Part
 from f8sub.torch_compat import tensors_in_storage
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
+from tests.kernels.interpreted import interpreted
 from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import (
     DTYPES,
@@ -68,7 +69,10 @@ def test_shapes_that_tiles_do_not_divide(interpreter, name):
     interpreter(walks, name)
 
 
-def many_scales(dtype: torch.dtype, rule: ScaleRule) -> None:
+@pytest.mark.parametrize("rule", [ScaleRule.FLOAT, POWER_OF_2], ids=["float", "power_of_2"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@interpreted
+def test_scales_of_many_amaxes(dtype, rule):
     """Every exponent, with mantissas at the ends, around 1.75 (that of the largest codes) and in between."""
     drawn = torch.randint(0, 1 << 23, (8,), generator=generator(3)).tolist()
     mantissas = [0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFE, 0x7FFFFF, *drawn]
@@ -77,13 +81,9 @@ def many_scales(dtype: torch.dtype, rule: ScaleRule) -> None:
     check(amaxes, Float8Format(dtype, Tile(1, 128), rule), None)
 
 
-@pytest.mark.parametrize("rule", [ScaleRule.FLOAT, POWER_OF_2], ids=["float", "power_of_2"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_scales_of_many_amaxes(interpreter, dtype, rule):
-    interpreter(many_scales, dtype, rule)
-
-
-def every_code(dtype: torch.dtype) -> None:
+@interpreted
+def test_every_bfloat16_is_cast_right(dtype):
     """All bfloat16 there are, under the scale 1."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     one = PriorScale(torch.ones(1, 1), 0.0, False)
@@ -93,11 +93,6 @@ def every_code(dtype: torch.dtype) -> None:
     )
     for ours, right in zip(found[:2], expected[:2], strict=True):
         assert_same_bits(ours, right)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_every_bfloat16_is_cast_right(interpreter, dtype):
-    interpreter(every_code, dtype)
 
 
 def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -233,7 +228,8 @@ def test_parts_with_known_scales(interpreter, name):
     interpreter(parts, name)
 
 
-def scales_of_vectors() -> None:
+@interpreted
+def test_scales_of_vectors_are_laid_out_as_the_gemm_reads_them():
     x, format = gaussian((48, 400), generator(8)), FORMATS["1x128"]
     for operand in quantize_cuda.quantize(x, format, format)[:2]:
         assert operand.scale_inv.stride() == (1, operand.data.shape[0])
@@ -241,11 +237,8 @@ def scales_of_vectors() -> None:
         assert given.untyped_storage().data_ptr() == operand.scale_inv.untyped_storage().data_ptr()
 
 
-def test_scales_of_vectors_are_laid_out_as_the_gemm_reads_them(interpreter):
-    interpreter(scales_of_vectors)
-
-
-def other_layouts() -> None:
+@interpreted
+def test_other_layouts_and_two_formats():
     x = gaussian((48, 80), generator(8))
     for name, format in FORMATS.items():
         check(x.t(), format, format)
@@ -256,11 +249,8 @@ def other_layouts() -> None:
             check(x, row, col, any_layout=True)
 
 
-def test_other_layouts_and_two_formats(interpreter):
-    interpreter(other_layouts)
-
-
-def rounds_wrongly() -> bool:
+@interpreted
+def test_the_interpreter_still_needs_its_repair():
     """Whether Triton's interpreter, as it comes, casts 127.9 to something else than 128."""
     import triton.language as tl
     from triton.runtime import interpreter as module
@@ -269,13 +259,7 @@ def rounds_wrongly() -> bool:
     (convert,) = (cell.cell_contents for cell in cells if callable(cell.cell_contents))
     nearest = module._ir.ROUNDING_MODE.RTNE
     found = convert(torch.tensor([127.9]).numpy(), tl.float32, tl.float8e4nv, nearest)
-    return float(torch.from_numpy(found.copy()).view(E4M3).float()) != 128.0
-
-
-def test_the_interpreter_still_needs_its_repair(interpreter):
-    assert interpreter(rounds_wrongly), (
-        "Triton's interpreter rounds now: drop tests/kernels/interpreted.repair"
-    )
+    assert float(torch.from_numpy(found.copy()).view(E4M3).float()) != 128.0
 
 
 UNCOVERED = {

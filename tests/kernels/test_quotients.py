@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.interpreted import interpreted
+
 AMAXES = [
     (-127, 448.0),
     (-118, 448.0),
@@ -58,7 +60,11 @@ def reciprocals(off: int) -> Iterator[None]:
         InterpreterBuilder.create_precise_divf = before
 
 
-def check_scales(off: int, exponent: int, top: float) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize(("exponent", "top"), AMAXES)
+@interpreted
+def test_every_mantissa_has_the_scale_of_ieee(exponent, off, top):
     from tests.kernels.quotients import scales
 
     amax = binade(exponent)
@@ -66,7 +72,11 @@ def check_scales(off: int, exponent: int, top: float) -> None:
         assert bool(same(scales(amax, top), right_scales(amax, top)).all())
 
 
-def check_inverses(off: int, exponent: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize("exponent", SCALES)
+@interpreted
+def test_every_mantissa_has_the_inverse_of_ieee(exponent, off):
     from tests.kernels.quotients import inverses
 
     scale = binade(exponent)[: 1 if exponent == 126 else None]
@@ -75,17 +85,3 @@ def check_inverses(off: int, exponent: int) -> None:
     # Of all ones the nearest reciprocal alone will do, which GPUs have: tests/cuda/test_quantize_cuda.py.
     assert not wrong[scale.view(torch.int32) & 0x7FFFFF != 0x7FFFFF].any()
     assert off or not wrong.any()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("off", [-1, 1])
-@pytest.mark.parametrize(("exponent", "top"), AMAXES)
-def test_every_mantissa_has_the_scale_of_ieee(interpreter, exponent, off, top):
-    interpreter(check_scales, off, exponent, top)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("off", [-1, 0, 1])
-@pytest.mark.parametrize("exponent", SCALES)
-def test_every_mantissa_has_the_inverse_of_ieee(interpreter, exponent, off):
-    interpreter(check_inverses, off, exponent)

@@ -9,6 +9,7 @@ from f8sub.kernels import reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.kernels.triton import quantize_cuda, support
 from tests.data_sets import generator, make
+from tests.kernels.interpreted import interpreted
 from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import FORMATS, SHAPES, SMALL, on_each_format, same_bits
 from tests.selection import long_but
@@ -92,7 +93,9 @@ def test_which_kernels_derive_columns_without_a_matrix_of_values(interpreter, na
     assert interpreter(launches_of_derivations, name) == expected
 
 
-def codes_that_begin_within_a_word() -> None:
+@interpreted
+def test_codes_that_begin_within_a_word():
+    """Words cannot be read there: by torch's operators."""
     format = FORMATS["128x128"]
     rowwise = rowwise_of(format, (128, 256))
     memory = torch.empty(rowwise.data.numel() + 1, dtype=torch.uint8)[1:].view(format.dtype)
@@ -100,8 +103,3 @@ def codes_that_begin_within_a_word() -> None:
     right = reference.derive_columnwise(rowwise, format)
     assert_same_bits(quantize_cuda.derive_columnwise(rowwise._replace(data=codes), format), right)
     assert_same_bits(right._replace(data=quantize_cuda.transpose(codes)), right)
-
-
-def test_codes_that_begin_within_a_word(interpreter):
-    """Words cannot be read there: by torch's operators."""
-    interpreter(codes_that_begin_within_a_word)

@@ -13,7 +13,7 @@ from f8sub.kernels.gemm import select
 from f8sub.kernels.triton import gemm_table, measured, triton_mm
 from tests.budgets import excess
 from tests.data_sets import generator, row_outliers
-from tests.kernels.interpreted import needs_triton
+from tests.kernels.interpreted import interpreted, needs_triton
 from tests.kernels.products import BLOCK, E4M3, LARGE, OUR_PAIRS, ROW, TENSOR, VECTOR, operands, product
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -60,24 +60,6 @@ def check(pair: str, shape: tuple[int, int, int], dtype: torch.dtype, changes: d
         assert excess(multiplied(a, b, dtype, **changes), right) > 1
 
 
-def bad_codes() -> None:
-    """NaN stays in its row or column, and what is beyond the matrix adds nothing to it."""
-    a, b = operands((VECTOR, VECTOR), SHAPES["ragged"], "gaussian")
-    a.data[3, 5], b.data[130, 300] = torch.nan, torch.nan
-    found = multiplied(a, b, torch.float32).isnan()
-    assert found[3].all()
-    assert found[:, 130].all()
-    assert found.sum() == sum(found.shape) - 1
-
-
-def parts_are_deterministic() -> None:
-    a, b = operands((LARGE, LARGE), (40, 72, 1500))
-    first, second = (multiplied(a, b, torch.bfloat16, parts=4) for _ in range(2))
-    assert torch.equal(first, second)
-    # More parts than blocks of K: the last ones add nothing.
-    assert excess(multiplied(a, b, torch.float32, parts=16), product(a, b)) <= 1
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @on_each_pair
 def test_products(interpreter, pair, shape):
@@ -94,12 +76,24 @@ def test_tiles_and_dtypes(interpreter, changes, dtype):
     interpreter(check, "1x128-128x128", SHAPES["ragged"], dtype, changes)
 
 
-def test_nan_shows_where_it_belongs(interpreter):
-    interpreter(bad_codes)
+@interpreted
+def test_nan_shows_where_it_belongs():
+    """NaN stays in its row or column, and what is beyond the matrix adds nothing to it."""
+    a, b = operands((VECTOR, VECTOR), SHAPES["ragged"], "gaussian")
+    a.data[3, 5], b.data[130, 300] = torch.nan, torch.nan
+    found = multiplied(a, b, torch.float32).isnan()
+    assert found[3].all()
+    assert found[:, 130].all()
+    assert found.sum() == sum(found.shape) - 1
 
 
-def test_parts_of_k(interpreter):
-    interpreter(parts_are_deterministic)
+@interpreted
+def test_parts_of_k():
+    a, b = operands((LARGE, LARGE), (40, 72, 1500))
+    first, second = (multiplied(a, b, torch.bfloat16, parts=4) for _ in range(2))
+    assert torch.equal(first, second)
+    # More parts than blocks of K: the last ones add nothing.
+    assert excess(multiplied(a, b, torch.float32, parts=16), product(a, b)) <= 1
 
 
 @pytest.fixture

@@ -289,8 +289,9 @@ def hold(event):
     FileSystemWriter.write_data = held
 
 
-def train_on_while_it_is_written(rank, world, folder):
-    """What is the newest whole checkpoint while one is written; the tensors change in the meantime."""
+def test_training_goes_on_while_a_checkpoint_is_written(rank, world, tmp_path):
+    """It is whole when its manifest is there and not before; the older one is kept until then."""
+    folder = tmp_path / "a"
     Checkpoints(folder).save(1, some_tensors(world, 1), STATE)
     released = threading.Event()
     hold(released)
@@ -302,23 +303,13 @@ def train_on_while_it_is_written(rank, world, folder):
     meanwhile, broken = checkpoints.newest_whole()
     released.set()
     checkpoints.wait()
-    return (
-        meanwhile,
-        "cut short" in broken["step-00000002"],
-        checkpoints.names(),
-        load(rank, world, folder, "step-00000002"),
-    )
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(ranks, tmp_path):
-    """It is whole when its manifest is there and not before; the older one is kept until then."""
-    for meanwhile, cut_short, names, loaded in ranks(2, train_on_while_it_is_written, tmp_path / "a"):
-        assert meanwhile == "step-00000001"
-        assert cut_short
-        assert names == ["step-00000002"]
-        state, tensors = loaded
-        assert state == STATE
-        assert tensors["sharded"] == torch.randn(7, 3, generator=torch.Generator().manual_seed(2)).tolist()
+    names, loaded = checkpoints.names(), load(rank, world, folder, "step-00000002")
+    assert meanwhile == "step-00000001"
+    assert "cut short" in broken["step-00000002"]
+    assert names == ["step-00000002"]
+    state, tensors = loaded
+    assert state == STATE
+    assert tensors["sharded"] == torch.randn(7, 3, generator=torch.Generator().manual_seed(2)).tolist()
 
 
 def full_disk(rank, world, folder, where, asynchronous):

@@ -206,8 +206,9 @@ def test_metrics_of_steps_after_the_checkpoint_are_written_anew(ranks, tmp_path)
     assert [record["step"] for record in records(settings)] == [1, 2, 3, 4]
 
 
-def overflow(rank, world, settings):
+def test_float16_skips_a_step_that_overflows_on_one_rank(rank, world, tmp_path):
     """Train with a loss scale that overflows in one rank's gradients alone."""
+    settings = quick_settings(tmp_path, "--float8.enabled false --training.dtype float16")
     run = trainer(world, settings)
     before = [parameter.full_tensor().clone() for parameter in run.model.parameters()]
     loss = run.loss
@@ -217,12 +218,9 @@ def overflow(rank, world, settings):
     run.loss = loss
     run.train_step()
     moved = not torch.equal(before[0], next(run.model.parameters()).full_tensor())
-    return same, moved, run.scaler.get_scale()
-
-
-def test_float16_skips_a_step_that_overflows_on_one_rank(ranks, tmp_path):
-    settings = quick_settings(tmp_path, "--float8.enabled false --training.dtype float16")
-    assert ranks(2, overflow, settings) == [(True, True, 2.0**15)] * 2
+    assert same
+    assert moved
+    assert run.scaler.get_scale() == 2.0**15
 
 
 def no_loss(rank, world, settings):
@@ -240,7 +238,10 @@ def test_a_loss_that_is_no_number_stops_every_rank(ranks, tmp_path):
         assert "The loss of step 1 is nan" in message
 
 
-def gathered_in_a_step(rank, world, settings):
+@on_each_recipe
+def test_bytes_and_all_reduces_of_a_step(rank, world, tmp_path, recipe):
+    """A block is gathered in forward and in backward, what is outside of blocks once."""
+    settings = quick_settings(tmp_path, float8_options(recipe))
     run = trainer(world, settings)
     if settings.float8_recipe:
         f8sub.precompute_scales(run.model)
@@ -253,21 +254,12 @@ def gathered_in_a_step(rank, world, settings):
     matrices = [tuple(parameter.shape) for parameter in in_blocks.values() if parameter.ndim == 2]
     vectors = sum(parameter.numel() for parameter in in_blocks.values() if parameter.ndim == 1)
     whole = sum(parameter.numel() for parameter in run.model.parameters())
-    return first, second, matrices, vectors, whole - vectors - sum(map(math.prod, matrices))
-
-
-@on_each_recipe
-def test_bytes_and_all_reduces_of_a_step(ranks, tmp_path, recipe):
-    """A block is gathered in forward and in backward, what is outside of blocks once."""
-    settings = quick_settings(tmp_path, float8_options(recipe))
-    for first, second, matrices, vectors, rest in ranks(2, gathered_in_a_step, settings):
-        weights = sum(
-            gathered_bytes(recipe, *shape) if recipe else 2 * math.prod(shape) for shape in matrices
-        )
-        assert second.all_gather_bytes == 2 * (weights + 2 * vectors) + 2 * rest
-        assert second.amax_all_reduces == (1 if recipe else 0)
-        assert first.amax_all_reduces == second.amax_all_reduces
-        assert first.all_gather_bytes == second.all_gather_bytes
+    rest = whole - vectors - sum(map(math.prod, matrices))
+    weights = sum(gathered_bytes(recipe, *shape) if recipe else 2 * math.prod(shape) for shape in matrices)
+    assert second.all_gather_bytes == 2 * (weights + 2 * vectors) + 2 * rest
+    assert second.amax_all_reduces == (1 if recipe else 0)
+    assert first.amax_all_reduces == second.amax_all_reduces
+    assert first.all_gather_bytes == second.all_gather_bytes
 
 
 @pytest.mark.long

@@ -29,6 +29,10 @@ def test_results_come_back_in_the_order_of_the_ranks(ranks, world):
     assert threads == (1,) * world
 
 
+def test_a_test_of_a_rank_runs_on_the_ranks(rank, world):
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+
+
 def _rank_one_fails(rank: int, world: int) -> None:
     if rank == 1:
         raise ValueError("rank one has a reason")

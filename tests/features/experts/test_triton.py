@@ -8,7 +8,7 @@ import torch
 import f8sub
 from f8sub.features.expert_products.products import GroupedPlan
 from tests.data_sets import gaussian, generator
-from tests.kernels.interpreted import interpreter  # noqa: F401
+from tests.kernels.interpreted import interpreted
 from tests.selection import long_but
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant"]
@@ -46,7 +46,16 @@ def made(recipe: str, backend: str, counts: list[int]) -> list[torch.Tensor]:
     return [y.detach(), x.grad, w.grad]
 
 
-def compared(recipe: str, counts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    long_but(
+        [("rowwise", "all empty"), ("blockwise", "uneven")],
+        [(recipe, kind) for recipe in RECIPES for kind in COUNTS],
+    ),
+)
+@interpreted
+def test_products_are_the_references(recipe, kind):
+    counts = COUNTS[kind]
     with on_the_cpu():
         plan = GroupedPlan.make(f8sub.get_recipe(recipe), torch.device("cpu"), "triton")
         assert {plan.fprop, plan.dgrad, plan.wgrad} - {None} == {"triton"}
@@ -56,14 +65,3 @@ def compared(recipe: str, counts: list[int]) -> None:
         assert (a.float() - b.float()).abs().max() <= 2**-8 * b.float().abs().max(), name
         if name != "dw":
             assert not a[len(a) - TAIL :].any(), name
-
-
-@pytest.mark.parametrize(
-    ("recipe", "kind"),
-    long_but(
-        [("rowwise", "all empty"), ("blockwise", "uneven")],
-        [(recipe, kind) for recipe in RECIPES for kind in COUNTS],
-    ),
-)
-def test_products_are_the_references(interpreter, recipe, kind):  # noqa: F811
-    interpreter(compared, recipe, COUNTS[kind])

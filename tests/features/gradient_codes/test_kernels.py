@@ -11,7 +11,7 @@ from f8sub.features.gradient_codes.layout import Layout, chunk_size, layout_of
 from f8sub.features.gradient_codes.wire import Source
 from f8sub.kernels.triton import support
 from tests.data_sets import edge_values, gaussian, generator
-from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
+from tests.kernels.interpreted import needs_triton
 
 SHAPES = [(64, 96), (1, 16), (3, 7), (33, 129), (256,), (5, 0), (8, 3, 32)]
 """Whole blocks, one row, rows that no number of ranks divides, a vector, none, experts."""
@@ -80,12 +80,12 @@ def launches_of_all_kinds() -> list[tuple[object, ...]]:
 
 @needs_triton
 @pytest.mark.parametrize("codes", [True, False], ids=["e4m3", "bf16"])
-def test_bytes_and_sums_are_the_references(interpreter, codes):  # noqa: F811
+def test_bytes_and_sums_are_the_references(interpreter, codes):
     interpreter(bytes_and_sums, "cpu", codes)
 
 
 @needs_triton
-def test_one_launch_for_gradients_of_a_kind(interpreter):  # noqa: F811
+def test_one_launch_for_gradients_of_a_kind(interpreter):
     assert interpreter(launches_of_all_kinds) == [("fp32", True, 2), ("fp32", False, 2), ("bf16", True, 2)]
 
 

@@ -10,7 +10,10 @@ from tests.linear.test_saved_bytes import Saved, bytes_of_saved, leaf
 from tests.models import Stack, seed_weights, shard
 
 
-def _sharded(rank: int, world: int, recipe: str) -> tuple[int, int]:
+@on_each_recipe
+def test_under_fsdp_all_that_is_left_of_the_weight_after_forward_is_its_shard(rank, world, recipe):
+    """Unsharded codes that autograd saw are FSDP's to free; the shard in high precision is a parameter."""
+    of_x, spec = bytes_of_saved(leaf(24, 64), recipe), oracle.spec_of(recipe, "x")
     model = f8sub.convert_to_float8(seed_weights(Stack(64, 96)), recipe=recipe)
     model = shard(model)
     x = leaf(24, 64)
@@ -19,13 +22,6 @@ def _sharded(rank: int, world: int, recipe: str) -> tuple[int, int]:
     codes = oracle.TORCH_DTYPES[oracle.spec_of(recipe, "x").format], torch.uint8
     counted = saved.bytes_in(*codes), saved.bytes
     saved.y.backward(gaussian(tuple(saved.y.shape), generator(3)))
-    return counted
-
-
-@on_each_recipe
-def test_under_fsdp_all_that_is_left_of_the_weight_after_forward_is_its_shard(ranks, recipe):
-    """Unsharded codes that autograd saw are FSDP's to free; the shard in high precision is a parameter."""
-    of_x, spec = bytes_of_saved(leaf(24, 64), recipe), oracle.spec_of(recipe, "x")
-    for codes, everything in ranks(2, _sharded, recipe):
-        assert codes == (0 if f8sub.get_recipe(recipe).wgrad.b is None else spec.code_bytes(64, 24))
-        assert everything <= of_x + oracle.spec_of(recipe, "w").scale_bytes(96, 64) + 96 * 64 * 4 // 2
+    codes, everything = counted
+    assert codes == (0 if f8sub.get_recipe(recipe).wgrad.b is None else spec.code_bytes(64, 24))
+    assert everything <= of_x + oracle.spec_of(recipe, "w").scale_bytes(96, 64) + 96 * 64 * 4 // 2

@@ -95,7 +95,8 @@ def products(model: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 DTYPES = {"fp32": (MixedPrecisionPolicy(), torch.float32), "bf16": (BF16, torch.bfloat16)}
 
 
-def any_number_of_rows(rank: int, world: int, recipe: str) -> dict[str, list[str]]:
+@on_each_recipe_and_world
+def test_any_number_of_rows(rank, world, recipe):
     filters.MULTIPLE = 1
     found = {}
     for rows in ROWS:
@@ -116,14 +117,8 @@ def any_number_of_rows(rank: int, world: int, recipe: str) -> dict[str, list[str
                 wrong += differences(model.layers[0].weight, recipe, weight)
                 model.reshard()
             found[f"{rows} rows of {name}"] = wrong
-    return found
-
-
-@on_each_recipe_and_world
-def test_any_number_of_rows(ranks, recipe, world):
-    for found in ranks(world, any_number_of_rows, recipe):
-        assert {name: wrong for name, wrong in found.items() if wrong} == {}
-        assert len(found) == 2 * len(ROWS)
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert len(found) == 2 * len(ROWS)
 
 
 def padding(rank: int, world: int, recipe: str) -> torch.Tensor:

@@ -56,13 +56,6 @@ def state_of(model: nn.Module) -> list[torch.Tensor]:
     return [whole(tensor) for tensor in (*model.parameters(), *model.buffers())]
 
 
-def on_a_rank(rank: int, world: int, recipe: str) -> dict[str, Result]:
-    return {
-        name: (train(model, rank, steps=STEPS, optimizer=optimizer_of(model.parameters())), state_of(model))
-        for name, model in wrapped(recipe).items()
-    }
-
-
 def unsharded(recipe: str, ranks: int) -> tuple[list[list[float]], list[torch.Tensor]]:
     """Losses of each rank's part of the batch, in one process."""
     model = made(recipe)
@@ -84,14 +77,17 @@ def unsharded(recipe: str, ranks: int) -> tuple[list[list[float]], list[torch.Te
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("world", [1, 2], ids=["world1", "world2"])
 @pytest.mark.parametrize("recipe", long_but(("tensorwise", "delayed"), RECIPES))
-def test_each_wrapper_is_the_unsharded_run(ranks, recipe, world):
+def test_each_wrapper_is_the_unsharded_run(rank, world, recipe):
     expected_losses, expected = unsharded(recipe, world)
-    for rank, found in enumerate(ranks(world, on_a_rank, recipe)):
-        losses, state = found["on"]
-        assert len(set(losses)) == len(losses)
-        assert [name for name in found if not equal(found[name], found["on"])] == []
-        assert losses == expected_losses[rank]
-        assert equal(state, [whole(tensor) for tensor in expected])
+    found = {
+        name: (train(model, rank, steps=STEPS, optimizer=optimizer_of(model.parameters())), state_of(model))
+        for name, model in wrapped(recipe).items()
+    }
+    losses, state = found["on"]
+    assert len(set(losses)) == len(losses)
+    assert [name for name in found if not equal(found[name], found["on"])] == []
+    assert losses == expected_losses[rank]
+    assert equal(state, [whole(tensor) for tensor in expected])
 
 
 @on_each(ONE_RECIPE_A_WIRE)

@@ -83,8 +83,7 @@ def test_a_gather_casts_and_the_losses_are_those_of_codes_that_were_copied(ranks
         assert min(gathers.values()) >= 8  # three forwards alone, and five microbatches
 
 
-def asked(rank: int, world: int) -> list[bool]:
-    """Whether other operators than FSDP2's get the codes of what is pending."""
+def test_other_operators_get_the_codes(rank, world):
     model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="rowwise"))
     f8sub.precompute_scales(model)
     own = shard_of(model.layers[0])
@@ -108,17 +107,11 @@ def asked(rank: int, world: int) -> list[bool]:
     pending_codes.cast_into([offloaded], both[:1])
     copy = weakref.ref(offloaded)
     del offloaded
-    return [
-        torch.equal(into, codes),
-        torch.equal(torch.cat(both), torch.cat([codes.view(-1), others.view(-1)])),
-        torch.equal(pending.clone(), codes),
-        torch.equal(flat[:, 0], codes.view(-1)),
-        copy() is None,
-    ]
-
-
-def test_other_operators_get_the_codes(ranks):
-    assert ranks(2, asked) == [[True] * 5] * 2
+    assert torch.equal(into, codes)
+    assert torch.equal(torch.cat(both), torch.cat([codes.view(-1), others.view(-1)]))
+    assert torch.equal(pending.clone(), codes)
+    assert torch.equal(flat[:, 0], codes.view(-1))
+    assert copy() is None
 
 
 class Together:
@@ -226,7 +219,8 @@ def gathered_inputs(model: nn.Module) -> list[torch.Tensor]:
     return [own.exchange.gather_input(own, own.master)[0].clone().view(-1) for own in shards]
 
 
-def captured(rank: int, world: int, recipe: str) -> tuple[str, int, bool, bool]:
+@on_each(RECIPES)
+def test_a_graph_casts_at_every_gather_and_replays_cast_the_weight_as_it_is(rank, world, recipe):
     """The error of a capture that comes too early, casts of a good one, and whether a replay casts what is there."""
     model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe=recipe))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -250,17 +244,13 @@ def captured(rank: int, world: int, recipe: str) -> tuple[str, int, bool, bool]:
         f8sub.precompute_scales(model)
     replayed, now = graph.replay(), gathered_inputs(model)
     fresh = all(torch.equal(a, b) for a, b in zip(replayed, now * 2, strict=True))
-    return str(early.value), recorded, fresh, any(torch.equal(a, b) for a, b in zip(before, now, strict=True))
-
-
-@on_each(RECIPES)
-def test_a_graph_casts_at_every_gather_and_replays_cast_the_weight_as_it_is(ranks, recipe):
-    for early, recorded, fresh, unchanged in ranks(2, captured, recipe):
-        assert "layers.0" in early
-        assert "precompute_scales" in early
-        assert recorded == 2 * 2
-        assert fresh
-        assert not unchanged
+    early = str(early.value)
+    unchanged = any(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+    assert "layers.0" in early
+    assert "precompute_scales" in early
+    assert recorded == 2 * 2
+    assert fresh
+    assert not unchanged
 
 
 @on_each(RECIPES)

@@ -82,8 +82,11 @@ def test_one_model_after_another_takes_no_more_than_the_first(ranks, name):
         assert after == before
 
 
-def freed(rank: int, world: int, options: dict[str, object]) -> list[bool]:
-    """Whether the model and what f8sub keeps for its layers are gone after one collection of garbage."""
+FREED = ({"recipe": "tensorwise"}, {"recipe": "delayed"}, {"primary_weights": True})
+
+
+@pytest.mark.parametrize("options", FREED, ids=["tensorwise", "delayed", "primary"])
+def test_a_model_is_freed_with_all_that_is_kept_for_it(rank, world, options):
     gc.disable()
 
     def used() -> tuple[weakref.ref, ...]:
@@ -93,15 +96,7 @@ def freed(rank: int, world: int, options: dict[str, object]) -> list[bool]:
 
     found = used()
     gc.collect()
-    return [reference() is None for reference in found]
-
-
-FREED = ({"recipe": "tensorwise"}, {"recipe": "delayed"}, {"primary_weights": True})
-
-
-@pytest.mark.parametrize("options", FREED, ids=["tensorwise", "delayed", "primary"])
-def test_a_model_is_freed_with_all_that_is_kept_for_it(ranks, options):
-    assert ranks(2, freed, options) == [[True, True]] * 2
+    assert [reference() is None for reference in found] == [True, True]
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup:
@@ -109,7 +104,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     return table.group_of(table.layout.ranks)._slot.group
 
 
-def in_another_order(rank: int, world: int) -> list[bool]:
+def test_models_that_live_at_once_are_reduced_in_any_order(rank, world):
     """Two models at once, whose reductions rank 1 begins in the other order."""
     widths = [(16, 32, 16), (16, 32, 32)]
     models, alone = (
@@ -125,15 +120,11 @@ def in_another_order(rank: int, world: int) -> list[bool]:
     for model in reversed(models) if rank else models:
         f8sub.precompute_scales(model)
     x = gaussian((4, 16), generator(1))
-    return [torch.equal(a(x), b(x)) for a, b in zip(models, alone, strict=True)]
+    assert [torch.equal(a(x), b(x)) for a, b in zip(models, alone, strict=True)] == [True, True]
 
 
-def test_models_that_live_at_once_are_reduced_in_any_order(ranks):
-    assert ranks(2, in_another_order) == [[True, True]] * 2
-
-
-def kept_on_one_rank(rank: int, world: int) -> tuple[bool, bool, bool]:
-    """Whether the group of a model that is gone on all ranks but one, then on all, is used for the next."""
+@pytest.mark.parametrize("world", [3])
+def test_a_group_is_used_again_once_it_is_free_on_all_ranks(rank, world):
     first = prepared()
     group = group_of(first)
     if rank:
@@ -143,14 +134,12 @@ def kept_on_one_rank(rank: int, world: int) -> tuple[bool, bool, bool]:
     first = None
     third = prepared()
     x = gaussian((4, 16), generator(1))
-    return while_kept, group_of(third) is group, torch.equal(third(x), model_of()(x))
+    assert not while_kept
+    assert group_of(third) is group
+    assert torch.equal(third(x), model_of()(x))
 
 
-def test_a_group_is_used_again_once_it_is_free_on_all_ranks(ranks):
-    assert ranks(3, kept_on_one_rank) == [(False, True, True)] * 3
-
-
-def used_more_often_on_one_rank(rank: int, world: int) -> tuple[bool, bool]:
+def test_a_group_whose_collectives_do_not_pair_is_used_no_more(rank, world):
     """The first model ends with a reduction that rank 1 alone began, and that pairs with none."""
     first = prepared()
     for parameter in first.parameters():
@@ -162,14 +151,12 @@ def used_more_often_on_one_rank(rank: int, world: int) -> tuple[bool, bool]:
     del first, parameter
     second = prepared(seed=3)
     x = gaussian((4, 16), generator(1))
-    return group_of(second) is group, torch.equal(second(x), model_of(seed=3)(x))
+    assert group_of(second) is not group
+    assert torch.equal(second(x), model_of(seed=3)(x))
 
 
-def test_a_group_whose_collectives_do_not_pair_is_used_no_more(ranks):
-    assert ranks(2, used_more_often_on_one_rank) == [(False, True)] * 2
-
-
-def begun_again(rank: int, world: int, folder: str) -> list[bool]:
+def test_process_groups_that_were_destroyed_are_not_used_again(rank, world, tmp_path):
+    folder = str(tmp_path)
     found = []
     for life in range(3):
         model, alone = prepared(seed=life), model_of(seed=life)
@@ -180,8 +167,4 @@ def begun_again(rank: int, world: int, folder: str) -> list[bool]:
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder}/store{life}", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    return found
-
-
-def test_process_groups_that_were_destroyed_are_not_used_again(ranks, tmp_path):
-    assert ranks(2, begun_again, str(tmp_path)) == [[True] * 6] * 2
+    assert found == [True] * 6

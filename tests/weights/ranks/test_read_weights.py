@@ -73,8 +73,9 @@ def values_of_codes(recipe: str, policy: Any) -> torch.Tensor:
     return f8sub.quantize(weight, recipe, operand="w", columnwise=False).dequantize().float()
 
 
-def compared(rank: int, world: int, recipe: str) -> dict[str, list[bool]]:
-    """Whether each result is that of plain FSDP2, where its weight is what the codes stand for."""
+@on_each(RECIPES)
+def test_values_and_gradients_are_plain_fsdps(rank, world, recipe):
+    """Bitwise, of the weight that the codes stand for; and of the weight itself where that is gathered."""
     weight, found = gaussian((ROWS, COLS), generator(7)), {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", f8sub.Float8Warning)
@@ -84,33 +85,19 @@ def compared(rank: int, world: int, recipe: str) -> dict[str, list[bool]]:
     high = run(made(weight, recipe, gathered=False, calls=False), BF16)
     plain = run(made(weight, None, gathered=False, calls=False), BF16)
     found["gathered in bf16"] = [torch.equal(a, b) for a, b in zip(high, plain, strict=True)]
-    return found
+    assert found == {"gathered in float8": [True] * 6, "gathered in bf16": [True] * 6}
 
 
-@on_each(RECIPES)
-def test_values_and_gradients_are_plain_fsdps(ranks, recipe):
-    """Bitwise, of the weight that the codes stand for; and of the weight itself where that is gathered."""
-    for found in ranks(2, compared, recipe):
-        assert found == {"gathered in float8": [True] * 6, "gathered in bf16": [True] * 6}
-
-
-def warned(rank: int, world: int) -> tuple[list[str], list[float]]:
-    """What is said in two steps of a module that calls the layer too, and how far the gradients are from plain ones."""
+def test_it_says_so_once_for_each_operator_and_gradients_of_both_uses_meet(rank, world):
     weight = gaussian((ROWS, COLS), generator(7))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", f8sub.Float8Warning)
         found = run(made(weight, "tensorwise", gathered=True, calls=True), BF16)
     plain = run(made(weight, None, gathered=False, calls=True), BF16)
     said = [f"{w.message} {w.filename}" for w in caught if issubclass(w.category, f8sub.Float8Warning)]
-    return said, [((a - b).norm() / b.norm()).item() for a, b in zip(found, plain, strict=True)]
-
-
-def test_it_says_so_once_for_each_operator_and_gradients_of_both_uses_meet(ranks):
-    for said, errors in ranks(2, warned):
-        operators = [
-            re.match(r"(aten\.\S+) reads Float8Tensor\(\((80, 48|48, 80)\)", text)[1] for text in said
-        ]
-        assert len(operators) == len(set(operators))
-        assert said[0].endswith("test_read_weights.py")
-        assert {"aten.mm.default", "aten._to_copy.default", "aten.mul.Tensor"} <= set(operators)
-        assert max(errors) < 0.06
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, plain, strict=True)]
+    operators = [re.match(r"(aten\.\S+) reads Float8Tensor\(\((80, 48|48, 80)\)", text)[1] for text in said]
+    assert len(operators) == len(set(operators))
+    assert said[0].endswith("test_read_weights.py")
+    assert {"aten.mm.default", "aten._to_copy.default", "aten.mul.Tensor"} <= set(operators)
+    assert max(errors) < 0.06

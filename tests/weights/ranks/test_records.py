@@ -51,18 +51,14 @@ def losses(model: nn.Module) -> list[float]:
     return found
 
 
-def tied(rank: int, world: int, recipe: str) -> list[list[float]]:
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_a_weight_that_two_conversions_share_trains_as_of_one(rank, world, recipe):
     """Losses of a model that was converted as a whole, and in parts."""
     whole, parts = converted(Tied(), recipe), Tied()
     converted(parts.a, recipe)
     converted(parts, recipe)
-    return [losses(fully_shard(model)) for model in (whole, parts)]
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
-def test_a_weight_that_two_conversions_share_trains_as_of_one(ranks, recipe):
-    for whole, parts in ranks(2, tied, recipe):
-        assert whole == parts
+    whole, parts = [losses(fully_shard(model)) for model in (whole, parts)]
+    assert whole == parts
 
 
 def tied_apart(rank: int, world: int, gathered: tuple[bool, bool]) -> str:
@@ -85,7 +81,7 @@ def test_a_weight_that_two_conversions_gather_differently(ranks):
         assert "would gather its weight in high precision" in text
 
 
-def moved(rank: int, world: int) -> list[torch.Tensor]:
+def test_a_model_that_comes_to_another_dtype_is_rounded_to_that(rank, world):
     found = []
     for first in (f8sub.precompute_scales, lambda model: None):
         model = fully_shard(converted(pair().bfloat16()))
@@ -96,15 +92,11 @@ def moved(rank: int, world: int) -> list[torch.Tensor]:
                 parameter.mul_(1.01)
         f8sub.precompute_scales(model)
         found.append(model(gaussian((8, WIDTH), generator(1))).detach())
-    return found
+    late, early = found
+    assert torch.equal(late, early)
 
 
-def test_a_model_that_comes_to_another_dtype_is_rounded_to_that(ranks):
-    for late, early in ranks(2, moved):
-        assert torch.equal(late, early)
-
-
-def in_each_order(rank: int, world: int) -> dict[str, tuple[list[float], str]]:
+def test_assigning_a_state_dict_keeps_the_float8_all_gather(rank, world):
     """Losses and the class of the local weight, for every order of converting, sharding and assigning."""
     found = {}
     for order in ("copied", "assigned-then-sharded", "sharded-then-assigned", "meta-then-assigned"):
@@ -122,26 +114,17 @@ def in_each_order(rank: int, world: int) -> dict[str, tuple[list[float], str]]:
             }
             model.load_state_dict(state, assign=True)
         found[order] = losses(model), type(model[0].weight._local_tensor).__name__
-    return found
+    assert len({str(one) for one in found.values()}) == 1, found
+    assert found["copied"][1] == "MasterWeight"
 
 
-def test_assigning_a_state_dict_keeps_the_float8_all_gather(ranks):
-    for found in ranks(2, in_each_order):
-        assert len({str(one) for one in found.values()}) == 1, found
-        assert found["copied"][1] == "MasterWeight"
-
-
-def assigned_by_hand(rank: int, world: int) -> str:
+def test_a_parameter_put_in_its_place_is_refused(rank, world):
     model = converted(pair())
     model[1].weight = nn.Parameter(torch.randn(WIDTH, 48))
     fully_shard(model)
-    return refusal(f8sub.Float8ConfigError, f8sub.precompute_scales, model)
-
-
-def test_a_parameter_put_in_its_place_is_refused(ranks):
-    for message in ranks(2, assigned_by_hand):
-        assert message.startswith("1: ")
-        assert "high precision" in message
+    message = refusal(f8sub.Float8ConfigError, f8sub.precompute_scales, model)
+    assert message.startswith("1: ")
+    assert "high precision" in message
 
 
 SHAPES = {"up": (24, 32), "down": (32, 24)}

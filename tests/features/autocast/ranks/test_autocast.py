@@ -31,35 +31,28 @@ def of_name(name: str) -> Callable[[], f8sub.autocast]:
     return lambda: f8sub.autocast(enabled=False) if ANY[name] is NO_GEMM else f8sub.autocast(ANY[name])
 
 
-def gathered_in_high_precision(rank: int, world: int, name: str, checkpointed: bool) -> tuple[Losses, Losses]:
-    model = model_of("tensorwise", all_gather=False, checkpointed=checkpointed)
-    return train(model, rank, around=of_name(name)), train(model_of(ANY[name], all_gather=False), rank)
-
-
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("name", ANY, ids=list(ANY))
-def test_any_recipe_where_the_weight_is_gathered_in_high_precision(ranks, name, checkpointed):
+def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, name, checkpointed):
     """The weight was rounded to the policy's param_dtype and nothing else: as in a model of that recipe alone."""
-    for found, expected in ranks(2, gathered_in_high_precision, name, checkpointed):
-        assert found == expected
-        assert len(set(found)) == len(found)
-
-
-def same_wire_format(rank: int, world: int, checkpointed: bool) -> list[Losses]:
-    model = model_of("rowwise", checkpointed=checkpointed)
-    inside = train(model, rank, around=lambda: f8sub.autocast("rowwise_with_gw_hp"))
-    return [inside, train(model_of("rowwise_with_gw_hp"), rank), train(model_of("rowwise"), rank)]
+    model = model_of("tensorwise", all_gather=False, checkpointed=checkpointed)
+    found = train(model, rank, around=of_name(name))
+    expected = train(model_of(ANY[name], all_gather=False), rank)
+    assert found == expected
+    assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-def test_a_recipe_that_reads_what_was_gathered(ranks, checkpointed):
-    for inside, alone, own in ranks(2, same_wire_format, checkpointed):
-        assert inside == alone
-        assert inside != own
+def test_a_recipe_that_reads_what_was_gathered(rank, world, checkpointed):
+    model = model_of("rowwise", checkpointed=checkpointed)
+    inside = train(model, rank, around=lambda: f8sub.autocast("rowwise_with_gw_hp"))
+    alone, own = train(model_of("rowwise_with_gw_hp"), rank), train(model_of("rowwise"), rank)
+    assert inside == alone
+    assert inside != own
 
 
-def disabled(rank: int, world: int, recipe: str) -> tuple[bool, bool, bool]:
-    """Whether y, dx and dw of one layer are those of a plain layer with the dequantized weight."""
+@pytest.mark.parametrize("recipe", f8sub.recipe_names(), ids=f8sub.recipe_names())
+def test_disabled_with_a_float8_wire_is_the_dequantized_weight(rank, world, recipe):
     weight = seed_weights(Transformer(blocks=1), 2.0).blocks[0].q.weight.detach()
     plain = nn.Linear(32, 32, bias=False)
     with torch.no_grad():
@@ -77,16 +70,10 @@ def disabled(rank: int, world: int, recipe: str) -> tuple[bool, bool, bool]:
         y.backward(gaussian((16, 32), generator(2)))
         dw = layer.weight.grad
         found.append((y, x.grad, dw.full_tensor() if hasattr(dw, "full_tensor") else dw))
-    return tuple(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert tuple(torch.equal(a, b) for a, b in zip(*found, strict=True)) == (True, True, True)
 
 
-@pytest.mark.parametrize("recipe", f8sub.recipe_names(), ids=f8sub.recipe_names())
-def test_disabled_with_a_float8_wire_is_the_dequantized_weight(ranks, recipe):
-    assert ranks(2, disabled, recipe) == [(True, True, True)] * 2
-
-
-def refused(rank: int, world: int) -> tuple[str, str, bool]:
-    """The messages for another wire format and for columns that cannot be derived; the model still runs."""
+def test_a_recipe_that_cannot_read_what_was_gathered_is_refused(rank, world):
     tensorwise, rowwise = (f8sub.get_recipe(name) for name in ("tensorwise", "rowwise"))
     no_fprop = rowwise.with_high_precision(fprop=True)
     model, messages = shard(transformer("tensorwise", spread=2.0)), []
@@ -97,23 +84,22 @@ def refused(rank: int, world: int) -> tuple[str, str, bool]:
     with f8sub.autocast(tensorwise.with_high_precision(fprop=True)):
         y = model(gaussian((4, 4, 32), generator(1)))
     y.backward(gaussian(tuple(y.shape), generator(2)).to(y.dtype))
-    return *messages, all(layer.weight.grad is not None for layer in float8_layers(model))
+    format, columns, runs = *messages, all(layer.weight.grad is not None for layer in float8_layers(model))
+    for message in (format, columns):
+        assert message.startswith("blocks.0.q: recipe 'rowwise")
+        assert "rowwise e4m3 (power-of-two scales)" in message
+        assert "gathered or kept of it is tensorwise e4m3" in message
+        assert "convert with float8_all_gather=False" in message
+    assert "its fprop reads the weight as" in format
+    assert "its dgrad reads the weight as" in columns
+    assert runs
 
 
-def test_a_recipe_that_cannot_read_what_was_gathered_is_refused(ranks):
-    for format, columns, runs in ranks(2, refused):
-        for message in (format, columns):
-            assert message.startswith("blocks.0.q: recipe 'rowwise")
-            assert "rowwise e4m3 (power-of-two scales)" in message
-            assert "gathered or kept of it is tensorwise e4m3" in message
-            assert "convert with float8_all_gather=False" in message
-        assert "its fprop reads the weight as" in format
-        assert "its dgrad reads the weight as" in columns
-        assert runs
+def test_dgrad_reads_the_gathered_codes_where_fprop_reads_what_they_stand_for(rank, world):
+    """It transposes their bytes: no weight is cast a second time.
 
-
-def backward_of(rank: int, world: int) -> list[tuple[torch.Tensor, list[tuple[int, ...]]]]:
-    """dx of one layer and the casts of its backward, outside of contexts and with fprop in high precision."""
+    dx of one layer and the casts of its backward, outside of contexts and with fprop in high precision.
+    """
     stack = f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe="tensorwise")
     sharded, found = shard(stack, BF16), []
     f8sub.precompute_scales(sharded)
@@ -125,11 +111,6 @@ def backward_of(rank: int, world: int) -> list[tuple[torch.Tensor, list[tuple[in
         with Float8Work() as work:
             y.backward(gaussian((16, 48), generator(2)).bfloat16())
         found.append((x.grad, work.casts))
-    return found
-
-
-def test_dgrad_reads_the_gathered_codes_where_fprop_reads_what_they_stand_for(ranks):
-    """It transposes their bytes: no weight is cast a second time."""
-    for (own_dx, own_casts), (dx, casts) in ranks(2, backward_of):
-        assert torch.equal(dx, own_dx)
-        assert casts == own_casts == [(16, 48)]
+    (own_dx, own_casts), (dx, casts) = found
+    assert torch.equal(dx, own_dx)
+    assert casts == own_casts == [(16, 48)]

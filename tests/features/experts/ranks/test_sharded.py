@@ -133,92 +133,68 @@ def test_weights_that_are_stored_or_read_transposed(ranks, kind, recipe):
         assert name == "Float8Tensor"
 
 
-def by_itself(rank: int, world: int) -> bool:
+def test_a_scale_of_a_whole_matrix_is_gathered_in_high_precision(rank, world):
+    """It is one an expert, and one of all experts' rows would be another."""
     model = sharded(converted(3, "nvfp4"))
     is_same = same(trained(model, 3), trained(converted(3, "nvfp4"), 3))
     model.experts.unshard()
-    return is_same and not any(isinstance(p, f8sub.Float8Tensor) for p in model.experts.parameters())
+    assert is_same
+    assert not any(isinstance(p, f8sub.Float8Tensor) for p in model.experts.parameters())
 
 
-def test_a_scale_of_a_whole_matrix_is_gathered_in_high_precision(ranks):
-    """It is one an expert, and one of all experts' rows would be another."""
-    assert all(ranks(2, by_itself))
-
-
-def on_a_mesh(rank: int, world: int, recipe: str) -> bool:
+@pytest.mark.parametrize("world", [4])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_hsdp(rank, world, recipe):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found = trained(sharded(converted(3, recipe), mesh=mesh), 3)
-    return same(found, trained(converted(3, recipe), 3))
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_hsdp(ranks, recipe):
-    assert all(ranks(4, on_a_mesh, recipe))
+    assert same(found, trained(converted(3, recipe), 3))
 
 
 def along_rows(weight: nn.Parameter) -> Shard | None:
     return Shard(1) if weight.dim() == 3 else None
 
 
-def sharded_along_rows(rank: int, world: int, recipe: str, kind: type[nn.Module]) -> list[bool]:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "delayed"])
+@pytest.mark.parametrize("world", long_but([2], [1, 2, 4]))
+def test_experts_that_are_sharded_along_their_rows(rank, world, recipe):
     """Three steps, unsharded and sharded; whether the weights were gathered in float8, by one byte an element."""
-    model = sharded(converted(3, recipe, kind), shard_placement_fn=along_rows)
-    found, expected = trained(model, 3), trained(converted(3, recipe, kind), 3)
+    model = sharded(converted(3, recipe, OwnExperts), shard_placement_fn=along_rows)
+    found, expected = trained(model, 3), trained(converted(3, recipe, OwnExperts), 3)
     f8sub.precompute_scales(model)
     with Wire() as weights:
         model.experts.unshard()
     parameters = list(model.experts.parameters())
-    return [
+    found = [
         same(found, expected),
         {type(p).__name__ for p in parameters} == {"Float8Tensor"},
         weights.gathered == (sum(p.numel() for p in parameters) if world > 1 else 0),
     ]
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "delayed"])
-@pytest.mark.parametrize("world", long_but([2], [1, 2, 4]))
-def test_experts_that_are_sharded_along_their_rows(ranks, world, recipe):
-    for found in ranks(world, sharded_along_rows, recipe, OwnExperts):
-        assert all(found), found
-
-
-def compiled(rank: int, world: int, recipe: str, kind: type[nn.Module]) -> bool:
-    """Whether experts that are compiled and gathered in float8 train as eager ones do."""
-    model = converted(3, recipe, kind)
-    model.experts.compile(backend="aot_eager", fullgraph=True)
-    return same(trained(sharded(model), 3), trained(sharded(converted(3, recipe, kind)), 3))
+    assert all(found), found
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed", *long_but([], ["tensorwise", "blockwise"])])
 @pytest.mark.parametrize("kind", [OwnExperts, SeamedExperts])
-def test_compiled_experts(ranks, kind, recipe):
-    assert all(ranks(2, compiled, recipe, kind))
+def test_compiled_experts(rank, world, kind, recipe):
+    model = converted(3, recipe, kind)
+    model.experts.compile(backend="aot_eager", fullgraph=True)
+    assert same(trained(sharded(model), 3), trained(sharded(converted(3, recipe, kind)), 3))
 
 
-def of_several_rows(rank: int, world: int) -> list[str]:
+def test_tiles_of_several_rows_are_not_sharded_along_them(rank, world):
     messages = []
     for recipe, kind in (("blockwise", SeamedExperts), ("rowwise", TransposedExperts)):
         model = sharded(converted(3, recipe, kind), shard_placement_fn=along_rows)
         messages.append(refusal(f8sub.Float8ConfigError, f8sub.precompute_scales, model))
-    return messages
-
-
-def test_tiles_of_several_rows_are_not_sharded_along_them(ranks):
-    for messages in ranks(2, of_several_rows):
-        for message in messages:
-            assert "shard it along experts" in message
-
-
-def in_bf16(rank: int, world: int, recipe: str) -> bool:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found = trained(sharded(converted(3, recipe), mp_policy=policy), 3)
-    plain = trained(sharded(converted(3, recipe, float8_all_gather=False), mp_policy=policy), 3)
-    return same(found, plain)
+    for message in messages:
+        assert "shard it along experts" in message
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", *long_but([], ["rowwise", "mxfp8"])])
-def test_a_param_dtype(ranks, recipe):
-    assert all(ranks(2, in_bf16, recipe))
+def test_a_param_dtype(rank, world, recipe):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = trained(sharded(converted(3, recipe), mp_policy=policy), 3)
+    plain = trained(sharded(converted(3, recipe, float8_all_gather=False), mp_policy=policy), 3)
+    assert same(found, plain)
 
 
 def sent(rank: int, world: int, experts: int, recipe: str) -> tuple[int, int, int]:
@@ -309,8 +285,14 @@ def histories(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items() if "scaling_states" in name}
 
 
-def with_a_past(rank: int, world: int, experts: int, dim: int, folder: str) -> list[str]:
-    """Three steps with delayed scaling under expert parallelism and FSDP2, and one more from its checkpoint."""
+@pytest.mark.parametrize("world", [4])
+@pytest.mark.parametrize(("experts", "dim"), [(6, 0), (6, 1), (5, 0)])
+def test_delayed_scaling_under_expert_parallelism(rank, world, experts, dim, tmp_path):
+    """Every rank has the past of all experts, as the unsharded model has it; and so has its checkpoint.
+
+    Three steps with delayed scaling under expert parallelism and FSDP2, and one more from its checkpoint.
+    """
+    folder = str(tmp_path)
     wrong: list[str] = []
     whole, model = (converted(experts, "delayed").experts for _ in range(2))
     ep = cut_among_ranks(model, ("fsdp", "ep"), world, dim)
@@ -355,25 +337,16 @@ def with_a_past(rank: int, world: int, experts: int, dim: int, folder: str) -> l
     dcp.load(state, checkpoint_id=folder)
     resumed.load_state_dict(state)
     step(3, resumed)
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize(("experts", "dim"), [(6, 0), (6, 1), (5, 0)])
-def test_delayed_scaling_under_expert_parallelism(ranks, experts, dim, tmp_path):
-    """Every rank has the past of all experts, as the unsharded model has it; and so has its checkpoint."""
-    assert ranks(4, with_a_past, experts, dim, str(tmp_path)) == [[]] * 4
-
-
-def parts_of_experts(rank: int, world: int) -> str:
-    """What delayed scaling says of expert parallelism without FSDP2."""
+def test_delayed_scaling_has_no_past_of_other_ranks_experts_without_fsdp(rank, world):
     model = converted(4, "delayed").experts
     cut_among_ranks(model, ("ep",), world)
-    return refusal(f8sub.Float8ConfigError, model, gaussian((2, WIDTH), generator(0)), torch.tensor([1, 2]))
-
-
-def test_delayed_scaling_has_no_past_of_other_ranks_experts_without_fsdp(ranks):
-    for message in ranks(2, parts_of_experts):
-        assert "where expert parallelism alone cuts the weight" in message
+    message = refusal(
+        f8sub.Float8ConfigError, model, gaussian((2, WIDTH), generator(0)), torch.tensor([1, 2])
+    )
+    assert "where expert parallelism alone cuts the weight" in message
 
 
 def saved(rank: int, world: int, folder: str, recipe: str) -> dict[str, torch.Tensor]:
@@ -428,7 +401,7 @@ def test_weights_that_are_assigned(ranks):
     assert all(all(found) for found in ranks(2, assigned))
 
 
-def not_finite(rank: int, world: int) -> str:
+def test_nan_names_the_weight(rank, world):
     model = sharded(converted(4, "rowwise"))
     trained(model, 4, range(1))
     if rank == 1:
@@ -438,19 +411,11 @@ def not_finite(rank: int, world: int) -> str:
     trained_once = torch.optim.SGD(model.parameters(), lr=0.0)
     trained_once.step()
     f8sub.precompute_scales(model)
-    return refusal(f8sub.Float8NumericsError, lambda: [f8sub.precompute_scales(model) for _ in range(2)])
+    message = refusal(f8sub.Float8NumericsError, lambda: [f8sub.precompute_scales(model) for _ in range(2)])
+    assert "experts.up" in message
 
 
-def test_nan_names_the_weight(ranks):
-    for message in ranks(2, not_finite):
-        assert "experts.up" in message
-
-
-def apart(rank: int, world: int) -> str:
+def test_ranks_that_were_converted_differently_are_told(rank, world):
     model = sharded(converted(4, ["rowwise", "tensorwise"][rank]))
-    return refusal(f8sub.Float8RankMismatchError, f8sub.precompute_scales, model)
-
-
-def test_ranks_that_were_converted_differently_are_told(ranks):
-    for message in ranks(2, apart):
-        assert "experts" in message or "head" in message
+    message = refusal(f8sub.Float8RankMismatchError, f8sub.precompute_scales, model)
+    assert "experts" in message or "head" in message

@@ -90,27 +90,25 @@ def sharded(model: nn.Module, way: str, world: int) -> nn.Module:
     return fully_shard(model, mesh=mesh, mp_policy=POLICY)
 
 
-def exported(rank: int, world: int, recipe: str, way: str) -> tuple[list[str], list[str]]:
-    """What differs from the unsharded model, twice."""
-    model = sharded(model_of(recipe), way, world)
-    f8sub.precompute_scales(model)
-    expected = unsharded(recipe)
-    first, _ = f8sub.float8_state_dict(model, "compressed-tensors", dtype=BF16)
-    again = dict(f8sub.float8_weights(model, "compressed-tensors", dtype=BF16))
-    return differences(first, expected), differences(again, expected)
-
-
 WAYS = [("fsdp", 2), ("fsdp", 3), ("fsdp", 5), ("hsdp", 4), ("columns", 2), ("tp", 2), ("fsdp-tp", 4)]
 
 
 @pytest.mark.parametrize("recipe", long_but(("tensorwise", "mxfp8"), RECIPES))
 @pytest.mark.parametrize(("way", "world"), long_but(WAYS[1:2] + WAYS[-1:], WAYS))
-def test_bytes_are_those_of_the_unsharded_model(ranks, recipe, way, world):
-    assert ranks(world, exported, recipe, way) == [([], [])] * world
+def test_bytes_are_those_of_the_unsharded_model(rank, world, recipe, way):
+    model = sharded(model_of(recipe), way, world)
+    f8sub.precompute_scales(model)
+    expected = unsharded(recipe)
+    first, _ = f8sub.float8_state_dict(model, "compressed-tensors", dtype=BF16)
+    again = dict(f8sub.float8_weights(model, "compressed-tensors", dtype=BF16))
+    assert differences(first, expected) == []
+    assert differences(again, expected) == []
 
 
-def loaded(rank: int, world: int, recipe: str, way: str, folder: str) -> tuple[list[str], int]:
-    """What differs after a checkpoint was loaded into a sharded model of other weights, and the collectives of it."""
+@pytest.mark.parametrize("recipe", long_but(("blockwise",), ("blockwise", "rowwise", "mxfp8")))
+@pytest.mark.parametrize(("way", "world"), long_but(WAYS[1:2], WAYS))
+def test_each_rank_loads_its_own_shards(rank, world, tmp_path, recipe, way):
+    folder = str(tmp_path)
     if rank == 0:
         write_unsharded(recipe, Path(folder) / "out")
     dist.barrier()
@@ -123,18 +121,14 @@ def loaded(rank: int, world: int, recipe: str, way: str, folder: str) -> tuple[l
     whole = f8sub.convert_to_float8(seed_weights(Named(), seed=4), recipe=recipe)
     f8sub.load_float8(whole, Path(folder) / "out")
     f8sub.precompute_scales(whole)
-    return differences(found, f8sub.float8_state_dict(whole, "compressed-tensors", dtype=BF16)[0]), sum(
-        wire.calls.values()
-    )
+    assert differences(found, f8sub.float8_state_dict(whole, "compressed-tensors", dtype=BF16)[0]) == []
+    assert sum(wire.calls.values()) == 0
 
 
-@pytest.mark.parametrize("recipe", long_but(("blockwise",), ("blockwise", "rowwise", "mxfp8")))
-@pytest.mark.parametrize(("way", "world"), long_but(WAYS[1:2], WAYS))
-def test_each_rank_loads_its_own_shards(ranks, tmp_path, recipe, way, world):
-    assert ranks(world, loaded, recipe, way, str(tmp_path)) == [([], 0)] * world
-
-
-def sent(rank: int, world: int, recipe: str) -> int:
+@pytest.mark.parametrize(
+    ("recipe", "scales"), [("tensorwise", 0), ("rowwise", 0), ("mxfp8", 16 * (128 + 256))]
+)
+def test_one_byte_an_element_is_gathered(rank, world, recipe, scales):
     """Bytes that an export gathers."""
     model = f8sub.convert_to_float8(seed_weights(Stack(256, 128, 256)), recipe=recipe)
     for layer in model.layers:
@@ -143,14 +137,7 @@ def sent(rank: int, world: int, recipe: str) -> int:
     f8sub.precompute_scales(model)
     with Wire() as wire:
         list(f8sub.float8_weights(model, "compressed-tensors"))
-    return wire.gathered
-
-
-@pytest.mark.parametrize(
-    ("recipe", "scales"), [("tensorwise", 0), ("rowwise", 0), ("mxfp8", 16 * (128 + 256))]
-)
-def test_one_byte_an_element_is_gathered(ranks, recipe, scales):
-    assert ranks(2, sent, recipe) == [2 * 256 * 128 + scales] * 2
+    assert wire.gathered == 2 * 256 * 128 + scales
 
 
 def saved(rank: int, world: int, folder: str, breaks: bool) -> tuple[str, list[str]]:
@@ -208,8 +195,9 @@ WRAPPED = {
 }
 
 
-def wrapped(rank: int, world: int, way: str, folder: str) -> tuple[list[str], list[str], str]:
-    """What differs after an export, what after a load, and the class in ``config.json``."""
+@pytest.mark.parametrize("way", WRAPPED)
+def test_wrappers_and_roots_of_any_kind(rank, world, tmp_path, way):
+    folder = str(tmp_path)
     model = WRAPPED[way](model_of("tensorwise"), mesh_of(world, 1)["dp"])
     f8sub.precompute_scales(model)
     expected = unsharded("tensorwise")
@@ -225,16 +213,9 @@ def wrapped(rank: int, world: int, way: str, folder: str) -> tuple[list[str], li
     plain = {name: value for name, value in expected.items() if value.dtype == BF16}
     config = json.loads((target / "config.json").read_text())
     found = load_file(target / "model.safetensors")
-    return (
-        differences(found, expected),
-        differences({k: again[k] for k in plain}, plain),
-        config["architectures"][0],
-    )
-
-
-@pytest.mark.parametrize("way", WRAPPED)
-def test_wrappers_and_roots_of_any_kind(ranks, tmp_path, way):
-    assert ranks(2, wrapped, way, str(tmp_path)) == [([], [], "Named")] * 2
+    assert differences(found, expected) == []
+    assert differences({k: again[k] for k in plain}, plain) == []
+    assert config["architectures"][0] == "Named"
 
 
 def on_some_ranks(rank: int, world: int, folder: str) -> list[str]:

@@ -49,7 +49,9 @@ def own_gradients(ranks: int, experts: int) -> list[list[torch.Tensor]]:
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def bits(rank: int, world: int, experts: int, dim: int) -> None:
+@pytest.mark.parametrize(("world", "experts", "dim"), [(2, 4, 0), (2, 3, 0), (3, 2, 0), (2, 3, 1)])
+def test_bits(rank, world, experts, dim):
+    """Experts that the ranks divide and do not, a rank that has none, and every expert's rows over the ranks."""
     model = Model(experts)
     fully_shard(model.experts, mp_policy=FLOAT32, shard_placement_fn=lambda weight: Shard(dim))
     fully_shard(model, mp_policy=FLOAT32)
@@ -59,13 +61,8 @@ def bits(rank: int, world: int, experts: int, dim: int) -> None:
     assert same(gradients(model), [oracle.summed(first), *(oracle.summed(each, dim=dim) for each in others)])
 
 
-@pytest.mark.parametrize(("world", "experts", "dim"), [(2, 4, 0), (2, 3, 0), (3, 2, 0), (2, 3, 1)])
-def test_bits(ranks, world, experts, dim):
-    """Experts that the ranks divide and do not, a rank that has none, and every expert's rows over the ranks."""
-    ranks(world, bits, experts, dim)
-
-
-def with_expert_parallelism(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [4])
+def test_expert_parallelism(rank, world):
     """This rank's experts over ranks that have the same ones, and all else over all ranks; a mean over all of them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
     ep, replica = mesh["ep"].get_local_rank(), mesh["fsdp"].get_local_rank()
@@ -97,10 +94,6 @@ def with_expert_parallelism(rank: int, world: int) -> None:
     found = [p.grad.full_tensor()[here] for p in experts.parameters()]
     parts = [[each[here] for each in pair] for pair in zip(*own, strict=True)]
     assert same(found, [oracle.summed(pair, factor=1 / world) for pair in parts])
-
-
-def test_expert_parallelism(ranks):
-    ranks(4, with_expert_parallelism)
 
 
 def losses(rank: int, world: int, reduced: bool) -> list[float]:

@@ -28,7 +28,10 @@ def expected(ranks: int, hidden: int = HIDDEN, **options) -> list[torch.Tensor]:
     return [oracle.summed(each, **options) for each in own_gradients(ranks, hidden)]
 
 
-def bits(rank: int, world: int, hidden: int) -> None:
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("hidden", [40, 41, 3])
+def test_bits(rank, world, hidden):
+    """Rows that the ranks divide, that they do not, and fewer rows than ranks; twice the same."""
     model = sharded(network(hidden))
     found = reduced(rank, model)
     assert same(found, expected(world, hidden))
@@ -41,29 +44,18 @@ def bits(rank: int, world: int, hidden: int) -> None:
     assert all(map(torch.equal, gradients(model), found))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("hidden", [40, 41, 3])
-def test_bits(ranks, world, hidden):
-    """Rows that the ranks divide, that they do not, and fewer rows than ranks; twice the same."""
-    ranks(world, bits, hidden)
-
-
-def bytes_and_collectives(rank: int, world: int) -> tuple[float, dict[str, int]]:
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_and_collectives(rank, world):
     """Bytes an element that all ranks' rows have, and what was called."""
     model = sharded(network(512))
     f8sub.reduce_gradients_in_float8(model)
     with Wire() as wire:
         backward(model, rank)
     elements = sum(-(-p.shape[0] // world) * world * p[0].numel() for p in model.parameters())
-    return wire.output_bytes["alltoall_base_"] / elements, dict(wire.calls)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_bytes_and_collectives(ranks, world):
-    for size, calls in ranks(world, bytes_and_collectives):
-        assert 1 + 1 / 128 <= size < 1.02
-        assert calls["alltoall_base_"] == 2
-        assert {name for name in calls if not name.startswith("_allgather")} == {"alltoall_base_"}
+    calls = dict(wire.calls)
+    assert 1 + 1 / 128 <= (wire.output_bytes["alltoall_base_"] / elements) < 1.02
+    assert calls["alltoall_base_"] == 2
+    assert {name for name in calls if not name.startswith("_allgather")} == {"alltoall_base_"}
 
 
 def columns(rank: int, world: int) -> None:
@@ -177,7 +169,10 @@ class Choice(nn.Module):
         return self.layers[index](x)
 
 
-def fsdp2s_options(rank: int, world: int) -> None:
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 has them from torch 2.13 on"
+)
+def test_fsdp2s_options(rank, world):
     """A process group of its own, two buffers at a time, zeros for what a rank does not use."""
     model = sharded(network())
     model.set_separate_reduce_scatter_group()
@@ -193,13 +188,6 @@ def fsdp2s_options(rank: int, world: int) -> None:
     for layer in model.layers:
         right = oracle.summed([own, torch.zeros(24, 24)])
         assert same([layer.weight.grad.full_tensor()], [right])
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 has them from torch 2.13 on"
-)
-def test_fsdp2s_options(ranks):
-    ranks(2, fsdp2s_options)
 
 
 def replicated(rank: int, world: int) -> list[torch.Tensor]:

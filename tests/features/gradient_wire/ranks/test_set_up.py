@@ -117,7 +117,11 @@ class OwnReduceScatter:
     pass
 
 
-def on_two_meshes(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [4])
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="before torch 2.12 a module has one mesh"
+)
+def test_parameters_on_several_meshes(rank, world):
     """Parameters of one module."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     infos = {name: _fsdp_common.FSDPMeshInfo(pairs[name], shard_mesh_dim=0) for name in ("a", "b")}
@@ -130,13 +134,6 @@ def on_two_meshes(rank: int, world: int) -> None:
     fully_shard(model, mesh=pairs["b"], shard_placement_fn=place)
     with pytest.raises(f8sub.Float8ConfigError, match="the model has parameters on 2 meshes"):
         f8sub.reduce_gradients_in_float8(model)
-
-
-@pytest.mark.skipif(
-    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="before torch 2.12 a module has one mesh"
-)
-def test_parameters_on_several_meshes(ranks):
-    ranks(4, on_two_meshes)
 
 
 def in_backward(rank: int, world: int) -> None:
@@ -157,7 +154,7 @@ def in_backward(rank: int, world: int) -> None:
         comm(out, buffer, torch.distributed.group.WORLD, torch.distributed.ReduceOp.MAX)
 
 
-def converted(rank: int, world: int) -> list[float]:
+def test_beside_a_float8_all_gather(rank, world):
     """A converted model with float8 weights on the wire, too; a failed backward pass leaves nothing behind."""
     losses = []
     for on in (False, True):
@@ -177,13 +174,9 @@ def converted(rank: int, world: int) -> list[float]:
             optimizer.zero_grad()
             f8sub.precompute_scales(model)
         losses.append(loss.item())
-    return losses
-
-
-def test_beside_a_float8_all_gather(ranks):
-    for without, with_it in ranks(2, converted):
-        assert with_it == pytest.approx(without, rel=0.01)
-        assert with_it != without
+    without, with_it = losses
+    assert with_it == pytest.approx(without, rel=0.01)
+    assert with_it != without
 
 
 def no_warning(rank: int, world: int) -> None:

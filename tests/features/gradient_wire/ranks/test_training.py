@@ -22,7 +22,9 @@ from tests.wire import Wire
 WIDTH, MICROBATCHES = 32, 4
 
 
-def in_stages(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [4])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_pipeline(rank, world):
     """Two stages over two ranks each: micro-batches are added up before they are reduced."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     index, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
@@ -46,11 +48,6 @@ def in_stages(rank: int, world: int) -> None:
     assert calls == [2, 0]
     for ours, right in zip(*found, strict=True):
         assert decibels(ours, right) > 29
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_pipeline(ranks):
-    ranks(4, in_stages)
 
 
 def losses(rank: int, world: int, seed: int, steps: int) -> dict[str, float]:

@@ -114,8 +114,9 @@ def test_shards_on_meta_get_no_values_in_high_precision(ranks, tmp_path):
     assert ranks(2, held, "fsdp", False, str(tmp_path), "meta") == [[]] * 2
 
 
-def sent(rank: int, world: int, folder: str) -> tuple[list[int], list[bool]]:
+def test_one_byte_an_element_is_sent(rank, world, tmp_path):
     """Bytes that each forward gathers of frozen layers, and whether y is the unsharded model's."""
+    folder = str(tmp_path)
     target, _, _ = written(rank, folder, False)
     model, alone = sharded(frozen(), "fsdp", world), frozen()
     for each in (model, alone):
@@ -130,11 +131,8 @@ def sent(rank: int, world: int, folder: str) -> tuple[list[int], list[bool]]:
         gathered.append(wire.gathered)
         expected = alone.layers(x.bfloat16())
         same.append(torch.equal(found.float(), expected.float()))
-    return gathered, same
-
-
-def test_one_byte_an_element_is_sent(ranks, tmp_path):
-    assert ranks(2, sent, str(tmp_path)) == [([2 * WIDTH * HIDDEN] * 3, [True] * 3)] * 2
+    assert gathered == [2 * WIDTH * HIDDEN] * 3
+    assert same == [True] * 3
 
 
 def too_late(rank: int, world: int, folder: str) -> str:
@@ -157,8 +155,10 @@ def test_after_a_forward_it_is_an_error_and_writes_nothing(ranks, tmp_path):
         assert "layers.0: its weight was gathered before" in error
 
 
-def exported_and_held(rank: int, world: int, recipe: str, way: str, folder: str) -> list[bool]:
-    """Whether an export of what was loaded is the file, for layouts with scales of rows and of parts of rows."""
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+@pytest.mark.parametrize(("way", "world"), long_but((WAYS[0],), WAYS))
+def test_every_layout_comes_back(rank, world, tmp_path, recipe, way):
+    folder = str(tmp_path)
     source = f8sub.convert_to_float8(seed_weights(Net()), recipe=recipe)
     state, config = f8sub.float8_state_dict(source, "compressed-tensors", dtype=torch.bfloat16)
     target = Path(folder) / str(rank)
@@ -170,10 +170,4 @@ def exported_and_held(rank: int, world: int, recipe: str, way: str, folder: str)
     f8sub.precompute_scales(model)
     model(torch.randn(4, WIDTH)).square().mean().backward()
     again, _ = f8sub.float8_state_dict(model, "compressed-tensors", dtype=torch.bfloat16)
-    return [torch.equal(again[name].float(), tensor.float()) for name, tensor in state.items()]
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
-@pytest.mark.parametrize(("way", "world"), long_but((WAYS[0],), WAYS))
-def test_every_layout_comes_back(ranks, tmp_path, recipe, way, world):
-    assert ranks(world, exported_and_held, recipe, way, str(tmp_path)) == [[True] * 6] * world
+    assert [torch.equal(again[name].float(), tensor.float()) for name, tensor in state.items()] == [True] * 6

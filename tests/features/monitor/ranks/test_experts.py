@@ -6,7 +6,8 @@ import f8sub
 from tests.features.experts.ranks.test_sharded import converted, same, sharded, trained
 
 
-def watched(rank: int, world: int, experts: int) -> tuple[bool, list, list]:
+def test_rows_of_w_are_the_unsharded_models(rank, world):
+    experts = 3
     expected = trained(sharded(converted(experts, "rowwise")), experts)
     model = sharded(converted(experts, "rowwise"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -24,11 +25,7 @@ def watched(rank: int, world: int, experts: int) -> tuple[bool, list, list]:
     detach()
     alone.flush()
     of_w = [[row[3:] for row in each.rows if row.role == "w" and row.step == 0] for each in (monitor, alone)]
-    return same(found, expected), *of_w
-
-
-def test_rows_of_w_are_the_unsharded_models(ranks):
-    for is_same, found, expected in ranks(2, watched, 3):
-        assert is_same
-        assert len(found) == 3
-        assert all(a == b for a, b in zip(found, expected, strict=True)), (found, expected)
+    is_same, found, expected = same(found, expected), *of_w
+    assert is_same
+    assert len(found) == 3
+    assert all(a == b for a, b in zip(found, expected, strict=True)), (found, expected)

@@ -62,19 +62,6 @@ def shard_in(mode: str, model: nn.Module, policy: MixedPrecisionPolicy | None) -
     return shard(model, policy)
 
 
-def with_and_without(rank: int, world: int, recipe: str, dtypes: str, mode: str, steps: int) -> list[tuple]:
-    results, (dtype, policy) = [], DTYPES[dtypes]
-    for primary in (True, False):
-        # 80 rows on 3 ranks: shards that FSDP2 pads, and tiles that lie in two of them.
-        model = shard_in(mode, made(recipe, primary, dtype, hidden=80), policy)
-        optimizer = optimizer_of(model, masters=primary or dtype != torch.float32)
-        losses = train(model, rank, steps=steps, optimizer=optimizer)
-        kinds = {type(layer.weight.to_local()) for layer in float8_layers(model)}
-        assert all(issubclass(kind, PrimaryWeight) == primary for kind in kinds)
-        results.append((losses, [p.full_tensor().detach() for p in model.parameters()]))
-    return results
-
-
 DTYPES = {
     "fp32": (torch.float32, None),
     "fp32-policy-bf16": (torch.float32, BF16),
@@ -91,12 +78,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("recipe", "dtypes", "world", "mode"), long_but(QUICK, dict.fromkeys(CASES)))
-def test_losses_are_those_of_high_precision_weights(ranks, recipe, dtypes, world, mode):
+def test_losses_are_those_of_high_precision_weights(rank, world, recipe, dtypes, mode):
     """Of float32 weights, and of bf16 weights with float32 masters."""
     steps = STEPS if recipe == RECIPES[-1] else 5
-    for found, expected in ranks(world, with_and_without, recipe, dtypes, mode, steps):
-        assert equal(found, expected)
-        assert len(set(found[0])) == steps
+    results, (dtype, policy) = [], DTYPES[dtypes]
+    for primary in (True, False):
+        # 80 rows on 3 ranks: shards that FSDP2 pads, and tiles that lie in two of them.
+        model = shard_in(mode, made(recipe, primary, dtype, hidden=80), policy)
+        optimizer = optimizer_of(model, masters=primary or dtype != torch.float32)
+        losses = train(model, rank, steps=steps, optimizer=optimizer)
+        kinds = {type(layer.weight.to_local()) for layer in float8_layers(model)}
+        assert all(issubclass(kind, PrimaryWeight) == primary for kind in kinds)
+        results.append((losses, [p.full_tensor().detach() for p in model.parameters()]))
+    found, expected = results
+    assert equal(found, expected)
+    assert len(set(found[0])) == steps
 
 
 def counted(rank: int, world: int, recipe: str, primary: bool) -> tuple[int, int]:
@@ -169,7 +165,9 @@ def test_resumed_losses_are_bitwise_the_same_and_checkpoints_reshard(ranks, dtyp
     assert len(masters) == (7 if dtype == torch.float32 else 16)
 
 
-def wrapped_late(rank: int, world: int, dtype: torch.dtype) -> tuple[list[list[float]], list[bool]]:
+@pytest.mark.parametrize("world", [3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(rank, world, dtype):
     """MasterWeights after a first evaluation, which FSDP2's lazy initialization comes with."""
     losses = []
     for late in (True, False):
@@ -184,15 +182,10 @@ def wrapped_late(rank: int, world: int, dtype: torch.dtype) -> tuple[list[list[f
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", f8sub.Float8Warning)
             losses.append(train(model, rank, steps=3, optimizer=optimizer))
-    return losses, freed
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(ranks, dtype):
-    for (late, early), freed in ranks(3, wrapped_late, dtype):
-        assert late == early
-        # Float32 values became the master where they were.
-        assert all(freed) == (dtype == torch.bfloat16)
+    (late, early) = losses
+    assert late == early
+    # Float32 values became the master where they were.
+    assert all(freed) == (dtype == torch.bfloat16)
 
 
 def frozen(rank: int, world: int, recipe: str, dtype: torch.dtype) -> dict:
@@ -226,7 +219,8 @@ def test_frozen_weights_keep_their_codes_alone_and_change_nothing(ranks, recipe)
             assert equal(found["gathered"], found["expected"])
 
 
-def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[float], int, bool]:
+@on_each_recipe
+def test_masters_that_are_dropped_after_training_change_nothing(rank, world, recipe):
     """Losses before and after masters are dropped; all-reduces; whether codes are tensors of inference mode."""
     model = shard(made(recipe, primary=True))
     train(model, rank, steps=3, optimizer=optimizer_of(model, masters=True))
@@ -241,15 +235,9 @@ def dropped_after_training(rank: int, world: int, recipe: str) -> tuple[list[flo
         losses.append(loss_of(model, 0, rank).item())
     losses.append(loss_of(model, 0, rank).item())
     of_inference = any(shard_of(layer).cast(layer.weight).is_inference() for layer in float8_layers(model))
-    return losses, wire.all_reduces, of_inference
-
-
-@on_each_recipe
-def test_masters_that_are_dropped_after_training_change_nothing(ranks, recipe):
-    for losses, all_reduces, of_inference in ranks(2, dropped_after_training, recipe):
-        assert not of_inference
-        assert len(set(losses)) == 1
-        assert all_reduces == 0
+    assert not of_inference
+    assert len(set(losses)) == 1
+    assert wire.all_reduces == 0
 
 
 def held(rank: int, world: int) -> list[bool]:

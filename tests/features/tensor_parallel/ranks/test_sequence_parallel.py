@@ -91,7 +91,10 @@ def test_products_are_the_unsharded_layer_s(ranks, recipe, plan, shape):
         check(found[start : start + shape[-1]], recipe, sent_in_float8=plan != "high precision")
 
 
-def uneven(rank: int, world: int, recipe: str, plan: str, tokens: int) -> list[str]:
+@pytest.mark.parametrize("tokens", [11, 1])
+@pytest.mark.parametrize("plan", ["one gather a layer", "one gather"])
+@on_each_recipe
+def test_uneven_tokens(rank, world, recipe, plan, tokens):
     """Of 11 tokens rank 0 has 6 and rank 1 has 5; of 1 token rank 1 has none."""
     mesh = mesh_of(world)
     model = parallel(recipe, plan, mesh)
@@ -103,14 +106,7 @@ def uneven(rank: int, world: int, recipe: str, plan: str, tokens: int) -> list[s
     shape, stride = dy.shape, dy.stride()
     y = DTensor.from_local(y.detach() + 0, mesh, [OF_TOKENS], run_check=False, shape=shape, stride=stride)
     found = {"y": y, "dx": x.grad} | {name: parameter.grad for name, parameter in model.named_parameters()}
-    return [name for name, t in found.items() if decibels(t.full_tensor(), expected[name]) < 85]
-
-
-@pytest.mark.parametrize("tokens", [11, 1])
-@pytest.mark.parametrize("plan", ["one gather a layer", "one gather"])
-@on_each_recipe
-def test_uneven_tokens(ranks, recipe, plan, tokens):
-    assert ranks(2, uneven, recipe, plan, tokens) == [[], []]
+    assert [name for name, t in found.items() if decibels(t.full_tensor(), expected[name]) < 85] == []
 
 
 def in_high_precision(rank: int, world: int, plan: str) -> float:
@@ -165,8 +161,15 @@ def test_x_is_gathered_once_as_one_byte_an_element(ranks, recipe):
     assert ranks(2, sent, recipe, "high precision") == [(2, 3, 2 * rows * 4 * WIDTH)] * 2
 
 
-def in_mode(rank: int, world: int, mode: str, plan: str) -> list[str]:
-    """What differs from an eager run."""
+@pytest.mark.parametrize(
+    ("mode", "plan", "world"),
+    [
+        ("checkpointed", "one gather", 2),
+        pytest.param("compiled", "one gather", 4, marks=pytest.mark.long),
+        pytest.param("compiled", "high precision", 2, marks=pytest.mark.long),
+    ],
+)
+def test_each_mode_is_the_eager_run(rank, world, mode, plan):
     shape = (2,) if world == 2 else (2, 2)
     x, dy = (t.tensor_split(2, dim=1)[rank % 2] for t in inputs())
     usual = products_of(parallel("rowwise", plan, mesh_of(*shape)), x, dy)
@@ -180,19 +183,7 @@ def in_mode(rank: int, world: int, mode: str, plan: str) -> list[str]:
     with torch.no_grad():
         found["y without gradients"] = model(x) + 0
     usual["y without gradients"] = usual["y"]
-    return [name for name in usual if not torch.equal(usual[name], found[name])]
-
-
-@pytest.mark.parametrize(
-    ("mode", "plan", "world"),
-    [
-        ("checkpointed", "one gather", 2),
-        pytest.param("compiled", "one gather", 4, marks=pytest.mark.long),
-        pytest.param("compiled", "high precision", 2, marks=pytest.mark.long),
-    ],
-)
-def test_each_mode_is_the_eager_run(ranks, mode, plan, world):
-    assert ranks(world, in_mode, mode, plan) == [[]] * world
+    assert [name for name in usual if not torch.equal(usual[name], found[name])] == []
 
 
 def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
@@ -230,7 +221,7 @@ def test_amax_histories_are_the_unsharded_model_s(ranks, how, world):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
-def refusals(rank: int, world: int) -> list[str]:
+def test_what_cannot_be_sent_is_told_before_training(rank, world):
     """Messages that lack a part."""
     mesh = mesh_of(world)["tp"]
     colwise = {"0.w3": Float8ColwiseParallel(input_layouts=OF_TOKENS)}
@@ -251,14 +242,10 @@ def refusals(rank: int, world: int) -> list[str]:
     ):
         message = refusal(f8sub.Float8ConfigError, parallelize_module, model, mesh, plan)
         wrong += [] if all(part in message for part in parts) else [message]
-    return wrong
+    assert wrong == []
 
 
-def test_what_cannot_be_sent_is_told_before_training(ranks):
-    assert ranks(2, refusals) == [[], []]
-
-
-def of_torch_s_styles(rank: int, world: int) -> list[str]:
+def test_torch_s_styles_of_delayed_scaling_are_told_of(rank, world):
     """One takes the histories' list for a linear layer, the other distributes what is in it."""
     mesh, x = mesh_of(world)["tp"], inputs()[0]
     with pytest.raises(AttributeError) as at_once:
@@ -266,21 +253,19 @@ def of_torch_s_styles(rank: int, world: int) -> list[str]:
     model = parallelize_module(feed_forward("delayed"), mesh, {"0.w1": ColwiseParallel()})
     with pytest.raises(f8sub.Float8ConfigError) as at_forward:
         model(x)
-    return [str(at_once.value), str(at_forward.value)]
-
-
-def test_torch_s_styles_of_delayed_scaling_are_told_of(ranks):
-    for at_once, at_forward in ranks(2, of_torch_s_styles):
-        assert "0.w2" in at_once
-        assert "0.w1" in at_forward
-        assert "Float8RowwiseParallel" in at_once
-        assert "Float8ColwiseParallel" in at_forward
+    at_once, at_forward = str(at_once.value), str(at_forward.value)
+    assert "0.w2" in at_once
+    assert "0.w1" in at_forward
+    assert "Float8RowwiseParallel" in at_once
+    assert "Float8ColwiseParallel" in at_forward
 
 
 PAGE = (Path(__file__).parents[4] / "docs" / "parallelism.md").read_text()
 
 
-def losses_of_the_page(rank: int, world: int, example: str) -> list[float]:
+@pytest.mark.parametrize("world", [4])
+def test_the_example_of_the_page_trains(rank, world):
+    (example,) = re.findall(r"```python ranks=4\n(.*?)```", PAGE, re.DOTALL)
     torch.manual_seed(0)
     names: dict = {}
     exec(example, names)
@@ -296,13 +281,7 @@ def losses_of_the_page(rank: int, world: int, example: str) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
-
-
-def test_the_example_of_the_page_trains(ranks):
-    (example,) = re.findall(r"```python ranks=4\n(.*?)```", PAGE, re.DOTALL)
-    for losses in ranks(4, losses_of_the_page, example):
-        assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_a_sibling_whose_wgrad_reads_x_in_high_precision_dequantizes_what_was_gathered(ranks):

@@ -245,7 +245,13 @@ def test_codes_from_before_a_change_are_not_used(ranks, body, argument):
         assert torch.equal(found, right)
 
 
-def counted(rank: int, world: int, recipe: str) -> dict[str, int]:
+@pytest.mark.parametrize("world", [4])
+@on_each(["tensorwise", "rowwise", "blockwise"])
+def test_bytes_and_collectives_of_a_step(rank, world, recipe):
+    codes = 2 * WIDTH * HIDDEN // 2
+    biases = 4 * (HIDDEN // 2 + WIDTH)
+    # Over tensor-parallel ranks: y of down, dx of up. Where tiles reach over them also x of down and dy of up.
+    amaxes = 0 if recipe == "blockwise" else 2
     model = two_dimensional(recipe, mesh_of(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(2):
@@ -255,19 +261,10 @@ def counted(rank: int, world: int, recipe: str) -> dict[str, int]:
             gathered = wire.gathered
             loss.backward()
             optimizer.step()
-    return {**wire.calls, "gathered": gathered}
-
-
-@on_each(["tensorwise", "rowwise", "blockwise"])
-def test_bytes_and_collectives_of_a_step(ranks, recipe):
-    codes = 2 * WIDTH * HIDDEN // 2
-    biases = 4 * (HIDDEN // 2 + WIDTH)
-    # Over tensor-parallel ranks: y of down, dx of up. Where tiles reach over them also x of down and dy of up.
-    amaxes = 0 if recipe == "blockwise" else 2
-    for calls in ranks(4, counted, recipe):
-        assert calls["gathered"] == codes + biases
-        assert calls["allreduce_"] == 1
-        assert calls["all_reduce"] == 2 + amaxes
+    calls = {**wire.calls, "gathered": gathered}
+    assert calls["gathered"] == codes + biases
+    assert calls["allreduce_"] == 1
+    assert calls["all_reduce"] == 2 + amaxes
 
 
 def saved_and_loaded(rank: int, world: int, folder: str) -> list[str]:
@@ -296,7 +293,7 @@ def test_checkpoints_are_plain_tensors_of_any_mesh(ranks, tmp_path):
     assert not any(b"f8sub" in path.read_bytes() for path in files)
 
 
-def refusals(rank: int, world: int) -> list[str]:
+def test_what_cannot_be_spread_is_told(rank, world):
     mesh = mesh_of(2)["tp"]
     plain = parallelize_module(mlp("tensorwise"), mesh, {"up": ColwiseParallel()})
     wide = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 384)), recipe="blockwise")
@@ -305,16 +302,12 @@ def refusals(rank: int, world: int) -> list[str]:
     messages = []
     for forward in (plain.up.forward, wide, packed):
         messages.append(refusal(f8sub.Float8ConfigError, forward, inputs()[0]))
-    return messages
-
-
-def test_what_cannot_be_spread_is_told(ranks):
-    for plain, misaligned, packed in ranks(2, refusals):
-        assert "up: its weight has placements" in plain
-        assert "parallelize_module" in plain
-        assert "parts of 192 of 384 rows" in misaligned
-        assert "a tile has 128" in misaligned.replace("scale's tile", "tile")
-        assert "two-level scales" in packed
+    plain, misaligned, packed = messages
+    assert "up: its weight has placements" in plain
+    assert "parallelize_module" in plain
+    assert "parts of 192 of 384 rows" in misaligned
+    assert "a tile has 128" in misaligned.replace("scale's tile", "tile")
+    assert "two-level scales" in packed
 
 
 def changed_on_one_part_only(rank: int, world: int) -> tuple[bool, list[str]]:
@@ -344,7 +337,7 @@ def test_a_weight_changed_on_some_tensor_parallel_ranks_is_visible(ranks):
     assert all(any("up" in message for message in messages) for _, messages in found)
 
 
-def copied(rank: int, world: int) -> list[tuple[torch.Tensor, bool]]:
+def test_a_copy_of_a_tensor_parallel_model_is_sharded_as_the_model(rank, world):
     mesh, found = mesh_of(1, 2), []
     model = parallelize_module(mlp("tensorwise"), mesh["tp"], FLOAT8_PLAN)
     for each in (copy.deepcopy(model), model):
@@ -353,10 +346,6 @@ def copied(rank: int, world: int) -> list[tuple[torch.Tensor, bool]]:
         found.append(
             (y, type(each.up.weight._local_tensor) is f8sub.Float8Tensor)
         )  # the root stays unsharded
-    return found
-
-
-def test_a_copy_of_a_tensor_parallel_model_is_sharded_as_the_model(ranks):
-    for found, expected in ranks(2, copied):
-        assert found[1]
-        assert equal(found, expected)
+    found, expected = found
+    assert found[1]
+    assert equal(found, expected)

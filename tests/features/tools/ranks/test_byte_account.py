@@ -95,14 +95,9 @@ def test_weights_gathered_in_high_precision(ranks):
         assert all(predicted == measured for predicted, measured in found), found
 
 
-def _before_and_after(rank: int, world: int, recipe: str) -> tuple[int, int]:
+@on_each_wire
+def test_the_wire_is_told_before_the_model_is_sharded(rank, world, recipe):
     model = stack(world, recipe)
     before = f8sub.conversion_report(model, TOKENS).bytes.here
     after = f8sub.conversion_report(shard(model), TOKENS).bytes.here
-    return (before.wire, before.saved), (after.wire, after.saved)
-
-
-@on_each_wire
-def test_the_wire_is_told_before_the_model_is_sharded(ranks, recipe):
-    for before, after in ranks(2, _before_and_after, recipe):
-        assert before == after
+    assert (before.wire, before.saved) == (after.wire, after.saved)

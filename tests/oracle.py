@@ -193,7 +193,7 @@ def scales_of(amax: np.ndarray, spec: Spec) -> Scales:
     return Scales((1 / (scale_inv * float(level))).astype(np.float32), scale_inv.astype(np.float32), level)
 
 
-def _largest_of_tiles(matrix: np.ndarray, tile: tuple[int | None, int | None]) -> np.ndarray:
+def largest_of_tiles(matrix: np.ndarray, tile: tuple[int | None, int | None]) -> np.ndarray:
     """Of magnitudes; tiles at the lower and right edges may be cut off."""
     rows, columns = matrix.shape
     height, width = tile[0] or max(rows, 1), tile[1] or max(columns, 1)
@@ -264,8 +264,8 @@ def quantize(matrix: np.ndarray, spec: Spec) -> Quantized:
     """
     matrix = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % spec.codes_per_byte)))
     finite = np.isfinite(matrix)
-    bad = (_largest_of_tiles(~finite, spec.tile) > 0) & (spec.format == "e2m1")
-    amax = _largest_of_tiles(np.where(finite, np.abs(matrix), 0.0), spec.tile)
+    bad = (largest_of_tiles(~finite, spec.tile) > 0) & (spec.format == "e2m1")
+    amax = largest_of_tiles(np.where(finite, np.abs(matrix), 0.0), spec.tile)
     scales = scales_of(np.where(bad, 0.0, amax), spec)
     scale, scale_inv = (np.where(bad, np.float32(np.nan), part) for part in (scales.scale, scales.scale_inv))
     with np.errstate(over="ignore", invalid="ignore"):

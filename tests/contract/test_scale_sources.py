@@ -45,7 +45,7 @@ def of_the_whole(whole: torch.Tensor, dim: int, start: int) -> Callable[[torch.T
 
     def reduce(amax: torch.Tensor, tile: Tile) -> torch.Tensor:
         edges = tuple(None if edge == ALL else edge for edge in (tile.rows, tile.cols))
-        found = torch.from_numpy(oracle._largest_of_tiles(abs(oracle.to_numpy(whole)), edges)).float()
+        found = torch.from_numpy(oracle.largest_of_tiles(abs(oracle.to_numpy(whole)), edges)).float()
         if edges[dim] is not None:
             found = found.narrow(dim, start // edges[dim], amax.shape[dim - 2])
         return found.expand(amax.shape).clone()

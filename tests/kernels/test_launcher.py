@@ -1,5 +1,7 @@
 """Launches of what was compiled before: CUDA is handed what Triton's own launch hands it."""
 
+import contextlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,10 +9,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from f8sub.formats import Float8Format, Operand
 from tests.kernels.interpreted import needs_triton
 
 pytestmark = needs_triton
@@ -32,6 +36,13 @@ CASES = (
 @pytest.fixture(scope="module")
 def process():
     """One of its own: Triton has one driver a process."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+@pytest.fixture
+def fresh_process():
+    """That has launched nothing yet, whose cached launches count."""
     with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
@@ -172,160 +183,120 @@ def roles(tensors: dict[str, torch.Tensor]) -> list[list[Any]]:
     return [[kernel, *map(role, arguments)] for kernel, arguments in _taken()]
 
 
-def prepared(recipe: str, rowwise: bool, columnwise: bool, known: bool) -> None:
-    import contextlib
+def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callable[..., object]) -> bool:
+    """Whether a call launches; the first one works out what those over tensors that are drawn later launch too.
 
-    import f8sub
-    from f8sub.kernels.triton import launch, prepared, quantize_cuda, support
+    They have results of their own, of one layout, and scratch memory that is zero.
+    """
+    from f8sub.kernels.triton import prepared
+
+    found, known, results, run = [], [], [], prepared.run
+    for _ in range(3):
+        given = draw()
+        _taken()
+        results.clear()
+        with mock.patch.object(
+            prepared, "run", lambda *arguments: results.append(run(*arguments)) or results[-1]
+        ):
+            call(**given)
+        known.append(len(prepared._known))
+        made = [tensor for result in results for tensor in result]
+        assert len({tensor.data_ptr() for tensor in made}) == len(made)
+        named = given | {f"result {number}": tensor for number, tensor in enumerate(made)}
+        found.append(([(t.shape, t.stride(), t.dtype) for t in made], roles(named)))
+    assert found[0] == found[1] == found[2]
+    assert known[0] == known[2] > 0
+    return bool(found[0][1])
+
+
+def take_any_device() -> None:
+    from f8sub.kernels.triton import support
 
     support.takes, support.device_of = lambda x: x.numel() > 0, contextlib.nullcontext
+
+
+def prepared(recipe: str) -> None:
+    """Each usage, with an amax that is known, columns of codes, and codes transposed."""
+    import f8sub
+    from f8sub.kernels.triton import quantize_cuda
+
+    take_any_device()
     spec = f8sub.get_recipe(recipe)
-    row, col = (spec.fprop.a if rowwise else None), (spec.wgrad.b if columnwise else None)
-    found = []
-    for seed in range(2):
-        x = torch.randn(256, 384, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        amax = x.abs().amax().float().view(1, 1) if known else None
-        plan = launch.quantization(x, row, col, None, amax)
-        for each in plan.launches:
-            each.run()
-        named = {"x": x, **({} if amax is None else {"amax": amax})}
+    format, columns = spec.fprop.b, spec.dgrad.b
 
-        def of(operands: Any, named: dict[str, torch.Tensor] = named) -> dict[str, torch.Tensor]:
-            given = zip(("row", "col"), operands, strict=True)
-            tensors = {
-                f"{side} {n}": t for side, o in given if o for n, t in zip("ds", o.tensors, strict=True)
-            }
-            return {**named, **tensors}
+    def matrix() -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(256, 384).bfloat16()}
 
-        expected = roles(of((plan.rowwise, plan.columnwise)))
-        for _ in range(2):
-            made = quantize_cuda.quantize(x, row, col, amax=amax)
-            tensors = of((made.rowwise, made.columnwise))
-            assert roles(tensors) == expected
-            assert len({t.data_ptr() for t in tensors.values()}) == len(tensors)
-            for operand, planned in zip(made[:2], plan[1:3], strict=True):
-                assert (operand is None) == (planned is None)
-                for a, b in zip(
-                    operand.tensors if operand else (), planned.tensors if planned else (), strict=True
-                ):
-                    assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-        found.append(expected)
-    assert found[0] == found[1]
-    assert found[0]
-    assert len(prepared._known) == 1
+    def with_amax() -> dict[str, torch.Tensor]:
+        x = matrix()["x"]
+        return {"x": x, "amax": x.abs().amax().float().view(1, 1)}
+
+    def codes() -> dict[str, torch.Tensor]:
+        made = quantize_cuda.quantize(matrix()["x"], format, None).rowwise
+        return {"data": made.data, "scale_inv": made.scale_inv}
+
+    usages = [(spec.fprop.a, spec.wgrad.b), (spec.fprop.a, None), (None, spec.wgrad.b)]
+    for row, col in (pair for pair in usages if any(pair)):
+        assert over_other_tensors(matrix, lambda x, row=row, col=col: quantize_cuda.quantize(x, row, col))
+        if format.tile.is_whole:
+            assert over_other_tensors(
+                with_amax,
+                lambda x, amax, row=row, col=col: quantize_cuda.quantize(x, row, col, amax=amax),
+            )
+    assert over_other_tensors(
+        codes,
+        lambda data, scale_inv: quantize_cuda.derive_columnwise(Operand(data, scale_inv, format), columns),
+    )
+    assert over_other_tensors(codes, lambda data, scale_inv: quantize_cuda.transpose(data))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("tensorwise", True, True, True),
-        ("tensorwise", True, True, False),
-        ("tensorwise", False, True, True),
-        ("rowwise", True, True, False),
-        ("rowwise", True, False, False),
-        ("rowwise", False, True, False),
-        ("blockwise", True, True, False),
-        ("gridquant", False, True, False),
-    ],
-    ids=str,
-)
-def test_what_was_worked_out_once_launches_the_same_over_other_tensors(case):
-    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
-        pool.submit(prepared, *case).result()
-
-
-def derived() -> None:
-    import contextlib
-
-    import f8sub
-    from f8sub.kernels.triton import launch, quantize_cuda, support
-
-    support.takes, support.device_of = lambda x: x.numel() > 0, contextlib.nullcontext
-    for recipe in ("tensorwise", "rowwise", "blockwise", "gridquant"):
-        spec = f8sub.get_recipe(recipe)
-        for _ in range(2):
-            w = quantize_cuda.quantize(torch.randn(256, 384).bfloat16(), spec.fprop.b, None).rowwise
-            plan = launch.derivation(w, spec.dgrad.b)
-            _taken()
-            for each in plan.launches:
-                each.run()
-            given = dict(zip(("data", "scale"), w.tensors, strict=True))
-            expected = roles({**given, **dict(zip(("d", "s"), plan.columnwise.tensors, strict=True))})
-            for _ in range(2):
-                made = quantize_cuda.derive_columnwise(w, spec.dgrad.b)
-                assert roles({**given, **dict(zip(("d", "s"), made.tensors, strict=True))}) == expected
-                assert [(t.shape, t.stride(), t.dtype) for t in made.tensors] == [
-                    (t.shape, t.stride(), t.dtype) for t in plan.columnwise.tensors
-                ]
-                out = quantize_cuda.transpose(w.data)
-                ((_, *arguments),) = roles({"codes": w.data, "out": out})
-                assert {("codes", 0), ("out", 0)} <= {a for a in arguments if isinstance(a, tuple)}
-
-
-def test_columnwise_codes_are_derived_by_what_was_worked_out_once(process):
-    process(derived)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant"])
+def test_what_was_worked_out_once_launches_the_same_over_other_tensors(fresh_process, recipe):
+    fresh_process(prepared, recipe)
 
 
 def by_groups() -> None:
-    import contextlib
-
     from f8sub.features.expert_operands import tokens_cuda, weights_cuda
     from f8sub.features.expert_operands.groups import Groups
     from f8sub.features.expert_operands.weights import ExpertWeights
-    from f8sub.kernels.triton import prepared, support
     from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
 
-    support.takes, support.device_of = lambda x: x.numel() > 0, contextlib.nullcontext
-    results: list[Any] = []
-    run = prepared.run
-    prepared.run = lambda *arguments: results.append(run(*arguments)) or results[-1]  # type: ignore[func-returns-value]
+    take_any_device()
+    ends = itertools.cycle((10, 200, 256))
 
-    def launched(call: Callable[[], object], **given: torch.Tensor) -> list[list[Any]]:
-        results.clear()
-        call()
-        made = [tensor for result in results for tensor in result]
-        assert len({tensor.data_ptr() for tensor in made}) == len(made)
-        return roles({**given, **{f"result {number}": tensor for number, tensor in enumerate(made)}})
+    def tokens() -> dict[str, torch.Tensor]:
+        x = torch.randn(256, 384).bfloat16()
+        return {"x": x, "ends": torch.tensor([3, 3, next(ends)], dtype=torch.int32)}
+
+    def matrices() -> dict[str, torch.Tensor]:
+        return {"w": torch.randn(3, 256, 128).bfloat16()}
 
     for format in GROUP_FORMATS.values():
         for rowwise, columnwise in USAGES.values():
             row, col = format if rowwise else None, format if columnwise else None
-            found = []
-            for end in (10, 200, 256):
-                x = torch.randn(256, 384).bfloat16()
-                where = Groups.of(torch.tensor([3, 3, end], dtype=torch.int32), 256)
-
-                def cast(x: Any = x, where: Any = where, row: Any = row, col: Any = col) -> None:
-                    tokens_cuda.quantize(x, where, row, col, 16)
-
-                found.append(launched(cast, x=x, ends=where.ends))
-            assert found[0]
-            assert found[0] == found[1] == found[2]
+            assert over_other_tensors(
+                tokens,
+                lambda x, ends, row=row, col=col: tokens_cuda.quantize(x, Groups.of(ends, 256), row, col, 16),
+            )
         if not format.is_plain:
             continue  # one group of all experts' rows, whose end is no argument
-        found = []
-        for _ in range(3):
-            w = torch.randn(3, 256, 128).bfloat16()
-            found.append(launched(lambda w=w, f=format: weights_cuda.quantize(w, f), w=w))
-        assert found[0] == found[1] == found[2]
-        found = []
-        for _ in range(3):
-            codes = weights_cuda.quantize(torch.randn(3, 256, 128).bfloat16(), format)
-            given = ExpertWeights(codes.data, codes.scale_inv, format)
-            _taken()
-            found.append(
-                launched(
-                    lambda given=given, f=format: weights_cuda.derive_columnwise(given, f),
-                    codes=given.data,
-                    scale=given.scale_inv,
-                )
-            )
-        assert found[0] == found[1] == found[2]
-        assert bool(found[0]) == weights_cuda.derives(given, format)
+
+        def codes(format: Float8Format = format) -> dict[str, torch.Tensor]:
+            made = weights_cuda.quantize(**matrices(), format=format)
+            return {"data": made.data, "scale_inv": made.scale_inv}
+
+        over_other_tensors(matrices, lambda w, f=format: weights_cuda.quantize(w, f))
+        given = ExpertWeights(**codes(), format=format)
+        assert weights_cuda.derives(given, format) == over_other_tensors(
+            codes,
+            lambda data, scale_inv, f=format: weights_cuda.derive_columnwise(
+                ExpertWeights(data, scale_inv, f), f
+            ),
+        )
 
 
-def test_casts_by_groups_launch_the_same_over_other_tensors(process):
-    process(by_groups)
+def test_casts_by_groups_launch_the_same_over_other_tensors(fresh_process):
+    fresh_process(by_groups)
 
 
 @pytest.mark.long

@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import f8sub
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels import reference, scales
 from tests import oracle
-from tests.budgets import excess, product_budget
+from tests.budgets import excess
 from tests.data_sets import DATA_SETS, gaussian, generator, lognormal, make, spread_columns
 from tests.specs import STORED_AS, spec_of
 
@@ -41,30 +40,20 @@ ONE_LEVEL = [rule for rule in ScaleRule if rule is not ScaleRule.TWO_LEVEL]
 on_each_dtype = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
-def amax_by_loop(x: torch.Tensor, tile: Tile) -> list[list[float]]:
-    rows, cols = x.shape
-    height = max(rows, 1) if tile.rows == ALL else tile.rows
-    width = max(cols, 1) if tile.cols == ALL else tile.cols
-    grid = tile.scale_shape((rows, cols))
-    result = [[0.0] * grid[1] for _ in range(grid[0])]
-    for i, row in enumerate(x.double().tolist()):
-        for j, value in enumerate(row):
-            if math.isfinite(value):
-                result[i // height][j // width] = max(result[i // height][j // width], abs(value))
-    return result
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @on_each_shape
 @on_each_tile
-def test_amax_is_a_loop_over_the_elements(tile, shape, dtype):
+def test_amax_is_that_of_the_finite_elements_of_each_tile(tile, shape, dtype):
     x = lognormal(shape, generator(1)).to(dtype)
     if x.numel():
         x.view(-1)[::7], x.view(-1)[3::50], x.view(-1)[5::61] = 0.0, NAN, -INF
     found = scales.amax(x, tile)
+    edges = spec_of(Float8Format(E4M3, tile)).tile
+    expected = oracle.largest_of_tiles(oracle.to_numpy(x.abs().nan_to_num(posinf=0.0)), edges)
+    if not x.numel():
+        expected = np.zeros(tile.scale_shape(shape))
     assert found.dtype == torch.float32
-    assert found.shape == tile.scale_shape(shape)
-    assert found.tolist() == amax_by_loop(x, tile)
+    assert np.array_equal(found.numpy(), expected)
 
 
 def matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -153,25 +142,6 @@ def test_e2m1_codes_do_not_depend_on_the_sign_of_a_nan():
     assert nans.isnan().all()
     assert nans.signbit().tolist() == [[False, True]]
     assert reference.cast(nans, torch.ones(1, 1), E2M1).tolist() == [[0, 0]]
-
-
-@on_each_dtype
-def test_casting_back_what_a_code_stands_for_gives_the_code(dtype):
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype)[None]
-    finite = codes.float().isfinite()
-    again = reference.cast(codes.float(), torch.ones(1, 1), dtype)
-    assert torch.equal(again.view(torch.uint8)[finite], codes.view(torch.uint8)[finite])
-    assert again.float()[~finite].isnan().all()
-
-
-@on_each_dtype
-def test_magnitudes_beyond_the_range_are_clamped_and_ties_go_to_even(dtype):
-    top = torch.finfo(dtype).max
-    mantissa = {E4M3: 3, E5M2: 2}[dtype]
-    one_and_half_step = 1 + 2.0 ** -(mantissa + 1)
-    x = torch.tensor([[top * 1.01, -top * 1000, 3e38, one_and_half_step, -one_and_half_step]])
-    found = reference.cast(x, torch.ones(1, 1), dtype).float()
-    assert found.tolist() == [[top, -top, top, 1.0, -1.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -273,52 +243,6 @@ def test_partial_sums(monkeypatch, depth, fast_accum):
     assert len(depths) == (1 if fast_accum else max(1, -(-depth // 128)))
     assert found.shape == (5, 7)
     assert excess(found, oracle.Product(a.double().numpy(), b.double().numpy())) <= 1
-
-
-DEPTH, STEP, BITS = 4096, 32, 14
-"""K; the elements of K that one tensor core instruction multiplies; the bits its accumulator keeps of a sum."""
-
-
-def truncated(x: torch.Tensor) -> torch.Tensor:
-    return (x.view(torch.int32) & -(1 << (24 - BITS))).view(torch.float32)
-
-
-def add_as_hopper_does(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """``reference.add_partial_sum`` whose sum loses all but 14 bits after every step."""
-    partial = torch.zeros_like(total)
-    for left, right in zip(a.split(STEP, 1), b.split(STEP, 1), strict=True):
-        partial = truncated(partial + left @ right.t())
-    total += partial
-
-
-def narrow_excess(recipe: f8sub.Recipe) -> tuple[float, float]:
-    """Error of y over K = 4096, in units of the budget below; and the largest relative one."""
-    x, w = gaussian((16, DEPTH), generator(1)).abs(), gaussian((16, DEPTH), generator(2)).abs()
-    layer = nn.Linear(DEPTH, 16, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(w)
-        y = f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)(x)
-    product = oracle.Product(oracle.values("blockwise", "x", x)[0], oracle.values("blockwise", "w", w)[0])
-    # Each of the 128 / 32 steps of a partial sum may lose its last bit.
-    lost = reference.PROMOTION // STEP * 2.0 ** -(BITS - 1) * product.matmul
-    error = abs(y.double().numpy() - product.value)
-    return (error / (lost + product_budget(product, y.dtype))).max(), (error / product.value).max()
-
-
-def test_promotion_keeps_the_budget_where_one_sum_over_all_of_k_does_not(monkeypatch):
-    """Of like signs, K = 4096, a sum of 14 bits loses 0.34 %, 4.7 budgets; a promoted one 0.013 %, 0.18 budgets.
-
-    Source of the 14 bits: DeepSeek-V3, arXiv 2412.19437, 3.3.2. In float32 both are right to a millionth.
-    """
-    blockwise = f8sub.get_recipe("blockwise")
-    one_sum = replace(blockwise, fprop=replace(blockwise.fprop, fast_accum=True))
-    in_float32 = [narrow_excess(recipe)[1] for recipe in (blockwise, one_sum)]
-    assert max(in_float32) < 1e-6
-    monkeypatch.setattr(reference, "add_partial_sum", add_as_hopper_does)
-    (promoted, promoted_loss), (single, single_loss) = narrow_excess(blockwise), narrow_excess(one_sum)
-    assert promoted <= 1 < 4 < single
-    assert promoted_loss < 4e-4
-    assert single_loss > 2e-3
 
 
 def test_which_gemms_are_promoted():

@@ -38,7 +38,8 @@ def test_a_batch_of_no_rows_on_one_rank_alone(ranks, recipe):
     assert equal(found, expected)
 
 
-def inference(rank: int, world: int, recipe: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+@on_each_recipe
+def test_inference_mode_between_and_after_training_steps(rank, world, recipe):
     """y in inference_mode and of a training step after it, three times; and after a change without a step.
 
     Not in the very first forward: FSDP2 itself then makes its buffers of inference tensors, and trains no more.
@@ -66,11 +67,6 @@ def inference(rank: int, world: int, recipe: str) -> list[tuple[torch.Tensor, to
         f8sub.precompute_scales(model)
         y = model(x)
     with torch.inference_mode():
-        return [*found, (model(x).clone(), y)]
-
-
-@on_each_recipe
-def test_inference_mode_between_and_after_training_steps(ranks, recipe):
-    for found in ranks(2, inference, recipe):
-        assert all(torch.equal(evaluated, y) for evaluated, y in found)
-        assert not any(torch.equal(found[i][1], found[i + 1][1]) for i in range(3))
+        found.append((model(x).clone(), y))
+    assert all(torch.equal(evaluated, y) for evaluated, y in found)
+    assert not any(torch.equal(found[i][1], found[i + 1][1]) for i in range(3))

@@ -69,6 +69,12 @@ def product_budget(product: Product, dtype: torch.dtype, promoted: int | None = 
     return budget
 
 
+def decibels(true: torch.Tensor, found: torch.Tensor) -> float:
+    """Signal to noise; infinite for what is equal."""
+    true = true.double()
+    return 20 * torch.log10(true.norm() / (found.double() - true).norm()).item()
+
+
 def excess(computed: torch.Tensor, product: Product, promoted: int | None = None) -> float:
     """Largest error in units of its budget: at most 1 when right, inf for a NaN or a wrong shape."""
     if tuple(computed.shape) != product.value.shape:

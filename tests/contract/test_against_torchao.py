@@ -6,6 +6,7 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import f8sub
+from tests.budgets import decibels
 from tests.data_sets import DATA_SETS, make, spread_columns
 from tests.selection import long_but
 
@@ -14,12 +15,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE_DB = 0.1
 DRAWS = 10
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
-
-
-def sqnr(true: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to noise in dB."""
-    noise = (true - found.double()).square().sum()
-    return 10 * torch.log10(true.square().sum() / noise.clamp(min=torch.finfo(torch.float64).tiny)).item()
 
 
 def products(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -44,7 +39,7 @@ def gains(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> di
     config = Float8LinearConfig.from_recipe_name(recipe)
     ours = products(f8sub.convert_to_float8(linear(w), recipe=recipe), x, dy)
     theirs = products(convert_to_float8_training(linear(w), config=config), x, dy)
-    return {name: sqnr(true[name], ours[name]) - sqnr(true[name], theirs[name]) for name in true}
+    return {name: decibels(true[name], ours[name]) - decibels(true[name], theirs[name]) for name in true}
 
 
 @pytest.mark.parametrize("dtype", long_but(["bf16"], DTYPES), ids=list(DTYPES))

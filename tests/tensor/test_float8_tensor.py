@@ -10,6 +10,7 @@ from f8sub import ALL, Float8Format, Float8Tensor, ScaleRule, Tile
 from f8sub.formats import E2M1
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal
+from tests.kernels.products import assert_same_bits
 from tests.layers import on_each_recipe
 from tests.specs import STORED_AS, spec_of
 
@@ -33,14 +34,6 @@ BUFFERS = [
 
 def matrix(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return lognormal((48, 160), generator(1)).to(dtype)
-
-
-def assert_same(found, expected) -> None:
-    assert found.format == expected.format
-    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(found.scale_inv.float(), expected.scale_inv.float())
-    assert (found.global_scale_inv is None) == (expected.global_scale_inv is None)
-    assert found.global_scale_inv is None or torch.equal(found.global_scale_inv, expected.global_scale_inv)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +72,11 @@ def test_dropping_a_usage(format):
     row, col = tensor.rowwise, tensor.columnwise
     tensor.update_usage(columnwise=False)
     assert tensor.columnwise is None
-    assert_same(tensor.rowwise, row)
+    assert_same_bits(tensor.rowwise, row)
     other = f8sub.quantize(matrix(), format)
     other.update_usage(rowwise=False)
     assert other.rowwise is None
-    assert_same(other.columnwise, col)
+    assert_same_bits(other.columnwise, col)
 
 
 def test_asking_for_what_is_there_and_for_nothing_changes_nothing():
@@ -104,11 +97,11 @@ def test_deriving_a_usage(name):
     )
     derived = f8sub.quantize(matrix(), format, columnwise=False)
     derived.update_usage(columnwise=True)
-    assert_same(derived.columnwise, weight.columnwise)
-    assert_same(derived.rowwise, weight.rowwise)
+    assert_same_bits(derived.columnwise, weight.columnwise)
+    assert_same_bits(derived.rowwise, weight.rowwise)
     turned = f8sub.quantize(matrix(), format, columnwise=False).t()
     turned.update_usage(rowwise=True)
-    assert_same(turned.rowwise, weight.columnwise)
+    assert_same_bits(turned.rowwise, weight.columnwise)
 
 
 def test_a_swap_of_usages_in_one_call():
@@ -117,7 +110,7 @@ def test_a_swap_of_usages_in_one_call():
     expected.update_usage(columnwise=True)
     tensor.update_usage(rowwise=False, columnwise=True)
     assert tensor.rowwise is None
-    assert_same(tensor.columnwise, expected.columnwise)
+    assert_same_bits(tensor.columnwise, expected.columnwise)
 
 
 @pytest.mark.parametrize("name", ["1x128", "1x16-e2m1"], ids=str)
@@ -183,7 +176,7 @@ def test_flatten_and_unflatten(format, usages):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert ours.data.data_ptr() == theirs.data.data_ptr()
-            assert_same(ours, theirs)
+            assert_same_bits(ours, theirs)
 
 
 def test_it_holds_nothing_but_codes_scales_formats_and_dtype():
@@ -206,8 +199,8 @@ def test_copies_are_apart(format):
         assert isinstance(twin, Float8Tensor)
         for name in tensor.__tensor_flatten__()[0]:
             assert getattr(twin, name).data_ptr() != getattr(tensor, name).data_ptr()
-        assert_same(twin.rowwise, tensor.rowwise)
-        assert_same(twin.columnwise, tensor.columnwise)
+        assert_same_bits(twin.rowwise, tensor.rowwise)
+        assert_same_bits(twin.columnwise, tensor.columnwise)
 
 
 @on_each_recipe
@@ -219,8 +212,8 @@ def test_quantize_takes_parameters_and_master_weights_and_does_not_differentiate
     for source in (layer.weight, torch.nn.Parameter(values)):
         tensor = f8sub.quantize(source, recipe, operand="w")
         assert not tensor.requires_grad
-        assert_same(tensor.rowwise, expected.rowwise)
-        assert_same(tensor.columnwise, expected.columnwise)
+        assert_same_bits(tensor.rowwise, expected.rowwise)
+        assert_same_bits(tensor.columnwise, expected.columnwise)
         for name in tensor.__tensor_flatten__()[0]:
             assert type(getattr(tensor, name)) is torch.Tensor
 
@@ -268,4 +261,4 @@ def test_quantize_reads_no_attribute_that_a_user_set():
     x = gaussian((32, 32), generator(1))
     expected = f8sub.quantize(x, "tensorwise")
     x.plain = True
-    assert_same(f8sub.quantize(x, "tensorwise").rowwise, expected.rowwise)
+    assert_same_bits(f8sub.quantize(x, "tensorwise").rowwise, expected.rowwise)

@@ -10,7 +10,7 @@ from torch import nn
 import f8sub
 from f8sub.kernels import reference
 from tests import oracle
-from tests.budgets import excess, gamma
+from tests.budgets import decibels, excess, gamma
 from tests.compiling import Mlps, compile_blocks, differences, train
 from tests.data_sets import make
 from tests.models import seed_weights
@@ -33,10 +33,6 @@ def gradients(
     x = x.clone().requires_grad_()
     model(x).backward(dy)
     return x.grad, layer.weight.grad
-
-
-def decibels(exact: torch.Tensor, found: torch.Tensor) -> float:
-    return (10 * torch.log10(exact.square().sum() / (found.double() - exact).square().sum())).item()
 
 
 @pytest.mark.parametrize("rows", [1, 13, 16, 40], ids=str)

@@ -15,6 +15,7 @@ from f8sub.convert import filters
 from f8sub.weights import pending_codes
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
+from tests.kernels.products import bits
 from tests.models import BF16, Stack, equal, seed_weights, shard
 from tests.ranks import RankFailure
 from tests.selection import long_but
@@ -74,10 +75,6 @@ def differences(gathered: torch.Tensor, recipe: str, weight: torch.Tensor) -> li
         found += [] if all(alike) else [f"{name}: not quantize's"]
         found += [f"{name}: not the oracle's {part}" for part in expected[name].differences(operand)]
     return found
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def with_weight(recipe: str, rows: int) -> nn.Module:

@@ -16,7 +16,7 @@ import f8sub
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.features.experts.models import OwnExperts
-from tests.models import refusal, take_step
+from tests.models import equal, refusal, take_step
 from tests.selection import long_but
 from tests.wire import Wire
 
@@ -99,17 +99,13 @@ def sharded(model: nn.Module, **options: object) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def compared(rank: int, world: int, experts: int, recipe: str, kind: type[nn.Module]) -> tuple[bool, str]:
     """Whether three steps are those of experts gathered in high precision, and unsharded where means are exact."""
     found = trained(model := sharded(converted(experts, recipe, kind)), experts)
     plain = trained(sharded(converted(experts, recipe, kind, float8_all_gather=False)), experts)
-    is_same = same(found, plain)
+    is_same = equal(found, plain)
     if world in (1, 2, 4):
-        is_same &= same(found, trained(converted(experts, recipe, kind), experts))
+        is_same &= equal(found, trained(converted(experts, recipe, kind), experts))
     f8sub.precompute_scales(model)
     model.experts.unshard()
     return is_same, type(next(model.experts.parameters())).__name__
@@ -136,7 +132,7 @@ def test_weights_that_are_stored_or_read_transposed(ranks, kind, recipe):
 def test_a_scale_of_a_whole_matrix_is_gathered_in_high_precision(rank, world):
     """It is one an expert, and one of all experts' rows would be another."""
     model = sharded(converted(3, "nvfp4"))
-    is_same = same(trained(model, 3), trained(converted(3, "nvfp4"), 3))
+    is_same = equal(trained(model, 3), trained(converted(3, "nvfp4"), 3))
     model.experts.unshard()
     assert is_same
     assert not any(isinstance(p, f8sub.Float8Tensor) for p in model.experts.parameters())
@@ -147,7 +143,7 @@ def test_a_scale_of_a_whole_matrix_is_gathered_in_high_precision(rank, world):
 def test_hsdp(rank, world, recipe):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found = trained(sharded(converted(3, recipe), mesh=mesh), 3)
-    assert same(found, trained(converted(3, recipe), 3))
+    assert equal(found, trained(converted(3, recipe), 3))
 
 
 def along_rows(weight: nn.Parameter) -> Shard | None:
@@ -165,7 +161,7 @@ def test_experts_that_are_sharded_along_their_rows(rank, world, recipe):
         model.experts.unshard()
     parameters = list(model.experts.parameters())
     found = [
-        same(found, expected),
+        equal(found, expected),
         {type(p).__name__ for p in parameters} == {"Float8Tensor"},
         weights.gathered == (sum(p.numel() for p in parameters) if world > 1 else 0),
     ]
@@ -177,7 +173,7 @@ def test_experts_that_are_sharded_along_their_rows(rank, world, recipe):
 def test_compiled_experts(rank, world, kind, recipe):
     model = converted(3, recipe, kind)
     model.experts.compile(backend="aot_eager", fullgraph=True)
-    assert same(trained(sharded(model), 3), trained(sharded(converted(3, recipe, kind)), 3))
+    assert equal(trained(sharded(model), 3), trained(sharded(converted(3, recipe, kind)), 3))
 
 
 def test_tiles_of_several_rows_are_not_sharded_along_them(rank, world):
@@ -194,7 +190,7 @@ def test_a_param_dtype(rank, world, recipe):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = trained(sharded(converted(3, recipe), mp_policy=policy), 3)
     plain = trained(sharded(converted(3, recipe, float8_all_gather=False), mp_policy=policy), 3)
-    assert same(found, plain)
+    assert equal(found, plain)
 
 
 def sent(rank: int, world: int, experts: int, recipe: str) -> tuple[int, int, int]:
@@ -374,7 +370,7 @@ def test_a_checkpoint_goes_on_in_another_world(ranks, tmp_path, recipe):
     expected = ranks(1, resumed, str(tmp_path), recipe)[0]
     for world in (2, 4):
         for found in ranks(world, resumed, str(tmp_path), recipe):
-            assert same(found, expected)
+            assert equal(found, expected)
 
 
 def assigned(rank: int, world: int) -> tuple[bool, bool]:
@@ -392,7 +388,7 @@ def assigned(rank: int, world: int) -> tuple[bool, bool]:
     }
     model.load_state_dict(state, assign=True)
     found = trained(model, 3)
-    return same(found, trained(converted(3, "rowwise"), 3)), isinstance(
+    return equal(found, trained(converted(3, "rowwise"), 3)), isinstance(
         model.experts.up._local_tensor, MasterWeight
     )
 

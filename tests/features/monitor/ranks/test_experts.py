@@ -3,7 +3,8 @@
 import torch
 
 import f8sub
-from tests.features.experts.ranks.test_sharded import converted, same, sharded, trained
+from tests.features.experts.ranks.test_sharded import converted, sharded, trained
+from tests.models import equal
 
 
 def test_rows_of_w_are_the_unsharded_models(rank, world):
@@ -25,7 +26,7 @@ def test_rows_of_w_are_the_unsharded_models(rank, world):
     detach()
     alone.flush()
     of_w = [[row[3:] for row in each.rows if row.role == "w" and row.step == 0] for each in (monitor, alone)]
-    is_same, found, expected = same(found, expected), *of_w
+    is_same, found, expected = equal(found, expected), *of_w
     assert is_same
     assert len(found) == 3
     assert all(a == b for a, b in zip(found, expected, strict=True)), (found, expected)

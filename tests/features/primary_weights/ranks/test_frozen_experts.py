@@ -8,7 +8,8 @@ from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
-from tests.features.experts.ranks.test_sharded import converted, same, sharded, trained
+from tests.features.experts.ranks.test_sharded import converted, sharded, trained
+from tests.models import equal
 from tests.selection import long_but
 from tests.wire import Wire
 
@@ -28,7 +29,7 @@ def frozen(rank: int, world: int, recipe: str, experts: int, along_rows: bool) -
     f8sub.drop_high_precision(model)
     held = [StorageWeakRef(p._local_tensor.primary.master.plain.untyped_storage()) for p in parameters]
     nothing = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    is_same = same(trained(model, experts, optimizer=nothing), trained(plain, experts, optimizer=nothing))
+    is_same = equal(trained(model, experts, optimizer=nothing), trained(plain, experts, optimizer=nothing))
     wrong = [] if is_same else ["steps"]
     gc.collect()
     wrong += ["a master is held"] * (not all(each.expired() for each in held))

@@ -30,6 +30,7 @@ from tests.features.tensor_parallel.models import (
     mesh_of,
     products_of,
 )
+from tests.kernels.products import bits
 from tests.models import BF16, equal, refusal, seed_weights
 from tests.wire import Wire
 from tests.wires import on_each
@@ -61,10 +62,6 @@ def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of a tensor."""
     (placement,), mesh = like.placements, like.device_mesh
     return whole.tensor_split(mesh.size(), dim=placement.dim)[mesh.get_local_rank()]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def differences(model: nn.Module, whole: nn.Module, recipe: str) -> list[str]:

@@ -109,20 +109,16 @@ def test_uneven_tokens(rank, world, recipe, plan, tokens):
     assert [name for name, t in found.items() if decibels(t.full_tensor(), expected[name]) < 85] == []
 
 
-def in_high_precision(rank: int, world: int, plan: str) -> float:
+@pytest.mark.parametrize("plan", ["one gather a layer", "one gather"])
+def test_a_context_in_high_precision_gathers_x_in_high_precision(rank, world, plan):
     model, x = parallel("tensorwise", plan, mesh_of(world)), inputs()[0]
     with f8sub.autocast(enabled=False):
         y = model(x.tensor_split(world, dim=1)[rank])
     expected = feed_forward(None)(x).tensor_split(world, dim=1)[rank]
-    return decibels(y.detach() + 0, expected.detach())
+    assert decibels(y.detach() + 0, expected.detach()) > 125
 
 
-@pytest.mark.parametrize("plan", ["one gather a layer", "one gather"])
-def test_a_context_in_high_precision_gathers_x_in_high_precision(ranks, plan):
-    assert min(ranks(2, in_high_precision, plan)) > 125
-
-
-def one_plan_for_two_blocks(rank: int, world: int) -> list[float]:
+def test_one_style_serves_blocks_of_different_recipes(rank, world):
     recipe = {"0": "rowwise", "1": "tensorwise"}
     plan = {f"*.{name}".removesuffix("."): style for name, style in ONE_GATHER.items()}
     whole, model = (
@@ -132,14 +128,12 @@ def one_plan_for_two_blocks(rank: int, world: int) -> list[float]:
     parallelize_module(model, mesh_of(world)["tp"], plan)
     x = inputs()[0]
     y = model(x.tensor_split(world, dim=1)[rank])
-    return decibels(y.detach() + 0, whole(x).tensor_split(world, dim=1)[rank].detach())
+    assert decibels(y.detach() + 0, whole(x).tensor_split(world, dim=1)[rank].detach()) > 85
 
 
-def test_one_style_serves_blocks_of_different_recipes(ranks):
-    assert min(ranks(2, one_plan_for_two_blocks)) > 85
-
-
-def sent(rank: int, world: int, recipe: str, plan: str) -> tuple[int, int, int]:
+@pytest.mark.parametrize("plan", SENT)
+@on_each_recipe
+def test_x_is_gathered_once_as_one_byte_an_element(rank, world, recipe, plan):
     """All-gathers and reduce-scatters of a forward and backward, and bytes that forward's all-gathers bring."""
     model = parallel(recipe, plan, mesh_of(world))
     x, dy = (t.tensor_split(world, dim=1)[rank] for t in inputs())
@@ -149,16 +143,11 @@ def sent(rank: int, world: int, recipe: str, plan: str) -> tuple[int, int, int]:
         bytes_in = world * wire.output_bytes["all_gather_into_tensor"]
         gathers = wire.calls["all_gather_into_tensor"]
         y.backward(dy)
-    return gathers, wire.calls["reduce_scatter_tensor"], bytes_in
-
-
-@on_each_recipe
-def test_x_is_gathered_once_as_one_byte_an_element(ranks, recipe):
-    rows = BATCH * TOKENS
     scales = {"tensorwise": 0, "rowwise": 4, "blockwise": 4, "mxfp8": 2}[recipe]
-    assert ranks(2, sent, recipe, "one gather") == [(1, 2, rows * (WIDTH + scales))] * 2
-    assert ranks(2, sent, recipe, "one gather a layer") == [(2, 3, 2 * rows * (WIDTH + scales))] * 2
-    assert ranks(2, sent, recipe, "high precision") == [(2, 3, 2 * rows * 4 * WIDTH)] * 2
+    a_token = 4 * WIDTH if plan == "high precision" else WIDTH + scales
+    of_siblings = 1 if plan == "one gather" else 2
+    assert (gathers, wire.calls["reduce_scatter_tensor"]) == (of_siblings, of_siblings + 1)
+    assert bytes_in == of_siblings * BATCH * TOKENS * a_token
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,16 @@ from tests.models import equal
 from tests.selection import long_but
 from tests.wire import Wire
 
+FEW = [(2, 3, "tensorwise", False), (3, 2, "rowwise", False), (2, 3, "rowwise", True)]
+MORE = [(3, 5, "tensorwise"), (3, 2, "tensorwise"), (3, 5, "blockwise")]
+CASES = long_but(FEW, [*FEW, *((world, experts, recipe, False) for world, experts, recipe in MORE)])
+"""(ranks, experts, recipe, by rows): experts that the ranks do not divide, and a rank that has none."""
 
-def frozen(rank: int, world: int, recipe: str, experts: int, along_rows: bool) -> list[str]:
-    """What is wrong of three steps in which the head learns and the experts are codes alone after the first."""
-    options = {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 3 else None} if along_rows else {}
+
+@pytest.mark.parametrize(("world", "experts", "recipe", "by_rows"), CASES)
+def test_frozen_experts_keep_and_send_codes(rank, world, experts, recipe, by_rows):
+    """Three steps in which the head learns and the experts are codes alone after the first."""
+    options = {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 3 else None} if by_rows else {}
     models = []
     for primary in (True, False):
         made = converted(experts, recipe, primary_weights=primary)
@@ -29,10 +35,9 @@ def frozen(rank: int, world: int, recipe: str, experts: int, along_rows: bool) -
     f8sub.drop_high_precision(model)
     held = [StorageWeakRef(p._local_tensor.primary.master.plain.untyped_storage()) for p in parameters]
     nothing = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    is_same = equal(trained(model, experts, optimizer=nothing), trained(plain, experts, optimizer=nothing))
-    wrong = [] if is_same else ["steps"]
+    assert equal(trained(model, experts, optimizer=nothing), trained(plain, experts, optimizer=nothing))
     gc.collect()
-    wrong += ["a master is held"] * (not all(each.expired() for each in held))
+    assert all(each.expired() for each in held)
     values = [p.full_tensor() for p in parameters]
     sent = []
     for each in (model, plain):
@@ -40,21 +45,6 @@ def frozen(rank: int, world: int, recipe: str, experts: int, along_rows: bool) -
         with Wire() as wire:
             each.experts.unshard()
         sent.append(wire.gathered)
-    wrong += ["bytes"] * (sent[0] != sent[1])
+    assert sent[0] == sent[1]
     for parameter, value in zip(model.experts.parameters(), values, strict=True):
-        wrong += ["values"] * (not torch.equal(parameter.dequantize(), value))
-    return wrong
-
-
-FEW = [(2, 3, "tensorwise"), (3, 2, "rowwise")]
-CASES = long_but(FEW, [*FEW, (3, 5, "tensorwise"), (3, 2, "tensorwise"), (3, 5, "blockwise")])
-"""(ranks, experts, recipe): experts that the ranks do not divide, and a rank that has none."""
-
-
-@pytest.mark.parametrize(("world", "experts", "recipe"), CASES)
-def test_frozen_experts_keep_and_send_codes(ranks, world, experts, recipe):
-    assert ranks(world, frozen, recipe, experts, False) == [[]] * world
-
-
-def test_shards_along_the_rows_of_each_expert(ranks):
-    assert ranks(2, frozen, "rowwise", 3, True) == [[]] * 2
+        assert torch.equal(parameter.dequantize(), value)

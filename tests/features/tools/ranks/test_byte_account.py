@@ -52,7 +52,13 @@ def code_storages() -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def _measured(rank: int, world: int, recipe: str, policy, all_gather: bool) -> list[tuple[int, int]]:
+@pytest.mark.parametrize(
+    ("world", "policy", "all_gather"),
+    [(2, BF16, True), (3, None, True), (2, BF16, False)],
+    ids=["2-bf16", "3-fp32", "gathered-in-high-precision"],
+)
+@on_each_wire
+def test_sharded_weights(rank, world, recipe, policy, all_gather):
     before, dtype = code_storages(), torch.float32 if policy is None else torch.bfloat16
     model = shard(stack(world, recipe, float8_all_gather=all_gather), policy)
     f8sub.precompute_scales(model)
@@ -74,25 +80,10 @@ def _measured(rank: int, world: int, recipe: str, policy, all_gather: bool) -> l
     kept = kept_since(before, account.here.codes)
     masters = [layer.weight._local_tensor.untyped_storage().nbytes() for layer in float8_layers(model)]
     plain = run(shard(stack(world, None), policy))
-    return [
-        (account.here.wire, wire),
-        (account.here.wire, sum(unsharded)),
-        (account.here.master, sum(masters)),
-        (account.here.codes, kept),
-        (account.high_precision.wire, plain),
-    ]
-
-
-@pytest.mark.parametrize(("world", "policy"), [(2, BF16), (3, None)], ids=["2-bf16", "3-fp32"])
-@on_each_wire
-def test_sharded_weights(ranks, recipe, policy, world):
-    for found in ranks(world, _measured, recipe, policy, True):
-        assert all(predicted == measured for predicted, measured in found), found
-
-
-def test_weights_gathered_in_high_precision(ranks):
-    for found in ranks(2, _measured, "tensorwise", BF16, False):
-        assert all(predicted == measured for predicted, measured in found), found
+    assert account.here.wire == wire == sum(unsharded)
+    assert account.here.master == sum(masters)
+    assert account.here.codes == kept
+    assert account.high_precision.wire == plain
 
 
 @on_each_wire

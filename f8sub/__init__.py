@@ -36,6 +36,7 @@ from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.report.report import ConversionReport, LayerReport
 from f8sub.features.sensitivity.sensitivity import sensitivity
 from f8sub.features.step_model.estimate_step import StepEstimate, estimate_step
+from f8sub.features.swiglu_input.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.features.tensors.quantize import quantize
 from f8sub.features.token_dispatch.dispatchers import dispatch_tokens_in_float8
 from f8sub.features.token_dispatch.exchange import exchange_tokens
@@ -87,6 +88,7 @@ __all__ = [
     "float8_weights",
     "get_recipe",
     "grouped_linear",
+    "keep_swiglu_input_in_float8",
     "load_float8",
     "precompute_scales",
     "quantize",

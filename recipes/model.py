@@ -118,6 +118,8 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
             experts=settings.float8.experts,
             tokens=settings.training.local_batch_size * settings.training.seq_len,
         )
+        if settings.float8.keep_swiglu_input == "float8":
+            f8sub.keep_swiglu_input_in_float8(model)
         report = f"float8: {f8sub.conversion_report(model).summary}"
 
     layers = model.model.layers

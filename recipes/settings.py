@@ -134,6 +134,9 @@ class Float8:
     """Gather the weights as float8 codes."""
     gradients: Flag = False
     """Reduce the gradients as float8 codes and add them in float32: f8sub.reduce_gradients_in_float8."""
+    keep_swiglu_input: Literal["high_precision", "float8"] = "high_precision"
+    """"float8" rounds gate and up, so that compiled code saves a byte of each element for backward; it changes numbers:
+    f8sub.keep_swiglu_input_in_float8."""
     experts: FlagOrAuto = True
     """Convert the experts of a mixture, too; "auto": those that gain with a rank's micro-batch: docs/experts.md."""
     skip: tuple[str, ...] = ()

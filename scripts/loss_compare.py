@@ -1,9 +1,9 @@
 """The loss of every recipe against bf16: the held-out loss of the same runs, over several seeds.
 
-An arm is bf16, float32, a recipe, or with ``--head`` a recipe that has the output head in float8, too. All arms of a
-seed start from the same weights, see the same batches, and are evaluated on the same held-out tokens when their
-learning rate has decayed to zero. float32 is the yardstick: it differs from bf16 by rounding alone, so a gap of its
-size says nothing. Runs are those of ``recipes/pretrain.py``.
+An arm is bf16, float32, a recipe, or with ``--head`` or ``--swiglu`` a recipe that has the output head or SwiGLU's
+input in float8, too. All arms of a seed start from the same weights, see the same batches, and are evaluated on the
+same held-out tokens when their learning rate has decayed to zero. float32 is the yardstick: it differs from bf16 by
+rounding alone, so a gap of its size says nothing. Runs are those of ``recipes/pretrain.py``.
 
 The gap is that of the logarithms of the losses, in per cent; its interval is that of a randomized block design (blocks
 are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % by Student's t.
@@ -52,8 +52,11 @@ from scripts.table import ROOT, Table, finish, parser
 TRAINER = ROOT / "recipes" / "pretrain.py"
 BASELINE = "bf16"
 YARDSTICK = "float32"
-HEAD = "-head"
-"""Ends the names of arms that have the output head in float8."""
+VARIANTS = {
+    "-head": ("float8.skip_defaults", "false"),
+    "-swiglu": ("float8.keep_swiglu_input", "float8"),
+}
+"""Ends the names of arms that have the output head or SwiGLU's input in float8: the option of recipes/pretrain.py."""
 CONFIDENCE = 0.95
 LEARNING_RATE = 3e-4
 """Ends as low as 1e-3, at which training is chaotic: the gap of one seed of ``tensorwise`` was +2.0 % with sequences of
@@ -186,9 +189,10 @@ def settings(run: Run, steps: int, size: str = SIZES[0]) -> list[str]:
     if run.arm in (BASELINE, YARDSTICK):
         chosen["float8.enabled"] = "false"
     else:
-        chosen["float8.recipe"] = run.arm.removesuffix(HEAD)
-        if run.arm.endswith(HEAD):
-            chosen["float8.skip_defaults"] = "false"
+        chosen["float8.recipe"] = run.arm.split("-")[0]
+        for ending, (option, value) in VARIANTS.items():
+            if run.arm.endswith(ending):
+                chosen[option] = value
     return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
 
 
@@ -379,6 +383,7 @@ def main() -> None:
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
     made.add_argument("--head", action="store_true", help="each recipe with the output head in float8, too")
+    made.add_argument("--swiglu", action="store_true", help="each recipe with SwiGLU's input in float8, too")
     made.add_argument(
         "--size", choices=SIZES, default=SIZES[0], help="of the model, as recipes/pretrain.py has it"
     )
@@ -412,8 +417,9 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     # As Ctrl-C does: with the run it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     results, seeds = Results(arguments.folder, arguments.steps, arguments.size), arguments.seeds
-    heads = [recipe + HEAD for recipe in arguments.recipes if arguments.head]
-    names = [BASELINE, YARDSTICK, *arguments.recipes, *heads]
+    endings = [ending for ending in VARIANTS if getattr(arguments, ending.strip("-"))]
+    variants = [recipe + ending for ending in endings for recipe in arguments.recipes]
+    names = [BASELINE, YARDSTICK, *arguments.recipes, *variants]
     train_missing(results, [Run(arm, seed) for seed in seeds for arm in names])
     kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in names}
     arms = {

@@ -56,6 +56,21 @@ def convert_from_float8():
     assert type(model[0]) is nn.Linear
 
 
+def keep_swiglu_input_in_float8():
+    class FeedForward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1, self.w3 = (nn.Linear(512, 1024, bias=False) for _ in range(2))
+            self.w2 = nn.Linear(1024, 512, bias=False)
+
+        def forward(self, x):
+            return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+    model = f8sub.convert_to_float8(FeedForward())
+    print(f8sub.keep_swiglu_input_in_float8(model))  # ['w1', 'w3']
+    y = torch.compile(model)(torch.randn(8, 512))
+
+
 def reduce_gradients_in_float8():
     """ranks=2"""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -5,7 +5,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 from f8sub.formats import Tile
 from f8sub.kernels import scales
@@ -42,6 +43,23 @@ def save_when_checkpointed(reduction: Any) -> None:
         if "recompute" in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.target is reduction:
+            break
+
+
+def save_last_node() -> None:
+    """Have a graph that is being traced save what was made last, where a function is checkpointed by a policy.
+
+    Whatever the policy says. torch's mode of selective checkpointing detaches every result, so views that it made come
+    after it. From torch 2.13 on functions without a policy are in that mode, too, with one that saves nothing.
+    """
+    modes = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, _CachingTorchDispatchMode)]
+    if all(getattr(mode.policy_fn, "__name__", "") == "_always_prefer_recompute" for mode in modes):
+        return
+    tracing = get_proxy_mode()
+    for node in () if tracing is None else reversed(tracing.tracer.graph.nodes):
+        if "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.target not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             break
 
 

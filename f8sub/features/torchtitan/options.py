@@ -10,10 +10,13 @@ from f8sub.convert.convert import convert_to_float8
 from f8sub.convert.filters import layer_recipes
 from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
+from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.defaults.defaults import MIN_DIM
 from f8sub.features.keep_x.keep_x import layer_keep_x
 from f8sub.features.layer_kinds.layer_kinds import kind_of
 from f8sub.features.linear_subclasses.linear_subclasses import extensions
+from f8sub.features.swiglu_input.swiglu_input import keep_swiglu_input_in_float8
+from f8sub.features.torchtitan.checkpointed import KEEP, set_policy
 from f8sub.features.torchtitan.gradients import reduce_from_first_forward
 from f8sub.features.torchtitan.numerics import FILE, WANTED, monitor_from_first_forward
 from f8sub.features.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
@@ -48,6 +51,10 @@ class Options:
             step; None for wherever the weights are gathered as float8.
         reduce_gradients_in_float8: gradients are e4m3 codes on the wire, added in float32; see
             ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
+        keep_swiglu_input: "float8" rounds the results of w1 and w3, which changes numbers, so that compiled code saves a
+            byte of each element; see ``f8sub.keep_swiglu_input_in_float8``.
+        checkpoint_policy: what blocks save that activation checkpointing wrapped, one of those of
+            ``f8sub.checkpoint_policy`` in place of torchtitan's; empty for torchtitan's.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
         experts: convert experts of mixtures, too; "auto": those whose width makes them gain.
@@ -55,7 +62,7 @@ class Options:
         monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2) or outputs (0.3).
 
     Raises:
-        Float8ConfigError: no such recipe, option or value of one, or ``keep_x``, a string in place of a list of them,
+        Float8ConfigError: no such recipe, option or value of one, ``keep_x`` or policy, a string in place of a list of them,
             or scales to precompute for weights that are not gathered as float8.
     """
 
@@ -67,6 +74,8 @@ class Options:
     enable_fsdp_float8_all_gather: bool = True
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
     reduce_gradients_in_float8: bool = False
+    keep_swiglu_input: str = "high_precision"
+    checkpoint_policy: str = ""
     emulate: bool = False
     keep_x: str | dict[str, str] = AUTO
     experts: bool | str = EXPERTS
@@ -76,6 +85,12 @@ class Options:
     def __post_init__(self) -> None:
         layer_recipes(self.recipe)
         layer_keep_x(self.keep_x)
+        if self.keep_swiglu_input not in ("high_precision", "float8"):
+            raise Float8ConfigError(
+                f"unknown keep_swiglu_input={self.keep_swiglu_input!r}; choose one of 'high_precision', 'float8'"
+            )
+        if self.checkpoint_policy:
+            checkpoint_policy(self.checkpoint_policy)
         if self.monitor_every < 0:
             raise Float8ConfigError(f"monitor_every={self.monitor_every} is less than 0, which is for none")
         for name in ("filter_fqns", "skip"):
@@ -181,6 +196,11 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
     check_at_first_forward(model)
     if options.reduce_gradients_in_float8:
         reduce_from_first_forward(model)
+    if options.keep_swiglu_input == "float8":
+        keep_swiglu_input_in_float8(model)
+    if options.checkpoint_policy:
+        setattr(model, KEEP, options.checkpoint_policy)
+        model.register_forward_pre_hook(set_policy)
     setattr(model, PRECOMPUTE, options.precompute)
     if options.precompute:
         attach_at_first_step()

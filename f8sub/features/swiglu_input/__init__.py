@@ -1,0 +1,1 @@
+"""SwiGLU's gate and up at one byte an element."""

@@ -275,6 +275,8 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
     )
     monitor.heatmap("w", tmp_path / "w.png")
     assert (tmp_path / "w.png").read_bytes()[:4] == b"\x89PNG"
+    monitor.heatmap("dy", tmp_path / "amax.png", "amax")  # powers of ten apart
+    monitor.heatmap("x", tmp_path / "cut.png", "saturated")  # all 0
     with pytest.raises(f8sub.Float8ConfigError, match="no sample has 'mean' of 'w'"):
         monitor.heatmap("w", tmp_path / "w.png", "mean")
 

@@ -1,5 +1,6 @@
 """Where a monitor's rows go: a file, TensorBoard, Weights & Biases, a function; and a picture."""
 
+import itertools
 import json
 import math
 import os
@@ -93,11 +94,12 @@ def heatmap(rows: Sequence[Statistics], path: str | os.PathLike[str], role: str,
     norm = Normalize(10, 32) if is_sqnr else Normalize()
     if statistic in _MAGNITUDES and told and min(told) > 0:
         norm = LogNorm(min(told), max(told))
-    # A small amax is not a bad one, nor is a large share that is flushed a good one, so that their colours judge nothing.
+    # A small amax is not a bad one, nor is a large share that is flushed a good one: their colours judge nothing.
     cmap = "RdYlBu" if is_sqnr else "viridis"
     image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap=cmap, norm=norm)
-    prefix = os.path.commonprefix([layer.rpartition(".")[0] + "." for layer in layers])
-    shared = prefix[: prefix.rfind(".") + 1]
+    segments = zip(*(layer.split(".")[:-1] for layer in layers), strict=False)
+    same = itertools.takewhile(lambda names: len(set(names)) == 1, segments)
+    shared = "".join(f"{names[0]}." for names in same)
     axes.set_yticks(range(len(layers)), [layer.removeprefix(shared) for layer in layers], fontsize=6)
     axes.set_ylabel(shared.strip("."), fontsize=8)
     every = -(-len(steps) // 12)

@@ -1,12 +1,15 @@
 """The command line: ``python -m f8sub COMMAND``, or ``f8sub COMMAND``."""
 
 import argparse
+import functools
 import importlib.util
 import re
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
 from f8sub.features.doctor.command import add_doctor
 from f8sub.features.inspect.command import add_inspect
 from f8sub.features.offline_export.command import add_export
@@ -41,7 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> None:
     """The console script; it finds modules of the working directory, as ``python -m`` does."""
     sys.path.insert(0, "")
+    warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     sys.exit(main())
+
+
+def _show_warning(otherwise: Any, message: Any, category: Any, *more: Any) -> None:
+    """A warning of f8sub's without the line of code that a command has it from."""
+    if issubclass(category, Float8Warning):
+        sys.stderr.write(f"f8sub: warning: {message}\n")
+    else:
+        otherwise(message, category, *more)
 
 
 def _show(text: str) -> None:

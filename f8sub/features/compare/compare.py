@@ -30,6 +30,7 @@ def compare(
     loss_of: LossOf | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    progress: Callable[[list[Any]], Iterable[Any]] | None = None,
     **options: Any,
 ) -> Comparison:
     """Run a model in float8 and in bf16 on the same batches, and compare losses and gradients.
@@ -48,6 +49,7 @@ def compare(
             curves, and gradients are those of the first batch. None leaves the weights as they are and adds the
             gradients of all batches.
         dtype: that of the runs beside float8, and of what float8 leaves.
+        progress: given the batches of a run, it returns them again; to show how far it is, such as ``tqdm.tqdm``.
         options: more arguments of ``convert_to_float8``, such as ``skip``.
 
     Raises:
@@ -58,7 +60,7 @@ def compare(
     seen = list(batches)
     if not seen:
         raise Float8ConfigError("compare was given no batches; a few are enough")
-    run = _Runs(made, seen, loss_of or _loss_of, optimizer, dtype)
+    run = _Runs(made, seen, loss_of or _loss_of, optimizer, dtype, progress or iter)
     losses: dict[str, list[float]] = {}
     losses[REFERENCE], reference = run(None)
     losses[NOISE], found = run(OtherOrder())
@@ -118,6 +120,7 @@ class _Runs(NamedTuple):
     loss_of: LossOf
     optimizer: Callable[[Any], torch.optim.Optimizer] | None
     dtype: torch.dtype
+    progress: Callable[[list[Any]], Iterable[Any]]
 
     def __call__(
         self, mode: OtherOrder | None, change: Callable[[torch.nn.Module], Any] | None = None
@@ -137,7 +140,7 @@ class _Runs(NamedTuple):
             )
             exits.enter_context(generators)
             exits.enter_context(torch.compiler.set_stance("force_eager"))
-            for number, batch in enumerate(self.batches):
+            for number, batch in enumerate(self.progress(self.batches)):
                 torch.manual_seed(number)
                 loss = self._loss(model, batch, mode, device)
                 loss.backward()

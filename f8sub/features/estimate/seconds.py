@@ -361,8 +361,14 @@ def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> S
     found += Seconds(loss=loss, optimizer=state / gpu.copy)
     if not (run.compiled and run.sharded and gpu.measured):
         return found
-    host = len(shapes.blocks) * (HOST_BF16 if recipe is None else HOST)
+    host = sum(_host_seconds(products, recipe) for products in shapes.blocks.values())
     return found + Seconds(host=max(0.0, host - found.total))
+
+
+def _host_seconds(products: Sequence[Product], recipe: Recipe | None) -> float:
+    """Of a block: layers that stay in bf16 are launched as in bf16."""
+    converted = 0 if recipe is None else sum(product.reason is None for product in products)
+    return HOST_BF16 + (HOST - HOST_BF16) * converted / max(len(products), 1)
 
 
 def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dict[tuple[str, int], float]:

@@ -33,22 +33,28 @@ def pack_chunks(
             tl.multiple_of(stride, 16),
             tl.multiple_of(length, 16),
         )
-    parts = tl.cdiv(size, BLOCKS * BLOCK)
-    index = tl.program_id(0) - tl.load(chunk + FIRST_PROGRAM)
+    # As many as there are programs, so 32 bits hold them, and what follows; a division of 64 bits takes longer.
+    parts = tl.cdiv(size, BLOCKS * BLOCK).to(tl.int32)
+    index = tl.program_id(0) - tl.load(chunk + FIRST_PROGRAM).to(tl.int32)
     rank, part = index // parts, index % parts
     row = (rank % (RANKS // HOSTS)) * HOSTS + rank // (RANKS // HOSTS)
-    block = part * BLOCKS + tl.arange(0, BLOCKS)
+    start, first = rank * stride, part.to(tl.int64) * (BLOCKS * BLOCK)
+    here = tl.minimum(size - first, BLOCKS * BLOCK).to(tl.int32)
+    given = tl.minimum(tl.maximum(length - start - first, 0), here.to(tl.int64)).to(tl.int32)
+    if ALIGNED:
+        here, given = tl.multiple_of(here, 16), tl.multiple_of(given, 16)
+    block = tl.arange(0, BLOCKS)
     i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    start = rank * stride
-    x = tl.load(source + start + i, mask=i < tl.minimum(size, length - start), other=0.0).to(tl.float32)
-    out = out_ptr + row * row_bytes
+    x = tl.load(source + start + first + i, mask=i < given, other=0.0).to(tl.float32)
+    out = out_ptr + row.to(tl.int64) * row_bytes
     if CODES:
         codes, exponent = encoded(x)
-        tl.store(out + code_at + i, codes, mask=i < size)
-        tl.store(out + tl.load(chunk + SCALE_AT) + block, exponent, mask=block * BLOCK < size)
+        tl.store(out + code_at + first + i, codes, mask=i < here)
+        scales = out + tl.load(chunk + SCALE_AT) + first // BLOCK
+        tl.store(scales + block, exponent, mask=block * BLOCK < here)
     else:
         out = (out + code_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        tl.store(out + i, x.to(tl.bfloat16), mask=i < size)
+        tl.store(out + first + i, x.to(tl.bfloat16), mask=i < here)
 
 
 @triton.jit
@@ -83,19 +89,24 @@ def sum_chunks(
     code_at, scale_at = tl.multiple_of(tl.load(chunk + CODE_AT), 16), tl.load(chunk + SCALE_AT)
     if ALIGNED:
         size, out_at = tl.multiple_of(size, 16), tl.multiple_of(out_at, 16)
-    block = (tl.program_id(0) - tl.load(chunk + FIRST_PROGRAM)) * BLOCKS + tl.arange(0, BLOCKS)
+    first = (tl.program_id(0) - tl.load(chunk + FIRST_PROGRAM)) * (BLOCKS * BLOCK)
+    here = tl.minimum(size - first, BLOCKS * BLOCK).to(tl.int32)
+    if ALIGNED:
+        here = tl.multiple_of(here, 16)
+    begins, code_at, scale_at, out_at = code_at, code_at + first, scale_at + first // BLOCK, out_at + first
+    block = tl.arange(0, BLOCKS)
     i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros((BLOCKS, BLOCK), tl.float32)
     # Unrolled, so that the rows of several ranks are on their way at a time.
     for rank in tl.range(0, ranks, loop_unroll_factor=4):
         row = received_ptr + tl.cast(rank, tl.int64) * row_bytes
         if CODES:
-            codes = tl.load(row + code_at + i, mask=i < size, other=0)
-            exponent = tl.load(row + scale_at + block, mask=block * BLOCK < size, other=1).to(tl.int32)
+            codes = tl.load(row + code_at + i, mask=i < here, other=0)
+            exponent = tl.load(row + scale_at + block, mask=block * BLOCK < here, other=1).to(tl.int32)
             values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
             values = tl.where((codes & 0x7F) == 0x7E, values * float("inf"), values)
             total += values * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
         else:
-            elements = (row + code_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-            total += tl.load(elements + i, mask=i < size, other=0.0).to(tl.float32)
-    tl.store(out_ptr + out_at + i, (total * factor).to(out_ptr.dtype.element_ty), mask=i < size)
+            elements = (row + begins).to(tl.pointer_type(tl.bfloat16), bitcast=True) + first
+            total += tl.load(elements + i, mask=i < here, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out_at + i, (total * factor).to(out_ptr.dtype.element_ty), mask=i < here)

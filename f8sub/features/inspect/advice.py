@@ -76,8 +76,9 @@ def advice(
     best = next(each for each in predictions if each.recipe == recipe.name)
     if best.step < LITTLE:
         yield (
-            f"Float8 gains little here: {recipe.name} makes a step {best.step:.2f} times as fast as bf16's, "
-            f"of which {_share(shapes, gpu, run):.0%} are products that would be in float8."
+            f"Float8 {'gains little' if best.step >= 1 else 'loses time'} here: {recipe.name} makes a step "
+            f"{best.step:.2f} times as fast as bf16's, of which {_share(shapes, gpu, run):.0%} are products that would "
+            "be in float8."
         )
     else:
         experts = ", experts=True" if any(p.experts and p.reason is None for p in shapes.products) else ""

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from f8sub.convert.sockets import EXPERTS
+from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate.gpus import GPUS
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE
 from f8sub.features.experts_option.experts_option import AUTO_EXPERTS
@@ -49,13 +50,17 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         Float8ConfigError: see ``load`` and ``estimate``.
     """
     sizes = arguments.mesh.split("x")
+    if not all(map(str.isdecimal, sizes)):
+        raise Float8ConfigError(
+            f"--mesh is a number of GPUs, or REPLICASxSHARDS such as 4x8, got {arguments.mesh!r}"
+        )
     found = estimate(
         load(arguments.model),
         arguments.recipe,
         gpus=arguments.gpu,
         tokens=arguments.tokens,
         sequence=arguments.sequence,
-        mesh=[int(size) if size.isdecimal() else 0 for size in sizes],
+        mesh=[int(size) for size in sizes],
         checkpoint=arguments.checkpoint,
         skip=arguments.skip,
         experts=EXPERTS_WORDS[arguments.experts],

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.features.layer_kinds.layer_kinds import kinds
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
 
 FP8, COMPRESSED = LAYOUTS = ("fp8", "compressed-tensors")
@@ -113,7 +114,7 @@ def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]
         if (reason := why_not(layout, *weight)) is not None:
             reasons.setdefault(reason, []).append(fqn)
     if reasons:
-        listed = "; ".join(f"{', '.join(fqns)}: {reason}" for reason, fqns in reasons.items())
+        listed = "; ".join(f"{', '.join(kinds(fqns))}: {reason}" for reason, fqns in reasons.items())
         is_held = all(why_not(COMPRESSED, *weight) is None for weight in weights.values())
         other = " Try layout='compressed-tensors'." if is_held else ""
         raise Float8ConfigError(f"layout {layout!r} cannot hold these layers. {listed}.{other}")

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ def load_float8(
     rename: Rename | None = None,
     strict: bool = True,
     device: torch.device | str | None = None,
+    progress: Callable[[list[str]], Iterable[str]] | None = None,
 ) -> None:
     """Fill a model from a checkpoint whose linear weights are float8 codes and scales.
 
@@ -70,6 +71,7 @@ def load_float8(
         strict: raise where the model and the checkpoint have different names; False leaves what is missing as it is.
         device: of parameters that are on meta; each module gets its memory just before it is filled. None for that of
             their mesh, if they are sharded. Buffers that checkpoints do not hold stay on meta.
+        progress: given the names of the parameters, it returns them again, to show how far it is: ``tqdm.tqdm``.
 
     Raises:
         Float8ConfigError: no such checkpoint, a file cut short, another layout, names that differ, a frozen weight
@@ -90,7 +92,8 @@ def load_float8(
         for conversion in conversions:
             conversion.settle()
         again = []
-        for part, of_part in sources.items():
+        names = (progress or iter)([part.name for part in sources])
+        for _, (part, of_part) in zip(names, sources.items(), strict=True):
             _give_memory(part, device)
             with torch.no_grad():
                 if part in experts:
@@ -109,13 +112,17 @@ def load_float8(
                 for guest in sockets.guests:  # as of a state dict that has this parameter alone
                     guest.loaded(part.module, {part.attribute: part.tensor}, "")
     if again:
-        warnings.warn(
-            f"{again[0]} and {len(again) - 1} more layers: the checkpoint's scales are of other blocks, or of another "
-            f"rule, than the recipe's, so the weights are cast to float8 a second time, {_SECOND_CAST} off (relative). "
-            "Convert with a recipe whose weights have the checkpoint's blocks and its kind of scales",
-            Float8Warning,
-            stacklevel=2,
-        )
+        _warn_of_second_cast(again)
+
+
+def _warn_of_second_cast(again: list[str]) -> None:
+    warnings.warn(
+        f"{again[0]} and {len(again) - 1} more layers: the checkpoint's scales are of other blocks, or of another "
+        f"rule, than the recipe's, so the weights are cast to float8 a second time, {_SECOND_CAST} off (relative). "
+        "Convert with a recipe whose weights have the checkpoint's blocks and its kind of scales",
+        Float8Warning,
+        stacklevel=3,
+    )
 
 
 def _check_memory(parts: Iterable[Part], device: torch.device | str | None) -> None:

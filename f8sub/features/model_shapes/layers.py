@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from f8sub.convert import sockets
 from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.convert import other_reasons
 from f8sub.convert.filters import Selection, layer_recipes
@@ -138,6 +139,8 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     if is_plain:
         selection = Selection(layer_recipes(DEFAULT), layer_keep_x("auto"), skip=skip)
         reasons = selection.reasons(modules, linears) | other_reasons(modules, selection, options)
+        if skip:
+            sockets.idle_patterns(list(modules), reasons, selection)
     else:
         reasons = {
             fqn: None if is_converted(m) else getattr(m, SKIP_REASON, "not converted")

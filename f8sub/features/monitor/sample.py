@@ -2,15 +2,22 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from f8sub.features.forwards.forwards import plan_of, sources_of
-from f8sub.features.operand_statistics.statistics import MAXIMA, WIDTH, Statistics, measure, statistics_of
-from f8sub.formats import Float8Format, Operand, Rounding, Tile
+from f8sub.features.operand_statistics.statistics import (
+    MAXIMA,
+    WIDTH,
+    Statistics,
+    add_measured,
+    statistics_of,
+)
+from f8sub.formats import ALL, Float8Format, Operand, Rounding, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, LayerSource
@@ -19,6 +26,7 @@ from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
 from f8sub.linear.saved_input import Call
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.host_copy import sent_to
 from f8sub.torch_compat import autocast_dtype, is_dtensor
 from f8sub.weights.weight import Weight, master_of
 
@@ -40,6 +48,22 @@ class Probe(Protocol):
 
     def begin(self, sample: "Sample") -> Callable[[], None]:
         """Have ``sample`` take what is multiplied from now on, until what is returned is called."""
+
+
+class _Noted(NamedTuple):
+    """What an x was measured as, and the number of its row."""
+
+    x: "weakref.ref[torch.Tensor]"
+    version: int
+    format: Float8Format
+    dtype: torch.dtype
+    source: LayerSource
+    row: int
+
+    def is_like(self, other: "_Noted") -> bool:
+        """Whether both are one x, cast alike: stochastic rounding draws other numbers for each layer."""
+        same = self.x() is other.x() and self.source is other.source
+        return same and self[1:4] == other[1:4] and self.format.rounding is not Rounding.STOCHASTIC
 
 
 class Sample:
@@ -71,6 +95,8 @@ class Sample:
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))
         self._calls: dict[str, Call] = {}
         self._seen: set[str] = set()  # backward meets the last of several forwards first
+        self._last_x: _Noted | None = None
+        self._same: dict[int, int] = {}
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -78,6 +104,12 @@ class Sample:
 
     def reduced(self, group: dist.ProcessGroup | None) -> torch.Tensor:
         """The table, of all ranks together."""
+        if self._same:
+            rows, like = (
+                sent_to(self._sums.device, list(each)) for each in (self._same, self._same.values())
+            )
+            for table in (self._sums, self._maxima):
+                table.index_copy_(0, rows, table.index_select(0, like))
         if dist.is_initialized() and dist.get_world_size(group) > 1:
             dist.all_reduce(self._sums, dist.ReduceOp.SUM, group=group)
             dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=group)
@@ -109,9 +141,22 @@ class Sample:
                 x, weight, _, _, sources, _ = sockets.placement(layer, plan, weight, x, None, sources)
             self._calls[name] = call = plan, dtype, sources
             if not isinstance(x, Float8Tensor):
-                self._note(name, "x", x, recipe.fprop.a, dtype, sources.x)
+                self._note_x(name, x, recipe.fprop.a, dtype, sources.x)
             if recipe.fprop.b is not None and self.wants(name, "w"):
                 self._note_weight(name, layer, weight, recipe.fprop.b, call)
+
+    def _note_x(
+        self, name: str, x: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, source: LayerSource
+    ) -> None:
+        """Siblings that share an x are cast from it once, so it is measured once."""
+        if format is None or not self.wants(name, "x"):
+            return
+        noted = _Noted(weakref.ref(x), x._version, format, dtype, source, self._rows[name, "x"])
+        if self._last_x is not None and noted.is_like(self._last_x):
+            self._formats[name, "x"], self._same[noted.row] = format, self._last_x.row
+            return
+        self._note(name, "x", x, format, dtype, source)
+        self._last_x = noted
 
     def _note_weight(
         self,
@@ -203,9 +248,7 @@ class Sample:
         index = self._rows[name, role]
         for values, operand in parts:
             if values.numel():
-                sums, maxima = measure(values, operand)
-                self._sums[index] += sums
-                self._maxima[index] = torch.maximum(self._maxima[index], maxima)
+                add_measured(values, operand, self._sums[index], self._maxima[index])
 
 
 def node_of(y: torch.Tensor, function: str) -> torch.autograd.graph.Node:
@@ -219,15 +262,19 @@ def node_of(y: torch.Tensor, function: str) -> torch.autograd.graph.Node:
 
 
 def part_of(operand: Operand, row: int, col: int, rows: int, cols: int) -> Operand:
-    """A part of an operand, with a scale for each element: its tiles need not begin where the part does."""
-    per_byte = operand.format.codes_per_byte
+    """A part of an operand; with a scale for each element where its tiles do not begin where the part does."""
+    format, scale = operand.format, operand.scale_inv
+    per_byte, tile = format.codes_per_byte, format.tile
     data = operand.data[row : row + rows, col // per_byte : -(-(col + cols) // per_byte)]
-    scale = reference.spread(
-        operand.scale_inv.float(), operand.format.tile, torch.Size((rows, cols)), (row, col)
-    )
+    places = ((row, rows, tile.rows), (col, cols, tile.cols))
+    if format.is_plain and all(edge == ALL or first % edge == 0 for first, _, edge in places):
+        for dim, (first, size, edge) in enumerate(places):
+            scale = scale if edge == ALL else scale.narrow(dim, first // edge, -(-size // edge))
+        return Operand(data, scale, format)
+    scale = reference.spread(scale.float(), tile, torch.Size((rows, cols)), (row, col))
     if operand.global_scale_inv is not None:
         scale = scale * operand.global_scale_inv
-    return Operand(data, scale.expand(rows, cols), each_element(operand.format))
+    return Operand(data, scale.expand(rows, cols), each_element(format))
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Where a monitor's rows go: a file, TensorBoard, Weights & Biases, a function; and a picture."""
 
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,9 @@ Writer = Callable[[int, Sequence[Statistics]], None]
 """Takes a step's number and its rows."""
 
 _NUMBERS = Statistics._fields[4:]
+
+_MAGNITUDES = ("amax", "rms", "scale_min", "scale_max")
+"""Statistics that layers have powers of ten apart."""
 
 
 def numbers_of(row: Statistics) -> tuple[str, ...]:
@@ -64,12 +68,13 @@ def wandb(run: Any) -> Writer:
 
 
 def heatmap(rows: Sequence[Statistics], path: str | os.PathLike[str], role: str, statistic: str) -> None:
-    """Draw layers by steps.
+    """Draw layers by steps: of a SQNR red is low and blue is high, of another statistic a darker colour is less.
 
     Raises:
         Float8ConfigError: matplotlib is not installed, or there is no such row.
     """
     try:
+        from matplotlib.colors import LogNorm, Normalize
         from matplotlib.figure import Figure
     except ImportError as error:
         raise Float8ConfigError("Monitor.heatmap draws with matplotlib, which is not installed") from error
@@ -84,14 +89,25 @@ def heatmap(rows: Sequence[Statistics], path: str | os.PathLike[str], role: str,
     grid = [[values.get((layer, step), float("nan")) for step in steps] for layer in layers]
     figure = Figure(figsize=(4 + 0.25 * len(steps), 1.2 + 0.18 * len(layers)), layout="constrained")
     axes = figure.subplots()
-    lowest, highest = (10, 32) if statistic.endswith("sqnr") else (None, None)
-    image = axes.imshow(
-        grid, aspect="auto", interpolation="nearest", cmap="RdYlGn", vmin=lowest, vmax=highest
-    )
-    axes.set_yticks(range(len(layers)), layers, fontsize=6)
+    is_sqnr = statistic.endswith("sqnr")
+    told = [value for row in grid for value in row if math.isfinite(value)]
+    norm = Normalize(10, 32) if is_sqnr else Normalize()
+    if statistic in _MAGNITUDES and told and min(told) > 0:
+        norm = LogNorm(min(told), max(told))
+    # A small amax is not a bad one, nor is a large share that is flushed a good one: their colours judge nothing.
+    cmap = "RdYlBu" if is_sqnr else "viridis"
+    image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap=cmap, norm=norm)
+    segments = zip(*(layer.split(".")[:-1] for layer in layers), strict=False)
+    same = itertools.takewhile(lambda names: len(set(names)) == 1, segments)
+    shared = "".join(f"{names[0]}." for names in same)
+    axes.set_yticks(range(len(layers)), [layer.removeprefix(shared) for layer in layers], fontsize=6)
+    axes.set_ylabel(shared.strip("."), fontsize=8)
     every = -(-len(steps) // 12)
     axes.set_xticks(range(0, len(steps), every), list(map(str, steps[::every])), fontsize=6)
     axes.set_xlabel("step")
-    unit = ", dB" if statistic.endswith("sqnr") else ""
-    figure.colorbar(image, label=f"{role}: {statistic}{unit}")
+    figure.colorbar(image, label=f"{statistic}{', dB' if is_sqnr else ''}")
+    formats = ", ".join(sorted({row.format for row in shown}))
+    figure.suptitle(f"{role} in {formats}", fontsize=8)
+    if is_sqnr:
+        axes.set_title("a Gaussian has 31 dB in e4m3, 25 in e5m2", fontsize=6)
     figure.savefig(path, dpi=120)

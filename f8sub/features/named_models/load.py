@@ -1,8 +1,10 @@
 """A model on the meta device, by what a command line says: shapes alone, no weights, and nothing is downloaded."""
 
+import contextlib
 import importlib
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,25 @@ def load(name: str) -> torch.nn.Module:
     """
     if name in SIZES:
         return llama3(name)
-    if name.startswith(TITAN):
-        return _of_function(_of_titan(name.removeprefix(TITAN)), name)
-    if Path(name).exists():
-        return _of_transformers(_config_of_path(Path(name)), name)
-    if ":" in name:
-        return _of_function(_function(name), name)
-    return _of_transformers(_config_of_name(name), name)
+    with _quiet():
+        if name.startswith(TITAN):
+            return _of_function(_of_titan(name.removeprefix(TITAN)), name)
+        if Path(name).exists():
+            return _of_transformers(_config_of_path(Path(name)), name)
+        if ":" in name:
+            return _of_function(_function(name), name)
+        return _of_transformers(_config_of_name(name), name)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what libraries log of themselves when they are imported, such as kernels that they cannot load."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _imported(module: str, why: str) -> Any:
@@ -45,8 +59,10 @@ def _imported(module: str, why: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
+        known = package in ("transformers", "torchtitan")
+        todo = f"pip install {package}" if known else "call f8sub where python finds it, or set PYTHONPATH"
         raise Float8ConfigError(
-            f"{why} needs the module {module}: {error}; pip install {package}, or name another model"
+            f"{why} needs the module {module}: {error}; {todo}, or name another model"
         ) from error
 
 
@@ -100,7 +116,8 @@ def _config_of_name(name: str) -> Any:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         raise Float8ConfigError(
-            f"no model {name!r} on this machine, and nothing is downloaded; a model is {FORMS}"
+            f"no model {name!r} on this machine, and nothing is downloaded (hf download NAME config.json does that); "
+            f"a model is {FORMS}"
         ) from error
 
 

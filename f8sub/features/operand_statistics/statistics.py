@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from f8sub.features.operand_statistics.launches import has_kernel, launches_of
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, Tile
 from f8sub.kernels import reference
+from f8sub.kernels.triton import support
 
 SUMS = ("count", "nonzero", "saturated", "flushed", "subnormal", "signal", "noise")
 """Added over ranks: elements, those that are not 0, those cut off at the largest code, those with code 0 that are not
@@ -31,7 +33,8 @@ WIDTH = len(SUMS) + BINS
 LOOKED_AT = 2**21
 """Elements of a matrix whose errors are looked at, in rows as far apart as that takes; the amax is of all elements.
 
-Some 200 bytes move for each, which of all of a large matrix would take longer than the products that read it.
+Without kernels some 200 bytes move for each, which of all of a large matrix would take longer than the products that
+read it.
 """
 
 _SMALLEST_NORMAL = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14, E2M1: 1.0}
@@ -46,15 +49,47 @@ class Measured(NamedTuple):
 
 
 def measure(values: torch.Tensor, operand: Operand) -> Measured:
-    """Compare a matrix with its codes, without waiting for the device.
+    """Compare a matrix with its codes, without waiting for the device; see ``add_measured``."""
+    sums = torch.zeros(WIDTH, dtype=torch.float32, device=values.device)
+    maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float32, device=values.device)
+    add_measured(values, operand, sums, maxima)
+    return Measured(sums, maxima)
+
+
+def add_measured(values: torch.Tensor, operand: Operand, sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Compare a matrix with its codes, and add what is found to a row of a table, without waiting for the device.
+
+    On a GPU this is five launches at most: most of what a sample costs is launches.
 
     Args:
-        values: (rows, cols), in the dtype that was cast.
+        values: (rows, cols), not empty, in the dtype that was cast.
         operand: its rowwise operand.
+        sums: float32, (``WIDTH``,); added to in place.
+        maxima: float32, (``len(MAXIMA)``,); each is the larger of before and now.
     """
+    step, scale_inv = -(-values.numel() // LOOKED_AT), operand.scale_inv.float()
+    if support.takes(values) and has_kernel(operand):
+        with support.device_of(values):
+            for launch in launches_of(
+                values, operand, scale_inv, step, sums, maxima, _constants(operand.format)
+            ):
+                launch.run()
+        return
+    found = _measured(values, operand, scale_inv, step)
+    sums += found.sums
+    torch.maximum(maxima, found.maxima, out=maxima)
+
+
+def _constants(format: Float8Format) -> dict[str, float]:
+    """What the kernels are told of a format and of the numbers' places."""
+    histogram = {"BINS_AT": len(SUMS), "BINS": BINS, "LOWEST": LOWEST, "STEP": STEP}
+    limits = {"CUT_OFF": _CUT_OFF, "SMALLEST_NORMAL": _SMALLEST_NORMAL[format.dtype]}
+    return {"COUNTS": SUMS.index("nonzero"), **histogram, **limits}
+
+
+def _measured(values: torch.Tensor, operand: Operand, scale_inv: torch.Tensor, step: int) -> Measured:
+    """``add_measured`` in plain PyTorch, the specification of the kernels."""
     amax = torch.linalg.vector_norm(values, torch.inf)
-    step = -(-values.numel() // LOOKED_AT)
-    scale_inv = operand.scale_inv.float()
     if step > 1:
         values, operand = values[::step], _every(operand, step)
     exact = values.float()

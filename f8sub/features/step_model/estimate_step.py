@@ -74,6 +74,7 @@ class StepEstimate:
         recipe: the recipe's name.
         reduction: how gradients are reduced but in the last way.
         predictions: every way on every number of GPUs.
+        native: whether the recipe has kernels on the GPU; else its products are those of the reference backend.
     """
 
     title: str
@@ -83,6 +84,7 @@ class StepEstimate:
     recipe: str
     reduction: str
     predictions: tuple[StepPrediction, ...]
+    native: bool
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -109,6 +111,7 @@ class StepEstimate:
             "checkpoint": self.run.checkpoint,
             "recipe": self.recipe,
             "reduction": self.reduction,
+            "native": self.native,
             "predictions": [asdict(each) for each in self.predictions],
         }
 
@@ -192,7 +195,9 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             for name, arm in _ways(shapes, chosen, reduction, run)
         ]
         found += [replace(each, over_bf16=own[0].seconds / each.seconds) for each in own]
-    return StepEstimate(type(model).__name__, shapes, clusters, run, chosen.name, reduction, tuple(found))
+    native = all(map(KINDS[gpu].is_native, (chosen.fprop, chosen.dgrad, chosen.wgrad)))
+    title = type(model).__name__
+    return StepEstimate(title, shapes, clusters, run, chosen.name, reduction, tuple(found), native)
 
 
 def _cluster(gpu: Gpu, gpus: int, per_host: int, network: float, replicas: int, parts: int) -> Cluster:
@@ -205,8 +210,9 @@ def _cluster(gpu: Gpu, gpus: int, per_host: int, network: float, replicas: int, 
     made = Cluster(gpu, gpus, per_host, network * 1e9, replicas, parts)
     if gpus % (replicas * parts) or made.shards % made.neighbours or parts > per_host:
         raise Float8ConfigError(
-            f"{gpus} GPUs on hosts of {per_host} are not {replicas} replicas of shards over tensor parallelism of "
-            f"{parts} on whole hosts"
+            f"{gpus} GPUs on hosts of {per_host} do not divide into replicas={replicas} and tensor_parallel={parts}: "
+            "GPUs that share a layer lie on one host, and a copy of the weights within one host or on whole ones; take "
+            "another number of GPUs, or say how many a host has (gpus_per_host, --gpus-per-host)"
         )
     return made
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from f8sub.features.report.reference_warning import REFERENCE_TIMES_BF16
+
 if TYPE_CHECKING:
     from f8sub.features.step_model.estimate_step import StepEstimate, StepPrediction
 
@@ -50,9 +52,15 @@ def _speeds(estimate: StepEstimate) -> list[str]:
         lines.append(f"  {'GPUs':<{NAME - 2}}" + "".join(f"{count:>{CELL},}" for count in shown))
         for way in estimate.ways:
             cells = "".join(_speed(estimate.of(count, way)) for count in shown)
-            lines.append(f"  {way:<{NAME - 2}}{cells}")
+            lines.append(f"  {way:<{NAME - 2}}{cells}".rstrip())
     if not all(each.fits for each in estimate.predictions):
         lines.append("  x: more than a GPU's memory")
+    if not estimate.native:
+        note = (
+            f"{estimate.recipe} has no native kernels on {estimate.clusters[0].gpu.name}: its products are those of "
+            f"the reference backend, about {REFERENCE_TIMES_BF16} times slower than bf16's."
+        )
+        lines += textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="  ")
     return lines
 
 

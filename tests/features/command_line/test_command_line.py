@@ -71,3 +71,14 @@ def test_with_rich_the_text_is_the_same(monkeypatch, capsys):
     for code in ("\x1b[1m", "\x1b[0m", "\x1b[31m", "\x1b[32m"):
         shown = shown.replace(code, "")
     assert shown == f"{page}\n"
+
+
+def test_a_command_shows_no_code_and_nothing_that_libraries_log(tmp_path):
+    """Warnings of f8sub's are one line; what is logged while a model's module is imported is not shown."""
+    (tmp_path / "loud.py").write_text(
+        "import logging\nlogging.getLogger('loud').warning('cannot load a kernel')\n"
+        "from torch import nn\ndef net(): return nn.Linear(1024, 1024)\n"
+    )
+    command = [sys.executable, "-m", "f8sub", "inspect", "loud:net", "--gpu", "H200", "--skip", "lay"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stderr == "f8sub: warning: skip='lay' matches nothing\n"

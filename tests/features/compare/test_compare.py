@@ -53,7 +53,14 @@ def run_by_hand(recipe: str | None) -> tuple[list[float], nn.Module]:
 
 
 def test_losses_and_gradients_are_those_of_runs_by_hand():
-    found = f8sub.compare(net(), batches(), ("tensorwise", f8sub.get_recipe("rowwise")))
+    lengths = []
+    found = f8sub.compare(
+        net(),
+        batches(),
+        ("tensorwise", f8sub.get_recipe("rowwise")),
+        progress=lambda seen: lengths.append(len(seen)) or seen,
+    )
+    assert lengths == 4 * [3]
     assert found.runs == ["tensorwise", "rowwise"]
     exact, plain = run_by_hand(None)
     assert found.losses[REFERENCE] == exact

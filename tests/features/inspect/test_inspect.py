@@ -161,7 +161,15 @@ def test_layers_that_lose_are_named():
 
 def test_a_model_that_gains_little_is_told_so():
     found = f8sub.estimate(on_meta(512, 1024), gpus=["H200"])
-    assert "Float8 gains little here" in found.advice[0]
+    assert "Float8 loses time here" in found.advice[0]
+
+
+def test_a_model_that_stays_in_bf16_has_bf16s_speed():
+    """That of the host, too, which launches layers in bf16 as in bf16."""
+    with pytest.warns(f8sub.Float8Warning, match="'lay' matches nothing"):
+        found = f8sub.estimate(on_meta(512, 1024), gpus=["H200"], skip=["*", "lay"])
+    assert {(each.blocks, each.step) for each in found.predictions if each.native} == {(1.0, 1.0)}
+    assert all(policy.bf16_seconds == policy.float8_seconds for policy in found.policies)
 
 
 def test_a_step_that_the_host_may_not_keep_ahead_of():
@@ -238,12 +246,12 @@ def test_a_model_type_of_transformers():
         (["{module}:nothing"], "has no function 'nothing'"),
         (["{module}:number"], "returned a int, neither a module nor a torchtitan config"),
         (["{module}:relu"], "multiplies by no weights"),
-        (["no_such_module_here:f"], "pip install no_such_module_here"),
+        (["no_such_module_here:f"], "set PYTHONPATH"),
         (["torchtitan:llama3_8b"], "torchtitan:MODULE/CONFIG"),
         (["no-such-model"], "nothing is downloaded"),
         (["{folder}"], "has no config.json"),
         (["{module}:mlp", "--tokens", "0"], "positive whole numbers"),
-        (["{module}:mlp", "--mesh", "2xa"], "positive whole numbers"),
+        (["{module}:mlp", "--mesh", "2xa"], "--mesh is a number of GPUs"),
         (["{module}:mlp", "--mesh", "2x2x2"], "positive whole numbers"),
         (["{module}:mlp", "--sequence", "9999999"], "hold no sequence of 9999999"),
     ],

@@ -38,7 +38,9 @@ def saved(tmp_path):
 def test_forward_multiplies_the_values_of_the_file(saved, recipe):
     model, folder = saved(recipe)
     loaded = other(recipe)
-    f8sub.load_float8(loaded, folder)
+    names = []
+    f8sub.load_float8(loaded, folder, progress=lambda all: (names.append(name) or name for name in all))
+    assert set(names) == dict(loaded.named_parameters()).keys()
     f8sub.precompute_scales(loaded)
     expected, found = multiplied(model), multiplied(loaded)
     format = f8sub.get_recipe(recipe).fprop.b

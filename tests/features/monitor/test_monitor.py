@@ -66,26 +66,31 @@ def test_what_is_measured_is_what_the_layer_multiplies(recipe):
     torch.manual_seed(0)
     model = transformer(recipe)
     multiplied, measured = set(), []
-    multiply, measure = float8_linear.sockets.multiply, module.measure
+    multiply, measure = float8_linear.sockets.multiply, module.add_measured
 
     def record_product(backend, a, b, *rest):
         multiplied.update(operand.data.view(torch.uint8).numpy().tobytes() for operand in (a, b))
         return multiply(backend, a, b, *rest)
 
-    def record_measured(values, operand):
+    def record_measured(values, operand, *row):
         measured.append(operand.data.view(torch.uint8).numpy().tobytes())
-        return measure(values, operand)
+        measure(values, operand, *row)
 
     monitor = f8sub.Monitor(model, every=1)
     with (
         mock.patch.object(float8_linear.sockets, "multiply", record_product),
-        mock.patch.object(module, "measure", record_measured),
+        mock.patch.object(module, "add_measured", record_measured),
         monitor,
     ):
         loss_of(model, 0, 0).backward()
-    roles = {"x": 0, "w": 1, "dy": 2}
-    assert len(measured) == 14 * len(roles)
+    siblings = 0 if recipe == "delayed" else 2 * 3  # k, v and up have q's and gate's x, and its scale
+    assert len(measured) == 3 * 14 - siblings
     assert multiplied.issuperset(measured)
+    monitor.flush()
+    told = {(row.layer, row.role): row[4:] for row in monitor.rows}
+    assert len(told) == 3 * 14
+    for block in ("blocks.0", "blocks.1"):
+        assert told[f"{block}.q", "x"] == told[f"{block}.k", "x"] == told[f"{block}.v", "x"]
 
 
 def test_rows_are_lines_of_json_and_calls(tmp_path):
@@ -270,6 +275,8 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
     )
     monitor.heatmap("w", tmp_path / "w.png")
     assert (tmp_path / "w.png").read_bytes()[:4] == b"\x89PNG"
+    monitor.heatmap("dy", tmp_path / "amax.png", "amax")  # powers of ten apart
+    monitor.heatmap("x", tmp_path / "cut.png", "saturated")  # all 0
     with pytest.raises(f8sub.Float8ConfigError, match="no sample has 'mean' of 'w'"):
         monitor.heatmap("w", tmp_path / "w.png", "mean")
 

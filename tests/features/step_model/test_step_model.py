@@ -126,12 +126,16 @@ def test_llamas_by_size():
 def test_a_page_fits_80_columns(capsys):
     assert main(["estimate", "llama3-8b", "--gpus", "8", "64", "128", "1024", "--gpu", "H100"]) == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines == [line.rstrip() for line in lines]
     assert "8.03B parameters, 32 blocks, on H100s, 8 a host" in " ".join(text.split())
     assert "+ gradients in e4m3" in text
     assert "within 7%" in text
     assert main(["estimate", "llama3-70b", "--gpus", "8", "--checkpoint", "none"]) == 0
     assert "x: more than a GPU's memory" in capsys.readouterr().out
+    assert main(["estimate", "llama3-8b", "--gpus", "8", "--recipe", "mxfp8"]) == 0
+    assert "mxfp8 has no native kernels on H100" in capsys.readouterr().out
 
 
 def test_json_has_every_way(capsys):
@@ -180,9 +184,9 @@ def test_one_shard_sends_nothing():
         ({"checkpoint": "some"}, "unknown checkpoint policy 'some'"),
         ({"gpus": ()}, "one number of GPUs or more"),
         ({"gpus": 0}, "whole numbers from 1 on"),
-        ({"gpus": 12}, "12 GPUs on hosts of 8 are not 1 replicas of shards"),
-        ({"gpus": 16, "replicas": 3}, "16 GPUs on hosts of 8 are not 3 replicas"),
-        ({"tensor_parallel": 16, "gpus": 16}, "tensor parallelism of 16 on whole hosts"),
+        ({"gpus": 12}, "12 GPUs on hosts of 8 do not divide"),
+        ({"gpus": 16, "replicas": 3}, "into replicas=3"),
+        ({"tensor_parallel": 16, "gpus": 16}, "tensor_parallel=16"),
         ({"network": 0}, "the network is more than 0"),
         ({"tokens": 4, "sequence": 8}, "tokens that hold a sequence"),
     ],

@@ -31,7 +31,7 @@ RATES = {
 squares alone were not timed: they have the rate of vectors by squares."""
 
 ON = {"H100": {HIGH: 0.96}}
-"""Shares of these rates by GPU. Of an H100 fitted to the bf16 rows of docs/experts.md measured there, products and steps.
+"""Shares of these rates by GPU. An H100's is fitted to the bf16 products and steps of docs/experts.md on one.
 
 Without it those products are predicted 3 % too fast on average, and steps 5 %; float8's products are within 1 %.
 """

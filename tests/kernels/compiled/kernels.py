@@ -131,7 +131,7 @@ def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Ite
             for source in sources or [arguments.get("amax_ptr", arguments.get("ends_ptr"))]
         )
     )
-    if "ends_ptr" in arguments:
+    if "first_ptr" in arguments:
         size = 0  # a table of which each program reads all, and that is small
     if "matrices_ptr" in arguments:
         # Lines and blocks of 4 bytes, 2 and 2 an element, each by itself; those that are not aligned by elements.

@@ -117,6 +117,21 @@ def test_groups_begin_at_multiples(name):
     casts.alignments(name, "cuda")
 
 
+@pytest.mark.parametrize("kind", casts.COUNTS)
+@pytest.mark.parametrize("name", casts.IN_TURN)
+def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind):
+    casts.in_turn(name, kind, "cuda")
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_many_programs_in_turn_make_the_references_codes(name):
+    """More than run at once, of even groups, and where one has almost all tokens."""
+    for counts in ([1024] * 32, [20000, 1, 0] + [300] * 32):
+        groups = casts.groups_of(counts)
+        x = casts.spoiled(gaussian((groups.rows, 1024), generator(3)).bfloat16(), groups)
+        casts.check(x, groups, casts.GROUP_FORMATS[name], multiple=128, device="cuda")
+
+
 @pytest.mark.parametrize("name", casts.GROUP_FORMATS)
 def test_many_tokens_are_cast_as_the_reference_does(name):
     """Programs run side by side: of groups that end within tiles, and of one that takes almost all tokens."""

@@ -100,6 +100,11 @@ def test_parts_with_known_scales(name, dtype, runs):
     assert set(runs) == {"cast_part"}
 
 
+def test_rows_of_any_width(runs):
+    interpreted.rows_of_any_width("cuda")
+    assert set(runs) == {"quantize_whole_rows", "quantize_rows"}
+
+
 @on_each_format
 def test_many_parts_at_once(name, runs):
     interpreted.many_parts(name, "cuda")

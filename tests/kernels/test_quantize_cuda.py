@@ -59,6 +59,29 @@ def walks(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -
             check(x, row, col, device=device)
 
 
+def rows_of_any_width(device: str = "cpu") -> None:
+    """A program holds rows of up to 2048 elements; longer ones are read twice."""
+    from f8sub.kernels.triton import launch
+
+    for cols, kernel in (
+        (1, "quantize_whole_rows"),
+        (768, "quantize_whole_rows"),
+        (2048, "quantize_whole_rows"),
+        (2064, "quantize_rows"),
+        (4096, "quantize_rows"),
+    ):
+        x = make("lognormal", (5, cols), 5, torch.bfloat16)
+        x[1, cols - 1], x[3] = INF, NAN
+        for name in ("rowwise", "rowwise-e5m2"):
+            (one,) = launch.quantization(x, FORMATS[name], None).launches
+            assert one.kernel.fn.__name__ == kernel
+            check(x, FORMATS[name], None, device=device)
+
+
+def test_rows_of_any_width(interpreter):
+    interpreter(rows_of_any_width)
+
+
 @on_each_rule_and_dtype
 def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
     interpreter(elements, name, dtype)

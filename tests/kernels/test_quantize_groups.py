@@ -150,3 +150,55 @@ def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
 )
 def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
     interpreter(elements, name, dtype)
+
+
+def in_turn(name: str, kind: str, device: str = "cpu") -> None:
+    """Groups, and experts' weights, whose amaxes are found while those before them are cast: the same bits."""
+    from unittest import mock
+
+    from f8sub.features.expert_operands import weights, weights_cuda
+    from f8sub.kernels.triton import expert_launch, grouped_launch, launcher, prepared
+
+    names: list[str] = []
+    run, format, groups = launcher.Launch.run, GROUP_FORMATS[name], groups_of(COUNTS[kind])
+
+    def seen(launch: launcher.Launch) -> None:
+        names.append(launch.kernel.fn.__name__)
+        run(launch)
+
+    limits = {"LEAST_BYTES": 0, "TURN_BYTES": 2**30}
+    for ahead in (1, 3 * 128 * 144 * 2, 2**30):
+        with (
+            mock.patch.multiple(grouped_launch, **limits, AHEAD_BYTES=ahead),
+            mock.patch.object(expert_launch, "AHEAD_BYTES", ahead),
+            mock.patch.object(launcher.Launch, "run", seen),
+            mock.patch.dict(prepared._known, clear=True),
+        ):
+            for usages in ("both", "column"):
+                x = spoiled(make("lognormal", (groups.rows, 144), 5, torch.bfloat16), groups)
+                x[0, 3] = INF
+                names.clear()
+                check(x, groups, format, usages, 128, device)
+                whole = format.tile.is_whole
+                assert names == ["lay_out", f"quantize_{'groups' if whole else 'lines'}_in_turn"]
+            if format.tile.is_whole:
+                w = make("lognormal", (5, 144, 80), 6, torch.bfloat16)
+                w[1], w[2, 3, 4] = 0, NAN
+                found, right = weights_cuda.quantize(w.to(device), format), weights.quantize(w, format)
+                same("codes", found.data, right.data.contiguous())
+                same("scales", found.scale_inv, right.scale_inv.contiguous())
+                assert names[-1] == "quantize_bands_in_turn"
+
+
+IN_TURN = ("tensorwise", "rowwise", "tensorwise-e5m2", "rowwise-e5m2")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    long_but(
+        [*((name, "ragged") for name in IN_TURN[:2]), ("rowwise", "first, middle and last empty")],
+        [(name, kind) for name in IN_TURN for kind in COUNTS if kind != "257"],
+    ),
+)
+def test_amaxes_of_some_groups_are_found_while_others_are_cast(interpreter, name, kind):
+    interpreter(in_turn, name, kind)

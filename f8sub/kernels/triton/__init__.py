@@ -2,7 +2,8 @@
 
 The library calls ``quantize_cuda``, ``quantize_groups_cuda``, ``quantize_experts_cuda``, ``shard_amaxes``,
 ``triton_mm``, ``grouped_mm`` and ``measured``. ``launch``, ``grouped_launch``, ``expert_launch``, ``gemm_launch`` and
-``grouped_gemm_launch`` decide which kernels run over what; the kernels are in ``casts``, ``grouped_casts``, ``pairs``,
-``recasts``, ``tables``, ``gemm``, ``grouped_gemm``, ``hopper`` and ``grouped_hopper``, and ``tiles`` is what they
-share. These are imported when they are needed: triton comes with torch for CUDA alone.
+``grouped_gemm_launch`` decide which kernels run over what; the kernels are in ``casts``, ``grouped_casts``,
+``in_turn``, ``pairs``, ``recasts``, ``tables``, ``gemm``, ``grouped_gemm``, ``hopper`` and ``grouped_hopper``, and
+``tiles`` and ``strips`` are what they share. These are imported when they are needed: triton comes with torch for CUDA
+alone.
 """

@@ -194,6 +194,22 @@ def quantize_rows(
 
 
 @triton.jit
+def quantize_whole_rows(x_ptr, row_ptr, row_scale_inv_ptr, M, N, CAST: tl.constexpr, TILE: tl.constexpr):
+    """``quantize_rows`` of rows of at most COLS elements: a program holds ROWS of them, and reads each once."""
+    row = tl.program_id(0) * TILE.ROWS
+    i, j = row + tl.arange(0, TILE.ROWS), tl.arange(0, TILE.COLS)
+    # The same numbers, of which Triton sees no more than eight side by side: the bf16 elements of one load.
+    j = j // 8 * 8 + j % 8
+    at = i.to(tl.int64)[:, None] * N + j[None, :]
+    inside = (i < M)[:, None] & (j < N)[None, :]
+    x = finite_or_nan(load(x_ptr + at, inside, TILE.WHOLE, "evict_first").to(tl.float32))
+    scale = scale_from_amax(tl.max(tl.abs(x), 1), CAST)
+    store(row_scale_inv_ptr + i, inverse(scale, CAST.POWER_OF_2), i < M, TILE.WHOLE)
+    made = codes(scaled(x, scale[:, None], CAST, False), CAST.CODES)
+    store(row_ptr + at, made, inside, TILE.WHOLE)
+
+
+@triton.jit
 def quantize_vectors(
     x_ptr, row_ptr, row_scale_inv_ptr, M, N, CAST: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr
 ):

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.triton import casts, recasts
-from f8sub.kernels.triton.grouped_launch import over
+from f8sub.kernels.triton import casts, in_turn, recasts
+from f8sub.kernels.triton.grouped_launch import AHEAD_BYTES, is_in_turn, over
 from f8sub.kernels.triton.launch import (
     CODE_LINES,
     CODE_LINES_READ,
@@ -21,6 +21,9 @@ from f8sub.kernels.triton.launch import (
 from f8sub.kernels.triton.launcher import Launch
 from f8sub.kernels.triton.prepared import Made
 from f8sub.kernels.triton.support import TENSORWISE
+
+IN_TURN = 8192
+"""Elements that one program of ``quantize_bands_in_turn`` reads."""
 
 _WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
@@ -105,6 +108,8 @@ def _one_scale(w: torch.Tensor, made: Operand) -> Made:
     count, rows, cols = w.shape
     size = rows * cols
     bits = torch.zeros(count, dtype=torch.int32, device=w.device)
+    if is_in_turn(w, count):
+        return _one_scale_in_turn(w, made)
     block = {"SIZE": size, "STRIDE": w.stride(0), "BLOCK": ELEMENTS, "WHOLE": size % ELEMENTS == 0}
     programs = count * cdiv(size, ELEMENTS)
     make = {
@@ -117,6 +122,31 @@ def _one_scale(w: torch.Tensor, made: Operand) -> Made:
         Launch(casts.amax_of_bands, programs, {"x_ptr": w, "amax_ptr": bits, **block}, _WARPS_8),
         Launch(casts.cast_bands, programs, {"x_ptr": w, **make, **block}, _WARPS_8),
     ]
+    return Made(launches, made[:2], (bits,))
+
+
+def _one_scale_in_turn(w: torch.Tensor, made: Operand) -> Made:
+    count, rows, cols = w.shape
+    size = rows * cols
+    # Both parts begin at multiples of 16 bytes.
+    bits = torch.zeros(2 * (count + -count % 4), dtype=torch.int32, device=w.device)
+    done, amax = bits.chunk(2)
+    arguments = {
+        "x_ptr": w,
+        "done_ptr": done,
+        "amax_ptr": amax,
+        "row_ptr": made.data.view(torch.uint8),
+        "row_scale_inv_ptr": made.scale_inv,
+        "BANDS": count,
+        "AHEAD": min(cdiv(AHEAD_BYTES, size * w.itemsize), count - 1),
+        "SIZE": size,
+        "STRIDE": w.stride(0),
+        "CAST": cast_to(made.format),
+        "BLOCK": IN_TURN,
+        "WHOLE": size % IN_TURN == 0,
+    }
+    programs = 2 * count * cdiv(size, IN_TURN)
+    launches = [Launch(in_turn.quantize_bands_in_turn, programs, arguments, _WARPS_4)]
     return Made(launches, made[:2], (bits,))
 
 

@@ -1,15 +1,9 @@
-"""The kernels that cast groups of rows, which follow each other in x, for both usages.
-
-[Note] Strips. In the columnwise codes, and in codes of squares, each group begins at a multiple of EDGE. Programs walk
-over rows that are laid out so. A table, int32, (3, STRIPS), tells of each EDGE rows of them, a strip, which row of x
-the first one is, where its group ends in x, and which group that is: the number of groups where it is none, as it is
-after the last group's. A row that no row of x belongs to counts as zeros. ``line`` is a row of x, ``at.row`` a row as
-laid out, ``at.M`` their number.
-"""
+"""The kernels that cast groups of rows, which follow each other in x, for both usages: see ``strips``."""
 
 import triton
 import triton.language as tl
 
+from f8sub.kernels.triton.strips import group_of, is_past, lines_of
 from f8sub.kernels.triton.tiles import (
     EXPONENT_BITS,
     amax_bits,
@@ -27,68 +21,6 @@ from f8sub.kernels.triton.tiles import (
     store_with_one,
     store_zero_columns,
 )
-
-
-@triton.jit
-def lay_out(
-    ends_ptr, strips_ptr, first_ptr, laid_ends_ptr, COUNT, ROWS, STRIPS,
-    EDGE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The table of strips, and where groups are laid out unless the pointers are None; BLOCK strips a program.
-
-    GROUPS is at least COUNT. The group of a strip is the number of groups that end before it.
-    """
-    group = tl.arange(0, GROUPS)
-    is_group = group < COUNT
-    ends = tl.minimum(tl.load(ends_ptr + group, mask=is_group, other=0), ROWS)
-    first = tl.minimum(tl.load(ends_ptr + group - 1, mask=is_group & (group > 0), other=0), ROWS)
-    count = tl.maximum(ends - first, 0)
-    room = tl.cdiv(count, EDGE)
-    after = tl.cumsum(room, 0)
-    if first_ptr is not None:
-        writes = is_group & (tl.program_id(0) == 0)
-        laid_first = (after - room) * EDGE
-        tl.store(first_ptr + group, laid_first, mask=writes)
-        tl.store(laid_ends_ptr + group, laid_first + count, mask=writes)
-    strip = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_over = (after[None, :] <= strip[:, None]) & is_group[None, :]
-    found = tl.sum(is_over.to(tl.int32), 1)
-    begin = tl.max(tl.where(is_over, after[None, :], 0), 1)
-    is_found = found < COUNT
-    stop = tl.minimum(tl.load(ends_ptr + found, mask=is_found, other=0), ROWS)
-    start = tl.minimum(tl.load(ends_ptr + found - 1, mask=is_found & (found > 0), other=0), ROWS)
-    is_strip = strip < STRIPS
-    tl.store(strips_ptr + strip, tl.where(is_found, start + (strip - begin) * EDGE, 0), mask=is_strip)
-    tl.store(strips_ptr + STRIPS + strip, stop, mask=is_strip)
-    tl.store(strips_ptr + 2 * STRIPS + strip, found, mask=is_strip)
-
-
-@triton.jit
-def lines_of(strips_ptr, STRIPS, row, STEP: tl.constexpr, ROWS: tl.constexpr, EDGE: tl.constexpr):
-    """Of each STEP-th of ROWS rows from ``row`` on the row of x that it is, and where its group ends in x.
-
-    It is a row of x where that is less. All of one strip have one end.
-    """
-    i = STEP * tl.arange(0, ROWS // STEP)
-    if EDGE % ROWS == 0:
-        strip = row // EDGE
-        line = tl.load(strips_ptr + strip) + row % EDGE + i
-    else:
-        strip = (row + i) // EDGE
-        line = tl.load(strips_ptr + strip) + (row + i) % EDGE
-    return line, tl.load(strips_ptr + STRIPS + strip)
-
-
-@triton.jit
-def group_of(strips_ptr, STRIPS, row, EDGE: tl.constexpr):
-    """The group of rows as laid out."""
-    return tl.load(strips_ptr + 2 * STRIPS + row // EDGE)
-
-
-@triton.jit
-def is_past(strips_ptr, STRIPS, row, EDGE: tl.constexpr):
-    """Whether a row as laid out is after the last group, as all after it are then."""
-    return tl.load(strips_ptr + STRIPS + row // EDGE) == 0
 
 
 @triton.jit

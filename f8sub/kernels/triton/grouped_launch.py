@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.formats import MULTIPLE, Operand
-from f8sub.kernels.triton import grouped_casts, pairs
+from f8sub.kernels.triton import grouped_casts, in_turn, pairs
 from f8sub.kernels.triton.launch import (
     PAIRED_REGISTERS,
     PAIRED_SQUARE_COLS,
@@ -19,6 +19,7 @@ from f8sub.kernels.triton.launch import (
 )
 from f8sub.kernels.triton.launcher import Launch
 from f8sub.kernels.triton.prepared import Made
+from f8sub.kernels.triton.strips import lay_out
 from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
 from f8sub.kernels.triton.tiles import Shape
 
@@ -39,6 +40,13 @@ LINES, LINES_READ = (STRIP, 256), {"STEPS": 32, "STAGES": 5}
 
 CAST = 64, EDGE
 """Tiles of the kernels that cast with scales of lines: fewer rows, fewer tiles that are of two groups."""
+
+TURN_BYTES, AHEAD_BYTES, LEAST_BYTES = 6 * 2**20, 5 * 2**20, 48 * 2**20
+"""Casts are in turn where groups have no more bytes than the first on average, so many ahead, of so large a matrix.
+
+An H100's L2 has 50 MiB, of which an SM is near to half. A group, what is read ahead, and as many bytes of codes fit.
+What is ahead are more programs than run at once, 600, so that who casts finds its group's amaxes done.
+"""
 
 _shape = functools.cache(Shape)
 _WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
@@ -69,11 +77,17 @@ def quantization(
     tile = format.tile
     strips = -(-rows // edge)
     strips += -strips % WHOLE_STRIPS
-    table = torch.empty(3 * strips, dtype=torch.int32, device=x.device)
+    is_laid_out = col is not None and edge % CAST[0] == 0
+    is_of_groups = is_laid_out and (tile.is_whole or tile == ROWWISE)
+    turns = rows // edge if is_of_groups and is_in_turn(x, len(ends)) else 0
+    table = torch.empty(3 * (strips + turns), dtype=torch.int32, device=x.device)
     filled = {
         "x_ptr": x,
+        "ends_ptr": ends,
         "strips_ptr": table,
+        "turns_ptr": table[3 * strips :] if turns else None,
         "STRIPS": strips,
+        "TURNS": turns,
         "COUNT": len(ends),
         "M": rows,
         "N": x.shape[1],
@@ -82,8 +96,11 @@ def quantization(
         "CAST": cast_to(format),
         **_pointers(row, col),
     }
-    launches, scratch = [_laying_out(filled, ends, laid_out)], None
-    if tile.is_whole:
+    launches, scratch = [_laying_out(filled, laid_out)], None
+    if turns:
+        one, scratch = _in_turn(filled, tile.is_whole)
+        launches.append(one)
+    elif tile.is_whole:
         made, scratch = _one_scale(filled)
         launches += made
     elif tile == ROWWISE:
@@ -99,26 +116,49 @@ def quantization(
     return Made(launches, [*results, *(laid_out or ()), table], () if scratch is None else (scratch,))
 
 
-def _laying_out(
-    filled: dict[str, Any], ends: torch.Tensor, laid_out: tuple[torch.Tensor, torch.Tensor] | None
-) -> Launch:
-    count, strips = len(ends), filled["STRIPS"]
+def is_in_turn(x: torch.Tensor, count: int) -> bool:
+    """Whether so many groups of a matrix are so small that L2 holds what was read of one until it is cast."""
+    return LEAST_BYTES <= x.nbytes <= TURN_BYTES * count
+
+
+def _in_turn(filled: dict[str, Any], is_whole: bool) -> tuple[Launch, torch.Tensor]:
+    """Amaxes and casts in one launch, and its scratch memory."""
+    x, count, edge = filled["x_ptr"], filled["COUNT"], filled["EDGE"]
+    rows, cols = (0, 1) if is_whole else (0 if filled["row_ptr"] is None else len(x), x.shape[1])
+    # One allocation; each part begins at a multiple of 16 bytes.
+    counts = [count + -count % 4, rows + -rows % 4, count * cols]
+    scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
+    done, of_rows, of_groups = scratch.split(counts)
+    kernel = in_turn.quantize_groups_in_turn if is_whole else in_turn.quantize_lines_in_turn
+    arguments = {
+        **filled,
+        "done_ptr": done,
+        "amax_ptr": of_groups,
+        "row_amax_ptr": of_rows if rows else None,
+        "col_amax_ptr": of_groups,
+        # Strips are whole tiles.
+        "TILE": _shape(*CAST, x.shape[1] % CAST[1] == 0),
+    }
+    programs = 2 * filled["TURNS"] * (edge // CAST[0]) * cdiv(x.shape[1], CAST[1])
+    return Launch(kernel, programs, arguments, _WARPS_4), scratch
+
+
+def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tensor] | None) -> Launch:
+    count, strips = filled["COUNT"], filled["STRIPS"]
     held = max(16, 1 << (count - 1).bit_length())
     block = min(256, CELLS // held)
     first, laid_ends = laid_out or (None, None)
+    x = filled["x_ptr"]
     arguments = {
-        "ends_ptr": ends,
-        "strips_ptr": filled["strips_ptr"],
+        **filled,
         "first_ptr": first,
         "laid_ends_ptr": laid_ends,
-        "COUNT": count,
         "ROWS": filled["LINES"],
-        "STRIPS": strips,
-        "EDGE": filled["EDGE"],
+        "AHEAD": cdiv(AHEAD_BYTES, filled["EDGE"] * x.shape[1] * x.itemsize),
         "GROUPS": held,
         "BLOCK": block,
     }
-    return Launch(grouped_casts.lay_out, cdiv(strips, block), arguments, _WARPS_8)
+    return Launch(lay_out, cdiv(strips, block), arguments, _WARPS_8)
 
 
 def _one_scale(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:

@@ -24,7 +24,13 @@ ELEMENTS = 16384
 """Elements that one program of ``amax_of_matrix`` reads: as many as the tiles of other kernels have."""
 
 ROW_PART = 2048
-"""Elements of a row that one step of ``quantize_rows`` and of ``cast_rows_with_scales`` reads."""
+"""Elements of a row that one step of ``quantize_rows`` reads."""
+
+WHOLE_ROWS = 4096
+"""Elements of a tile of ``quantize_whole_rows``, which takes rows of at most ``ROW_PART``.
+
+``quantize_rows`` issues as many instructions for a row of 768 as for one of 2048, more than memory takes time for.
+"""
 
 LINES, LINES_READ = (32, 256), {"STEPS": 16, "STAGES": 3}
 """Tiles of ``amax_of_lines``; one program reads 16 of them below each other, two ahead."""
@@ -282,6 +288,9 @@ def _one_scale(
 
 def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
     rows, cols = x.shape
+    if filled["col_ptr"] is None and cols <= ROW_PART:
+        along = max(1 << (cols - 1).bit_length(), 16)
+        return [over(x, (WHOLE_ROWS // along, along), casts.quantize_whole_rows, filled, WARPS_4)], ()
     if filled["col_ptr"] is None:
         arguments = {**filled, "N": cols, "PART": ROW_PART, "WHOLE": cols % ROW_PART == 0}
         return [Launch(casts.quantize_rows, rows, arguments, WARPS_8)], ()

@@ -201,7 +201,7 @@ def _rows_of_columns(words):
 
 @triton.jit
 def _source(strips_ptr, STRIPS, at, EDGE: tl.constexpr):
-    # The row of x that a tile's first one is, and where its group ends there; see ``grouped_casts``.
+    # The row of x that a tile's first one is, and where its group ends there; see ``strips``.
     if strips_ptr is None:
         return at.row, at.M
     else:

@@ -77,17 +77,13 @@ def test_experts_that_were_measured_to_lose_are_left(gpu, recipe):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tokens", "measured", "least"),
-    [((8, 2048, 7168), 32768, 1.29, LEAST), ((16, 8192, 5120), 16384, 1.18, 1.0)],
+    ("sizes", "tokens", "measured"), [((8, 2048, 7168), 32768, 1.32), ((16, 8192, 5120), 16384, 1.19)]
 )
-def test_experts_that_were_measured_to_gain(sizes, tokens, measured, least):
-    """DeepSeek-V3's and Llama 4 Scout's with ``tensorwise`` on an H100; auto takes Scout's with 12 % more tokens."""
-    found = [
-        gain_of(weights(*sizes), f8sub.get_recipe("tensorwise"), H100, each)
-        for each in (tokens, 1.125 * tokens)
-    ]
-    assert least <= found[0].speedup <= measured * 1.02
-    assert found[1].gains
+def test_experts_that_were_measured_to_gain(sizes, tokens, measured):
+    """DeepSeek-V3's and Llama 4 Scout's with ``tensorwise`` on an H100, without SwiGLU's 1.1 and 1.4 ms."""
+    found = gain_of(weights(*sizes), f8sub.get_recipe("tensorwise"), H100, tokens)
+    assert LEAST <= found.speedup <= measured * 1.03
+    assert found.gains
 
 
 def test_narrow_experts_never_gain():

@@ -12,7 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from tests.data_sets import gaussian, generator, outliers
+from tests.data_sets import gaussian, generator, row_outliers
 
 WIDTH, HIDDEN, TOKENS = 64, 256, 32
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def rounded(y: torch.Tensor, block: int) -> torch.Tensor:
     return (codes.double() / scale).to(y.dtype).view(y.shape)
 
 
-@pytest.mark.parametrize("data", [gaussian, outliers])
+@pytest.mark.parametrize("data", [gaussian, row_outliers])
 @pytest.mark.parametrize(("hidden", "block"), [(256, 128), (192, 64), (80, 16)])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_gate_and_up_are_rounded_by_blocks_and_gradients_pass(data, hidden, block, is_compiled):

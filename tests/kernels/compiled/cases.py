@@ -16,8 +16,8 @@ from scripts.bench.formats import E4M3, FORMATS, USAGES
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
 
-WHOLE, RAGGED = (8192, 4096), (8208, 4112)
-"""Of whole tiles, and of rows that begin at multiples of 16 bytes only."""
+WHOLE, RAGGED, NARROW = (8192, 4096), (8208, 4112), (8192, 768)
+"""Of whole tiles; of rows that begin at multiples of 16 bytes only; and of rows that are no power of two."""
 
 OF_GROUPS, OF_EXPERTS = "groups ", "experts "
 GROUP_FORMATS = {**FORMATS, "1x32 e8m0": Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)}
@@ -48,7 +48,7 @@ class Case:
     @property
     def words(self) -> str:
         """What it is, in words."""
-        kind = ", ragged" if self.shape == RAGGED else ""
+        kind = {RAGGED: ", ragged", NARROW: ", narrow"}.get(self.shape, "")
         return f"{self.name} {self.dtype} {self.usages}{kind}"
 
     def launches(self) -> list[Launch]:
@@ -102,6 +102,7 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
     for dtype in ("fp16", "fp32"):
         yield from launches("tensorwise e5m2 delayed", dtype, whole, "both")
     yield Case("rowwise", "bf16", RAGGED, "row", 0)
+    yield from (Case("rowwise", dtype, NARROW, "row", 0) for dtype in INPUTS)
     for name in ("tensorwise", "rowwise", "128x128"):
         for dtype in ("bf16", "fp32"):
             yield from launches(f"{name} part", dtype, whole, "row")

@@ -60,7 +60,7 @@ def report(case: Case) -> dict[str, Any]:
     registers, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "LOCAL"))
     tile = tile_of(launch)
     # Of a row a thread has 8 elements at a time: faster than with 16, measured. Its codes are 64 bits.
-    by_8 = re.search("paired_.*vectors", name) is not None or tile < 16 * threads
+    by_8 = re.search("paired_.*vectors|whole_rows", name) is not None or tile < 16 * threads
     stores = {16: count(r"STG\b.*\.128"), 8: count(r"STG\b.*\.64") if by_8 else 0}
     wide_loads, wide_stores = count(r"LDG(STS)?\b.*\.128"), sum(stores.values())
     found = {
@@ -131,7 +131,7 @@ def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Ite
             for source in sources or [arguments.get("amax_ptr", arguments.get("ends_ptr"))]
         )
     )
-    if "ends_ptr" in arguments:
+    if "first_ptr" in arguments:
         size = 0  # a table of which each program reads all, and that is small
     if "matrices_ptr" in arguments:
         # Lines and blocks of 4 bytes, 2 and 2 an element, each by itself; those that are not aligned by elements.

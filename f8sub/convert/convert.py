@@ -247,7 +247,7 @@ def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any)
         remove_hook(check_ranks_hook, module)
 
 
-def remove_hook(function: Callable[..., None], module: torch.nn.Module) -> None:
+def remove_hook(function: Callable[..., Any], module: torch.nn.Module) -> None:
     """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) is function]:

@@ -6,7 +6,6 @@ again in backward, is then a function of the codes. So compiled code saves the c
 saved is not multiplied again under selective checkpointing.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +36,7 @@ FORMAT = Float8Format(torch.float8_e4m3fn, Tile(1, ALL), ScaleRule.POWER_OF_2)
 """Of the blocks, as rows of a matrix. A power of two is stored in a byte, and loses no bit of a code."""
 
 
-def keep_swiglu_input_in_float8(
-    model: torch.nn.Module, layers: Sequence[str] | None = None
-) -> list[str]:
+def keep_swiglu_input_in_float8(model: torch.nn.Module, layers: Sequence[str] | None = None) -> list[str]:
     """From now on round the results of SwiGLU's gate and up layers to float8, so that compiled code saves a byte each.
 
     Call it after ``convert_to_float8``, and before ``torch.compile``. It changes numbers: each block of 128 elements of
@@ -66,7 +63,9 @@ def keep_swiglu_input_in_float8(
     linears = {fqn: each for fqn, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     found = _by_names(model) if layers is None else [f for f in linears if any(matches(p, f) for p in layers)]
     if not found:
-        wanted = "gate_proj and up_proj, w1 and w3, gate and up, or gate_up_proj" if layers is None else layers
+        wanted = (
+            "gate_proj and up_proj, w1 and w3, gate and up, or gate_up_proj" if layers is None else layers
+        )
         raise Float8ConfigError(
             f"no linear layer is called {wanted}; the model has {', '.join(list(linears)[:8]) or 'none'}: give "
             'layers=["PATTERN", ...] for the layers whose results SwiGLU reads'
@@ -110,8 +109,10 @@ def _rounded(y: torch.Tensor) -> torch.Tensor:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        block = math.gcd(y.shape[-1], BLOCK)
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        block = BLOCK
+        while y.shape[-1] % block:  # dynamo has no gcd of a dynamic size
+            block //= 2
         if torch.compiler.is_compiling():
             enter_graph_functions()
             return _in_graph(y, block)
@@ -119,7 +120,7 @@ class _StraightThrough(torch.autograd.Function):
         return dequantize(present(quantize(rows, FORMAT, None).rowwise), y.dtype).view(y.shape)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
         return dy
 
 

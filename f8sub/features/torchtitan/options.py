@@ -51,8 +51,8 @@ class Options:
             step; None for wherever the weights are gathered as float8.
         reduce_gradients_in_float8: gradients are e4m3 codes on the wire, added in float32; see
             ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
-        keep_swiglu_input: "float8" rounds the results of w1 and w3, which changes numbers, so that compiled code saves a
-            byte of each element; see ``f8sub.keep_swiglu_input_in_float8``.
+        keep_swiglu_input: "float8" rounds the results of w1 and w3, which changes numbers, so that compiled code saves
+            a byte of each element; see ``f8sub.keep_swiglu_input_in_float8``.
         checkpoint_policy: what blocks save that activation checkpointing wrapped, one of those of
             ``f8sub.checkpoint_policy`` in place of torchtitan's; empty for torchtitan's.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
@@ -62,8 +62,8 @@ class Options:
         monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2) or outputs (0.3).
 
     Raises:
-        Float8ConfigError: no such recipe, option or value of one, ``keep_x`` or policy, a string in place of a list of them,
-            or scales to precompute for weights that are not gathered as float8.
+        Float8ConfigError: no such recipe, option or value of one, ``keep_x`` or policy, a string in place of a list of
+            them, or scales to precompute for weights that are not gathered as float8.
     """
 
     recipe_name: str | dict[str, str] = DEFAULT

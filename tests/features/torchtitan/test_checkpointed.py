@@ -1,0 +1,52 @@
+"""f8sub's policy and SwiGLU's input in float8, by torchtitan's options."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import f8sub
+from f8sub.features.torchtitan.checkpointed import KEEP, set_policy
+from tests.features.torchtitan.runs import last
+
+
+def model_of(block: nn.Module, keep: str) -> nn.Module:
+    model = nn.Sequential(block)
+    setattr(model, KEEP, keep)
+    model.register_forward_pre_hook(set_policy)
+    return model
+
+
+def test_a_checkpointed_block_multiplies_nothing_again():
+    torch.manual_seed(0)
+    block = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model = model_of(checkpoint_wrapper(block), "gemms")
+    products: list[torch.dtype] = []
+
+    class Counts(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.addmm.default:
+                products.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    y = model(torch.randn(8, 64))
+    assert not model._forward_pre_hooks
+    with Counts():
+        y.sum().backward()
+    assert not products
+    plain = nn.Sequential(checkpoint_wrapper(block))(torch.randn(8, 64))
+    with Counts():
+        plain.sum().backward()
+    assert len(products) >= 2
+
+
+def test_a_model_without_checkpointed_blocks_is_refused():
+    with pytest.raises(f8sub.Float8ConfigError, match="checkpoint_policy='gemms' is for blocks"):
+        model_of(nn.Linear(64, 64), "gemms")(torch.randn(8, 64))
+
+
+@pytest.mark.usefixtures("titan")
+def test_swiglu_input_changes_the_loss_a_little(train):
+    usual, ours = (last(train(1, config)) for config in ("f8sub", 'f8sub:{"keep_swiglu_input":"float8"}'))
+    assert ours != usual
+    assert abs(ours - usual) < 4e-3

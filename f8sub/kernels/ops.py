@@ -196,8 +196,7 @@ def derive_columnwise_in_backward(
     Args:
         rowwise: (N, K) codes of the weight.
         columnwise: format of the (K, N) result.
-        after: a small tensor that is made in the backward pass; its values are not read. The compiler would need all
-            of a large one in memory.
+        after: a small tensor, because all of it stays in memory, made in the backward pass; its values are not read.
         any_layout: see ``reference.quantize``; compiled code is always row-major.
     """
     if not torch.compiler.is_compiling():

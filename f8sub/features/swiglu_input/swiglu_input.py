@@ -124,17 +124,32 @@ class _StraightThrough(torch.autograd.Function):
         return dy
 
 
+def exponents_of(amax: torch.Tensor) -> torch.Tensor:
+    """Those of the inverse scales that ``scale_from_amax`` makes, biased as float32's, int32; 1 of an amax of 0.
+
+    Without a division: 32 threads of a GPU hold a block, and each would divide in float64 for itself. The largest
+    power of two of at most 448 / amax has 8 less the amax's exponent, or 7 less it where the mantissa exceeds 448's.
+    """
+    bits = amax.view(torch.int32)
+    carried_beyond_448s_mantissa = 0x1FFFFF
+    return (((bits + carried_beyond_448s_mantissa) >> 23) - 8).clamp(min=1)
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    return (exponents << 23).view(torch.float32)
+
+
 @in_graph
 def _in_graph(y: torch.Tensor, block: int) -> torch.Tensor:
     """One node to dynamo, in whose trace by AOT autograd a checkpointing policy can be told what to save."""
     rows = y.reshape(-1, int(block))
-    scale, scale_inv, _ = scales.scales_from_amax(scales.finite_amax(rows, FORMAT.tile), FORMAT)
-    codes = cast(rows, scale, FORMAT.dtype)
+    amax = scales.finite_amax(rows, FORMAT.tile)
+    exponents = exponents_of(amax)
+    codes = cast(rows, _powers(254 - exponents), FORMAT.dtype)
     save_last_node()
-    mantissa_bits = 23
-    exponents = (scale_inv.view(torch.int32) >> mantissa_bits).to(torch.uint8)
+    stored = exponents.to(torch.uint8)
     save_last_node()
-    powers = (exponents.to(torch.int32) << mantissa_bits).view(torch.float32)
+    powers = _powers(stored.to(torch.int32))
     return dequantize(Operand(codes, powers, FORMAT), y.dtype).view(y.shape)
 
 

@@ -14,6 +14,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
+from f8sub.features.swiglu_input.swiglu_input import FORMAT, exponents_of
+from f8sub.kernels.scales import scales_from_amax
 from tests.data_sets import gaussian, generator, row_outliers
 
 WIDTH, HIDDEN, TOKENS = 64, 256, 32
@@ -62,6 +64,15 @@ def test_gate_and_up_are_rounded_by_blocks_and_gradients_pass(data, hidden, bloc
     other = made("rowwise", hidden)
     other.gate_proj(x).backward(dy)
     assert torch.equal(model.gate_proj.weight.grad, other.gate_proj.weight.grad)
+
+
+def test_exponents_are_those_of_the_rule():
+    bits = torch.cat([torch.arange(0, 2**31 - 2**23, 65537, dtype=torch.int64), 448 * 2 ** torch.arange(24)])
+    near = [448 * 2.0**e * (1 + d) for e in range(-130, 119) for d in (-(2.0**-23), 0, 2.0**-23)]
+    amax = torch.cat([bits.int().view(torch.float32), torch.tensor(near)])
+    amax = amax[amax > 0]
+    expected = scales_from_amax(amax, FORMAT).scale_inv.view(torch.int32) >> 23
+    assert torch.equal(exponents_of(amax), expected)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -13,7 +13,7 @@ from f8sub.features.operand_statistics.statistics import BINS, SUMS, measure
 from f8sub.formats import Operand, Tile
 from f8sub.kernels.triton import support
 from tests.data_sets import gaussian, generator
-from tests.kernels.interpreted import interpreter, needs_triton  # noqa: F401
+from tests.kernels.interpreted import needs_triton
 
 ROWS, COLS = 40, 1040
 

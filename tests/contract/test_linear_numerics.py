@@ -11,9 +11,10 @@ from torch import nn
 
 import f8sub
 from f8sub import Float8Format, GemmSpec, Recipe, ScaleRule, Tile
+from f8sub.kernels import reference
 from tests import oracle
 from tests.budgets import excess
-from tests.data_sets import DATA_SETS, edge_values, make, spread_columns
+from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make, spread_columns
 from tests.selection import long_but
 from tests.specs import recipe_of, spec_of
 
@@ -182,6 +183,47 @@ def test_any_float32_bits(recipe, operand, bits):
     assert_bitwise(f8sub.quantize(matrix, RECIPES[recipe], operand=operand), recipe, operand, matrix)
 
 
+def both_ways(quantized: f8sub.Float8Tensor, matrix: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each usage that is there stands for, and the matrix as that one sees it."""
+    found = []
+    if quantized.rowwise is not None:
+        found.append((reference.dequantize(quantized.rowwise, quantized.dtype), matrix))
+    if quantized.columnwise is not None:
+        found.append((reference.dequantize(quantized.columnwise, quantized.dtype), matrix.t()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=list(DTYPES))
+@on_each_operand
+@on_each_recipe
+def test_the_largest_number_stands_for_a_finite_one_nearby(recipe, operand, dtype):
+    """Where the nearest code stands for more than float32 holds, for the largest float32."""
+    matrix = edge_values(DTYPES[dtype])["largest_among_gaussian"].float()
+    for back, exact in both_ways(f8sub.quantize(matrix, RECIPES[recipe], operand=operand), matrix):
+        assert back.isfinite().all()
+        largest = exact.abs().max()
+        ratio = back[exact.abs() == largest].abs().double() / largest.double()
+        # Half a step of the coarsest format, e2m1, whose scales are rounded, too; e5m2's is half of that.
+        coarse = oracle.spec_of(recipe, operand).format == "e2m1"
+        assert ratio.min() >= 1 - (0.25 if coarse else 0.125)
+        assert ratio.max() <= 1 + 2**-3
+
+
+@on_each_operand
+@on_each_recipe
+def test_non_finite_elements_stay_where_they_are(recipe, operand):
+    """NaN codes in place; where there are none, as in e2m1, NaN for the tile and nothing else."""
+    matrix = gaussian((32, 48), generator(2))
+    matrix[3, 4], matrix[7, 9], matrix[20, 0] = float("nan"), float("inf"), float("-inf")
+    quantized = f8sub.quantize(matrix, RECIPES[recipe], operand=operand)
+    assert_bitwise(quantized, recipe, operand, matrix)
+    spec = oracle.spec_of(recipe, operand)
+    lost = (spec.tile[0] or 32) * (spec.tile[1] or 48) if spec.format == "e2m1" else 1
+    for back, exact in both_ways(quantized, matrix):
+        assert back[~exact.isfinite()].isnan().all()
+        assert back.isnan().sum() <= 3 * lost
+
+
 @pytest.mark.parametrize("kept", ["rowwise", "columnwise"], ids=["rowwise", "columnwise"])
 @on_each_operand
 @on_each_recipe
@@ -248,3 +290,18 @@ def test_formats_of_each_gemm_s_own(recipe, rows):
     for data in ("gaussian", "element_outliers"):
         x, w, dy = make(data, (rows, 272), 1), make(data, (144, 272), 2), make(data, (rows, 144), 3)
         assert_within_budget(step(converted(recipe, w), x, dy), products_of(recipe, x, w, dy))
+
+
+def test_the_budget_tells_recipes_apart():
+    """One recipe's oracle does not pass for another's."""
+    x, w, dy = (
+        make("gaussian", (136, 272), 1),
+        make("gaussian", (144, 272), 2),
+        make("gaussian", (136, 144), 3),
+    )
+    y = step(converted(RECIPES["blockwise-float"], w), x, dy)["y"]
+    right = {
+        name: excess(y, oracle.linear(name, x, w, dy)["y"]) <= 1
+        for name in ("blockwise-float", "mx", "gridquant")
+    }
+    assert right == {"blockwise-float": True, "mx": False, "gridquant": False}

@@ -53,8 +53,8 @@ def over_tokens_seconds(spec: GemmSpec, m: float, n: float, k: float, experts: i
 def _seconds(spec: GemmSpec, flops: float, read: tuple[float, float], written: float, gpu: Gpu) -> float:
     kind = kind_of(spec)
     native = kind == HIGH or kind in gpu.grouped
-    rate = RATES[kind if native else HIGH]
     used = kind if native else HIGH
+    rate = RATES[used]
     of_gpu = rate.flops * gpu.rates[used] / H200.rates[used] * ON.get(gpu.name, {}).get(used, 1.0)
     sizes = [
         2.0 if operand is None or not native else 1 / operand.codes_per_byte for operand in (spec.a, spec.b)

@@ -44,10 +44,10 @@ def keep_swiglu_input_in_float8(model: torch.nn.Module, layers: Sequence[str] | 
     where 128 does not divide the row. Gradients pass unchanged. An element that is not finite becomes NaN, alone.
     arXiv 2412.19437 (3.3.3) and arXiv 2410.19313 save these activations so, too.
 
-    Compiled code saves codes in place of bf16 gate and up. Under selective checkpointing, by any policy,
-    codes are saved and neither layer is multiplied again: a Llama 3 8B layer then saves as much as without this call,
-    where the usual policy multiplies up, 27 % of a block's forward, again. Full checkpointing saves nothing more.
-    Eager code computes the same numbers and saves no memory.
+    Compiled code saves the codes in place of gate and up. Under selective checkpointing, by any policy, it multiplies
+    neither layer again. The usual policy saves gate in bf16, which takes as much memory, and multiplies up again, 27 %
+    of the products of a Llama 3 8B block's forward. Full checkpointing saves nothing more. Eager code computes the same
+    numbers and saves no memory.
 
     Args:
         model: its linear layers may be converted or not; rows of N elements.

@@ -84,12 +84,11 @@ def test_what_is_not_finite_becomes_nan_alone(is_compiled):
     weight[5], weight[130] = torch.inf, torch.nan
     model.gate_up_proj.weight.data = weight
     layer = torch.compile(model.gate_up_proj) if is_compiled else model.gate_up_proj
-    y, x = layer(torch.ones(1, 2)), torch.ones(1, 2)
+    y = layer(torch.ones(1, 2))
     expected = rounded(torch.where(weight.isfinite(), weight, 0.0).sum(1)[None], 128)
     expected[0, 5] = expected[0, 130] = torch.nan
     assert torch.equal(y.isnan(), expected.isnan())
     assert torch.equal(y.nan_to_num(), expected.nan_to_num())
-    assert x.isfinite().all()
 
 
 def graphs(model: nn.Module, run: Any) -> tuple[list[torch.Tensor], int]:

@@ -227,6 +227,7 @@ class Float8Matmul(torch.autograd.Function):
             w_col = weight_columnwise(w, ctx.w_row, ctx.call, after)
             dx = gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
+            del dy_row, w_col  # as large as what wgrad needs now; of an output projection a byte a logit
         if need_dw:
             x_col = x_columnwise(saved, ctx.kept, ctx.call, after)
             dw = gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)

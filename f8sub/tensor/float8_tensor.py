@@ -51,6 +51,7 @@ class Float8Tensor(torch.Tensor):
     columnwise_scale_inv: Any
     columnwise_global_scale_inv: torch.Tensor | None
     columnwise_format: Float8Format | None
+    _flat: tuple[list[str], Any]
 
     @staticmethod
     def __new__(
@@ -139,20 +140,15 @@ class Float8Tensor(torch.Tensor):
         return Float8Tensor(row, col, self.dtype, self.shape[:-1] if leading is None else leading)
 
     def _set_usages(self, rowwise: Operand | None, columnwise: Operand | None) -> None:
-        absent = (None, None, None, None)
-        self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format, self.rowwise_global_scale_inv = (
-            rowwise or absent
-        )
-        (
-            self.columnwise_data,
-            self.columnwise_scale_inv,
-            self.columnwise_format,
-            self.columnwise_global_scale_inv,
-        ) = columnwise or absent
+        for usage, operand in (("rowwise", rowwise), ("columnwise", columnwise)):
+            for part, value in zip(Operand._fields, operand or (None, None, None, None), strict=True):
+                setattr(self, f"{usage}_{part}", value)
+        # Kept: compiled code asks for each weight's three times a call.
+        names = [name for name in _BUFFERS if getattr(self, name) is not None]
+        self._flat = names, (self.rowwise_format, self.columnwise_format, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = [name for name in _BUFFERS if getattr(self, name) is not None]
-        return names, (self.rowwise_format, self.columnwise_format, self.dtype)
+        return self._flat
 
     @staticmethod
     def __tensor_unflatten__(
@@ -167,7 +163,7 @@ class Float8Tensor(torch.Tensor):
 
     def __getstate__(self) -> dict[str, Any]:
         # Formats by name, so that ``torch.load(weights_only=True)`` needs no class but this one.
-        state = dict(vars(self))
+        state = {name: value for name, value in vars(self).items() if name != "_flat"}
         for name in _FORMATS:
             state[name] = None if state[name] is None else state[name].name
         return state
@@ -176,6 +172,7 @@ class Float8Tensor(torch.Tensor):
         for name, value in state.items():
             is_named = name in _FORMATS and value is not None
             setattr(self, name, Float8Format.parse(value) if is_named else value)
+        self._set_usages(self.rowwise, self.columnwise)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         usages = [f"rowwise={self.rowwise_format.name}"] if self.rowwise_format is not None else []

@@ -1,5 +1,6 @@
 """What a layer keeps for backward: the bytes of each way to keep x, what "auto" chooses, nothing of the weight."""
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -8,12 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import f8sub
+from f8sub.linear import sockets
 from tests import oracle
 from tests.compiling import inner_tensors
 from tests.counting import FLOAT8, Float8Work
 from tests.data_sets import gaussian, generator
 from tests.kept_x import HEADS, TOKENS, WIDTH, Block, is_derivable, model_of, nodes_of, on_each_way, tokens
-from tests.layers import RECIPES, in_float8, on_each_recipe
+from tests.layers import RECIPES, K, in_float8, made, on_each_recipe
 
 
 class Saved:
@@ -173,3 +175,21 @@ def test_without_wgrad_nothing_of_x_is_saved(recipe, way):
     assert saved.bytes == 0
     saved.y.backward(gaussian((24, 96), generator(1)))
     assert x.grad is not None
+
+
+def test_what_dgrad_read_is_gone_when_wgrad_runs(monkeypatch):
+    """Of an output projection that is a byte for each logit."""
+    layer, x = made("rowwise"), leaf(32, K)
+    y: torch.Tensor = layer(x)
+    read: list[Callable[[], torch.Tensor | None]] = []
+    alive = []
+
+    def multiply(backend, a, b, *how):
+        alive.append([each() is not None for each in read])
+        read.extend(weakref.ref(operand.data) for operand in (a, b))
+        return run(backend, a, b, *how)
+
+    run = sockets.multiply
+    monkeypatch.setattr(sockets, "multiply", multiply)
+    y.backward(gaussian(y.shape, generator(2)))
+    assert alive == [[], [False, False]]

@@ -2,7 +2,8 @@
 # The tests of torchtitan that ./scripts/test.sh cannot run, long ones too, each in an environment of its own:
 #
 #   ./scripts/test_torchtitan.sh 0.2         # torchtitan 0.2, with the torch of constraints.txt; 3 GB
-#   ./scripts/test_torchtitan.sh torch2.11   # torchtitan 0.2 with torch 2.11, where it compiles tensor parallelism; 6 GB
+#   ./scripts/test_torchtitan.sh torch2.11   # torchtitan 0.2 with torch 2.11, where it compiles tensor parallelism and
+#                                            # checkpointing tags nodes; 6 GB
 #   ./scripts/test_torchtitan.sh torch2.14   # torchtitan 0.3 with torch 2.14, for pipelines and spmd_types; 6 GB
 #   ./scripts/test_torchtitan.sh all         # one after the other
 #
@@ -22,8 +23,9 @@ run() {
 }
 
 of_0_2=(tests/features/torchtitan/test_{training,job_config}.py tests/scripts/test_titan.py)
+of_2_11=(tests/features/checkpointing tests/features/swiglu_input)
 titan_0_2() { run 0.2 "$(grep '^torch==' constraints.txt) torchtitan==0.2.2" "${of_0_2[@]}" "$@"; }
-torch_2_11() { run torch2.11 "torch==2.11.0 torchtitan==0.2.2" "${of_0_2[@]}" "$@"; }
+torch_2_11() { run torch2.11 "torch==2.11.0 torchtitan==0.2.2" "${of_0_2[@]}" "${of_2_11[@]}" "$@"; }
 torch_2_14() { run torch2.14 "torch==2.14.1 torchtitan==0.3.0" tests/features/torchtitan "$@"; }
 
 which=${1:-}

@@ -1,5 +1,6 @@
 """What the graphs that torch traces are told of float8, for checkpointed functions in them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,6 +32,33 @@ def enter_graph_functions() -> None:
     """Make dynamo know the functions of ``in_graph``: it calls this while it traces, before it comes to them."""
     while _in_graphs:
         torch.compiler.allow_in_graph(_in_graphs.pop())
+    _tag_autograd_functions()
+
+
+@functools.cache
+def _tag_autograd_functions() -> None:
+    """Have functions that are checkpointed without a policy repeat what autograd functions in them do, too.
+
+    torch 2.11 and 2.12 tag for recomputation what dynamo's graph of the checkpointed function has, and not what the
+    forward of an autograd function in it has: compiled code would save all that it makes. Later ones have no tags.
+    """
+    from torch._higher_order_ops.wrap import TagActivationCheckpoint
+
+    tag_nodes = getattr(TagActivationCheckpoint, "tag_nodes", None)
+    if tag_nodes is None:
+        return
+
+    @functools.wraps(tag_nodes)
+    def tag(graph_module: torch.fx.GraphModule, is_sac: bool) -> torch.fx.GraphModule:
+        tag_nodes(graph_module, is_sac)
+        for node in () if is_sac else graph_module.graph.nodes:
+            if node.target is torch.ops.higher_order.autograd_function_apply:
+                forward: Any = getattr(graph_module, node.args[0].target)
+                for each in forward.graph.nodes:
+                    each.meta |= {name: node.meta[name] for name in ("ac_graph_id", "recompute")}
+        return graph_module
+
+    TagActivationCheckpoint.tag_nodes = staticmethod(tag)  # type: ignore[attr-defined]
 
 
 def save_when_checkpointed(reduction: Any) -> None:

@@ -12,7 +12,12 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 import f8sub
 from tests.data_sets import gaussian, generator
@@ -104,9 +109,8 @@ def compiled_backward(recipe: str | None, contexts: Callable[[], Any] | None) ->
         partition_fn=min_cut_rematerialization_partition,
     )
     model = block(recipe)
-    run = (
-        functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts) if contexts else model
-    )
+    policy = {} if contexts is noop_context_fn else {"context_fn": contexts}
+    run = functools.partial(checkpoint, model, use_reentrant=False, **policy) if contexts else model
     x = gaussian((TOKENS, WIDTH), generator(1)).bfloat16().requires_grad_()
     y = torch.compile(run, backend=backend, fullgraph=True)(x)
     y.backward(gaussian(tuple(y.shape), generator(2)).bfloat16())
@@ -125,8 +129,10 @@ POLICIES = {
     "torchs-own-list": (compute_intensive, 14),
     "bf16": (f8sub.checkpoint_policy("bf16"), 17),
     "gemms": (f8sub.checkpoint_policy("gemms"), 14),
+    "no-policy": (noop_context_fn, 20),
 }
-"""Products of a backward pass under each. Of bf16 there are 14, and the second, fourth and sixth once more."""
+"""Products of a backward pass under each. Of bf16 there are 14, and the second, fourth and sixth once more. Without a
+policy all but the last, which backward does not read."""
 
 
 QUICK = [
@@ -134,6 +140,7 @@ QUICK = [
     ("blockwise", "torchs-own-list"),
     ("tensorwise", "bf16"),
     ("blockwise", "gemms"),
+    ("tensorwise", "no-policy"),
 ]
 ALL = [(recipe, policy) for recipe in RECIPES_OF_ALL for policy in POLICIES]
 
@@ -144,8 +151,10 @@ def test_products_of_a_compiled_backward(recipe, policy):
     assert gemms(compiled_backward(recipe, contexts)) == products
 
 
-def test_products_of_bf16():
-    assert gemms(compiled_backward(None, every_second_mm)) == 17
+@pytest.mark.parametrize("policy", ["every-second-mm", "no-policy"])
+def test_products_of_bf16(policy):
+    contexts, products = POLICIES[policy]
+    assert gemms(compiled_backward(None, contexts)) == products
 
 
 def test_a_policy_saves_what_it_is_asked_to_besides():

@@ -98,7 +98,7 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
 
     Returns:
         The sharded model, which is both an FSDPModule and transformers' model, and one line about what float8
-        covers.
+        covers and how gradients are reduced.
     """
     config, kind = architecture(settings.model.size, vocab_size, settings.training.seq_len)
     with torch.device("meta"):
@@ -133,14 +133,15 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
         layers[index] = block
 
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, settings.training.dtype), reduce_dtype=torch.float32
+        param_dtype=getattr(torch, settings.training.dtype),
+        reduce_dtype=getattr(torch, settings.training.reduce_dtype),
     )
     reshard = settings.training.reshard_after_forward
     for block in layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    if settings.float8_recipe and settings.float8.gradients:
-        every = settings.float8.monitor_every
+    if settings.float8.gradients:
+        every = settings.float8.monitor_every if settings.float8_recipe else 0
         reduction = f8sub.reduce_gradients_in_float8(model, measure=every > 0, measure_every=max(1, every))
         report = f"{report}; {reduction}"
 

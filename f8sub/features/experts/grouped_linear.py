@@ -38,23 +38,30 @@ watchers: list[Callable[[str, Product], None]] = []
 """Called after every product in float8, with the name of the converted module whose forward runs."""
 
 
+class Forward:
+    """A forward of a converted module, which has a plan, a name and weights; and whether it multiplied."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.multiplied = module, False
+
+
 class _Running(threading.local):
-    """The converted module whose forward runs in this thread: it has a plan, a name and weights."""
+    """The forwards that run in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
+        self.stack: list[Forward] = []
 
 
 _running = _Running()
 
 
 @contextlib.contextmanager
-def running(module: torch.nn.Module) -> Iterator[None]:
+def running(module: torch.nn.Module) -> Iterator[Forward]:
     """Calls of ``grouped_linear`` without a recipe take this module's plan, and their errors its name."""
-    _running.stack.append(module)
+    _running.stack.append(Forward(module))
     try:
         with sharing():
-            yield
+            yield _running.stack[-1]
     finally:
         _running.stack.pop()
 
@@ -94,8 +101,11 @@ def grouped_linear(
         own = grouped_linear(x, weight.source, offs, recipe, transposed=transposed, backend=backend)
         groups = Groups.of(ends_of(offs), len(x))
         return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
-    module = _running.stack[-1] if _running.stack else None
-    plan, fqn = (None, "grouped_linear") if module is None else (module.plan, module.fqn)
+    module, plan, fqn = None, None, "grouped_linear"
+    if _running.stack:
+        _running.stack[-1].multiplied = True
+        module = _running.stack[-1].module
+        plan, fqn = module.plan, module.fqn
     if recipe is not None:
         plan = _plan_of(recipe, x.device.type, backend)
     sources = CURRENT_SOURCES

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
+from f8sub.convert.sockets import converters
 
 ROOT = "(root)"
 """What the model itself is called among its modules."""
@@ -145,4 +146,6 @@ def _described(
         detail = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too; {used}"
         if reason := getattr(module, SKIP_REASON, None):
             detail += f"; {reason}"
+        elif not any(each.takes(module) for each in converters):
+            detail += "; if these are experts, f8sub.register_experts lets them be converted"
     return OtherWeights(fqn or ROOT, shapes, parameters, multiplications, detail)

@@ -256,6 +256,7 @@ def test_without_the_option_the_report_names_it():
     assert not others.converted
     assert "stay in high precision" in others.detail
     assert others.detail.endswith("experts=True converts it")
+    assert report.summary.endswith("1 modules with weights of 3 dimensions: experts=True converts it")
 
 
 def test_the_report_counts_experts():

@@ -41,7 +41,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
             if is_capturing(shard.scales.amax):
                 raise Float8ConfigError(
                     f"{shard.fqn}: precompute_scales(model) is called while a CUDA graph of its sharded weight is "
-                    "captured; capture forward and backward alone, and call it before the replay of each step"
+                    "captured; capture forward and backward alone, and call it after each optimizer step"
                 )
         for guest in conversion.guests:
             guest.precompute()

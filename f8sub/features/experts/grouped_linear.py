@@ -185,6 +185,11 @@ def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, 
             f"{fqn}: experts take tokens of {', '.join(map(str, HIGH_PRECISION))}, got {x.dtype} of shape "
             f"{tuple(x.shape)}; convert them with .to(torch.bfloat16)"
         )
+    dtype = getattr(offs, "dtype", type(offs).__name__)
+    if dtype not in (torch.int32, torch.int64):
+        raise Float8ShapeError(
+            f"{fqn}: ends of groups are a tensor of integers, got {dtype}; pass counts.cumsum(0)"
+        )
     depth = weight.shape[1 if transposed else 2] if weight.dim() == 3 else None
     if x.dim() != 2 or depth != x.shape[-1] or offs.shape != weight.shape[:1]:
         raise Float8ShapeError(
@@ -192,8 +197,6 @@ def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, 
             f"and E ends, got {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(offs.shape)}; look at what "
             "dispatches the tokens"
         )
-    if offs.dtype not in (torch.int32, torch.int64):
-        raise Float8ShapeError(f"{fqn}: ends of groups are integers, got {offs.dtype}; pass counts.cumsum(0)")
     if offs.is_cpu and offs.numel() and type(offs) is torch.Tensor and not torch.compiler.is_compiling():
         ends = offs.tolist()
         if ends[0] < 0 or ends != sorted(ends) or ends[-1] > len(x):

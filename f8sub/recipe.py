@@ -42,8 +42,7 @@ class GemmSpec:
         along = {(f.hadamard, f.depth_multiple) for f in (self.a, self.b) if f is not None}
         if len(along) > 1:
             raise Float8ConfigError(
-                f"both operands of a GEMM have the same Hadamard transform and packing along K, got a={self.a}, "
-                f"b={self.b}"
+                f"both operands of a GEMM have the same Hadamard transform and packing, got a={self.a}, b={self.b}"
             )
 
 

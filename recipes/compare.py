@@ -1,4 +1,7 @@
-"""Train in float8 and in bf16 on the same data from the same seed, and show what float8 changed."""
+"""Train the same job in several ways, on the same data from the same seed, and show what differs.
+
+In float8 and in bf16, or with gradients that are reduced in float32, in bfloat16 and in float8.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import gc
 import json
 import shlex
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,50 +31,81 @@ ON_A_CPU = (
     "Losses and bytes are those of a GPU run; for speed, run this on two GPUs with float8 units."
 )
 
+Records = list[dict[str, Any]]
+"""metrics.jsonl of a run."""
 
-def compare(settings: Settings, train: Callable[[Settings, str], bool]) -> None:
-    """Train twice and write loss.png and summary.json to the dump folder; rank 0 prints a table.
+
+def runs_of(settings: Settings) -> tuple[dict[str, Settings], str]:
+    """Give the runs that are compared by name, and the name of the one that the others are compared with.
 
     Args:
-        settings: Of the float8 run; the other one differs in float8 alone.
+        settings: What they have in common.
+
+    Returns:
+        Both; in the order in which they are trained.
+    """
+    float8 = settings.float8
+    if settings.compare == "bf16":
+        plain = dataclasses.replace(float8, enabled=False, gradients=False)
+        return {float8.recipe: settings, "bf16": dataclasses.replace(settings, float8=plain)}, "bf16"
+    apart = dataclasses.replace(settings, float8=dataclasses.replace(float8, gradients=False))
+    coded = dataclasses.replace(settings, float8=dataclasses.replace(float8, gradients=True))
+    float32 = dataclasses.replace(settings.training, reduce_dtype="float32")
+    bfloat16 = dataclasses.replace(settings.training, reduce_dtype="bfloat16")
+    runs = {
+        "float32": dataclasses.replace(apart, training=float32),
+        "bfloat16": dataclasses.replace(apart, training=bfloat16),
+        "float8": dataclasses.replace(coded, training=float32),
+    }
+    return runs, "float32"
+
+
+def compare(settings: Settings, train: Callable[[Settings, str], bool]) -> None:
+    """Train each run and write loss.png and summary.json to the dump folder; rank 0 prints a table.
+
+    Args:
+        settings: What is compared, and what the runs have in common.
         train: Trains one run under a title; gives whether it came to its last step.
     """
     folder = Path(settings.job.dump_folder)
-    runs = {
-        settings.float8.recipe: settings.float8,
-        "bf16": dataclasses.replace(settings.float8, enabled=False),
-    }
-    records: dict[str, list[dict[str, Any]]] = {}
-    for title, float8 in runs.items():
-        place = dataclasses.replace(settings.job, dump_folder=str(folder / title))
-        if not train(dataclasses.replace(settings, float8=float8, job=place), title):
+    runs, baseline = runs_of(settings)
+    records: dict[str, Records] = {}
+    for name, run in runs.items():
+        place = folder / name
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        placed = dataclasses.replace(run, job=dataclasses.replace(run.job, dump_folder=str(place)))
+        if not train(placed, name if settings.compare == "bf16" else f"gradients in {name}"):
             return
         gc.collect()
         torch.compiler.reset()
         if dist.get_rank() == 0:
-            records[title] = read_metrics(folder / title / "metrics.jsonl")
+            records[name] = read_metrics(place / "metrics.jsonl")
     if dist.get_rank() == 0:
-        float8_run, bf16_run = records.values()
-        summary = summarize(float8_run, bf16_run)
-        summary["run"] = {
-            "recipe": settings.float8.recipe,
-            "steps": len(_train(float8_run)),
+        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        about = {
+            "recipe": settings.float8_recipe,
+            "steps": len(_train(records[baseline])),
             "ranks": dist.get_world_size(),
-            "device": "cuda" if "nccl" in dist.get_backend() else "cpu",
+            "device": device,
             "seed": settings.training.seed,
             "torch": torch.__version__,
             "f8sub": f8sub.__version__,
         }
-        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        figures = summarize(records, baseline)
+        summary = folder / "summary.json"
+        summary.write_text(json.dumps({"runs": figures, "run": about}, indent=1) + "\n")
         plot = folder / "loss.png"
-        draw(float8_run, bf16_run, settings.float8.recipe, plot)
-        show(float8_run, bf16_run, summary)
-        Console(soft_wrap=True).print(
-            f"Loss curves: {plot}\nSummary:     {folder / 'summary.json'}\n"
-            "Next:        the three calls that your own training script needs are at the top of README.md\n"
-            f"On this run: {commands(settings, folder / settings.float8.recipe)}",
-            highlight=False,
-        )
+        draw(records, baseline, plot)
+        by = "" if settings.compare == "bf16" else ", by what gradients are reduced in"
+        show(figures, about, f"{about['steps']} steps{by}")
+        last = f"Loss curves: {plot}\nSummary:     {summary}\n"
+        if settings.compare == "bf16":
+            last += (
+                "Next:        the three calls that your own training script needs are at the top of README.md\n"
+                f"On this run: {commands(settings, folder / settings.float8.recipe)}"
+            )
+        Console(soft_wrap=True).print(last.rstrip(), highlight=False)
 
 
 def commands(settings: Settings, run: Path) -> str:
@@ -96,107 +131,114 @@ def commands(settings: Settings, run: Path) -> str:
     return " · ".join(shown)
 
 
-def summarize(float8: list[dict[str, Any]], bf16: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(records: dict[str, Records], baseline: str) -> dict[str, dict[str, Any]]:
     """Give the figures of a comparison.
 
     Args:
-        float8: metrics.jsonl of the float8 run.
-        bf16: metrics.jsonl of the bf16 run.
+        records: metrics.jsonl of each run.
+        baseline: The run that gaps are relative to.
 
     Returns:
-        The figures of summary.json. Bytes and all-reduces are those of one step, the first one left out.
+        By run, the figures of summary.json. Bytes, all-reduces and tokens a second are the medians of steps, the first
+        one left out.
     """
-    final_float8, final_bf16 = _final_loss(float8), _final_loss(bf16)
+    return {title: _figures(run, records[baseline]) for title, run in records.items()}
+
+
+def _figures(run: Records, baseline: Records) -> dict[str, Any]:
+    loss, right = _final_loss(run), _final_loss(baseline)
+    held_out = [record["eval_loss"] for record in run if "eval_loss" in record]
     return {
-        "loss_first": _train(float8)[0]["loss"],
-        "loss_float8": final_float8,
-        "loss_bf16": final_bf16,
-        "loss_gap_percent": 100 * (final_float8 - final_bf16) / final_bf16,
-        "all_gather_bytes_float8": _per_step(float8, "all_gather_bytes"),
-        "all_gather_bytes_bf16": _per_step(bf16, "all_gather_bytes"),
-        "amax_all_reduces_per_step": _per_step(float8, "amax_all_reduces"),
+        "loss_first": _train(run)[0]["loss"],
+        "loss": loss,
+        "loss_gap_percent": 100 * (loss - right) / right,
+        "eval_loss": held_out[-1] if held_out else None,
+        "all_gather_bytes": _per_step(run, "all_gather_bytes"),
+        "reduced_bytes": _per_step(run, "reduced_bytes"),
+        "amax_all_reduces": _per_step(run, "amax_all_reduces"),
+        "tokens_per_second": _per_step(run, "tokens_per_second"),
+        "memory": max(record["memory"] for record in _train(run)),
     }
 
 
-def draw(float8: list[dict[str, Any]], bf16: list[dict[str, Any]], recipe: str, path: Path) -> None:
-    """Draw both loss curves, and below them the gap.
+def draw(records: dict[str, Records], baseline: str, path: Path) -> None:
+    """Draw the loss curves, and below them the gaps.
 
     Args:
-        float8: metrics.jsonl of the float8 run.
-        bf16: metrics.jsonl of the bf16 run.
-        recipe: Name of the float8 recipe.
+        records: metrics.jsonl of each run.
+        baseline: The run that gaps are relative to.
         path: PNG file to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
-    figure.suptitle(f"Training loss in float8 ({recipe}) and in bf16, same data and seed")
+    figure.suptitle("Training loss, same data and seed")
     FigureCanvasAgg(figure)
-    losses, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    for records, name, color in ((bf16, "bf16", "tab:gray"), (float8, f"float8 {recipe}", "tab:blue")):
-        losses.plot(
-            [r["step"] for r in _train(records)], [r["loss"] for r in _train(records)], color, label=name
-        )
-        held_out = [r for r in records if "eval_loss" in r]
+    losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    others = iter(("tab:blue", "tab:orange"))
+    for name, run in records.items():
+        color = "tab:gray" if name == baseline else next(others)
+        steps = [record["step"] for record in _train(run)]
+        losses.plot(steps, [record["loss"] for record in _train(run)], color, label=name)
+        held_out = [record for record in run if "eval_loss" in record]
         losses.plot(
             [r["step"] for r in held_out], [r["eval_loss"] for r in held_out], "o", color=color, mfc="none"
         )
+        if name != baseline:
+            pairs = zip(_train(run), _train(records[baseline]), strict=True)
+            gaps.plot(steps, [100 * (a["loss"] - b["loss"]) / b["loss"] for a, b in pairs], color)
     losses.plot([], [], "ko", mfc="none", label="evaluation")
     losses.set_ylabel("loss")
     losses.legend()
-    pairs = list(zip(_train(float8), _train(bf16), strict=True))
-    gap.plot(
-        [a["step"] for a, _ in pairs],
-        [100 * (a["loss"] - b["loss"]) / b["loss"] for a, b in pairs],
-        "tab:blue",
-    )
-    gap.axhline(0, color="tab:gray", linewidth=0.8)
-    gap.set_ylabel("gap, % of bf16")
-    gap.set_xlabel("step")
+    gaps.axhline(0, color="tab:gray", linewidth=0.8)
+    gaps.set_ylabel(f"gap, % of {baseline}")
+    gaps.set_xlabel("step")
     figure.savefig(path, dpi=120)
 
 
-def show(float8: list[dict[str, Any]], bf16: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Print a table of both runs.
+def show(figures: dict[str, dict[str, Any]], about: dict[str, Any], title: str) -> None:
+    """Print a table of all runs.
 
     Args:
-        float8: metrics.jsonl of the float8 run.
-        bf16: metrics.jsonl of the bf16 run.
-        summary: The figures of summary.json.
+        figures: Those of summary.json by run.
+        about: What summary.json says of the runs.
+        title: Of the table.
     """
-    run = summary["run"]
-    caption = ON_A_CPU if run["device"] == "cpu" else None
-    table = Table("", f"float8 {run['recipe']}", "bf16", title=f"{run['steps']} steps", caption=caption)
+    on_a_cpu = about["device"] == "cpu"
+    table = Table("", *figures, title=title, caption=ON_A_CPU if on_a_cpu else None)
     for column in table.columns[1:]:
         column.justify = "right"
-    table.add_row("first loss", f"{_train(float8)[0]['loss']:.4f}", f"{_train(bf16)[0]['loss']:.4f}")
-    final = f"final loss (mean of last {min(_FINAL_STEPS, len(_train(float8)))})"
-    table.add_row(final, f"{summary['loss_float8']:.4f}", f"{summary['loss_bf16']:.4f}")
-    table.add_row("gap", f"{summary['loss_gap_percent']:+.2f} %", "")
-    held_out = [[r["eval_loss"] for r in records if "eval_loss" in r] for records in (float8, bf16)]
-    if all(held_out):
-        table.add_row("evaluation loss", *(f"{losses[-1]:.4f}" for losses in held_out))
-    gathered = [summary["all_gather_bytes_float8"], summary["all_gather_bytes_bf16"]]
-    table.add_row("bytes all-gathered a step", *(f"{count:,.0f}" for count in gathered))
-    reduces = [summary["amax_all_reduces_per_step"], _per_step(bf16, "amax_all_reduces")]
-    table.add_row("amax all-reduces a step", *(f"{count:g}" for count in reduces))
-    rates = [_per_step(records, "tokens_per_second") for records in (float8, bf16)]
-    table.add_row("tokens a second", *(f"{rate:,.0f}" for rate in rates))
+    rows = {
+        "first loss": ("loss_first", ".4f"),
+        f"final loss (mean of last {min(_FINAL_STEPS, about['steps'])})": ("loss", ".4f"),
+        "gap, %": ("loss_gap_percent", "+.2f"),
+        "evaluation loss": ("eval_loss", ".4f"),
+        "bytes all-gathered a step": ("all_gather_bytes", ",.0f"),
+        "gradient bytes a step": ("reduced_bytes", ",.0f"),
+        "amax all-reduces a step": ("amax_all_reduces", "g"),
+        "tokens a second": ("tokens_per_second", ",.0f"),
+        "peak memory of a GPU, GiB": ("memory", ".2f"),
+    }
+    if on_a_cpu:
+        rows.popitem()  # of a CPU it is the process's, which all runs share
+    for name, (key, form) in rows.items():
+        values = [figures_of[key] for figures_of in figures.values()]
+        if None not in values:
+            table.add_row(name, *(format(value, form) for value in values))
     Console().print(table)
 
 
-def _train(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _train(records: Records) -> Records:
     return [record for record in records if "loss" in record]
 
 
-def _final_loss(records: list[dict[str, Any]]) -> float:
+def _final_loss(records: Records) -> float:
     last: list[float] = [record["loss"] for record in _train(records)[-_FINAL_STEPS:]]
     return sum(last) / len(last)
 
 
-def _per_step(records: list[dict[str, Any]], key: str) -> float:
+def _per_step(records: Records, key: str) -> float:
     steps = _train(records)
-    counted: list[float] = [record[key] for record in steps[1:] or steps]
-    mean = sum(counted) / len(counted)
-    return int(mean) if mean == int(mean) else mean
+    values: list[float] = [record[key] for record in steps[1:] or steps]
+    return statistics.median(values)

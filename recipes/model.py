@@ -54,6 +54,16 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
     },
+    "moe-120m": {
+        "hidden_size": 512,
+        "moe_intermediate_size": 384,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
     "moe-1b": {
         "hidden_size": 1024,
         "moe_intermediate_size": 384,
@@ -64,8 +74,21 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
     },
+    "moe-30b-4": {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
 }
-"""Dimensions of Llamas, and of Qwen3-MoEs where the name says so. Of moe-1b a token uses a quarter of the weights."""
+"""Dimensions of Llamas, and of Qwen3-MoEs where the name says so. Of moe-1b a token uses a quarter of the weights.
+
+moe-30b-4 has those of Qwen3-30B-A3B with 4 of its 48 layers: 2.5 billion weights.
+"""
 
 
 def architecture(size: str, vocab_size: int, seq_len: int) -> tuple[PretrainedConfig, type[Any]]:
@@ -98,7 +121,7 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
 
     Returns:
         The sharded model, which is both an FSDPModule and transformers' model, and one line about what float8
-        covers.
+        covers and how gradients are reduced.
     """
     config, kind = architecture(settings.model.size, vocab_size, settings.training.seq_len)
     with torch.device("meta"):
@@ -133,14 +156,15 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
         layers[index] = block
 
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, settings.training.dtype), reduce_dtype=torch.float32
+        param_dtype=getattr(torch, settings.training.dtype),
+        reduce_dtype=getattr(torch, settings.training.reduce_dtype),
     )
     reshard = settings.training.reshard_after_forward
     for block in layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    if settings.float8_recipe and settings.float8.gradients:
-        every = settings.float8.monitor_every
+    if settings.float8.gradients:
+        every = settings.float8.monitor_every if settings.float8_recipe else 0
         reduction = f8sub.reduce_gradients_in_float8(model, measure=every > 0, measure_every=max(1, every))
         report = f"{report}; {reduction}"
 

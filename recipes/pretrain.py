@@ -4,7 +4,8 @@ r"""Pretrain a Llama or a Qwen3-MoE in float8 under FSDP2: a plain PyTorch loop 
         --job.config_file recipes/pretrain.toml --float8.recipe rowwise
 
 Runs on CUDA (NCCL) and on the CPU (gloo), on any number of ranks; one process needs no torchrun. ``--help``
-lists the settings, ``--compare bf16`` trains twice and plots both losses.
+lists the settings, ``--compare bf16`` trains twice and plots both losses, ``--compare gradients`` three times, with
+gradients reduced in float32, bfloat16 and float8.
 
 A rank that dies takes all of them down; torchrun starts them again, and they resume, with
 
@@ -26,6 +27,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +112,14 @@ class Trainer:
                     self.model, settings.float8.monitor_every, to=self.metrics.write_numerics
                 )
             while self.step < settings.training.steps:
-                started, gathered, reduced = (
-                    time.monotonic(),
-                    traffic.all_gather_bytes,
-                    traffic.amax_all_reduces,
-                )
+                started, before = time.monotonic(), replace(traffic)
                 record = self.train_step()
                 seconds = time.monotonic() - started
                 record["tokens_per_second"] = self.tokens_per_step() / seconds
                 record["memory"] = peak_memory_gib(self.device)
-                record["all_gather_bytes"] = traffic.all_gather_bytes - gathered
-                record["amax_all_reduces"] = traffic.amax_all_reduces - reduced
+                record["all_gather_bytes"] = traffic.all_gather_bytes - before.all_gather_bytes
+                record["reduced_bytes"] = traffic.reduced_bytes - before.reduced_bytes
+                record["amax_all_reduces"] = traffic.amax_all_reduces - before.amax_all_reduces
                 last = self.step == settings.training.steps
                 stopping = record.pop("stopping") and not last
                 self.metrics.write({**record, "time": time.time()})

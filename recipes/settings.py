@@ -64,8 +64,8 @@ class Job:
 class Model:
     """What to train, with random weights."""
 
-    size: Literal["debug", "60m", "1b", "8b", "moe-debug", "moe-1b"] = "debug"
-    """A Llama; "moe-": Qwen3-MoE, whose layers have 8 or 64 experts."""
+    size: Literal["debug", "60m", "1b", "8b", "moe-debug", "moe-120m", "moe-1b", "moe-30b-4"] = "debug"
+    """A Llama; "moe-": Qwen3-MoE, whose layers have 8, 32, 64 or 128 experts. moe-30b-4: 4 layers of Qwen3-30B-A3B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,9 @@ class Training:
     """Gradients are clipped to this norm; 0 does not clip."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """What the forward and backward compute in; the master weights are float32. float16 uses a GradScaler."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What FSDP2 sends gradients in and adds them in. bfloat16 sends half and rounds at every rank; a quarter, added
+    in float32: ``float8.gradients``."""
     reshard_after_forward: Flag = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
@@ -133,7 +136,8 @@ class Float8:
     all_gather: Flag = True
     """Gather the weights as float8 codes."""
     gradients: Flag = False
-    """Reduce the gradients as float8 codes and add them in float32: f8sub.reduce_gradients_in_float8."""
+    """Reduce the gradients as float8 codes and add them in float32, of a run without float8, too:
+    f8sub.reduce_gradients_in_float8."""
     keep_swiglu_input: Literal["high_precision", "float8"] = "high_precision"
     """"float8" rounds gate and up, so that compiled code saves a byte of each element for backward; it changes numbers:
     f8sub.keep_swiglu_input_in_float8."""
@@ -214,8 +218,9 @@ class Settings:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     eval: Eval = field(default_factory=Eval)
     metrics: Metrics = field(default_factory=Metrics)
-    compare: Literal["", "bf16"] = ""
-    """Train once in float8 and once in this, on the same data from the same seed, and plot both losses."""
+    compare: Literal["", "bf16", "gradients"] = ""
+    """"bf16": train once in float8 and once in bf16, on the same data from the same seed, and plot both losses.
+    "gradients": train as set, with gradients reduced in float32, then in bfloat16, then in float8."""
 
     @property
     def float8_recipe(self) -> str:
@@ -349,15 +354,21 @@ def _check_ranges(settings: Settings) -> None:
         value = getattr(getattr(settings, section), key)
         if not value >= minimum:
             raise SettingsError(f"{name} = {value}: must be at least {minimum}.")
-    if settings.compare and not settings.float8_recipe:
+    if settings.compare == "bf16" and not settings.float8_recipe:
         raise SettingsError(
             "--compare bf16 trains in float8 first, but float8 is off (float8.enabled = "
             f"{str(settings.float8.enabled).lower()}, float8.recipe = {settings.float8.recipe!r})."
         )
-    if settings.compare and settings.training.dtype != "bfloat16":
+    if settings.compare == "bf16" and settings.training.dtype != "bfloat16":
         raise SettingsError(
             f"--compare bf16 with training.dtype = {settings.training.dtype!r}: the run beside float8 would "
             "not be bf16. Use --training.dtype bfloat16."
         )
     if settings.compare and settings.checkpoint.resume:
-        raise SettingsError("--compare bf16 starts two new runs: leave checkpoint.resume empty.")
+        raise SettingsError(f"--compare {settings.compare} starts new runs: leave checkpoint.resume empty.")
+    both = settings.float8.gradients and settings.training.reduce_dtype != "float32"
+    if both and settings.compare != "gradients":
+        raise SettingsError(
+            "float8.gradients = true adds gradients in float32, and training.reduce_dtype = "
+            f"{settings.training.reduce_dtype!r} would round the sums: leave one of them out."
+        )

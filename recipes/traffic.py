@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 @dataclass
 class Traffic:
-    """What this rank has gathered and all-reduced since counting began."""
+    """What this rank has gathered and reduced since counting began."""
 
     all_gather_bytes: int = 0
     """Bytes that came out of all-gathers: of all ranks together, this one's own shard included."""
+    reduced_bytes: int = 0
+    """Bytes that went into reduce-scatters, and into the exchanges that float8 gradients have in their place."""
     amax_all_reduces: int = 0
     """All-reduces of a flat table that take the maximum, as those of the scales do; a monitor's tables are matrices."""
 
@@ -38,6 +40,13 @@ def count_traffic() -> Iterator[Traffic]:
 
         return all_gather
 
+    def counted_reduction(call: Callable[..., Any]) -> Callable[..., Any]:
+        def reduction(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            traffic.reduced_bytes += input.numel() * input.element_size()
+            return call(output, input, *args, **kwargs)
+
+        return reduction
+
     all_reduce_call = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
@@ -45,9 +54,16 @@ def count_traffic() -> Iterator[Traffic]:
         return all_reduce_call(tensor, op, *args, **kwargs)
 
     with ExitStack() as patches:
-        # torch <= 2.12 has the first name only; FSDP2 of 2.13 calls the second.
-        for name in ("all_gather_into_tensor", "all_gather_single"):
+        # torch <= 2.12 does not have the names that end with "single"; FSDP2 of 2.13 calls those.
+        counted = {
+            "all_gather_into_tensor": counted_all_gather,
+            "all_gather_single": counted_all_gather,
+            "reduce_scatter_tensor": counted_reduction,
+            "reduce_scatter_single": counted_reduction,
+            "all_to_all_single": counted_reduction,
+        }
+        for name, count in counted.items():
             if hasattr(dist, name):
-                patches.enter_context(mock.patch.object(dist, name, counted_all_gather(getattr(dist, name))))
+                patches.enter_context(mock.patch.object(dist, name, count(getattr(dist, name))))
         patches.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
         yield traffic

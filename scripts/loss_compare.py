@@ -12,6 +12,7 @@ Finished runs are kept and not trained again; runs that are missing are trained 
 
     python scripts/loss_compare.py --recipes tensorwise rowwise --seeds 0 1 2 --write-docs
     python scripts/loss_compare.py --size moe-debug --recipes tensorwise rowwise  # a Qwen3-MoE, experts in float8, too
+    python scripts/loss_compare.py --size moe-120m --recipes rowwise --steps 1000  # on a GPU
 
 Runs that were trained elsewhere, by torchtitan for one, are compared by what they logged: give an arm's name and its
 runs, in the same order of seeds. Where nothing was held out, it is the mean of the last tenth of the training losses.
@@ -62,9 +63,12 @@ LEARNING_RATE = 3e-4
 """Ends as low as 1e-3, at which training is chaotic: the gap of one seed of ``tensorwise`` was +2.0 % with sequences of
 128 tokens and -1.0 % with 64.
 """
-SIZES = ("debug", "moe-debug")
-"""A Llama of 3.5M parameters, and a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2."""
 EVAL_BATCHES = 256
+ON_CPU: dict[str, Any] = {"training.seq_len": 128, "training.local_batch_size": 4, "training.device": "cpu"}
+ON_GPU: dict[str, Any] = {"training.seq_len": 512, "training.local_batch_size": 32, "eval.batches": 32}
+SIZES = {"debug": ON_CPU, "moe-debug": ON_CPU, "moe-120m": ON_GPU}
+"""How each is trained: a Llama of 3.5M parameters, a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2, and one of
+120M, 4 of 32 experts, that wants a GPU."""
 SMOOTHED_STEPS = 20
 """The plot's curves are means over so many logged steps."""
 
@@ -168,20 +172,20 @@ class Run(NamedTuple):
     seed: int
 
 
-def settings(run: Run, steps: int, size: str = SIZES[0]) -> list[str]:
-    """The command line of ``recipes/pretrain.py``: one to three minutes on two idle cores."""
+def settings(run: Run, steps: int, size: str = "debug") -> list[str]:
+    """The command line of ``recipes/pretrain.py``: one to three minutes on two idle cores but for the size of a GPU."""
     chosen = {
         "model.size": size,
         "training.steps": steps,
         "training.seed": run.seed,
-        "training.seq_len": 128,
-        "training.local_batch_size": 4,
-        "training.device": "cpu",
+        **SIZES[size],
         "optimizer.lr": LEARNING_RATE,
         "lr_scheduler.warmup_steps": 40,
         "lr_scheduler.min_lr_factor": 0.0,
         "eval.interval": steps,
-        "eval.batches": min(EVAL_BATCHES, 2 * steps),  # a trial of a few steps needs no more
+        "eval.batches": min(
+            SIZES[size].get("eval.batches", EVAL_BATCHES), 2 * steps
+        ),  # a trial of a few steps needs no more
         "metrics.tensorboard": "false",
     }
     if run.arm == YARDSTICK:
@@ -199,7 +203,7 @@ def settings(run: Run, steps: int, size: str = SIZES[0]) -> list[str]:
 class Results:
     """Finished runs, one JSON file each."""
 
-    def __init__(self, folder: Path, steps: int, size: str = SIZES[0]) -> None:
+    def __init__(self, folder: Path, steps: int, size: str = "debug") -> None:
         self.folder = folder
         self.steps = steps
         self.size = size
@@ -385,7 +389,7 @@ def main() -> None:
     made.add_argument("--head", action="store_true", help="each recipe with the output head in float8, too")
     made.add_argument("--swiglu", action="store_true", help="each recipe with SwiGLU's input in float8, too")
     made.add_argument(
-        "--size", choices=SIZES, default=SIZES[0], help="of the model, as recipes/pretrain.py has it"
+        "--size", choices=SIZES, default="debug", help="of the model, as recipes/pretrain.py has it"
     )
     made.add_argument(
         "--folder", type=Path, help="of the finished runs; by default one of each size, in runs/"
@@ -393,7 +397,7 @@ def main() -> None:
     recorded = {"nargs": "+", "action": "append", "metavar": ("ARM", "RUN")}
     made.add_argument("--recorded", **recorded, help="compare these and train nothing")
     arguments = made.parse_args()
-    if arguments.size != SIZES[0]:
+    if arguments.size != "debug":
         arguments.marker += f"_{arguments.size}"
     arguments.folder = arguments.folder or ROOT / "runs" / arguments.marker
     if arguments.recorded:

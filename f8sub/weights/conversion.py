@@ -156,7 +156,8 @@ class Conversion:
         shards = {shard.master.cell: shard for e in self.exchanges.values() for shard in e.table.shards}
         alike = defaultdict(list)
         for record, weight in new:
-            layout = ShardLayout.of(weight, record.fqn)
+            has_past = any(guest.prior_of(record) for guest in self.guests)
+            layout = ShardLayout.of(weight, record.fqn, apart=not has_past)
             alike[layout.group, layout.sharers, layout.ranks].append((record, layout))
         for ranks, members in alike.items():
             exchange = self.exchanges.get(ranks) or Exchange(self, members[0][1])

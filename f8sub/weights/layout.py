@@ -25,7 +25,7 @@ class ShardLayout:
     A weight with leading dimensions, (E, N, K) of experts, counts as the matrix (E * N, K). Tensor parallelism cuts the
     whole weight into parts, and ``fully_shard`` shards each part along its first or last dimension. FSDP2 then puts
     together the rank's part, whose scales are nevertheless the whole weight's. Sharded along N, (E, N, K) counts as
-    (E, N * K).
+    (E, N * K). ``apart``, the experts that a rank has are the whole weight: no tile reaches over two of them.
 
     Attributes:
         whole: (rows, columns) of the whole weight.
@@ -58,10 +58,11 @@ class ShardLayout:
     device: str
 
     @classmethod
-    def of(cls, weight: "DTensor", fqn: str = "a layer") -> "ShardLayout":
+    def of(cls, weight: "DTensor", fqn: str = "a layer", *, apart: bool = False) -> "ShardLayout":
         """The layout of a sharded weight; Float8ConfigError where a middle dimension is sharded."""
         mesh, dims = weight.device_mesh, sharded_dims(weight)
         first, *tensor_parallel = dims  # fully_shard's mesh dimension comes first
+        others = {i for i in tensor_parallel if apart and weight.dim() == 3 and dims[i] == 0}
         is_folded = weight.dim() == 3 and 1 in dims.values()
         if not set(dims.values()) <= ({0, 1} if is_folded else {0, weight.dim() - 1}):
             raise Float8ConfigError(
@@ -70,9 +71,8 @@ class ShardLayout:
             )
         inner = () if is_folded else tuple(weight.shape[1:-1])
         rows = math.prod(inner)  # of the matrix, for each index of the first dimension
-        cols = math.prod(weight.shape[1:]) // rows
-        start, size, cuts = [0, 0], [weight.shape[0] * rows, cols], []
-        shape, origin, chunk = size.copy(), start.copy(), 0
+        whole = [weight.shape[0] * rows, math.prod(weight.shape[1:]) // rows]
+        start, size, cuts = [0, 0], whole.copy(), {}
         for mesh_dim in (*tensor_parallel, first):
             dim, each = (0, rows) if dims[mesh_dim] == 0 else (1, weight.shape[-1] if is_folded else 1)
             shape, origin = size.copy(), start.copy()
@@ -80,23 +80,26 @@ class ShardLayout:
             chunk = -(-size[dim] // (each * mesh.size(mesh_dim))) * each
             before = min(mesh.get_local_rank(mesh_dim) * chunk, size[dim])
             start[dim], size[dim] = start[dim] + before, min(chunk, size[dim] - before)
-            cuts.append((dim, chunk))
-        here = tuple(mesh.get_coordinate() or ())
-        alike = tuple(slice(None) if i in dims else place for i, place in enumerate(here))
+            cuts[mesh_dim] = dim, chunk
+            if mesh_dim in others:
+                start[0], whole[0] = 0, size[0]
+        here = tuple(enumerate(mesh.get_coordinate() or ()))
+        holders = mesh.mesh[tuple(place if i in others else slice(None) for i, place in here)]
+        alike = tuple(slice(None) if i in dims and i not in others else place for i, place in here)
         return cls(
-            whole=(weight.shape[0] * rows, cols),
+            whole=(whole[0], whole[1]),
             shape=(shape[0], shape[1]),
             inner=inner,
             folded=(weight.shape[1], weight.shape[2]) if is_folded else None,
             origin=(origin[0], origin[1]),
-            cuts=tuple(cuts[:-1]),
-            dim=cuts[-1][0],
+            cuts=tuple(cuts[i] for i in tensor_parallel if i not in others),
+            dim=cuts[first][0],
             chunk=chunk,
             offset=(start[0], start[1]),
             group=mesh.get_group(first),
             world=mesh.size(first),
             sharers=tuple(sorted(mesh.mesh[alike].flatten().tolist())),
-            ranks=tuple(mesh.mesh.flatten().tolist()),
+            ranks=tuple(holders.flatten().tolist()),
             device=mesh.device_type,
         )
 

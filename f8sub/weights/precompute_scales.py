@@ -30,8 +30,8 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
     Raises:
         Float8ConfigError: no model that ``convert_to_float8`` saw, or a CUDA graph of sharded weights is captured.
         Float8NumericsError: the previous call found NaN or infinity in a weight (a recipe may look for it in x and dy
-            too, and tell one call later); names the layers. On every rank alike, except for weights that are sharded
-            and gathered in high precision: there on the ranks that hold it.
+            too, and tell one call later); names the layers. On every rank alike, but for experts of other ranks, and
+            for weights that are sharded and gathered in high precision: there on the ranks that hold it.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """
     for conversion in conversions_of(parts_of(model)):
@@ -41,8 +41,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
             if is_capturing(shard.scales.amax):
                 raise Float8ConfigError(
                     f"{shard.fqn}: precompute_scales(model) is called while a CUDA graph of its sharded weight is "
-                    "captured; capture forward and backward alone, and call it after each optimizer step, before the "
-                    "replay"
+                    "captured; capture forward and backward alone, and call it after each optimizer step"
                 )
         for guest in conversion.guests:
             guest.precompute()
@@ -135,8 +134,7 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
         what = type(part).__name__ + ("" if len(parts) == 1 else f" at index {index} of {len(parts)}")
         if not isinstance(part, torch.nn.Module):
             raise Float8ConfigError(
-                "precompute_scales takes a model that convert_to_float8 converted, or a list of parts of it, got a "
-                f"{what}"
+                f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts, got a {what}"
             )
         made, known = _walked.get(part, (-1, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]

@@ -145,10 +145,9 @@ class Weight(torch.Tensor):
         shard alone, while the others wait for ever. Rows that are not one byte an element take the shorter form.
         """
         in_rows = self._wire_record().in_rows
-        hook: Callable[..., Any] = (
-            _bound_rows(_rows_to_wire, self) if in_rows else _bound_codes(_codes_to_wire, self)
-        )
-        return hook
+        bound, hook = (_bound_rows, _rows_to_wire) if in_rows else (_bound_codes, _codes_to_wire)
+        made: Callable[..., Any] = bound(hook, self)
+        return made
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:

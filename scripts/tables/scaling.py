@@ -76,7 +76,7 @@ def article() -> Table:
         told = run["over_bf16"].get(way)
         ratio = found.of(run["gpus"], way).over_bf16
         rows.append([way.strip(), "" if told is None else f"{told:.2f}", f"{ratio:.2f}"])
-    return Table(f"{run['run']}, H100s at 500 W", ["", "published", "predicted"], rows)
+    return Table(f"{run['run']}, {run['gpu']}s", ["", "published", "predicted"], rows)
 
 
 def errors() -> Table:

@@ -28,9 +28,9 @@ def changed(settings: Settings, section: str, **values: Any) -> Settings:
     )
 
 
-def trainer(world: int, settings: Settings) -> Trainer:
+def trainer(world: int, settings: Settings, title: str = "test") -> Trainer:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    return Trainer(settings, mesh, StopRequest(), "test")
+    return Trainer(settings, mesh, StopRequest(), title)
 
 
 def train(rank: int, world: int, settings: Settings) -> bool:

@@ -11,22 +11,24 @@ import time
 
 import pytest
 from checkpoint import MANIFEST
-from compare import commands, summarize
+from compare import commands, compare, show, summarize
 
 from tests import namespaces
 from tests.namespaces import ROOT
-from tests.recipes.runs import QUICK, changed, quick_settings
+from tests.recipes.runs import QUICK, changed, quick_settings, trainer
 
 SCRIPT = str(ROOT / "recipes" / "pretrain.py")
 QUICKLY = QUICK.split()
 FIGURES = {
     "loss_first",
-    "loss_float8",
-    "loss_bf16",
+    "loss",
     "loss_gap_percent",
-    "all_gather_bytes_float8",
-    "all_gather_bytes_bf16",
-    "amax_all_reduces_per_step",
+    "eval_loss",
+    "all_gather_bytes",
+    "reduced_bytes",
+    "amax_all_reduces",
+    "tokens_per_second",
+    "memory",
 }
 
 
@@ -99,18 +101,19 @@ def test_compare_under_torchrun_writes_the_plot_and_the_figures(tmp_path):
     assert str(tmp_path / "loss.png") in done.stdout
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary) == {*FIGURES, "run"}
+    float8, bf16 = (summary["runs"][name] for name in ("rowwise", "bf16"))
+    assert set(summary) == {"runs", "run"}
+    assert set(float8) == FIGURES
     told = (summary["run"][name] for name in ("recipe", "steps", "ranks", "device"))
     assert tuple(told) == ("rowwise", 14, 2, "cpu")
     assert "A CPU has no float8 units" in done.stdout
-    assert summary["amax_all_reduces_per_step"] == 1
-    assert 0.5 < summary["all_gather_bytes_float8"] / summary["all_gather_bytes_bf16"] < 0.55
-    assert max(summary["loss_float8"], summary["loss_bf16"]) < summary["loss_first"] - 1
-    assert summary["loss_float8"] != summary["loss_bf16"]
-    assert abs(summary["loss_gap_percent"]) < 3
-    assert re.search(
-        r"bytes all-gathered a step\s+│\s+{:,}".format(summary["all_gather_bytes_float8"]), done.stdout
-    )
+    assert (float8["amax_all_reduces"], bf16["amax_all_reduces"]) == (1, 0)
+    assert 0.5 < float8["all_gather_bytes"] / bf16["all_gather_bytes"] < 0.55
+    assert float8["reduced_bytes"] == bf16["reduced_bytes"]
+    assert max(float8["loss"], bf16["loss"]) < float8["loss_first"] - 1
+    assert float8["loss"] != bf16["loss"]
+    assert abs(float8["loss_gap_percent"]) < 3
+    assert re.search(r"bytes all-gathered a step\s+│\s+{:,}".format(float8["all_gather_bytes"]), done.stdout)
     assert list((tmp_path / "rowwise" / "tensorboard").iterdir())
 
 
@@ -143,25 +146,50 @@ def test_mistakes_end_with_one_message_and_no_traceback(tmp_path, options, code,
     assert "Traceback" not in done.stderr
 
 
+def compared(rank, world, settings):
+    compare(settings, lambda one, title: trainer(world, one, title).run())
+
+
+def test_gradients_by_what_they_are_reduced_in(ranks, tmp_path, capsys):
+    """4 bytes an element, 2, and 1 with a scale of 128 of them; losses within the rounding of a few steps."""
+    settings = quick_settings(tmp_path, "--compare gradients --float8.enabled false --training.steps 3")
+    ranks(2, compared, settings)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    runs = summary["runs"]
+    assert list(runs) == ["float32", "bfloat16", "float8"]
+    sent = [run["reduced_bytes"] for run in runs.values()]
+    assert sent[0] == 2 * sent[1] > 0
+    assert 1 + 1 / 128 <= sent[2] / (sent[0] / 4) < 1.01
+    assert len({run["loss"] for run in runs.values()}) == 3
+    assert all(abs(run["loss_gap_percent"]) < 0.5 for run in runs.values())
+    assert (tmp_path / "loss.png").exists()
+    show(runs, summary["run"], "4 steps")
+    cells = r"\s+│\s+".join(f"{size:,.0f}" for size in sent)
+    assert re.search(rf"gradient bytes a step\s+│\s+{cells}", capsys.readouterr().out)
+
+
 def step(number, loss, gathered, reduced=0):
-    return {"step": number, "loss": loss, "all_gather_bytes": gathered, "amax_all_reduces": reduced}
+    counted = {"all_gather_bytes": gathered, "reduced_bytes": 4 * gathered, "amax_all_reduces": reduced}
+    return {"step": number, "loss": loss, **counted, "tokens_per_second": 10.0 * number, "memory": loss}
 
 
 def test_figures_leave_out_the_first_step_and_average_the_last_ten_losses():
     float8 = [step(1, 5.5, 999, 7)] + [step(n, 3.0 if n < 12 else 2.0, 100, 1) for n in range(2, 22)]
     bf16 = [step(1, 5.4, 999)] + [step(n, 3.0 if n < 12 else 1.9, 200) for n in range(2, 22)]
     float8.append({"step": 21, "eval_loss": 9.0})
-    figures = summarize(float8, bf16)
-    assert figures == {
+    figures = summarize({"rowwise": float8, "bf16": bf16}, "bf16")
+    assert figures["rowwise"] == {
         "loss_first": 5.5,
-        "loss_float8": 2.0,
-        "loss_bf16": pytest.approx(1.9),
+        "loss": 2.0,
         "loss_gap_percent": pytest.approx(100 * 0.1 / 1.9),
-        "all_gather_bytes_float8": 100,
-        "all_gather_bytes_bf16": 200,
-        "amax_all_reduces_per_step": 1,
+        "eval_loss": 9.0,
+        "all_gather_bytes": 100,
+        "reduced_bytes": 400,
+        "amax_all_reduces": 1,
+        "tokens_per_second": 115.0,
+        "memory": 5.5,
     }
-    assert set(figures) == FIGURES
+    assert (figures["bf16"]["loss_gap_percent"], figures["bf16"]["eval_loss"]) == (0, None)
 
 
 def test_the_last_line_names_what_the_run_wrote(tmp_path):

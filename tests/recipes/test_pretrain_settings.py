@@ -75,7 +75,8 @@ def test_the_shipped_file_parses():
         ("[float8.layer_recipes]\nmlp = 1", "expected a table of strings"),
         ("[float8]\nskip = 'lm_head'", "skip = 'lm_head': expected a list of strings"),
         ("[training]\ndtype = 'bf16'", "dtype = 'bf16': expected one of 'bfloat16', 'float16', 'float32'"),
-        ("compare = 'fp16'", "compare = 'fp16': expected one of '', 'bf16'"),
+        ("compare = 'fp16'", "compare = 'fp16': expected one of '', 'bf16', 'gradients'"),
+        ("[training]\nreduce_dtype = 'bf16'", "expected one of 'float32', 'bfloat16'"),
         ("[training", "is not TOML"),
     ],
 )
@@ -115,6 +116,8 @@ def test_a_wrong_option_is_refused_by_name(capsys, option, named):
         ("--compare bf16 --float8.enabled false", "but float8 is off"),
         ("--compare bf16 --training.dtype float16", "would not be bf16"),
         ("--compare bf16 --checkpoint.resume newest", "leave checkpoint.resume empty"),
+        ("--compare gradients --checkpoint.resume newest", "leave checkpoint.resume empty"),
+        ("--float8.gradients true --training.reduce_dtype bfloat16", "would round the sums"),
     ],
 )
 def test_values_out_of_range_are_refused(option, message):

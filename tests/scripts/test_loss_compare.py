@@ -58,6 +58,16 @@ def test_arms_differ_in_precision_alone():
     assert options("bf16")["--float8.enabled"] == options("float32")["--float8.enabled"] == "false"
 
 
+@pytest.mark.parametrize("size", loss_compare.SIZES)
+def test_every_size_is_one_of_the_trainers(size, monkeypatch):
+    monkeypatch.syspath_prepend(str(loss_compare.TRAINER.parent))
+    from settings import parse
+
+    found = parse(loss_compare.settings(Run("rowwise", 1), 10, size))
+    assert found.model.size == size
+    assert found.training.device == ("auto" if size == "moe-120m" else "cpu")
+
+
 def test_a_finished_run_counts_only_with_the_settings_it_had(tmp_path):
     run = Run("rowwise", 0)
     kept = {"settings": loss_compare.settings(run, 10), "eval_loss": 2.0, "losses": [], "seconds": 1.0}

@@ -38,23 +38,30 @@ watchers: list[Callable[[str, Product], None]] = []
 """Called after every product in float8, with the name of the converted module whose forward runs."""
 
 
+class Forward:
+    """A forward of a converted module, which has a plan, a name and weights; and whether it multiplied."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.multiplied = module, False
+
+
 class _Running(threading.local):
-    """The converted module whose forward runs in this thread: it has a plan, a name and weights."""
+    """The forwards that run in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
+        self.stack: list[Forward] = []
 
 
 _running = _Running()
 
 
 @contextlib.contextmanager
-def running(module: torch.nn.Module) -> Iterator[None]:
+def running(module: torch.nn.Module) -> Iterator[Forward]:
     """Calls of ``grouped_linear`` without a recipe take this module's plan, and their errors its name."""
-    _running.stack.append(module)
+    _running.stack.append(Forward(module))
     try:
         with sharing():
-            yield
+            yield _running.stack[-1]
     finally:
         _running.stack.pop()
 
@@ -94,8 +101,11 @@ def grouped_linear(
         own = grouped_linear(x, weight.source, offs, recipe, transposed=transposed, backend=backend)
         groups = Groups.of(ends_of(offs), len(x))
         return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
-    module = _running.stack[-1] if _running.stack else None
-    plan, fqn = (None, "grouped_linear") if module is None else (module.plan, module.fqn)
+    module, plan, fqn = None, None, "grouped_linear"
+    if _running.stack:
+        _running.stack[-1].multiplied = True
+        module = _running.stack[-1].module
+        plan, fqn = module.plan, module.fqn
     if recipe is not None:
         plan = _plan_of(recipe, x.device.type, backend)
     sources = CURRENT_SOURCES
@@ -175,6 +185,11 @@ def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, 
             f"{fqn}: experts take tokens of {', '.join(map(str, HIGH_PRECISION))}, got {x.dtype} of shape "
             f"{tuple(x.shape)}; convert them with .to(torch.bfloat16)"
         )
+    dtype = getattr(offs, "dtype", type(offs).__name__)
+    if dtype not in (torch.int32, torch.int64):
+        raise Float8ShapeError(
+            f"{fqn}: ends of groups are a tensor of integers, got {dtype}; pass counts.cumsum(0)"
+        )
     depth = weight.shape[1 if transposed else 2] if weight.dim() == 3 else None
     if x.dim() != 2 or depth != x.shape[-1] or offs.shape != weight.shape[:1]:
         raise Float8ShapeError(
@@ -182,8 +197,6 @@ def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, 
             f"and E ends, got {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(offs.shape)}; look at what "
             "dispatches the tokens"
         )
-    if offs.dtype not in (torch.int32, torch.int64):
-        raise Float8ShapeError(f"{fqn}: ends of groups are integers, got {offs.dtype}; pass counts.cumsum(0)")
     if offs.is_cpu and offs.numel() and type(offs) is torch.Tensor and not torch.compiler.is_compiling():
         ends = offs.tolist()
         if ends[0] < 0 or ends != sorted(ends) or ends[-1] > len(x):

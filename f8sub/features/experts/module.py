@@ -1,11 +1,12 @@
 """Float8Experts: a module of experts whose grouped products run in float8; made by class swap, as Float8Linear is."""
 
+import functools
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from f8sub.errors import jit_error
+from f8sub.errors import Float8ConfigError, jit_error
 from f8sub.features.adapted_experts.adapted import adapters_apart
 from f8sub.features.expert_operands.weights import ExpertWeights, stored_format
 from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
@@ -46,10 +47,16 @@ class Float8Experts(torch.nn.Module):
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with running(self):
-            if self.seam.forward is not None:
-                return self.seam.forward(self, *args, **kwargs)
-            return super().forward(*args, **kwargs)
+        with running(self) as call:
+            own = super().forward if self.seam.forward is None else functools.partial(self.seam.forward, self)
+            y = own(*args, **kwargs)
+        if not call.multiplied and not any(map(_is_empty, (*args, *kwargs.values()))):
+            raise Float8ConfigError(
+                f"{self.fqn}: the forward of {plain_class(self).__name__} called no f8sub.grouped_linear, so it "
+                "multiplies in high precision though it was converted: call that in place of torch's grouped product, "
+                "or leave the module out with skip="
+            )
+        return y
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         # torchtitan's seam.
@@ -145,6 +152,10 @@ class Float8Experts(torch.nn.Module):
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         raise jit_error(self.fqn, "traced")
+
+
+def _is_empty(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and given.numel() == 0
 
 
 _made: dict[type[torch.nn.Module], type[Float8Experts]] = {}

@@ -46,7 +46,8 @@ def register_experts(
 ) -> None:
     """Have ``convert_to_float8(model, experts=True)`` convert modules of a class, and of its subclasses.
 
-    Their forward calls ``grouped_linear`` without a recipe, which is in high precision until they are converted.
+    Their forward calls ``grouped_linear`` without a recipe, which is in high precision until they are converted. One of
+    a converted module that calls none, though it has tokens, is a Float8ConfigError.
 
     Args:
         cls: the class.

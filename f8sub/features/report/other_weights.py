@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
+from f8sub.convert.sockets import converters
 
 ROOT = "(root)"
 """What the model itself is called among its modules."""
@@ -33,6 +34,7 @@ class OtherWeights:
         multiplications: of one token; None where a module does not say how often it uses a weight.
         detail: recipe and backend of a converted module; why it is not converted of any other.
         converted: whether a feature converted it.
+        reason: why weights of three dimensions were not converted; empty for others.
     """
 
     fqn: str
@@ -41,6 +43,7 @@ class OtherWeights:
     multiplications: float | None
     detail: str
     converted: bool = False
+    reason: str = ""
 
 
 def other_weights(model: torch.nn.Module) -> tuple[OtherWeights, ...]:
@@ -142,7 +145,10 @@ def _described(
         if is_converted(module):
             how = f"{name}: {getattr(module, 'how', '')}; {used}"
             return OtherWeights(fqn or ROOT, shapes, parameters, multiplications, how, converted=True)
-        detail = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too; {used}"
-        if reason := getattr(module, SKIP_REASON, None):
-            detail += f"; {reason}"
+        reason = getattr(module, SKIP_REASON, "")
+        if not any(each.takes(module) for each in converters):
+            reason = "if these are experts, f8sub.register_experts lets them be converted"
+        stay = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too"
+        detail = "; ".join(filter(None, (stay, used, reason)))
+        return OtherWeights(fqn or ROOT, shapes, parameters, multiplications, detail, reason=reason)
     return OtherWeights(fqn or ROOT, shapes, parameters, multiplications, detail)

@@ -94,6 +94,9 @@ class ConversionReport:
         )
         if details := {layer.detail for layer in converted} | {other.detail for other in others}:
             line += f" ({'; '.join(sorted(details))})"
+        if left := [other for other in self.others if other.reason]:
+            reasons = "; ".join(sorted({other.reason for other in left}))
+            line += f"; not in float8, {len(left)} modules with weights of 3 dimensions: {reasons}"
         return line + (f"; idle patterns: {', '.join(self.idle_patterns)}" if self.idle_patterns else "")
 
     @property

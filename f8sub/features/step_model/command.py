@@ -25,9 +25,7 @@ def add_estimate(commands: Any) -> None:
     made = commands.add_parser("estimate", help=words, description=f"{words[0].upper()}{words[1:]}.")
     made.add_argument("model", metavar="MODEL", help=FORMS)
     made.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 128, 1024], help="(8 64 128 1024)")
-    made.add_argument(
-        "--gpu", choices=KINDS, default="H100", help="(H100); H100-500W is that of published runs"
-    )
+    made.add_argument("--gpu", choices=KINDS, default="H100", help="(H100); published runs had H100-500W")
     made.add_argument("--gpus-per-host", type=int, default=8, help="that NVLink joins (8)")
     made.add_argument("--network", type=float, default=400, help="Gbit/s of a GPU's NIC (400)")
     made.add_argument("--tokens", type=int, default=8192, help="of a data-parallel rank in a step (8192)")

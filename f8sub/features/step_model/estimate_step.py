@@ -26,12 +26,8 @@ from f8sub.recipes import DEFAULT
 KINDS = {**GPUS, H100_500W.name: H100_500W}
 """GPUs by name; the last one is that of published runs."""
 
-BF16_WAY, COMPUTE, BY_WEIGHT, GATHERS = (
-    "bf16",
-    "float8 compute",
-    "+ float8 all-gather, a scale at a time",
-    "+ one all-reduce of all scales",
-)
+BF16_WAY, COMPUTE = "bf16", "float8 compute"
+BY_WEIGHT, GATHERS = "+ float8 all-gather, a scale at a time", "+ one all-reduce of all scales"
 """The first ways to train, each with what the one before has."""
 
 
@@ -184,9 +180,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
     shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
     shapes = decided(shapes, chosen, KINDS[gpu], tokens)
     if not shapes.blocks:
-        raise Float8ConfigError(
-            "the model has no numbered blocks, which fully_shard gathers one after another"
-        )
+        raise Float8ConfigError("the model has no numbered blocks, which fully_shard gathers in turn")
     run = Run(tokens, sequence, clusters[0].shards, replicas, checkpoint)
     found: list[StepPrediction] = []
     for cluster in clusters:

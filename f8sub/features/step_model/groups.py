@@ -160,8 +160,6 @@ def divided(shapes: Shapes, parts: int) -> Shapes:
     last = {products[seconds.last_of(products)].fqn for products in shapes.blocks.values()}
     for product in shapes.products:
         part = replace(product, elements=product.elements // parts)
-        if product.reads_attention or product.fqn in last:
-            found.append(replace(part, cols=product.cols // parts))
-        else:
-            found.append(replace(part, rows=product.rows // parts))
+        edge = "cols" if product.reads_attention or product.fqn in last else "rows"
+        found.append(replace(part, **{edge: getattr(product, edge) // parts}))
     return Shapes(tuple(found), shapes.other_parameters // parts, shapes.logits // parts, shapes.not_counted)

@@ -116,7 +116,9 @@ def test_casts_without_a_kernel_gain_nothing():
 def test_auto_converts_experts_that_gain(tokens, converted, words):
     model = f8sub.convert_to_float8(on_meta("mixtral"), "rowwise", experts="auto", tokens=tokens)
     assert all(isinstance(layer.mlp.experts, Float8Experts) == converted for layer in model.model.layers)
-    assert words in " ".join(str(f8sub.conversion_report(model)).split())
+    report = f8sub.conversion_report(model)
+    assert words in " ".join(str(report).split())
+    assert ('experts="auto" leaves it: rowwise is' in report.summary) != converted
 
 
 def test_auto_leaves_narrow_experts_and_what_cannot_be_converted():

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
+from f8sub.features.expert_products import products
 from f8sub.features.experts import seams
 from f8sub.features.experts.module import Float8Experts
 from f8sub.weights.master_weight import MasterWeight
@@ -191,6 +192,62 @@ def test_a_forward_in_place_of_the_classs_own():
     assert torch.equal(found, expected)
 
 
+class Unknown(nn.Module):
+    """Experts that multiply by torch's own product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(gaussian((3, 48, 32), generator(6)).bfloat16())
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return x if x.numel() == 0 else torch._grouped_mm(x, self.w.transpose(1, 2), offs=ends.int())
+
+
+def test_the_report_names_experts_that_nobody_registered():
+    model = converted(nn.ModuleDict({"moe": Unknown(), "head": nn.Linear(32, 16)}))
+    (other,) = f8sub.conversion_report(model).others
+    assert (other.fqn, other.converted, other.parameters) == ("moe", False, 3 * 48 * 32)
+    assert "f8sub.register_experts lets them be converted" in other.detail
+    known = f8sub.conversion_report(own()).others
+    assert not any("register_experts" in each.detail for each in known)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_that_calls_no_grouped_linear_is_no_float8(compiled):
+    """It would train in high precision while the report says float8. A rank without tokens may return early."""
+    f8sub.register_experts(Unknown)
+    model = converted(nn.ModuleDict({"moe": Unknown(), "head": nn.Linear(32, 16)}))
+    x, ends = gaussian((16, 32), generator(5)).bfloat16(), torch.tensor([5, 5, 16])
+    assert model.moe(x[:0], ends).shape == (0, 32)
+    if compiled:
+        model.moe.compile(backend="eager")
+    message = refusal(f8sub.Float8ConfigError, model.moe, x, ends)
+    assert message.startswith("moe: the forward of Unknown called no f8sub.grouped_linear")
+
+
+def test_a_module_of_transformers_reads_nothing_back(monkeypatch):
+    """Forward and backward on the meta device, where reading a value raises; products are those of a GPU there."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(products, "high_precision_rows", lambda x, w, groups: x.new_empty(len(x), w.shape[1]))
+    monkeypatch.setattr(
+        products,
+        "high_precision_weights",
+        lambda dy, x, groups: x.new_empty(len(groups.ends), dy.shape[1], x.shape[1]),
+    )
+    for kind in ("qwen3_moe", "gpt_oss"):
+        (experts,) = experts_of(of_transformers(kind).to("meta"))
+        experts = converted(experts, "rowwise", backend="dequantize")
+        x = torch.empty(24, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        index, weights = (
+            torch.empty(24, 2, dtype=torch.int64, device="meta"),
+            torch.empty(24, 2, device="meta"),
+        )
+        y = experts(x, index, weights)
+        y.backward(torch.empty_like(y))
+        assert x.grad.shape == y.shape == x.shape
+        assert experts.down_proj.grad.shape == experts.down_proj.shape
+
+
 def test_without_the_option_the_report_names_it():
     model = own()
     f8sub.convert_to_float8(model, "rowwise", skip_defaults=False, experts=False)
@@ -199,6 +256,7 @@ def test_without_the_option_the_report_names_it():
     assert not others.converted
     assert "stay in high precision" in others.detail
     assert others.detail.endswith("experts=True converts it")
+    assert report.summary.endswith("1 modules with weights of 3 dimensions: experts=True converts it")
 
 
 def test_the_report_counts_experts():

@@ -260,12 +260,17 @@ def test_packed_codes_expert_by_expert(counts, transposed):
         ((4, 32), (2, 16, 32), [4], "look at what dispatches the tokens"),
         ((4, 32), (2, 16, 32), [3, 2], "ascend from 0 to at most the 4 rows"),
         ((4, 32), (2, 16, 32), [2, 5], "their counts add up to no more than the rows"),
-        ((4, 32), (2, 16, 32), [2.0, 4.0], "ends of groups are integers"),
+        ((4, 32), (2, 16, 32), [2.0, 4.0], "ends of groups are a tensor of integers"),
     ],
 )
 def test_what_does_not_fit(x, w, ends, words):
     call = torch.zeros(x), torch.zeros(w), torch.tensor(ends), "rowwise"
     assert words in refusal(f8sub.Float8ShapeError, f8sub.grouped_linear, *call)
+
+
+def test_ends_in_a_list():
+    call = torch.zeros(4, 32), torch.zeros(2, 16, 32), [2, 4], "rowwise"
+    assert "tensor of integers, got list" in refusal(f8sub.Float8ShapeError, f8sub.grouped_linear, *call)
 
 
 def test_codes_are_no_tokens():

@@ -221,6 +221,10 @@ def test_what_is_sent(ranks, recipe, least, most):
         assert least <= gathered / elements <= most
 
 
+AMAXES = {"tensorwise": (1, 1, 1), "rowwise": (HIDDEN, HIDDEN, WIDTH)}
+"""Of one expert's gate, up and down."""
+
+
 def with_expert_parallelism(rank: int, world: int, recipe: str, dim: int | None) -> list[bool]:
     """y, dx and every weight's gradient of this rank's experts against the whole model's.
 
@@ -242,7 +246,12 @@ def with_expert_parallelism(rank: int, world: int, recipe: str, dim: int | None)
         model.register_parameter(name, nn.Parameter(distribute_tensor(parameter, ep, [Shard(0)])))
     if dim is not None:
         fully_shard(model, mesh=mesh["fsdp"], shard_placement_fn=lambda weight: Shard(dim))
-        f8sub.precompute_scales(model)
+        with Wire() as scales:
+            f8sub.precompute_scales(model)
+        assert scales.all_reduces == 1
+        if recipe in AMAXES:  # of no other ranks' experts, each weight's filled up to four
+            entries = [-(-experts // 2 * n // 4) * 4 for n in AMAXES[recipe]]
+            assert scales.output_bytes["allreduce_"] == 4 * (sum(entries) + 1)
     here = slice(ep.get_local_rank() * experts // ep.size(), (ep.get_local_rank() + 1) * experts // ep.size())
     first = int(ends[here.start - 1]) if here.start else 0
     rows = slice(first, int(ends[here.stop - 1]))

@@ -3,12 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
+from f8sub.features.gradient_codes.layout import Layout
+from f8sub.features.gradient_wire import reduction
 from tests.features.gradient_wire import oracle
 from tests.features.gradient_wire.models import (
     FLOAT32,
@@ -56,6 +59,38 @@ def test_bytes_and_collectives(rank, world):
     assert 1 + 1 / 128 <= (wire.output_bytes["alltoall_base_"] / elements) < 1.02
     assert calls["alltoall_base_"] == 2
     assert {name for name in calls if not name.startswith("_allgather")} == {"alltoall_base_"}
+
+
+@pytest.mark.parametrize("world", [2])
+def test_peak_of_memory(rank, world):
+    """One byte an element of a module below torch's reduction in bfloat16, as kernels write, which make no copies."""
+    width = 512
+
+    def peak(reduce_dtype: torch.dtype, coded: bool) -> int:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
+        for layer in (*model, model):
+            fully_shard(layer, mp_policy=policy)
+        if coded:
+            f8sub.reduce_gradients_in_float8(model)
+        model(torch.ones(1, width)).sum().backward()
+        model.zero_grad()
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            model(torch.ones(1, width)).square().sum().backward()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+    def packed(sources: list, layout: Layout, ranks: int, hosts: int) -> torch.Tensor:
+        return torch.zeros(ranks, layout.row_bytes, dtype=torch.uint8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction, "pack", packed)
+        patch.setattr(reduction, "add", lambda received, layout, factor, out: out.zero_())
+        float32, bfloat16 = (peak(dtype, False) for dtype in (torch.float32, torch.bfloat16))
+        coded = peak(torch.float32, True)
+    assert 0.95 * width**2 <= bfloat16 - coded <= width**2
+    assert coded < bfloat16 < float32
 
 
 def columns(rank: int, world: int) -> None:

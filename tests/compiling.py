@@ -164,12 +164,6 @@ def differences(found: Run, expected: Run) -> list[str]:
     return wrong
 
 
-def decibels(signal: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to noise; 100 for what is as good as equal."""
-    noise = (found.float() - signal.float()).norm().clamp(min=1e-5 * signal.float().norm().item())
-    return 20 * torch.log10(signal.float().norm() / noise).item()
-
-
 class SavedShapes:
     """Shape, dtype and address of every tensor that ``run`` saves for backward."""
 

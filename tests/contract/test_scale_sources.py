@@ -90,15 +90,6 @@ def test_so_has_a_part_with_a_prior_scale_or_a_first_one(source, scale, dim):
     check_parts(f8sub.get_recipe("delayed").formats("x"), WITH_A_PRIOR[source](scale), dim)
 
 
-def test_over_changes_how_amaxes_are_reduced_and_nothing_else():
-    def reduce(amax: torch.Tensor, tile: Tile) -> torch.Tensor:
-        return amax
-
-    for source in (CURRENT, delayed(0.5)):
-        assert source.over(reduce) == source._replace(reduce=reduce)
-        assert source.over(reduce).prior() == source.prior()
-
-
 @pytest.mark.parametrize("source", WITH_A_PRIOR)
 @pytest.mark.parametrize("operand", ["x", "dy"])
 def test_a_prior_scale_is_used_whatever_the_matrix_is(source, operand):
@@ -115,42 +106,6 @@ def test_a_prior_scale_is_used_whatever_the_matrix_is(source, operand):
         assert (made.columnwise.data.view(torch.uint8).numpy() == codes.T).all()
         assert made.rowwise.scale_inv.item() == pytest.approx(1 / scale, rel=1e-7)
         assert made.amax.item() == x.abs().max().item()
-
-
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
-@pytest.mark.parametrize("source", WITH_A_PRIOR)
-def test_what_is_not_finite_shows_in_the_amax_and_in_place(source, bad):
-    row, _ = f8sub.get_recipe("delayed").formats("x")
-    x = lognormal((16, 32), generator(3))
-    x[3, 5] = bad
-    made = quantize(x, row, None, WITH_A_PRIOR[source](1.0))
-    assert not made.amax.isfinite()
-    wrong = made.rowwise.data.float().isnan()
-    assert wrong[3, 5]
-    assert wrong.sum() == 1
-
-
-def test_a_history_is_staged_in_training_alone_and_frozen_layers_use_the_current_amax():
-    row, _ = f8sub.get_recipe("delayed").formats("x")
-    history, x = state(0.5), lognormal((16, 32), generator(5))
-    for stage in (False, True):
-        source = history.sources(stage=stage, frozen=False).x
-        source.keep(quantize(x, row, None, source).amax)
-        assert history.history_x[0] == (x.abs().max() if stage else 0)
-    frozen = quantize(x, row, None, history.sources(stage=True, frozen=True).x)
-    assert frozen.rowwise.scale_inv.item() != 2.0
-    assert history.sources(stage=True, frozen=True).w.prior().scale.item() == 0.5
-
-
-def test_siblings_have_equal_keys_as_long_as_their_x_was_the_same():
-    one, other = state(0.5), state(0.5)
-    keys = [[each.sources(stage=True, frozen=False).x for each in (one, other)]]
-    assert keys[0][0].key == keys[0][1].key
-    for each in (one, other):
-        each.sources(stage=True, frozen=False).x.keep(torch.ones(1, 1), 7)
-    assert one.sources(stage=True, frozen=False).x.key == other.sources(stage=True, frozen=False).x.key
-    one.sources(stage=True, frozen=False).x.keep(torch.ones(1, 1), 8)
-    assert one.sources(stage=True, frozen=False).x.key != other.sources(stage=True, frozen=False).x.key
 
 
 @pytest.mark.parametrize("recipe", oracle.RECIPES)

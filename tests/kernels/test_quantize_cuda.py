@@ -272,19 +272,6 @@ def test_other_layouts_and_two_formats():
             check(x, row, col, any_layout=True)
 
 
-@interpreted
-def test_the_interpreter_still_needs_its_repair():
-    """Whether Triton's interpreter, as it comes, casts 127.9 to something else than 128."""
-    import triton.language as tl
-    from triton.runtime import interpreter as module
-
-    cells = module._convert_float.__closure__
-    (convert,) = (cell.cell_contents for cell in cells if callable(cell.cell_contents))
-    nearest = module._ir.ROUNDING_MODE.RTNE
-    found = convert(torch.tensor([127.9]).numpy(), tl.float32, tl.float8e4nv, nearest)
-    assert float(torch.from_numpy(found.copy()).view(E4M3).float()) != 128.0
-
-
 UNCOVERED = {
     "32x32": Float8Format(E4M3, Tile(32, 32)),
     "128x256": Float8Format(E4M3, Tile(128, 256)),

@@ -66,19 +66,6 @@ def test_dequantize(format, dtype):
         assert torch.equal(back, (expected if seen is x else expected.t()).float().to(dtype))
 
 
-@on_each_format
-def test_dropping_a_usage(format):
-    tensor = f8sub.quantize(matrix(), format)
-    row, col = tensor.rowwise, tensor.columnwise
-    tensor.update_usage(columnwise=False)
-    assert tensor.columnwise is None
-    assert_same_bits(tensor.rowwise, row)
-    other = f8sub.quantize(matrix(), format)
-    other.update_usage(rowwise=False)
-    assert other.rowwise is None
-    assert_same_bits(other.columnwise, col)
-
-
 def test_asking_for_what_is_there_and_for_nothing_changes_nothing():
     tensor = f8sub.quantize(matrix(), FORMATS["1x128"])
     before = [getattr(tensor, name) for name in BUFFERS]

@@ -378,29 +378,3 @@ def test_a_state_dict_loaded_into_uneven_shards(ranks, recipe, world):
     """FSDP2 pads a short shard into new memory, on some ranks alone; of 16 rows the fifth rank has none."""
     for sharded, alone in ranks(world, loaded_on_uneven_shards, recipe):
         assert torch.equal(sharded, alone)
-
-
-def converted_dtype(rank: int, world: int, recipe: str, sharded: bool) -> list[float]:
-    """Another dtype, then a change through the new weight. FSDP2 itself takes one until its first forward."""
-    model = (prepared if sharded else used)(recipe, sharded).to(torch.bfloat16)
-    found = []
-    for factor in (1.0, 20.0):
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", f8sub.Float8Warning)
-            local(model).mul_(factor)
-            y = model(inputs().bfloat16())
-        assert y.dtype == torch.bfloat16
-        found.append(decibels(model, y))
-    return found
-
-
-@on_each_recipe
-def test_another_dtype_unsharded(recipe):
-    assert min(converted_dtype(0, 1, recipe, sharded=False)) >= least_decibels(recipe)
-
-
-@on_each_recipe
-def test_another_dtype_sharded(ranks, recipe):
-    first, second = ranks(2, converted_dtype, recipe, True)
-    assert first == second
-    assert min(first) >= least_decibels(recipe)

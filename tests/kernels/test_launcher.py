@@ -2,12 +2,9 @@
 
 import contextlib
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +15,6 @@ from f8sub.formats import Float8Format, Operand
 from tests.kernels.interpreted import needs_triton
 
 pytestmark = needs_triton
-ROOT = Path(__file__).parents[2]
 Seen = list[tuple[str, tuple[Any, ...]]]
 CASES = (
     "tensorwise bf16 both",
@@ -297,17 +293,3 @@ def by_groups() -> None:
 
 def test_casts_by_groups_launch_the_same_over_other_tensors(fresh_process):
     fresh_process(by_groups)
-
-
-@pytest.mark.long
-def test_the_script_times_every_operator():
-    finished = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench" / "launches.py"), "--rounds", "2", "--calls", "3"],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    for name in ("tensorwise", "rowwise", "blockwise", "gridquant"):
-        assert f"{name}: quantize x, both usages" in finished.stdout
-    assert "multiply, blockwise" in finished.stdout

@@ -24,19 +24,13 @@ def session(**changes) -> Session:
     return Session(**{**given, "begin": lambda what: None, "save": lambda: None, **changes})
 
 
-@pytest.fixture(scope="module")
-def everything(run_script) -> tuple[dict, str]:
-    """All groups, tiny: what they write and print."""
+@pytest.mark.long
+def test_every_group_has_figures_of_what_can_run_here(run_script):
+    """Tiny ones."""
     finished = run_script("bench_gpu.py", "--rounds", "2", "--only", *COMPARED, GRAPHED)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.figures, finished.stdout
-
-
-@pytest.mark.long
-def test_every_group_has_figures_of_what_can_run_here(everything):
-    found, printed = everything
+    found, printed = finished.figures, finished.stdout
     assert found["before"]["device"] == found["after"]["device"] == "CPU"
-    assert found["before"]["torch"] == torch.__version__
     assert found["failed"] == {}
     assert printed.count(", CPU") >= 7
     figures = found["figures"]
@@ -47,18 +41,17 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
         assert rows["copy"]["of_copy"] == 1.0
         assert all(row["median_ms"] > 0 and row["gb_per_s"] > 0 for row in rows.values())
     kinds = {
-        f"{kind}, {backend}": module.why_not(a, b, CPU) is None
+        f"{kind}, {backend}"
         for kind, (a, b, _) in gemms.KINDS.items()
         for backend, module in select.GEMM.items()
-        if backend != "reference"
+        if backend != "reference" and module.why_not(a, b, CPU) is None
     }
     for rows in figures["gemm"]["products"].values():
-        assert rows.keys() == {"bf16", *(name for name, runs in kinds.items() if runs)}
+        assert rows.keys() == {"bf16", *kinds}
         assert all(row["tflops"] > 0 and row["sqnr_db"] > gemms.FLOOR_DB for row in rows.values())
     experts = figures["experts"]
-    assert {len(rows) for rows in experts["products"].values()} == {1 + len(RECIPES)}
     for rows in experts["products"].values():
-        assert all(row["tflops"] > 0 for row in rows.values())
+        assert len(rows) == 1 + len(RECIPES)
         assert all(row["sqnr_db"] > FLOOR_DB for name, row in rows.items() if name != "bf16")
     for rows in experts["steps"].values():
         assert rows.keys() == {"bf16 compiled", "bf16 eager", *COMPARED[:2]}

@@ -68,9 +68,8 @@ def test_a_limited_link_is_no_faster_than_its_rate():
 
 @needs_hosts
 def test_a_host_that_fails_ends_the_others_and_leaves_nothing():
-    run = start(
-        "--hosts", "3", "bash", "-c", "[ $NODE_RANK != 1 ] || { echo out of luck; exit 7; }; sleep 3600"
-    )
+    failing = "[ $NODE_RANK != 1 ] || { echo out of luck; exit 7; }; sleep 3600"
+    run = start("--hosts", "3", "bash", "-c", failing)
     output, errors = run.communicate(timeout=600)
     assert run.returncode == 7
     assert "host1 ended with status 7" in errors

@@ -12,7 +12,7 @@ from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal
 from tests.kernels.products import assert_same_bits
 from tests.layers import on_each_recipe
-from tests.specs import STORED_AS, spec_of
+from tests.specs import spec_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {
@@ -34,25 +34,6 @@ BUFFERS = [
 
 def matrix(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return lognormal((48, 160), generator(1)).to(dtype)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
-@on_each_format
-def test_layout(format, dtype):
-    tensor = f8sub.quantize(matrix(dtype), format)
-    assert (tensor.shape, tensor.dtype, tensor.device.type) == ((48, 160), dtype, "cpu")
-    assert not tensor.requires_grad
-    for operand, shape in ((tensor.rowwise, (48, 160)), (tensor.columnwise, (160, 48))):
-        assert operand.shape == shape
-        assert operand.data.nbytes == spec_of(format).code_bytes(*shape)
-        assert operand.data.dtype == format.dtype
-        assert operand.data.is_contiguous()
-        assert operand.scale_inv.dtype == STORED_AS[format.scale_rule]
-        assert operand.scale_inv.shape == format.tile.scale_shape(shape)
-        assert sum(t.nbytes for t in operand.tensors[1:]) == spec_of(format).scale_bytes(*shape)
-        assert operand.format == format
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -29,34 +29,11 @@ def recipe_of(w_rowwise: Float8Format, w_columnwise: Float8Format) -> Recipe:
     )
 
 
-def test_float_scales_by_row_are_fine_for_x_and_dy():
-    """They are cast from high precision for each usage; only a weight is derived."""
-    spec = GemmSpec(a=ROW_FLOAT, b=TENSOR)
-    recipe = Recipe(name="mine", fprop=spec, dgrad=spec, wgrad=GemmSpec(a=ROW_FLOAT, b=ROW_FLOAT))
-    assert recipe.formats("x") == (ROW_FLOAT, ROW_FLOAT)
-    assert recipe.formats("dy") == (ROW_FLOAT, ROW_FLOAT)
-
-
 def test_one_direction_in_high_precision_has_nothing_to_derive():
     recipe = Recipe(
         name="mine", fprop=GemmSpec(a=ROW_FLOAT, b=ROW_FLOAT), dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION
     )
     assert recipe.formats("w") == (ROW_FLOAT, None)
-
-
-def test_which_gemm_reads_which_usage():
-    formats = [Float8Format(dtype, Tile(size, size)) for size in (8, 16, 32) for dtype in (E4M3, E5M2)]
-    x_row, dy_row, dy_col, x_col, *_ = formats
-    w = TENSOR
-    recipe = Recipe(
-        name="mine",
-        fprop=GemmSpec(a=x_row, b=w),
-        dgrad=GemmSpec(a=dy_row, b=w),
-        wgrad=GemmSpec(a=dy_col, b=x_col),
-    )
-    assert recipe.formats("x") == (x_row, x_col)
-    assert recipe.formats("w") == (w, w)
-    assert recipe.formats("dy") == (dy_row, dy_col)
 
 
 @pytest.mark.parametrize("name", RECIPES, ids=RECIPES)

@@ -202,14 +202,6 @@ def test_lora_after_the_converter_trains_adapters_in_high_precision_over_float8(
 
 
 @alone
-def test_the_converter_after_lora_is_torchtitans_error():
-    from torchtitan.components.lora import LoRAConverter
-
-    with pytest.raises(ValueError, match="must be applied before LoRAConverter"):
-        debugmodel(LoRAConverter.Config(target_modules=["wo"]), converter())
-
-
-@alone
 @pytest.mark.parametrize(
     ("options", "says"),
     [

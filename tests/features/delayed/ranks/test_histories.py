@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from f8sub.features.delayed import rolling
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
-from tests.features.delayed.simulation import FP8_MAX, Simulation
 from tests.models import Stack, equal, refusal, seed_weights, shard
 from tests.selection import long_but
 from tests.wire import Wire
@@ -71,42 +69,6 @@ def sharded(rank: int, world: int, all_gather: bool) -> tuple:
     model = shard(model_of(all_gather))
     outputs, reduces = train(model, rank)
     return outputs, reduces, states_of(model)
-
-
-def hsdp(rank: int, world: int, reduce_amax: bool) -> tuple:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(model_of(reduce_amax=reduce_amax), mesh=mesh)
-    _, reduces = train(model, rank)
-    return reduces, states_of(model)
-
-
-def simulated(amaxes: list[float]) -> Simulation:
-    tensor = Simulation(3, FP8_MAX["e4m3"])
-    for amax in amaxes:
-        tensor.stage(amax)
-        tensor.update()
-    return tensor
-
-
-def of_w(state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return state["history"][:, 1], state["scale"][1]
-
-
-@pytest.mark.parametrize("reduce_amax", [True, False])
-@pytest.mark.parametrize("world", [2, 4], ids=["2x1", "2x2"])
-def test_replicas_share_their_histories(ranks, world, reduce_amax):
-    """Without ``reduce_amax`` each rank keeps those of its own x, and shares those of w."""
-    results = ranks(world, hsdp, reduce_amax)
-    amaxes = [[batch(step, rank)[0].abs().max().item() for step in range(STEPS)] for rank in range(world)]
-    largest = [max(of_ranks) for of_ranks in zip(*amaxes, strict=True)]
-    first = results[0][1]
-    for rank, (reduces, states) in enumerate(results):
-        tensor = simulated(largest if reduce_amax else amaxes[rank])
-        assert reduces == [1] * STEPS
-        assert states[0]["history"][:, 0].tolist() == tensor.history
-        assert states[0]["scale"][0].item() == tensor.scale
-        assert equal([of_w(state) for state in states], [of_w(state) for state in first])
-        assert equal(states, first) == (reduce_amax or rank == 0)
 
 
 @on_and_off

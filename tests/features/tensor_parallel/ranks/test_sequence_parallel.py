@@ -2,8 +2,6 @@
 
 import functools
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
-from tests.data_sets import gaussian, generator
 from tests.features.tensor_parallel.models import (
     BATCH,
     OF_TOKENS,
@@ -247,30 +244,6 @@ def test_torch_s_styles_of_delayed_scaling_are_told_of(rank, world):
     assert "0.w1" in at_forward
     assert "Float8RowwiseParallel" in at_once
     assert "Float8ColwiseParallel" in at_forward
-
-
-PAGE = (Path(__file__).parents[4] / "docs" / "parallelism.md").read_text()
-
-
-@pytest.mark.parametrize("world", [4])
-def test_the_example_of_the_page_trains(rank, world):
-    (example,) = re.findall(r"```python ranks=4\n(.*?)```", PAGE, re.DOTALL)
-    torch.manual_seed(0)
-    names: dict = {}
-    exec(example, names)
-    model, x = names["model"], names["x"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    whole = gaussian((*x.shape[:1], 2 * x.shape[1], x.shape[2]), generator(1))
-    x = whole.tensor_split(2, dim=1)[names["mesh"]["tp"].get_local_rank()]
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        f8sub.precompute_scales(model)
-        loss = (model(x) - x.flip(-1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_a_sibling_whose_wgrad_reads_x_in_high_precision_dequantizes_what_was_gathered(ranks):

@@ -21,7 +21,7 @@ run() {
     "$venv/bin/python" -m pytest "$@"
 }
 
-of_0_2=(tests/features/torchtitan/test_{training,job_config}.py tests/scripts/test_titan.py)
+of_0_2=(tests/features/torchtitan/test_{training,features,job_config}.py tests/scripts/test_titan.py)
 titan_0_2() { run 0.2 "$(grep '^torch==' constraints.txt) torchtitan==0.2.2" "${of_0_2[@]}" "$@"; }
 torch_2_11() { run torch2.11 "torch==2.11.0 torchtitan==0.2.2" "${of_0_2[@]}" "$@"; }
 torch_2_14() { run torch2.14 "torch==2.14.1 torchtitan==0.3.0" tests/features/torchtitan "$@"; }

@@ -20,7 +20,6 @@ from tests.specs import spec_of
 SHAPE, PART = (512, 768), 256
 RECIPES = [name for name in oracle.RECIPES if name != "nvfp4"]
 """All whose scales and codes are those of single tiles: two levels and packed codes reach over parts."""
-INF, NAN = float("inf"), float("nan")
 
 
 def state(scale: float = 0.0) -> ScalingState:

@@ -1,7 +1,6 @@
 """Launches of what was compiled before: CUDA is handed what Triton's own launch hands it."""
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -104,7 +103,7 @@ def test_the_second_launch_is_the_first_without_triton(process, words):
 
 
 def other_arguments() -> None:
-    from f8sub.formats import ALL, Float8Format, Tile
+    from f8sub.formats import ALL, Tile
     from f8sub.kernels.triton import launch
 
     format = Float8Format(torch.float8_e4m3fn, Tile(128, 128))
@@ -144,7 +143,7 @@ def test_other_dtypes_alignments_shapes_and_formats_are_other_kernels(process):
 
 
 def bounded() -> None:
-    from f8sub.formats import Float8Format, Tile
+    from f8sub.formats import Tile
     from f8sub.kernels.triton import launch, launcher
 
     launcher._compiled.clear()
@@ -249,47 +248,3 @@ def prepared(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant"])
 def test_what_was_worked_out_once_launches_the_same_over_other_tensors(fresh_process, recipe):
     fresh_process(prepared, recipe)
-
-
-def by_groups() -> None:
-    from f8sub.features.expert_operands import tokens_cuda, weights_cuda
-    from f8sub.features.expert_operands.groups import Groups
-    from f8sub.features.expert_operands.weights import ExpertWeights
-    from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
-
-    take_any_device()
-    ends = itertools.cycle((10, 200, 256))
-
-    def tokens() -> dict[str, torch.Tensor]:
-        x = torch.randn(256, 384).bfloat16()
-        return {"x": x, "ends": torch.tensor([3, 3, next(ends)], dtype=torch.int32)}
-
-    def matrices() -> dict[str, torch.Tensor]:
-        return {"w": torch.randn(3, 256, 128).bfloat16()}
-
-    for format in GROUP_FORMATS.values():
-        for rowwise, columnwise in USAGES.values():
-            row, col = format if rowwise else None, format if columnwise else None
-            assert over_other_tensors(
-                tokens,
-                lambda x, ends, row=row, col=col: tokens_cuda.quantize(x, Groups.of(ends, 256), row, col, 16),
-            )
-        if not format.is_plain:
-            continue  # one group of all experts' rows, whose end is no argument
-
-        def codes(format: Float8Format = format) -> dict[str, torch.Tensor]:
-            made = weights_cuda.quantize(**matrices(), format=format)
-            return {"data": made.data, "scale_inv": made.scale_inv}
-
-        over_other_tensors(matrices, lambda w, f=format: weights_cuda.quantize(w, f))
-        given = ExpertWeights(**codes(), format=format)
-        assert weights_cuda.derives(given, format) == over_other_tensors(
-            codes,
-            lambda data, scale_inv, f=format: weights_cuda.derive_columnwise(
-                ExpertWeights(data, scale_inv, f), f
-            ),
-        )
-
-
-def test_casts_by_groups_launch_the_same_over_other_tensors(fresh_process):
-    fresh_process(by_groups)

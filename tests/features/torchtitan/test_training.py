@@ -80,19 +80,6 @@ def test_losses_are_as_near_to_bf16s_as_torchtitans_own_converters(train, mesh):
     assert abs(ours - bf16) < 1.5 * abs(peer - bf16) + 1e-3
 
 
-@long
-@of_0_3
-def test_experts(train):
-    """By the option alone, and as near to bf16 as linear layers are."""
-    recipe = '"recipe_name":"rowwise"'
-    bf16, linears, ours = (
-        last(train(2, config))
-        for config in ("moe", f"f8sub_moe:{{{recipe}}}", f'f8sub_moe:{{{recipe},"experts":true}}')
-    )
-    assert len({bf16, linears, ours}) == 3
-    assert abs(ours - bf16) < 4e-3
-
-
 OTHERS = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed")
 
 
@@ -281,21 +268,3 @@ def test_torchtitans_command_line_under_torchrun(assets, tmp_path):
     assert done.returncode == 0, said
     assert f"{LINEAR_LAYERS} of {LINEAR_LAYERS + 1} linear layers in float8" in said
     assert "Training completed" in said
-
-
-@pytest.mark.parametrize("mesh", [mesh(name) for name in ("fsdp2", "pp2")])
-def test_a_monitor_by_an_option_changes_no_loss(train, mesh, tmp_path):
-    """The first step is measured, and every second one after it."""
-    world, options = MESHES[mesh]
-    file = tmp_path / "numerics.jsonl"
-    said = json.dumps({"monitor_every": 2, "monitor_file": str(file)}, separators=(",", ":"))
-    watched = train(world, f"f8sub:{said} {options}")
-    assert watched == train(world, f"f8sub:{{}} {options}")
-    files = sorted(tmp_path.iterdir())
-    assert [each.name for each in files] == ["numerics.jsonl", "numerics.1.jsonl"][: 1 + (mesh == "pp2")][
-        ::-1
-    ]
-    rows = [json.loads(line) for each in files for line in each.read_text().splitlines()]
-    assert {row["step"] for row in rows} == {1, 3, 5}
-    assert len(rows) == 3 * 3 * LINEAR_LAYERS
-    assert {row["role"] for row in rows} == {"x", "w", "dy"}

@@ -23,8 +23,6 @@ STEPS = 4
 SPREAD = 4.0
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
 
-Result = tuple[list[float], list[torch.Tensor]]
-
 
 def made(recipe: str, all_gather: bool = True) -> nn.Module:
     chosen = f8sub.get_recipe("delayed", amax_history_len=3) if recipe == "delayed" else recipe

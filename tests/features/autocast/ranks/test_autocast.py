@@ -12,7 +12,6 @@ from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard, train, transformer
 
-Losses = list[float]
 NO_GEMM = f8sub.get_recipe("rowwise").with_high_precision(fprop=True, dgrad=True, wgrad=True)
 ANY = {"rowwise": "rowwise", "tensorwise": "tensorwise", "disabled": NO_GEMM}
 

@@ -208,10 +208,7 @@ def test_filter_fn_is_asked_with_module_and_name(argument):
 
 def test_every_filter_has_to_agree():
     model = f8sub.convert_to_float8(
-        mlp(),
-        filter_fn=lambda m, fqn: fqn != "up",
-        module_filter_fn=lambda m, fqn: True,
-        filter_fqns=["lm"],
+        mlp(), filter_fn=lambda m, fqn: fqn != "up", module_filter_fn=lambda m, fqn: True, filter_fqns=["lm"]
     )
     assert converted(model) == ["down"]
 

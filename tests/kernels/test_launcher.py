@@ -235,8 +235,7 @@ def prepared(recipe: str) -> None:
         assert over_other_tensors(matrix, lambda x, row=row, col=col: quantize_cuda.quantize(x, row, col))
         if format.tile.is_whole:
             assert over_other_tensors(
-                with_amax,
-                lambda x, amax, row=row, col=col: quantize_cuda.quantize(x, row, col, amax=amax),
+                with_amax, lambda x, amax, row=row, col=col: quantize_cuda.quantize(x, row, col, amax=amax)
             )
     assert over_other_tensors(
         codes,

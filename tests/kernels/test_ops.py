@@ -34,13 +34,7 @@ def made(formats, shape) -> Operand:
 def derivation(formats, shape):
     operand = made(formats, shape)
     dy = gaussian((4, shape[0]), generator(2))
-    return ops.derive_columnwise, (
-        operand.data,
-        operand.scale_inv,
-        dy,
-        formats[0].name,
-        formats[1].name,
-    )
+    return ops.derive_columnwise, (operand.data, operand.scale_inv, dy, formats[0].name, formats[1].name)
 
 
 def copy(formats, shape):

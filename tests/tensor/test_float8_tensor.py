@@ -110,9 +110,7 @@ def test_a_matrix_of_no_elements(format, shape):
 
 
 @pytest.mark.parametrize(
-    "dropped",
-    [{"rowwise": False, "columnwise": False}, {"rowwise": False}],
-    ids=["both", "the-only-one"],
+    "dropped", [{"rowwise": False, "columnwise": False}, {"rowwise": False}], ids=["both", "the-only-one"]
 )
 def test_dropping_the_last_usage_is_an_error_and_changes_nothing(dropped):
     tensor = f8sub.quantize(matrix(), FORMATS["tensorwise"], columnwise=False)
@@ -127,9 +125,7 @@ def test_neither_usage_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "usages",
-    [{}, {"columnwise": False}, {"rowwise": False}],
-    ids=["both", "rowwise", "columnwise"],
+    "usages", [{}, {"columnwise": False}, {"rowwise": False}], ids=["both", "rowwise", "columnwise"]
 )
 @on_each_format
 def test_flatten_and_unflatten(format, usages):

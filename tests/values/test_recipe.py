@@ -123,10 +123,7 @@ WRONG = {
     "hadamard=32": (lambda: f8sub.get_recipe("nvfp4", hadamard=32), SWITCH),
     "hadamard=None": (lambda: f8sub.get_recipe("nvfp4", hadamard=None), SWITCH),
     "stochastic_rounding": (lambda: f8sub.get_recipe("nvfp4", stochastic_rounding="no"), SWITCH),
-    "options of a recipe": (
-        lambda: f8sub.get_recipe(recipe_of(TENSOR, TENSOR), block=128),
-        "'mine' itself",
-    ),
+    "options of a recipe": (lambda: f8sub.get_recipe(recipe_of(TENSOR, TENSOR), block=128), "'mine' itself"),
     **{
         f"name {name}": (lambda name=name: f8sub.get_recipe(name), "unknown recipe.*rowwise.*tensorwise")
         for name in ("tensor_wise", "", "../errors", "RECIPE")

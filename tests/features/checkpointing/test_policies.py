@@ -99,9 +99,7 @@ def compiled_backward(recipe: str | None, contexts: Callable[[], Any] | None) ->
         return graph
 
     backend = aot_autograd(
-        fw_compiler=lambda graph, _: graph,
-        bw_compiler=keep,
-        partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=lambda graph, _: graph, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
     )
     model = block(recipe)
     run = (

@@ -223,10 +223,7 @@ def test_the_weight_never_saturates():
             step(layer, optimizer, number)
             format = layer.plan.recipe.fprop.b
             operand = rowwise_of(
-                layer.weight,
-                format,
-                torch.float32,
-                state_of(layer).sources(stage=False, frozen=False).w,
+                layer.weight, format, torch.float32, state_of(layer).sources(stage=False, frozen=False).w
             )
             found = reference.dequantize(operand, torch.float32)
             assert (found - layer.weight).abs().max() <= layer.weight.abs().max() / 16

@@ -178,30 +178,20 @@ def test_a_state_dict_between_a_step_and_precompute_scales_changes_nothing(ranks
         assert equal(taken, expected_histories)
 
 
-def taken_on_one_rank(rank: int, world: int) -> tuple:
+def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(rank, world):
     """Nobody waits for the others long, and the step's amaxes are in the histories later."""
+    expected, model = shard(model_of()), shard(model_of())
+    train(expected, rank, 2)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", f8sub.Float8Warning)
-        model = shard(model_of())
         train(model, rank, 2, precompute=False)
         if rank == 1:
             with mock.patch.object(agreement, "PATIENCE", datetime.timedelta(milliseconds=1)):
                 model.state_dict()
         f8sub.precompute_scales(model)
-        return [str(w.message) for w in told if "state dict" in str(w.message)], states_of(model)
-
-
-def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(ranks):
-    (expected, _) = ranks(2, trained_twice)
-    for rank, (told, states) in enumerate(ranks(2, taken_on_one_rank)):
-        assert len(told) == rank
-        assert equal(states, expected)
-
-
-def trained_twice(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
-    model = shard(model_of())
-    train(model, rank, 2)
-    return states_of(model)
+        states = states_of(model)
+    assert len([w for w in told if "state dict" in str(w.message)]) == rank
+    assert equal(states, states_of(expected))
 
 
 @on_and_off

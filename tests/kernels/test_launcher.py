@@ -1,7 +1,7 @@
 """Launches of what was compiled before: CUDA is handed what Triton's own launch hands it."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -28,19 +28,15 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def process():
+def _in_a_process() -> Iterator[Callable[..., Any]]:
     """One of its own: Triton has one driver a process."""
     with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
-@pytest.fixture
-def fresh_process():
-    """That has launched nothing yet, whose cached launches count."""
-    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
-
+process = pytest.fixture(scope="module")(_in_a_process)
+fresh_process = pytest.fixture(_in_a_process)
+"""That has launched nothing yet, whose cached launches count."""
 
 _seen: Seen = []
 

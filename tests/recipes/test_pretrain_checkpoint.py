@@ -99,8 +99,7 @@ def test_another_number_of_ranks_loads_all_but_the_tensors_of_ranks(ranks, folde
 
 
 def truncate(step):
-    path = step / "__1_0.distcp"
-    path.write_bytes(path.read_bytes()[:-1])
+    os.truncate(step / "__1_0.distcp", (step / "__1_0.distcp").stat().st_size - 1)
 
 
 def flip_a_bit(step):
@@ -321,23 +320,15 @@ def full_disk(rank, world, folder, where, asynchronous):
     checkpoints = Checkpoints(folder, asynchronous=asynchronous)
     checkpoints.save(1, some_tensors(world, 1), STATE)
     checkpoints.wait()
-    kept = {name: getattr(checkpoint, name) for name in ("_digest", "_write_at_once", "_remove")}
-    write_data = FileSystemWriter.write_data
-    if rank == (world - 1 if where in ("write_data", "_digest") else 0):
-        setattr(FileSystemWriter if where == "write_data" else checkpoint, where, fail)
-    message = ""
-    try:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as error:  # noqa: PT012
+        if rank == (world - 1 if where in ("write_data", "_digest") else 0):
+            patch.setattr(FileSystemWriter if where == "write_data" else checkpoint, where, fail)
         checkpoints.save(2, some_tensors(world, 2), STATE)
         checkpoints.wait()
-    except CheckpointError as error:
-        message = str(error)
-    FileSystemWriter.write_data = write_data
-    for name, function in kept.items():
-        setattr(checkpoint, name, function)
     found = checkpoints.newest_whole()[0]
     checkpoints.save(2, some_tensors(world, 2), STATE)
     checkpoints.wait()
-    return message, found, checkpoints.newest_whole()[0]
+    return str(error.value), found, checkpoints.newest_whole()[0]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -81,14 +81,12 @@ def set_state_dict(model: nn.Module, folder: str) -> None:
     set_model_state_dict(model, new_weights(model), options=StateDictOptions(full_state_dict=True))
 
 
-@torch.no_grad()
-def in_place(model: nn.Module, folder: str) -> None:
-    model.layers[0].weight.mul_(20.0)
+def without_gradients(change: Callable[[nn.Module], object]) -> Mutation:
+    def mutate(model: nn.Module, folder: str) -> None:
+        with torch.no_grad():
+            change(model)
 
-
-@torch.no_grad()
-def in_place_on_the_shard(model: nn.Module, folder: str) -> None:
-    local(model).copy_(20 * local(model).flip(-1))
+    return mutate
 
 
 @torch.no_grad()
@@ -97,25 +95,10 @@ def through_views(model: nn.Module, folder: str) -> None:
     local(model).t()[5].fill_(9.0)
 
 
-def through_data(model: nn.Module, folder: str) -> None:
-    local(model).data.mul_(20.0)
-
-
-@torch.no_grad()
-def through_an_old_alias(model: nn.Module, folder: str) -> None:
-    """A view taken before anything was computed from the weight."""
-    model.alias.mul_(20.0)
-
-
 @torch.no_grad()
 def initialized_again(model: nn.Module, folder: str) -> None:
     torch.manual_seed(4)
     nn.init.normal_(model.layers[0].weight, std=10.0)
-
-
-@torch.no_grad()
-def foreach(model: nn.Module, folder: str) -> None:
-    torch._foreach_mul_([local(model)], 20.0)
 
 
 class KernelOfItsOwn(torch.optim.Optimizer):
@@ -148,11 +131,6 @@ class BypassingDispatch(torch.optim.Optimizer):
                     torch.ops.aten.mul_.Scalar(weight, 20.0)
 
 
-@torch.no_grad()
-def through_its_state_dict(model: nn.Module, folder: str) -> None:
-    torch._foreach_mul_([model.state_dict()["layers.0.weight"]], 20.0)
-
-
 MUTATIONS: dict[str, Mutation] = {
     "adamw-loop": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=False),
     "lbfgs": within_a_closure,
@@ -163,14 +141,16 @@ MUTATIONS: dict[str, Mutation] = {
     "bypassing-dispatch": optimizer_step(BypassingDispatch),
     "load_state_dict": load_state_dict,
     "set_model_state_dict": set_state_dict,
-    "in-place": in_place,
-    "state-dict": through_its_state_dict,
-    "in-place-on-the-shard": in_place_on_the_shard,
+    "in-place": without_gradients(lambda model: model.layers[0].weight.mul_(20.0)),
+    "state-dict": without_gradients(
+        lambda model: torch._foreach_mul_([model.state_dict()["layers.0.weight"]], 20.0)
+    ),
+    "in-place-on-the-shard": without_gradients(lambda model: local(model).copy_(20 * local(model).flip(-1))),
     "views": through_views,
-    "data": through_data,
-    "old-alias": through_an_old_alias,
+    "data": lambda model, folder: local(model).data.mul_(20.0),
+    "old-alias": without_gradients(lambda model: model.alias.mul_(20.0)),  # from before anything was computed
     "init": initialized_again,
-    "foreach": foreach,
+    "foreach": without_gradients(lambda model: torch._foreach_mul_([local(model)], 20.0)),
 }
 THROUGH_OPERATORS = [*list(MUTATIONS)[list(MUTATIONS).index("load_state_dict") :], "wrapped-optimizer"]
 """What changes weights that are no memory, as primary ones."""
@@ -178,10 +158,6 @@ THROUGH_OPERATORS = [*list(MUTATIONS)[list(MUTATIONS).index("load_state_dict") :
 
 def inputs() -> torch.Tensor:
     return gaussian((32, COLUMNS), generator(3))
-
-
-def wrapped_optimizer(model: nn.Module, folder: str) -> None:
-    model.optimizer.step()
 
 
 def compiled_optimizer(model: nn.Module, folder: str) -> None:
@@ -192,10 +168,6 @@ def compiled_optimizer(model: nn.Module, folder: str) -> None:
     optimizer = AdamW8bit(model.parameters(), lr=3.0)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def assign_data(model: nn.Module, folder: str) -> None:
-    model.layers[0].weight.data = new_weights(model)["layers.0.weight"]
 
 
 def assign_data_then_write_to_it(model: nn.Module, folder: str) -> None:
@@ -219,7 +191,9 @@ def vector_to_parameters_then_write(model: nn.Module, folder: str) -> None:
 
 
 REBOUND: dict[str, Mutation] = {
-    "assigned-data": assign_data,
+    "assigned-data": lambda model, folder: setattr(
+        model.layers[0].weight, "data", new_weights(model)["layers.0.weight"]
+    ),
     "assigned-data-then-write": assign_data_then_write_to_it,
     "vector": vector_to_parameters,
     "vector-then-write": vector_to_parameters_then_write,
@@ -227,7 +201,7 @@ REBOUND: dict[str, Mutation] = {
 ALL = {
     "dcp.load": dcp_load,
     "compiled": compiled_optimizer,
-    "wrapped-optimizer": wrapped_optimizer,
+    "wrapped-optimizer": lambda model, folder: model.optimizer.step(),
     **MUTATIONS,
     **REBOUND,
 }

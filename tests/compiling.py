@@ -96,15 +96,9 @@ def train(
     shapes: Sequence[tuple[int, int]] = ((2, 12),),
     marked: bool = False,
 ) -> Run:
-    """AdamW on random targets; one optimizer step every step, so that weights and scales change.
+    """AdamW with random cotangents; one optimizer step every step, so that weights and scales change.
 
-    Args:
-        model: of width ``WIDTH``.
-        steps: how many.
-        rank: other ranks have other data.
-        autocast: the context of each forward.
-        shapes: batch and sequence of the steps, in turn.
-        marked: whether both are marked as dynamic.
+    ``shapes`` are batch and sequence of the steps, in turn; ``marked`` says whether both are marked as dynamic.
     """
     optimizer, run = torch.optim.AdamW(model.parameters(), lr=3e-3), Run()
     for step in range(steps):
@@ -136,12 +130,7 @@ def compile_blocks(
 
 
 class Compiler:
-    """A backend that looks at what it compiles.
-
-    Attributes:
-        graphs: number of compilations.
-        floats: Python floats that became inputs of a graph, by where dynamo found them.
-    """
+    """A backend that counts compilations and keeps Python floats that became inputs, by where dynamo found them."""
 
     def __init__(self, backend: str = "aot_eager") -> None:
         self.graphs = 0

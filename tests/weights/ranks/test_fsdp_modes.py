@@ -183,12 +183,7 @@ def train(model: nn.Module, rank: int, *, synchronized: bool = False, kept: bool
     """Losses of every microbatch and of an evaluation after each step.
 
     And the all-reduces of amaxes of each step, and whether layers had weights in the float8 format of their own recipe.
-
-    Args:
-        model: sharded.
-        rank: which tokens it is given.
-        synchronized: gradients are reduced at every microbatch, not at the last alone.
-        kept: weights stay gathered from one microbatch to the next.
+    Gradients are reduced at every microbatch if ``synchronized``; weights stay gathered between them if ``kept``.
     """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     losses, reductions, in_float8 = [], [], set()

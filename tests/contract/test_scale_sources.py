@@ -65,12 +65,9 @@ def check_parts(formats: Formats, source: LayerSource | GivenScale, dim: int) ->
             if operand is not None:
                 cut = right.data.narrow(along, start, PART).view(torch.uint8)
                 assert torch.equal(operand.data.view(torch.uint8), cut)
-                edge = (right.format.tile.rows, right.format.tile.cols)[along]
-                scales = (
-                    right.scale_inv
-                    if edge == ALL
-                    else right.scale_inv.narrow(along, start // edge, PART // edge)
-                )
+                edge, scales = (right.format.tile.rows, right.format.tile.cols)[along], right.scale_inv
+                if edge != ALL:
+                    scales = scales.narrow(along, start // edge, PART // edge)
                 assert torch.equal(operand.scale_inv.float(), scales.float())
         assert found.amax is expected.amax is None or torch.equal(found.amax, expected.amax)
 

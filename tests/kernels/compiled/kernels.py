@@ -94,17 +94,11 @@ def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Ite
     codes = "codes_ptr" in arguments
     writes = found["transposes"] if codes else makes(launch, (*ROWS, *COLUMNS))
     sources = [arguments[name] for name in SOURCES if name in arguments]
-    element = arguments.get("ELEMENT")
-    size = (
-        element.primitive_bitwidth // 8
-        if element is not None
-        else 1
-        if codes
-        else sum(
-            source.dtype.itemsize
-            for source in sources or [arguments.get("amax_ptr", arguments.get("ends_ptr"))]
-        )
-    )
+    sources = sources or [arguments.get("amax_ptr", arguments.get("ends_ptr"))]
+    if (element := arguments.get("ELEMENT")) is not None:
+        size = element.primitive_bitwidth // 8
+    else:
+        size = 1 if codes else sum(source.dtype.itemsize for source in sources)
     if "first_ptr" in arguments:
         size = 0  # a table of which each program reads all, and that is small
     if "matrices_ptr" in arguments:

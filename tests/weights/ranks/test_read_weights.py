@@ -33,12 +33,9 @@ class Reader(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.layer.weight
         y = F.linear(x, weight) + x @ weight.t()
-        penalty = (
-            weight.float().pow(2).sum()
-            + torch.linalg.norm(weight).float()
-            + (weight * 2).abs().mean().float()
-        )
-        penalty = penalty + weight[5].float().sum() + weight.flatten()[7].float()
+        penalty = weight.float().pow(2).sum() + torch.linalg.norm(weight).float()
+        penalty = penalty + (weight * 2).abs().mean().float() + weight[5].float().sum()
+        penalty = penalty + weight.flatten()[7].float()
         y = y + penalty.to(y.dtype)
         return y + self.layer(x) if self.calls else y
 

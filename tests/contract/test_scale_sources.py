@@ -7,13 +7,11 @@ import torch
 
 import f8sub
 from f8sub.features.delayed_state.state import OPERANDS, ScalingState
-from f8sub.formats import ALL, Operand, Tile
-from f8sub.kernels.gemm.block_scales import unflat
+from f8sub.formats import ALL, Tile
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT, CurrentScales, GivenScale, LayerSource, PriorScale, ScaleSource
+from f8sub.kernels.scales import CURRENT, GivenScale, LayerSource, PriorScale, ScaleSource
 from f8sub.linear.saved_input import Formats
 from tests import oracle
-from tests.compiling import Compiler
 from tests.data_sets import generator, lognormal, row_outliers
 from tests.specs import spec_of
 
@@ -102,24 +100,3 @@ def test_a_prior_scale_is_used_whatever_the_matrix_is(source, operand):
         assert (made.columnwise.data.view(torch.uint8).numpy() == codes.T).all()
         assert made.rowwise.scale_inv.item() == pytest.approx(1 / scale, rel=1e-7)
         assert made.amax.item() == x.abs().max().item()
-
-
-@pytest.mark.parametrize("recipe", oracle.RECIPES)
-def test_compiled_in_one_graph_with_a_source_that_is_made_anew(recipe):
-    formats = f8sub.get_recipe(recipe).formats("dy")
-    history = state(0.5) if recipe == "delayed" else None
-
-    def made(x: torch.Tensor) -> list[list[torch.Tensor]]:
-        source = CurrentScales() if history is None else history.sources(stage=False, frozen=False).dy
-        found = quantize(x, *formats, source)
-        return [list(operand.tensors) for operand in found[:2] if operand is not None]
-
-    compiler = Compiler()
-    compiled = torch.compile(made, backend=compiler, fullgraph=True, dynamic=False)
-    for seed in range(3):
-        x = lognormal((256, 256), generator(seed))
-        for format, found, right in zip(filter(None, formats), compiled(x), made(x), strict=True):
-            in_order = unflat(Operand.of(format, *found)).tensors
-            for ours, theirs in zip(in_order, right, strict=True):
-                assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-    assert compiler.graphs == 1

@@ -36,6 +36,15 @@ def test_one_direction_in_high_precision_has_nothing_to_derive():
     assert recipe.formats("w") == (ROW_FLOAT, None)
 
 
+def test_which_gemm_reads_which_usage():
+    formats = [Float8Format(dtype, Tile(size, size)) for size in (8, 16, 32) for dtype in (E4M3, E5M2)]
+    x_row, dy_row, dy_col, x_col, *_ = formats
+    fprop, dgrad = GemmSpec(a=x_row, b=TENSOR), GemmSpec(a=dy_row, b=TENSOR)
+    recipe = Recipe(name="mine", fprop=fprop, dgrad=dgrad, wgrad=GemmSpec(a=dy_col, b=x_col))
+    found = [recipe.formats(operand) for operand in ("x", "w", "dy")]
+    assert found == [(x_row, x_col), (TENSOR, TENSOR), (dy_row, dy_col)]
+
+
 @pytest.mark.parametrize("name", RECIPES, ids=RECIPES)
 def test_a_recipe_is_the_attribute_of_its_file_and_has_its_name(name):
     assert f8sub.recipe_names() == sorted(m.name for m in pkgutil.iter_modules(recipes.__path__))
@@ -106,15 +115,13 @@ WRONG = {
     ),
     "operand y": (lambda: f8sub.get_recipe("rowwise").formats("y"), '"x", "w", "dy"'),
     "no operand": (lambda: f8sub.get_recipe("rowwise").formats(""), '"x", "w", "dy"'),
-    "block-100": (
-        lambda: f8sub.get_recipe("gridquant", block=100),
-        "block=100 is no positive multiple of 16: .*GPUs multiply blocks of",
-    ),
-    "block-0": (lambda: f8sub.get_recipe("gridquant", block=0), "block=0 is no positive multiple of 16"),
-    "block-float": (
-        lambda: f8sub.get_recipe("gridquant", block=128.0),
-        "block=128.0 is no positive multiple",
-    ),
+    **{
+        f"block {block}": (
+            lambda block=block: f8sub.get_recipe("gridquant", block=block),
+            f"block={block} is no positive multiple of 16: .*GPUs multiply blocks of",
+        )
+        for block in (100, 0, 128.0)
+    },
     "dy": (
         lambda: f8sub.get_recipe("gridquant", dy=E2M1),
         "dy=.* is neither torch.float8_e5m2 nor torch.float8_e4m3fn",

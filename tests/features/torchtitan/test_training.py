@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch.torch_version import TorchVersion
 
 import f8sub
 from tests.features.torchtitan import runs
-from tests.features.torchtitan.jobs_0_2 import job_file
 from tests.features.torchtitan.runs import gathered, last, more_all_reduces
 from tests.ranks import RankFailure
 
@@ -238,33 +235,3 @@ def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
         assert list(crossed) == [4, 5]
         assert 0 < abs(crossed[5] - whole[5]) < 4e-3
         shutil.rmtree(tmp_path / "checkpoint")
-
-
-def command_line(version: str | None, folder: Path) -> list[Any]:
-    """What torchrun runs, for two steps with f8sub."""
-    if version == "0.2":
-        return [
-            *("tests.features.torchtitan.cpu_0_2", "--job.config_file", job_file("bf16", folder)),
-            *("--training.steps=2", "--job.custom_config_module=f8sub.titan", "--model.converters=f8sub"),
-            *("--f8sub.recipe_name=rowwise", "--f8sub.emulate"),
-        ]
-    module = "tests.features.torchtitan.cpu --module tests.features.torchtitan.configs --config bf16"
-    return [
-        *(*module.split(), "--hf_assets_path", folder / "tokenizer"),
-        *("--dataloader.dataset_path", folder / "data", "--dump_folder", folder),
-        *("--training.steps", "2", "--override.imports"),
-        'f8sub.titan.float8={"recipe_name": "tensorwise", "emulate": true}',
-        "f8sub.titan.precompute_scales",
-    ]
-
-
-@long
-def test_torchtitans_command_line_under_torchrun(assets, tmp_path):
-    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
-    launch = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]]
-    command = [*launch, *command_line(runs.installed(), tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert f"{LINEAR_LAYERS} of {LINEAR_LAYERS + 1} linear layers in float8" in said
-    assert "Training completed" in said

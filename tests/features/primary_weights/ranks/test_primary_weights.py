@@ -205,7 +205,7 @@ def test_frozen_weights_keep_their_codes_alone_and_change_nothing(rank, world, r
         if primary:
             f8sub.drop_high_precision(model)
         losses.append(train(model, rank, steps=4, optimizer=optimizer))
-        assert all(storage.expired() == primary for storage in held)
+        assert not primary or all(storage.expired() for storage in held)
         weights.append([layer.weight.full_tensor() for layer in frozen])
     assert losses[0] == losses[1]
     assert equal(weights[0], [f8sub.quantize(w, recipe, operand="w").dequantize() for w in weights[1]])

@@ -218,16 +218,6 @@ def train(model: nn.Module, rank: int, *, synchronized: bool = False, kept: bool
     return losses, reductions, in_float8
 
 
-def on_and_off(rank: int, world: int, recipe: str, mode: str) -> list[Result]:
-    # Every other mode with gradients that are reduced at every microbatch.
-    synchronized = list(MODES).index(mode) % 2 == 0
-    how, kept = MODES[mode][1], mode == "kept-after-backward"
-    return [
-        train(how(model_of(recipe, mode, all_gather)), rank, synchronized=synchronized, kept=kept)
-        for all_gather in (True, False)
-    ]
-
-
 # Tables of rows and blocks differ from a table of one scale a weight where shards lie otherwise.
 LONG = ("reduce-fp32", "fp16", "shards-of-one", "kept-after-backward", "two-meshes")
 CASES = [("tensorwise", mode) for mode in MODES if mode not in LONG]
@@ -253,18 +243,26 @@ MORE += [
 ]
 
 
+@pytest.fixture
+def world(mode):
+    return MODES[mode][0]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("recipe", "mode"), long_but(CASES, dict.fromkeys(CASES + MORE)))
-def test_on_is_off(ranks, recipe, mode):
+def test_on_is_off(rank, world, recipe, mode):
     """With one all-reduce of amaxes a step, which the high-precision all-gather needs for histories alone."""
-    for (on, reductions, in_float8), (off, without, never) in ranks(MODES[mode][0], on_and_off, recipe, mode):
-        assert on == off
-        assert in_float8 == ({True, False} if mode == "ignored" else {True})
-        assert never == {False}
-        assert len(set(on)) == len(on)
-        least = REDUCTIONS.get(mode, 1)
-        assert reductions == [max(least, 1) if recipe == "delayed" else least] * STEPS
-        assert without == (reductions if recipe == "delayed" else [0] * STEPS)
+    # Every other mode with gradients that are reduced at every microbatch.
+    options = {"synchronized": list(MODES).index(mode) % 2 == 0, "kept": mode == "kept-after-backward"}
+    models = (MODES[mode][1](model_of(recipe, mode, all_gather)) for all_gather in (True, False))
+    (on, reductions, in_float8), (off, without, never) = (train(model, rank, **options) for model in models)
+    assert on == off
+    assert in_float8 == ({True, False} if mode == "ignored" else {True})
+    assert never == {False}
+    assert len(set(on)) == len(on)
+    least = REDUCTIONS.get(mode, 1)
+    assert reductions == [max(least, 1) if recipe == "delayed" else least] * STEPS
+    assert without == (reductions if recipe == "delayed" else [0] * STEPS)
 
 
 @pytest.mark.parametrize("world", [4])

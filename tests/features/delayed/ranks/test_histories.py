@@ -65,12 +65,6 @@ def train(
     return outputs, reduces
 
 
-def sharded(rank: int, world: int, all_gather: bool) -> tuple:
-    model = shard(model_of(all_gather))
-    outputs, reduces = train(model, rank)
-    return outputs, reduces, states_of(model)
-
-
 @on_and_off
 @pytest.mark.parametrize("operand", ["x", "dy"])
 def test_one_rank_s_bad_activation_is_told_on_every_rank(rank, world, operand, all_gather):
@@ -143,7 +137,7 @@ def test_histories_do_not_roll_again_because_another_layer_is_sharded(rank, worl
     assert roll.call_count == 0
 
 
-def state_dicts_before_precompute(rank: int, world: int, all_gather: bool, load: str) -> tuple:
+def state_dicts_before_precompute(rank: int, all_gather: bool, load: str) -> tuple:
     """Steps after each of which a state dict is taken, and loaded again, before the scales are precomputed."""
     agreement.PATIENCE = datetime.timedelta(seconds=20)  # on a busy machine
     model = shard(model_of(all_gather))
@@ -168,14 +162,15 @@ def state_dicts_before_precompute(rank: int, world: int, all_gather: bool, load:
 
 
 @pytest.mark.parametrize("load", ["all", "nothing", "never"])
-def test_a_state_dict_between_a_step_and_precompute_scales_changes_nothing(ranks, load):
+def test_a_state_dict_between_a_step_and_precompute_scales_changes_nothing(rank, world, load):
     """It has the step's amaxes of all ranks, whatever is gathered."""
-    expected, _, expected_states = ranks(2, sharded, True)[0]
-    on, off = (ranks(2, state_dicts_before_precompute, gather, load) for gather in (True, False))
-    assert equal(on[0][0], expected)
-    for (_, taken, states), (_, expected_histories, _) in zip(on, off, strict=True):
-        assert equal(states, expected_states)
-        assert equal(taken, expected_histories)
+    usual = shard(model_of())
+    expected, _ = train(usual, rank)
+    (on, taken, states), (_, taken_off, _) = (
+        state_dicts_before_precompute(rank, gather, load) for gather in (True, False)
+    )
+    assert equal((on, states), (expected, states_of(usual)))
+    assert equal(taken, taken_off)
 
 
 def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(rank, world):

@@ -160,7 +160,8 @@ class SavedShapes:
         self.tensors: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.tensors += inner_tensors(tensor)
+            inner = tensor.__tensor_flatten__()[0] if isinstance(tensor, f8sub.Float8Tensor) else ()
+            self.tensors += [getattr(tensor, name) for name in inner] or [tensor]
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -169,9 +170,3 @@ class SavedShapes:
     def of_size(self, count: int) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
         """Those of ``count`` elements."""
         return [(tuple(t.shape), t.dtype, t.data_ptr()) for t in self.tensors if t.numel() == count]
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if isinstance(tensor, f8sub.Float8Tensor):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [tensor]

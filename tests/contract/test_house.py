@@ -38,15 +38,11 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
 def imports_at_run_time(node: ast.AST) -> list[ast.AST]:
     """Import statements anywhere in a module, those for the type checker alone aside."""
     found = []
     for child in ast.iter_child_nodes(node):
-        if is_type_checking(child):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             continue
         if isinstance(child, ast.Import | ast.ImportFrom):
             found.append(child)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -227,15 +226,8 @@ def test_meta_device_then_to_empty(recipe):
     assert not torch.equal(model(x_of()), before)
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_converting_after_fully_shard_is_an_error(one_rank):
+@pytest.mark.parametrize("world", [1])
+def test_converting_after_fully_shard_is_an_error(rank, world):
     model = mlp()
     fully_shard(model.up)
     with pytest.raises(f8sub.Float8ConfigError, match=r"up is already sharded.*before fully_shard"):

@@ -111,7 +111,8 @@ def test_weights_cross_nccl_as_one_byte_and_one_all_reduce_makes_their_scales(
 ):
     world, step = 2, 2  # counted from 0: the optimizer has stepped
     bf16, ours = (
-        titan_on_gpus(world, titan.count, [arm, "--training.steps=3"], assets)[0] for arm in ("bf16", "f8sub")
+        titan_on_gpus(world, titan.train, [arm, "--training.steps=3"], assets, True)[0]
+        for arm in ("bf16", "f8sub")
     )
     linear = LINEAR_ELEMENTS // world * 2  # gathered for forward, and for backward
     before, after = (gathered(run["bytes"][step]) for run in (bf16, ours))

@@ -199,11 +199,6 @@ def parts(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
             assert not (signs & ~found.isnan()).any()
 
 
-def _head(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The first bytes of a memory in a matrix's shape."""
-    return memory[: like.numel()].view(like.shape)
-
-
 def many_parts(name: str, device: str = "cpu") -> None:
     """Parts of matrices of two dtypes, of whole tiles and others, cast together and each by itself, twice."""
     format, given, right = FORMATS[name], [], []
@@ -219,7 +214,10 @@ def many_parts(name: str, device: str = "cpu") -> None:
     sizes = [-(-each.numel() // 16) * 16 for each in right]
     memories = [torch.empty(sum(sizes), dtype=torch.uint8, device=device) for _ in range(2)]
     placed = [memory.split(sizes) for memory in memories]
-    here, there = ([_head(out, each) for out, each in zip(of, right, strict=True)] for of in placed)
+    # The first bytes of each memory in its matrix's shape.
+    here, there = (
+        [out[: r.numel()].view(r.shape) for out, r in zip(of, right, strict=True)] for of in placed
+    )
     casts = [
         (*quantize_cuda.cast_together(given[some], here[some]), some) for some in (slice(5), slice(5, None))
     ]

@@ -13,6 +13,7 @@ from traffic import count_traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
+from tests.models import equal, refusal
 from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
 from tests.selection import long_but
 from tests.wires import gathered_bytes
@@ -141,26 +142,22 @@ def test_a_request_in_the_last_step_changes_nothing(ranks, tmp_path):
     assert ranks(2, stop_one_rank, settings, 4) == [(True, 4), (True, 4)]
 
 
-def refusal(rank, world, settings):
-    try:
-        return trainer(world, settings).run()
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_a_new_run_does_not_mix_with_an_older_one(ranks, tmp_path):
+@pytest.mark.parametrize("world", [1])
+def test_a_new_run_does_not_mix_with_an_older_one(rank, world, tmp_path):
     settings = quick_settings(tmp_path, "--float8.enabled false --checkpoint.interval 4")
-    ranks(1, train, settings)
-    assert "has checkpoints of an earlier run, up to step-00000004" in ranks(1, refusal, settings)[0]
+    train(rank, world, settings)
+    told = refusal(CheckpointError, train, rank, world, settings)
+    assert "has checkpoints of an earlier run, up to step-00000004" in told
 
 
 @pytest.mark.long
-def test_newest_begins_anew_without_checkpoints_but_not_with_broken_ones(ranks, tmp_path):
+@pytest.mark.parametrize("world", [1])
+def test_newest_begins_anew_without_checkpoints_but_not_with_broken_ones(rank, world, tmp_path):
     options = "--float8.enabled false --checkpoint.interval 4 --checkpoint.resume newest"
     settings = quick_settings(tmp_path, options)
-    assert ranks(1, refusal, settings) == [True]
+    assert train(rank, world, settings)
     (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").unlink()
-    assert "No checkpoint in" in ranks(1, refusal, settings)[0]
+    assert "No checkpoint in" in refusal(CheckpointError, train, rank, world, settings)
 
 
 def test_metrics_of_steps_after_the_checkpoint_are_written_anew(ranks, tmp_path):
@@ -168,8 +165,7 @@ def test_metrics_of_steps_after_the_checkpoint_are_written_anew(ranks, tmp_path)
     ranks(1, train, settings)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
-    again = changed(settings, "checkpoint", resume="step-00000003")
-    ranks(1, train, again)
+    ranks(1, train, changed(settings, "checkpoint", resume="step-00000003"))
     assert [record["step"] for record in records(settings)] == [1, 2, 3, 4]
 
 
@@ -181,28 +177,19 @@ def test_float16_skips_a_step_that_overflows_on_one_rank(rank, world, tmp_path):
     loss = run.loss
     run.loss = lambda data: loss(data) * (1e30 if rank == 1 else 1.0)
     run.train_step()
-    same = all(torch.equal(a, b.full_tensor()) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert equal([parameter.full_tensor() for parameter in run.model.parameters()], before)
     run.loss = loss
     run.train_step()
-    moved = not torch.equal(before[0], next(run.model.parameters()).full_tensor())
-    assert same
-    assert moved
+    assert not torch.equal(next(run.model.parameters()).full_tensor(), before[0])
     assert run.scaler.get_scale() == 2.0**15
 
 
-def no_loss(rank, world, settings):
-    run = trainer(world, settings)
+def test_a_loss_that_is_no_number_stops_every_rank(rank, world, tmp_path):
+    run = trainer(world, quick_settings(tmp_path, "--float8.enabled false"))
     loss = run.loss
     run.loss = lambda data: loss(data) * (math.nan if rank == 1 else 1.0)
-    try:
+    with pytest.raises(FloatingPointError, match="The loss of step 1 is nan"):
         run.run()
-    except FloatingPointError as error:
-        return str(error)
-
-
-def test_a_loss_that_is_no_number_stops_every_rank(ranks, tmp_path):
-    for message in ranks(2, no_loss, quick_settings(tmp_path, "--float8.enabled false")):
-        assert "The loss of step 1 is nan" in message
 
 
 @on_each_recipe
@@ -245,8 +232,5 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine():
     settings = parse(
         ["--training.steps", "110", "--lr_scheduler.warmup_steps", "10", "--optimizer.lr", "2.0"]
     )
-    assert learning_rate(settings, 0) == pytest.approx(0.2)
-    assert learning_rate(settings, 9) == pytest.approx(2.0)
-    assert learning_rate(settings, 10) == pytest.approx(2.0)
-    assert learning_rate(settings, 60) == pytest.approx(2.0 * 0.55)
-    assert learning_rate(settings, 110) == pytest.approx(0.2)
+    expected = {0: 0.2, 9: 2.0, 10: 2.0, 60: 2.0 * 0.55, 110: 0.2}
+    assert {step: learning_rate(settings, step) for step in expected} == pytest.approx(expected)

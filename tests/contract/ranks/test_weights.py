@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
+from tests.budgets import decibels
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, seed_weights, shard
 from tests.selection import long_but
@@ -212,11 +213,6 @@ def full_weight(model: nn.Module) -> torch.Tensor:
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
-def decibels(model: nn.Module, y: torch.Tensor) -> float:
-    expected = inputs().double() @ full_weight(model).double().t()
-    return (20 * torch.log10(expected.norm() / (y.double() - expected).norm())).item()
-
-
 def master(recipe: str, sharded: bool) -> nn.Module:
     """A high-precision weight, of which codes are made."""
     model = f8sub.convert_to_float8(seed_weights(Stack(COLUMNS, ROWS)), recipe=recipe)
@@ -263,7 +259,7 @@ def after(
         if precompute:
             f8sub.precompute_scales(model)
         y = model(inputs())
-    found = decibels(model, y)
+    found = decibels(inputs().double() @ full_weight(model).double().t(), y)
     assert found >= least_decibels(recipe), f"{found:.1f} dB, precompute_scales called: {precompute}"
     return y.detach()
 

@@ -31,11 +31,6 @@ def made(name: str, usage: str, shape: tuple[int, int] = (ROWS, COLS)) -> Float8
     return f8sub.quantize(gaussian(shape, generator(1)), FORMATS[name], **USAGES[usage])
 
 
-def border(name: str, usage: str, dim: int) -> int:
-    usages = ("rowwise", "columnwise") if usage == "both" else (usage,)
-    return max(BORDERS[name][u][dim] for u in usages)
-
-
 def alone(tensor: Float8Tensor, usage: str) -> Float8Tensor:
     operands = [getattr(tensor, u) if u == usage else None for u in ("rowwise", "columnwise")]
     return Float8Tensor(*operands, tensor.dtype, tensor.shape[:-1])
@@ -58,7 +53,8 @@ def assert_is_part(call, whole: Float8Tensor) -> None:
 @pytest.mark.parametrize(("name", "usage"), CASES, ids=["-".join(case) for case in CASES])
 def test_every_cut_is_right_or_says_where_to_cut(name, usage, dim):
     whole = made(name, usage)
-    size, step = whole.shape[dim], border(name, usage, dim)
+    usages = ("rowwise", "columnwise") if usage == "both" else (usage,)
+    size, step = whole.shape[dim], max(BORDERS[name][u][dim] for u in usages)
     cuts = [(0, 1), (1, 4), (16, 32), (32, size), (16, size - 1), (0, size), (5, 5), (size, size)]
     for start, stop in cuts:
 

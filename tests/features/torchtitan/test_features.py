@@ -1,13 +1,16 @@
 """torchtitan's trainer with features of f8sub: experts, a monitor, gradients and SwiGLU's input in float8."""
 
+import functools
 import json
 
 import pytest
 
-from tests.features.torchtitan.runs import last
+from tests.features.torchtitan.runs import alone, last
+from tests.features.torchtitan.test_job_config import converted_by, parsed
 from tests.features.torchtitan.test_training import LINEAR_LAYERS, MESHES, long, mesh, of_0_3
 
 pytestmark = pytest.mark.usefixtures("any_titan")
+alone_in_0_2 = functools.partial(alone, titan="titan_0_2")
 GRADIENTS = 'f8sub:{"reduce_gradients_in_float8":true}'
 
 
@@ -39,6 +42,16 @@ def test_a_monitor_by_an_option_changes_no_loss(train, mesh, tmp_path):
     assert {row["step"] for row in rows} == {1, 3, 5}
     assert len(rows) == 3 * 3 * LINEAR_LAYERS
     assert {row["role"] for row in rows} == {"x", "w", "dy"}
+
+
+@alone_in_0_2
+@pytest.mark.parametrize(
+    ("said", "file"), [("", "dump/numerics.jsonl"), ('monitor_file = "n.jsonl"', "n.jsonl")]
+)
+def test_a_monitors_rows_go_to_the_jobs_folder(tmp_path, said, file):
+    section = f"[f8sub]\nmonitor_every = 10\n{said}"
+    job = 'custom_config_module = "f8sub.titan"\ndump_folder = "dump"'
+    assert converted_by(parsed(tmp_path, section, job=job)).float8_monitor == (10, file)
 
 
 @of_0_3

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, Transformer, float8_layers, loss_of, seed_weights, shard
+from tests.models import BF16, Transformer, checkpointed, float8_layers, loss_of, seed_weights, shard, update
 from tests.selection import long_but
 from tests.wire import Wire
 from tests.wires import ONE_RECIPE_A_WIRE, PER_LAYER
@@ -79,12 +78,6 @@ def tied_in_one_group(model: nn.Module) -> nn.Module:
     """Two blocks are one group, in which two layers have one weight."""
     fully_shard(list(model.blocks))
     return fully_shard(model)
-
-
-def checkpointed(model: nn.Module) -> nn.Module:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block)
-    return shard(model)
 
 
 def selectively_checkpointed(model: nn.Module) -> nn.Module:
@@ -151,7 +144,7 @@ MODES: dict[str, tuple[int, How]] = {
     "two-meshes": (4, on_two_meshes),
     "columns": (2, with_options(shard_placement_fn=matrices_by_columns)),
     "uneven-and-empty": (5, with_options()),
-    "checkpointed": (2, checkpointed),
+    "checkpointed": (2, lambda model: shard(checkpointed(model))),
     "selectively-checkpointed": (2, selectively_checkpointed),
     "prefetching": (2, prefetching),
     "unsharded-by-hand": (2, unsharded_by_hand),
@@ -209,9 +202,7 @@ def train(model: nn.Module, rank: int, *, synchronized: bool = False, kept: bool
             of_mesh = [p for p in model.parameters() if getattr(p, "device_mesh", None) == mesh]
             torch.nn.utils.clip_grad_norm_(of_mesh, 1.0)
         with Wire() as wire:
-            optimizer.step()
-            optimizer.zero_grad()
-            f8sub.precompute_scales(model)
+            update(model, optimizer)
         reductions.append(wire.all_reduces)
         with torch.no_grad():
             losses.append(model(gaussian((2, 4, 32), generator(step))).float().sum().item())

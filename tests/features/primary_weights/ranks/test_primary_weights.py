@@ -30,6 +30,7 @@ from tests.models import (
     shard,
     shard_of,
     train,
+    update,
 )
 from tests.selection import long_but
 from tests.wire import Wire
@@ -103,9 +104,7 @@ def counted(rank: int, recipe: str, primary: bool) -> tuple[int, int]:
     for _ in range(2):
         with Wire() as wire:
             model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            f8sub.precompute_scales(model)
+            update(model, optimizer)
     return wire.all_reduces, wire.gathered
 
 

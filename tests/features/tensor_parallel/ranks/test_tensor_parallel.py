@@ -17,13 +17,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import f8sub
 from f8sub.formats import why_not_derivable
 from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+from tests.budgets import decibels
 from tests.data_sets import generator, lognormal
 from tests.features.tensor_parallel.models import (
     HIDDEN,
     MLP,
     PLAN,
     WIDTH,
-    decibels,
     filled,
     inputs,
     mesh_of,
@@ -126,8 +126,8 @@ def test_products_are_the_unsharded_layer_s(ranks, recipe, how):
     for found in ranks(2 if how in ("alone", "x kept") else 4, spread_products, recipe, how):
         assert found.keys() == expected.keys()
         assert [name for name in found if "." in name and not torch.equal(found[name], expected[name])] == []
-        assert decibels(found["y"], expected["y"]) > 125
-        assert decibels(found["dx"], expected["dx"]) > (125 if transposed else 85)
+        assert decibels(expected["y"], found["y"]) > 125
+        assert decibels(expected["dx"], found["dx"]) > (125 if transposed else 85)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -145,7 +145,7 @@ def test_tokens_of_a_whole_weight(rank, world, recipe):
     assert torch.equal(y.detach().full_tensor(), expected["y"])
     assert torch.equal(x.grad.full_tensor(), expected["dx"])
     for name, parameter in layer.named_parameters():
-        assert decibels(parameter.grad.full_tensor(), expected[name]) > 125
+        assert decibels(expected[name], parameter.grad.full_tensor()) > 125
 
 
 def used_before_it_is_distributed(rank: int, world: int, src_data_rank: int | None) -> tuple:
@@ -275,10 +275,9 @@ def test_what_cannot_be_spread_is_told(rank, world):
     wide = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 384)), recipe="blockwise")
     parallelize_module(wide, mesh, {"0": ColwiseParallel()})
     packed = parallelize_module(mlp("nvfp4"), mesh, PLAN)
-    messages = []
-    for forward in (plain.up.forward, wide, packed):
-        messages.append(refusal(f8sub.Float8ConfigError, forward, inputs()[0]))
-    plain, misaligned, packed = messages
+    plain, misaligned, packed = (
+        refusal(f8sub.Float8ConfigError, forward, inputs()[0]) for forward in (plain.up.forward, wide, packed)
+    )
     assert "up: its weight has placements" in plain
     assert "parallelize_module" in plain
     assert "parts of 192 of 384 rows" in misaligned
@@ -315,9 +314,8 @@ def test_a_copy_of_a_tensor_parallel_model_is_sharded_as_the_model(rank, world):
     for each in (copy.deepcopy(model), model):
         fully_shard(each, mesh=mesh["dp"])
         y = each(inputs()[0]).detach() + 0  # waits for the collective
-        found.append(
-            (y, type(each.up.weight._local_tensor) is f8sub.Float8Tensor)
-        )  # the root stays unsharded
+        # The root stays unsharded.
+        found.append((y, type(each.up.weight._local_tensor) is f8sub.Float8Tensor))
     found, expected = found
     assert found[1]
     assert equal(found, expected)

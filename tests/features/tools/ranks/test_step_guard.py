@@ -8,7 +8,7 @@ import torch
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.features.tools.test_step_guard import BAD_STEPS, STEPS, make, on_fused_and_foreach
-from tests.models import BF16, Stack, seed_weights, shard
+from tests.models import BF16, Stack, seed_weights, shard, update
 
 
 def trained(rank: int, name: str, recipe: str, bad_steps: tuple[int, ...]) -> list:
@@ -29,9 +29,7 @@ def trained(rank: int, name: str, recipe: str, bad_steps: tuple[int, ...]) -> li
                 x[3, 4] = torch.nan
             loss = model(x).float().square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            f8sub.precompute_scales(model)
+            update(model, optimizer)
             if step not in bad_steps:
                 losses.append(loss.item())
     heard = [str(w.message) for w in caught if issubclass(w.category, f8sub.Float8Warning)]

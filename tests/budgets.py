@@ -16,15 +16,6 @@ from tests.oracle import Product
 FLOAT32_UNIT = 2.0**-24
 
 
-def unit_roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2
-
-
-def smallest_step(dtype: torch.dtype) -> float:
-    """Distance of the two smallest numbers, where a rounding error is absolute."""
-    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
-
-
 def gamma(roundings: int) -> float:
     return roundings * FLOAT32_UNIT / (1 - roundings * FLOAT32_UNIT)
 
@@ -62,7 +53,9 @@ def product_budget(product: Product, dtype: torch.dtype, promoted: int | None = 
     sums = gamma(contracted + 4) * (np.abs(product.a) @ np.abs(product.b).T)
     if promoted is not None:
         sums = sums + tensor_core_budget(product, promoted)
-    unit, step = unit_roundoff(dtype), smallest_step(dtype)
+    info = torch.finfo(dtype)
+    # The second is the distance of the two smallest numbers, where a rounding error is absolute.
+    unit, step = info.eps / 2, info.tiny * info.eps
     budget = sums + unit * (np.abs(product.matmul) + sums) + step
     if product.bias is not None:  # the sum with the bias is rounded once more
         budget = budget + unit * (np.abs(product.value) + budget) + step

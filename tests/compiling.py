@@ -96,15 +96,9 @@ def train(
     shapes: Sequence[tuple[int, int]] = ((2, 12),),
     marked: bool = False,
 ) -> Run:
-    """AdamW on random targets; one optimizer step every step, so that weights and scales change.
+    """AdamW with random cotangents; one optimizer step every step, so that weights and scales change.
 
-    Args:
-        model: of width ``WIDTH``.
-        steps: how many.
-        rank: other ranks have other data.
-        autocast: the context of each forward.
-        shapes: batch and sequence of the steps, in turn.
-        marked: whether both are marked as dynamic.
+    ``shapes`` are batch and sequence of the steps, in turn; ``marked`` says whether both are marked as dynamic.
     """
     optimizer, run = torch.optim.AdamW(model.parameters(), lr=3e-3), Run()
     for step in range(steps):
@@ -136,12 +130,7 @@ def compile_blocks(
 
 
 class Compiler:
-    """A backend that looks at what it compiles.
-
-    Attributes:
-        graphs: number of compilations.
-        floats: Python floats that became inputs of a graph, by where dynamo found them.
-    """
+    """A backend that counts compilations and keeps Python floats that became inputs, by where dynamo found them."""
 
     def __init__(self, backend: str = "aot_eager") -> None:
         self.graphs = 0
@@ -164,12 +153,6 @@ def differences(found: Run, expected: Run) -> list[str]:
     return wrong
 
 
-def decibels(signal: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to noise; 100 for what is as good as equal."""
-    noise = (found.float() - signal.float()).norm().clamp(min=1e-5 * signal.float().norm().item())
-    return 20 * torch.log10(signal.float().norm() / noise).item()
-
-
 class SavedShapes:
     """Shape, dtype and address of every tensor that ``run`` saves for backward."""
 
@@ -177,7 +160,8 @@ class SavedShapes:
         self.tensors: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.tensors += inner_tensors(tensor)
+            inner = tensor.__tensor_flatten__()[0] if isinstance(tensor, f8sub.Float8Tensor) else ()
+            self.tensors += [getattr(tensor, name) for name in inner] or [tensor]
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -186,9 +170,3 @@ class SavedShapes:
     def of_size(self, count: int) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
         """Those of ``count`` elements."""
         return [(tuple(t.shape), t.dtype, t.data_ptr()) for t in self.tensors if t.numel() == count]
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if isinstance(tensor, f8sub.Float8Tensor):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [tensor]

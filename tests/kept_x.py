@@ -12,7 +12,7 @@ from torch import nn
 import f8sub
 from f8sub.formats import why_not_derivable
 from tests.data_sets import gaussian, generator
-from tests.models import seed_weights
+from tests.models import seed_weights, update
 
 RECIPES = f8sub.recipe_names()
 WAYS = ("float8", "high_precision", "recompute")
@@ -87,9 +87,7 @@ def trained(
         y = (run or model)(x)
         y.backward(gaussian(tuple(y.shape), generator(10 + step)).to(y.dtype))
         found += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        optimizer.step()
-        optimizer.zero_grad()
-        f8sub.precompute_scales(model)
+        update(model, optimizer)
     assert all(tensor.isfinite().all() for tensor in found)
     return found
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import _pytree as pytree
 
@@ -93,6 +94,13 @@ def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, **option
     return fully_shard(model, mp_policy=policy, **options)
 
 
+def checkpointed(model: nn.Module) -> nn.Module:
+    """Each block is computed again in backward."""
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    return model
+
+
 def float8_layers(model: nn.Module) -> list[f8sub.Float8Linear]:
     return [module for module in model.modules() if isinstance(module, f8sub.Float8Linear)]
 
@@ -124,6 +132,13 @@ def precompute(model: nn.Module) -> None:
         f8sub.precompute_scales(model)
 
 
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What ends a step: new weights, no gradients, and the scales of the new weights."""
+    optimizer.step()
+    optimizer.zero_grad()
+    precompute(model)
+
+
 def train(
     model: nn.Module,
     rank: int = 0,
@@ -147,9 +162,7 @@ def train(
                 loss = loss_of(model, microbatches * step + micro, rank)
             loss.backward()
             losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        precompute(model)
+        update(model, optimizer)
     return losses
 
 

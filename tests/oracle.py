@@ -60,11 +60,8 @@ def _grid(edge: int, dy: str) -> dict[str, Spec]:
     return {"x": block, "w": block, "dy": Spec(dy, (edge, edge))}
 
 
-def _nvfp4() -> dict[str, Spec]:
-    """By 1x16, weights by 16x16, so that both usages of a weight stand for the same numbers."""
-    row = Spec("e2m1", (1, 16), "two_level")
-    return {"x": row, "w": Spec("e2m1", (16, 16), "two_level"), "dy": row}
-
+_NVFP4 = Spec("e2m1", (1, 16), "two_level")
+"""Weights by 16x16, so that both usages of a weight stand for the same numbers."""
 
 _ROWWISE = dict.fromkeys(("x", "w", "dy"), Spec("e4m3", (1, ALL), "power_of_2"))
 
@@ -72,7 +69,7 @@ RECIPES: dict[str, dict[str, Spec]] = {
     "blockwise": _blockwise("power_of_2"),
     "gridquant": _grid(256, "e5m2"),
     "mxfp8": dict.fromkeys(("x", "w", "dy"), Spec("e4m3", (1, 32), "e8m0")),
-    "nvfp4": _nvfp4(),
+    "nvfp4": {"x": _NVFP4, "w": Spec("e2m1", (16, 16), "two_level"), "dy": _NVFP4},
     "rowwise": _ROWWISE,
     "rowwise_with_gw_hp": _ROWWISE,
     "tensorwise": {

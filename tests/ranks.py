@@ -18,7 +18,6 @@ import importlib
 import itertools
 import os
 import pickle
-import re
 import shutil
 import signal
 import tempfile
@@ -231,28 +230,13 @@ def _collect(children: list[Child], timeout: float, until_closed: bool = False) 
 
 
 def _reply_of(child: Child, folder: Path, timeout: float) -> Reply:
-    lines = _IDLE.sub("", (folder / f"output{child.rank}").read_text(errors="replace")).splitlines()
-    output = "\n".join(_without_pytests_frames(lines)[-90:])
+    output = "\n".join((folder / f"output{child.rank}").read_text(errors="replace").splitlines()[-300:])
     if child.reply is None:
         how = "died without an answer" if child.finished else f"no answer within {timeout:.0f} s; killed"
         return Reply(error=f"{how}.\n{output}")
     if child.reply.error is not None and output:
         child.reply.error += f"--- its output ---\n{output}"
     return child.reply
-
-
-_IDLE = re.compile(r"Thread \S+ \(most recent call first\):\n  <no Python frame>\n\n?")
-"""A thread of no Python in a traceback of all: dozens of a process that uses a GPU."""
-
-
-def _without_pytests_frames(lines: list[str]) -> list[str]:
-    """Of a traceback of where a rank stood, the frames below the rank's own are pytest's."""
-    kept, below = [], False
-    for line in lines:
-        below = "in _run_rank" in line or (below and line.startswith("  File "))
-        if not below:
-            kept.append(line)
-    return kept
 
 
 def _is_reaped(pid: int, within: float) -> bool:
@@ -332,16 +316,10 @@ class Nursery:
         gpus: bool = False,
         file: str | None = None,
     ) -> list[Any]:
-        """``body(rank, world, *args)`` on ``world`` ranks; the results in the order of the ranks.
+        """``body(rank, world, *args)`` on ``world`` ranks; the results in the order of the ranks. See ``Request``.
 
-        Args:
-            world: number of ranks.
-            body: a function of a module.
-            args: what it is given.
-            timeout: seconds until ranks that have not answered are killed.
-            gpus: whether rank r is on device r.
-            file: the test file whose ranks run it, which other tests of the file may have used before; None for
-                ranks of its own.
+        Ranks that have not answered after ``timeout`` seconds are killed. Those of a ``file`` are used by its tests one
+        after another.
         """
         if not self._lost:
             _send(self._connection, Request(world, body, args, timeout, gpus, file))

@@ -7,7 +7,6 @@ import pytest
 
 import f8sub
 from f8sub.formats import ALL
-from tests.selection import long_but
 
 ONE_RECIPE_A_WIRE = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 """One scale, rows and blocks from the amax table; scales that follow the row's codes; two codes a byte."""
@@ -33,10 +32,6 @@ def on_each(recipes: Sequence[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "recipe", [pytest.param(r, marks=m) for r, m in marks.items()], ids=recipes
     )
-
-
-on_each_world = pytest.mark.parametrize("world", long_but([1, 2, 3], [1, 2, 3, 5, 7]), ids="world{}".format)
-"""Worlds that divide the rows of small weights and worlds that do not; some have empty shards."""
 
 
 def wire_of(recipe: str) -> tuple[object, ...]:

@@ -31,7 +31,7 @@ NaN or infinity in a gradient: the step is none, bitwise, on all ranks; or the f
     tests/features/tools/ranks/test_find_nonfinite.py::test_gradients_that_overflow_on_the_way
 zero tensors, rows, blocks: exact zeros, scale 1
     tests/kernels/test_against_casts.py::test_edge_values
-    tests/contract/test_against_torchao.py::test_zeros_give_exact_zeros
+    tests/contract/test_linear_numerics.py::test_the_three_products_and_the_bias_gradient
 subnormal values, any float32 bits: codes and scales are the float64 oracle's; no infinite scale
     tests/kernels/test_reference.py::test_scales_of_every_power_of_two_amax
     tests/contract/test_linear_numerics.py::test_any_float32_bits

@@ -7,20 +7,17 @@ import torch
 
 import f8sub
 from f8sub.features.delayed_state.state import OPERANDS, ScalingState
-from f8sub.formats import ALL, Operand, Tile
-from f8sub.kernels.gemm.block_scales import unflat
+from f8sub.formats import ALL, Tile
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import CURRENT, CurrentScales, GivenScale, LayerSource, PriorScale, ScaleSource
+from f8sub.kernels.scales import CURRENT, GivenScale, LayerSource, PriorScale, ScaleSource
 from f8sub.linear.saved_input import Formats
 from tests import oracle
-from tests.compiling import Compiler
 from tests.data_sets import generator, lognormal, row_outliers
 from tests.specs import spec_of
 
 SHAPE, PART = (512, 768), 256
 RECIPES = [name for name in oracle.RECIPES if name != "nvfp4"]
 """All whose scales and codes are those of single tiles: two levels and packed codes reach over parts."""
-INF, NAN = float("inf"), float("nan")
 
 
 def state(scale: float = 0.0) -> ScalingState:
@@ -66,12 +63,9 @@ def check_parts(formats: Formats, source: LayerSource | GivenScale, dim: int) ->
             if operand is not None:
                 cut = right.data.narrow(along, start, PART).view(torch.uint8)
                 assert torch.equal(operand.data.view(torch.uint8), cut)
-                edge = (right.format.tile.rows, right.format.tile.cols)[along]
-                scales = (
-                    right.scale_inv
-                    if edge == ALL
-                    else right.scale_inv.narrow(along, start // edge, PART // edge)
-                )
+                edge, scales = (right.format.tile.rows, right.format.tile.cols)[along], right.scale_inv
+                if edge != ALL:
+                    scales = scales.narrow(along, start // edge, PART // edge)
                 assert torch.equal(operand.scale_inv.float(), scales.float())
         assert found.amax is expected.amax is None or torch.equal(found.amax, expected.amax)
 
@@ -90,15 +84,6 @@ def test_so_has_a_part_with_a_prior_scale_or_a_first_one(source, scale, dim):
     check_parts(f8sub.get_recipe("delayed").formats("x"), WITH_A_PRIOR[source](scale), dim)
 
 
-def test_over_changes_how_amaxes_are_reduced_and_nothing_else():
-    def reduce(amax: torch.Tensor, tile: Tile) -> torch.Tensor:
-        return amax
-
-    for source in (CURRENT, delayed(0.5)):
-        assert source.over(reduce) == source._replace(reduce=reduce)
-        assert source.over(reduce).prior() == source.prior()
-
-
 @pytest.mark.parametrize("source", WITH_A_PRIOR)
 @pytest.mark.parametrize("operand", ["x", "dy"])
 def test_a_prior_scale_is_used_whatever_the_matrix_is(source, operand):
@@ -115,60 +100,3 @@ def test_a_prior_scale_is_used_whatever_the_matrix_is(source, operand):
         assert (made.columnwise.data.view(torch.uint8).numpy() == codes.T).all()
         assert made.rowwise.scale_inv.item() == pytest.approx(1 / scale, rel=1e-7)
         assert made.amax.item() == x.abs().max().item()
-
-
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
-@pytest.mark.parametrize("source", WITH_A_PRIOR)
-def test_what_is_not_finite_shows_in_the_amax_and_in_place(source, bad):
-    row, _ = f8sub.get_recipe("delayed").formats("x")
-    x = lognormal((16, 32), generator(3))
-    x[3, 5] = bad
-    made = quantize(x, row, None, WITH_A_PRIOR[source](1.0))
-    assert not made.amax.isfinite()
-    wrong = made.rowwise.data.float().isnan()
-    assert wrong[3, 5]
-    assert wrong.sum() == 1
-
-
-def test_a_history_is_staged_in_training_alone_and_frozen_layers_use_the_current_amax():
-    row, _ = f8sub.get_recipe("delayed").formats("x")
-    history, x = state(0.5), lognormal((16, 32), generator(5))
-    for stage in (False, True):
-        source = history.sources(stage=stage, frozen=False).x
-        source.keep(quantize(x, row, None, source).amax)
-        assert history.history_x[0] == (x.abs().max() if stage else 0)
-    frozen = quantize(x, row, None, history.sources(stage=True, frozen=True).x)
-    assert frozen.rowwise.scale_inv.item() != 2.0
-    assert history.sources(stage=True, frozen=True).w.prior().scale.item() == 0.5
-
-
-def test_siblings_have_equal_keys_as_long_as_their_x_was_the_same():
-    one, other = state(0.5), state(0.5)
-    keys = [[each.sources(stage=True, frozen=False).x for each in (one, other)]]
-    assert keys[0][0].key == keys[0][1].key
-    for each in (one, other):
-        each.sources(stage=True, frozen=False).x.keep(torch.ones(1, 1), 7)
-    assert one.sources(stage=True, frozen=False).x.key == other.sources(stage=True, frozen=False).x.key
-    one.sources(stage=True, frozen=False).x.keep(torch.ones(1, 1), 8)
-    assert one.sources(stage=True, frozen=False).x.key != other.sources(stage=True, frozen=False).x.key
-
-
-@pytest.mark.parametrize("recipe", oracle.RECIPES)
-def test_compiled_in_one_graph_with_a_source_that_is_made_anew(recipe):
-    formats = f8sub.get_recipe(recipe).formats("dy")
-    history = state(0.5) if recipe == "delayed" else None
-
-    def made(x: torch.Tensor) -> list[list[torch.Tensor]]:
-        source = CurrentScales() if history is None else history.sources(stage=False, frozen=False).dy
-        found = quantize(x, *formats, source)
-        return [list(operand.tensors) for operand in found[:2] if operand is not None]
-
-    compiler = Compiler()
-    compiled = torch.compile(made, backend=compiler, fullgraph=True, dynamic=False)
-    for seed in range(3):
-        x = lognormal((256, 256), generator(seed))
-        for format, found, right in zip(filter(None, formats), compiled(x), made(x), strict=True):
-            in_order = unflat(Operand.of(format, *found)).tensors
-            for ours, theirs in zip(in_order, right, strict=True):
-                assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-    assert compiler.graphs == 1

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -66,11 +65,7 @@ def test_what_users_put_on_a_model_survives():
     model.up.register_forward_hook(lambda m, args, out: seen.append("forward"))
     f8sub.convert_to_float8(model)
     assert model.down.weight.grad is grad
-    assert [layer.weight.requires_grad for layer in (model.up, model.down, model.lm_head)] == [
-        True,
-        False,
-        False,
-    ]
+    assert [la.weight.requires_grad for la in (model.up, model.down, model.lm_head)] == [True, False, False]
     assert [holder.no_weight_decay for holder in (model.up.weight, weight)] == ["kept"] * 2
     assert (model.up.extra, model.up.training, model.training) == ("kept", False, False)
     model(x_of()).backward(gaussian((8, 16), generator(2)))
@@ -231,36 +226,13 @@ def test_meta_device_then_to_empty(recipe):
     assert not torch.equal(model(x_of()), before)
 
 
-def test_a_state_dict_assigned_to_a_meta_model():
-    with torch.device("meta"):
-        model = Mlp()
-    f8sub.convert_to_float8(model)
-    model.load_state_dict(mlp().state_dict(), assign=True)
-    assert torch.equal(model(x_of()), f8sub.convert_to_float8(mlp())(x_of()))
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_converting_after_fully_shard_is_an_error(one_rank):
+@pytest.mark.parametrize("world", [1])
+def test_converting_after_fully_shard_is_an_error(rank, world):
     model = mlp()
     fully_shard(model.up)
     with pytest.raises(f8sub.Float8ConfigError, match=r"up is already sharded.*before fully_shard"):
         f8sub.convert_to_float8(model)
     assert type(model.down) is nn.Linear
-
-
-def test_converting_back_after_fully_shard_is_an_error(one_rank):
-    model = f8sub.convert_to_float8(mlp())
-    fully_shard(model)
-    with pytest.raises(f8sub.Float8ConfigError, match="load the state dict into an unconverted model"):
-        f8sub.convert_from_float8(model)
-    assert type(model.up).__mro__[1] is f8sub.Float8Linear or isinstance(model.up, f8sub.Float8Linear)
 
 
 @on_each_recipe
@@ -333,16 +305,3 @@ def test_a_model_from_another_process_is_numbered_anew():
         assert arrived.up.plan is arrived.down.plan is model.up.plan
         with f8sub.autocast("tensorwise"):
             assert torch.equal(arrived(x_of()), other(x_of()))
-
-
-def test_plain_checkpoints_go_both_ways():
-    model = f8sub.convert_to_float8(mlp())
-    state = model.state_dict()
-    assert list(state) == list(mlp().state_dict())
-    other = Mlp()
-    other.load_state_dict(state)
-    assert type(other.up.weight) is nn.Parameter
-    assert torch.equal(other.up.weight, mlp().up.weight)
-    back = f8sub.convert_to_float8(Mlp())
-    back.load_state_dict(mlp().state_dict())
-    assert torch.equal(back(x_of()), model(x_of()))

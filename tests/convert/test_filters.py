@@ -36,8 +36,8 @@ def tied_to_the_first() -> nn.Module:
 
 
 class Scaled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
+    def forward(self, input):
+        return 2 * super().forward(input)
 
 
 class Plain(nn.Linear):
@@ -126,38 +126,30 @@ def test_dims_have_to_be_multiples_of_16(shape):
 
 
 SKIPS = {
-    "one-segment": ("down", ["blocks.0.up", "blocks.10.up", "lm_head2"]),
-    "run-of-segments": (
-        "blocks.1",
-        ["blocks.0.up", "blocks.0.down", "blocks.10.up", "blocks.10.down", "lm_head2"],
-    ),
-    "glob": ("lm_*", ["blocks.0.up", "blocks.0.down", "blocks.10.up", "blocks.10.down"]),
-    "glob-in-a-run": ("blocks.*.up", ["blocks.0.down", "blocks.10.down", "lm_head2"]),
-    "part-of-a-segment": (
-        "lm_head",
-        ["blocks.0.up", "blocks.0.down", "blocks.10.up", "blocks.10.down", "lm_head2"],
-    ),
-    "the-whole-name": ("blocks.0.up", ["blocks.0.down", "blocks.10.up", "blocks.10.down", "lm_head2"]),
-    "longer-than-the-name": (
-        "a.b.c.d.e",
-        ["blocks.0.up", "blocks.0.down", "blocks.10.up", "blocks.10.down", "lm_head2"],
-    ),
-    "question-mark": ("?", ["blocks.10.up", "blocks.10.down", "lm_head2"]),
-    "empty": ("", ["blocks.0.up", "blocks.0.down", "blocks.10.up", "blocks.10.down", "lm_head2"]),
-    "not-a-regex": ("d.wn", ["blocks.0.up", "blocks.0.down", "blocks.10.up", "blocks.10.down", "lm_head2"]),
+    "one-segment": ("down", {"blocks.0.down", "blocks.10.down"}),
+    "run-of-segments": ("blocks.1", set()),
+    "glob": ("lm_*", {"lm_head2"}),
+    "glob-in-a-run": ("blocks.*.up", {"blocks.0.up", "blocks.10.up"}),
+    "part-of-a-segment": ("lm_head", set()),
+    "the-whole-name": ("blocks.0.up", {"blocks.0.up"}),
+    "longer-than-the-name": ("a.b.c.d.e", set()),
+    "question-mark": ("?", {"blocks.0.up", "blocks.0.down"}),
+    "empty": ("", set()),
+    "not-a-regex": ("d.wn", set()),
 }
+"""Each with the layers that it skips."""
 
 
 @pytest.mark.parametrize("name", SKIPS, ids=list(SKIPS))
 def test_skip_is_a_glob_over_whole_segments(name):
-    pattern, expected = SKIPS[name]
+    pattern, skipped = SKIPS[name]
     blocks = {i: nn.ModuleDict({"up": nn.Linear(K, K), "down": nn.Linear(K, K)}) for i in ("0", "10")}
     model = nn.ModuleDict({"blocks": nn.ModuleDict(blocks), "lm_head2": nn.Linear(K, K)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", f8sub.Float8Warning)
         f8sub.convert_to_float8(model, skip=(pattern,))
-    assert converted(model) == expected
-    assert all(reason == f"skip={pattern!r}" for reason in reasons(model).values())
+    assert reasons(model) == dict.fromkeys(skipped, f"skip={pattern!r}")
+    assert len(converted(model)) == 5 - len(skipped)
 
 
 def test_skip_adds_to_the_defaults():
@@ -216,24 +208,16 @@ def test_filter_fn_is_asked_with_module_and_name(argument):
 
 def test_every_filter_has_to_agree():
     model = f8sub.convert_to_float8(
-        mlp(),
-        filter_fn=lambda m, fqn: fqn != "up",
-        module_filter_fn=lambda m, fqn: True,
-        filter_fqns=["lm"],
+        mlp(), filter_fn=lambda m, fqn: fqn != "up", module_filter_fn=lambda m, fqn: True, filter_fqns=["lm"]
     )
     assert converted(model) == ["down"]
 
 
-class Doubled(nn.Linear):
-    def forward(self, input):
-        return 2 * super().forward(input)
-
-
 @pytest.fixture
 def doubled():
-    extensions.add(Doubled)
-    yield nn.Sequential(Doubled(K, K), nn.Linear(K, K))
-    extensions.discard(Doubled)
+    extensions.add(Scaled)
+    yield nn.Sequential(Scaled(K, K), nn.Linear(K, K))
+    extensions.discard(Scaled)
 
 
 def test_the_forward_of_an_entered_subclass_runs_around_float8s(doubled):
@@ -242,7 +226,7 @@ def test_the_forward_of_an_entered_subclass_runs_around_float8s(doubled):
     f8sub.convert_to_float8(plain)
     f8sub.convert_to_float8(doubled)
     x = x_of(32, K)
-    assert isinstance(doubled[0], Doubled)
+    assert isinstance(doubled[0], Scaled)
     assert isinstance(doubled[0], f8sub.Float8Linear)
     assert torch.equal(doubled[0](x), 2 * plain[0](x))
     assert torch.equal(doubled[0](input=x), doubled[0](x))
@@ -260,5 +244,5 @@ def test_copies_of_an_entered_subclass(doubled, again):
 
 def test_an_entered_subclass_and_back(doubled):
     f8sub.convert_from_float8(f8sub.convert_to_float8(doubled))
-    assert type(doubled[0]) is Doubled
+    assert type(doubled[0]) is Scaled
     assert type(doubled[1]) is nn.Linear

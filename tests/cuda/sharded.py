@@ -10,7 +10,6 @@ from tests.data_sets import gaussian, generator
 from tests.kernels.products import bits
 from tests.models import BF16, float8_layers, precompute, shard, transformer
 from tests.weights.ranks.test_losses import SPREAD, optimizer_of
-from tests.wire import Wire
 
 STEPS, BATCH, WIDTH, CLASSES = 6, 8, 32, 11
 
@@ -96,13 +95,3 @@ def non_finite(rank: int, world: int, recipe: str) -> tuple[list[bool], str]:
     except f8sub.Float8NumericsError as error:
         return poisoned, str(error)
     return poisoned, "no error"
-
-
-def all_reduces_of_a_step(rank: int, world: int, recipe: str) -> tuple[int, int]:
-    """All-reduces of three optimizer steps, and bytes gathered in high precision and in float8."""
-    model = shard(model_on_gpu(recipe), BF16)
-    optimizer = optimizer_of(model.parameters())
-    train(model, optimizer, rank, steps=2)
-    with Wire() as wire:
-        train(model, optimizer, rank, steps=3)
-    return wire.all_reduces, wire.gathered

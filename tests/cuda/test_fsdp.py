@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
 from tests.cuda.products import RECIPES
 from tests.cuda.sharded import (
-    all_reduces_of_a_step,
     gathered_bits,
     losses_on_and_off,
     model_on_gpu,
@@ -61,14 +58,6 @@ def test_a_non_finite_weight_is_reported_by_every_rank(on_gpus, recipe):
         assert "blocks.0" not in message
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@on_each_recipe
-def test_one_all_reduce_a_step(ranks, recipe):
-    """Of three; ``mxfp8`` and ``nvfp4`` have scales of their own rows alone, which need none."""
-    for calls, _ in ranks(2, all_reduces_of_a_step, recipe, gpus=True, timeout=120):
-        assert calls == 3 if recipe == "tensorwise" else calls <= 3
-
-
 def steps_without_a_sync(rank: int, world: int, recipe: str, compiled: bool) -> None:
     model = shard(model_on_gpu(recipe), BF16)
     if compiled:
@@ -84,19 +73,6 @@ def steps_without_a_sync(rank: int, world: int, recipe: str, compiled: bool) -> 
 @on_each_recipe
 def test_the_host_never_waits(on_gpus, recipe, compiled):
     on_gpus(steps_without_a_sync, recipe, compiled)
-
-
-def moved_by_fully_shard(rank: int, world: int) -> tuple[str, list[float]]:
-    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)))
-    before = model[0].plan.device.type
-    fully_shard(model, mp_policy=MixedPrecisionPolicy())
-    y = model(torch.randn(8, 32, device="cuda"))
-    y.backward(torch.randn_like(y))
-    return before, [model[0].plan.device.type, y.device.type]
-
-
-def test_a_model_converted_on_the_cpu_is_sharded_on_the_gpu(ranks):
-    assert ranks(1, moved_by_fully_shard, gpus=True, timeout=120) == [("cpu", ["cuda", "cuda"])]
 
 
 def guarded_steps(rank: int, world: int) -> tuple[int, bool]:

@@ -80,18 +80,6 @@ def test_compiled_by_inductor(recipe, shape, biased):
         assert torch.equal(compiled[name], eager[name]), name
 
 
-@on_each_recipe
-def test_autocast(recipe):
-    x, w, dy, _ = tensors(SHAPES["aligned"], torch.float32)
-    layer, x_leaf = layer_of(recipe, w), x.cuda().requires_grad_()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        y = layer(x_leaf)
-    y.backward(dy.bfloat16().cuda())
-    assert (y.dtype, x_leaf.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, x.dtype, w.dtype)
-    results = {"y": y.detach(), "dx": x_leaf.grad.bfloat16(), "dw": layer.weight.grad}
-    assert_within_budget(layer, results, products.linear(recipe, x.bfloat16(), w.bfloat16(), dy.bfloat16()))
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @on_each_recipe
 def test_a_batch_of_no_rows(recipe, compiled):

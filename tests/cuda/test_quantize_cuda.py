@@ -168,19 +168,6 @@ def test_a_layer_shows_and_runs_them(recipe, runs):
     assert len(runs) >= 3
 
 
-def test_in_a_cuda_graph():
-    x = torch.randn(272, 400, device="cuda", dtype=torch.bfloat16)
-    for format in FORMATS.values():
-        quantize_cuda.quantize(x, format, format)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            row, col, _ = quantize_cuda.quantize(x, format, format)
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        for ours, right in zip((row, col), reference.quantize(x.cpu(), format, format)[:2], strict=True):
-            assert_same_bits(ours, right)
-
-
 def test_formats_without_a_kernel_say_so():
     format = Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))
     assert support.why_no_kernel(format) is not None

@@ -27,12 +27,8 @@ def trainer_of(rank: int, arguments: list[str], folder: Path) -> Any:
     return torchtitan.train.Trainer(jobs_0_2.configured(arguments, folder, emulate=False))
 
 
-def train(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
-    return gloo.train(trainer_of(rank, arguments, folder))
-
-
-def count(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
-    return gloo.train(trainer_of(rank, arguments, folder), count=True)
+def train(rank: int, world: int, arguments: list[str], folder: Path, count: bool = False) -> dict[str, Any]:
+    return gloo.train(trainer_of(rank, arguments, folder), count=count)
 
 
 def train_asynchronously(

@@ -24,15 +24,10 @@ MAKERS = {
 
 @dataclass(frozen=True)
 class Message:
-    """One error or warning.
+    """One error or warning."""
 
-    Attributes:
-        where: file and line.
-        opening: the first words that are in every instance of it.
-    """
-
-    where: str
-    opening: str
+    where: str  # file and line
+    opening: str  # the first words that are in every instance of it
 
 
 def literals(text: ast.expr) -> list[str]:

@@ -35,19 +35,12 @@ RANKS = re.compile(r"ranks=([1-9]\d*)")
 
 @dataclass(frozen=True)
 class Example:
-    """Python blocks of a page that run one after another in the same names.
+    """Python blocks of a page that run one after another in the same names."""
 
-    Attributes:
-        where: page and line of the first block.
-        words: what stands after ``python`` in the first block's info string.
-        source: their text.
-        output: lines that the page says they print: those of a block marked ``output`` below them, without "...".
-    """
-
-    where: str
-    words: tuple[str, ...]
+    where: str  # page and line of the first block
+    words: tuple[str, ...]  # what stands after ``python`` in the first block's info string
     source: str
-    output: tuple[str, ...] = ()
+    output: tuple[str, ...] = ()  # lines of a block marked ``output`` below them, without "..."
 
     @property
     def world(self) -> int | None:
@@ -61,11 +54,7 @@ class Example:
 
 
 def examples(page: Path) -> list[Example]:
-    """The Python examples of a page.
-
-    Raises:
-        ValueError: an info string with a word that means nothing here.
-    """
+    """The Python examples of a page."""
     text, found = page.read_text(), []
     for block in FENCE.finditer(text):
         words = block["info"].split()

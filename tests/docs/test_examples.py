@@ -3,16 +3,12 @@
 import pytest
 import torch
 
-from tests.docs.pages import EXAMPLES, Example, run
+from tests.docs.pages import EXAMPLES, run
 
 ALONE = [example for example in EXAMPLES if example.world is None]
 
 
-def named(example: Example) -> str:
-    return example.where
-
-
-@pytest.mark.parametrize("example", ALONE, ids=named)
+@pytest.mark.parametrize("example", ALONE, ids=lambda example: example.where)
 def test_it_runs(example, tmp_path, monkeypatch):
     if example.needs_gpu and not torch.cuda.device_count():
         pytest.skip("needs a CUDA device")

@@ -47,13 +47,11 @@ def test_every_page_is_reached_from_the_readme():
     while left:
         page = left.pop()
         seen.add(page)
-        targets = (
+        targets = {
             (page.parent / link.partition("#")[0]).resolve() for link in links(page) if ":" not in link
-        )
-        left += [
-            target for target in targets if target.suffix == ".md" and target.exists() and target not in seen
-        ]
-    assert {page for page in PAGES if page not in seen} == set()
+        }
+        left += [target for target in targets - seen if target.suffix == ".md" and target.exists()]
+    assert set(PAGES) - seen == set()
 
 
 COMMAND = re.compile(

@@ -48,18 +48,8 @@ def test_the_readme_names_every_extra():
 
 @pytest.mark.long
 def test_the_wheel_runs_and_holds_types_and_measured_tables(tmp_path):
-    built = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run(built, check=True)
+    options = ("--quiet", "--no-deps", "--wheel-dir", str(tmp_path))
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True)
     (wheel,) = tmp_path.glob("f8sub-*.whl")
     assert wheel.name.startswith(f"f8sub-{f8sub.__version__}-")
     names = set(zipfile.ZipFile(wheel).namelist())

@@ -1,13 +1,9 @@
 """Launches of what was compiled before: CUDA is handed what Triton's own launch hands it."""
 
 import contextlib
-import itertools
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +14,6 @@ from f8sub.formats import Float8Format, Operand
 from tests.kernels.interpreted import needs_triton
 
 pytestmark = needs_triton
-ROOT = Path(__file__).parents[2]
 Seen = list[tuple[str, tuple[Any, ...]]]
 CASES = (
     "tensorwise bf16 both",
@@ -33,19 +28,15 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def process():
+def _in_a_process() -> Iterator[Callable[..., Any]]:
     """One of its own: Triton has one driver a process."""
     with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
-@pytest.fixture
-def fresh_process():
-    """That has launched nothing yet, whose cached launches count."""
-    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
-
+process = pytest.fixture(scope="module")(_in_a_process)
+fresh_process = pytest.fixture(_in_a_process)
+"""That has launched nothing yet, whose cached launches count."""
 
 _seen: Seen = []
 
@@ -108,7 +99,7 @@ def test_the_second_launch_is_the_first_without_triton(process, words):
 
 
 def other_arguments() -> None:
-    from f8sub.formats import ALL, Float8Format, Tile
+    from f8sub.formats import ALL, Tile
     from f8sub.kernels.triton import launch
 
     format = Float8Format(torch.float8_e4m3fn, Tile(128, 128))
@@ -148,7 +139,7 @@ def test_other_dtypes_alignments_shapes_and_formats_are_other_kernels(process):
 
 
 def bounded() -> None:
-    from f8sub.formats import Float8Format, Tile
+    from f8sub.formats import Tile
     from f8sub.kernels.triton import launch, launcher
 
     launcher._compiled.clear()
@@ -240,8 +231,7 @@ def prepared(recipe: str) -> None:
         assert over_other_tensors(matrix, lambda x, row=row, col=col: quantize_cuda.quantize(x, row, col))
         if format.tile.is_whole:
             assert over_other_tensors(
-                with_amax,
-                lambda x, amax, row=row, col=col: quantize_cuda.quantize(x, row, col, amax=amax),
+                with_amax, lambda x, amax, row=row, col=col: quantize_cuda.quantize(x, row, col, amax=amax)
             )
     assert over_other_tensors(
         codes,
@@ -253,61 +243,3 @@ def prepared(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant"])
 def test_what_was_worked_out_once_launches_the_same_over_other_tensors(fresh_process, recipe):
     fresh_process(prepared, recipe)
-
-
-def by_groups() -> None:
-    from f8sub.features.expert_operands import tokens_cuda, weights_cuda
-    from f8sub.features.expert_operands.groups import Groups
-    from f8sub.features.expert_operands.weights import ExpertWeights
-    from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
-
-    take_any_device()
-    ends = itertools.cycle((10, 200, 256))
-
-    def tokens() -> dict[str, torch.Tensor]:
-        x = torch.randn(256, 384).bfloat16()
-        return {"x": x, "ends": torch.tensor([3, 3, next(ends)], dtype=torch.int32)}
-
-    def matrices() -> dict[str, torch.Tensor]:
-        return {"w": torch.randn(3, 256, 128).bfloat16()}
-
-    for format in GROUP_FORMATS.values():
-        for rowwise, columnwise in USAGES.values():
-            row, col = format if rowwise else None, format if columnwise else None
-            assert over_other_tensors(
-                tokens,
-                lambda x, ends, row=row, col=col: tokens_cuda.quantize(x, Groups.of(ends, 256), row, col, 16),
-            )
-        if not format.is_plain:
-            continue  # one group of all experts' rows, whose end is no argument
-
-        def codes(format: Float8Format = format) -> dict[str, torch.Tensor]:
-            made = weights_cuda.quantize(**matrices(), format=format)
-            return {"data": made.data, "scale_inv": made.scale_inv}
-
-        over_other_tensors(matrices, lambda w, f=format: weights_cuda.quantize(w, f))
-        given = ExpertWeights(**codes(), format=format)
-        assert weights_cuda.derives(given, format) == over_other_tensors(
-            codes,
-            lambda data, scale_inv, f=format: weights_cuda.derive_columnwise(
-                ExpertWeights(data, scale_inv, f), f
-            ),
-        )
-
-
-def test_casts_by_groups_launch_the_same_over_other_tensors(fresh_process):
-    fresh_process(by_groups)
-
-
-@pytest.mark.long
-def test_the_script_times_every_operator():
-    finished = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench" / "launches.py"), "--rounds", "2", "--calls", "3"],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    for name in ("tensorwise", "rowwise", "blockwise", "gridquant"):
-        assert f"{name}: quantize x, both usages" in finished.stdout
-    assert "multiply, blockwise" in finished.stdout

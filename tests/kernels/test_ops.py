@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
-from f8sub.features.expert_operands import nodes as of_experts
-from f8sub.features.expert_operands import weights
 from f8sub.formats import E2M1
 from f8sub.kernels import ops, reference
 from f8sub.kernels.gemm import select
@@ -36,13 +34,7 @@ def made(formats, shape) -> Operand:
 def derivation(formats, shape):
     operand = made(formats, shape)
     dy = gaussian((4, shape[0]), generator(2))
-    return ops.derive_columnwise, (
-        operand.data,
-        operand.scale_inv,
-        dy,
-        formats[0].name,
-        formats[1].name,
-    )
+    return ops.derive_columnwise, (operand.data, operand.scale_inv, dy, formats[0].name, formats[1].name)
 
 
 def copy(formats, shape):
@@ -54,29 +46,6 @@ def quantization(formats, shape, usages=slice(None)):
     names = [None, None]
     names[usages] = [format.name for format in formats][usages]
     return ops.quantize_as_one_node, (gaussian(shape, generator(1)), None, *names)
-
-
-def grouped_quantization(formats, shape, usages=(True, True)):
-    names = [format.name if is_made else None for format, is_made in zip(formats, usages, strict=True)]
-    ends = torch.tensor([1, 1, shape[0]], dtype=torch.int32)
-    first = torch.tensor([0, 1, 1], dtype=torch.int32)
-    return of_experts.quantize_groups_as_one_node, (gaussian(shape, generator(1)), first, ends, *names, 16)
-
-
-def experts_quantization(formats, shape):
-    return of_experts.quantize_experts, (gaussian((3, *shape), generator(1)), formats[0].name)
-
-
-def experts_derivation(formats, shape):
-    w = weights.quantize(gaussian((3, *shape), generator(1)), formats[0])
-    dy = gaussian((4, shape[0]), generator(2))
-    names = formats[0].name, formats[1].name
-    return of_experts.derive_columnwise_of_experts, (
-        w.data.contiguous(),
-        w.scale_inv.contiguous(),
-        dy,
-        *names,
-    )
 
 
 def multiplication(formats, shape):
@@ -94,22 +63,7 @@ OPERATORS = {
     "quantize_columnwise": functools.partial(quantization, usages=slice(1, 2)),
     "gemm_nt": multiplication,
 }
-OF_GROUPS = {
-    "groups_both": grouped_quantization,
-    "groups_rowwise": functools.partial(grouped_quantization, usages=(True, False)),
-    "groups_columnwise": functools.partial(grouped_quantization, usages=(False, True)),
-    "experts": experts_quantization,
-    "experts_columnwise": experts_derivation,
-}
-GROUP_FORMATS = {name: pair for name, pair in FORMATS.items() if pair[0].codes_per_byte == 1}
 on_each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
-
-
-@pytest.mark.parametrize(("name", "count"), [("tensorwise", 2 + 4), ("rowwise", 2 + 4), ("128x128", 4 + 4)])
-def test_an_operator_of_groups_says_where_they_lie_in_codes_that_have_other_rows_alone(name, count):
-    """The others lie as in x; a copy of that would be a launch of each cast."""
-    operator, arguments = grouped_quantization(FORMATS[name], (64, 32))
-    assert len(operator(*arguments)) == count
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,12 +198,3 @@ def test_only_a_small_part_of_dy_is_handed_over():
     torch.compile(backward, backend="eager", fullgraph=True)(dy)
     assert parts == [((1, 1), (1, 1))]
     assert ops.small_part_of(dy, None) is dy
-
-
-@pytest.mark.parametrize("operator", OF_GROUPS.values(), ids=list(OF_GROUPS))
-@pytest.mark.parametrize("formats", GROUP_FORMATS.values(), ids=list(GROUP_FORMATS))
-def test_operators_of_groups(operator, formats):
-    for shape in SHAPES:
-        test_the_fake_has_the_results_shapes_and_dtypes(operator, formats, shape)
-    test_it_changes_no_argument_and_its_result_is_memory_of_its_own(operator, formats)
-    test_opcheck_under_dynamic_shapes(operator, formats)

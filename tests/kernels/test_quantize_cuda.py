@@ -199,11 +199,6 @@ def parts(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
             assert not (signs & ~found.isnan()).any()
 
 
-def _head(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The first bytes of a memory in a matrix's shape."""
-    return memory[: like.numel()].view(like.shape)
-
-
 def many_parts(name: str, device: str = "cpu") -> None:
     """Parts of matrices of two dtypes, of whole tiles and others, cast together and each by itself, twice."""
     format, given, right = FORMATS[name], [], []
@@ -219,7 +214,10 @@ def many_parts(name: str, device: str = "cpu") -> None:
     sizes = [-(-each.numel() // 16) * 16 for each in right]
     memories = [torch.empty(sum(sizes), dtype=torch.uint8, device=device) for _ in range(2)]
     placed = [memory.split(sizes) for memory in memories]
-    here, there = ([_head(out, each) for out, each in zip(of, right, strict=True)] for of in placed)
+    # The first bytes of each memory in its matrix's shape.
+    here, there = (
+        [out[: r.numel()].view(r.shape) for out, r in zip(of, right, strict=True)] for of in placed
+    )
     casts = [
         (*quantize_cuda.cast_together(given[some], here[some]), some) for some in (slice(5), slice(5, None))
     ]
@@ -270,19 +268,6 @@ def test_other_layouts_and_two_formats():
             check(x, format, FORMATS["1x128-float"])
         for row, col in usages_of(name):
             check(x, row, col, any_layout=True)
-
-
-@interpreted
-def test_the_interpreter_still_needs_its_repair():
-    """Whether Triton's interpreter, as it comes, casts 127.9 to something else than 128."""
-    import triton.language as tl
-    from triton.runtime import interpreter as module
-
-    cells = module._convert_float.__closure__
-    (convert,) = (cell.cell_contents for cell in cells if callable(cell.cell_contents))
-    nearest = module._ir.ROUNDING_MODE.RTNE
-    found = convert(torch.tensor([127.9]).numpy(), tl.float32, tl.float8e4nv, nearest)
-    assert float(torch.from_numpy(found.copy()).view(E4M3).float()) != 128.0
 
 
 UNCOVERED = {

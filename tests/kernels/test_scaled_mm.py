@@ -192,7 +192,7 @@ TENTH = SMALL_BLOCK_PAIRS | {
     "of-larger-tiles": (
         Float8Format(E4M3, Tile(1, 64), ScaleRule.E8M0),
         Float8Format(E4M3, Tile(32, ALL), ScaleRule.E8M0),
-    ),
+    )
 }
 UNLIKE = {
     "finer": (Float8Format(E4M3, Tile(1, 16), ScaleRule.E8M0),) * 2,

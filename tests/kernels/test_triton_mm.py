@@ -24,12 +24,7 @@ PAIRS = OUR_PAIRS | {
     "128x256-384x128": (Float8Format(E4M3, Tile(128, 256)), Float8Format(E4M3, Tile(384, 128))),
     "32x128-1x256": (Float8Format(E4M3, Tile(32, 128)), Float8Format(E4M3, Tile(1, 256))),
 }
-SHAPES = {
-    "tiles": (128, 128, 256),
-    "ragged": (200, 136, 656),
-    "odd": (13, 7, 200),
-    "one": (1, 1, 1),
-}
+SHAPES = {"tiles": (128, 128, 256), "ragged": (200, 136, 656), "odd": (13, 7, 200), "one": (1, 1, 1)}
 """M, N, K: whole tiles; tiles and blocks cut at every edge, of a K that TMA takes and of one that it does not."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

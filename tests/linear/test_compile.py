@@ -13,6 +13,7 @@ from torch import nn
 import f8sub
 from f8sub.kernels.gemm import select
 from tests import oracle
+from tests.budgets import decibels
 from tests.compiling import (
     HIDDEN,
     SHAPES,
@@ -20,7 +21,6 @@ from tests.compiling import (
     Compiler,
     SavedShapes,
     compile_blocks,
-    decibels,
     differences,
     gained,
     mlps,

@@ -79,12 +79,8 @@ def test_a_cotangent_of_any_layout(recipe, layout):
 def test_x_and_w_of_different_dtypes(x_dtype, w_dtype):
     found = gradients(made(dtype=w_dtype), x_of(M, K, dtype=x_dtype))
     expected = gradients(seed_weights(nn.Sequential(nn.Linear(K, N)))[0], x_of(M, K))
-    assert {name: tensor.dtype for name, tensor in found.items()} == {
-        "y": x_dtype,
-        "dx": x_dtype,
-        "dw": w_dtype,
-        "db": w_dtype,
-    }
+    dtypes = {"y": x_dtype, "dx": x_dtype, "dw": w_dtype, "db": w_dtype}
+    assert {name: tensor.dtype for name, tensor in found.items()} == dtypes
     for name, tensor in found.items():
         assert_close(tensor, expected[name])
 

@@ -11,29 +11,22 @@ from torch import nn
 import f8sub
 from f8sub.linear import sockets
 from tests import oracle
-from tests.compiling import inner_tensors
+from tests.compiling import SavedShapes
 from tests.counting import FLOAT8, Float8Work
 from tests.data_sets import gaussian, generator
 from tests.kept_x import HEADS, TOKENS, WIDTH, Block, is_derivable, model_of, nodes_of, on_each_way, tokens
 from tests.layers import RECIPES, K, in_float8, made, on_each_recipe
 
 
-class Saved:
+class Saved(SavedShapes):
     """Storages saved for backward during ``run``, parameters aside, as they are after it."""
 
     def __init__(self, run: Callable[[], torch.Tensor], parameters: list[torch.Tensor]) -> None:
-        own = {parameter.untyped_storage()._cdata for parameter in parameters}
-        saved: dict[int, torch.Tensor] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            for buffer in inner_tensors(tensor):
-                if buffer.untyped_storage()._cdata not in own:
-                    saved[buffer.untyped_storage()._cdata] = buffer
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.y = run()
-        self._tensors = list(saved.values())
+        super().__init__(run)
+        storages = {tensor.untyped_storage()._cdata: tensor for tensor in self.tensors}
+        for parameter in parameters:
+            storages.pop(parameter.untyped_storage()._cdata, None)
+        self._tensors = list(storages.values())
 
     @property
     def bytes(self) -> int:

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import default_collate
 
 import f8sub
+from tests.models import update
 from tests.wire import Wire
 
 BF16 = torch.bfloat16
@@ -24,9 +25,7 @@ def losses(model, steps: int = 3) -> list[float]:
     for _ in range(steps):
         loss = model(**batch()).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        f8sub.precompute_scales(model)
+        update(model, optimizer)
         found.append(loss.item())
     return found
 

@@ -103,18 +103,12 @@ def test_a_place_holds_for_another_number_of_ranks(folder):
     assert torch.equal(alone.next_batch(5), expected.next_batch(5))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 1}, "belongs to seed = 0, but this run has 1"),
-        ({"source": "stdlib"}, "belongs to source = "),
-    ],
-)
-def test_a_place_in_other_data_is_refused(folder, change, message):
+def test_a_place_in_other_data_is_refused(folder):
     state = packed(folder).state_dict()
-    other = packed(**{"source": folder, **change})
-    with pytest.raises(DataError, match=message):
-        other.load_state_dict(state)
+    with pytest.raises(DataError, match="belongs to seed = 0, but this run has 1"):
+        packed(folder, seed=1).load_state_dict(state)
+    with pytest.raises(DataError, match="belongs to source = "):
+        packed("stdlib").load_state_dict(state)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -45,18 +45,6 @@ def test_recipes_of_some_layers_are_a_table(tmp_path):
         assert found == [("layers.*.mlp", "rowwise"), ("layers.0", "blockwise")]
 
 
-def test_experts_that_are_converted(tmp_path):
-    for text, expected in (("true", True), ("false", False), ("'auto'", "auto")):
-        path = toml(tmp_path, f"[float8]\nexperts = {text}\n")
-        word = text.strip("'")
-        assert parse(["--job.config_file", path]).float8.experts == expected
-        assert parse(["--float8.experts", word]).float8.experts == expected
-    with pytest.raises(SettingsError, match=r"experts = 'some': expected bool"):
-        parse(["--job.config_file", toml(tmp_path, "[float8]\nexperts = 'some'\n")])
-    with pytest.raises(SystemExit):
-        parse(["--float8.experts", "some"])
-
-
 def test_the_shipped_file_parses():
     parse(["--job.config_file", str(ROOT / "recipes" / "pretrain.toml")])
 

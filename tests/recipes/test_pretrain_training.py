@@ -5,17 +5,15 @@ import math
 import pytest
 import torch
 from checkpoint import CheckpointError
-from metrics import read_metrics
 from model import SIZES
 from pretrain import learning_rate
-from safetensors.torch import load_file
 from settings import parse
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from traffic import count_traffic
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
-from f8sub.__main__ import main
+from tests.models import equal, refusal
 from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
 from tests.selection import long_but
 from tests.wires import gathered_bytes
@@ -23,9 +21,7 @@ from tests.wires import gathered_bytes
 RECIPES = ("", "tensorwise", "nvfp4", "delayed")
 QUICK = ("delayed",)
 on_each_recipe = pytest.mark.parametrize(
-    "recipe",
-    long_but(QUICK, RECIPES),
-    ids=lambda recipe: recipe or "bf16",
+    "recipe", long_but(QUICK, RECIPES), ids=lambda recipe: recipe or "bf16"
 )
 
 
@@ -60,24 +56,6 @@ def test_activation_checkpointing_changes_no_loss(ranks, tmp_path, size):
         assert ranks(2, train, settings) == [True, True]
         found[mode] = losses(settings)
     assert found["selective"] == found["full"] == found["none"]
-
-
-def test_a_mixture_of_experts(ranks, tmp_path):
-    """Its weights depend on the seed alone, and its losses are those of bf16 within the rounding of a few steps."""
-    settings = quick_settings(tmp_path / "float8", "--model.size moe-debug")
-    one, three = (ranks(world, full_weights, settings)[0] for world in (1, 3))
-    assert all((value == three[name]).all() for name, value in one.items())
-    bf16 = changed(changed(settings, "float8", enabled=False), "job", dump_folder=str(tmp_path / "bf16"))
-    linears = changed(
-        changed(settings, "float8", experts=False), "job", dump_folder=str(tmp_path / "linears")
-    )
-    for each in (settings, bf16, linears):
-        assert ranks(2, train, each) == [True, True]
-    assert losses(settings)[-1] < losses(settings)[0] - 0.3
-    assert losses(settings) == pytest.approx(losses(bf16), rel=3e-2)
-    ours, of_linears, of_bf16 = (records(each)[-1]["all_gather_bytes"] for each in (settings, linears, bf16))
-    assert ours < 0.55 * of_bf16
-    assert ours < 0.65 * of_linears < 0.65 * of_bf16
 
 
 @pytest.mark.long
@@ -136,16 +114,6 @@ def test_one_rank_and_gradient_accumulation_train_alike(ranks, tmp_path, recipe)
     assert losses(one)[-1] < losses(one)[0] - 0.3
 
 
-@pytest.mark.long
-def test_gradients_in_float8_are_monitored(ranks, tmp_path):
-    settings = quick_settings(tmp_path, f"{GRADIENTS} --float8.monitor_every 2")
-    ranks(2, train, settings)
-    rows = [row for row in read_metrics(tmp_path / "numerics.jsonl") if row["role"] == "gradient"]
-    assert sorted({row["step"] for row in rows}) == [1, 3]
-    assert {row["layer"] for row in rows} == {"(root)", *(f"model.layers.{i}" for i in range(4))}
-    assert (tmp_path / "numerics_gradient.png").exists()
-
-
 def stop_one_rank(rank, world, settings, step):
     run = trainer(world, settings)
     train_step = run.train_step
@@ -174,26 +142,22 @@ def test_a_request_in_the_last_step_changes_nothing(ranks, tmp_path):
     assert ranks(2, stop_one_rank, settings, 4) == [(True, 4), (True, 4)]
 
 
-def refusal(rank, world, settings):
-    try:
-        return trainer(world, settings).run()
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_a_new_run_does_not_mix_with_an_older_one(ranks, tmp_path):
+@pytest.mark.parametrize("world", [1])
+def test_a_new_run_does_not_mix_with_an_older_one(rank, world, tmp_path):
     settings = quick_settings(tmp_path, "--float8.enabled false --checkpoint.interval 4")
-    ranks(1, train, settings)
-    assert "has checkpoints of an earlier run, up to step-00000004" in ranks(1, refusal, settings)[0]
+    train(rank, world, settings)
+    told = refusal(CheckpointError, train, rank, world, settings)
+    assert "has checkpoints of an earlier run, up to step-00000004" in told
 
 
 @pytest.mark.long
-def test_newest_begins_anew_without_checkpoints_but_not_with_broken_ones(ranks, tmp_path):
+@pytest.mark.parametrize("world", [1])
+def test_newest_begins_anew_without_checkpoints_but_not_with_broken_ones(rank, world, tmp_path):
     options = "--float8.enabled false --checkpoint.interval 4 --checkpoint.resume newest"
     settings = quick_settings(tmp_path, options)
-    assert ranks(1, refusal, settings) == [True]
+    assert train(rank, world, settings)
     (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").unlink()
-    assert "No checkpoint in" in ranks(1, refusal, settings)[0]
+    assert "No checkpoint in" in refusal(CheckpointError, train, rank, world, settings)
 
 
 def test_metrics_of_steps_after_the_checkpoint_are_written_anew(ranks, tmp_path):
@@ -201,8 +165,7 @@ def test_metrics_of_steps_after_the_checkpoint_are_written_anew(ranks, tmp_path)
     ranks(1, train, settings)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
-    again = changed(settings, "checkpoint", resume="step-00000003")
-    ranks(1, train, again)
+    ranks(1, train, changed(settings, "checkpoint", resume="step-00000003"))
     assert [record["step"] for record in records(settings)] == [1, 2, 3, 4]
 
 
@@ -214,28 +177,19 @@ def test_float16_skips_a_step_that_overflows_on_one_rank(rank, world, tmp_path):
     loss = run.loss
     run.loss = lambda data: loss(data) * (1e30 if rank == 1 else 1.0)
     run.train_step()
-    same = all(torch.equal(a, b.full_tensor()) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert equal([parameter.full_tensor() for parameter in run.model.parameters()], before)
     run.loss = loss
     run.train_step()
-    moved = not torch.equal(before[0], next(run.model.parameters()).full_tensor())
-    assert same
-    assert moved
+    assert not torch.equal(next(run.model.parameters()).full_tensor(), before[0])
     assert run.scaler.get_scale() == 2.0**15
 
 
-def no_loss(rank, world, settings):
-    run = trainer(world, settings)
+def test_a_loss_that_is_no_number_stops_every_rank(rank, world, tmp_path):
+    run = trainer(world, quick_settings(tmp_path, "--float8.enabled false"))
     loss = run.loss
     run.loss = lambda data: loss(data) * (math.nan if rank == 1 else 1.0)
-    try:
+    with pytest.raises(FloatingPointError, match="The loss of step 1 is nan"):
         run.run()
-    except FloatingPointError as error:
-        return str(error)
-
-
-def test_a_loss_that_is_no_number_stops_every_rank(ranks, tmp_path):
-    for message in ranks(2, no_loss, quick_settings(tmp_path, "--float8.enabled false")):
-        assert "The loss of step 1 is nan" in message
 
 
 @on_each_recipe
@@ -278,62 +232,5 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine():
     settings = parse(
         ["--training.steps", "110", "--lr_scheduler.warmup_steps", "10", "--optimizer.lr", "2.0"]
     )
-    assert learning_rate(settings, 0) == pytest.approx(0.2)
-    assert learning_rate(settings, 9) == pytest.approx(2.0)
-    assert learning_rate(settings, 10) == pytest.approx(2.0)
-    assert learning_rate(settings, 60) == pytest.approx(2.0 * 0.55)
-    assert learning_rate(settings, 110) == pytest.approx(0.2)
-
-
-def test_a_monitor_measures_and_changes_nothing(ranks, tmp_path):
-    options = "--training.steps 5 --float8.recipe rowwise"
-    plain = quick_settings(tmp_path / "plain", options)
-    watched = quick_settings(
-        tmp_path / "watched", f"{options} --float8.monitor_every 2 --metrics.tensorboard true"
-    )
-    for settings in (plain, watched):
-        assert ranks(2, train, settings) == [True] * 2
-    assert losses(watched) == losses(plain)
-    counted = [[r["amax_all_reduces"] for r in records(s)] for s in (plain, watched)]
-    assert counted[0] == counted[1]
-    rows = read_metrics(tmp_path / "watched" / "numerics.jsonl")
-    assert sorted({row["step"] for row in rows}) == [1, 3, 5]
-    assert len(rows) == 3 * 3 * 28
-    assert {row["role"] for row in rows} == {"x", "w", "dy"}
-    pictures = sorted(path.name for path in (tmp_path / "watched").glob("*.png"))
-    assert pictures == ["numerics_dy.png", "numerics_w.png", "numerics_x.png"]
-    assert not list((tmp_path / "plain").glob("numerics*"))
-
-
-@pytest.mark.long
-def test_a_monitors_rows_go_on_after_a_resume(ranks, tmp_path):
-    options = "--float8.monitor_every 1 --checkpoint.interval 2 --training.steps"
-    assert ranks(1, train, quick_settings(tmp_path, f"{options} 4")) == [True]
-    kept = [row for row in read_metrics(tmp_path / "numerics.jsonl") if row["step"] < 3]
-    assert ranks(1, train, quick_settings(tmp_path, f"{options} 5 --checkpoint.resume step-00000002")) == [
-        True
-    ]
-    rows = read_metrics(tmp_path / "numerics.jsonl")
-    assert rows[: len(kept)] == kept
-    assert list(dict.fromkeys(row["step"] for row in rows)) == [1, 2, 3, 4, 5]
-
-
-def test_f8sub_export_takes_a_checkpoint_as_it_is(ranks, tmp_path):
-    settings = quick_settings(tmp_path / "run", "--checkpoint.interval 4 --float8.recipe blockwise")
-    found = ranks(2, train_and_save_float8, settings, str(tmp_path / "own"))
-    assert found == [True] * 2
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
-    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--recipe", "blockwise"]) == 0
-    own, out = (load_file(tmp_path / folder / "model.safetensors") for folder in ("own", "out"))
-    assert own.keys() == out.keys()
-    assert all(torch.equal(own[k].view(torch.uint8), out[k].view(torch.uint8)) for k in own)
-    config = AutoConfig.from_pretrained(tmp_path / "out")
-    assert config.architectures == ["LlamaForCausalLM"]
-    assert config.num_hidden_layers == 4
-
-
-def train_and_save_float8(rank, world, settings, folder):
-    run = trainer(world, settings)
-    done = run.run()
-    f8sub.save_float8(run.model, folder)
-    return done
+    expected = {0: 0.2, 9: 2.0, 10: 2.0, 60: 2.0 * 0.55, 110: 0.2}
+    assert {step: learning_rate(settings, step) for step in expected} == pytest.approx(expected)

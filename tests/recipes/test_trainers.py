@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import f8sub
-from tests.models import BF16
+from tests.models import BF16, update
 
 # Accelerate keeps its state for the process.
 pytestmark = pytest.mark.own_ranks
@@ -113,9 +113,7 @@ def uninterrupted(
         (loss * shared / batches_a_step).backward()
         if last:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            f8sub.precompute_scales(model)
+            update(model, optimizer)
     return record.losses, weights_of(model)
 
 

@@ -5,12 +5,10 @@ import types
 import pytest
 import torch
 
-from f8sub import get_recipe
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
-from scripts.bench.gpu import gemms, graphs, linears, monitors, quantizers, slices, variants
-from scripts.bench.gpu.expert_steps import Lie
-from scripts.bench.gpu.experts import FLOOR_DB, RECIPES, Problem, Product
+from scripts.bench.gpu import gemms, graphs, linears, quantizers, slices, variants
+from scripts.bench.gpu.experts import FLOOR_DB, RECIPES
 from scripts.bench.gpu.session import Session
 
 CPU = torch.device("cpu")
@@ -24,19 +22,13 @@ def session(**changes) -> Session:
     return Session(**{**given, "begin": lambda what: None, "save": lambda: None, **changes})
 
 
-@pytest.fixture(scope="module")
-def everything(run_script) -> tuple[dict, str]:
-    """All groups, tiny: what they write and print."""
+@pytest.mark.long
+def test_every_group_has_figures_of_what_can_run_here(run_script):
+    """Tiny ones."""
     finished = run_script("bench_gpu.py", "--rounds", "2", "--only", *COMPARED, GRAPHED)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.figures, finished.stdout
-
-
-@pytest.mark.long
-def test_every_group_has_figures_of_what_can_run_here(everything):
-    found, printed = everything
+    found, printed = finished.figures, finished.stdout
     assert found["before"]["device"] == found["after"]["device"] == "CPU"
-    assert found["before"]["torch"] == torch.__version__
     assert found["failed"] == {}
     assert printed.count(", CPU") >= 7
     figures = found["figures"]
@@ -47,18 +39,17 @@ def test_every_group_has_figures_of_what_can_run_here(everything):
         assert rows["copy"]["of_copy"] == 1.0
         assert all(row["median_ms"] > 0 and row["gb_per_s"] > 0 for row in rows.values())
     kinds = {
-        f"{kind}, {backend}": module.why_not(a, b, CPU) is None
+        f"{kind}, {backend}"
         for kind, (a, b, _) in gemms.KINDS.items()
         for backend, module in select.GEMM.items()
-        if backend != "reference"
+        if backend != "reference" and module.why_not(a, b, CPU) is None
     }
     for rows in figures["gemm"]["products"].values():
-        assert rows.keys() == {"bf16", *(name for name, runs in kinds.items() if runs)}
+        assert rows.keys() == {"bf16", *kinds}
         assert all(row["tflops"] > 0 and row["sqnr_db"] > gemms.FLOOR_DB for row in rows.values())
     experts = figures["experts"]
-    assert {len(rows) for rows in experts["products"].values()} == {1 + len(RECIPES)}
     for rows in experts["products"].values():
-        assert all(row["tflops"] > 0 for row in rows.values())
+        assert len(rows) == 1 + len(RECIPES)
         assert all(row["sqnr_db"] > FLOOR_DB for name, row in rows.items() if name != "bf16")
     for rows in experts["steps"].values():
         assert rows.keys() == {"bf16 compiled", "bf16 eager", *COMPARED[:2]}
@@ -157,27 +148,3 @@ def test_the_weight_is_cast_before_every_call():
     kept = operators()
     layer.changed()
     assert operators() > kept
-
-
-def test_a_grouped_product_that_is_wrong_is_not_timed():
-    """By groups that lie elsewhere."""
-    problem = Problem("fprop", (4, 32, 64, 96), Lie.of("balanced", 4, 96))
-    torch.manual_seed(0)
-    product = Product(problem, get_recipe("rowwise").fprop, "dequantize", problem.lie.groups(CPU))
-    a, b = product.operands(*problem.given(CPU))
-    assert product.sqnr((a, b)) > FLOOR_DB - 10
-    product.groups = product.groups._replace(ends=product.groups.ends - 16)
-    with pytest.raises(RuntimeError, match="dB of its operands' product"):
-        product.sqnr((a, b))
-
-
-def test_a_monitors_cost_is_that_of_sampled_steps():
-    given = session(only=["f8sub tensorwise eager"])
-    monitors.group(given)
-    assert not given.failed
-    ((shape, rows),) = given.figures["monitor"].items()
-    (row,) = rows.values()
-    assert (shape, row["operands"]) == ("32x4", 3 * 4 * 7)
-    plain, sampled = row["plain"]["median_ms"], row["sampled"]["median_ms"]
-    assert row["share"] == pytest.approx((sampled - plain) / (100 * plain))
-    assert len(given.tables) == 1

@@ -3,8 +3,7 @@
 import pytest
 
 from scripts.bench import many_gpus
-from tests.features.torchtitan import runs
-from tests.scripts.test_titan import SHORT, SMALL
+from tests.scripts.test_titan import SHORT, SMALL, of_0_2
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4, 8])
@@ -20,10 +19,7 @@ def test_rows_take_the_gpus_that_are_there(gpus):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    runs.installed() != "0.2",
-    reason=f"of torchtitan 0.2, here is {runs.installed()}: scripts/test_torchtitan.sh has both",
-)
+@of_0_2
 def test_a_section_on_cpus(run_script):
     on_cpus = ("--gpus", "2", "--program", "tests.features.torchtitan.cpu_0_2", "--f8sub.emulate")
     done = run_script(

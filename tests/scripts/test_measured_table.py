@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("transformers")
+measured = pytest.importorskip("scripts.tables.measured")
 PAGE = Path(__file__).parents[2] / "docs" / "estimate.md"
 
 
-def test_the_page_shows_the_table(monkeypatch, capsys, tmp_path):
-    pytest.importorskip("transformers")
-    measured = pytest.importorskip("scripts.tables.measured")
+def test_the_page_shows_the_table(monkeypatch):
     written = {}
     monkeypatch.setattr(
         "scripts.table.write_between_markers", lambda name, text: written.update({name: text})
@@ -20,9 +20,7 @@ def test_the_page_shows_the_table(monkeypatch, capsys, tmp_path):
     assert f"<!-- begin measured -->\n{table}\n\n<sub>" in PAGE.read_text()
 
 
-def test_a_row_a_figure(monkeypatch, capsys, tmp_path):
-    pytest.importorskip("transformers")
-    measured = pytest.importorskip("scripts.tables.measured")
+def test_a_row_a_figure(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["measured.py", "--all", "--json", str(tmp_path / "rows.json")])
     measured.main()
     assert (tmp_path / "rows.json").read_text().count("tokens_per_s") == 29

@@ -5,16 +5,12 @@ import pytest
 from scripts.tables import memory_per_parameter
 
 EXPECTED = {
-    "float32 weights": {"weights": 4, "masters": 0, "optimizer states": 8, "codes": 1},
-    "bf16 weights, float32 masters": {"weights": 2, "masters": 4, "optimizer states": 8, "codes": 1},
-    "float8 primary weights, float32 masters": {
-        "weights": 0,
-        "masters": 4,
-        "optimizer states": 8,
-        "codes": 1,
-    },
-    "frozen float8 primary weights": {"weights": 0, "masters": 0, "optimizer states": 0, "codes": 1},
+    "float32 weights": (4, 0, 8),
+    "bf16 weights, float32 masters": (2, 4, 8),
+    "float8 primary weights, float32 masters": (0, 4, 8),
+    "frozen float8 primary weights": (0, 0, 0),
 }
+"""Bytes of weights, masters and optimizer states."""
 SLACK = 0.02
 """Scales, step counts and the amax table, a few bytes a weight."""
 
@@ -27,9 +23,9 @@ def figures(rank: int, world: int) -> dict[str, dict[str, float]]:
 def test_nothing_is_held_twice_and_primary_weights_are_one_byte(ranks, world):
     rows = ranks(world, figures)[0]
     assert rows.keys() == EXPECTED.keys()
-    for name, of_one_rank in EXPECTED.items():
+    for name, of_each in EXPECTED.items():
+        expected = dict(zip(("weights", "masters", "optimizer states"), of_each, strict=True))
         # What is sharded and has a master is cast into what FSDP2 sends, and kept nowhere.
-        kept = 1 if world == 1 or name.startswith("frozen") else 0
-        expected = {**of_one_rank, "codes": kept}
+        expected["codes"] = 1 if world == 1 or name.startswith("frozen") else 0
         for holder, count in {**expected, "other": 0, "total": sum(expected.values())}.items():
             assert rows[name][holder] == pytest.approx(count, abs=SLACK), (name, holder)

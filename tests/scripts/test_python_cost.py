@@ -1,6 +1,8 @@
-"""The scripts that time Python run: against torchao in the same run."""
+"""The scripts that time Python run: against torchao in the same run, and launches."""
 
 import pytest
+
+from tests.kernels.interpreted import needs_triton
 
 
 @pytest.mark.long
@@ -10,3 +12,13 @@ def test_it_tells_the_ratio_to_torchao(what, run_script):
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)
     assert 0 < done.figures["ratio_to_torchao"] < float("inf")
+
+
+@needs_triton
+@pytest.mark.long
+def test_launches_of_every_operator_are_timed(run_script):
+    done = run_script("bench/launches.py", "--rounds", "2", "--calls", "3")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("tensorwise", "rowwise", "blockwise", "gridquant"):
+        assert f"{name}: quantize x, both usages" in done.stdout
+    assert "multiply, blockwise" in done.stdout

@@ -11,6 +11,10 @@ from tests.features.torchtitan import runs
 
 SMALL = ("--flavor", "debugmodel", "--tokens", "128", "--sequences", "2")
 SHORT = ("--steps", "6", "--skip", "2", "--window", "2")
+of_0_2 = pytest.mark.skipif(
+    runs.installed() != "0.2",
+    reason=f"of torchtitan 0.2, here is {runs.installed()}: scripts/test_torchtitan.sh has both",
+)
 
 
 def test_figures_are_medians_over_what_follows_the_first_steps(tmp_path):
@@ -20,12 +24,7 @@ def test_figures_are_medians_over_what_follows_the_first_steps(tmp_path):
             writer.add_scalar(tag, value, step)
     writer.close()
     found = titan.figures_of(tmp_path, skip=2)
-    assert found == {
-        **dict.fromkeys(titan.METRICS, 30.0),
-        "loss": 80.0,
-        "slowest": 10.0,
-        "fastest": 80.0,
-    }
+    assert found == {**dict.fromkeys(titan.METRICS, 30.0), "loss": 80.0, "slowest": 10.0, "fastest": 80.0}
     with pytest.raises(ValueError, match="after step 8"):
         titan.figures_of(tmp_path, skip=8)
 
@@ -43,10 +42,7 @@ def test_arms_differ_in_what_they_are_about():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    runs.installed() != "0.2",
-    reason=f"of torchtitan 0.2, here is {runs.installed()}: scripts/test_torchtitan.sh has both",
-)
+@of_0_2
 def test_it_trains_on_cpus(run_script):
     on_cpus = ("--gpus", "2", "--program", "tests.features.torchtitan.cpu_0_2", "--f8sub.emulate")
     arms = ("--arms", "f8sub tensorwise eager", "bf16 eager")  # the latter has no such option

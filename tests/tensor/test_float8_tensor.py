@@ -12,7 +12,7 @@ from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal
 from tests.kernels.products import assert_same_bits
 from tests.layers import on_each_recipe
-from tests.specs import STORED_AS, spec_of
+from tests.specs import spec_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {
@@ -36,25 +36,6 @@ def matrix(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return lognormal((48, 160), generator(1)).to(dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
-@on_each_format
-def test_layout(format, dtype):
-    tensor = f8sub.quantize(matrix(dtype), format)
-    assert (tensor.shape, tensor.dtype, tensor.device.type) == ((48, 160), dtype, "cpu")
-    assert not tensor.requires_grad
-    for operand, shape in ((tensor.rowwise, (48, 160)), (tensor.columnwise, (160, 48))):
-        assert operand.shape == shape
-        assert operand.data.nbytes == spec_of(format).code_bytes(*shape)
-        assert operand.data.dtype == format.dtype
-        assert operand.data.is_contiguous()
-        assert operand.scale_inv.dtype == STORED_AS[format.scale_rule]
-        assert operand.scale_inv.shape == format.tile.scale_shape(shape)
-        assert sum(t.nbytes for t in operand.tensors[1:]) == spec_of(format).scale_bytes(*shape)
-        assert operand.format == format
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_each_format
 def test_dequantize(format, dtype):
@@ -64,19 +45,6 @@ def test_dequantize(format, dtype):
         assert (type(back), back.dtype, back.shape) == (torch.Tensor, dtype, x.shape)
         expected = torch.from_numpy(oracle.quantize(oracle.to_numpy(seen), spec_of(format)).values)
         assert torch.equal(back, (expected if seen is x else expected.t()).float().to(dtype))
-
-
-@on_each_format
-def test_dropping_a_usage(format):
-    tensor = f8sub.quantize(matrix(), format)
-    row, col = tensor.rowwise, tensor.columnwise
-    tensor.update_usage(columnwise=False)
-    assert tensor.columnwise is None
-    assert_same_bits(tensor.rowwise, row)
-    other = f8sub.quantize(matrix(), format)
-    other.update_usage(rowwise=False)
-    assert other.rowwise is None
-    assert_same_bits(other.columnwise, col)
 
 
 def test_asking_for_what_is_there_and_for_nothing_changes_nothing():
@@ -142,9 +110,7 @@ def test_a_matrix_of_no_elements(format, shape):
 
 
 @pytest.mark.parametrize(
-    "dropped",
-    [{"rowwise": False, "columnwise": False}, {"rowwise": False}],
-    ids=["both", "the-only-one"],
+    "dropped", [{"rowwise": False, "columnwise": False}, {"rowwise": False}], ids=["both", "the-only-one"]
 )
 def test_dropping_the_last_usage_is_an_error_and_changes_nothing(dropped):
     tensor = f8sub.quantize(matrix(), FORMATS["tensorwise"], columnwise=False)
@@ -159,9 +125,7 @@ def test_neither_usage_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "usages",
-    [{}, {"columnwise": False}, {"rowwise": False}],
-    ids=["both", "rowwise", "columnwise"],
+    "usages", [{}, {"columnwise": False}, {"rowwise": False}], ids=["both", "rowwise", "columnwise"]
 )
 @on_each_format
 def test_flatten_and_unflatten(format, usages):

@@ -89,26 +89,6 @@ def test_a_transposed_tile_covers_the_transposed_matrix():
     assert tile.t().scale_shape((300, 5)) == tuple(reversed(tile.scale_shape((5, 300))))
 
 
-def test_largest_value_of_each_dtype():
-    assert Float8Format(E4M3, Tile(1, 1)).max == 448.0
-    assert Float8Format(E5M2, Tile(1, 1)).max == 57344.0
-    assert Float8Format(E2M1, Tile(1, 1)).max == 6.0
-
-
-def test_str_tells_formats_apart():
-    formats = [
-        Float8Format(dtype, Tile(*edges), rule)
-        for dtype in (E4M3, E5M2, E2M1)
-        for edges in ((ALL, ALL), (1, ALL), (1, 128), (128, 1))
-        for rule in ScaleRule
-    ]
-    assert len({str(format) for format in formats}) == len(formats)
-    assert str(Float8Format(E4M3, Tile(ALL, ALL))) == "tensorwise e4m3"
-    assert str(Float8Format(E4M3, Tile(1, ALL), POW2)) == "rowwise e4m3 (power-of-two scales)"
-    assert str(Float8Format(E5M2, Tile(1, 128))) == "1x128 e5m2"
-    assert Float8Format(E4M3, Tile(1, ALL), POW2).name == "e4m3[1xall,power_of_2]"
-
-
 @st.composite
 def formats(draw) -> Float8Format:
     edges = st.just(ALL) | st.integers(1, 1024)

@@ -29,14 +29,6 @@ def recipe_of(w_rowwise: Float8Format, w_columnwise: Float8Format) -> Recipe:
     )
 
 
-def test_float_scales_by_row_are_fine_for_x_and_dy():
-    """They are cast from high precision for each usage; only a weight is derived."""
-    spec = GemmSpec(a=ROW_FLOAT, b=TENSOR)
-    recipe = Recipe(name="mine", fprop=spec, dgrad=spec, wgrad=GemmSpec(a=ROW_FLOAT, b=ROW_FLOAT))
-    assert recipe.formats("x") == (ROW_FLOAT, ROW_FLOAT)
-    assert recipe.formats("dy") == (ROW_FLOAT, ROW_FLOAT)
-
-
 def test_one_direction_in_high_precision_has_nothing_to_derive():
     recipe = Recipe(
         name="mine", fprop=GemmSpec(a=ROW_FLOAT, b=ROW_FLOAT), dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION
@@ -47,16 +39,10 @@ def test_one_direction_in_high_precision_has_nothing_to_derive():
 def test_which_gemm_reads_which_usage():
     formats = [Float8Format(dtype, Tile(size, size)) for size in (8, 16, 32) for dtype in (E4M3, E5M2)]
     x_row, dy_row, dy_col, x_col, *_ = formats
-    w = TENSOR
-    recipe = Recipe(
-        name="mine",
-        fprop=GemmSpec(a=x_row, b=w),
-        dgrad=GemmSpec(a=dy_row, b=w),
-        wgrad=GemmSpec(a=dy_col, b=x_col),
-    )
-    assert recipe.formats("x") == (x_row, x_col)
-    assert recipe.formats("w") == (w, w)
-    assert recipe.formats("dy") == (dy_row, dy_col)
+    fprop, dgrad = GemmSpec(a=x_row, b=TENSOR), GemmSpec(a=dy_row, b=TENSOR)
+    recipe = Recipe(name="mine", fprop=fprop, dgrad=dgrad, wgrad=GemmSpec(a=dy_col, b=x_col))
+    found = [recipe.formats(operand) for operand in ("x", "w", "dy")]
+    assert found == [(x_row, x_col), (TENSOR, TENSOR), (dy_row, dy_col)]
 
 
 @pytest.mark.parametrize("name", RECIPES, ids=RECIPES)
@@ -129,15 +115,13 @@ WRONG = {
     ),
     "operand y": (lambda: f8sub.get_recipe("rowwise").formats("y"), '"x", "w", "dy"'),
     "no operand": (lambda: f8sub.get_recipe("rowwise").formats(""), '"x", "w", "dy"'),
-    "block-100": (
-        lambda: f8sub.get_recipe("gridquant", block=100),
-        "block=100 is no positive multiple of 16: .*GPUs multiply blocks of",
-    ),
-    "block-0": (lambda: f8sub.get_recipe("gridquant", block=0), "block=0 is no positive multiple of 16"),
-    "block-float": (
-        lambda: f8sub.get_recipe("gridquant", block=128.0),
-        "block=128.0 is no positive multiple",
-    ),
+    **{
+        f"block {block}": (
+            lambda block=block: f8sub.get_recipe("gridquant", block=block),
+            f"block={block} is no positive multiple of 16: .*GPUs multiply blocks of",
+        )
+        for block in (100, 0, 128.0)
+    },
     "dy": (
         lambda: f8sub.get_recipe("gridquant", dy=E2M1),
         "dy=.* is neither torch.float8_e5m2 nor torch.float8_e4m3fn",
@@ -146,10 +130,7 @@ WRONG = {
     "hadamard=32": (lambda: f8sub.get_recipe("nvfp4", hadamard=32), SWITCH),
     "hadamard=None": (lambda: f8sub.get_recipe("nvfp4", hadamard=None), SWITCH),
     "stochastic_rounding": (lambda: f8sub.get_recipe("nvfp4", stochastic_rounding="no"), SWITCH),
-    "options of a recipe": (
-        lambda: f8sub.get_recipe(recipe_of(TENSOR, TENSOR), block=128),
-        "'mine' itself",
-    ),
+    "options of a recipe": (lambda: f8sub.get_recipe(recipe_of(TENSOR, TENSOR), block=128), "'mine' itself"),
     **{
         f"name {name}": (lambda name=name: f8sub.get_recipe(name), "unknown recipe.*rowwise.*tensorwise")
         for name in ("tensor_wise", "", "../errors", "RECIPE")

@@ -52,14 +52,6 @@ def in_place(change):
     return apply
 
 
-def set_item(weight):
-    weight[0] = 9.0
-
-
-def set_mask(weight):
-    weight[weight > 0.5] = 9.0
-
-
 CHANGES = {
     "load_state_dict-assign": lambda m: m.load_state_dict(
         {"0.weight": gaussian((ROWS, COLS), generator(7)), "0.bias": torch.zeros(ROWS)}, assign=True
@@ -71,8 +63,8 @@ CHANGES = {
     "out=": in_place(lambda w: torch.mul(gaussian((ROWS, COLS), generator(4)), 2.0, out=w)),
     "set_": in_place(lambda w: w.set_(gaussian((ROWS, COLS), generator(4)))),
     "detach.mul_": lambda m: m[0].weight.detach().mul_(3),
-    "setitem": in_place(set_item),
-    "setitem-mask": in_place(set_mask),
+    "setitem": in_place(lambda w: w.__setitem__(0, 9.0)),
+    "setitem-mask": in_place(lambda w: w.__setitem__(w > 0.5, 9.0)),
 }
 """Besides those of tests/contract/ranks/test_weights.py."""
 VIEWS = {

@@ -62,9 +62,8 @@ def _hangs(rank: int, world: int) -> None:
 
 def test_a_rank_that_hangs_is_killed_and_shows_where_it_stood_and_all_that_it_said(ranks):
     told = r"(?s)rank 1: no answer within 4 s; killed.*in _hangs.*after it showed where it stood"
-    with pytest.raises(RankFailure, match=told) as raised:
+    with pytest.raises(RankFailure, match=told):
         ranks(2, _hangs, timeout=4.0)
-    assert "in _run_rank" not in str(raised.value)
 
 
 def test_a_nursery_that_does_not_answer_is_a_failure(monkeypatch):

@@ -96,7 +96,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def carried(rank: int, world: int, name: str, replicas: int) -> tuple[list, list, list[int]]:
+def carried(rank: int, world: int, name: str, replicas: int = 1) -> tuple[list, list, list[int]]:
     """What the region was asked in two steps and one call without a step, then the weights' amaxes; all-reduces."""
     mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
     model = shard(REGIONS[name](), mesh=mesh if replicas > 1 else mesh["shard"])
@@ -119,28 +119,24 @@ def carried(rank: int, world: int, name: str, replicas: int) -> tuple[list, list
     ("world", "replicas"), [(1, 1), (2, 1), (4, 2)], ids=["alone", "sharded", "replicas"]
 )
 @pytest.mark.parametrize("name", REGIONS)
-def test_what_every_rank_wrote_is_read_as_its_maximum_by_all(ranks, name, world, replicas):
+def test_what_every_rank_wrote_is_read_as_its_maximum_by_all(rank, world, name, replicas):
     """HSDP's replicas take part, whose weights are alike and whose regions are not."""
-    found = ranks(world, carried, name, replicas)
-    for calls in zip(*(calls for calls, _, _ in found), strict=True):
-        assert len({call[0] for call in calls}) == 1
-        if calls[0][0] == "write":
-            expected = torch.stack([written for _, written in calls]).amax(0)
-        elif calls[0][0] == "read":
-            assert all(torch.equal(reduced, expected) for _, reduced, *_ in calls)
-            assert len({tuple(told.shape) for *_, told in calls}) == 1
+    for kind, tensor, *_ in carried(rank, world, name, replicas)[0]:
+        if kind == "write":
+            expected = tensor.clone()
+            dist.all_reduce(expected, dist.ReduceOp.MAX)
+        elif kind == "read":
+            assert torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize("name", REGIONS)
-def test_it_rides_along_once_a_step_and_is_told_by_the_next(ranks, name):
-    for calls, amaxes, reductions in ranks(2, carried, name, 1):
-        assert reductions == [1, 1, 1]
-        kinds = [call[0] for call in calls if call[0] != "tell"]
-        assert kinds == ["write", "read"] * 2
-        last = [call for call in calls if call[0] == "read"][-1]
-        if name == "of histories":
-            assert sorted(last[2].tolist())[-2:] == sorted(amaxes)
-        tells = [call[1] for call in calls if call[0] == "tell"]
-        reads = [call[3] for call in calls if call[0] == "read"]
-        assert all(any(torch.equal(told, read) for read in reads) for told in tells)
-        assert len(tells) == (2 if reads[0].any() else 0)
+def test_it_rides_along_once_a_step_and_is_told_by_the_next(rank, world, name):
+    calls, amaxes, reductions = carried(rank, world, name)
+    assert reductions == [1, 1, 1]
+    assert [call[0] for call in calls if call[0] != "tell"] == ["write", "read"] * 2
+    reads = [call for call in calls if call[0] == "read"]
+    if name == "of histories":
+        assert sorted(reads[-1][2].tolist())[-2:] == sorted(amaxes)
+    tells = [call[1] for call in calls if call[0] == "tell"]
+    assert all(any(torch.equal(told, read[3]) for read in reads) for told in tells)
+    assert len(tells) == (2 if reads[0][3].any() else 0)

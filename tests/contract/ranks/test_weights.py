@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
+from tests.budgets import decibels
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, seed_weights, shard
 from tests.selection import long_but
@@ -81,14 +82,12 @@ def set_state_dict(model: nn.Module, folder: str) -> None:
     set_model_state_dict(model, new_weights(model), options=StateDictOptions(full_state_dict=True))
 
 
-@torch.no_grad()
-def in_place(model: nn.Module, folder: str) -> None:
-    model.layers[0].weight.mul_(20.0)
+def without_gradients(change: Callable[[nn.Module], object]) -> Mutation:
+    def mutate(model: nn.Module, folder: str) -> None:
+        with torch.no_grad():
+            change(model)
 
-
-@torch.no_grad()
-def in_place_on_the_shard(model: nn.Module, folder: str) -> None:
-    local(model).copy_(20 * local(model).flip(-1))
+    return mutate
 
 
 @torch.no_grad()
@@ -97,25 +96,10 @@ def through_views(model: nn.Module, folder: str) -> None:
     local(model).t()[5].fill_(9.0)
 
 
-def through_data(model: nn.Module, folder: str) -> None:
-    local(model).data.mul_(20.0)
-
-
-@torch.no_grad()
-def through_an_old_alias(model: nn.Module, folder: str) -> None:
-    """A view taken before anything was computed from the weight."""
-    model.alias.mul_(20.0)
-
-
 @torch.no_grad()
 def initialized_again(model: nn.Module, folder: str) -> None:
     torch.manual_seed(4)
     nn.init.normal_(model.layers[0].weight, std=10.0)
-
-
-@torch.no_grad()
-def foreach(model: nn.Module, folder: str) -> None:
-    torch._foreach_mul_([local(model)], 20.0)
 
 
 class KernelOfItsOwn(torch.optim.Optimizer):
@@ -148,11 +132,6 @@ class BypassingDispatch(torch.optim.Optimizer):
                     torch.ops.aten.mul_.Scalar(weight, 20.0)
 
 
-@torch.no_grad()
-def through_its_state_dict(model: nn.Module, folder: str) -> None:
-    torch._foreach_mul_([model.state_dict()["layers.0.weight"]], 20.0)
-
-
 MUTATIONS: dict[str, Mutation] = {
     "adamw-loop": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=False),
     "lbfgs": within_a_closure,
@@ -163,14 +142,16 @@ MUTATIONS: dict[str, Mutation] = {
     "bypassing-dispatch": optimizer_step(BypassingDispatch),
     "load_state_dict": load_state_dict,
     "set_model_state_dict": set_state_dict,
-    "in-place": in_place,
-    "state-dict": through_its_state_dict,
-    "in-place-on-the-shard": in_place_on_the_shard,
+    "in-place": without_gradients(lambda model: model.layers[0].weight.mul_(20.0)),
+    "state-dict": without_gradients(
+        lambda model: torch._foreach_mul_([model.state_dict()["layers.0.weight"]], 20.0)
+    ),
+    "in-place-on-the-shard": without_gradients(lambda model: local(model).copy_(20 * local(model).flip(-1))),
     "views": through_views,
-    "data": through_data,
-    "old-alias": through_an_old_alias,
+    "data": lambda model, folder: local(model).data.mul_(20.0),
+    "old-alias": without_gradients(lambda model: model.alias.mul_(20.0)),  # from before anything was computed
     "init": initialized_again,
-    "foreach": foreach,
+    "foreach": without_gradients(lambda model: torch._foreach_mul_([local(model)], 20.0)),
 }
 THROUGH_OPERATORS = [*list(MUTATIONS)[list(MUTATIONS).index("load_state_dict") :], "wrapped-optimizer"]
 """What changes weights that are no memory, as primary ones."""
@@ -178,10 +159,6 @@ THROUGH_OPERATORS = [*list(MUTATIONS)[list(MUTATIONS).index("load_state_dict") :
 
 def inputs() -> torch.Tensor:
     return gaussian((32, COLUMNS), generator(3))
-
-
-def wrapped_optimizer(model: nn.Module, folder: str) -> None:
-    model.optimizer.step()
 
 
 def compiled_optimizer(model: nn.Module, folder: str) -> None:
@@ -192,10 +169,6 @@ def compiled_optimizer(model: nn.Module, folder: str) -> None:
     optimizer = AdamW8bit(model.parameters(), lr=3.0)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def assign_data(model: nn.Module, folder: str) -> None:
-    model.layers[0].weight.data = new_weights(model)["layers.0.weight"]
 
 
 def assign_data_then_write_to_it(model: nn.Module, folder: str) -> None:
@@ -219,7 +192,9 @@ def vector_to_parameters_then_write(model: nn.Module, folder: str) -> None:
 
 
 REBOUND: dict[str, Mutation] = {
-    "assigned-data": assign_data,
+    "assigned-data": lambda model, folder: setattr(
+        model.layers[0].weight, "data", new_weights(model)["layers.0.weight"]
+    ),
     "assigned-data-then-write": assign_data_then_write_to_it,
     "vector": vector_to_parameters,
     "vector-then-write": vector_to_parameters_then_write,
@@ -227,7 +202,7 @@ REBOUND: dict[str, Mutation] = {
 ALL = {
     "dcp.load": dcp_load,
     "compiled": compiled_optimizer,
-    "wrapped-optimizer": wrapped_optimizer,
+    "wrapped-optimizer": lambda model, folder: model.optimizer.step(),
     **MUTATIONS,
     **REBOUND,
 }
@@ -236,11 +211,6 @@ ALL = {
 def full_weight(model: nn.Module) -> torch.Tensor:
     weight = model.layers[0].weight.detach()
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-
-
-def decibels(model: nn.Module, y: torch.Tensor) -> float:
-    expected = inputs().double() @ full_weight(model).double().t()
-    return (20 * torch.log10(expected.norm() / (y.double() - expected).norm())).item()
 
 
 def master(recipe: str, sharded: bool) -> nn.Module:
@@ -289,7 +259,7 @@ def after(
         if precompute:
             f8sub.precompute_scales(model)
         y = model(inputs())
-    found = decibels(model, y)
+    found = decibels(inputs().double() @ full_weight(model).double().t(), y)
     assert found >= least_decibels(recipe), f"{found:.1f} dB, precompute_scales called: {precompute}"
     return y.detach()
 
@@ -378,29 +348,3 @@ def test_a_state_dict_loaded_into_uneven_shards(ranks, recipe, world):
     """FSDP2 pads a short shard into new memory, on some ranks alone; of 16 rows the fifth rank has none."""
     for sharded, alone in ranks(world, loaded_on_uneven_shards, recipe):
         assert torch.equal(sharded, alone)
-
-
-def converted_dtype(rank: int, world: int, recipe: str, sharded: bool) -> list[float]:
-    """Another dtype, then a change through the new weight. FSDP2 itself takes one until its first forward."""
-    model = (prepared if sharded else used)(recipe, sharded).to(torch.bfloat16)
-    found = []
-    for factor in (1.0, 20.0):
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", f8sub.Float8Warning)
-            local(model).mul_(factor)
-            y = model(inputs().bfloat16())
-        assert y.dtype == torch.bfloat16
-        found.append(decibels(model, y))
-    return found
-
-
-@on_each_recipe
-def test_another_dtype_unsharded(recipe):
-    assert min(converted_dtype(0, 1, recipe, sharded=False)) >= least_decibels(recipe)
-
-
-@on_each_recipe
-def test_another_dtype_sharded(ranks, recipe):
-    first, second = ranks(2, converted_dtype, recipe, True)
-    assert first == second
-    assert min(first) >= least_decibels(recipe)

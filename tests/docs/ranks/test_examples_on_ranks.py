@@ -2,16 +2,12 @@
 
 import pytest
 
-from tests.docs.pages import EXAMPLES, Example, run_on_rank
+from tests.docs.pages import EXAMPLES, run_on_rank
 
 ON_RANKS = [example for example in EXAMPLES if example.world is not None]
 
 
-def named(example: Example) -> str:
-    return example.where
-
-
-@pytest.mark.parametrize("example", ON_RANKS, ids=named)
+@pytest.mark.parametrize("example", ON_RANKS, ids=lambda example: example.where)
 def test_it_runs(example, ranks):
     if example.needs_gpu:
         pytest.skip("needs a CUDA device")

@@ -20,15 +20,17 @@ begun = [0]
 """Steps that have begun, in order."""
 
 
-def wrap(cls: type, name: str, before: Callable | None = None, after: Callable | None = None) -> None:
+def nothing(_) -> None:
+    pass
+
+
+def wrap(cls: type, name: str, before: Callable = nothing, after: Callable = nothing) -> None:
     method = getattr(cls, name)
 
     def wrapped(self, *args, **kwargs):
-        if before is not None:
-            before(self)
+        before(self)
         result = method(self, *args, **kwargs)
-        if after is not None:
-            after(self)
+        after(self)
         return result
 
     setattr(cls, name, wrapped)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import f8sub
+from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.selection import long_but
 
@@ -73,20 +73,6 @@ def compute_intensive() -> Any:
     )
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, f8sub.Float8Tensor) for kind in types):
-            return NotImplemented
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def block(recipe: str | None) -> nn.Module:
     torch.manual_seed(0)
     made = Block().bfloat16()
@@ -104,9 +90,7 @@ def compiled_backward(recipe: str | None, contexts: Callable[[], Any] | None) ->
         return graph
 
     backend = aot_autograd(
-        fw_compiler=lambda graph, _: graph,
-        bw_compiler=keep,
-        partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=lambda graph, _: graph, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
     )
     model = block(recipe)
     policy = {} if contexts is noop_context_fn else {"context_fn": contexts}
@@ -182,13 +166,10 @@ def test_eager_code_repeats_what_the_list_says_and_changes_no_bit(recipe, contex
     for context_fn in (None, contexts):
         model = block(recipe)
         x = gaussian((TOKENS, WIDTH), generator(1)).bfloat16().requires_grad_()
-        run = (
-            functools.partial(checkpoint, use_reentrant=False, context_fn=context_fn) if context_fn else None
-        )
-        y = run(model, x) if run else model(x)
-        with Operators() as seen:
+        y = checkpoint(model, x, use_reentrant=False, context_fn=context_fn) if context_fn else model(x)
+        with Float8Work() as seen:
             y.backward(gaussian((TOKENS, WIDTH), generator(2)).bfloat16())
         found.append((y, x.grad, *(p.grad for p in model.parameters())))
         if context_fn and recipe == "tensorwise":
-            assert seen.counts["_scaled_mm"] == (17 if context_fn is every_second_mm else 14)
+            assert seen.scaled_matmuls == (17 if context_fn is every_second_mm else 14)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -8,17 +8,8 @@ import f8sub
 from tests.convert.models import K, converted, reasons
 
 HEADS = [
-    "lm_head",
-    "output",
-    "head",
-    "heads",
-    "score",
-    "classifier",
-    "classification_head",
-    "embed_out",
-    "value_head",
-    "v_head",
-    "reward_head",
+    *("lm_head", "output", "head", "heads", "score", "classifier", "classification_head", "embed_out"),
+    *("value_head", "v_head", "reward_head"),
 ]
 
 
@@ -151,12 +142,8 @@ def test_a_limit_that_was_asked_for_has_no_exceptions():
 
 
 def test_all_reasons_together_and_none_of_them_on_request():
-    names = [
-        "layers.0.q.base_layer",
-        "layers.0.q.lora_A.default",
-        "layers.0.moe.gate",
-        "layers.0.moe.experts.0.up",
-    ]
+    parts = ("q.base_layer", "q.lora_A.default", "moe.gate", "moe.experts.0.up")
+    names = [f"layers.0.{part}" for part in parts]
     model = f8sub.convert_to_float8(model_of(*names, "output"))
     assert converted(model) == [names[0], names[3]]
     assert "skip_defaults=False converts these too" in str(f8sub.conversion_report(model))

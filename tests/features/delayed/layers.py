@@ -7,7 +7,7 @@ from torch import nn
 import f8sub
 from f8sub.features.delayed_state.state import ScalingState
 from tests.data_sets import gaussian, generator
-from tests.models import seed_weights
+from tests.models import seed_weights, update
 
 K, N, M = 32, 48, 16
 FORMAT = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}
@@ -47,9 +47,7 @@ def optimizer_of(layer: nn.Module) -> torch.optim.Optimizer:
 
 def step(layer: nn.Module, optimizer: torch.optim.Optimizer, seed: int, size: float = 1.0) -> None:
     run(layer, *data(seed, size))
-    optimizer.step()
-    optimizer.zero_grad()
-    f8sub.precompute_scales(layer)
+    update(layer, optimizer)
 
 
 def snapshot(layer: nn.Module) -> dict[str, torch.Tensor]:

@@ -120,20 +120,6 @@ def test_a_first_step_multiplies_what_quantize_shows_margins_included(
             assert (right.differences(public), right.differences(of_layer)) == ([], []), name
 
 
-def test_a_step_uses_the_scales_of_the_steps_before_and_saturates():
-    layer = layer_of(amax_history_len=4)
-    optimizer = optimizer_of(layer)
-    step(layer, optimizer, 1)
-    x, _ = data(2)
-    with torch.no_grad():
-        inside, outside = layer(x), layer(1000.0 * x)
-    assert outside.isfinite().all()
-    limit = 448.0 / state_of(layer).scale[0]
-    clamped = layer((1000.0 * x).clamp(-limit, limit).detach())
-    assert torch.equal(outside, clamped.detach())
-    assert not torch.equal(inside, outside)
-
-
 @on_each_bad_value
 @pytest.mark.parametrize("operand", ["x", "dy"])
 def test_a_non_finite_amax_never_enters_the_history_and_is_reported(operand, bad):
@@ -237,10 +223,7 @@ def test_the_weight_never_saturates():
             step(layer, optimizer, number)
             format = layer.plan.recipe.fprop.b
             operand = rowwise_of(
-                layer.weight,
-                format,
-                torch.float32,
-                state_of(layer).sources(stage=False, frozen=False).w,
+                layer.weight, format, torch.float32, state_of(layer).sources(stage=False, frozen=False).w
             )
             found = reference.dequantize(operand, torch.float32)
             assert (found - layer.weight).abs().max() <= layer.weight.abs().max() / 16

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.compiling import Compiler, SavedShapes, decibels
+from tests.budgets import decibels
+from tests.compiling import Compiler, SavedShapes
 from tests.data_sets import gaussian, generator
 from tests.features.experts.models import OwnExperts, experts_of, of_transformers
 from tests.features.experts.test_conversion import converted, losses_and_gradients, registered  # noqa: F401

@@ -95,10 +95,7 @@ def test_errors_are_one_line_and_a_status(tmp_path, capsys, monkeypatch):
         ((tmp_path / "no", tmp_path / "out"), "no is no folder"),
         ((tmp_path / "in", tmp_path / "full"), "exists and is not an empty folder"),
         ((tmp_path / "in", tmp_path / "out", "--prefix", "net."), "lacks lm_head.weight"),
-        (
-            (tmp_path / "in", tmp_path / "out", "--model", "tests.features.load.nets:Net"),
-            "lacks down.weight",
-        ),
+        ((tmp_path / "in", tmp_path / "out", "--model", "tests.features.load.nets:Net"), "lacks down.weight"),
         ((tmp_path / "in", tmp_path / "out", "--skip", "model.layers.*"), "found nothing to convert"),
     ):
         assert export(*arguments, "--recipe", "blockwise") == 2, arguments

@@ -103,10 +103,7 @@ def test_an_optimizer_that_was_not_wrapped_is_refused_before_it_changes_anything
 TENSORWISE = f8sub.get_recipe("tensorwise")
 REFUSED = {
     "high-precision-wire": ({"float8_all_gather": False}, "primary_weights"),
-    "w-in-high-precision": (
-        {"recipe": TENSORWISE.with_high_precision(dgrad=True)},
-        "primary_weights",
-    ),
+    "w-in-high-precision": ({"recipe": TENSORWISE.with_high_precision(dgrad=True)}, "primary_weights"),
     "delayed": ({"recipe": "delayed"}, r"0 with recipe 'delayed'.*past.*tensorwise"),
 }
 

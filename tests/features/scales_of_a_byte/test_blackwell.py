@@ -24,7 +24,7 @@ PAIRS = SMALL_BLOCK_PAIRS | {
     "mxfp8-of-larger-tiles": (
         Float8Format(E4M3, Tile(1, 64), ScaleRule.E8M0),
         Float8Format(E4M3, Tile(32, ALL), ScaleRule.E8M0),
-    ),
+    )
 }
 SHAPES = {
     "aligned": (128, 256, 128),

@@ -1,7 +1,5 @@
 """What the tests of tensor parallelism cut into parts, and how far their results are from the whole model's."""
 
-import math
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -105,8 +103,3 @@ def products_of(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str
         gradient = parameter.grad
         found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     return found
-
-
-def decibels(found: torch.Tensor, expected: torch.Tensor) -> float:
-    error = (found.double() - expected.double()).norm()
-    return math.inf if error == 0 else 20 * (expected.double().norm() / error).log10().item()

@@ -1,6 +1,5 @@
 """The operators of codes: one row each; any other reads high-precision values and says so once, or would write."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,13 +7,13 @@ import torch.nn.functional as F
 import f8sub
 from f8sub import ALL, Float8Format, Float8Tensor, ScaleRule, Tile
 from f8sub.features.tensors import operators
-from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm
 from f8sub.tensor.float8_tensor import ANY_OTHER, OPS
 from tests.budgets import excess
 from tests.counting import Float8Work
 from tests.cpu_products import skip_without_rows
 from tests.data_sets import gaussian, generator, row_outliers
+from tests.kernels.products import exact
 from tests.oracle import Product
 
 aten = torch.ops.aten
@@ -64,18 +63,14 @@ MATMULS = {
 
 
 PARTS = {
-    aten.slice.Tensor: lambda t: t[2:6],
-    aten.split.Tensor: lambda t: t.split(5)[2],
-    aten.split_with_sizes.default: lambda t: t.split([3, 4, 25])[1],
-    aten.index.Tensor: lambda t: t[torch.tensor([4, -1, 4])],
-    aten.index_select.default: lambda t: t.index_select(0, torch.tensor([4, 31])),
-    aten.cat.default: lambda t: torch.cat([t[20:], t[:4]]),
+    *(aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default),
+    *(aten.index.Tensor, aten.index_select.default, aten.cat.default),
 }
-COPIES = {aten.copy_.default: lambda t: torch.zeros(32, 48).copy_(t)}
+"""What tests/features/slicing has."""
 
 
 def test_every_operator_of_the_table_has_its_row_here():
-    assert set(OPS) == {*VALUES, *TRANSPOSES, *PLAIN, *MATMULS, *PARTS, *COPIES, ANY_OTHER}
+    assert set(OPS) == {*VALUES, *TRANSPOSES, *PLAIN, *MATMULS, *PARTS, aten.copy_.default, ANY_OTHER}
 
 
 @pytest.fixture(autouse=True)
@@ -83,16 +78,6 @@ def told(monkeypatch) -> set[str]:
     """The operators that were warned about, none at first."""
     monkeypatch.setattr(operators, "_told", set())
     return operators._told
-
-
-@pytest.mark.parametrize("op", PARTS, ids=str)
-@on_each_format
-def test_parts_keep_their_codes(format, op):
-    """Rows of tiles that allow any; test_parts has the others."""
-    source = tensor(format, columnwise=False)
-    part = PARTS[op](source)
-    assert isinstance(part, Float8Tensor)
-    assert torch.equal(part.dequantize(), PARTS[op](source.dequantize()))
 
 
 def test_a_plain_tensor_copies_from_it(told):
@@ -130,20 +115,11 @@ def test_a_transposition_of_a_dimension_with_itself(dims):
 @pytest.mark.parametrize("op", PLAIN, ids=str)
 def test_gradients_and_buffers_are_plain(op):
     made = PLAIN[op](tensor(dtype=torch.bfloat16))
-    assert (type(made), made.shape, made.dtype, made.device.type) == (
-        torch.Tensor,
-        (32, 48),
-        torch.bfloat16,
-        "cpu",
-    )
+    found = type(made), made.shape, made.dtype, made.device.type
+    assert found == (torch.Tensor, (32, 48), torch.bfloat16, "cpu")
     other = PLAIN[op](tensor(), dtype=torch.float16)
     assert other.dtype == torch.float16
     assert torch.equal(torch.zeros_like(tensor()), torch.zeros(32, 48))
-
-
-def exact(operand) -> np.ndarray:
-    scale_inv = reference.spread(operand.scale_inv.double(), operand.format.tile, operand.data.shape)
-    return (operand.data.double() * scale_inv).numpy()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

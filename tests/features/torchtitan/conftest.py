@@ -70,8 +70,7 @@ def train(any_titan: Callable[..., list[Any]], assets: Path) -> Callable[..., An
 
     @functools.cache
     def run(world: int, arguments: str) -> dict[int, float]:
-        return any_titan(world, runs.train, arguments.split(), assets, file="tests/features/torchtitan")[-1][
-            "losses"
-        ]
+        of_ranks = any_titan(world, runs.train, arguments.split(), assets, file="tests/features/torchtitan")
+        return of_ranks[-1]["losses"]
 
     return run

@@ -33,9 +33,7 @@ torchtitan.trainer.time = gloo.without_sleep(torchtitan.trainer.time)
 def configured(arguments: list[str], folder: Path) -> Any:
     """A config of ``configs``, with options as of the command line, which takes seconds to parse.
 
-    Args:
-        arguments: the config's name and, after a colon, its arguments; then ``section.field=value``. Values are JSON.
-        folder: where a run takes its assets from and leaves everything.
+    They are the config's name and, after a colon, its arguments; then ``section.field=value``. Values are JSON.
     """
     (name, _, given), *options = arguments[0].partition(":"), *arguments[1:]
     config = getattr(configs, name)(**json.loads(given or "{}"))

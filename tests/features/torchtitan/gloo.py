@@ -24,30 +24,15 @@ class CpuDevice(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
-    def get_device_name(self, device: Any = None) -> str:
-        return "cpu"
+    get_device_name = staticmethod(lambda device=None: "cpu")
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    memory_stats = staticmethod(lambda device=None: {})
+    set_device = reset_peak_memory_stats = empty_cache = staticmethod(lambda device=None: None)
 
     def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return types.SimpleNamespace(total_memory=memory, name="cpu")
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device: Any) -> None:
-        pass
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return {}
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
 
 
 def without_sleep(time: types.ModuleType) -> types.SimpleNamespace:
@@ -101,11 +86,7 @@ class Collectives(TorchDispatchMode):
 
 
 def train(trainer: Any, *, count: bool = False) -> dict[str, Any]:
-    """One run of torchtitan's trainer.
-
-    Returns:
-        ``losses`` by step; with ``count`` also ``calls`` and ``bytes``, each a list of what was counted in each step.
-    """
+    """``losses`` of a run by step; with ``count`` also ``calls`` and ``bytes``, lists of what was counted in each."""
     losses: dict[int, float] = {}
     calls: list[Counter[tuple[str, str]]] = []
     sizes: list[Counter[tuple[str, str]]] = []

@@ -71,10 +71,7 @@ def job_file(arm: str, folder: Path, more: str = "", *, emulate: bool = True) ->
 def configured(arguments: list[str], folder: Path, *, emulate: bool = True) -> Any:
     """An arm's config, parsed as on the command line.
 
-    Args:
-        arguments: as ``configs.configured`` of torchtitan 0.3 takes them; options of the command line go as they are.
-        folder: where a run takes its assets from and leaves everything.
-        emulate: whether float8 is multiplied by what runs on any device.
+    Of arguments as ``cpu.configured`` of torchtitan 0.3 takes them; options of the command line go as they are.
     """
     from torchtitan.config import ConfigManager
 

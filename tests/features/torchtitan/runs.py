@@ -35,16 +35,10 @@ def trainer_of(rank: int, arguments: list[str], folder: Path) -> Any:
     return importlib.import_module(CPU[installed()]).trainer_of(rank, arguments, folder)
 
 
-def train(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
+def train(rank: int, world: int, arguments: list[str], folder: Path, count: bool = False) -> dict[str, Any]:
     from tests.features.torchtitan import gloo
 
-    return gloo.train(trainer_of(rank, arguments, folder))
-
-
-def count(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
-    from tests.features.torchtitan import gloo
-
-    return gloo.train(trainer_of(rank, arguments, folder), count=True)
+    return gloo.train(trainer_of(rank, arguments, folder), count=count)
 
 
 def ages(rank: int, world: int, arguments: list[str], folder: Path) -> list[int]:

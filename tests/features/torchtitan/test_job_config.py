@@ -140,13 +140,3 @@ def test_asynchronous_tensor_parallelism_changes_no_bit(titan_0_2, assets, train
     fused = {"fused_all_gather_matmul": 2 * passes, "fused_matmul_reduce_scatter": 2}
     expected = {name: count * blocks * steps for name, count in fused.items()}
     assert ran == (expected if arm == "bf16" else {})
-
-
-@alone
-@pytest.mark.parametrize(
-    ("said", "file"), [("", "dump/numerics.jsonl"), ('monitor_file = "n.jsonl"', "n.jsonl")]
-)
-def test_a_monitors_rows_go_to_the_jobs_folder(tmp_path, said, file):
-    section = f"[f8sub]\nmonitor_every = 10\n{said}"
-    job = 'custom_config_module = "f8sub.titan"\ndump_folder = "dump"'
-    assert converted_by(parsed(tmp_path, section, job=job)).float8_monitor == (10, file)

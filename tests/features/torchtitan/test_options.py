@@ -8,9 +8,8 @@ import torch
 
 import f8sub
 from f8sub.features.torchtitan.options import Options
-from tests.features.torchtitan.runs import alone, last
+from tests.features.torchtitan.runs import alone
 from tests.features.torchtitan.test_converter import converted, converter, debugmodel, on_meta
-from tests.features.torchtitan.test_training import NVFP4, long
 
 
 def from_the_command_line(*options: str) -> Any:
@@ -131,20 +130,3 @@ def test_a_mistake_on_the_command_line_is_an_error_before_a_model_is_built():
     while errors[-1] is not None:
         errors.append(errors[-1].__cause__ or errors[-1].__context__)
     assert any(isinstance(error, f8sub.Float8ConfigError) for error in errors)
-
-
-@long
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("delayed", {"margin": 3, "amax_history_len": 2}),
-        ("gridquant", {"block": 64}),
-        ("nvfp4", {"hadamard": True}),
-    ],
-)
-def test_a_recipes_options_train(train, name, options):
-    said = json.dumps({"recipe_name": name, "recipe_options": options}, separators=(",", ":"))
-    default = NVFP4 if name == "nvfp4" else f'f8sub:{{"recipe_name":"{name}"}}'
-    ours = train(2, f"f8sub:{said}")
-    assert ours != train(2, default)
-    assert abs(last(ours) - last(train(2, "bf16"))) < 4e-3

@@ -29,21 +29,13 @@ INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel as it is launched over one matrix.
+    """One kernel as it is launched over one matrix."""
 
-    Attributes:
-        name: what it does, in which format.
-        dtype: of the matrix, ``INPUTS``' name of it.
-        shape: of the matrix.
-        usages: ``USAGES``' name of what is made.
-        index: which launch of the plan.
-    """
-
-    name: str
-    dtype: str
+    name: str  # what it does, in which format
+    dtype: str  # ``INPUTS``' name of the matrix's
     shape: tuple[int, int]
-    usages: str
-    index: int
+    usages: str  # ``USAGES``' name of what is made
+    index: int  # which launch of the plan
 
     @property
     def words(self) -> str:

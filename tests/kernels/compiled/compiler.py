@@ -1,24 +1,21 @@
-"""Triton's kernels compiled for GPUs that are not there, and what is told of many of them."""
+"""Triton's kernels compiled for GPUs that are not there."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-
-from scripts.table import Table, finish, parser
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
@@ -73,10 +70,9 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        options = ("--dump-sass", "--dump-resource-usage")
-        commands = [[tool, option, file.name] for option in options]
         sass, usage = (
-            subprocess.run(command, check=True, capture_output=True, text=True).stdout for command in commands
+            subprocess.run([tool, option, file.name], check=True, capture_output=True, text=True).stdout
+            for option in ("--dump-sass", "--dump-resource-usage")
         )
     return sass, usage
 
@@ -89,31 +85,8 @@ def undefined(sass: str) -> int:
     return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/[^;\n]*,[^;\n]*\bR1\b", sass, re.MULTILINE))
 
 
-def options(description: str | None) -> argparse.ArgumentParser:
-    made = parser(description)
-    made.add_argument("--only", nargs="+", default=[""], help="what begins with one of these")
-    made.add_argument("--jobs", type=int, default=2, help="kernels compiled at a time")
-    return made
-
-
-def side_by_side(
-    function: Callable[[Any], Any], cases: Iterable[Any], arguments: argparse.Namespace
-) -> list[tuple[str, Any]]:
-    """The words of each case that is asked for, and what a function says of it."""
-    chosen = [case for case in cases if case.words.startswith(tuple(arguments.only))]
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        return list(zip((case.words for case in chosen), pool.map(function, chosen), strict=True))
-
-
-def tell(
-    reports: list[tuple[str, dict[str, Any]]],
-    columns: Sequence[tuple[str, str]],
-    arguments: argparse.Namespace,
-) -> NoReturn:
-    """Print kernels' names and reports, and exit with status 1 where one has a reason in its ``missed``."""
-    title = f"sm_{CAPABILITY}a, triton {triton.__version__}"
-    found = [(f"{words}: {r['kernel']}" if "kernel" in r else words, r) for words, r in reports]
-    finish(arguments, [report for _, report in reports], Table.of(title, found, columns))
-    wrong = [f"{name}: {', '.join(figures['missed'])}" for name, figures in found if figures["missed"]]
-    print("\n".join(wrong) if wrong else f"{len(found)} kernels, none misses what it is held to")
-    sys.exit(bool(wrong))
+def of_all(report: Callable[[Any], Any], cases: Iterable[Any], *beginnings: str) -> list[Any]:
+    """What a function says of each case, or of those whose words begin with one of these; two at a time."""
+    chosen = [case for case in cases if case.words.startswith(beginnings or ("",))]
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        return list(pool.map(report, chosen))

@@ -1,11 +1,8 @@
 """What the GEMM kernels compile to for Hopper (sm_90a), on any machine: registers, spills, tensor core instructions.
 
-Needs triton, no GPU. Ends with status 1 where a kernel misses what it is held to: no spilled register; float8 tensor
-core instructions that no other instruction is made to wait for one by one, both operands loaded by the tensor memory
-accelerator; of persistent kernels warps that are given different numbers of registers; and no more shared memory than
-Hopper has.
-
-    python tests/kernels/compiled/gemms.py
+Needs triton, no GPU. A kernel is held to: no spilled register; float8 tensor core instructions that no other
+instruction is made to wait for one by one, both operands loaded by the tensor memory accelerator; of persistent kernels
+warps that are given different numbers of registers; and no more shared memory than Hopper has.
 """
 
 from __future__ import annotations
@@ -42,14 +39,6 @@ PAIRS = {
 """fprop and dgrad of ``blockwise``, its wgrad, fprop of ``gridquant``, its dgrad and wgrad, and mixed ones."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-TABLE = (
-    ("registers", "{registers}"),
-    ("spilled", "{spilled}"),
-    ("shared KB", "{shared/1024:.0f}"),
-    ("QGMMA", "{products}"),
-    ("UTMALDG", "{descriptors}"),
-    ("USETMAXREG", "{resized}"),
-)
 
 
 @dataclass(frozen=True)
@@ -104,7 +93,6 @@ def report(case: Any, launch_of: Callable[[Any], Launch] = launch_of) -> dict[st
     found = {
         "case": case.words,
         **asdict(case.config),
-        "registers": 1 + max(map(int, re.findall(r"\bR(\d+)\b", sass))),  # of a thread that multiplies
         "spilled": count(r"\b(?:LDL|STL)\b"),  # loads and stores
         "undefined": compiler.undefined(sass),
         "shared": made.metadata.shared,  # bytes a program
@@ -132,12 +120,3 @@ def missed(case: Any, found: dict[str, Any], sass: str, is_specialized: bool) ->
         yield f"takes {found['shared']} bytes of shared memory of {SHARED[CAPABILITY]}"
     if case.config.persistent and not is_specialized:
         yield "warps are not specialized"
-
-
-def main() -> None:
-    arguments = compiler.options(__doc__).parse_args()
-    compiler.tell(compiler.side_by_side(report, cases(), arguments), TABLE, arguments)
-
-
-if __name__ == "__main__":
-    main()

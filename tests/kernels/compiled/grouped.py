@@ -1,7 +1,4 @@
-"""What products by groups compile to for Hopper (sm_90a), on any machine: as ``gemms.py``, of which the rules are.
-
-python tests/kernels/compiled/grouped.py
-"""
+"""What products by groups compile to for Hopper (sm_90a), on any machine: as ``gemms.py``, of which the rules are."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 
 from f8sub.formats import ALL, Operand
 from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
-from tests.kernels.compiled import compiler, gemms
+from tests.kernels.compiled import gemms
 from tests.kernels.grouped import PAIRS
 
 if TYPE_CHECKING:
@@ -95,12 +92,3 @@ def launch_of(case: Case) -> Launch:
 def report(case: Case) -> dict:
     """``gemms.report`` of a product by groups."""
     return gemms.report(case, launch_of)
-
-
-def main() -> None:
-    arguments = compiler.options(__doc__).parse_args()
-    compiler.tell(compiler.side_by_side(report, cases(), arguments), gemms.TABLE, arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,14 @@
 """What the Triton kernels compile to for Hopper (sm_90a), on any machine: registers, spills, widths of accesses.
 
-Needs triton, no GPU: its wheel brings ptxas and cuobjdump. Ends with status 1 where a kernel misses what it is held to:
-no spilled register; matrices read and codes written by 128-bit accesses (by 64-bit ones codes of rows alone, and of
-paired vectors); 8-bit tiles transposed with ldmatrix and read from shared memory in no single bytes; no subnormal
-float32 flushed; no register read that was never written.
-
-    python tests/kernels/compiled/kernels.py
-    python tests/kernels/compiled/kernels.py --capability 89
-
-Of other GPUs it tells whether all kernels that they run compile and fit into shared memory; they are held to no more.
+Needs triton, no GPU: its wheel brings ptxas and cuobjdump. A kernel is held to: no spilled register; matrices read and
+codes written by 128-bit accesses (by 64-bit ones codes of rows alone, and of paired vectors); 8-bit tiles transposed
+with ldmatrix and read from shared memory in no single bytes; no subnormal float32 flushed; no register read that was
+never written. On other GPUs it is held to fit into shared memory, and to no more.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -24,8 +17,8 @@ from unittest import mock
 import torch
 
 from tests.kernels.compiled import compiler
-from tests.kernels.compiled.cases import WHOLE, Case, cases
-from tests.kernels.compiled.compiler import CAPABILITY, SHARED, WARP
+from tests.kernels.compiled.cases import Case
+from tests.kernels.compiled.compiler import SHARED, WARP
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
@@ -33,17 +26,6 @@ if TYPE_CHECKING:
 SOURCES, ROWS, COLUMNS = ("x_ptr", "codes_ptr"), ("row_ptr", "out_ptr", "outs_ptr"), ("col_ptr",)
 RECIPROCAL = "rcp.approx.ftz.f32"
 """The one instruction that may flush subnormals: of what is neither subnormal nor has a subnormal reciprocal."""
-
-TABLE = (
-    ("registers", "{registers}"),
-    ("spilled", "{spilled}"),
-    ("shared KB", "{shared/1024:.0f}"),
-    ("instr./element", "{instructions}"),
-    ("LDG.128 + other", "{wide_loads} + {narrow_loads}"),
-    ("STG.128 + other", "{wide_stores} + {narrow_stores}"),
-    ("ldmatrix.trans", "{transposed}"),
-    ("byte loads", "{byte_loads}"),
-)
 
 
 def report(case: Case) -> dict[str, Any]:
@@ -57,23 +39,15 @@ def report(case: Case) -> dict[str, Any]:
     def count(pattern: str) -> int:
         return sum(re.match(pattern, opcode) is not None for opcode in opcodes)
 
-    registers, local = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "LOCAL"))
     tile = tile_of(launch)
     # Of a row a thread has 8 elements at a time: faster than with 16, measured. Its codes are 64 bits.
     by_8 = re.search("paired_.*vectors|whole_rows", name) is not None or tile < 16 * threads
     stores = {16: count(r"STG\b.*\.128"), 8: count(r"STG\b.*\.64") if by_8 else 0}
-    wide_loads, wide_stores = count(r"LDG(STS)?\b.*\.128"), sum(stores.values())
     found = {
         **asdict(case),
         "kernel": name,
-        "registers": registers,  # a thread's
-        "spilled": local + 4 * count(r"(LDL|STL)\b"),  # bytes a thread
-        "shared": made.metadata.shared,  # bytes a program
-        "instructions": len(opcodes) * threads // tile,  # an element of a program's tile; of a loop, once
-        "wide_loads": wide_loads,  # from global memory, into shared memory too
-        "narrow_loads": count(r"LDG(STS)?\b") - wide_loads,  # of amaxes and scales
-        "wide_stores": wide_stores,
-        "narrow_stores": count(r"STG\b") - wide_stores,  # of scales
+        "spilled": int(re.search(r"LOCAL:(\d+)", usage)[1]) + 4 * count(r"(LDL|STL)\b"),  # bytes a thread
+        "wide_loads": count(r"LDG(STS)?\b.*\.128"),  # from global memory, into shared memory too
         "transposed": count(r"LDSM\b.*\.M?T"),  # each of up to four 8x8 matrices
         "byte_loads": count(r"LDS\.[US]8"),  # from shared memory
         "flushes": made.asm["ptx"].count(".ftz.") - made.asm["ptx"].count(RECIPROCAL),
@@ -120,17 +94,11 @@ def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Ite
     codes = "codes_ptr" in arguments
     writes = found["transposes"] if codes else makes(launch, (*ROWS, *COLUMNS))
     sources = [arguments[name] for name in SOURCES if name in arguments]
-    element = arguments.get("ELEMENT")
-    size = (
-        element.primitive_bitwidth // 8
-        if element is not None
-        else 1
-        if codes
-        else sum(
-            source.dtype.itemsize
-            for source in sources or [arguments.get("amax_ptr", arguments.get("ends_ptr"))]
-        )
-    )
+    sources = sources or [arguments.get("amax_ptr", arguments.get("ends_ptr"))]
+    if (element := arguments.get("ELEMENT")) is not None:
+        size = element.primitive_bitwidth // 8
+    else:
+        size = 1 if codes else sum(source.dtype.itemsize for source in sources)
     if "first_ptr" in arguments:
         size = 0  # a table of which each program reads all, and that is small
     if "matrices_ptr" in arguments:
@@ -152,22 +120,3 @@ def missed(launch: Launch, found: dict[str, Any], tile: int, stored: int) -> Ite
         yield f"{found['flushes']} instructions flush subnormals"
     if found["undefined"] and not found["spilled"]:
         yield f"{found['undefined']} instructions read R1, which ptxas puts for a register it lost"
-
-
-def main() -> None:
-    options = compiler.options(__doc__)
-    options.add_argument("--shape", nargs=2, type=int, default=WHOLE, help="of a matrix, if not ragged")
-    options.add_argument("--capability", type=int, default=CAPABILITY, choices=SHARED)
-    arguments = options.parse_args()
-    all_cases = cases(tuple(arguments.shape))
-    if arguments.capability == CAPABILITY:
-        compiler.tell(compiler.side_by_side(report, all_cases, arguments), TABLE, arguments)
-    of_that = functools.partial(fits, capability=arguments.capability)
-    reasons = compiler.side_by_side(of_that, all_cases, arguments)
-    wrong = [f"{words}: {why}" for words, why in reasons if why]
-    print("\n".join(wrong) if wrong else f"{len(reasons)} kernels, all run on sm_{arguments.capability}")
-    sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, Transformer, float8_layers, loss_of, seed_weights, shard
+from tests.models import BF16, Transformer, checkpointed, float8_layers, loss_of, seed_weights, shard, update
 from tests.selection import long_but
 from tests.wire import Wire
 from tests.wires import ONE_RECIPE_A_WIRE, PER_LAYER
@@ -79,12 +78,6 @@ def tied_in_one_group(model: nn.Module) -> nn.Module:
     """Two blocks are one group, in which two layers have one weight."""
     fully_shard(list(model.blocks))
     return fully_shard(model)
-
-
-def checkpointed(model: nn.Module) -> nn.Module:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block)
-    return shard(model)
 
 
 def selectively_checkpointed(model: nn.Module) -> nn.Module:
@@ -151,7 +144,7 @@ MODES: dict[str, tuple[int, How]] = {
     "two-meshes": (4, on_two_meshes),
     "columns": (2, with_options(shard_placement_fn=matrices_by_columns)),
     "uneven-and-empty": (5, with_options()),
-    "checkpointed": (2, checkpointed),
+    "checkpointed": (2, lambda model: shard(checkpointed(model))),
     "selectively-checkpointed": (2, selectively_checkpointed),
     "prefetching": (2, prefetching),
     "unsharded-by-hand": (2, unsharded_by_hand),
@@ -183,12 +176,7 @@ def train(model: nn.Module, rank: int, *, synchronized: bool = False, kept: bool
     """Losses of every microbatch and of an evaluation after each step.
 
     And the all-reduces of amaxes of each step, and whether layers had weights in the float8 format of their own recipe.
-
-    Args:
-        model: sharded.
-        rank: which tokens it is given.
-        synchronized: gradients are reduced at every microbatch, not at the last alone.
-        kept: weights stay gathered from one microbatch to the next.
+    Gradients are reduced at every microbatch if ``synchronized``; weights stay gathered between them if ``kept``.
     """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     losses, reductions, in_float8 = [], [], set()
@@ -214,23 +202,11 @@ def train(model: nn.Module, rank: int, *, synchronized: bool = False, kept: bool
             of_mesh = [p for p in model.parameters() if getattr(p, "device_mesh", None) == mesh]
             torch.nn.utils.clip_grad_norm_(of_mesh, 1.0)
         with Wire() as wire:
-            optimizer.step()
-            optimizer.zero_grad()
-            f8sub.precompute_scales(model)
+            update(model, optimizer)
         reductions.append(wire.all_reduces)
         with torch.no_grad():
             losses.append(model(gaussian((2, 4, 32), generator(step))).float().sum().item())
     return losses, reductions, in_float8
-
-
-def on_and_off(rank: int, world: int, recipe: str, mode: str) -> list[Result]:
-    # Every other mode with gradients that are reduced at every microbatch.
-    synchronized = list(MODES).index(mode) % 2 == 0
-    how, kept = MODES[mode][1], mode == "kept-after-backward"
-    return [
-        train(how(model_of(recipe, mode, all_gather)), rank, synchronized=synchronized, kept=kept)
-        for all_gather in (True, False)
-    ]
 
 
 # Tables of rows and blocks differ from a table of one scale a weight where shards lie otherwise.
@@ -258,18 +234,26 @@ MORE += [
 ]
 
 
+@pytest.fixture
+def world(mode):
+    return MODES[mode][0]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("recipe", "mode"), long_but(CASES, dict.fromkeys(CASES + MORE)))
-def test_on_is_off(ranks, recipe, mode):
+def test_on_is_off(rank, world, recipe, mode):
     """With one all-reduce of amaxes a step, which the high-precision all-gather needs for histories alone."""
-    for (on, reductions, in_float8), (off, without, never) in ranks(MODES[mode][0], on_and_off, recipe, mode):
-        assert on == off
-        assert in_float8 == ({True, False} if mode == "ignored" else {True})
-        assert never == {False}
-        assert len(set(on)) == len(on)
-        least = REDUCTIONS.get(mode, 1)
-        assert reductions == [max(least, 1) if recipe == "delayed" else least] * STEPS
-        assert without == (reductions if recipe == "delayed" else [0] * STEPS)
+    # Every other mode with gradients that are reduced at every microbatch.
+    options = {"synchronized": list(MODES).index(mode) % 2 == 0, "kept": mode == "kept-after-backward"}
+    models = (MODES[mode][1](model_of(recipe, mode, all_gather)) for all_gather in (True, False))
+    (on, reductions, in_float8), (off, without, never) = (train(model, rank, **options) for model in models)
+    assert on == off
+    assert in_float8 == ({True, False} if mode == "ignored" else {True})
+    assert never == {False}
+    assert len(set(on)) == len(on)
+    least = REDUCTIONS.get(mode, 1)
+    assert reductions == [max(least, 1) if recipe == "delayed" else least] * STEPS
+    assert without == (reductions if recipe == "delayed" else [0] * STEPS)
 
 
 @pytest.mark.parametrize("world", [4])

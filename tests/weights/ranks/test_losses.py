@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
+from tests.compiling import whole
 from tests.models import equal, loss_of, shard, train, transformer
 from tests.selection import long_but
 from tests.wires import ONE_RECIPE_A_WIRE, on_each
@@ -22,8 +23,6 @@ from tests.wires import ONE_RECIPE_A_WIRE, on_each
 STEPS = 4
 SPREAD = 4.0
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
-
-Result = tuple[list[float], list[torch.Tensor]]
 
 
 def made(recipe: str, all_gather: bool = True) -> nn.Module:
@@ -45,15 +44,10 @@ def wrapped(recipe: str) -> dict[str, nn.Module]:
     }
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor + 0
-
-
 def state_of(model: nn.Module) -> list[torch.Tensor]:
     """Weights and, of delayed scaling, histories and scales."""
     model.state_dict()  # what is under way is finished
-    return [whole(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    return [whole(tensor) + 0 for tensor in (*model.parameters(), *model.buffers())]
 
 
 def unsharded(recipe: str, ranks: int) -> tuple[list[list[float]], list[torch.Tensor]]:
@@ -87,7 +81,7 @@ def test_each_wrapper_is_the_unsharded_run(rank, world, recipe):
     assert len(set(losses)) == len(losses)
     assert [name for name in found if not equal(found[name], found["on"])] == []
     assert losses == expected_losses[rank]
-    assert equal(state, [whole(tensor) for tensor in expected])
+    assert equal(state, expected)
 
 
 @on_each(ONE_RECIPE_A_WIRE)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, precompute
+from tests.models import BF16, equal, precompute
 from tests.wires import on_each
 
 # What is told once a process is told to each test.
@@ -33,12 +33,9 @@ class Reader(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.layer.weight
         y = F.linear(x, weight) + x @ weight.t()
-        penalty = (
-            weight.float().pow(2).sum()
-            + torch.linalg.norm(weight).float()
-            + (weight * 2).abs().mean().float()
-        )
-        penalty = penalty + weight[5].float().sum() + weight.flatten()[7].float()
+        penalty = weight.float().pow(2).sum() + torch.linalg.norm(weight).float()
+        penalty = penalty + (weight * 2).abs().mean().float() + weight[5].float().sum()
+        penalty = penalty + weight.flatten()[7].float()
         y = y + penalty.to(y.dtype)
         return y + self.layer(x) if self.calls else y
 
@@ -68,24 +65,18 @@ def run(model: nn.Module, policy: Any) -> list[torch.Tensor]:
     return found
 
 
-def values_of_codes(recipe: str, policy: Any) -> torch.Tensor:
-    weight = gaussian((ROWS, COLS), generator(7)).to(policy.param_dtype)
-    return f8sub.quantize(weight, recipe, operand="w", columnwise=False).dequantize().float()
-
-
 @on_each(RECIPES)
 def test_values_and_gradients_are_plain_fsdps(rank, world, recipe):
     """Bitwise, of the weight that the codes stand for; and of the weight itself where that is gathered."""
-    weight, found = gaussian((ROWS, COLS), generator(7)), {}
+    weight = gaussian((ROWS, COLS), generator(7))
+    codes = f8sub.quantize(weight.to(BF16.param_dtype), recipe, operand="w", columnwise=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", f8sub.Float8Warning)
         gathered = run(made(weight, recipe, gathered=True, calls=False), BF16)
-    plain = run(made(values_of_codes(recipe, BF16), None, gathered=False, calls=False), BF16)
-    found["gathered in float8"] = [torch.equal(a, b) for a, b in zip(gathered, plain, strict=True)]
+    assert len(gathered) == 6
+    assert equal(gathered, run(made(codes.dequantize().float(), None, gathered=False, calls=False), BF16))
     high = run(made(weight, recipe, gathered=False, calls=False), BF16)
-    plain = run(made(weight, None, gathered=False, calls=False), BF16)
-    found["gathered in bf16"] = [torch.equal(a, b) for a, b in zip(high, plain, strict=True)]
-    assert found == {"gathered in float8": [True] * 6, "gathered in bf16": [True] * 6}
+    assert equal(high, run(made(weight, None, gathered=False, calls=False), BF16))
 
 
 def test_it_says_so_once_for_each_operator_and_gradients_of_both_uses_meet(rank, world):

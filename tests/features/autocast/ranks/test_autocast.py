@@ -1,6 +1,6 @@
 """Recipe contexts under FSDP2: what the gathered weight allows, and bitwise what a model of that recipe computes."""
 
-from collections.abc import Callable
+import functools
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard, train, transformer
 
-Losses = list[float]
 NO_GEMM = f8sub.get_recipe("rowwise").with_high_precision(fprop=True, dgrad=True, wgrad=True)
 ANY = {"rowwise": "rowwise", "tensorwise": "tensorwise", "disabled": NO_GEMM}
 
@@ -27,16 +26,13 @@ def model_of(
     return shard(model, BF16)
 
 
-def of_name(name: str) -> Callable[[], f8sub.autocast]:
-    return lambda: f8sub.autocast(enabled=False) if ANY[name] is NO_GEMM else f8sub.autocast(ANY[name])
-
-
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("name", ANY, ids=list(ANY))
 def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, name, checkpointed):
     """The weight was rounded to the policy's param_dtype and nothing else: as in a model of that recipe alone."""
     model = model_of("tensorwise", all_gather=False, checkpointed=checkpointed)
-    found = train(model, rank, around=of_name(name))
+    options = {"enabled": False} if ANY[name] is NO_GEMM else {"recipe": ANY[name]}
+    found = train(model, rank, around=functools.partial(f8sub.autocast, **options))
     expected = train(model_of(ANY[name], all_gather=False), rank)
     assert found == expected
     assert len(set(found)) == len(found)

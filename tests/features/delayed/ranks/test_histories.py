@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from f8sub.features.delayed import rolling
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
-from tests.features.delayed.simulation import FP8_MAX, Simulation
 from tests.models import Stack, equal, refusal, seed_weights, shard
 from tests.selection import long_but
 from tests.wire import Wire
@@ -67,48 +65,6 @@ def train(
     return outputs, reduces
 
 
-def sharded(rank: int, world: int, all_gather: bool) -> tuple:
-    model = shard(model_of(all_gather))
-    outputs, reduces = train(model, rank)
-    return outputs, reduces, states_of(model)
-
-
-def hsdp(rank: int, world: int, reduce_amax: bool) -> tuple:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(model_of(reduce_amax=reduce_amax), mesh=mesh)
-    _, reduces = train(model, rank)
-    return reduces, states_of(model)
-
-
-def simulated(amaxes: list[float]) -> Simulation:
-    tensor = Simulation(3, FP8_MAX["e4m3"])
-    for amax in amaxes:
-        tensor.stage(amax)
-        tensor.update()
-    return tensor
-
-
-def of_w(state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return state["history"][:, 1], state["scale"][1]
-
-
-@pytest.mark.parametrize("reduce_amax", [True, False])
-@pytest.mark.parametrize("world", [2, 4], ids=["2x1", "2x2"])
-def test_replicas_share_their_histories(ranks, world, reduce_amax):
-    """Without ``reduce_amax`` each rank keeps those of its own x, and shares those of w."""
-    results = ranks(world, hsdp, reduce_amax)
-    amaxes = [[batch(step, rank)[0].abs().max().item() for step in range(STEPS)] for rank in range(world)]
-    largest = [max(of_ranks) for of_ranks in zip(*amaxes, strict=True)]
-    first = results[0][1]
-    for rank, (reduces, states) in enumerate(results):
-        tensor = simulated(largest if reduce_amax else amaxes[rank])
-        assert reduces == [1] * STEPS
-        assert states[0]["history"][:, 0].tolist() == tensor.history
-        assert states[0]["scale"][0].item() == tensor.scale
-        assert equal([of_w(state) for state in states], [of_w(state) for state in first])
-        assert equal(states, first) == (reduce_amax or rank == 0)
-
-
 @on_and_off
 @pytest.mark.parametrize("operand", ["x", "dy"])
 def test_one_rank_s_bad_activation_is_told_on_every_rank(rank, world, operand, all_gather):
@@ -155,15 +111,12 @@ def train_with_optimizers(model: nn.Module, ranks: range, frozen: bool) -> list[
     return states_of(model)
 
 
-def with_optimizers(rank: int, world: int, frozen: bool, all_gather: bool) -> list[dict[str, torch.Tensor]]:
-    return train_with_optimizers(shard(model_of(all_gather)), range(rank, rank + 1), frozen)
-
-
 @on_and_off
 @pytest.mark.parametrize("frozen", [False, True], ids=["two-optimizers", "one-layer-frozen"])
-def test_each_history_rolls_with_the_steps_of_its_own_weight(ranks, frozen, all_gather):
+def test_each_history_rolls_with_the_steps_of_its_own_weight(rank, world, frozen, all_gather):
     expected = train_with_optimizers(model_of(), range(2), frozen)
-    assert equal(ranks(2, with_optimizers, frozen, all_gather), [expected] * 2)
+    found = train_with_optimizers(shard(model_of(all_gather)), range(rank, rank + 1), frozen)
+    assert equal(found, expected)
     w = [(state["history"][:, 1] != 0).sum() for state in expected]
     assert w == [0 if frozen else 2, 2, 2]
     x = batch(STEPS - 2, 0)[0].abs().max(), batch(STEPS - 2, 1)[0].abs().max()
@@ -181,7 +134,7 @@ def test_histories_do_not_roll_again_because_another_layer_is_sharded(rank, worl
     assert roll.call_count == 0
 
 
-def state_dicts_before_precompute(rank: int, world: int, all_gather: bool, load: str) -> tuple:
+def state_dicts_before_precompute(rank: int, all_gather: bool, load: str) -> tuple:
     """Steps after each of which a state dict is taken, and loaded again, before the scales are precomputed."""
     agreement.PATIENCE = datetime.timedelta(seconds=20)  # on a busy machine
     model = shard(model_of(all_gather))
@@ -206,40 +159,31 @@ def state_dicts_before_precompute(rank: int, world: int, all_gather: bool, load:
 
 
 @pytest.mark.parametrize("load", ["all", "nothing", "never"])
-def test_a_state_dict_between_a_step_and_precompute_scales_changes_nothing(ranks, load):
+def test_a_state_dict_between_a_step_and_precompute_scales_changes_nothing(rank, world, load):
     """It has the step's amaxes of all ranks, whatever is gathered."""
-    expected, _, expected_states = ranks(2, sharded, True)[0]
-    on, off = (ranks(2, state_dicts_before_precompute, gather, load) for gather in (True, False))
-    assert equal(on[0][0], expected)
-    for (_, taken, states), (_, expected_histories, _) in zip(on, off, strict=True):
-        assert equal(states, expected_states)
-        assert equal(taken, expected_histories)
+    usual = shard(model_of())
+    expected, _ = train(usual, rank)
+    (on, taken, states), (_, taken_off, _) = (
+        state_dicts_before_precompute(rank, gather, load) for gather in (True, False)
+    )
+    assert equal((on, states), (expected, states_of(usual)))
+    assert equal(taken, taken_off)
 
 
-def taken_on_one_rank(rank: int, world: int) -> tuple:
+def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(rank, world):
     """Nobody waits for the others long, and the step's amaxes are in the histories later."""
+    expected, model = shard(model_of()), shard(model_of())
+    train(expected, rank, 2)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", f8sub.Float8Warning)
-        model = shard(model_of())
         train(model, rank, 2, precompute=False)
         if rank == 1:
             with mock.patch.object(agreement, "PATIENCE", datetime.timedelta(milliseconds=1)):
                 model.state_dict()
         f8sub.precompute_scales(model)
-        return [str(w.message) for w in told if "state dict" in str(w.message)], states_of(model)
-
-
-def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(ranks):
-    (expected, _) = ranks(2, trained_twice)
-    for rank, (told, states) in enumerate(ranks(2, taken_on_one_rank)):
-        assert len(told) == rank
-        assert equal(states, expected)
-
-
-def trained_twice(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
-    model = shard(model_of())
-    train(model, rank, 2)
-    return states_of(model)
+        states = states_of(model)
+    assert len([w for w in told if "state dict" in str(w.message)]) == rank
+    assert equal(states, states_of(expected))
 
 
 @on_and_off

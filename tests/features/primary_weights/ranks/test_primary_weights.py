@@ -30,6 +30,7 @@ from tests.models import (
     shard,
     shard_of,
     train,
+    update,
 )
 from tests.selection import long_but
 from tests.wire import Wire
@@ -95,7 +96,7 @@ def test_losses_are_those_of_high_precision_weights(rank, world, recipe, dtypes,
     assert len(set(found[0])) == steps
 
 
-def counted(rank: int, world: int, recipe: str, primary: bool) -> tuple[int, int]:
+def counted(rank: int, recipe: str, primary: bool) -> tuple[int, int]:
     model = shard(f8sub.convert_to_float8(seed_weights(Stack(64, 96, 32)), recipe, primary_weights=primary))
     optimizer = optimizer_of(model, masters=primary)
     x = gaussian((8, 64), generator(rank))
@@ -103,17 +104,15 @@ def counted(rank: int, world: int, recipe: str, primary: bool) -> tuple[int, int
     for _ in range(2):
         with Wire() as wire:
             model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            f8sub.precompute_scales(model)
+            update(model, optimizer)
     return wire.all_reduces, wire.gathered
 
 
 @on_each_recipe
-def test_a_step_reduces_once_and_gathers_what_high_precision_weights_do(ranks, recipe):
-    found, expected = ranks(2, counted, recipe, True), ranks(2, counted, recipe, False)
-    assert found == expected
-    assert [all_reduces for all_reduces, _ in found] == [1, 1]
+def test_a_step_reduces_once_and_gathers_what_high_precision_weights_do(rank, world, recipe):
+    found = counted(rank, recipe, primary=True)
+    assert found == counted(rank, recipe, primary=False)
+    assert found[0] == 1
 
 
 def prepared(
@@ -188,35 +187,27 @@ def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(rank, 
     assert all(freed) == (dtype == torch.bfloat16)
 
 
-def frozen(rank: int, world: int, recipe: str, dtype: torch.dtype) -> dict:
-    """The first block's weights frozen and dropped: the same losses as with high-precision weights, also frozen."""
-    results = {}
+@pytest.mark.parametrize("world", [3])
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
+@on_each_recipe
+def test_frozen_weights_keep_their_codes_alone_and_change_nothing(rank, world, recipe, dtype):
+    """The first weights frozen and dropped: the same losses as with high-precision weights, also frozen."""
+    losses, weights = [], []
     for primary in (True, False):
         model = made(recipe, primary, dtype, hidden=80)
-        for layer in float8_layers(model)[:4]:
+        frozen = float8_layers(model)[:4]
+        for layer in frozen:
             layer.weight.requires_grad_(False)
         shard(model)
-        held = [StorageWeakRef(la.weight.to_local().untyped_storage()) for la in float8_layers(model)[:4]]
+        held = [StorageWeakRef(layer.weight.to_local().untyped_storage()) for layer in frozen]
         optimizer = optimizer_of(model, masters=primary or dtype == torch.bfloat16)
         if primary:
             f8sub.drop_high_precision(model)
-        results[primary] = train(model, rank, steps=4, optimizer=optimizer)
-        if primary:
-            results["freed"] = [storage.expired() for storage in held]
-            results["gathered"] = [layer.weight.full_tensor() for layer in float8_layers(model)[:4]]
-        else:
-            weights = [layer.weight.full_tensor() for layer in float8_layers(model)[:4]]
-            results["expected"] = [f8sub.quantize(w, recipe, operand="w").dequantize() for w in weights]
-    return results
-
-
-@on_each_recipe
-def test_frozen_weights_keep_their_codes_alone_and_change_nothing(ranks, recipe):
-    for dtype in (torch.float32, torch.bfloat16) if recipe == "tensorwise" else (torch.bfloat16,):
-        for found in ranks(3, frozen, recipe, dtype):
-            assert found[True] == found[False]
-            assert all(found["freed"])
-            assert equal(found["gathered"], found["expected"])
+        losses.append(train(model, rank, steps=4, optimizer=optimizer))
+        assert not primary or all(storage.expired() for storage in held)
+        weights.append([layer.weight.full_tensor() for layer in frozen])
+    assert losses[0] == losses[1]
+    assert equal(weights[0], [f8sub.quantize(w, recipe, operand="w").dequantize() for w in weights[1]])
 
 
 @on_each_recipe
@@ -240,8 +231,8 @@ def test_masters_that_are_dropped_after_training_change_nothing(rank, world, rec
     assert wire.all_reduces == 0
 
 
-def held(rank: int, world: int) -> list[bool]:
-    """Whether model, conversion and another layer's shard are gone while codes of one layer are held."""
+def test_codes_that_are_held_hold_no_other_weight(rank, world):
+    """Model, conversion and another layer's shard are gone while codes of one layer are held."""
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 32, 32)), primary_weights=True)
     fully_shard(model.requires_grad_(False))
     f8sub.drop_high_precision(model)
@@ -252,9 +243,5 @@ def held(rank: int, world: int) -> list[bool]:
     del model, conversion, other
     gc.collect()
     gc.collect()
-    return [reference() is None for reference in references] + [weight.numel() > 0]
-
-
-def test_codes_that_are_held_hold_no_other_weight(ranks):
-    for found in ranks(2, held):
-        assert all(found)
+    assert [reference() for reference in references] == [None] * 3
+    assert weight.numel() > 0

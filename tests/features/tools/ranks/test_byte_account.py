@@ -44,11 +44,8 @@ def kept_since(before: dict[int, int], expected: int) -> int:
 def code_storages() -> dict[int, int]:
     """What ranks send lies in bytes; scale tables have other dtypes."""
     gc.collect()
-    storages = [
-        thing.untyped_storage()
-        for thing in gc.get_objects()
-        if type(thing) is torch.Tensor and thing.dtype is torch.uint8
-    ]
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.dtype is torch.uint8]
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 

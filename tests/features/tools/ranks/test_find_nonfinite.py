@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, precompute, seed_weights, shard, transformer
+from tests.models import Stack, checkpointed, precompute, seed_weights, shard, transformer
 from tests.selection import long_but
 from tests.wires import QUICK, on_each
 
@@ -32,16 +31,15 @@ class Spoil(torch.autograd.Function):
         return dy, None
 
 
+@torch.no_grad()
 def spoil(model: torch.nn.Module, role: str) -> None:
     layer = model.blocks[1].up
     if role == "x":
         layer.register_forward_pre_hook(lambda module, args: Spoil.apply(args[0], True))
     elif role == "w":
-        with torch.no_grad():
-            layer.weight.to_local()[2, 3] = torch.nan
+        layer.weight.to_local()[2, 3] = torch.nan
     elif role == "y":
-        with torch.no_grad():
-            layer.bias.to_local()[0] = -torch.inf
+        layer.bias.to_local()[0] = -torch.inf
     elif role == "dy":
         layer.register_forward_hook(lambda module, args, y: Spoil.apply(y, False))
 
@@ -62,10 +60,7 @@ def expected(role: str, world: int) -> str:
 )
 def test_the_first_layer_role_and_rank(rank, world, case, role):
     model = transformer({"not converted": None, "checkpointed": "tensorwise"}.get(case, case))
-    if case == "checkpointed":
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block)
-    precompute(shard(model))
+    precompute(shard(checkpointed(model) if case == "checkpointed" else model))
     if rank == world - 1:
         spoil(model, role)
     with f8sub.find_nonfinite(model) as search:

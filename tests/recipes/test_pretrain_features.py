@@ -1,0 +1,108 @@
+"""Experts, gradients in float8, a monitor and an export in the training loop, in forked gloo ranks."""
+
+import pytest
+import torch
+from metrics import read_metrics
+from safetensors.torch import load_file
+from settings import SettingsError, parse
+from transformers import AutoConfig
+
+import f8sub
+from f8sub.__main__ import main
+from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
+from tests.recipes.test_pretrain_settings import toml
+from tests.recipes.test_pretrain_training import GRADIENTS, full_weights
+
+
+def test_a_mixture_of_experts(ranks, tmp_path):
+    """Its weights depend on the seed alone, and its losses are those of bf16 within the rounding of a few steps."""
+    settings = quick_settings(tmp_path / "float8", "--model.size moe-debug")
+    one, three = (ranks(world, full_weights, settings)[0] for world in (1, 3))
+    assert all((value == three[name]).all() for name, value in one.items())
+    bf16 = changed(changed(settings, "float8", enabled=False), "job", dump_folder=str(tmp_path / "bf16"))
+    linears = changed(
+        changed(settings, "float8", experts=False), "job", dump_folder=str(tmp_path / "linears")
+    )
+    for each in (settings, bf16, linears):
+        assert ranks(2, train, each) == [True, True]
+    assert losses(settings)[-1] < losses(settings)[0] - 0.3
+    assert losses(settings) == pytest.approx(losses(bf16), rel=3e-2)
+    ours, of_linears, of_bf16 = (records(each)[-1]["all_gather_bytes"] for each in (settings, linears, bf16))
+    assert ours < 0.55 * of_bf16
+    assert ours < 0.65 * of_linears < 0.65 * of_bf16
+
+
+@pytest.mark.long
+def test_gradients_in_float8_are_monitored(ranks, tmp_path):
+    settings = quick_settings(tmp_path, f"{GRADIENTS} --float8.monitor_every 2")
+    ranks(2, train, settings)
+    rows = [row for row in read_metrics(tmp_path / "numerics.jsonl") if row["role"] == "gradient"]
+    assert sorted({row["step"] for row in rows}) == [1, 3]
+    assert {row["layer"] for row in rows} == {"(root)", *(f"model.layers.{i}" for i in range(4))}
+    assert (tmp_path / "numerics_gradient.png").exists()
+
+
+def test_a_monitor_measures_and_changes_nothing(ranks, tmp_path):
+    options = "--training.steps 5 --float8.recipe rowwise"
+    plain = quick_settings(tmp_path / "plain", options)
+    watched = quick_settings(
+        tmp_path / "watched", f"{options} --float8.monitor_every 2 --metrics.tensorboard true"
+    )
+    for settings in (plain, watched):
+        assert ranks(2, train, settings) == [True] * 2
+    assert losses(watched) == losses(plain)
+    counted = [[r["amax_all_reduces"] for r in records(s)] for s in (plain, watched)]
+    assert counted[0] == counted[1]
+    rows = read_metrics(tmp_path / "watched" / "numerics.jsonl")
+    assert sorted({row["step"] for row in rows}) == [1, 3, 5]
+    assert len(rows) == 3 * 3 * 28
+    assert {row["role"] for row in rows} == {"x", "w", "dy"}
+    pictures = sorted(path.name for path in (tmp_path / "watched").glob("*.png"))
+    assert pictures == ["numerics_dy.png", "numerics_w.png", "numerics_x.png"]
+    assert not list((tmp_path / "plain").glob("numerics*"))
+
+
+@pytest.mark.long
+def test_a_monitors_rows_go_on_after_a_resume(ranks, tmp_path):
+    options = "--float8.monitor_every 1 --checkpoint.interval 2 --training.steps"
+    assert ranks(1, train, quick_settings(tmp_path, f"{options} 4")) == [True]
+    kept = [row for row in read_metrics(tmp_path / "numerics.jsonl") if row["step"] < 3]
+    assert ranks(1, train, quick_settings(tmp_path, f"{options} 5 --checkpoint.resume step-00000002")) == [
+        True
+    ]
+    rows = read_metrics(tmp_path / "numerics.jsonl")
+    assert rows[: len(kept)] == kept
+    assert list(dict.fromkeys(row["step"] for row in rows)) == [1, 2, 3, 4, 5]
+
+
+def test_f8sub_export_takes_a_checkpoint_as_it_is(ranks, tmp_path):
+    settings = quick_settings(tmp_path / "run", "--checkpoint.interval 4 --float8.recipe blockwise")
+    found = ranks(2, train_and_save_float8, settings, str(tmp_path / "own"))
+    assert found == [True] * 2
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--recipe", "blockwise"]) == 0
+    own, out = (load_file(tmp_path / folder / "model.safetensors") for folder in ("own", "out"))
+    assert own.keys() == out.keys()
+    assert all(torch.equal(own[k].view(torch.uint8), out[k].view(torch.uint8)) for k in own)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert config.num_hidden_layers == 4
+
+
+def train_and_save_float8(rank, world, settings, folder):
+    run = trainer(world, settings)
+    done = run.run()
+    f8sub.save_float8(run.model, folder)
+    return done
+
+
+def test_experts_that_are_converted(tmp_path):
+    for text, expected in (("true", True), ("false", False), ("'auto'", "auto")):
+        path = toml(tmp_path, f"[float8]\nexperts = {text}\n")
+        word = text.strip("'")
+        assert parse(["--job.config_file", path]).float8.experts == expected
+        assert parse(["--float8.experts", word]).float8.experts == expected
+    with pytest.raises(SettingsError, match=r"experts = 'some': expected bool"):
+        parse(["--job.config_file", toml(tmp_path, "[float8]\nexperts = 'some'\n")])
+    with pytest.raises(SystemExit):
+        parse(["--float8.experts", "some"])

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+from collections import Counter
 from pathlib import Path
 
 import f8sub
@@ -14,6 +15,7 @@ VALUES = {"errors", "formats", "recipe", "recipes", "torch_compat", "version"}
 NAMES = {"__init__", "__main__", "optim", "recipes.delayed", "tensor_parallel", "titan"}
 """Modules under f8sub that give users the names of what the folders hold."""
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 80
+MOST_LINES_OF_A_FEATURE, MOST_LINES_OF_THE_CORE = 750, 6000
 
 
 def name_of(path: Path) -> str:
@@ -150,6 +152,17 @@ def test_files_and_functions_are_short():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert not {name: lines for name, lines in functions.items() if lines > MOST_LINES_OF_A_FUNCTION}
+
+
+def test_features_and_the_core_are_small():
+    lines: Counter[str] = Counter()
+    for path in MODULES:
+        folder, *below = path.relative_to(PACKAGE).parts
+        is_core = folder != "features" and (folder, *below)[:2] != ("kernels", "triton")
+        lines["core" if is_core else "/".join((folder, below[0]))] += len(path.read_text().splitlines())
+    assert lines.pop("core") <= MOST_LINES_OF_THE_CORE
+    del lines["kernels/triton"]
+    assert not {feature: n for feature, n in lines.items() if n > MOST_LINES_OF_A_FEATURE}
 
 
 def test_torchs_version_is_looked_at_in_one_place():

@@ -19,7 +19,7 @@ from f8sub.features.delayed.layers import states_of
 from f8sub.features.delayed_state.state import ScalingState
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.torchtitan.options import Options, convert
-from f8sub.features.torchtitan.scales import attach
+from f8sub.features.torchtitan_hooks.scales import attach
 from f8sub.linear.float8_linear import Float8Linear
 
 __all__ = ["Float8Converter", "float8", "precompute_scales", "with_float8", "with_precompute_scales"]

@@ -10,8 +10,8 @@ from torchtitan.tools.logging import logger
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.report.conversion_report import conversion_report
-from f8sub.features.torchtitan.numerics import FILE
 from f8sub.features.torchtitan.options import Options, convert
+from f8sub.features.torchtitan_hooks.numerics import FILE
 
 __all__ = ["Float8ModelConverter", "JobConfig"]
 

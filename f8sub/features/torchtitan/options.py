@@ -16,10 +16,10 @@ from f8sub.features.keep_x.keep_x import layer_keep_x
 from f8sub.features.layer_kinds.layer_kinds import kind_of
 from f8sub.features.linear_subclasses.linear_subclasses import extensions
 from f8sub.features.swiglu_input.swiglu_input import keep_swiglu_input_in_float8
-from f8sub.features.torchtitan.checkpointed import KEEP, set_policy
-from f8sub.features.torchtitan.gradients import reduce_from_first_forward
-from f8sub.features.torchtitan.numerics import FILE, WANTED, monitor_from_first_forward
-from f8sub.features.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
+from f8sub.features.torchtitan_hooks.checkpointed import KEEP, set_policy
+from f8sub.features.torchtitan_hooks.gradients import reduce_from_first_forward
+from f8sub.features.torchtitan_hooks.numerics import FILE, WANTED, monitor_from_first_forward
+from f8sub.features.torchtitan_hooks.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
 from f8sub.linear.saved_input import AUTO
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT

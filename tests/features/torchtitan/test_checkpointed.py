@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8sub
-from f8sub.features.torchtitan.checkpointed import KEEP, set_policy
+from f8sub.features.torchtitan_hooks.checkpointed import KEEP, set_policy
 from tests.data_sets import gaussian, generator
 
 

@@ -6,8 +6,8 @@ import math
 import torch
 
 import f8sub
-from f8sub.features.torchtitan.gradients import reduce_from_first_forward
-from f8sub.features.torchtitan.numerics import WANTED
+from f8sub.features.torchtitan_hooks.gradients import reduce_from_first_forward
+from f8sub.features.torchtitan_hooks.numerics import WANTED
 from tests.models import BF16, shard, train, transformer
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from f8sub.features.gradient_wire.reduce_gradients import reduce_gradients_in_float8
-from f8sub.features.torchtitan.numerics import WANTED
+from f8sub.features.torchtitan_hooks.numerics import WANTED
 
 
 def reduce_from_first_forward(model: torch.nn.Module) -> None:

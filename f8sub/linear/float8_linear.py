@@ -272,7 +272,7 @@ def weight_rowwise(w: torch.Tensor, call: Call) -> GemmInput:
     plan, dtype, sources = call
     format = plan.recipe.fprop.b
     if isinstance(w, Float8Tensor):
-        return w.dequantize().to(dtype) if format is None else present(w.rowwise)
+        return w.dequantize().to(dtype) if format is None else _gathered(w)
     if format is None:
         return w.to(dtype)
     if isinstance(w, MasterWeight) and not sources.distributed:
@@ -292,11 +292,16 @@ def weight_columnwise(w: torch.Tensor, w_row: Operand | None, call: Call, after:
     if columnwise is None:
         return (w.dequantize() if isinstance(w, Float8Tensor) else w).to(dtype).t()
     if w_row is None and isinstance(w, Float8Tensor):
-        w_row = present(w.rowwise)
+        w_row = _gathered(w)
     operand = weight_rowwise(w, call) if w_row is None else w_row
     if isinstance(operand, Operand):
         return derive_columnwise_in_backward(operand, columnwise, after, plan.any_layout)
     return present(quantize(_plain(operand, dtype), None, columnwise, sources.w).columnwise)
+
+
+def _gathered(w: Float8Tensor) -> Operand:
+    # Not w.rowwise: for all that compiled code reads of that, its guards would make the operand again.
+    return Operand(w.rowwise_data, w.rowwise_scale_inv, present(w.rowwise_format), w.rowwise_global_scale_inv)
 
 
 def _plain(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -88,12 +88,7 @@ class Float8Tensor(torch.Tensor):
         """Operand contracted along the first dimension, stored transposed: (cols, rows)."""
         if self.columnwise_format is None:
             return None
-        return Operand(
-            self.columnwise_data,
-            self.columnwise_scale_inv,
-            self.columnwise_format,
-            self.columnwise_global_scale_inv,
-        )
+        return Operand(*(getattr(self, f"columnwise_{part}") for part in Operand._fields))
 
     def dequantize(self) -> torch.Tensor:
         """High-precision values, of its shape in ``dtype``; from the rowwise codes where both are there."""

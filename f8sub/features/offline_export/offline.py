@@ -73,7 +73,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
     source, target = Path(checkpoint), Path(folder)
     check_target(target)
     convert_to_float8(model, recipe=recipe, skip=skip, experts=experts)
-    exported = examined(model, layout)
+    exported = examined(model, layout, dtype)
     with opened(source) as found:
         if "quantization_config" in found.config:
             raise Float8ConfigError(

@@ -104,8 +104,8 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
     if adapters := [part.name for part in parts if ".lora_" in part.name]:
         warnings.warn(
             f"{adapters[0]} and {len(adapters) - 1} more adapters are not merged, and engines read neither them nor "
-            "the names that PEFT gives the base: call f8sub.restore_high_precision(model), where its values were dropped, "
-            "and model.merge_and_unload()",
+            "the names that PEFT gives the base: call f8sub.restore_high_precision(model), where its values were "
+            "dropped, and model.merge_and_unload()",
             Float8Warning,
             stacklevel=3,
         )

@@ -352,6 +352,14 @@ def wire_seconds(
     return Seconds(copies=copies / gpu.copy, exposed=comm)
 
 
+def rest_of(shapes: Shapes) -> tuple[Product, Product]:
+    """What is gathered and multiplies nothing: the parameters that learn, and those that do not."""
+    learning = Product(
+        "", 0, 0, 0, shapes.other_parameters - shapes.other_frozen, "no product", "", False, None
+    )
+    return learning, replace(learning, elements=shapes.other_frozen, frozen=True)
+
+
 def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
     """Of a whole step: blocks, what is outside of them, loss and AdamW."""
     found = Seconds()
@@ -359,9 +367,7 @@ def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> S
         found += block_seconds(products, recipe, gpu, run)
     for product in shapes.outside:
         found += linear_seconds(product, recipe, gpu, replace(run, checkpoint=NONE), False, run.sharded)
-    rest = Product("", 0, 0, 0, shapes.other_parameters - shapes.other_frozen, "no product", "", False, None)
-    fixed = replace(rest, elements=shapes.other_frozen, frozen=True)
-    found += wire_seconds([*shapes.outside, rest, fixed], recipe, gpu, run, passes=1)
+    found += wire_seconds([*shapes.outside, *rest_of(shapes)], recipe, gpu, run, passes=1)
     logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
     loss = run.tokens * shapes.logits * logit / gpu.copy
     state = shapes.learning / run.shards * run.master_bytes * run.optimizer_passes

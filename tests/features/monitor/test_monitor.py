@@ -288,6 +288,9 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
     monitor = f8sub.Monitor(model, every=1)
     with monitor:
         loss_of(model, 0, 0).backward()
+    assert f8sub.Monitor(transformer("rowwise"), every=5).worst() == (
+        "no sample yet: the first step has one, and then one step in 5"
+    )
     first = monitor.worst(3).splitlines()
     assert len(first) == 4
     assert any(

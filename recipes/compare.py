@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from metrics import read_metrics
+from model import SIZES
 from rich.console import Console
 from rich.table import Table
 from settings import Settings
@@ -122,13 +123,32 @@ def commands(settings: Settings, run: Path) -> str:
     if list(run.glob("numerics_*.png")):
         shown.append(f"{run}/numerics_*.png (f8sub.Monitor)")
     saved = sorted((run / "checkpoints").glob("step-*"))
-    float8 = settings.float8
-    # Amax histories, and several recipes, are not in a checkpoint of weights.
-    if saved and not float8.layer_recipes and f8sub.get_recipe(float8.recipe).delayed is None:
-        skipped = " ".join(["", "--skip", *map(shlex.quote, float8.skip)]) if float8.skip else ""
-        export = f"python -m f8sub export {saved[-1]} {run}/served --recipe {float8.recipe}{skipped}"
+    if saved and _has_codes_for_engines(settings):
+        float8, options = settings.float8, ""
+        if float8.skip:
+            options += " ".join(["", "--skip", *map(shlex.quote, float8.skip)])
+        options += "" if float8.skip_defaults else " --no-skip-defaults"
+        options += " --experts" if float8.experts and _is_mixture(settings) else ""
+        export = f"python -m f8sub export {saved[-1]} {run}/served --recipe {float8.recipe}{options}"
         shown.append(f"{export} (f8sub.save_float8's codes)")
     return " · ".join(shown)
+
+
+def _is_mixture(settings: Settings) -> bool:
+    return "num_experts" in SIZES[settings.model.size]
+
+
+def _has_codes_for_engines(settings: Settings) -> bool:
+    """Whether a checkpoint tells all codes: not amax histories, several recipes, which experts "auto" chose."""
+    float8, recipe = settings.float8, f8sub.get_recipe(settings.float8.recipe)
+    weights = recipe.fprop.b
+    return (
+        recipe.delayed is None
+        and not float8.layer_recipes
+        and not (float8.experts == "auto" and _is_mixture(settings))
+        and weights is not None
+        and not weights.scale_rule.has_global  # NVFP4, which no layout holds
+    )
 
 
 def summarize(records: dict[str, Records], baseline: str) -> dict[str, dict[str, Any]]:

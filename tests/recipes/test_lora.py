@@ -1,5 +1,7 @@
 """LoRA over a float8 base: converted before or after PEFT, frozen as codes alone, merged, and sharded."""
 
+import copy
+
 import lora
 import peft
 import pytest
@@ -85,6 +87,10 @@ def test_the_script_trains_over_codes_alone_and_merges(tmp_path):
     weight = merged.model.layers[1].mlp.down_proj.weight
     assert torch.equal(weight.plain, expected)
     assert not any("lora" in name for name, _ in merged.named_modules())
+    merged.save_pretrained(tmp_path / "merged")
+    saved = type(merged).from_pretrained(tmp_path / "merged", dtype="auto")
+    assert torch.equal(saved.model.layers[1].mlp.down_proj.weight, expected)
+    assert saved.dtype == BF16
 
 
 def test_merging_without_values_is_refused_with_the_way_out():
@@ -96,9 +102,22 @@ def test_merging_without_values_is_refused_with_the_way_out():
         f8sub.restore_high_precision(build_model())
 
 
-def test_dora_trains():
-    found = losses(adapted("convert first", use_dora=True))
+def test_dora_trains_over_codes_alone_and_merges_as_peft_does():
+    config = peft.LoraConfig(r=8, target_modules="all-linear", use_dora=True)
+    base = f8sub.convert_to_float8(build_model().bfloat16(), recipe="rowwise", primary_weights=True)
+    base.requires_grad_(False)
+    f8sub.drop_high_precision(base)
+    plain = f8sub.convert_from_float8(copy.deepcopy(base))
+    model, plain = peft.get_peft_model(base, config), peft.get_peft_model(plain, config)
+    found = losses(model)
     assert found[-1] < found[0]
+    with pytest.warns(f8sub.Float8Warning, match="adapters are not merged"):
+        f8sub.float8_state_dict(model)
+    peft.set_peft_model_state_dict(plain, peft.get_peft_model_state_dict(model))
+    expected = dict(plain.merge_and_unload().named_parameters())
+    f8sub.restore_high_precision(model)
+    for name, parameter in model.merge_and_unload().named_parameters():
+        assert torch.equal(getattr(parameter, "plain", parameter), expected[name]), name
 
 
 def test_the_frozen_base_crosses_the_wire_at_one_byte(rank, world):

@@ -190,5 +190,11 @@ def test_the_last_line_names_what_the_run_wrote(tmp_path):
     assert f"{run}/numerics_*.png (f8sub.Monitor)" in commands(settings, run)
     skipping = changed(settings, "float8", skip=("*.k_proj",))
     assert f"{export} --skip '*.k_proj'" in commands(skipping, run)
-    assert "export" not in commands(changed(settings, "float8", recipe="delayed"), run)
+    whole = changed(settings, "float8", skip_defaults=False)
+    assert f"{export} --no-skip-defaults" in commands(whole, run)
+    mixture = changed(settings, "model", size="moe-debug")
+    assert f"{export} --experts" in commands(mixture, run)
+    assert "export" not in commands(changed(mixture, "float8", experts="auto"), run)
+    for recipe in ("delayed", "nvfp4"):
+        assert "export" not in commands(changed(settings, "float8", recipe=recipe), run)
     assert commands(settings, tmp_path / "none") == "python -m f8sub doctor"

@@ -23,4 +23,4 @@ def test_the_page_shows_the_table(monkeypatch):
 def test_a_row_a_figure(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["measured.py", "--all", "--json", str(tmp_path / "rows.json")])
     measured.main()
-    assert (tmp_path / "rows.json").read_text().count("tokens_per_s") == 29
+    assert (tmp_path / "rows.json").read_text().count("tokens_per_s") == 35

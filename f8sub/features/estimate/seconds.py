@@ -194,19 +194,21 @@ def linear_seconds(
         used = None  # which a GPU has no grouped products for
     rows = run.tokens * product.uses
     fprop, dgrad, wgrad = _gemms(product, used, rows, gpu)
-    gemms = fprop * (2 if repeated else 1) + dgrad + wgrad
+    gemms = fprop * (2 if repeated else 1) + dgrad + (0.0 if product.frozen else wgrad)
     if used is None:
         return Seconds(gemms)
     n, k = product.rows, product.cols
     prior = PRIOR if used.delayed is not None and not run.compiled else None
     own = PLAIN if used.delayed is not None and product.experts else prior
+    (x_row, x_col), (dy_row, dy_col) = used.formats("x"), used.formats("dy")
+    if product.frozen:  # columns are wgrad's
+        x_col = dy_col = None
     casts = 0.0
     if not product.shares_x:
-        casts += _cast(*used.formats("x"), rows * k, gpu, own)
+        casts += _cast(x_row, x_col, rows * k, gpu, own)
         if run.checkpoint != NONE:
-            row, col = used.formats("x")
-            casts += _cast(row if repeated else None, col, rows * k, gpu, own)
-    casts += _cast(*used.formats("dy"), rows * n, gpu, own)
+            casts += _cast(x_row if repeated else None, x_col, rows * k, gpu, own)
+    casts += _cast(dy_row, dy_col, rows * n, gpu, own)
     gathered = gathered and wire_format(product, used) is not None
     casts += _weight_casts(used, product.elements, gpu, prior, gathered)
     return Seconds(gemms, casts)
@@ -338,12 +340,24 @@ def wire_seconds(
     for product in products:
         code = code_bytes(product, recipe)
         whole, shard = product.elements, product.elements / run.shards
-        copies += whole * (passes * 2 * code + COPY_IN) + shard * (4 + code + passes * 2 * code + 8)
+        copies += whole * passes * 2 * code + shard * (4 + code + passes * 2 * code)
         copies += shard * 4 if code < 2 else 0
         link = gpu.link if run.shards <= 8 else gpu.network
-        comm += (whole - shard) * (passes * code * GATHERS + 4 * REDUCTIONS) / link
+        comm += (whole - shard) * passes * code * GATHERS / link
+        if product.frozen:
+            continue
+        copies += whole * COPY_IN + shard * 8
+        comm += (whole - shard) * 4 * REDUCTIONS / link
         comm += REDUCTIONS * 8 * shard * (run.replicas - 1) / run.replicas / gpu.network
     return Seconds(copies=copies / gpu.copy, exposed=comm)
+
+
+def rest_of(shapes: Shapes) -> tuple[Product, Product]:
+    """What is gathered and multiplies nothing: the parameters that learn, and those that do not."""
+    learning = Product(
+        "", 0, 0, 0, shapes.other_parameters - shapes.other_frozen, "no product", "", False, None
+    )
+    return learning, replace(learning, elements=shapes.other_frozen, frozen=True)
 
 
 def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
@@ -353,11 +367,10 @@ def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> S
         found += block_seconds(products, recipe, gpu, run)
     for product in shapes.outside:
         found += linear_seconds(product, recipe, gpu, replace(run, checkpoint=NONE), False, run.sharded)
-    rest = Product("", 0, 0, 0, shapes.other_parameters, "no product", "", False, None)
-    found += wire_seconds([*shapes.outside, rest], recipe, gpu, run, passes=1)
+    found += wire_seconds([*shapes.outside, *rest_of(shapes)], recipe, gpu, run, passes=1)
     logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
     loss = run.tokens * shapes.logits * logit / gpu.copy
-    state = shapes.parameters / run.shards * run.master_bytes * run.optimizer_passes
+    state = shapes.learning / run.shards * run.master_bytes * run.optimizer_passes
     found += Seconds(loss=loss, optimizer=state / gpu.copy)
     if not (run.compiled and run.sharded and gpu.measured):
         return found

@@ -34,10 +34,10 @@ def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
         _gathered(product, recipe) * (1 if product.block is None else 2) for product in shapes.products
     )
     away = (run.shards - 1) / run.shards
-    shard = shapes.parameters / run.shards * FLOAT32
+    shard = shapes.learning / run.shards * FLOAT32
     return Wire(
         whole * away,
-        shapes.parameters * FLOAT32 * away,
+        shapes.learning * FLOAT32 * away,
         2 * shard * (run.replicas - 1) / run.replicas,
         sum(_amaxes(product, recipe) for product in shapes.products),
     )

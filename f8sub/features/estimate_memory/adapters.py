@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from f8sub.features.model_shapes.layers import Shapes
+from f8sub.features.primary_weights.masters import is_primary
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.weights.weight import local_tensor
 
@@ -52,6 +53,8 @@ def adapters_of(model: torch.nn.Module, shapes: Shapes) -> Adapters | None:
 
 def _is_codes(parameter: torch.Tensor) -> bool:
     local = local_tensor(parameter)
+    if local.is_meta:  # without values yet, which ``load_float8`` or ``drop_high_precision`` takes to codes
+        return is_primary(parameter)
     return isinstance(local, PrimaryWeight) and (local.primary.master is None or local.primary.dropping)
 
 

@@ -1,7 +1,7 @@
 """The weights of a model as an inference engine loads them: streamed, or as a state dict."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,13 @@ from f8sub.weights.weight import Weight, local_tensor
 Rename = Callable[[str], str]
 """From a tensor's name in a checkpoint of the model to the engine's."""
 
+Progress = Callable[[list[str]], Iterable[str]]
+"""Given the names of parameters and buffers, it returns them again, to show how far a loop is: ``tqdm.tqdm``."""
+
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one parent that engines multiply as one. Source: vLLM's ``packed_modules_mapping`` of Llama and Qwen."""
+
+_COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Exported(NamedTuple):
@@ -41,7 +46,7 @@ class Exported(NamedTuple):
         """``quantization_config`` of a ``config.json``."""
 
         def named(fqn: str) -> str:
-            return fqn if rename is None else rename(f"{fqn}.weight").removesuffix(".weight")
+            return renamed(f"{fqn}.weight", rename).removesuffix(".weight")
 
         formats = {named(fqn): format for fqn, format in self.formats.items()}
         return layouts.quantization_config(
@@ -49,12 +54,25 @@ class Exported(NamedTuple):
         )
 
 
-def examined(model: torch.nn.Module, layout: str) -> Exported:
+def renamed(name: str, rename: Rename | None) -> str:
+    """The name that ``rename`` gives; Float8ConfigError where that is none."""
+    found: object = name if rename is None else rename(name)
+    if not isinstance(found, str):
+        raise Float8ConfigError(f"rename returned {found!r} for {name!r}, which is no name")
+    return found
+
+
+def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> Exported:
     """Look at what a model's weights are, before anything is gathered.
 
     Raises:
-        Float8ConfigError: there is no float8 layer, or the layout cannot hold one.
+        Float8ConfigError: there is no float8 layer, the layout cannot hold one, or ``dtype`` is none that a forward
+            computes in.
     """
+    if dtype is not None and dtype not in _COMPUTED:
+        raise Float8ConfigError(
+            f"dtype is what the forward computes in, one of {', '.join(map(str, _COMPUTED))}; got {dtype!r}"
+        )
     float8: dict[str, tuple[Float8Format, tuple[int, int]]] = {}
     others: dict[str, None] = {}
     model = unwrapped(model)
@@ -83,6 +101,14 @@ def examined(model: torch.nn.Module, layout: str) -> Exported:
     layouts.check(layout, float8)
     formats = {fqn: format for fqn, (format, _) in float8.items()}
     _warn(formats, list(others))
+    if adapters := [part.name for part in parts if ".lora_" in part.name]:
+        warnings.warn(
+            f"{adapters[0]} and {len(adapters) - 1} more adapters are not merged, and engines read neither them nor "
+            "the names that PEFT gives the base: call f8sub.restore_high_precision(model), where its values were "
+            "dropped, and model.merge_and_unload()",
+            Float8Warning,
+            stacklevel=3,
+        )
     return Exported(layout, formats, list(others), pieces)
 
 
@@ -140,10 +166,11 @@ def float8_weights(
         ``features/layouts/layouts.py``; for anything else its values. In memory of their own.
 
     Raises:
-        Float8ConfigError: no float8 layer, a layout that cannot hold one, or a dtype that has to be given.
+        Float8ConfigError: no float8 layer, a layout that cannot hold one, a dtype that has to be given or that no
+            forward computes in, or a ``rename`` that gives no name.
         Float8NumericsError: a weight has NaN.
     """
-    yield from stream(unwrapped(model), examined(model, layout), dtype, rename)
+    yield from stream(unwrapped(model), examined(model, layout, dtype), dtype, rename)
 
 
 def stream(
@@ -151,23 +178,27 @@ def stream(
     exported: Exported,
     dtype: torch.dtype | None,
     rename: Rename | None,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``float8_weights`` of a model that was ``examined``."""
-    renamed = rename or str
     given: set[str] = set()
-    for gathers, parts in blocks_of(model):
+    blocks = list(blocks_of(model))
+    names = iter((progress or iter)([part.name for _, parts in blocks for part in parts]))
+    for gathers, parts in blocks:
         if gathers is not None:
             gathers.unshard()
         try:
             for part in parts:
+                next(names, None)
                 for name, tensor in _made(part, exported, dtype):
-                    if (to := renamed(name)) in given:
+                    if (to := renamed(name, rename)) in given:
                         raise Float8ConfigError(f"rename gives {to!r} to two tensors, the second is {name}")
                     given.add(to)
                     yield to, tensor
         finally:
             if gathers is not None:
                 gathers.reshard()
+    next(names, None)  # at whose end a bar is full
 
 
 @torch.no_grad()
@@ -228,5 +259,5 @@ def float8_state_dict(
         Float8ConfigError: see ``float8_weights``.
         Float8NumericsError: see ``float8_weights``.
     """
-    exported = examined(model, layout)
+    exported = examined(model, layout, dtype)
     return dict(stream(unwrapped(model), exported, dtype, rename)), exported.config(rename)

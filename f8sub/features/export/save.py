@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.export.codes import unwrapped
-from f8sub.features.export.float8_weights import Rename, examined, stream
+from f8sub.features.export.float8_weights import Progress, Rename, examined, stream
 from f8sub.features.gather_values.gather_values import gather_values
 from f8sub.torch_compat import is_fsdp_module
 
@@ -32,6 +32,7 @@ def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are
     rename: Rename | None = None,
     shard_bytes: int = SHARD_BYTES,
     group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Save the codes that a model's forward multiplies as a checkpoint that inference engines load.
 
@@ -46,22 +47,24 @@ def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are
         rename: likewise.
         shard_bytes: of tensors in one file; a larger model has several, with an index.
         group: the ranks of the model, where others have none of it; None for all.
+        progress: given the names of the parameters on the rank that writes, it returns them again, to show how far it
+            is: ``tqdm.tqdm``.
 
     Raises:
         Float8ConfigError: see ``float8_weights``; or the folder has something in it, or safetensors is not installed.
         Float8NumericsError: a weight has NaN.
         OSError: the first rank could not write; on every rank, with nothing left of it.
     """
-    exported = examined(model, layout)
+    exported = examined(model, layout, dtype)
     model = unwrapped(model)
     written = {**(config_of(model, dtype) if config is None else config)}
     # Made on every rank, before anything is gathered: what cannot be written is an error of all of them.
     written["quantization_config"] = exported.config(rename)
     text = json.dumps(written, indent=2, sort_keys=True, default=str)
     _together(lambda: check_target(Path(folder)), group)
-    tensors = stream(model, exported, dtype, rename)
-    failure = None
-    if _is_writer(group):
+    is_writer, failure = _is_writer(group), None
+    tensors = stream(model, exported, dtype, rename, progress if is_writer else None)
+    if is_writer:
         failure = write(Path(folder), tensors, text, shard_bytes)
     else:
         deque(tensors, maxlen=0)

@@ -145,9 +145,9 @@ class Estimate:
 
 def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     model: torch.nn.Module,
-    recipes: Sequence[str | Recipe] | None = None,
+    recipes: str | Recipe | Sequence[str | Recipe] | None = None,
     *,
-    gpus: Sequence[str] = tuple(GPUS),
+    gpus: str | Sequence[str] = tuple(GPUS),
     tokens: int = 8192,
     sequence: int | None = None,
     mesh: Sequence[int] = (8,),
@@ -160,8 +160,8 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     Args:
         model: on any device, meta included; converted or not. Of one that is not, what ``convert_to_float8`` would
             convert. Where some parameters are frozen and others are not, memory is that of adapters over a frozen base.
-        recipes: names or recipes; None for all that come with f8sub.
-        gpus: names; the layers' figures and the advice are those of the first.
+        recipes: names or recipes, or one; None for all that come with f8sub.
+        gpus: names, or one; the layers' figures and the advice are those of the first.
         tokens: of one GPU in one step.
         sequence: tokens that attend to each other; None for ``tokens``.
         mesh: GPUs that shard the weights, (shards,), or (replicas, shards) for HSDP.
@@ -176,13 +176,14 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     """
     refuse_unknown_experts(experts, None)
     run = _run(tokens, tokens if sequence is None else sequence, mesh, checkpoint)
-    found = tuple(gpu_of(name) for name in gpus)
+    found = tuple(gpu_of(name) for name in ([gpus] if isinstance(gpus, str) else gpus))
     if not found:
         raise Float8ConfigError(f"gpus is empty; choose of {', '.join(GPUS)}")
     shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
     if not shapes.products:
         raise Float8ConfigError("the model multiplies by no weights that f8sub could convert or count")
-    chosen = [get_recipe(recipe) for recipe in (recipe_names() if recipes is None else recipes)]
+    asked = [recipes] if isinstance(recipes, str | Recipe) else recipe_names() if recipes is None else recipes
+    chosen = [get_recipe(recipe) for recipe in asked]
     kinds = alike(shapes.products)
     predictions = tuple(
         _predict(decided(shapes, recipe, gpu, tokens), kinds, recipe, gpu, run)

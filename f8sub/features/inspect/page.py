@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from string import ascii_lowercase
@@ -19,6 +20,9 @@ MOST_ROWS = 16
 """Kinds of layers that a page shows, those of most FLOPs; ``as_dict`` has all."""
 
 GIB, GB = 2**30, 1e9
+
+_PEFTS = re.compile(r"\.base_layer$|(?<=\.lora_[AB])\.\w+$")
+"""What PEFT puts behind the names of layers."""
 
 
 def page(estimate: Estimate) -> str:
@@ -51,8 +55,9 @@ def _head(estimate: Estimate) -> list[str]:
     mesh = f"{run.shards} GPUs share the weights (fully_shard)"
     if run.replicas > 1:
         mesh = f"{run.replicas} copies of the weights on {run.shards} GPUs each (HSDP)"
+    learn = "" if shapes.learning == shapes.parameters else f", of which {_count(shapes.learning)} learn"
     model = (
-        f"{estimate.title}: {_count(shapes.parameters)} parameters, {len(shapes.blocks)} blocks. A step trains "
+        f"{estimate.title}: {_count(shapes.parameters)} parameters{learn}, {len(shapes.blocks)} blocks. A step trains "
         f"{run.tokens:,} tokens a GPU in sequences of {run.sequence:,}; {mesh}; checkpointing: {run.checkpoint}."
     )
     covered = (
@@ -123,8 +128,9 @@ def _layers(estimate: Estimate, letters: dict[str, str]) -> list[str]:
 
 def _row(group: LayerGroup) -> str:
     name = group.name
-    for prefix in ("model.layers.*.", "layers.*."):
+    for prefix in ("base_model.model.", "model.layers.*.", "layers.*."):
         name = name.removeprefix(prefix)
+    name = _PEFTS.sub("", name)
     name = name if len(name) <= NAME else f"..{name[2 - NAME :]}"
     shape = "{}x{}".format(*group.shape)
     return f"  {name:<{NAME}}{group.count:>{COUNT}}{shape:>{SHAPE}}{group.flops_share:>{FLOPS}.1%}"

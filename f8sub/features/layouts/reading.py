@@ -41,7 +41,18 @@ def tile_of(layer: str, config: dict[str, Any]) -> Tile:
     Raises:
         Float8ConfigError: it says nothing, or something that f8sub does not read.
     """
-    quantization = config.get("quantization_config") or {}
+    try:
+        return _tile_of(layer, config.get("quantization_config") or {})
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+        if isinstance(error, Float8ConfigError):
+            raise
+        raise Float8ConfigError(
+            f"{layer}: its weight is float8, and the quantization_config in config.json is damaged, or one that "
+            f"load_float8 does not know: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _tile_of(layer: str, quantization: dict[str, Any]) -> Tile:
     method = quantization.get("quant_method")
     if method == "fp8":
         block = quantization.get("weight_block_size")

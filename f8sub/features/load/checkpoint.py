@@ -37,8 +37,13 @@ class Checkpoint:
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
+        if not folder.exists():
+            raise Float8ConfigError(
+                f"no folder {folder} on this machine, and nothing is downloaded; hf download NAME --local-dir FOLDER "
+                "does that"
+            )
         has_config = needs_config or (folder / CONFIG).exists()
-        self.config: dict[str, Any] = self._json(CONFIG) if has_config else {}
+        self.config: dict[str, Any] = json_of(folder, CONFIG) if has_config else {}
         self._where = self._found()
 
     def __enter__(self) -> "Checkpoint":
@@ -72,23 +77,12 @@ class Checkpoint:
         values: torch.Tensor = self.slice_of(name)[...]
         return values
 
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            found: Any = json.loads((self._folder / name).read_text())
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise Float8ConfigError(
-                f"{self._folder} has no {name}, as Hugging Face's checkpoints have"
-            ) from error
-        except ValueError as error:
-            raise Float8ConfigError(f"{self._folder / name} is no JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise Float8ConfigError(f"{self._folder / name} is no JSON object but a {type(found).__name__}")
-        return found
-
     def _found(self) -> dict[str, str]:
         index = "model.safetensors.index.json"
         if (self._folder / index).exists():
-            where = self._json(index).get("weight_map", {})
+            where = json_of(self._folder, index).get("weight_map")
+            if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+                raise Float8ConfigError(f"{self._folder / index} has no weight_map from names to files")
             missing = sorted({file for file in where.values() if not (self._folder / file).exists()})
             if missing:
                 raise Float8ConfigError(f"{self._folder} lacks {', '.join(missing)}, which its index names")
@@ -104,7 +98,7 @@ class Checkpoint:
                 opened = self._safetensors.safe_open(self._folder / file, "pt")
             except self._safetensors.SafetensorError as error:
                 raise Float8ConfigError(
-                    f"{self._folder / file} is cut short or no safetensors file: {error}"
+                    f"{self._folder / file} is cut short or no safetensors file: {error}{_pointer(self._folder / file)}"
                 ) from error
             self._files[file] = self._stack.enter_context(opened)
         return self._files[file]
@@ -131,8 +125,7 @@ class DcpCheckpoint:
         self._entries: dict[str, Any] = {
             name: entry for name, entry in entries.items() if hasattr(entry, "size")
         }
-        file = folder / CONFIG
-        self.config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        self.config: dict[str, Any] = json_of(folder, CONFIG) if (folder / CONFIG).exists() else {}
 
     def __enter__(self) -> "DcpCheckpoint":
         return self
@@ -206,8 +199,34 @@ def prefix_of(there: Collection[str], wanted: Collection[str]) -> str:
     return best[0]
 
 
+def json_of(folder: Path, name: str) -> dict[str, Any]:
+    """What a file of JSON holds.
+
+    Raises:
+        Float8ConfigError: it is not there, or no JSON object.
+    """
+    try:
+        found: Any = json.loads((folder / name).read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Float8ConfigError(f"{folder} has no {name}, as Hugging Face's checkpoints have") from error
+    except ValueError as error:
+        raise Float8ConfigError(f"{folder / name} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Float8ConfigError(f"{folder / name} is no JSON object but a {type(found).__name__}")
+    return found
+
+
+def _pointer(file: Path) -> str:
+    """What to do where git left a pointer in a file's place."""
+    with file.open("rb") as opened:
+        is_pointer = opened.read(20).startswith(b"version https://git-")
+    return "; it is a pointer of git-lfs, and git lfs pull fetches the file" if is_pointer else ""
+
+
 def _instead(folder: Path) -> str:
-    """What a folder has that is no checkpoint yet."""
+    """What a folder has that is no checkpoint yet, or of another kind."""
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        return "; it has a pickled checkpoint, which load_state_dict of a model in high precision reads"
     if any(folder.glob("*.distcp")):
         return "; its .distcp files have no .metadata, so saving it was cut short"
     return ""

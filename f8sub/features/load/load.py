@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, names_of, unwrapped
-from f8sub.features.export.float8_weights import Rename
+from f8sub.features.export.float8_weights import Rename, renamed
 from f8sub.features.held_codes.experts import Held, held_experts, hold_experts, in_order
 from f8sub.features.held_codes.layers import are_powers_of_2, can_hold, check_not_gathered, hold, plan_for
 from f8sub.features.layouts.names import Piece
@@ -77,12 +77,13 @@ def load_float8(
         Float8ConfigError: no such checkpoint, a file cut short, another layout, names that differ, a frozen weight
             that was gathered before, or a parameter on meta without a device.
         Float8ShapeError: a tensor or its scales have another shape.
+        Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """
     with Checkpoint(Path(folder)) as checkpoint:
         whole = unwrapped(model)
         parts = [part for _, parts in blocks_of(whole) for part in parts]
         _check_memory(parts, device)
-        sources = _matched(whole, parts, checkpoint, rename or str, strict)
+        sources = _matched(whole, parts, checkpoint, rename, strict)
         for part, of_part in sources.items():
             for source in of_part:
                 _check_shapes(part, source, checkpoint)
@@ -157,7 +158,7 @@ def _give_memory(part: Part, device: torch.device | str | None) -> None:
 
 
 def _matched(
-    model: torch.nn.Module, parts: list[Part], checkpoint: Checkpoint, rename: Rename, strict: bool
+    model: torch.nn.Module, parts: list[Part], checkpoint: Checkpoint, rename: Rename | None, strict: bool
 ) -> dict[Part, list[Source]]:
     """The sources of every parameter; those of the checkpoint that are left, or missing, are an error if ``strict``."""
     found: dict[Part, list[Source]] = {}
@@ -166,9 +167,9 @@ def _matched(
     others = other_names(model)
     pieces = names_of(model, parts)
     for part in parts:
-        named = [[piece._replace(name=rename(piece.name)) for piece in pieces[part.name]]]
+        named = [[piece._replace(name=renamed(piece.name, rename)) for piece in pieces[part.name]]]
         # Under another name that it is tied to, or whole, where a checkpoint of parts could be.
-        also = [Piece(rename(name)) for name in (*others.get(part.name, ()), part.name)]
+        also = [Piece(renamed(name, rename)) for name in (*others.get(part.name, ()), part.name)]
         named += [[piece] for piece in also if piece not in named[0]]
         there = [each for each in named if all(piece.name in checkpoint for piece in each)]
         if not there:
@@ -181,9 +182,14 @@ def _matched(
         }
     unused = sorted(name for name in checkpoint if name not in used)
     if strict and (missing or unused):
+        first = missing[0] if missing else ""
+        before = next(
+            (name.removesuffix(first) for name in unused if first and name.endswith(f".{first}")), ""
+        )
+        known = f"lambda name: {before!r} + name" if before else ""
         raise Float8ConfigError(
-            f"the checkpoint lacks {some(missing)} and has {some(unused)}, which the model has not; give rename=, "
-            "or strict=False to load what both have"
+            f"the checkpoint lacks {some(missing)} and has {some(unused)}, which the model has not; give "
+            f"rename={known}, or strict=False to load what both have"
         )
     return found
 
@@ -219,7 +225,13 @@ def _check_shapes(part: Part, source: Source, checkpoint: Checkpoint) -> None:
             f"{part.name}: a weight of {shape} with scales of {source.tile} has {expected} of them, and the "
             f"checkpoint's {source.scale} has {scales}; its config.json tells another block size than it was made with"
         )
-    if _plan_of_codes(part, source, _scales_of(source, checkpoint)) is not None:
+    values = _scales_of(source, checkpoint)
+    if not bool(((values >= 0) & values.isfinite()).all()):
+        raise Float8NumericsError(
+            f"{part.name}: the checkpoint's {source.scale} has scales that are negative or not finite; the file is "
+            "damaged, or its scales are of another kind than config.json says"
+        )
+    if _plan_of_codes(part, source, values) is not None:
         check_not_gathered(part.module)
 
 
@@ -235,6 +247,10 @@ def _scales_of(source: Source, checkpoint: Checkpoint) -> torch.Tensor:
     scales: torch.Tensor = checkpoint.read(source.scale or "")
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
+    if not scales.is_floating_point():
+        raise Float8ConfigError(
+            f"{source.scale} is stored as {scales.dtype}, and scales are float or uint8 exponents"
+        )
     rows, cols = checkpoint.shape_of(source.piece.name)
     return scales.float().view(source.tile.scale_shape((rows, cols)))
 
@@ -243,7 +259,16 @@ def _hold(part: Part, held: Held, sources: list[Source], checkpoint: Checkpoint)
     """Read this rank's experts, and make them be the file's codes."""
     experts = _local_slices(part.tensor)[0]
     here = [s.piece.name for s in in_order(sources) if experts.start <= (s.piece.expert or 0) < experts.stop]
-    hold_experts(part, held, [checkpoint.read(name) for name in here], experts.start)
+    hold_experts(part, held, [_codes(checkpoint.read(name), name) for name in here], experts.start)
+
+
+def _codes(codes: torch.Tensor, name: str) -> torch.Tensor:
+    """The codes; Float8NumericsError where one of them is NaN."""
+    if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise Float8NumericsError(
+            f"{name}: the checkpoint's codes have NaN, so the file is damaged, and the model is loaded in part"
+        )
+    return codes
 
 
 def _filled(part: Part, source: Source, checkpoint: Checkpoint) -> bool:
@@ -258,12 +283,13 @@ def _filled(part: Part, source: Source, checkpoint: Checkpoint) -> bool:
     if source.scale is None:
         local.copy_(stored[where] if where else stored[...])
         return True
+    codes = _codes(stored[where], source.piece.name)
     scales = _scales_of(source, checkpoint)
     is_power_of_2, format = are_powers_of_2(scales), part.format
     plan = _plan_of_codes(part, source, scales)
     of_file = None if plan is None else plan.recipe.fprop.b
     if plan is not None and of_file is not None and isinstance(part.module, Float8Linear):
-        codes = stored[where].to(local.device)
+        codes = codes.to(local.device)
         scales = scales.to(local.device, of_file.scale_rule.stored_as)
         hold(part.module, plan, Operand(codes, scales, of_file), (where[0].start, where[1].start))
         return True
@@ -271,7 +297,7 @@ def _filled(part: Part, source: Source, checkpoint: Checkpoint) -> bool:
         if edge != ALL:
             tiles = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu") // edge
             scales = scales.index_select(dim, tiles)
-    local.copy_(stored[where].float() * scales)
+    local.copy_(codes.float() * scales)
     if format is None or format.tile != source.tile or format.dtype != torch.float8_e4m3fn:
         return False
     return format.scale_rule.is_power_of_2 == is_power_of_2

@@ -1,7 +1,7 @@
 """What a model multiplies by, read off its modules: shapes, what shares an x, blocks, and what would be converted."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,7 @@ class Product:
         head: features of an attention head, where its x is what attention made.
         experts: how many (N, K) matrices the weight has, each for tokens of its own; 0 of a layer.
         transposed: whether such a weight is stored as (experts, K, N).
+        frozen: whether it takes no gradient, while others do.
     """
 
     fqn: str
@@ -61,6 +62,7 @@ class Product:
     head: int = HEAD_SIZE
     experts: int = 0
     transposed: bool = False
+    frozen: bool = False
 
     @property
     def module(self) -> str:
@@ -94,6 +96,7 @@ class Shapes:
         logits: of a token, of all output heads.
         not_counted: classes whose work depends on more than tokens, such as convolutions.
         undecided: whether recipe, GPU and tokens decide which of the experts are converted.
+        other_frozen: how many of the other parameters take no gradient, while something does.
     """
 
     products: tuple[Product, ...]
@@ -101,6 +104,13 @@ class Shapes:
     logits: int
     not_counted: tuple[str, ...]
     undecided: bool = False
+    other_frozen: int = 0
+
+    @property
+    def learning(self) -> int:
+        """Elements of the weights that take a gradient."""
+        frozen = sum(product.elements for product in self.products if product.frozen)
+        return self.parameters - frozen - self.other_frozen
 
     @property
     def blocks(self) -> dict[str, list[Product]]:
@@ -148,7 +158,8 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         }
     heads = {fqn for fqn, reason in default_reasons(modules, linears).items() if reason == HEAD}
     first: dict[tuple[str, tuple[str, ...]], str] = {}
-    products, seen = [], set()
+    products: list[Product] = []
+    seen = set()
     for fqn, layer in linears.items():
         layer_name = fqn.removesuffix(".base_layer")  # which PEFT puts under an adapter
         parent, _, name = layer_name.rpartition(".")
@@ -161,14 +172,17 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         sizes = layer.out_features, layer.in_features, uses, elements
         head = getattr(modules.get(parent), "head_dim", None)
         places = reasons[fqn], reads, reads_attention(layer_name), block_of(fqn)
-        products.append(Product(fqn, *sizes, *places, head if isinstance(head, int) else HEAD_SIZE))
+        head = head if isinstance(head, int) else HEAD_SIZE
+        products.append(Product(fqn, *sizes, *places, head, frozen=_are_frozen(model, [layer.weight])))
     others, not_counted = _others(model, reasons)
     products += others
     counted = sum(product.elements for product in products)
     logits = sum(linears[fqn].out_features for fqn in heads)
     total = sum(p.numel() for p in model.parameters())
     undecided = is_plain and experts == AUTO_EXPERTS
-    return Shapes(tuple(products), total - counted, logits, not_counted, undecided)
+    fixed = sum(p.numel() for p in model.parameters() if _are_frozen(model, [p]))
+    fixed -= sum(product.elements for product in products if product.frozen)
+    return Shapes(tuple(products), total - counted, logits, not_counted, undecided, fixed)
 
 
 def reads_attention(fqn: str) -> bool:
@@ -206,7 +220,8 @@ def _others(
                 share = (active_share(model, fqn, matrices) or 1.0) if len(shape) == 3 else 1.0
                 sizes = shape[-2], shape[-1], matrices * share, math.prod(shape)
                 places = other.detail, other.fqn, reads_attention(other.fqn), block_of(other.fqn)
-                found.append(Product(other.fqn, *sizes, *places))
+                fixed = _are_frozen(model, module.parameters(recurse=False))
+                found.append(Product(other.fqn, *sizes, *places, frozen=fixed))
     return found, tuple(not_counted)
 
 
@@ -235,8 +250,14 @@ def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> lis
         uses = experts * (active_share(model, fqn, experts) or 1.0)
         sizes = rows, cols, uses, weight.numel()
         places = reason, reads, False, block_of(full)
-        found.append(Product(full, *sizes, *places, experts=experts, transposed=transposed))
+        frozen = _are_frozen(model, [weight])
+        found.append(Product(full, *sizes, *places, experts=experts, transposed=transposed, frozen=frozen))
     return found
+
+
+def _are_frozen(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether parameters take no gradient while others of the model do; before adapters are added none does."""
+    return not any(p.requires_grad for p in parameters) and any(p.requires_grad for p in model.parameters())
 
 
 def alike(products: Sequence[Product]) -> dict[tuple[str, int, int, str | None], list[Product]]:

@@ -142,8 +142,10 @@ class Monitor:
         """
         self._read(wait=True)
         operands = [row for row in self.rows if row.role in ROLES]
+        if not operands:
+            return f"no sample yet: the first step has one, and then one step in {self._every}"
         last = [row for row in operands if row.step == operands[-1].step]
-        width = max([len(row.layer) for row in last], default=5)
+        width = max(len(row.layer) for row in last)
         lines = [f"{'layer':{width}} role  row dB     dB  flushed  saturated      amax  advice"]
         for row in sorted(last, key=_badness)[:count]:
             lines.append(

@@ -1,14 +1,16 @@
 """Where a monitor's rows go: a file, TensorBoard, Weights & Biases, a function; and a picture."""
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.operand_statistics.statistics import GRADIENT, Statistics
 
 Writer = Callable[[int, Sequence[Statistics]], None]
@@ -26,16 +28,30 @@ def numbers_of(row: Statistics) -> tuple[str, ...]:
 
 
 def jsonl(path: str | os.PathLike[str]) -> Writer:
-    """Append a line of JSON a row, null for NaN and infinity; ``pandas.read_json(path, lines=True)`` reads them."""
+    """Append a line of JSON a row, null for NaN and infinity; ``pandas.read_json(path, lines=True)`` reads them.
+
+    A disk that fills does not end the run: the step's rows are lost, with a ``Float8Warning``.
+    """
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
 
     def write(step: int, rows: Sequence[Statistics]) -> None:
-        with file.open("a") as opened:
-            for row in rows:
-                numbers = {name: value for name in _NUMBERS if math.isfinite(value := getattr(row, name))}
-                of_json = {**row._asdict(), **dict.fromkeys(_NUMBERS), **numbers}
-                opened.write(json.dumps(of_json, allow_nan=False) + "\n")
+        lines = []
+        for row in rows:
+            numbers = {name: value for name in _NUMBERS if math.isfinite(value := getattr(row, name))}
+            lines.append(json.dumps({**row._asdict(), **dict.fromkeys(_NUMBERS), **numbers}, allow_nan=False))
+        whole = file.stat().st_size if file.exists() else 0
+        try:
+            with file.open("a") as opened:
+                opened.write("\n".join([*lines, ""]))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(file, whole)  # lest the next row goes on where this one broke off
+            warnings.warn(
+                f"a monitor's rows of step {step} are lost, because {file} could not be written: {error}",
+                Float8Warning,
+                stacklevel=2,
+            )
 
     return write
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,14 @@ def _of_titan(name: str) -> Callable[[], Any]:
 
 def _of_function(function: Callable[[], Any], name: str) -> torch.nn.Module:
     with torch.device("meta"):
-        made = function()
+        try:
+            made = function()
+        except Exception as error:  # whatever a user's function raises
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise Float8ConfigError(
+                f"{name}, called without arguments on the meta device, raised {type(error).__name__}: {error} "
+                f"({at.filename}:{at.lineno})"
+            ) from error
         if not isinstance(made, torch.nn.Module):
             config: Any = getattr(getattr(made, "model_spec", None), "model", None)
             made = config.build() if hasattr(config, "build") else made

@@ -45,6 +45,12 @@ def add_export(commands: Any) -> None:
         "--skip", nargs="+", default=[], help="patterns of layers that training left in high precision"
     )
     made.add_argument(
+        "--no-skip-defaults",
+        dest="skip_defaults",
+        action="store_false",
+        help="training multiplied output heads, routers and small layers in float8, too",
+    )
+    made.add_argument(
         "--experts", action="store_true", help="training multiplied mixtures of experts in float8, too"
     )
     made.add_argument("--json", action="store_true", help="print what was written as JSON")
@@ -73,6 +79,7 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         dtype=getattr(torch, arguments.dtype),
         prefix=arguments.prefix,
         skip=tuple(arguments.skip),
+        skip_defaults=arguments.skip_defaults,
         experts=arguments.experts,
         progress=_progress(),
     )

@@ -32,6 +32,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
     prefix: str | None = None,
     config: Mapping[str, Any] | None = None,
     skip: tuple[str, ...] = (),
+    skip_defaults: bool = True,
     experts: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
@@ -50,6 +51,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
         prefix: of the model's names in the checkpoint, such as "model."; None where the names tell it.
         config: for ``config.json``; None for the checkpoint's own, or else that of ``model.config``.
         skip: more layers to leave in ``dtype``, see ``convert_to_float8``.
+        skip_defaults: likewise; False for a training that had output heads and small layers in float8, too.
         experts: whether training multiplied experts in float8, as of ``convert_to_float8``.
         shard_bytes: as in ``save_float8``.
         progress: given the names of the tensors, it returns them again; to show how far it is.
@@ -72,8 +74,8 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
         )
     source, target = Path(checkpoint), Path(folder)
     check_target(target)
-    convert_to_float8(model, recipe=recipe, skip=skip, experts=experts)
-    exported = examined(model, layout)
+    convert_to_float8(model, recipe=recipe, skip=skip, skip_defaults=skip_defaults, experts=experts)
+    exported = examined(model, layout, dtype)
     with opened(source) as found:
         if "quantization_config" in found.config:
             raise Float8ConfigError(

@@ -79,7 +79,8 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
         loss_of: from the model to the loss of a batch, a tensor of one element. It runs once, with gradients.
 
     Raises:
-        Float8ConfigError: no converted layer, a sharded one, one whose master was dropped, or one that did not run.
+        Float8ConfigError: no converted layer, a sharded one, one whose master was dropped, one that did not run, or no
+            loss.
     """
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
     if not layers:
@@ -107,6 +108,11 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
             layer.plan = Plan.make(high, plan.device, plan.backend)
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         loss = loss_of(model)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            is_what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise Float8ConfigError(
+                f"loss_of returns a loss, a tensor of one element, and returned {is_what}"
+            )
         loss.backward()
     if missing := sorted(layers.keys() - found.keys()):
         raise Float8ConfigError(

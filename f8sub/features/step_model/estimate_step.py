@@ -9,7 +9,7 @@ import torch
 from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate.gpus import GPUS, Gpu
-from f8sub.features.estimate.seconds import CHECKPOINTS, LOGIT_BYTES, SELECTIVE, Run
+from f8sub.features.estimate.seconds import CHECKPOINTS, LOGIT_BYTES, SELECTIVE, Run, rest_of
 from f8sub.features.estimate.wire import wire
 from f8sub.features.estimate_experts.gain import decided
 from f8sub.features.estimate_memory.memory import memory
@@ -234,11 +234,10 @@ def _predict(shapes: Shapes, way: str, arm: Arm, cluster: Cluster, run: Run) -> 
         if key not in groups:
             groups[key] = group_of(products, arm, cluster, run, outside=False)
         blocks.append(groups[key])
-    rest = Product("", 0, 0, 0, part.other_parameters, "no product", "", False, None)
-    outside = group_of([*part.outside, rest], arm, cluster, run, outside=True)
+    outside = group_of([*part.outside, *rest_of(part)], arm, cluster, run, outside=True)
     found = timeline(blocks, outside)
     loss = run.tokens * part.logits * LOGIT_BYTES / cluster.gpu.copy
-    optimizer = part.parameters / cluster.shards * run.master_bytes * run.optimizer_passes / cluster.gpu.copy
+    optimizer = part.learning / cluster.shards * run.master_bytes * run.optimizer_passes / cluster.gpu.copy
     if arm.recipe is not None and arm.gathers and not arm.scales_by_weight:
         optimizer += cluster.latency
     total = found.forward + found.backward + loss + optimizer

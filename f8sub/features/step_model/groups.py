@@ -83,7 +83,7 @@ def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
     compute = computed(products, arm, cluster, run, outside) * (1 + SKEW * (cluster.shards > 1))
     first = forward_of(products, recipe, cluster, run, compute)
     copies = seconds.wire_seconds(products, on_wire, gpu, run, passes=1 if outside else 2).copies
-    whole = sum(product.elements for product in products)
+    whole = sum(product.elements for product in products if not product.frozen)
     copies += whole * (COPY_IN[arm.reduction] - seconds.COPY_IN) / gpu.copy
     code = sum(product.elements * seconds.code_bytes(product, on_wire) for product in products)
     copy_out = 2 * code / gpu.copy
@@ -162,4 +162,6 @@ def divided(shapes: Shapes, parts: int) -> Shapes:
         part = replace(product, elements=product.elements // parts)
         edge = "cols" if product.reads_attention or product.fqn in last else "rows"
         found.append(replace(part, **{edge: getattr(product, edge) // parts}))
-    return Shapes(tuple(found), shapes.other_parameters // parts, shapes.logits // parts, shapes.not_counted)
+    whole = shapes.other_parameters, shapes.logits, shapes.other_frozen
+    other, logits, fixed = (count // parts for count in whole)
+    return Shapes(tuple(found), other, logits, shapes.not_counted, other_frozen=fixed)

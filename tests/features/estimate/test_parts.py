@@ -10,6 +10,7 @@ import f8sub
 from f8sub.features.estimate import gpus, seconds
 from f8sub.features.estimate.gpus import B200, GPUS, H200, kind_of_product
 from f8sub.features.estimate.seconds import Run
+from f8sub.features.estimate.wire import wire
 from f8sub.features.model_shapes.layers import Product, block_of, reads_attention, shapes_of
 from tests.features.estimate.predictions import llama
 from tests.models import Transformer
@@ -114,6 +115,32 @@ def test_shapes_of_a_model():
     shared = [product.fqn.rpartition(".")[2] for product in block if product.shares_x]
     assert shared == ["k", "v", "up"]
     assert [p.fqn for p in block if p.reads_attention] == ["blocks.0.o"]
+
+
+def test_what_is_frozen_has_no_wgrad_no_reduction_and_no_optimizer():
+    model = Transformer(64, 128, blocks=2, classes=1000)
+    learning = shapes_of(model)
+    model.requires_grad_(False)
+    assert shapes_of(model) == learning  # nothing learns yet, as before adapters are added
+    model.lm_head.weight.requires_grad_()
+    shapes = shapes_of(model)
+    assert shapes.learning == model.lm_head.weight.numel()
+    run = Run(shards=2, checkpoint="full")
+    for recipe in (None, f8sub.get_recipe("blockwise")):
+        for before, product in zip(learning.blocks["blocks.0"], shapes.blocks["blocks.0"], strict=True):
+            whole, found = (seconds.linear_seconds(p, recipe, H200, run) for p in (before, product))
+            wgrad = (recipe or f8sub.get_recipe("tensorwise").with_high_precision(wgrad=True)).wgrad
+            missing = seconds.gemm_seconds(wgrad, before.rows, run.tokens, before.cols, H200)
+            assert whole.gemms - found.gemms == pytest.approx(missing)
+            assert (found.casts < whole.casts) == (recipe is not None)
+        copied, fixed = (
+            seconds.wire_seconds(s.blocks["blocks.0"], recipe, H200, run) for s in (learning, shapes)
+        )
+        elements = sum(product.elements for product in shapes.blocks["blocks.0"])
+        assert copied.copies - fixed.copies == pytest.approx(elements * (seconds.COPY_IN + 8 / 2) / H200.copy)
+    assert wire(shapes, None, run).reduced == 4 * shapes.learning / 2
+    step = seconds.step_seconds(shapes, None, H200, run)
+    assert step.optimizer == pytest.approx(shapes.learning / 2 * 4 * 10 / H200.copy)
 
 
 def test_a_tied_weight_counts_once():

@@ -19,7 +19,9 @@ BF16 = torch.bfloat16
 TOKENS = 256
 
 
-def adapted(*, codes: bool = True, in_bf16: bool = True, layers: int = 2, **options: object) -> nn.Module:
+def adapted(
+    *, codes: bool | None = True, in_bf16: bool = True, layers: int = 2, **options: object
+) -> nn.Module:
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=256,
@@ -29,7 +31,8 @@ def adapted(*, codes: bool = True, in_bf16: bool = True, layers: int = 2, **opti
         num_key_value_heads=2,
     )
     model = LlamaForCausalLM(config).to(BF16)
-    model = f8sub.convert_to_float8(model, "rowwise", primary_weights=codes).requires_grad_(False)
+    primary = codes is not False
+    model = f8sub.convert_to_float8(model, "rowwise", primary_weights=primary).requires_grad_(False)
     if codes:
         f8sub.drop_high_precision(model)
     lora = peft.LoraConfig(r=16, target_modules="all-linear", **options)
@@ -112,6 +115,14 @@ def test_what_adapters_save_is_what_is_saved_more_with_them(case):
     assert adapters_of(model, shapes_of(model)).saved * TOKENS == pytest.approx(measured, rel=0.1)
 
 
+def test_a_base_on_meta_counts_as_the_codes_that_it_becomes():
+    held = adapted()
+    with torch.device("meta"):
+        planned = adapted(codes=None).to(BF16)  # PEFT makes adapters in float32 over a base on meta
+    found, expected = (adapters_of(model, shapes_of(model)) for model in (planned, held))
+    assert found == expected
+
+
 def test_a_page_of_adapters_has_an_optimizer_of_what_learns():
     model = adapted()
     found = f8sub.estimate(model, ["rowwise"], tokens=TOKENS, mesh=(1,))
@@ -119,6 +130,10 @@ def test_a_page_of_adapters_has_an_optimizer_of_what_learns():
     assert {policy.float8.optimizer for policy in found.policies} == {2 * 2 * learning}
     by_name = {policy.checkpoint: policy.float8.activations for policy in found.policies}
     assert by_name["full"] < by_name["none"]
+    page = str(found)
+    assert f"of which {learning:,} learn" in " ".join(page.split())
+    assert "  mlp.down_proj   " in page
+    assert "  mlp.down_proj.lora_A   " in page
 
 
 def test_models_without_adapters_are_as_before():

@@ -57,7 +57,10 @@ def test_the_file_has_forwards_codes_and_transformers_reads_their_values(recipe,
 def test_files_of_limited_size_have_an_index_that_names_each_tensor_once(tmp_path):
     model = trained("blockwise", steps=0)
     f8sub.save_float8(model, tmp_path / "one", dtype=BF16)
-    f8sub.save_float8(model, tmp_path / "many", dtype=BF16, shard_bytes=300_000)
+    told = []
+    shown = lambda names: ((told.append(name), name)[1] for name in [*names, "the end"])  # noqa: E731
+    f8sub.save_float8(model, tmp_path / "many", dtype=BF16, shard_bytes=300_000, progress=shown)
+    assert told == [*(name for name, _ in model.named_parameters()), "the end"]
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
     count = len(files)
     assert count > 2
@@ -82,7 +85,8 @@ def test_ties_are_written_once_and_read_back(tmp_path):
 
 
 def test_a_state_dict_has_what_the_file_has(tmp_path):
-    model = trained("rowwise")
+    model = trained("delayed")
+    assert any("scaling_states" in name for name in model.state_dict())
     f8sub.save_float8(model, tmp_path / "out", dtype=BF16)
     state, config = f8sub.float8_state_dict(model, dtype=BF16)
     stored = tensors_in(tmp_path / "out")
@@ -116,6 +120,9 @@ def test_dtype_is_asked_for_where_nothing_tells_it():
         f8sub.Float8ConfigError, match=r"layers.0.self_attn.q_proj: its weight is float32.*dtype="
     ):
         f8sub.float8_state_dict(model)
+    for wrong in ("bfloat16", torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(f8sub.Float8ConfigError, match="dtype is what the forward computes in"):
+            f8sub.float8_state_dict(model, dtype=wrong)
     state, _ = f8sub.float8_state_dict(model.to(BF16))
     assert state["model.norm.weight"].dtype == BF16
 
@@ -204,6 +211,8 @@ def test_two_tensors_of_one_name_are_an_error(tmp_path):
     rename = lambda name: name.replace("layers.1", "layers.0")  # noqa: E731
     with pytest.raises(f8sub.Float8ConfigError, match=r"rename gives 'model\.layers\.0\..*' to two tensors"):
         f8sub.save_float8(model, tmp_path / "out", dtype=BF16, rename=rename)
+    with pytest.raises(f8sub.Float8ConfigError, match="rename returned None for 'model"):
+        f8sub.save_float8(model, tmp_path / "out", dtype=BF16, rename=lambda name: None)
     assert not list(tmp_path.iterdir())
 
 

@@ -46,6 +46,7 @@ def module(tmp_path, monkeypatch):
         "def mlp(): return nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048))\n"
         "def number(): return 3\n"
         "def relu(): return nn.ReLU()\n"
+        "def fails(): raise RuntimeError('no weights here')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield "models_of_a_user"
@@ -146,7 +147,7 @@ def test_recipes_without_kernels():
     native = {(each.gpu, each.recipe) for each in found.predictions if each.native}
     assert native == {(gpu, "tensorwise") for gpu in GPUS} | {("B200", "mxfp8"), ("B200", "nvfp4")}
     assert found.of("H200", "mxfp8").step < 0.1
-    alone = f8sub.estimate(on_meta(), ["mxfp8"], gpus=["H200"])
+    alone = f8sub.estimate(on_meta(), "mxfp8", gpus="H200")
     assert alone.recipe is None
     assert "No recipe has native kernels on H200" in str(alone)
 
@@ -160,7 +161,7 @@ def test_layers_that_lose_are_named():
 
 
 def test_a_model_that_gains_little_is_told_so():
-    found = f8sub.estimate(on_meta(512, 1024), gpus=["H200"])
+    found = f8sub.estimate(on_meta(512, 1024), gpus="H200")
     assert "Float8 loses time here" in found.advice[0]
 
 
@@ -245,6 +246,7 @@ def test_a_model_type_of_transformers():
     [
         (["{module}:nothing"], "has no function 'nothing'"),
         (["{module}:number"], "returned a int, neither a module nor a torchtitan config"),
+        (["{module}:fails"], "on the meta device, raised RuntimeError: no weights here ("),
         (["{module}:relu"], "multiplies by no weights"),
         (["no_such_module_here:f"], "set PYTHONPATH"),
         (["torchtitan:llama3_8b"], "torchtitan:MODULE/CONFIG"),

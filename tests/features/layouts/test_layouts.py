@@ -1,5 +1,7 @@
 """What engines read: names, dtypes, shapes and configuration, written out here as their sources have them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -111,6 +113,12 @@ def test_blocks_of_deepseek_v3s_projection_are_written_where_the_layout_is_asked
 def test_what_engines_cannot_read_is_refused(recipe, layout, reason):
     with pytest.raises(f8sub.Float8ConfigError, match=reason):
         layouts.check(layout, {"a": (operand(recipe).format, (N, K))})
+
+
+def test_weights_in_e5m2_are_refused():
+    format = replace(operand("blockwise").format, dtype=torch.float8_e5m2)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"engines read e4m3 .* not 128x128 e5m2"):
+        layouts.check("fp8", {"a": (format, (N, K))})
 
 
 def test_squares_that_no_engine_reads_are_refused():

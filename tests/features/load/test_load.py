@@ -121,6 +121,26 @@ CHANGES = {
         "Config",
         "lacks nothing and has b, which the model has not",
     ),
+    "a prefix": (
+        lambda t: [t.update({f"base.{name}": t.pop(name)}) for name in list(t)],
+        "Config",
+        r"give rename=lambda name: 'base\.' \+ name, or",
+    ),
+    "a negative scale": (
+        lambda t: t[f"{UP}.weight_scale_inv"][0].neg_(),
+        "Numerics",
+        "negative or not finite",
+    ),
+    "an infinite scale": (
+        lambda t: t[f"{UP}.weight_scale_inv"][0].fill_(torch.inf),
+        "Numerics",
+        "negative or not finite",
+    ),
+    "whole numbers as scales": (
+        lambda t: t.update({f"{UP}.weight_scale_inv": t[f"{UP}.weight_scale_inv"].long()}),
+        "Config",
+        "weight_scale_inv is stored as torch.int64",
+    ),
 }
 
 
@@ -142,6 +162,12 @@ def test_a_file_that_is_cut_short(saved):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(f8sub.Float8ConfigError, match="cut short or no safetensors file"):
         f8sub.load_float8(other("blockwise"), folder)
+    file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(f8sub.Float8ConfigError, match="git lfs pull"):
+        f8sub.load_float8(other("blockwise"), folder)
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(f8sub.Float8ConfigError, match="it has a pickled checkpoint"):
+        f8sub.load_float8(other("blockwise"), folder)
 
 
 def test_a_file_that_the_index_names_is_missing(saved):
@@ -156,6 +182,8 @@ def test_a_file_that_the_index_names_is_missing(saved):
 def test_no_checkpoint(tmp_path):
     with pytest.raises(f8sub.Float8ConfigError, match=r"has no config\.json"):
         f8sub.load_float8(llama(), tmp_path)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"no folder .* nothing is downloaded"):
+        f8sub.load_float8(llama(), "Qwen/Qwen3-8B-FP8")
 
 
 def test_a_layout_that_is_not_read(saved):
@@ -164,6 +192,30 @@ def test_a_layout_that_is_not_read(saved):
     config["quantization_config"]["quant_method"] = "modelopt"
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(f8sub.Float8ConfigError, match=r"q_proj: .* quant_method 'modelopt'"):
+        f8sub.load_float8(other("blockwise"), folder)
+
+
+GROUP = {"weights": {"strategy": "group"}, "targets": ["Linear"]}
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        "fp8",
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "compressed-tensors", "config_groups": []},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": GROUP}},
+    ],
+)
+def test_a_damaged_description(quantization):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"a\.q: its weight is float8, and the .* is damaged"):
+        tile_of("a.q", {"quantization_config": quantization})
+
+
+def test_codes_with_nan(saved):
+    _, folder = saved("blockwise")
+    broken(folder, lambda t: t[f"{UP}.weight"].view(torch.uint8)[3].fill_(0x7F))
+    with pytest.raises(f8sub.Float8NumericsError, match=f"{UP}.weight: the checkpoint's codes have NaN"):
         f8sub.load_float8(other("blockwise"), folder)
 
 
@@ -237,6 +289,10 @@ def test_an_index_that_names_what_a_file_lacks(saved):
         f8sub.Float8ConfigError, match=r"has no model\.norm\.weight, which the index says it has"
     ):
         f8sub.load_float8(other("blockwise"), folder)
+    for damaged in ({}, {"weight_map": []}, {"weight_map": {"a": 3}}):
+        index.write_text(json.dumps(damaged))
+        with pytest.raises(f8sub.Float8ConfigError, match="has no weight_map from names to files"):
+            f8sub.load_float8(other("blockwise"), folder)
 
 
 def test_a_config_of_other_json_and_a_file_for_a_folder(saved, tmp_path):

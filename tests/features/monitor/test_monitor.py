@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import resource
 from unittest import mock
 
 import pytest
@@ -102,6 +103,25 @@ def test_rows_are_lines_of_json_and_calls(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "a" / "n.jsonl").read_text().splitlines()]
     assert lines == [row._asdict() for row in monitor.rows]
     assert called == [(0, 42), (2, 42)]
+
+
+def test_a_disk_that_fills_loses_a_steps_rows_and_ends_no_run(tmp_path):
+    _, _, monitor = run("rowwise", True)
+    monitor.flush()
+    file, rows = tmp_path / "n.jsonl", monitor.rows[:42]
+    write = writers.jsonl(file)
+    write(0, rows)
+    whole = file.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 100, before[1]))
+    try:
+        with pytest.warns(f8sub.Float8Warning, match=r"rows of step 2 are lost, because .*n\.jsonl"):
+            write(2, rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert file.read_bytes() == whole
+    write(4, rows)
+    assert file.read_bytes() == whole * 2
 
 
 def test_tensorboard_and_wandb():
@@ -268,6 +288,9 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
     monitor = f8sub.Monitor(model, every=1)
     with monitor:
         loss_of(model, 0, 0).backward()
+    assert f8sub.Monitor(transformer("rowwise"), every=5).worst() == (
+        "no sample yet: the first step has one, and then one step in 5"
+    )
     first = monitor.worst(3).splitlines()
     assert len(first) == 4
     assert any(

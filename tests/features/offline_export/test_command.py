@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import f8sub
 from f8sub.__main__ import main
 from f8sub.features.offline_export import command
-from tests.features.export.models import BF16, trained
+from tests.features.export.models import BF16, llama, trained
 from tests.features.load.nets import NETS
 
 
@@ -73,6 +73,14 @@ def test_the_options_say_what_training_did(tmp_path, capsys):
     expected, _ = f8sub.float8_state_dict(model, dtype=torch.float32)
     name = "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(stored[name].view(torch.uint8), expected[name].view(torch.uint8))
+
+
+def test_a_head_that_training_had_in_float8(tmp_path):
+    model = f8sub.convert_to_float8(llama(), recipe="rowwise", skip_defaults=False)
+    write(model, tmp_path / "in")
+    assert export(tmp_path / "in", tmp_path / "out", "--recipe", "rowwise", "--no-skip-defaults") == 0
+    f8sub.save_float8(model, tmp_path / "own", dtype=BF16)
+    assert same_files(tmp_path / "out", tmp_path / "own")
 
 
 def test_a_model_of_a_function_needs_no_config(tmp_path, capsys):

@@ -119,6 +119,9 @@ def test_damaged_checkpoints_of_dcp(tmp_path):
     data.write_bytes(data.read_bytes()[:1000])
     fails("cut", "cannot be read")
     (tmp_path / "async" / ".metadata").unlink()
+    (tmp_path / "index" / "config.json").write_text("{")
+    dcp.save(state, checkpoint_id=tmp_path / "index", no_dist=True)
+    fails("index", r"config\.json is no JSON")
     fails("async", r"\.distcp files have no \.metadata, so saving it was cut short")
 
 

@@ -69,6 +69,13 @@ def test_a_layer_with_outliers_is_the_first():
     assert found.skip(found.layers[0].flops) == ["blocks.1.gate"]
 
 
+def test_what_is_no_loss():
+    model = f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+    for loss, words in ((torch.ones(3), r"returned \(3,\)"), (1.0, "returned float")):
+        with pytest.raises(f8sub.Float8ConfigError, match=words):
+            f8sub.sensitivity(model, lambda _, loss=loss: loss)
+
+
 def test_what_cannot_be_looked_at():
     with pytest.raises(f8sub.Float8ConfigError, match="no float8 layer"):
         f8sub.sensitivity(torch.nn.Linear(4, 4), lambda model: model(torch.ones(1, 4)).sum())

@@ -201,3 +201,15 @@ def test_what_is_refused(options, told):
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(f8sub.Float8ConfigError, match="no numbered blocks"):
         f8sub.estimate_step(nn.ModuleDict({"a": nn.Linear(64, 64)}))
+
+
+def test_what_is_frozen_is_neither_reduced_nor_stepped():
+    model = load("llama3-8b")
+    model.requires_grad_(False)
+    model.layers[0].requires_grad_()
+    found, whole = (f8sub.estimate_step(each, [8], tokens=8192) for each in (model, load("llama3-8b")))
+    elements = sum(p.numel() for p in model.layers[0].parameters())
+    assert found.shapes.learning == elements
+    for one, other in zip(found.predictions, whole.predictions, strict=True):
+        assert one.optimizer < other.optimizer / 30
+        assert one.seconds < other.seconds

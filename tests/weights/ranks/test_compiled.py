@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
-from tests.compiling import compile_blocks, differences, mlps, train
-from tests.models import BF16, shard
+from tests.compiling import WIDTH, compile_blocks, differences, mlps, train
+from tests.data_sets import gaussian, generator
+from tests.models import BF16, precompute, shard
 from tests.wires import ONE_RECIPE_A_WIRE
 
 POLICIES = {"fp32": None, "bf16": BF16}
@@ -49,3 +50,16 @@ def test_compiled_blocks_are_bitwise_eager_and_never_recompile(rank, world, reci
     assert found["eager"] == [0] * 4
     assert found["graphs"][0] > 0
     assert found["graphs"][2:] == [found["graphs"][1]] * 2
+
+
+def test_guards_make_no_operand_of_a_gathered_weight(rank, world):
+    """They run in Python at each call, and each that reads of one would make it again."""
+    model = under("fsdp", "tensorwise", "bf16", compiled=True)
+    precompute(model)
+    x = gaussian((4, WIDTH), generator(rank)).bfloat16()
+    model(x).sum().backward()
+    made: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(error_on_recompile=True):
+        patch.setattr(f8sub.Float8Tensor, "rowwise", property(made.append))
+        model(x)
+    assert made == []

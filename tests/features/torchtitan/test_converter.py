@@ -126,7 +126,7 @@ def test_the_command_line_alone():
     from torchtitan.config import ConfigManager
     from torchtitan.config.override import apply_overrides
 
-    from f8sub.features.torchtitan import scales
+    from f8sub.features.torchtitan_hooks import scales
 
     config = ConfigManager().parse_args(
         [

@@ -1,6 +1,7 @@
 """Float8Tensor: a matrix quantized for one or both of the directions a GEMM can contract it in."""
 
 from collections.abc import Callable, Sequence
+from itertools import compress, product
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ ANY_OTHER = "any other operator"
 _PARTS = ("data", "scale_inv", "global_scale_inv")
 _BUFFERS = tuple(f"{usage}_{part}" for usage in ("rowwise", "columnwise") for part in _PARTS)
 _FORMATS = ("rowwise_format", "columnwise_format")
+_THERE = {
+    (row, row_global, col, col_global): [*compress(_BUFFERS, (row, row, row_global, col, col, col_global))]
+    for row, row_global, col, col_global in product((False, True), repeat=4)
+}
+"""Names of the buffers that are there, by which are: compiled code asks three times a call for each weight."""
 
 
 class Float8Tensor(torch.Tensor):
@@ -51,7 +57,6 @@ class Float8Tensor(torch.Tensor):
     columnwise_scale_inv: Any
     columnwise_global_scale_inv: torch.Tensor | None
     columnwise_format: Float8Format | None
-    _flat: tuple[list[str], Any]
 
     @staticmethod
     def __new__(
@@ -79,9 +84,7 @@ class Float8Tensor(torch.Tensor):
         """Operand contracted along the last dimension, stored (rows, cols)."""
         if self.rowwise_format is None:
             return None
-        return Operand(
-            self.rowwise_data, self.rowwise_scale_inv, self.rowwise_format, self.rowwise_global_scale_inv
-        )
+        return Operand(*(getattr(self, f"rowwise_{part}") for part in Operand._fields))
 
     @property
     def columnwise(self) -> Operand | None:
@@ -138,12 +141,11 @@ class Float8Tensor(torch.Tensor):
         for usage, operand in (("rowwise", rowwise), ("columnwise", columnwise)):
             for part, value in zip(Operand._fields, operand or (None, None, None, None), strict=True):
                 setattr(self, f"{usage}_{part}", value)
-        # Kept: compiled code asks for each weight's three times a call.
-        names = [name for name in _BUFFERS if getattr(self, name) is not None]
-        self._flat = names, (self.rowwise_format, self.columnwise_format, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return self._flat
+        row = self.rowwise_data is not None, self.rowwise_global_scale_inv is not None
+        col = self.columnwise_data is not None, self.columnwise_global_scale_inv is not None
+        return _THERE[row + col], (self.rowwise_format, self.columnwise_format, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -158,7 +160,7 @@ class Float8Tensor(torch.Tensor):
 
     def __getstate__(self) -> dict[str, Any]:
         # Formats by name, so that ``torch.load(weights_only=True)`` needs no class but this one.
-        state = {name: value for name, value in vars(self).items() if name != "_flat"}
+        state = dict(vars(self))
         for name in _FORMATS:
             state[name] = None if state[name] is None else state[name].name
         return state
@@ -167,7 +169,6 @@ class Float8Tensor(torch.Tensor):
         for name, value in state.items():
             is_named = name in _FORMATS and value is not None
             setattr(self, name, Float8Format.parse(value) if is_named else value)
-        self._set_usages(self.rowwise, self.columnwise)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         usages = [f"rowwise={self.rowwise_format.name}"] if self.rowwise_format is not None else []

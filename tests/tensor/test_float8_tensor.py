@@ -145,8 +145,7 @@ def test_flatten_and_unflatten(format, usages):
 
 def test_it_holds_nothing_but_codes_scales_formats_and_dtype():
     tensor = f8sub.quantize(matrix(), FORMATS["rowwise"])
-    told_to_compiled_code = "_flat"
-    assert set(vars(tensor)) == {*BUFFERS, "rowwise_format", "columnwise_format", told_to_compiled_code}
+    assert set(vars(tensor)) == {*BUFFERS, "rowwise_format", "columnwise_format"}
 
 
 def test_repr_says_what_it_is():

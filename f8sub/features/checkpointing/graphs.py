@@ -39,8 +39,8 @@ def enter_graph_functions() -> None:
 def _tag_autograd_functions() -> None:
     """Have functions that are checkpointed without a policy repeat what autograd functions in them do, too.
 
-    torch 2.11 and 2.12 tag for recomputation what dynamo's graph of the checkpointed function has, and not what the
-    forward of an autograd function in it has: compiled code would save all that it makes. Later ones have no tags.
+    torch 2.11 tags for recomputation what dynamo's graph of the checkpointed function has, and not what the forward of
+    an autograd function in it has: compiled code would save all that it makes. torch 2.13 has no such tags.
     """
     from torch._higher_order_ops.wrap import TagActivationCheckpoint
 

@@ -43,9 +43,9 @@ def tile_of(layer: str, config: dict[str, Any]) -> Tile:
     """
     try:
         return _tile_of(layer, config.get("quantization_config") or {})
+    except Float8ConfigError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
-        if isinstance(error, Float8ConfigError):
-            raise
         raise Float8ConfigError(
             f"{layer}: its weight is float8, and the quantization_config in config.json is damaged, or one that "
             f"load_float8 does not know: {type(error).__name__}: {error}"

@@ -2,14 +2,14 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, names_of, unwrapped
-from f8sub.features.export.float8_weights import Rename, renamed
+from f8sub.features.export.float8_weights import Progress, Rename, renamed
 from f8sub.features.held_codes.experts import Held, held_experts, hold_experts, in_order
 from f8sub.features.held_codes.layers import are_powers_of_2, can_hold, check_not_gathered, hold, plan_for
 from f8sub.features.layouts.names import Piece
@@ -45,7 +45,7 @@ def load_float8(
     rename: Rename | None = None,
     strict: bool = True,
     device: torch.device | str | None = None,
-    progress: Callable[[list[str]], Iterable[str]] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Fill a model from a checkpoint whose linear weights are float8 codes and scales.
 
@@ -263,8 +263,9 @@ def _hold(part: Part, held: Held, sources: list[Source], checkpoint: Checkpoint)
 
 
 def _codes(codes: torch.Tensor, name: str) -> torch.Tensor:
-    """The codes; Float8NumericsError where one of them is NaN."""
-    if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+    """The codes; Float8NumericsError where one of them is NaN or, in e5m2, infinite."""
+    beyond = 0x7C if codes.dtype == torch.float8_e5m2 else 0x7F
+    if bool(((codes.view(torch.uint8) & 0x7F) >= beyond).any()):
         raise Float8NumericsError(
             f"{name}: the checkpoint's codes have NaN, so the file is damaged, and the model is loaded in part"
         )

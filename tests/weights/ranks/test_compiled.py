@@ -57,7 +57,7 @@ def test_guards_make_no_operand_of_a_gathered_weight(rank, world):
     model = under("fsdp", "tensorwise", "bf16", compiled=True)
     precompute(model)
     x = gaussian((4, WIDTH), generator(rank)).bfloat16()
-    model(x).sum().backward()
+    model(x).backward(gaussian((4, WIDTH), generator(rank + 2)).bfloat16())
     made: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(error_on_recompile=True):
         patch.setattr(f8sub.Float8Tensor, "rowwise", property(made.append))

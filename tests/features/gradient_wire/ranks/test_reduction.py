@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import f8sub
 from f8sub.features.gradient_codes.layout import Layout
 from f8sub.features.gradient_wire import reduction
+from tests.data_sets import gaussian, generator
 from tests.features.gradient_wire import oracle
 from tests.features.gradient_wire.models import (
     FLOAT32,
@@ -73,12 +74,13 @@ def test_peak_of_memory(rank, world):
             fully_shard(layer, mp_policy=policy)
         if coded:
             f8sub.reduce_gradients_in_float8(model)
-        model(torch.ones(1, width)).sum().backward()
+        x, cotangent = (gaussian((1, width), generator(seed)).bfloat16() for seed in (1, 2))
+        model(x).backward(cotangent)
         model.zero_grad()
         tracker = MemTracker()
         tracker.track_external(model)
         with tracker:
-            model(torch.ones(1, width)).square().sum().backward()
+            model(x).backward(cotangent)
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
     def packed(sources: list, layout: Layout, ranks: int, hosts: int) -> torch.Tensor:

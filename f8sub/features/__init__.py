@@ -3,6 +3,7 @@
 Those that are imported here have no public name that ``f8sub`` itself would import.
 """
 
+from f8sub.features.checkpointing import casts as casts
 from f8sub.features.checkpointing import graphs as graphs
 from f8sub.features.checkpointing import product as product
 from f8sub.features.defaults import defaults as defaults

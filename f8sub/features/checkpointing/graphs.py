@@ -74,14 +74,19 @@ def save_when_checkpointed(reduction: Any) -> None:
             break
 
 
+def policies() -> list[Callable[..., Any]]:
+    """The policies of the checkpointed functions that are being traced or run."""
+    stack = _get_current_dispatch_mode_stack()
+    return [mode.policy_fn for mode in stack if isinstance(mode, _CachingTorchDispatchMode)]
+
+
 def save_last_node() -> None:
     """Have a graph that is being traced save what was made last, where a function is checkpointed by a policy.
 
     Whatever the policy says. torch's mode of selective checkpointing detaches every result, so views that it made come
     after it. From torch 2.13 on functions without a policy are in that mode, too, with one that saves nothing.
     """
-    modes = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, _CachingTorchDispatchMode)]
-    if all(getattr(mode.policy_fn, "__name__", "") == "_always_prefer_recompute" for mode in modes):
+    if all(getattr(policy, "__name__", "") == "_always_prefer_recompute" for policy in policies()):
         return
     tracing = get_proxy_mode()
     for node in () if tracing is None else reversed(tracing.tracer.graph.nodes):

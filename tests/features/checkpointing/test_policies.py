@@ -3,11 +3,12 @@
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
@@ -79,18 +80,26 @@ def block(recipe: str | None) -> nn.Module:
     return made if recipe is None else f8sub.convert_to_float8(made, recipe, skip_defaults=False)
 
 
+class Compiled(NamedTuple):
+    """Operators of the graphs of a forward and a backward pass; the result, and the gradients of x and the weights."""
+
+    forward: Counter[str]
+    backward: Counter[str]
+    tensors: list[torch.Tensor]
+
+
 @functools.cache
-def compiled_backward(recipe: str | None, contexts: Callable[[], Any] | None) -> Counter[str]:
-    """Operators of the compiled graph of a backward pass."""
+def compiled(recipe: str | None, contexts: Callable[[], Any] | None) -> Compiled:
     torch._dynamo.reset()
-    graphs: list[torch.fx.GraphModule] = []
+    operators: list[Counter[str]] = []
 
     def keep(graph: torch.fx.GraphModule, example: Any) -> Any:
-        graphs.append(graph)
-        return graph
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        operators.append(Counter(t.overloadpacket.__name__ for t in targets if hasattr(t, "overloadpacket")))
+        return make_boxed_func(graph)
 
     backend = aot_autograd(
-        fw_compiler=lambda graph, _: graph, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
     )
     model = block(recipe)
     policy = {} if contexts is noop_context_fn else {"context_fn": contexts}
@@ -98,10 +107,12 @@ def compiled_backward(recipe: str | None, contexts: Callable[[], Any] | None) ->
     x = gaussian((TOKENS, WIDTH), generator(1)).bfloat16().requires_grad_()
     y = torch.compile(run, backend=backend, fullgraph=True)(x)
     y.backward(gaussian(tuple(y.shape), generator(2)).bfloat16())
-    nodes = (node for graph in graphs for node in graph.graph.nodes if node.op == "call_function")
-    return Counter(
-        node.target.overloadpacket.__name__ for node in nodes if hasattr(node.target, "overloadpacket")
-    )
+    forward, backward = operators
+    return Compiled(forward, backward, [y, x.grad, *(p.grad for p in model.parameters())])
+
+
+def compiled_backward(recipe: str | None, contexts: Callable[[], Any] | None) -> Counter[str]:
+    return compiled(recipe, contexts).backward
 
 
 def gemms(counts: Counter[str]) -> int:

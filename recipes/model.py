@@ -30,6 +30,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
     },
+    "120m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    },
     "1b": {
         "hidden_size": 2048,
         "intermediate_size": 8192,

@@ -2,17 +2,19 @@
 
 An arm is bf16, float32, a recipe, or with ``--head`` or ``--swiglu`` a recipe that has the output head or SwiGLU's
 input in float8, too. All arms of a seed start from the same weights, see the same batches, and are evaluated on the
-same held-out tokens when their learning rate has decayed to zero. float32 is the yardstick: it differs from bf16 by
-rounding alone, so a gap of its size says nothing. Runs are those of ``recipes/pretrain.py``.
+same held-out tokens when their learning rate has decayed to zero. The yardstick differs from bf16 by rounding alone,
+so a gap of its size says nothing: float32, or for sizes that want a GPU bf16 that adds the gradients of a batch's
+halves. Runs are those of ``recipes/pretrain.py``.
 
 The gap is that of the logarithms of the losses, in per cent; its interval is that of a randomized block design (blocks
 are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % by Student's t.
 
-Finished runs are kept and not trained again; runs that are missing are trained one after the other.
+Finished runs are kept and not trained again; runs that are missing are trained, ``--jobs`` at a time, each on one GPU
+if there is any.
 
     python scripts/loss_compare.py --recipes tensorwise rowwise --seeds 0 1 2 --write-docs
     python scripts/loss_compare.py --size moe-debug --recipes tensorwise rowwise  # a Qwen3-MoE, experts in float8, too
-    python scripts/loss_compare.py --size moe-120m --recipes rowwise --steps 1000  # on a GPU
+    python scripts/loss_compare.py --size 120m --recipes tensorwise --steps 600 --jobs 8  # on GPUs
 
 Runs that were trained elsewhere, by torchtitan for one, are compared by what they logged: give an arm's name and its
 runs, in the same order of seeds. Where nothing was held out, it is the mean of the last tenth of the training losses.
@@ -27,12 +29,15 @@ import functools
 import json
 import math
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +58,7 @@ from scripts.table import ROOT, Table, finish, parser
 TRAINER = ROOT / "recipes" / "pretrain.py"
 BASELINE = "bf16"
 YARDSTICK = "float32"
+HALVES = "bf16-halves"
 VARIANTS = {
     "-head": ("float8.skip_defaults", "false"),
     "-swiglu": ("float8.keep_swiglu_input", "float8"),
@@ -66,9 +72,9 @@ LEARNING_RATE = 3e-4
 EVAL_BATCHES = 256
 ON_CPU: dict[str, Any] = {"training.seq_len": 128, "training.local_batch_size": 4, "training.device": "cpu"}
 ON_GPU: dict[str, Any] = {"training.seq_len": 512, "training.local_batch_size": 32, "eval.batches": 32}
-SIZES = {"debug": ON_CPU, "moe-debug": ON_CPU, "moe-120m": ON_GPU}
-"""How each is trained: a Llama of 3.5M parameters, a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2, and one of
-120M, 4 of 32 experts, that wants a GPU."""
+SIZES = {"debug": ON_CPU, "moe-debug": ON_CPU, "120m": ON_GPU, "moe-120m": ON_GPU}
+"""How each is trained: a Llama of 3.5M parameters, a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2; and both of
+120M, 4 of 32 experts, which want a GPU."""
 SMOOTHED_STEPS = 20
 """The plot's curves are means over so many logged steps."""
 
@@ -190,7 +196,10 @@ def settings(run: Run, steps: int, size: str = "debug") -> list[str]:
     }
     if run.arm == YARDSTICK:
         chosen["training.dtype"] = "float32"
-    if run.arm in (BASELINE, YARDSTICK):
+    if run.arm == HALVES:
+        chosen["training.gradient_accumulation_steps"] = 2
+        chosen["training.local_batch_size"] //= 2
+    if run.arm in (BASELINE, YARDSTICK, HALVES):
         chosen["float8.enabled"] = "false"
     else:
         chosen["float8.recipe"] = run.arm.split("-")[0]
@@ -216,8 +225,8 @@ class Results:
         kept: dict[str, Any] = json.loads(path.read_text())
         return kept if kept["settings"] == settings(run, self.steps, self.size) else None
 
-    def train(self, run: Run, on_step: Callable[[int], None]) -> dict[str, Any]:
-        """Train in a process of its own, keep its losses and return them."""
+    def train(self, run: Run, on_step: Callable[[int], None], slot: int = 0) -> dict[str, Any]:
+        """Train in a process of its own, keep its losses and return them; GPUs are taken in turn by the slots."""
         chosen, dump, started = (
             settings(run, self.steps, self.size),
             self._path(run).with_suffix(""),
@@ -228,6 +237,10 @@ class Results:
         lines, log = dump / "metrics.jsonl", dump / "log.txt"
         command = [sys.executable, str(TRAINER), "--job.dump_folder", str(dump), *chosen]
         environment = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **os.environ}
+        if torch.cuda.device_count():
+            every = ",".join(map(str, range(torch.cuda.device_count())))
+            gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
         with (
             log.open("w") as output,
             subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
@@ -256,23 +269,39 @@ class Results:
         return self.folder / f"{run.arm}-seed{run.seed}.json"
 
 
-def train_missing(results: Results, runs: list[Run]) -> None:
-    """Train what is not there yet, with a bar."""
-    missing = [run for run in runs if results.load(run) is None]
+def train_missing(results: Results, runs: list[Run], jobs: int = 1) -> None:
+    """Train what is not there yet, so many at a time, each with a bar."""
+    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(jobs):
+        slots.put(number)
+    stopped = threading.Event()
     times = TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn()
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times, console=Console()
-    ) as bar:
-        task = bar.add_task("", total=len(missing) * results.steps)
-        for position, run in enumerate(missing):
-            name = f"{run.arm}, seed {run.seed}"
-            bar.update(task, description=f"{name}, steps of all runs")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
+    with Progress(*columns, console=Console()) as bar, ThreadPoolExecutor(jobs) as pool:
 
-            def show(step: int, position: int = position) -> None:
-                bar.update(task, completed=position * results.steps + step)
+        def train(run: Run) -> None:
+            if stopped.is_set():
+                return
+            slot, name = slots.get(), f"{run.arm}, seed {run.seed}"
+            task = bar.add_task(name, total=results.steps)
 
-            kept = results.train(run, show)
+            def show(step: int) -> None:
+                if stopped.is_set():
+                    raise InterruptedError(f"{name}: another run failed, or the script was stopped")
+                bar.update(task, completed=step)
+
+            try:
+                kept = results.train(run, show, slot)
+            finally:
+                slots.put(slot)
+                bar.remove_task(task)
             bar.console.print(f"{name}: {kept['eval_loss']:.4f} in {kept['seconds']:.0f} s")
+
+        try:
+            for done in as_completed(pool.submit(train, run) for run in runs if results.load(run) is None):
+                done.result()
+        finally:
+            stopped.set()
 
 
 @functools.cache
@@ -359,7 +388,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     curves, final = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
     smooth = {arm: smoothed(losses) for arm, losses in figures["train_losses"].items()}
     for position, (arm, gap) in enumerate(figures["gaps"].items()):
-        color = "black" if arm == YARDSTICK else f"C{position}"
+        color = "black" if arm in (YARDSTICK, HALVES) else f"C{position}"
         relative = 100 * (smooth[arm] / smooth[BASELINE]).log().mean(0)
         curves.plot(figures["logged"][-len(relative) :], relative, color=color, linewidth=1, label=arm)
         final.errorbar(
@@ -386,6 +415,7 @@ def main() -> None:
     made.add_argument("--recipes", nargs="+", default=f8sub.recipe_names(), choices=f8sub.recipe_names())
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
+    made.add_argument("--jobs", type=int, default=1, help="runs that are trained at a time")
     made.add_argument("--head", action="store_true", help="each recipe with the output head in float8, too")
     made.add_argument("--swiglu", action="store_true", help="each recipe with SwiGLU's input in float8, too")
     made.add_argument(
@@ -423,8 +453,9 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     results, seeds = Results(arguments.folder, arguments.steps, arguments.size), arguments.seeds
     endings = [ending for ending in VARIANTS if getattr(arguments, ending.strip("-"))]
     variants = [recipe + ending for ending in endings for recipe in arguments.recipes]
-    names = [BASELINE, YARDSTICK, *arguments.recipes, *variants]
-    train_missing(results, [Run(arm, seed) for seed in seeds for arm in names])
+    yardstick = HALVES if SIZES[arguments.size] is ON_GPU else YARDSTICK
+    names = [BASELINE, yardstick, *arguments.recipes, *variants]
+    train_missing(results, [Run(arm, seed) for seed in seeds for arm in names], arguments.jobs)
     kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in names}
     arms = {
         arm: [Recorded(dict(enumerate(run["losses"], 1)), run["eval_loss"]) for run in runs if run]

@@ -159,7 +159,8 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
         elif settings.activation_checkpoint.mode == "selective":
             block = checkpoint_wrapper(block, context_fn=f8sub.checkpoint_policy())
         if settings.compile.enabled:
-            block = torch.compile(block, fullgraph=True)
+            # torch 2.11 cannot trace the hooks by which transformers records what routers say; they run eagerly there.
+            block = torch.compile(block, fullgraph=kind is not Qwen3MoeForCausalLM)
         layers[index] = block
 
     policy = MixedPrecisionPolicy(

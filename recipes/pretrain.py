@@ -14,8 +14,8 @@ A rank that dies takes all of them down; torchrun starts them again, and they re
 
 Without the variable torchrun keeps one store for all restarts, in which ranks find the addresses of dead ones.
 
-SIGTERM or SIGINT to any rank makes all of them save and exit with 0 after the step they are in. torchrun passes a
-signal of its own on and then waits 30 s (``--shutdown-timeout``).
+SIGTERM or SIGINT to any rank makes all of them save and exit with 0 after the step that follows the one they are in.
+torchrun passes a signal of its own on and then waits 30 s (``--shutdown-timeout``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,21 @@ SHARED_STORE = (
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+class Running(NamedTuple):
+    """A step that was launched.
+
+    Attributes:
+        record: What is known of its metrics.
+        numbers: float64 on the host, valid after ``done``: the sum of the ranks' losses, how many were asked to stop,
+            the gradients' norm.
+        done: When they are there; None where they are already.
+    """
+
+    record: dict[str, Any]
+    numbers: torch.Tensor
+    done: torch.cuda.Event | None
+
+
 class Trainer:
     """One run: model, optimizer and data, and the loop over them."""
 
@@ -88,6 +103,8 @@ class Trainer:
         )
         self.metrics = Metrics(settings, folder, self.rank, title)
         self.step = 0
+        self.running: Running | None = None
+        self.stopping = False
         self.monitor: f8sub.Monitor | None = None
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.metrics.say(
@@ -111,25 +128,25 @@ class Trainer:
                 self.monitor = f8sub.Monitor(
                     self.model, settings.float8.monitor_every, to=self.metrics.write_numerics
                 )
-            while self.step < settings.training.steps:
-                started, before = time.monotonic(), replace(traffic)
-                record = self.train_step()
-                seconds = time.monotonic() - started
-                record["tokens_per_second"] = self.tokens_per_step() / seconds
-                record["memory"] = peak_memory_gib(self.device)
+            self.since = time.monotonic()
+            while self.step < settings.training.steps and not self.stopping:
+                before, self.running = replace(traffic), self.train_step()
+                record = self.running.record
                 record["all_gather_bytes"] = traffic.all_gather_bytes - before.all_gather_bytes
                 record["reduced_bytes"] = traffic.reduced_bytes - before.reduced_bytes
                 record["amax_all_reduces"] = traffic.amax_all_reduces - before.amax_all_reduces
                 last = self.step == settings.training.steps
-                stopping = record.pop("stopping") and not last
-                self.metrics.write({**record, "time": time.time()})
-                self.metrics.show(record)
-                if _due(self.step, settings.eval.interval, last) and not stopping:
+                evaluates = _due(self.step, settings.eval.interval, last)
+                saves = _due(self.step, settings.checkpoint.interval, last)
+                if evaluates or saves or self.stopping:
+                    self.read()
+                if evaluates and (last or not self.stopping):
                     self.evaluate()
-                if _due(self.step, settings.checkpoint.interval, last) or stopping:
+                if saves or (self.stopping and not last):
                     self.save()
-                if stopping:
-                    break
+                if evaluates or saves:
+                    self.since = time.monotonic()
+            self.read()
             self.checkpoints.wait()
             if self.monitor is not None:
                 self.monitor.flush()
@@ -138,14 +155,11 @@ class Trainer:
                 self.metrics.say(f"Stopped by a signal after step {self.step}.")
         return self.step == settings.training.steps
 
-    def train_step(self) -> dict[str, Any]:
-        """Train one step.
+    def train_step(self) -> Running:
+        """Launch one step.
 
         Returns:
-            The step's metrics, and whether the run stops here because some rank was asked to.
-
-        Raises:
-            FloatingPointError: If the loss is not finite.
+            What ``read`` reads; on a GPU the step is still running.
         """
         training = self.settings.training
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -167,6 +181,9 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        # The step before is read while this one runs, or the GPU would wait for the host to launch it. Its loss tells
+        # more than the weights that it spoiled, which precompute_scales would name.
+        self.read()
         if self.settings.float8_recipe:
             f8sub.precompute_scales(self.model)
         self.step += 1
@@ -174,23 +191,42 @@ class Trainer:
         # One all-reduce for both: the ranks agree on the step at which they stop.
         shared = torch.stack([loss_sum, torch.full_like(loss_sum, float(self.stop.requested))])
         dist.all_reduce(shared)
-        loss_value, stopping = shared[0].item() / self.world_size, shared[1].item() > 0
-        if not math.isfinite(loss_value):
+        numbers = torch.cat([shared, grad_norm.to(shared).view(1)]).to("cpu", non_blocking=True)
+        done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        return Running({"step": self.step, "lr": rate}, numbers, done)
+
+    def read(self) -> None:
+        """Wait for the step that is running, if one is, write and show its metrics, and note who was asked to stop.
+
+        Raises:
+            FloatingPointError: If the loss is not finite.
+        """
+        if self.running is None:
+            return
+        (record, numbers, done), self.running = self.running, None
+        if done is not None:
+            done.synchronize()
+        loss_sum, requests, grad_norm = numbers.tolist()
+        record |= {"loss": loss_sum / self.world_size, "grad_norm": grad_norm}
+        if not math.isfinite(record["loss"]):
             raise FloatingPointError(
-                f"The loss of step {self.step} is {loss_value}. Resume from a checkpoint before it "
+                f"The loss of step {record['step']} is {record['loss']}. Resume from a checkpoint before it "
                 "(--checkpoint.resume newest) with a lower --optimizer.lr."
             )
-        return {
-            "step": self.step,
-            "loss": loss_value,
-            "grad_norm": float(grad_norm),
-            "lr": rate,
-            "stopping": stopping,
-        }
+        now = time.monotonic()
+        record["tokens_per_second"] = self.tokens_per_step() / (now - self.since)
+        self.since = now
+        record["memory"] = peak_memory_gib(self.device)
+        self.metrics.write({**record, "time": time.time()})
+        self.metrics.show(record)
+        self.stopping |= requests > 0
 
     def loss(self, data: PackedSequences) -> torch.Tensor:
         """Give the mean loss of this rank's next sequences; in training a mixture's balance of experts is a part."""
-        batch = data.next_batch(self.settings.training.local_batch_size).to(self.device)
+        batch = data.next_batch(self.settings.training.local_batch_size)
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()  # the host waits for a copy from other memory
+        batch = batch.to(self.device, non_blocking=True)
         out = self.model(input_ids=batch[:, :-1], use_cache=False)
         loss = F.cross_entropy(out.logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         balance = getattr(out, "aux_loss", None)

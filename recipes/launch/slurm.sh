@@ -10,7 +10,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --output=f8sub-%j.log
-# Two minutes before the time is up the ranks get SIGTERM; pretrain.py saves, and ends, after the step it is in.
+# Two minutes before the time is up the ranks get SIGTERM; pretrain.py saves, and ends, after the next step.
 #SBATCH --signal=TERM@120
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?is set by sbatch: submit this script with sbatch}"

@@ -127,11 +127,11 @@ def stop_one_rank(rank, world, settings, step):
 
 
 @pytest.mark.long
-def test_all_ranks_stop_at_the_step_in_which_one_was_asked_to(ranks, tmp_path):
+def test_all_ranks_stop_at_the_step_after_the_one_in_which_one_was_asked_to(ranks, tmp_path):
     settings = quick_settings(tmp_path / "stopped", "--float8.enabled false")
     whole = quick_settings(tmp_path / "whole", "--float8.enabled false")
-    assert ranks(2, stop_one_rank, settings, 2) == [(False, 2), (False, 2)]
-    assert [record["step"] for record in records(settings)] == [1, 2]
+    assert ranks(2, stop_one_rank, settings, 2) == [(False, 3), (False, 3)]
+    assert [record["step"] for record in records(settings)] == [1, 2, 3]
     ranks(2, train, changed(settings, "checkpoint", resume="newest"))
     ranks(2, train, whole)
     assert losses(settings) == losses(whole)
@@ -184,8 +184,9 @@ def test_float16_skips_a_step_that_overflows_on_one_rank(rank, world, tmp_path):
     assert run.scaler.get_scale() == 2.0**15
 
 
-def test_a_loss_that_is_no_number_stops_every_rank(rank, world, tmp_path):
-    run = trainer(world, quick_settings(tmp_path, "--float8.enabled false"))
+@on_each_recipe
+def test_a_loss_that_is_no_number_stops_every_rank(rank, world, tmp_path, recipe):
+    run = trainer(world, quick_settings(tmp_path, float8_options(recipe)))
     loss = run.loss
     run.loss = lambda data: loss(data) * (math.nan if rank == 1 else 1.0)
     with pytest.raises(FloatingPointError, match="The loss of step 1 is nan"):

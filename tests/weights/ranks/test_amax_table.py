@@ -66,20 +66,8 @@ def steps(recipe: str, columns: bool, device: str) -> list[tuple[str, torch.Tens
 
 def differences(recipe: str, columns: bool, device: str) -> tuple[list[str], list[str], int]:
     """Tensors that differ from what torch's operators make, kernels launched, and how often launches were planned."""
-    from f8sub.kernels.triton import launcher
-
-    launched: list[str] = []
-    run = launcher.Launch.run
-
-    def counted(self: launcher.Launch) -> None:
-        launched.append(self.kernel.fn.__name__)
-        run(self)
-
     planned = mock.Mock(wraps=shard_amaxes.amaxes)
-    with (
-        mock.patch.object(launcher.Launch, "run", counted),
-        mock.patch.object(shard_amaxes, "amaxes", planned),
-    ):
+    with interpreted.launched() as launched, mock.patch.object(shard_amaxes, "amaxes", planned):
         found = steps(recipe, columns, device)
     with mock.patch.object(quantize_cuda.support, "takes", return_value=False):
         expected = steps(recipe, columns, device)

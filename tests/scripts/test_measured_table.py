@@ -18,9 +18,3 @@ def test_the_page_shows_the_table(monkeypatch):
     measured.main()
     table, _, _ = written["measured"].partition("\n\n<sub>")
     assert f"<!-- begin measured -->\n{table}\n\n<sub>" in PAGE.read_text()
-
-
-def test_a_row_a_figure(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["measured.py", "--all", "--json", str(tmp_path / "rows.json")])
-    measured.main()
-    assert (tmp_path / "rows.json").read_text().count("tokens_per_s") == 35

@@ -3,16 +3,14 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.namespaces import MULTIHOST, environment, left_behind, needs_hosts, start
+from tests.namespaces import left_behind, needs_hosts, start
 
 PAYLOAD = 1_500_000
 BURST = 256 * 1024
@@ -121,42 +119,3 @@ def test_a_network_that_cannot_be_built_is_taken_down_again():
     assert run.returncode != 0
     assert 'illegal value for "rate": "fast"' in errors
     assert left_behind(run) == []
-
-
-def refused(*arguments: str | Path, **how) -> str:
-    done = subprocess.run(
-        arguments, capture_output=True, text=True, timeout=600, **{"env": environment()} | how
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    return done.stderr
-
-
-def test_without_root_it_says_so():
-    anybody = {"user": 65534} if os.geteuid() == 0 else {}
-    with MULTIHOST.open() as script:  # where it lies, not everybody may read
-        message = refused("bash", "-s", "true", stdin=script, **anybody)
-    assert message == "multihost.sh: network namespaces need root: run it with sudo -E\n"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="root is what it asks for first")
-def test_without_iproute2_it_says_what_to_install(tmp_path):
-    for tool in ("bash", "env", "id"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    message = refused("/bin/bash", MULTIHOST, "true", env={"PATH": str(tmp_path)})
-    assert message == "multihost.sh: ip is not there. On Debian and Ubuntu: apt install iproute2 util-linux\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "no command to run on the hosts"),
-        ("--hosts 0 true", "--hosts 0: from 1 to 200"),
-        ("--hosts two true", "--hosts two: from 1 to 200"),
-        ("--timeout 1h true", "--timeout 1h: whole seconds"),
-        ("--rate", "--rate needs a value"),
-        ("--speed 1 true", "unknown option --speed"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, message):
-    assert message in refused(MULTIHOST, *arguments.split())

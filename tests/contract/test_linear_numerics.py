@@ -48,11 +48,6 @@ def test_the_oracle_knows_every_recipe():
     assert {*oracle.RECIPES, *oracle.VARIANTS} == set(RECIPES)
 
 
-def recipe_with(name: str, gemms: tuple[str, ...]) -> f8sub.Recipe:
-    """With those in high precision."""
-    return RECIPES[name].with_high_precision(**dict.fromkeys(gemms, True))
-
-
 def converted(recipe: f8sub.Recipe, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
     with torch.no_grad():
@@ -108,10 +103,11 @@ def test_fp16(recipe):
 @pytest.mark.parametrize("gemms", COMBINATIONS, ids="-".join)
 @on_each_recipe
 def test_any_gemms_in_high_precision(recipe, gemms):
+    made = RECIPES[recipe].with_high_precision(**dict.fromkeys(gemms, True))
     for seed, data in enumerate(("gaussian", "row_outliers", "lognormal")):
         shapes = ((24, 64), (32, 64), (24, 32))
         x, w, dy = (make(data, shape, 10 * seed + i) for i, shape in enumerate(shapes))
-        results = step(converted(recipe_with(recipe, gemms), w), x, dy)
+        results = step(converted(made, w), x, dy)
         assert_within_budget(results, oracle.linear(recipe, x, w, dy, high_precision=gemms))
 
 

@@ -88,15 +88,6 @@ def test_a_pattern_that_decides_for_no_layer_is_reported(case):
     assert converted(model) == ["up", "down"]
 
 
-def test_the_report_names_both_recipes_and_no_pattern_that_decides():
-    model = f8sub.convert_to_float8(mlp(), recipe={"up": "rowwise", "*": "tensorwise"})
-    report = f8sub.conversion_report(model)
-    assert report.idle_patterns == ()
-    assert "idle" not in str(report)
-    assert "in float8: rowwise, " in str(report)
-    assert "in float8: tensorwise, scaled_mm" in str(report)
-
-
 @pytest.mark.filterwarnings("ignore::f8sub.Float8Warning")
 def test_a_bad_recipe_among_them_changes_nothing():
     blocks = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))

@@ -52,6 +52,7 @@ def test_amax_is_that_of_the_finite_elements_of_each_tile(tile, shape, dtype):
         expected = np.zeros(tile.scale_shape(shape))
     assert found.dtype == torch.float32
     assert np.array_equal(found.numpy(), expected)
+    assert tile.scale_shape(shape) == expected.shape
 
 
 def matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -166,9 +166,7 @@ def compiled_optimizer(model: nn.Module, folder: str) -> None:
     from torchao.optim import AdamW8bit
 
     torch._inductor.config.compile_threads = 1
-    optimizer = AdamW8bit(model.parameters(), lr=3.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer_step(AdamW8bit, lr=3.0)(model, folder)
 
 
 def assign_data_then_write_to_it(model: nn.Module, folder: str) -> None:

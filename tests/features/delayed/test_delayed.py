@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -13,10 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from f8sub.features.delayed import layers
 from f8sub.features.delayed_state.state import OPERANDS
-from f8sub.features.host_quantizer import host_quantizer
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
-from f8sub.kernels.scales import PriorScale
 from f8sub.linear import float8_linear
 from f8sub.linear.weight_cast import rowwise_of
 from tests import oracle
@@ -314,25 +310,6 @@ def test_a_sibling_that_sat_out_does_not_lend_its_scale():
         optimizer.step()
         model.load_state_dict(copy.deepcopy(model.state_dict()))
     assert state_of(model.q).x_past == state_of(model.k).x_past
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    bits=st.binary(min_size=4 * 4 * 8, max_size=4 * 4 * 8),
-    past=st.sampled_from([0.0, 1e-30, 0.7, 3e20, 2.0**126]),
-)
-def test_the_host_kernel_is_the_specification(bits, past):
-    x = torch.frombuffer(bytearray(bits), dtype=torch.float32).view(4, 8)
-    for dtype, recipe in ((torch.float32, "x"), (torch.bfloat16, "dy")):
-        row, col = f8sub.get_recipe("delayed").formats(recipe)
-        for covers in (False, True):
-            given_scale = PriorScale(torch.full((1, 1), past), 3, covers)
-            found = host_quantizer.quantize_on_cpu(x.to(dtype), row, col, prior=given_scale)
-            expected = reference.quantize(x.to(dtype), row, col, prior=given_scale)
-            for a, b in zip(found[:2], expected[:2], strict=True):
-                assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
-                assert torch.equal(a.scale_inv, b.scale_inv)
-            assert torch.equal(found[2].view(torch.int32), expected[2].view(torch.int32)) or found[2].isnan()
 
 
 def test_a_pruned_layer_keeps_histories():

@@ -34,13 +34,6 @@ def test_the_first_line_is_the_summary():
     assert lines[2:6:3] == ["in float8: tensorwise, scaled_mm", "not in float8: output head (default)"]
 
 
-def test_a_model_that_was_not_converted():
-    report = f8sub.conversion_report(mlp())
-    assert report.flops_share == 0
-    assert "not in float8: convert_to_float8 has not seen it" in str(report)
-    assert f8sub.conversion_report(nn.ReLU()).flops_share == 0
-
-
 def test_equal_layers_are_one_row_and_a_large_model_fits_a_screen():
     with torch.device("meta"):
         model = Transformer(1024, 4096, blocks=48, classes=32000)
@@ -50,15 +43,6 @@ def test_equal_layers_are_one_row_and_a_large_model_fits_a_screen():
     assert cells["blocks.*.q"][:6] == ["48", "x", "1024", "x", "1024", f"{48 * square / all_of_it:.1%}"]
     assert cells["lm_head"][:5] == ["1", "x", "32000", "x", "1024"]
     assert len(cells) == 8
-    assert len(text.splitlines()) < 40
-    assert max(map(len, text.splitlines())) <= 100
-
-
-def test_many_kinds_and_long_names_fit_too():
-    model = nn.ModuleDict({f"{'a' * 60}{i}": nn.Linear(16, 16 + 16 * i) for i in range(50)})
-    text = str(report_of(model))
-    assert "and 34 kinds of smaller layers" in text
-    assert "a49 " in text
     assert len(text.splitlines()) < 40
     assert max(map(len, text.splitlines())) <= 100
 

@@ -118,20 +118,6 @@ def test_operands_that_backward_makes(recipe, way, any_layout):
     assert made > 0
 
 
-def test_the_table_has_equal_layers_in_one_row():
-    model = model_of("tensorwise", {"o": "high_precision"}, Blocks(3))
-    text = str(f8sub.conversion_report(model, TOKENS).bytes)
-    title, header, *rows, total = text.splitlines()
-    assert title == f"{TOKENS} tokens"
-    assert header.split()[:5] == ["MB", "here", "/", "in", "bfloat16"]
-    names = [row.split()[0] for row in rows]
-    assert names == [f"blocks.*.{name}" for name in ("q", "k", "v", "o", "up", "down")]
-    assert all(row.split()[1:3] == ["3", "x"] for row in rows)
-    assert "tensorwise, x high_precision" in rows[3]
-    assert total.split()[:3] == ["all", "18", "x"]
-    assert len({len(line) for line in (header, *rows)}) == 1
-
-
 def test_several_layers_take_the_sum_and_the_largest_transient():
     model = model_of("tensorwise", "auto")
     found = account(model)

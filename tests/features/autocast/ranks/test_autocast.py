@@ -5,32 +5,28 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8sub
+from tests import models
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard, train, transformer
 
 NO_GEMM = f8sub.get_recipe("rowwise").with_high_precision(fprop=True, dgrad=True, wgrad=True)
 ANY = {"rowwise": "rowwise", "tensorwise": "tensorwise", "disabled": NO_GEMM}
+on_both = pytest.mark.parametrize("repeated", [False, True], ids=["kept", "checkpointed"])
 
 
-def model_of(
-    recipe: str | f8sub.Recipe | None, *, all_gather: bool = True, checkpointed: bool = False
-) -> nn.Module:
+def model_of(recipe: str | f8sub.Recipe, *, all_gather: bool = True, repeated: bool = False) -> nn.Module:
     model = transformer(recipe, spread=2.0, all_gather=all_gather)
-    if checkpointed:
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block)
-    return shard(model, BF16)
+    return shard(models.checkpointed(model) if repeated else model, BF16)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@on_both
 @pytest.mark.parametrize("name", ANY, ids=list(ANY))
-def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, name, checkpointed):
+def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, name, repeated):
     """The weight was rounded to the policy's param_dtype and nothing else: as in a model of that recipe alone."""
-    model = model_of("tensorwise", all_gather=False, checkpointed=checkpointed)
+    model = model_of("tensorwise", all_gather=False, repeated=repeated)
     options = {"enabled": False} if ANY[name] is NO_GEMM else {"recipe": ANY[name]}
     found = train(model, rank, around=functools.partial(f8sub.autocast, **options))
     expected = train(model_of(ANY[name], all_gather=False), rank)
@@ -38,9 +34,9 @@ def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, 
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-def test_a_recipe_that_reads_what_was_gathered(rank, world, checkpointed):
-    model = model_of("rowwise", checkpointed=checkpointed)
+@on_both
+def test_a_recipe_that_reads_what_was_gathered(rank, world, repeated):
+    model = model_of("rowwise", repeated=repeated)
     inside = train(model, rank, around=lambda: f8sub.autocast("rowwise_with_gw_hp"))
     alone, own = train(model_of("rowwise_with_gw_hp"), rank), train(model_of("rowwise"), rank)
     assert inside == alone

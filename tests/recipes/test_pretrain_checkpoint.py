@@ -297,11 +297,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(rank, world, tmp_path):
     meanwhile, broken = checkpoints.newest_whole()
     released.set()
     checkpoints.wait()
-    names, loaded = checkpoints.names(), load(rank, world, folder, "step-00000002")
     assert meanwhile == "step-00000001"
     assert "cut short" in broken["step-00000002"]
-    assert names == ["step-00000002"]
-    state, tensors = loaded
+    assert checkpoints.names() == ["step-00000002"]
+    state, tensors = load(rank, world, folder, "step-00000002")
     assert state == STATE
     assert tensors["sharded"] == torch.randn(7, 3, generator=torch.Generator().manual_seed(2)).tolist()
 

@@ -1,7 +1,7 @@
 """A compiled training run next to an eager one, and what torch.compile did meanwhile."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,15 +87,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def train(
-    model: nn.Module,
-    *,
-    steps: int = 3,
-    rank: int = 0,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-    shapes: Sequence[tuple[int, int]] = ((2, 12),),
-    marked: bool = False,
-) -> Run:
+def train(model, *, steps=3, rank=0, autocast=nullcontext, shapes=((2, 12),), marked=False) -> Run:
     """AdamW with random cotangents; one optimizer step every step, so that weights and scales change.
 
     ``shapes`` are batch and sequence of the steps, in turn; ``marked`` says whether both are marked as dynamic.
@@ -121,9 +113,7 @@ def train(
 Backend = str | Callable[..., Any]
 
 
-def compile_blocks(
-    model: nn.Module, backend: Backend = "aot_eager", dynamic: bool | None = None
-) -> nn.Module:
+def compile_blocks(model: nn.Module, backend: Backend = "aot_eager", dynamic=None) -> nn.Module:
     for block in model.blocks:
         block.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return model

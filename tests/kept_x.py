@@ -77,9 +77,7 @@ def tokens(seed: int = 1) -> torch.Tensor:
     return x.requires_grad_()
 
 
-def trained(
-    model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> list[torch.Tensor]:
+def trained(model: nn.Module, run: Callable[..., torch.Tensor] | None = None) -> list[torch.Tensor]:
     """y, dx and all gradients of three steps, the last ones with scales of the steps before."""
     found, optimizer = [], torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(3):

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -140,14 +140,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train(
-    model: nn.Module,
-    rank: int = 0,
-    *,
-    start: int = 0,
-    steps: int = 3,
-    microbatches: int = 1,
-    optimizer: torch.optim.Optimizer | None = None,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    model, rank: int = 0, *, start=0, steps=3, microbatches=1, optimizer=None, around=nullcontext
 ) -> list[float]:
     """A Transformer's losses in every microbatch of a few steps, of AdamW where no optimizer is given.
 

@@ -305,9 +305,7 @@ def operands(
     return row, col
 
 
-def values(
-    recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = ()
-) -> tuple[np.ndarray, np.ndarray]:
+def values(recipe: str, operand: str, tensor: torch.Tensor, high_precision=()) -> tuple[np.ndarray, ...]:
     """What a layer's readers of the rowwise and of the columnwise usage multiply."""
     row, col = operands(recipe, operand, tensor, high_precision)
     matrix = to_numpy(tensor)
@@ -331,14 +329,7 @@ class Product:
         return self.matmul if self.bias is None else self.matmul + self.bias
 
 
-def linear(
-    recipe: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    dy: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    high_precision: Collection[str] = (),
-) -> dict[str, Product]:
+def linear(recipe: str, x, w, dy, bias=None, high_precision: Collection[str] = ()) -> dict[str, Product]:
     """The three products of a linear layer over 2-D tensors; ``db`` is the cotangent summed over the rows."""
     x_rows, x_columns = values(recipe, "x", x, high_precision)
     w_rows, w_columns = values(recipe, "w", w, high_precision)

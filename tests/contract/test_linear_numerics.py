@@ -264,10 +264,8 @@ def columns_of_weight(w: np.ndarray, row: Float8Format | None, col: Float8Format
     return derived if row.tile == col.tile.t() else values(derived, col)
 
 
-def products_of(
-    recipe: Recipe, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor
-) -> dict[str, oracle.Product]:
-    x, w, dy = (oracle.to_numpy(tensor) for tensor in (x, w, dy))
+def products_of(recipe: Recipe, *of_layer: torch.Tensor) -> dict[str, oracle.Product]:
+    x, w, dy = map(oracle.to_numpy, of_layer)
     return {
         "y": oracle.Product(values(x, recipe.fprop.a), values(w, recipe.fprop.b)),
         "dx": oracle.Product(values(dy, recipe.dgrad.a), columns_of_weight(w, *recipe.formats("w"))),

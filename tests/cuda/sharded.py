@@ -18,9 +18,7 @@ def model_on_gpu(recipe: str, *, all_gather: bool = True) -> nn.Module:
     return transformer(recipe, spread=SPREAD, all_gather=all_gather).cuda()
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *, steps: int = STEPS, losses: bool = True
-) -> list[float]:
+def train(model: nn.Module, optimizer, rank: int, *, steps=STEPS, losses: bool = True) -> list[float]:
     batches = []
     for step in range(steps):
         rng = generator(1000 * step + rank)

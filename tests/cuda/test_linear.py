@@ -34,9 +34,7 @@ def layer_of(recipe: str, w: torch.Tensor, bias: torch.Tensor | None = None) -> 
     return f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)[0]
 
 
-def step(
-    layer: nn.Module, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def step(layer: nn.Module, weight, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     x = x.cuda().requires_grad_()
     weight.grad = None
     y = layer(x)

@@ -58,14 +58,7 @@ def same(name: str, part: torch.Tensor, right: torch.Tensor) -> None:
     assert not differ.any(), f"{int(differ.sum())} of {right.numel()} bytes of {name} differ"
 
 
-def check(
-    x: torch.Tensor,
-    groups: Groups,
-    format: Float8Format,
-    usages: str = "both",
-    multiple: int = 16,
-    device: str = "cpu",
-) -> None:
+def check(x, groups: Groups, format: Float8Format, usages="both", multiple=16, device="cpu") -> None:
     """Rows past the last group are undefined in what has x's rows."""
     row, col = (format if is_made else None for is_made in USAGES[usages])
     found = tokens_cuda.quantize(x.to(device), on(device, groups), row, col, multiple)

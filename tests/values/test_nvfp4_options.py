@@ -21,9 +21,7 @@ OPTIONS = {
 on_each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 
 
-def gradients(
-    x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
     with torch.no_grad():
         layer.weight.copy_(w)

@@ -262,9 +262,7 @@ def after(
     return y.detach()
 
 
-def on_a_rank(
-    rank: int, world: int, mutation: str, recipe: str, folder: str, weight: str = "master"
-) -> list[torch.Tensor]:
+def on_a_rank(rank, world, mutation: str, recipe: str, folder: str, weight: str = "master") -> list:
     return [after(mutation, f"{folder}/{p}", recipe, True, p, weight) for p in (False, True)]
 
 

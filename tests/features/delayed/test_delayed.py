@@ -55,10 +55,8 @@ SIZES = [1.0, 8.0, 0.25, 0.01, 3.0, 0.5, 0.5, 16.0, 2.0]
 )
 @pytest.mark.parametrize("algorithm", ["max", "most_recent", "callable"])
 @pytest.mark.parametrize("length", [1, 3, 31])
-def test_histories_and_scales_are_the_simulations(
-    length, algorithm, margin, dy_margin, margin_of_dy, interval
-):
-    """Two microbatches a step; the weight's amax is that of the weight that is cast next."""
+def test_histories_and_scales(length, algorithm, margin, dy_margin, margin_of_dy, interval):
+    """The simulation's, of two microbatches a step; the weight's amax is that of the weight that is cast next."""
     chosen, simulated = ALGORITHMS[algorithm]
     options = {"amax_history_len": length, "amax_compute_algo": chosen, "interval": interval}
     layer = layer_of(margin=margin, dy_margin=dy_margin, **options)
@@ -89,9 +87,7 @@ def test_histories_and_scales_are_the_simulations(
 @pytest.mark.parametrize(
     ("margin", "dy_margin", "margin_of_dy"), [(0, None, 4), (0, 0, 0), (5, None, 5), (0.3, 4.3, 4.3)]
 )
-def test_a_first_step_multiplies_what_quantize_shows_margins_included(
-    margin, dy_margin, margin_of_dy, monkeypatch
-):
+def test_a_first_step_multiplies_what_quantize_shows(margin, dy_margin, margin_of_dy, monkeypatch):
     """Both usages of x, w and dy: the layer's, and the public function's, are the oracle's to the bit."""
     layer, (x, dy), multiplied = layer_of(margin=margin, dy_margin=dy_margin), data(1), []
 

@@ -214,9 +214,8 @@ def test_weights_cross_the_wire_as_one_byte_and_one_all_reduce_makes_their_scale
 
 @long
 @pytest.mark.parametrize("mesh", [mesh(name) for name in ("fsdp2", "fsdp2-tp2", "pp2", "spmd-fsdp2-tp2")])
-def test_a_run_resumes_bitwise_and_bf16_and_float8_read_each_others_checkpoints(
-    any_titan, assets, train, tmp_path, mesh
-):
+def test_a_run_resumes_bitwise_and_from_the_others_checkpoint(any_titan, assets, train, tmp_path, mesh):
+    """bf16 from float8's, and float8 from bf16's."""
     world, options = MESHES[mesh]
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
 

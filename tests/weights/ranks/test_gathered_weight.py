@@ -181,10 +181,8 @@ def test_shards_of_columns_and_of_replicas(ranks, recipe, layout, world):
 
 @pytest.mark.parametrize("policy", [BF16, None], ids=["bf16", "none"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_under_autocast_a_bf16_policy_makes_it_bitwise_that_without_the_float8_all_gather(
-    rank, world, recipe, policy
-):
-    """Without one codes are cast from float32 here and from bf16 there; docs/numerics.md says how far apart."""
+def test_under_autocast_a_bf16_policy_makes_both_all_gathers_one(rank, world, recipe, policy):
+    """Without a policy codes are cast from float32 here and from bf16 there; docs/numerics.md says how far apart."""
     results = []
     for all_gather in (True, False):
         model = seed_weights(Stack(64, 96, 64))

@@ -44,9 +44,7 @@ def states_of(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def train(
-    model: nn.Module, rank: int, steps: int = STEPS, precompute: bool = True
-) -> tuple[list[torch.Tensor], list[int]]:
+def train(model: nn.Module, rank: int, steps: int = STEPS, precompute: bool = True) -> tuple[list, list[int]]:
     """Outputs of every step, and the all-reduces of amaxes in each."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     f8sub.precompute_scales(model)

@@ -115,9 +115,8 @@ def test_a_step_reduces_once_and_gathers_what_high_precision_weights_do(rank, wo
     assert found[0] == 1
 
 
-def prepared(
-    rank: int, recipe: str, dtype: torch.dtype, steps: range
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(rank: int, recipe: str, dtype: torch.dtype, steps: range) -> tuple:
+    """A model and its optimizer, after these steps."""
     model = shard(made(recipe, True, dtype, hidden=80))
     optimizer = optimizer_of(model, masters=True)
     train(model, rank, start=steps.start, steps=len(steps), optimizer=optimizer)

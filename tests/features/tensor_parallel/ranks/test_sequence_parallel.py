@@ -43,9 +43,7 @@ def parallel(recipe: str, plan: str, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"]) if mesh.ndim > 1 else model
 
 
-def products(
-    rank: int, world: int, recipe: str, plan: str, shape: tuple[int, ...]
-) -> dict[str, torch.Tensor]:
+def products(rank, world, recipe: str, plan: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Of this rank's tokens; all data-parallel ranks are given the same batch."""
     mesh = mesh_of(*shape)
     degree, place = mesh["tp"].size(), mesh["tp"].get_local_rank()

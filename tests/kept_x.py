@@ -39,13 +39,15 @@ on_each_exact_way = pytest.mark.parametrize(("recipe", "way"), EXACT, ids=["-".j
 class Block(nn.Module):
     """Attention whose result o reads as it is, then an MLP whose relu saves what down reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 48), nn.Linear(48, width)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        heads = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.q, self.k, self.v))
+        q, k, v = (each.transpose(1, 2) for each in heads)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -48,11 +48,8 @@ def test_a_skip_that_hides_a_missing_install_fails_it(tmp_path, reason):
     assert f"These skips hide something that is not installed:\n1 {reason}" in done.stdout
 
 
-def test_a_failing_test_run_fails_it(tmp_path):
-    assert run(tmp_path, "", status=3).returncode == 3
-
-
-def test_a_failing_lint_fails_it_after_the_tests(tmp_path):
-    done = run(tmp_path, "", lint_status=2)
-    assert done.returncode == 2
+@pytest.mark.parametrize("statuses", [{"status": 3}, {"lint_status": 2}], ids=str)
+def test_a_failing_test_run_fails_it_and_so_does_lint_after_the_tests(tmp_path, statuses):
+    done = run(tmp_path, "", **statuses)
+    assert [done.returncode] == list(statuses.values())
     assert "arguments: --all" in done.stdout

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import scaled_mm, select
+from f8sub.kernels.gemm import select
 from scripts.bench.gpu import gemms, linears, quantizers, slices, variants
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES
 from scripts.bench.gpu.session import Session
@@ -63,21 +63,6 @@ def test_every_group_has_figures_of_what_can_run_here(run_script):
     assert figures["slice"]["graphed"] == {}
     assert figures["slice"]["skipped"] == dict.fromkeys(graphed, "a CUDA graph needs a CUDA device")
     assert GRAPHED in printed
-
-
-def test_another_backend_is_found_and_a_wrong_one_not_timed(monkeypatch):
-    def gemm_nt(a, b, out_dtype, fast_accum):
-        return scaled_mm.gemm_nt(a, b, out_dtype, fast_accum) * (1.1 if fast_accum else 1.0)
-
-    other = types.SimpleNamespace(
-        why_not=scaled_mm.why_not, is_traceable=scaled_mm.is_traceable, gemm_nt=gemm_nt
-    )
-    monkeypatch.setitem(select.GEMM, "other", other)
-    run = session()
-    results = gemms.measure(gemms.Problem("product", 32, 48, 64), run, {})
-    assert {"tensorwise, other", "rowwise, other", "rowwise fast, scaled_mm"} <= set(results)
-    assert not any("fast, other" in name for name in results)
-    assert set(run.failed) == {f"gemm product {kind} fast, other" for kind in ("tensorwise", "rowwise")}
 
 
 def test_what_computes_something_wrong_is_not_timed():

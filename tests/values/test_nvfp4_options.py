@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import f8sub
 from f8sub.kernels import reference
 from tests import oracle
 from tests.budgets import decibels, excess, gamma
 from tests.compiling import Mlps, compile_blocks, differences, train
+from tests.contract.test_linear_numerics import converted, step
 from tests.data_sets import make
 from tests.models import seed_weights
 
@@ -22,13 +22,8 @@ on_each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(O
 
 
 def gradients(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
-    layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(w)
-    model = f8sub.convert_to_float8(nn.Sequential(layer), recipe=f8sub.get_recipe("nvfp4", **options))
-    x = x.clone().requires_grad_()
-    model(x).backward(dy)
-    return x.grad, layer.weight.grad
+    results = step(converted(f8sub.get_recipe("nvfp4", **options), w), x, dy)
+    return results["dx"], results["dw"]
 
 
 @pytest.mark.parametrize("rows", [1, 13, 16, 40], ids=str)

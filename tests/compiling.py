@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import precompute, seed_weights
+from tests.models import Blocks, precompute, seed_weights
 
 WIDTH, HIDDEN = 32, 48
 
@@ -36,39 +36,15 @@ class Mlp(nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-class Mlps(nn.Module):
-    """Blocks to be compiled one by one."""
-
-    def __init__(self, blocks: int = 1) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def mlps(recipe: str | None, blocks: int = 1) -> nn.Module:
-    model = seed_weights(Mlps(blocks))
+    model = seed_weights(Blocks(*(Mlp() for _ in range(blocks))))
     return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
 
 
-class Gain(nn.Module):
-    """In a norm's place: its eps is a float of the model's own, for which dynamo calls the backend once more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
 def gained(recipe: str) -> nn.Module:
-    """``mlps`` without norms."""
-    model = Mlps()
-    model.blocks[0].norm = Gain()
+    """``mlps`` without norms, whose eps is a float of the model's: for that dynamo calls the backend once more."""
+    model = mlps(None)
+    model.blocks[0].norm = nn.PReLU()
     return f8sub.convert_to_float8(seed_weights(model), recipe=recipe)
 
 

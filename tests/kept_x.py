@@ -12,7 +12,7 @@ from torch import nn
 import f8sub
 from f8sub.formats import why_not_derivable
 from tests.data_sets import gaussian, generator
-from tests.models import seed_weights, update
+from tests.models import Blocks, seed_weights, update
 
 RECIPES = f8sub.recipe_names()
 WAYS = ("float8", "high_precision", "recompute")
@@ -55,21 +55,14 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Blocks(nn.Module):
-    def __init__(self, count: int = 1) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def blocks(count: int = 1) -> nn.Module:
+    return Blocks(*(Block() for _ in range(count)))
 
 
 def model_of(recipe: Any, keep_x: Any, model: nn.Module | None = None) -> nn.Module:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*re-scales the codes", f8sub.Float8Warning)
-        return f8sub.convert_to_float8(seed_weights(model or Blocks()), recipe=recipe, keep_x=keep_x)
+        return f8sub.convert_to_float8(seed_weights(model or blocks()), recipe=recipe, keep_x=keep_x)
 
 
 def tokens(seed: int = 1) -> torch.Tensor:

@@ -52,6 +52,19 @@ class Transformer(nn.Module):
         return self.lm_head(x)
 
 
+class Blocks(nn.Module):
+    """Blocks to be compiled or checkpointed one by one."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Stack(nn.Module):
     """Linear layers without a bias, each a block of its own: every gathered byte is a weight's."""
 

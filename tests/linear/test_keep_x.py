@@ -20,7 +20,7 @@ from tests.kept_x import (
     TOKENS,
     WAYS,
     WIDTH,
-    Blocks,
+    blocks,
     is_derivable,
     is_exact,
     model_of,
@@ -146,7 +146,7 @@ def test_contexts_of_other_recipes():
             y.backward(gaussian(tuple(y.shape), generator(9)))
     with f8sub.autocast(enabled=False):
         found = model(x)
-    assert torch.equal(found, seed_weights(Blocks())(x))
+    assert torch.equal(found, seed_weights(blocks())(x))
     with (
         f8sub.autocast("nvfp4"),
         pytest.raises(f8sub.Float8ConfigError, match=r"blocks.0.q.*'nvfp4'.*keep_x='recompute'.*convert the"),

@@ -81,15 +81,11 @@ IN_BACKGROUND = "--float8.recipe delayed --checkpoint.async_mode async"
 GRADIENTS = "--float8.gradients true"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *(pytest.param(float8_options(r), marks=() if r in QUICK else pytest.mark.long) for r in RECIPES),
-        pytest.param(IN_FLOAT16, marks=pytest.mark.long),
-        pytest.param(IN_BACKGROUND, marks=pytest.mark.long),
-        pytest.param(GRADIENTS, marks=pytest.mark.long),
-    ],
-)
+SHORT = [float8_options(recipe) for recipe in QUICK]
+MORE = [*map(float8_options, RECIPES), IN_FLOAT16, IN_BACKGROUND, GRADIENTS]
+
+
+@pytest.mark.parametrize("options", long_but(SHORT, MORE))
 def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, options):
     settings = quick_settings(tmp_path, f"{options} --checkpoint.interval 2")
     assert ranks(2, train, settings) == [True, True]

@@ -8,10 +8,9 @@ import f8sub
 from f8sub.kernels import reference
 from tests import oracle
 from tests.budgets import decibels, excess, gamma
-from tests.compiling import Mlps, compile_blocks, differences, train
+from tests.compiling import compile_blocks, differences, mlps, train
 from tests.contract.test_linear_numerics import converted, step
 from tests.data_sets import make
-from tests.models import seed_weights
 
 OPTIONS = {
     "stochastic": {"stochastic_rounding": True},
@@ -63,8 +62,8 @@ def test_compiled_training_is_eager_training_bitwise(options):
     recipe, runs = f8sub.get_recipe("nvfp4", **options), []
     for compiled in (False, True):
         torch._dynamo.reset()
-        model = f8sub.convert_to_float8(seed_weights(Mlps()), recipe=recipe)
+        model = f8sub.convert_to_float8(mlps(None), recipe=recipe)
         torch.manual_seed(5)
         runs.append(train(compile_blocks(model) if compiled else model))
     assert differences(runs[1], runs[0]) == []
-    assert differences(train(f8sub.convert_to_float8(seed_weights(Mlps()), recipe="nvfp4")), runs[0]) != []
+    assert differences(train(f8sub.convert_to_float8(mlps(None), recipe="nvfp4")), runs[0]) != []

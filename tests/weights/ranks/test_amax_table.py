@@ -19,6 +19,7 @@ from tests.data_sets import gaussian, generator
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
 from tests.models import Stack, seed_weights
+from tests.selection import long_but
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,19 +82,12 @@ def differences(recipe: str, columns: bool, device: str) -> tuple[list[str], lis
     return wrong, launched, planned.call_count
 
 
+QUICK = [("tensorwise", 2, False), ("delayed", 1, False), ("blockwise", 3, False), ("mxfp8", 2, False)]
+MORE = [("rowwise", 3, False), ("blockwise", 2, True), ("gridquant", 2, False)]
+
+
 @needs_triton
-@pytest.mark.parametrize(
-    ("recipe", "world", "columns"),
-    [
-        ("tensorwise", 2, False),
-        ("delayed", 1, False),
-        pytest.param("rowwise", 3, False, marks=pytest.mark.long),
-        ("blockwise", 3, False),
-        pytest.param("blockwise", 2, True, marks=pytest.mark.long),
-        pytest.param("gridquant", 2, False, marks=pytest.mark.long),
-        ("mxfp8", 2, False),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "world", "columns"), long_but(QUICK, [*QUICK, *MORE]))
 def test_tables_are_those_of_torchs_operators(rank, world, recipe, columns):
     # What decides whether kernels are interpreted is read when triton's own are defined.
     for name in list(sys.modules):

@@ -38,20 +38,6 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-class Transformer(nn.Module):
-    """Blocks and a head named ``lm_head``, which conversion leaves alone."""
-
-    def __init__(self, width: int = 32, hidden: int = 48, blocks: int = 2, classes: int = 11) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
-        self.lm_head = nn.Linear(width, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
-
-
 class Blocks(nn.Module):
     """Blocks to be compiled or checkpointed one by one."""
 
@@ -63,6 +49,17 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Transformer(Blocks):
+    """Blocks and a head named ``lm_head``, which conversion leaves alone."""
+
+    def __init__(self, width: int = 32, hidden: int = 48, blocks: int = 2, classes: int = 11) -> None:
+        super().__init__(*(Block(width, hidden) for _ in range(blocks)))
+        self.lm_head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(super().forward(x))
 
 
 class Stack(nn.Module):

@@ -13,14 +13,11 @@ import pytest
 from tests.namespaces import left_behind, needs_hosts, start
 
 PAYLOAD = 1_500_000
-BURST = 256 * 1024
 SEND = f"""
 import os, socket, time
 if os.environ["NODE_RANK"] == "0":
     connection, address = socket.create_server(("host0", 29500)).accept()
-    begun = time.perf_counter()
-    received = len(connection.makefile("rb").read())
-    print(received, "bytes from", address[0], "after", time.perf_counter() - begun)
+    print(len(connection.makefile("rb").read()), "bytes from", address[0])
 else:
     sending = socket.socket()
     while sending.connect_ex(("host0", 29500)):
@@ -29,21 +26,16 @@ else:
 """
 
 
-def sent(*options: str) -> tuple[float, dict[str, tuple[int, int]]]:
-    """Host 1 sends the payload to host 0: the seconds it took, and (sent, received) of each host's interface."""
-    run = start("--hosts", "2", *options, sys.executable, "-c", SEND)
-    output, errors = run.communicate(timeout=600)
-    assert run.returncode == 0, errors
-    received, address, seconds = re.search(r"host0  (\d+) bytes from (\S+) after (\S+)", output).groups()
-    assert (int(received), address) == (PAYLOAD, "10.77.0.2")
-    assert left_behind(run) == []
-    counters = re.findall(r"(host\d+)  eth0 sent (\d+) bytes, received (\d+) bytes", errors)
-    return float(seconds), {host: (int(out), int(into)) for host, out, into in counters}
-
-
 @needs_hosts
 def test_hosts_reach_each_other_and_the_kernel_counts_what_they_send():
-    _, counters = sent()
+    """Host 1 sends the payload to host 0."""
+    run = start("--hosts", "2", sys.executable, "-c", SEND)
+    output, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors
+    assert f"host0  {PAYLOAD} bytes from 10.77.0.2" in output
+    assert left_behind(run) == []
+    counted = re.findall(r"(host\d+)  eth0 sent (\d+) bytes, received (\d+) bytes", errors)
+    counters = {host: (int(out), int(into)) for host, out, into in counted}
     assert counters.keys() == {"host0", "host1"}
     sent_by_1, received_by_0 = counters["host1"][0], counters["host0"][1]
     # Headers are 5 % of full frames at most; a busy machine sends small ones too, and some again.
@@ -51,12 +43,6 @@ def test_hosts_reach_each_other_and_the_kernel_counts_what_they_send():
     assert abs(received_by_0 - sent_by_1) < 0.01 * PAYLOAD
     for count in (counters["host0"][0], counters["host1"][1]):
         assert 0 < count < 0.1 * PAYLOAD
-
-
-@needs_hosts
-def test_a_limited_link_is_no_faster_than_its_rate():
-    seconds, _ = sent("--rate", "8mbit")
-    assert seconds >= (PAYLOAD - BURST) * 8 / 8e6
 
 
 @needs_hosts

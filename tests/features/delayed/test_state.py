@@ -238,18 +238,19 @@ def test_scales_are_known_once_all_are_made_and_change_nothing():
         assert torch.equal(layer.weight, waits.weight)
 
 
-@pytest.mark.parametrize("forget", ["reset", "load", "to"])
+FORGET = {
+    "reset": lambda layer: state_of(layer).reset(),
+    "load": lambda layer: layer.load_state_dict(layer_of().state_dict()),
+    "to": lambda layer: layer.to("meta"),
+}
+
+
+@pytest.mark.parametrize("forget", FORGET)
 def test_scales_that_may_be_others_are_not_known(forget):
     layer = layer_of()
     step(layer, optimizer_of(layer), 1)
-    state = state_of(layer)
-    assert state.is_known
-    if forget == "reset":
-        state.reset()
-    elif forget == "load":
-        layer.load_state_dict(layer_of().state_dict())
-    else:
-        layer.to("meta")
+    assert state_of(layer).is_known
+    FORGET[forget](layer)
     assert not state_of(layer).is_known
 
 

@@ -9,6 +9,7 @@ import f8sub
 from tests.compiling import WIDTH, compile_blocks, differences, mlps, train
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, precompute, shard
+from tests.selection import long_but
 from tests.wires import ONE_RECIPE_A_WIRE
 
 POLICIES = {"fp32": None, "bf16": BF16}
@@ -23,24 +24,21 @@ def under(wrapper: str, recipe: str, policy: str, *, compiled: bool, all_gather:
     return shard(model, POLICIES[policy])
 
 
-CASES = {
-    "ddp": ("ddp", "fp32", True),
-    "fsdp-fp32": ("fsdp", "fp32", True),
-    "fsdp-bf16": ("fsdp", "bf16", True),
-    "fsdp-high-precision-gather": ("fsdp", "bf16", False),
-}
-
-
-QUICK = {("rowwise", "fsdp-bf16")}
-OTHERS = [(recipe, "fsdp-bf16") for recipe in ONE_RECIPE_A_WIRE if (recipe, "fsdp-bf16") not in QUICK]
-OTHERS += [("rowwise", "ddp"), ("tensorwise", "fsdp-fp32"), ("rowwise", "fsdp-high-precision-gather")]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "case"), [*sorted(QUICK), *(pytest.param(*other, marks=pytest.mark.long) for other in OTHERS)]
+CASES = [(recipe, "fsdp", "bf16", True) for recipe in ONE_RECIPE_A_WIRE]
+CASES += [
+    ("rowwise", "ddp", "fp32", True),
+    ("tensorwise", "fsdp", "fp32", True),
+    ("rowwise", "fsdp", "bf16", False),
+]
+on_each_case = pytest.mark.parametrize(
+    ("recipe", "wrapper", "policy", "all_gather"), long_but([("rowwise", "fsdp", "bf16", True)], CASES)
 )
-def test_compiled_blocks_are_bitwise_eager_and_never_recompile(rank, world, recipe, case):
-    wrapper, policy, all_gather = CASES[case]
+
+
+@on_each_case
+def test_compiled_blocks_are_bitwise_eager_and_never_recompile(
+    rank, world, recipe, wrapper, policy, all_gather
+):
     torch._dynamo.reset()
     eager = train(under(wrapper, recipe, policy, compiled=False, all_gather=all_gather), steps=4, rank=rank)
     torch._dynamo.utils.counters.clear()

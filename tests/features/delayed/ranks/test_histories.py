@@ -44,8 +44,8 @@ def states_of(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def train(model: nn.Module, rank: int, steps: int = STEPS, precompute: bool = True) -> tuple[list, list[int]]:
-    """Outputs of every step, and the all-reduces of amaxes in each."""
+def train(model, rank: int, steps=STEPS, precompute=True, between=lambda: None) -> tuple[list, list[int]]:
+    """Outputs of every step, and the all-reduces of amaxes in each; ``between`` runs before scales are made."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     f8sub.precompute_scales(model)
     outputs, reduces = [], []
@@ -57,6 +57,7 @@ def train(model: nn.Module, rank: int, steps: int = STEPS, precompute: bool = Tr
         with Wire() as wire:
             optimizer.step()
             optimizer.zero_grad()
+            between()
             if precompute:
                 f8sub.precompute_scales(model)
         reduces.append(wire.all_reduces)
@@ -134,23 +135,16 @@ def test_histories_do_not_roll_again_because_another_layer_is_sharded(rank, worl
 def state_dicts_before_precompute(rank: int, all_gather: bool, load: str) -> tuple:
     """Steps after each of which a state dict is taken, and loaded again, before the scales are precomputed."""
     agreement.PATIENCE = datetime.timedelta(seconds=20)  # on a busy machine
-    model = shard(model_of(all_gather))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    f8sub.precompute_scales(model)
-    outputs, taken = [], []
-    for step in range(STEPS):
-        x, dy = batch(step, rank)
-        y = model(x)
-        y.backward(dy)
-        outputs.append(y.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+    model, taken = shard(model_of(all_gather)), []
+
+    def take() -> None:
         taken.append(copy.deepcopy(model.state_dict()))
         if load == "all":
             model.load_state_dict(taken[-1])
         elif load == "nothing":
             model.load_state_dict({}, strict=False)
-        f8sub.precompute_scales(model)
+
+    outputs, _ = train(model, rank, between=take)
     histories = [{k: v for k, v in state.items() if "scaling_states" in k} for state in taken]
     return outputs, histories, states_of(model)
 

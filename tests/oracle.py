@@ -41,10 +41,8 @@ class Spec:
         return rows * -(-depth // self.codes_per_byte)
 
     def scale_bytes(self, rows: int, depth: int) -> int:
-        tiles = (
-            1 if edge is ALL else -(-size // edge)
-            for size, edge in zip((rows, depth), self.tile, strict=True)
-        )
+        edges = zip((rows, depth), self.tile, strict=True)
+        tiles = (1 if edge is ALL else -(-size // edge) for size, edge in edges)
         count = next(tiles) * next(tiles)
         return {"e8m0": count, "two_level": count + 4}.get(self.rule, 4 * count)
 
@@ -195,9 +193,8 @@ def largest_of_tiles(matrix: np.ndarray, tile: tuple[int | None, int | None]) ->
     rows, columns = matrix.shape
     height, width = tile[0] or max(rows, 1), tile[1] or max(columns, 1)
     whole = np.pad(matrix, ((0, -rows % height), (0, -columns % width)))
-    return whole.reshape(-(-rows // height), height, -(-columns // width), width).max(
-        axis=(1, 3), initial=0.0
-    )
+    tiles = whole.reshape(-(-rows // height), height, -(-columns // width), width)
+    return tiles.max(axis=(1, 3), initial=0.0)
 
 
 def _spread(tiles: np.ndarray, tile: tuple[int | None, int | None], shape: tuple[int, int]) -> np.ndarray:

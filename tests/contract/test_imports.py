@@ -19,9 +19,8 @@ def in_a_fresh_process(code: str) -> str:
 
 
 def modules_after(statement: str) -> set[str]:
-    return set(
-        json.loads(in_a_fresh_process(f"{statement}\nimport json, sys; print(json.dumps(list(sys.modules)))"))
-    )
+    printed = in_a_fresh_process(f"{statement}\nimport json, sys; print(json.dumps(list(sys.modules)))")
+    return set(json.loads(printed))
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,8 @@ SHAPES = {
     "7x192-to-144": ((7, 192), 144),
     "145x528-to-272": ((145, 528), 272),
 }
-COMBINATIONS = [
-    names for count in (1, 2, 3) for names in itertools.combinations(("fprop", "dgrad", "wgrad"), count)
-]
+GEMMS = ("fprop", "dgrad", "wgrad")
+COMBINATIONS = [names for count in (1, 2, 3) for names in itertools.combinations(GEMMS, count)]
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=list(RECIPES))
 on_each_data_set = pytest.mark.parametrize("data", DATA_SETS, ids=list(DATA_SETS))
 on_each_operand = pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=["x", "w", "dy"])

@@ -70,8 +70,7 @@ def test_products_by_groups():
 
     pairs = "rowwise", "tensorwise", "tensorwise e5m2", "1x128 x 128x128", "1x128 x 1x128"
     hows = [f"{how} rows, {fast}" for how in ("by", "over") for fast in ("", "fast, ")]
-    found = compiler.of_all(
-        grouped.report, grouped.cases(), *(f"{how}{pair} -> bf16" for pair in pairs for how in hows)
-    )
+    words = (f"{how}{pair} -> bf16" for pair in pairs for how in hows)
+    found = compiler.of_all(grouped.report, grouped.cases(), *words)
     assert len(found) == 76
     assert_products_of_tensor_cores(found)

@@ -105,19 +105,16 @@ def test_every_bfloat16_is_cast_right(dtype):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     one = PriorScale(torch.ones(1, 1), 0.0, False)
     format = Float8Format(dtype, Tile(ALL, ALL))
-    expected, found = (
-        kind(x, format, format, prior=one) for kind in (reference.quantize, quantize_cuda.quantize)
-    )
+    kinds = reference.quantize, quantize_cuda.quantize
+    expected, found = (quantize(x, format, format, prior=one) for quantize in kinds)
     for ours, right in zip(found[:2], expected[:2], strict=True):
         assert_same_bits(ours, right)
 
 
 def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     edge = edge_values(dtype)
-    matrices = (
-        make("lognormal", SMALL, 4, dtype),
-        *(edge[k] for k in ("largest_among_gaussian", "smallest_subnormal")),
-    )
+    edges = (edge[name] for name in ("largest_among_gaussian", "smallest_subnormal"))
+    matrices = (make("lognormal", SMALL, 4, dtype), *edges)
     for x, bad in zip(matrices, (INF, NAN, -INF), strict=True):
         spoiled = x.clone()
         spoiled[2, 3] = bad

@@ -66,9 +66,8 @@ def check(x, groups: Groups, format: Float8Format, usages="both", multiple=16, d
         if wanted is None:
             assert codes is None
             continue
-        right = specification.quantize(
-            x, groups, format, contracted=contracted, multiple=multiple if contracted else 1
-        )
+        starts = {"contracted": contracted, "multiple": multiple if contracted else 1}
+        right = specification.quantize(x, groups, format, **starts)
         assert codes.groups.rows == right.groups.rows
         assert codes.groups.first.tolist() == right.groups.first.tolist()
         assert codes.groups.ends.tolist() == right.groups.ends.tolist()

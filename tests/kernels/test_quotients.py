@@ -41,9 +41,8 @@ def reciprocals(off: int) -> Iterator[None]:
 
     def divided(self, a, b):
         nearest = a.data / b.data
-        moved = np.where(
-            (nearest != 0) & np.isfinite(nearest), nearest.view(np.int32) + off, nearest.view(np.int32)
-        )
+        moves, bits = (nearest != 0) & np.isfinite(nearest), nearest.view(np.int32)
+        moved = np.where(moves, bits + off, bits)
         return TensorHandle(moved.view(np.float32), a.dtype.scalar)
 
     before, InterpreterBuilder.create_precise_divf = InterpreterBuilder.create_precise_divf, divided

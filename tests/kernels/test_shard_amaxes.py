@@ -104,9 +104,8 @@ def table_of_amaxes() -> torch.Tensor:
 
 def scales(device: str) -> None:
     amax = table_of_amaxes()
-    past = torch.ldexp(
-        torch.rand(amax.shape, generator=generator(5)) + 1.0, torch.arange(len(amax)) % 200 - 100
-    )
+    mantissas = torch.rand(amax.shape, generator=generator(5)) + 1.0
+    past = torch.ldexp(mantissas, torch.arange(len(amax)) % 200 - 100)
     past[::3] = 0.0
     for format in FORMATS:
         for through in DTYPES:

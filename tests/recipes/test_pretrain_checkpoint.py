@@ -261,9 +261,8 @@ def test_in_the_background_the_same_files_are_written(ranks, tmp_path):
     ranks(3, save, tmp_path / "async", [1, 2], 0, True)
     tensors = {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "state.json"}
     for step in (1, 2):
-        expected, found = (
-            manifest_of(tmp_path / kind / f"step-{step:08d}")["files"] for kind in ("sync", "async")
-        )
+        folders = (tmp_path / kind / f"step-{step:08d}" for kind in ("sync", "async"))
+        expected, found = (manifest_of(folder)["files"] for folder in folders)
         assert set(found) == set(expected) == tensors | {".metadata"}
         files = {path.name for path in (tmp_path / "sync" / f"step-{step:08d}").iterdir()}
         assert files == set(found) | {"manifest.json"}

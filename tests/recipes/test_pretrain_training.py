@@ -101,9 +101,8 @@ def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, options):
 @on_each_recipe
 def test_one_rank_and_gradient_accumulation_train_alike(ranks, tmp_path, recipe):
     two = quick_settings(tmp_path / "two", float8_options(recipe))
-    one = quick_settings(
-        tmp_path / "one", f"{float8_options(recipe)} --training.gradient_accumulation_steps 2"
-    )
+    options = f"{float8_options(recipe)} --training.gradient_accumulation_steps 2"
+    one = quick_settings(tmp_path / "one", options)
     ranks(2, train, two)
     ranks(1, train, one)
     assert losses(one) == pytest.approx(losses(two), rel=2e-2)
@@ -225,8 +224,7 @@ def test_evaluation_is_on_its_own_text_and_changes_nothing(ranks, tmp_path):
 
 
 def test_learning_rate_warms_up_and_falls_along_a_cosine():
-    settings = parse(
-        ["--training.steps", "110", "--lr_scheduler.warmup_steps", "10", "--optimizer.lr", "2.0"]
-    )
+    options = "--training.steps 110 --lr_scheduler.warmup_steps 10 --optimizer.lr 2.0"
+    settings = parse(options.split())
     expected = {0: 0.2, 9: 2.0, 10: 2.0, 60: 2.0 * 0.55, 110: 0.2}
     assert {step: learning_rate(settings, step) for step in expected} == pytest.approx(expected)

@@ -63,9 +63,8 @@ def test_a_repeated_forward_whose_layer_backward_begins_with(recipe):
     """As the last layer of a pipeline's stage is: the engine does not count the node that it begins with."""
 
     def layers(recipe: str) -> nn.Module:
-        return f8sub.convert_to_float8(
-            seed_weights(nn.Sequential(nn.Linear(K, N), nn.Linear(N, K))), recipe=recipe
-        )
+        model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K))
+        return f8sub.convert_to_float8(seed_weights(model), recipe=recipe)
 
     found = results(layers(OWN), checkpointed(False, f8sub.autocast(recipe)))
     assert equal(found, results(layers(recipe)))

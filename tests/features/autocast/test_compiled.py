@@ -71,9 +71,7 @@ def test_inside_a_full_graph(second):
         except torch._dynamo.exc.InternalTorchDynamoError as error:
             if "frozen dataclass" not in str(error):
                 raise
-            pytest.skip(
-                "dynamo of this torch, 2.11 for one, takes contexts inside compiled code by name alone"
-            )
+            pytest.skip("dynamo of this torch, 2.11 for one, takes contexts in compiled code by name alone")
     outer = under(f8sub.autocast("rowwise_with_gw_hp"))
     for around in (under(), outer):
         expected = results(eager, around)

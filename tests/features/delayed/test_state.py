@@ -168,9 +168,8 @@ def test_a_compiled_backward_pass_keeps_what_was_staged_since_its_forward(last_f
     torch._dynamo.reset()
     histories = []
     for compiled in (False, True):
-        model = f8sub.convert_to_float8(
-            seed_weights(nn.Sequential(*(nn.Linear(K, N) for _ in range(2)))), "delayed"
-        )
+        layers = (nn.Linear(K, N) for _ in range(2))
+        model = f8sub.convert_to_float8(seed_weights(nn.Sequential(*layers)), "delayed")
         layer, other = model
         if compiled:
             layer.compile(backend="aot_eager", fullgraph=True)

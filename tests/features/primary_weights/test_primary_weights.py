@@ -319,6 +319,5 @@ def test_weights_that_were_restored_take_an_optimizer_with_masters(dtype):
     assert [master.dtype for master in masters] == [torch.float32] * len(values)
     assert all(torch.equal(m.detach().clone().to(dtype), v) for m, v in zip(masters, values, strict=True))
     step(model, optimizer)
-    assert not any(
-        map(torch.equal, values, (layer.weight.detach().clone() for layer in float8_layers(model)))
-    )
+    trained = (layer.weight.detach().clone() for layer in float8_layers(model))
+    assert not any(map(torch.equal, values, trained))

@@ -216,9 +216,8 @@ def test_scales_without_float8_or_of_a_weight_that_is_f8subs_no_more_are_an_erro
 
     from f8sub import titan
 
-    plain, model = (
-        on_meta(config).to_empty(device="cpu") for config in (debugmodel(), debugmodel(converter()))
-    )
+    configs = debugmodel(), debugmodel(converter())
+    plain, model = (on_meta(config).to_empty(device="cpu") for config in configs)
     lost = model.layers["4"].feed_forward.w2
     lost.weight = torch.nn.Parameter(lost.weight.plain.clone())
     config = titan.precompute_scales(default_adamw(lr=1e-3))

@@ -73,10 +73,8 @@ def test_in_code_options_are_any_values_and_configs_are_json_all_the_same():
     def largest(history: torch.Tensor) -> torch.Tensor:
         return history.amax(0)
 
-    for name, given in (
-        ("gridquant", {"dy": torch.float8_e4m3fn}),
-        ("delayed", {"amax_compute_algo": largest}),
-    ):
+    cases = (("gridquant", {"dy": torch.float8_e4m3fn}), ("delayed", {"amax_compute_algo": largest}))
+    for name, given in cases:
         config = debugmodel(converter(recipe_name=name, recipe_options=given))
         assert recipe_of(on_meta(config)) == f8sub.get_recipe(name, **given)
         said = json.loads(json.dumps(config.to_dict()))["float8"]
@@ -98,10 +96,7 @@ MISTAKES = [
     ({"recipe_name": {"*": "delayed"}, "recipe_options": {"margin": 2}}, r"'margin': 2; .*\['delayed'\]"),
     ({"recipe_name": {"*": "delayed"}, "recipe_options": {"nvfp4": {}}}, r"'nvfp4': \{\}; .*\['delayed'\]"),
     ({"keep_x": "float16"}, r"keep_x='float16' is none of 'auto'"),
-    (
-        {"keep_swiglu_input": "fp8"},
-        r"unknown keep_swiglu_input='fp8'; choose one of 'high_precision', 'float8'",
-    ),
+    ({"keep_swiglu_input": "fp8"}, r"keep_swiglu_input='fp8'; choose one of 'high_precision', 'float8'"),
     ({"checkpoint_policy": "all"}, r"unknown keep='all'; choose one of 'bf16', 'gemms'"),
 ]
 

@@ -45,9 +45,8 @@ def change(model: nn.Module, step: int) -> None:
 
 def steps(recipe: str, columns: bool, device: str) -> list[tuple[str, torch.Tensor]]:
     """Tables after the first call, a change, with NaN and infinity in shards, and after a weight got other memory."""
-    model = f8sub.convert_to_float8(
-        seed_weights(Stack(96, 304, 160, 48)).bfloat16().to(device), recipe=recipe
-    )
+    model = seed_weights(Stack(96, 304, 160, 48)).bfloat16().to(device)
+    f8sub.convert_to_float8(model, recipe=recipe)
     model.layers[1].float()
     placement = (lambda parameter: Shard(1)) if columns else None
     for layer in model.layers:

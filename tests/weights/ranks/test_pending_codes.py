@@ -90,9 +90,8 @@ def test_other_operators_get_the_codes(rank, world):
     assert torch.equal(pending.view(codes.numel(), 1)[:, 0], codes.view(-1))
     other = shard_of(model.layers[1])
     others = other.layout.stacked(other.cast(other.master))
-    both = torch.full((codes.numel() + others.numel(),), 7, dtype=torch.uint8).split(
-        [codes.numel(), others.numel()]
-    )
+    sizes = [codes.numel(), others.numel()]
+    both = torch.full((sum(sizes),), 7, dtype=torch.uint8).split(sizes)
     pending_codes.cast_into([pending, other.pending(other.master)], both)
     assert torch.equal(torch.cat(both), torch.cat([codes.view(-1), others.view(-1)]))
     own.pending(MasterWeight(own.master.plain.to("meta")))  # on another device, as under CPU offload

@@ -102,9 +102,8 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
 def test_models_that_live_at_once_are_reduced_in_any_order(rank, world):
     """Two models at once, whose reductions rank 1 begins in the other order."""
     widths = [(16, 32, 16), (16, 32, 32)]
-    models, alone = (
-        [f8sub.convert_to_float8(seed_weights(Stack(*w)), "tensorwise") for w in widths] for _ in range(2)
-    )
+    stacks = ([seed_weights(Stack(*w)) for w in widths] for _ in range(2))
+    models, alone = ([f8sub.convert_to_float8(each, "tensorwise") for each in of] for of in stacks)
     for model in models:
         fully_shard(model)
         f8sub.precompute_scales(model)

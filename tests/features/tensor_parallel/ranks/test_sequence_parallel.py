@@ -47,9 +47,8 @@ def products(rank, world, recipe: str, plan: str, shape: tuple[int, ...]) -> dic
     """Of this rank's tokens; all data-parallel ranks are given the same batch."""
     mesh = mesh_of(*shape)
     degree, place = mesh["tp"].size(), mesh["tp"].get_local_rank()
-    return products_of(
-        parallel(recipe, plan, mesh), *(t.tensor_split(degree, dim=1)[place] for t in inputs())
-    )
+    of_rank = (t.tensor_split(degree, dim=1)[place] for t in inputs())
+    return products_of(parallel(recipe, plan, mesh), *of_rank)
 
 
 def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: bool) -> None:
@@ -59,10 +58,8 @@ def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: 
     """
     expected = products_of(feed_forward(recipe), *inputs())
     row, col = f8sub.get_recipe(recipe).formats("w")
-    least = dict.fromkeys(expected, math.inf) | {
-        "y": 125,
-        "dx": 125 if row.tile.is_transpose_of(col.tile) else 85,
-    }
+    dx = 125 if row.tile.is_transpose_of(col.tile) else 85
+    least = dict.fromkeys(expected, math.inf) | {"y": 125, "dx": dx}
     row, col = f8sub.get_recipe(recipe).formats("x")
     if sent_in_float8 and not row.tile.is_transpose_of(col.tile):
         least |= {"0.w1.weight": 100, "0.w3.weight": 100}
@@ -172,9 +169,8 @@ def test_each_mode_is_the_eager_run(rank, world, mode, plan):
 
 def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
     """Histories and scales of every layer after three steps; of an unsharded model where ``how`` says so."""
-    model = f8sub.convert_to_float8(
-        feed_forward(None), recipe=f8sub.get_recipe("delayed", amax_history_len=4)
-    )
+    recipe = f8sub.get_recipe("delayed", amax_history_len=4)
+    model = f8sub.convert_to_float8(feed_forward(None), recipe=recipe)
     tokens = slice(None)
     if how != "unsharded":
         mesh = mesh_of(2, 2) if world == 4 else mesh_of(2)

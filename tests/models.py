@@ -172,10 +172,9 @@ def train(
 def equal(found: Any, expected: Any) -> bool:
     """Whether two trees of tensors and values are the same, bitwise."""
     (leaves, tree), (others, other_tree) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
-    return tree == other_tree and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(leaves, others, strict=True)
-    )
+    pairs = zip(leaves, others, strict=True)
+    same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+    return tree == other_tree and all(same)
 
 
 def refusal(kind: type[Exception], call: Callable[..., Any], *args: Any) -> str:

@@ -222,13 +222,9 @@ def test_non_finite_elements_stay_where_they_are(recipe, operand):
 BY_128, STRIPS = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 1))
 MX, BLOCK = Float8Format(E4M3, Tile(1, 32), POW2), Float8Format(E4M3, Tile(32, 32), POW2)
 GRID = Float8Format(torch.float8_e5m2, Tile(256, 256))
+OF_VECTORS = GemmSpec(a=BY_128, b=BY_128)
 OF_EACH_GEMM = [
-    Recipe(
-        name="strips",
-        fprop=GemmSpec(a=BY_128, b=BY_128),
-        dgrad=GemmSpec(a=BY_128, b=STRIPS),
-        wgrad=GemmSpec(a=BY_128, b=BY_128),
-    ),
+    Recipe(name="strips", fprop=OF_VECTORS, dgrad=GemmSpec(a=BY_128, b=STRIPS), wgrad=OF_VECTORS),
     Recipe(
         name="blocks-then-mx",
         fprop=GemmSpec(a=MX, b=BLOCK),

@@ -15,11 +15,8 @@ RECIPES = f8sub.recipe_names()
 
 
 def recipe_names(model: nn.Module) -> dict[str, str]:
-    return {
-        fqn: module.plan.recipe.name
-        for fqn, module in model.named_modules()
-        if isinstance(module, f8sub.Float8Linear)
-    }
+    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, f8sub.Float8Linear)}
+    return {fqn: layer.plan.recipe.name for fqn, layer in layers.items()}
 
 
 def transformer(recipe, **options) -> nn.Module:
@@ -27,9 +24,8 @@ def transformer(recipe, **options) -> nn.Module:
 
 
 def test_the_first_pattern_that_matches_decides():
-    names = recipe_names(
-        transformer({"blocks.1.down": "rowwise_with_gw_hp", "blocks.*.[ud]*": "rowwise", "*": "tensorwise"})
-    )
+    recipe = {"blocks.1.down": "rowwise_with_gw_hp", "blocks.*.[ud]*": "rowwise", "*": "tensorwise"}
+    names = recipe_names(transformer(recipe))
     assert names.pop("blocks.1.down") == "rowwise_with_gw_hp"
     by_rows = {fqn for fqn, name in names.items() if name == "rowwise"}
     assert by_rows == {"blocks.0.up", "blocks.0.down", "blocks.1.up"}

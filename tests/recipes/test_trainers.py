@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 import f8sub
 from tests.models import BF16, update
+from tests.selection import long_but
 
 # Accelerate keeps its state for the process.
 pytestmark = pytest.mark.own_ranks
@@ -201,16 +202,11 @@ def accelerated(rank: int, world: int, folder: str, options: dict[str, Any]) -> 
 
 
 LOADING = {"cpu_ram_efficient_loading": True}
+OPTIONS = [LOADING, {}, {**LOADING, "state_dict_type": "FULL_STATE_DICT"}]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        LOADING,
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param({**LOADING, "state_dict_type": "FULL_STATE_DICT"}, marks=pytest.mark.long),
-    ],
-    ids=["loaded-by-rank-0", "as-default", "full-state-dict"],
+    "options", long_but([LOADING], OPTIONS), ids=["by-rank-0", "as-default", "full-state"]
 )
 def test_accelerate(ranks, tmp_path, options):
     saved = ranks(2, accelerated, str(tmp_path), options)[0]

@@ -31,10 +31,8 @@ def test_the_transform_cancels_in_wgrad_for_any_number_of_rows(rows):
     x, w, dy = make("gaussian", (rows, 48), 1), make("gaussian", (32, 48), 2), make("gaussian", (rows, 32), 3)
     dx, dw = gradients(x, w, dy, hadamard=True)
     spec = f8sub.get_recipe("nvfp4", hadamard=True).wgrad
-    dy_col, x_col = (
-        reference.dequantize(reference.quantize(t, None, f)[1], torch.float32).double().numpy()
-        for t, f in ((dy, spec.a), (x, spec.b))
-    )
+    columns = (reference.quantize(t, None, format)[1] for t, format in ((dy, spec.a), (x, spec.b)))
+    dy_col, x_col = (reference.dequantize(each, torch.float32).double().numpy() for each in columns)
     product = dy_col @ x_col.T
     # A rotation keeps the norms of rows, which bound a sum of products; rotating 16 numbers back rounds 17 times.
     norms = np.linalg.norm(dy_col, axis=1)[:, None] * np.linalg.norm(x_col, axis=1)

@@ -214,9 +214,8 @@ def test_the_weight_never_saturates():
                 layer.weight.mul_(10.0)
             step(layer, optimizer, number)
             format = layer.plan.recipe.fprop.b
-            operand = rowwise_of(
-                layer.weight, format, torch.float32, state_of(layer).sources(stage=False, frozen=False).w
-            )
+            source = state_of(layer).sources(stage=False, frozen=False).w
+            operand = rowwise_of(layer.weight, format, torch.float32, source)
             found = reference.dequantize(operand, torch.float32)
             assert (found - layer.weight).abs().max() <= layer.weight.abs().max() / 16
 

@@ -50,7 +50,7 @@ MESHES = {
 """World size and options of each way to shard."""
 
 WITHOUT_PIPELINES = (
-    "torchtitan 0.3 has pipelines and spmd_types from torch 2.14 on: scripts/test_torchtitan.sh has that"
+    "titan 0.3 has pipelines and spmd_types from torch 2.14: scripts/test_torchtitan.sh has it"
 )
 of_torch_2_14 = pytest.mark.skipif(torch.__version__ < TorchVersion("2.14"), reason=WITHOUT_PIPELINES)
 

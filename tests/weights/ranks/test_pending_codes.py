@@ -161,9 +161,8 @@ def test_one_launch_casts_the_weights_of_a_group(rank, world, recipe, aligned):
 
 
 def reference_into(out, x, scale, format, offset, through) -> None:
-    codes = quantize_cuda.reference.codes_as_stored(
-        x.to(through), quantize_cuda.reference.spread(scale, format.tile, x.shape, offset), format
-    )
+    spread = quantize_cuda.reference.spread(scale, format.tile, x.shape, offset)
+    codes = quantize_cuda.reference.codes_as_stored(x.to(through), spread, format)
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
 
 

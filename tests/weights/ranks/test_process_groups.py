@@ -23,11 +23,8 @@ from tests.models import Stack, seed_weights, shard
 def taken() -> tuple[int, int, int]:
     """File descriptors, threads and process groups of this process."""
     gc.collect()
-    return (
-        len(os.listdir("/proc/self/fd")),
-        len(os.listdir("/proc/self/task")),
-        len(dist.distributed_c10d._world.pg_map),
-    )
+    descriptors, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+    return descriptors, threads, len(dist.distributed_c10d._world.pg_map)
 
 
 def model_of(recipe: str = "tensorwise", seed: int = 0, **options: object) -> nn.Module:

@@ -219,6 +219,19 @@ def test_non_finite_elements_stay_where_they_are(recipe, operand):
         assert back.isnan().sum() <= 3 * lost
 
 
+@pytest.mark.parametrize("kept", ["rowwise", "columnwise"], ids=["rowwise", "columnwise"])
+@on_each_operand
+@on_each_recipe
+def test_one_usage_alone_is_the_same_usage(recipe, operand, kept):
+    matrix = make("gaussian", (32, 48), 9)
+    expected = oracle.operands(recipe, operand, matrix)[kept == "columnwise"]
+    usages = {"rowwise": kept == "rowwise", "columnwise": kept == "columnwise"}
+    if expected is not None:
+        one = f8sub.quantize(matrix, RECIPES[recipe], operand, **usages)
+        assert [name for name in usages if getattr(one, name) is not None] == [kept]
+        assert expected.differences(getattr(one, kept)) == []
+
+
 BY_128, STRIPS = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 1))
 MX, BLOCK = Float8Format(E4M3, Tile(1, 32), POW2), Float8Format(E4M3, Tile(32, 32), POW2)
 GRID = Float8Format(torch.float8_e5m2, Tile(256, 256))

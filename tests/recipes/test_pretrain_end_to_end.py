@@ -11,11 +11,11 @@ import time
 
 import pytest
 from checkpoint import MANIFEST
-from compare import compare, show, summarize
+from compare import commands, compare, show, summarize
 
 from tests import namespaces
 from tests.namespaces import ROOT
-from tests.recipes.runs import QUICK, quick_settings, trainer
+from tests.recipes.runs import QUICK, changed, quick_settings, trainer
 
 SCRIPT = str(ROOT / "recipes" / "pretrain.py")
 QUICKLY = QUICK.split()
@@ -174,3 +174,23 @@ def test_figures_leave_out_the_first_step_and_average_the_last_ten_losses():
         "memory": 5.5,
     }
     assert (figures["bf16"]["loss_gap_percent"], figures["bf16"]["eval_loss"]) == (0, None)
+
+
+def test_the_last_line_names_what_the_run_wrote(tmp_path):
+    run = tmp_path / "rowwise"
+    (run / "checkpoints" / "step-00000014").mkdir(parents=True)
+    settings = quick_settings(tmp_path, "--float8.recipe rowwise")
+    export = f"python -m f8sub export {run}/checkpoints/step-00000014 {run}/served --recipe rowwise"
+    assert commands(settings, run) == f"python -m f8sub doctor · {export} (f8sub.save_float8's codes)"
+    (run / "numerics_x.png").touch()
+    assert f"{run}/numerics_*.png (f8sub.Monitor)" in commands(settings, run)
+    skipping = changed(settings, "float8", skip=("*.k_proj",))
+    assert f"{export} --skip '*.k_proj'" in commands(skipping, run)
+    whole = changed(settings, "float8", skip_defaults=False)
+    assert f"{export} --no-skip-defaults" in commands(whole, run)
+    mixture = changed(settings, "model", size="moe-debug")
+    assert f"{export} --experts" in commands(mixture, run)
+    assert "export" not in commands(changed(mixture, "float8", experts="auto"), run)
+    for recipe in ("delayed", "nvfp4"):
+        assert "export" not in commands(changed(settings, "float8", recipe=recipe), run)
+    assert commands(settings, tmp_path / "none") == "python -m f8sub doctor"

@@ -34,6 +34,13 @@ def test_the_first_line_is_the_summary():
     assert lines[2:6:3] == ["in float8: tensorwise, scaled_mm", "not in float8: output head (default)"]
 
 
+def test_a_model_that_was_not_converted():
+    report = f8sub.conversion_report(mlp())
+    assert report.flops_share == 0
+    assert "not in float8: convert_to_float8 has not seen it" in str(report)
+    assert f8sub.conversion_report(nn.ReLU()).flops_share == 0
+
+
 def test_equal_layers_are_one_row_and_a_large_model_fits_a_screen():
     with torch.device("meta"):
         model = Transformer(1024, 4096, blocks=48, classes=32000)

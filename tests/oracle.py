@@ -128,9 +128,8 @@ VALUES = {
 NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0}  # e2m1 has none: the scale of the tile is NaN
 LARGEST_SCALE = 2.0**126  # the largest power of two whose inverse is a normal float32
 SMALLEST_TILE_SCALE_INV = 2.0**-9  # of two levels: the smallest e4m3 there is
-_MAGNITUDES = {
-    name: table[: len(table) // 2][np.isfinite(table[: len(table) // 2])] for name, table in VALUES.items()
-}
+_POSITIVE = {name: table[: len(table) // 2] for name, table in VALUES.items()}
+_MAGNITUDES = {name: table[np.isfinite(table)] for name, table in _POSITIVE.items()}
 MAX = {name: float(magnitudes[-1]) for name, magnitudes in _MAGNITUDES.items()}
 TORCH_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
 

@@ -46,9 +46,8 @@ def gathered_bits(rank: int, world: int, recipe: str) -> list[tuple[list[bytes],
     for layer, weight in zip(float8_layers(model), whole, strict=True):
         expected = f8sub.quantize(weight, recipe, operand="w").rowwise
         gathered = layer.weight.rowwise
-        found.append(
-            tuple([bits(t).numpy().tobytes() for t in operand.tensors] for operand in (gathered, expected))
-        )
+        both = (gathered, expected)
+        found.append(tuple([bits(t).numpy().tobytes() for t in operand.tensors] for operand in both))
     return found
 
 

@@ -201,12 +201,9 @@ def many_parts(name: str, device: str = "cpu") -> None:
     memories = [torch.empty(sum(sizes), dtype=torch.uint8, device=device) for _ in range(2)]
     placed = [memory.split(sizes) for memory in memories]
     # The first bytes of each memory in its matrix's shape.
-    here, there = (
-        [out[: r.numel()].view(r.shape) for out, r in zip(of, right, strict=True)] for of in placed
-    )
-    casts = [
-        (*quantize_cuda.cast_together(given[some], here[some]), some) for some in (slice(5), slice(5, None))
-    ]
+    here, there = ([m[: r.numel()].view(r.shape) for m, r in zip(of, right, strict=True)] for of in placed)
+    groups = (slice(5), slice(5, None))
+    casts = [(*quantize_cuda.cast_together(given[some], here[some]), some) for some in groups]
     for factor, outs in ((1.0, here), (-0.5, there)):
         for part, expected, out in zip(given, right, outs, strict=True):
             part.x.mul_(factor)
@@ -217,10 +214,8 @@ def many_parts(name: str, device: str = "cpu") -> None:
             cast(outs[some][0].view(-1))
             assert tensors_in_storage(outs[0]) == held
             for number in left:
-                part = given[some][number]
-                quantize_cuda.cast_into(
-                    outs[some][number], part.x, part.scale, part.format, part.offset, part.through
-                )
+                part, out = given[some][number], outs[some][number]
+                quantize_cuda.cast_into(out, part.x, part.scale, part.format, part.offset, part.through)
         for expected, out in zip(right, outs, strict=True):
             assert torch.equal(out, expected)
 

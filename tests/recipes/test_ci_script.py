@@ -27,9 +27,8 @@ def run(folder, output, status=0, lint_status=0):
 
 
 def test_it_runs_everything_and_ends_with_the_closing_line(tmp_path):
-    done = run(
-        tmp_path, "SKIPPED [2] tests/a.py:3: needs a CUDA device\nSKIPPED [1] tests/b.py:7: only on Windows"
-    )
+    skips = "SKIPPED [2] tests/a.py:3: needs a CUDA device\nSKIPPED [1] tests/b.py:7: only on Windows"
+    done = run(tmp_path, skips)
     assert done.returncode == 0
     assert done.stdout.startswith("linted\narguments: --all")
     assert "Skipped: 3 tests" in done.stdout

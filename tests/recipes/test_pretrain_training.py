@@ -20,9 +20,7 @@ from tests.wires import gathered_bytes
 
 RECIPES = ("", "tensorwise", "nvfp4", "delayed")
 QUICK = ("delayed",)
-on_each_recipe = pytest.mark.parametrize(
-    "recipe", long_but(QUICK, RECIPES), ids=lambda recipe: recipe or "bf16"
-)
+on_each_recipe = pytest.mark.parametrize("recipe", long_but(QUICK, RECIPES), ids=lambda name: name or "bf16")
 
 
 def float8_options(recipe):

@@ -183,9 +183,8 @@ def accelerated(rank: int, world: int, folder: str, options: dict[str, Any]) -> 
     let_accelerate_shard_on_cpus()
     with recorded(accelerate_fsdp2, empty=rank > 0 and "cpu_ram_efficient_loading" in options) as record:
         plugin = accelerate_fsdp2.fsdp_plugin(**options)
-        accelerator = Accelerator(
-            cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin
-        )
+        given = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "fsdp_plugin": plugin}
+        accelerator = Accelerator(cpu=True, **given)
         assert accelerator.is_fsdp2
         first = accelerate_fsdp2.AccelerateLoop(accelerator)
         first.train(2 * STEPS)

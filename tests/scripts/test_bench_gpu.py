@@ -7,7 +7,7 @@ import torch
 
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
-from scripts.bench.gpu import gemms, linears, quantizers, slices, variants
+from scripts.bench.gpu import gemms, graphs, linears, quantizers, slices, variants
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES
 from scripts.bench.gpu.session import Session
 
@@ -90,6 +90,22 @@ def test_what_computes_something_wrong_is_not_timed():
         slices.check(trainer, None, (6.6, weights))
     with pytest.raises(RuntimeError, match="gradients"):
         slices.check(trainer, None, (6.0, {**weights, "last": weights["first"]}))
+
+    launched, replayed, again = [6.0, 5.5, 5.0], [6.0, 5.5, 5.01], [6.0, 5.5, 5.001]
+    assert graphs.compare(replayed, launched, again)["error"] == pytest.approx(0.01)
+    for wrong, twice in ((replayed, launched), ([6.0, 5.5, 5.1], again), ([6.0, 5.5, float("nan")], again)):
+        with pytest.raises(RuntimeError, match="losses of replayed steps"):
+            graphs.compare(wrong, launched, twice)
+
+
+def test_what_raises_is_told_and_the_next_goes_on_unless_there_are_other_ranks():
+    """Those would be in collectives in which this one is not."""
+    run, several = session(), session(ranks=2)
+    with run.attempt("one"):
+        raise ValueError("broken")
+    assert run.failed == {"one": "ValueError: broken"}
+    with pytest.raises(RuntimeError, match="ValueError: wrong"), several.attempt("this"):
+        raise ValueError("wrong")
 
 
 def test_the_weight_is_cast_before_every_call():

@@ -46,3 +46,7 @@ def test_an_account_of_a_step():
 def test_a_trace_of_less_than_a_step_is_no_account():
     with pytest.raises(ValueError, match="no two optimizer steps"):
         budget.account([kernel("nvjet_qqtst", 100.0, 400.0, 1)])
+
+
+def test_gaps_below_the_limit_do_not_count():
+    assert budget.gaps([(0.0, 10.0), (159.0, 200.0), (350.0, 360.0)]) == [150.0]

@@ -36,6 +36,12 @@ def test_float8_halves_the_all_gather_on_a_limited_link(monkeypatch):
     assert statistics.median(shares) <= LARGEST_ALL_GATHER_TIME, (shares, arms)
 
 
+def test_arms_that_train_differently_are_not_compared():
+    same = {"losses": [2.0, 1.0]}
+    with pytest.raises(RuntimeError, match="the arms train different losses"):
+        hosts.summary([{BF16: same, SEPARATE: same, COMBINED: {"losses": [2.0, 1.5]}}])
+
+
 def arm(all_reduces: int, sent: float, seconds: list[float]) -> dict:
     measured = {"seconds": seconds, "sent": sent, "received": sent}
     return {"amax_all_reduces": all_reduces, "gathers": measured, "steps": measured}

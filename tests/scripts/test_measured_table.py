@@ -11,9 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "estimate.md"
 
 def test_the_page_shows_the_table(monkeypatch):
     written = {}
-    monkeypatch.setattr(
-        "scripts.table.write_between_markers", lambda name, text: written.update({name: text})
-    )
+    monkeypatch.setattr("scripts.table.write_between_markers", written.__setitem__)
     monkeypatch.setattr("sys.argv", [measured.__file__, "--write-docs"])
     measured.main()
     table, _, _ = written["measured"].partition("\n\n<sub>")

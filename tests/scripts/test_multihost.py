@@ -86,3 +86,13 @@ def test_a_signal_ends_the_hosts_processes_and_leaves_nothing(number):
     assert run.returncode == 128 + number
     assert processes_with(sleep) == []
     assert left_behind(run) == []
+
+
+@pytest.mark.long
+@needs_hosts
+def test_it_gives_up_in_time_even_on_a_process_that_ignores_sigterm():
+    run = start("--hosts", "1", "--timeout", "1", "bash", "-c", "trap '' TERM; sleep 3600")
+    _, errors = run.communicate(timeout=600)
+    assert run.returncode == 124
+    assert "gave up after 1 seconds" in errors
+    assert left_behind(run) == []

@@ -61,10 +61,8 @@ def test_histories_and_scales(length, algorithm, margin, dy_margin, margin_of_dy
     options = {"amax_history_len": length, "amax_compute_algo": chosen, "interval": interval}
     layer = layer_of(margin=margin, dy_margin=dy_margin, **options)
     margins = {"x": margin, "w": margin, "dy": margin_of_dy}
-    tensors = {
-        name: Simulation(length, FP8_MAX[FORMAT[name]], simulated, margins[name], interval)
-        for name in OPERANDS
-    }
+    largest = {name: FP8_MAX[FORMAT[name]] for name in OPERANDS}
+    tensors = {n: Simulation(length, largest[n], simulated, margins[n], interval) for n in OPERANDS}
     optimizer, state = optimizer_of(layer), state_of(layer)
     for number, size in enumerate(SIZES):
         for microbatch in range(2):

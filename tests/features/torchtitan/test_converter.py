@@ -156,9 +156,8 @@ def test_what_a_spec_did_after_building_optimizers_is_done_first():
     from f8sub import titan
 
     done = []
-    spec = dataclasses.replace(
-        model_registry("debugmodel"), post_optimizer_build_fn=lambda *given: done.append(given)
-    )
+    spec = model_registry("debugmodel")
+    spec = dataclasses.replace(spec, post_optimizer_build_fn=lambda *given: done.append(given))
     spec = titan.with_float8(spec)
     model = on_meta(spec.model).to_empty(device="cpu")
     optimizer = torch.optim.SGD(model.parameters())

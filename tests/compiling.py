@@ -1,7 +1,7 @@
 """A compiled training run next to an eager one, and what torch.compile did meanwhile."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import precompute, seed_weights
+from tests.models import Blocks, precompute, seed_weights
 
 WIDTH, HIDDEN = 32, 48
 
@@ -36,39 +36,15 @@ class Mlp(nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-class Mlps(nn.Module):
-    """Blocks to be compiled one by one."""
-
-    def __init__(self, blocks: int = 1) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def mlps(recipe: str | None, blocks: int = 1) -> nn.Module:
-    model = seed_weights(Mlps(blocks))
+    model = seed_weights(Blocks(*(Mlp() for _ in range(blocks))))
     return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
 
 
-class Gain(nn.Module):
-    """In a norm's place: its eps is a float of the model's own, for which dynamo calls the backend once more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
 def gained(recipe: str) -> nn.Module:
-    """``mlps`` without norms."""
-    model = Mlps()
-    model.blocks[0].norm = Gain()
+    """``mlps`` without norms, whose eps is a float of the model's: for that dynamo calls the backend once more."""
+    model = mlps(None)
+    model.blocks[0].norm = nn.PReLU()
     return f8sub.convert_to_float8(seed_weights(model), recipe=recipe)
 
 
@@ -87,15 +63,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def train(
-    model: nn.Module,
-    *,
-    steps: int = 3,
-    rank: int = 0,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-    shapes: Sequence[tuple[int, int]] = ((2, 12),),
-    marked: bool = False,
-) -> Run:
+def train(model, *, steps=3, rank=0, autocast=nullcontext, shapes=((2, 12),), marked=False) -> Run:
     """AdamW with random cotangents; one optimizer step every step, so that weights and scales change.
 
     ``shapes`` are batch and sequence of the steps, in turn; ``marked`` says whether both are marked as dynamic.
@@ -121,9 +89,7 @@ def train(
 Backend = str | Callable[..., Any]
 
 
-def compile_blocks(
-    model: nn.Module, backend: Backend = "aot_eager", dynamic: bool | None = None
-) -> nn.Module:
+def compile_blocks(model: nn.Module, backend: Backend = "aot_eager", dynamic=None) -> nn.Module:
     for block in model.blocks:
         block.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return model

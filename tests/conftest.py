@@ -41,13 +41,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Forks the nursery while every test module is imported and no test has run yet."""
     gc.freeze()  # collections, of which tests and f8sub ask for some, need not look at what lives on anyway
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
-        session.config.stash[_nursery] = Nursery.start()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    nursery = config.stash.get(_nursery, None)
-    if nursery is not None:
-        nursery.stop()
+        nursery = session.config.stash[_nursery] = Nursery.start()
+        session.config.add_cleanup(nursery.stop)
 
 
 @pytest.fixture

@@ -69,7 +69,5 @@ class Float8Work(TorchDispatchMode):
         if not isinstance(out, torch.Tensor) or out.dtype not in _CAST_TO or func.overloadpacket in _EMPTY:
             return False
         read = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else args
-        return any(
-            isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.dtype not in FLOAT8
-            for arg in read
-        )
+        tensors = [arg for arg in read if isinstance(arg, torch.Tensor)]
+        return any(arg.is_floating_point() and arg.dtype not in FLOAT8 for arg in tensors)

@@ -12,7 +12,7 @@ from torch import nn
 import f8sub
 from f8sub.formats import why_not_derivable
 from tests.data_sets import gaussian, generator
-from tests.models import seed_weights, update
+from tests.models import Blocks, seed_weights, update
 
 RECIPES = f8sub.recipe_names()
 WAYS = ("float8", "high_precision", "recompute")
@@ -39,13 +39,15 @@ on_each_exact_way = pytest.mark.parametrize(("recipe", "way"), EXACT, ids=["-".j
 class Block(nn.Module):
     """Attention whose result o reads as it is, then an MLP whose relu saves what down reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 48), nn.Linear(48, width)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        heads = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.q, self.k, self.v))
+        q, k, v = (each.transpose(1, 2) for each in heads)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,21 +55,14 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Blocks(nn.Module):
-    def __init__(self, count: int = 1) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def blocks(count: int = 1) -> nn.Module:
+    return Blocks(*(Block() for _ in range(count)))
 
 
 def model_of(recipe: Any, keep_x: Any, model: nn.Module | None = None) -> nn.Module:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*re-scales the codes", f8sub.Float8Warning)
-        return f8sub.convert_to_float8(seed_weights(model or Blocks()), recipe=recipe, keep_x=keep_x)
+        return f8sub.convert_to_float8(seed_weights(model or blocks()), recipe=recipe, keep_x=keep_x)
 
 
 def tokens(seed: int = 1) -> torch.Tensor:
@@ -77,9 +72,7 @@ def tokens(seed: int = 1) -> torch.Tensor:
     return x.requires_grad_()
 
 
-def trained(
-    model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> list[torch.Tensor]:
+def trained(model: nn.Module, run: Callable[..., torch.Tensor] | None = None) -> list[torch.Tensor]:
     """y, dx and all gradients of three steps, the last ones with scales of the steps before."""
     found, optimizer = [], torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(3):

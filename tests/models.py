@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,18 +38,28 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-class Transformer(nn.Module):
-    """Blocks and a head named ``lm_head``, which conversion leaves alone."""
+class Blocks(nn.Module):
+    """Blocks to be compiled or checkpointed one by one."""
 
-    def __init__(self, width: int = 32, hidden: int = 48, blocks: int = 2, classes: int = 11) -> None:
+    def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
-        self.lm_head = nn.Linear(width, classes)
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        return self.lm_head(x)
+        return x
+
+
+class Transformer(Blocks):
+    """Blocks and a head named ``lm_head``, which conversion leaves alone."""
+
+    def __init__(self, width: int = 32, hidden: int = 48, blocks: int = 2, classes: int = 11) -> None:
+        super().__init__(*(Block(width, hidden) for _ in range(blocks)))
+        self.lm_head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(super().forward(x))
 
 
 class Stack(nn.Module):
@@ -140,14 +150,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train(
-    model: nn.Module,
-    rank: int = 0,
-    *,
-    start: int = 0,
-    steps: int = 3,
-    microbatches: int = 1,
-    optimizer: torch.optim.Optimizer | None = None,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    model, rank: int = 0, *, start=0, steps=3, microbatches=1, optimizer=None, around=nullcontext
 ) -> list[float]:
     """A Transformer's losses in every microbatch of a few steps, of AdamW where no optimizer is given.
 
@@ -169,10 +172,9 @@ def train(
 def equal(found: Any, expected: Any) -> bool:
     """Whether two trees of tensors and values are the same, bitwise."""
     (leaves, tree), (others, other_tree) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
-    return tree == other_tree and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(leaves, others, strict=True)
-    )
+    pairs = zip(leaves, others, strict=True)
+    same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+    return tree == other_tree and all(same)
 
 
 def refusal(kind: type[Exception], call: Callable[..., Any], *args: Any) -> str:

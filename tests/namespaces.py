@@ -48,9 +48,8 @@ def start(*arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
 
 def processes_on(host: int, run: subprocess.Popen[str]) -> dict[int, list[str]]:
     """Command lines of what runs on a host, by process."""
-    listed = subprocess.run(
-        ["ip", "netns", "pids", f"f8sub-{run.pid}-host{host}"], capture_output=True, text=True
-    )
+    command = ["ip", "netns", "pids", f"f8sub-{run.pid}-host{host}"]
+    listed = subprocess.run(command, capture_output=True, text=True)
     found = {}
     for pid in map(int, listed.stdout.split()):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile

@@ -41,10 +41,8 @@ class Spec:
         return rows * -(-depth // self.codes_per_byte)
 
     def scale_bytes(self, rows: int, depth: int) -> int:
-        tiles = (
-            1 if edge is ALL else -(-size // edge)
-            for size, edge in zip((rows, depth), self.tile, strict=True)
-        )
+        edges = zip((rows, depth), self.tile, strict=True)
+        tiles = (1 if edge is ALL else -(-size // edge) for size, edge in edges)
         count = next(tiles) * next(tiles)
         return {"e8m0": count, "two_level": count + 4}.get(self.rule, 4 * count)
 
@@ -130,9 +128,8 @@ VALUES = {
 NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0}  # e2m1 has none: the scale of the tile is NaN
 LARGEST_SCALE = 2.0**126  # the largest power of two whose inverse is a normal float32
 SMALLEST_TILE_SCALE_INV = 2.0**-9  # of two levels: the smallest e4m3 there is
-_MAGNITUDES = {
-    name: table[: len(table) // 2][np.isfinite(table[: len(table) // 2])] for name, table in VALUES.items()
-}
+_POSITIVE = {name: table[: len(table) // 2] for name, table in VALUES.items()}
+_MAGNITUDES = {name: table[np.isfinite(table)] for name, table in _POSITIVE.items()}
 MAX = {name: float(magnitudes[-1]) for name, magnitudes in _MAGNITUDES.items()}
 TORCH_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
 
@@ -195,9 +192,8 @@ def largest_of_tiles(matrix: np.ndarray, tile: tuple[int | None, int | None]) ->
     rows, columns = matrix.shape
     height, width = tile[0] or max(rows, 1), tile[1] or max(columns, 1)
     whole = np.pad(matrix, ((0, -rows % height), (0, -columns % width)))
-    return whole.reshape(-(-rows // height), height, -(-columns // width), width).max(
-        axis=(1, 3), initial=0.0
-    )
+    tiles = whole.reshape(-(-rows // height), height, -(-columns // width), width)
+    return tiles.max(axis=(1, 3), initial=0.0)
 
 
 def _spread(tiles: np.ndarray, tile: tuple[int | None, int | None], shape: tuple[int, int]) -> np.ndarray:
@@ -305,9 +301,7 @@ def operands(
     return row, col
 
 
-def values(
-    recipe: str, operand: str, tensor: torch.Tensor, high_precision: Collection[str] = ()
-) -> tuple[np.ndarray, np.ndarray]:
+def values(recipe: str, operand: str, tensor: torch.Tensor, high_precision=()) -> tuple[np.ndarray, ...]:
     """What a layer's readers of the rowwise and of the columnwise usage multiply."""
     row, col = operands(recipe, operand, tensor, high_precision)
     matrix = to_numpy(tensor)
@@ -331,14 +325,7 @@ class Product:
         return self.matmul if self.bias is None else self.matmul + self.bias
 
 
-def linear(
-    recipe: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    dy: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    high_precision: Collection[str] = (),
-) -> dict[str, Product]:
+def linear(recipe: str, x, w, dy, bias=None, high_precision: Collection[str] = ()) -> dict[str, Product]:
     """The three products of a linear layer over 2-D tensors; ``db`` is the cotangent summed over the rows."""
     x_rows, x_columns = values(recipe, "x", x, high_precision)
     w_rows, w_columns = values(recipe, "w", w, high_precision)

@@ -325,17 +325,13 @@ class Nursery:
             _send(self._connection, Request(world, body, args, timeout, gpus, file))
             self._lost = not self._connection.poll(timeout + ANSWERED_WITHIN)
         if self._lost:
-            raise RankFailure(
-                f"{body.__name__}: the process that forks ranks does not answer; it is asked no more"
-            )
+            why = "the process that forks ranks does not answer; it is asked no more"
+            raise RankFailure(f"{body.__name__}: {why}")
         replies: list[Reply] = _receive(self._connection)
-        errors = [
-            f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None
-        ]
+        errors = [f"rank {n}: {each.error}" for n, each in enumerate(replies) if each.error is not None]
         if errors:
-            raise RankFailure(
-                f"{len(errors)} of {world} ranks failed in {body.__name__}\n" + "\n".join(errors)
-            )
+            told = [f"{len(errors)} of {world} ranks failed in {body.__name__}", *errors]
+            raise RankFailure("\n".join(told))
         return [reply.result for reply in replies]
 
     def stop(self) -> None:

@@ -79,6 +79,5 @@ def gpu_tests_left_out() -> str:
     """One line: how many test functions of ``tests/cuda`` are not collected here, and why."""
     sources = [path.read_text() for path in GPU_TESTS.rglob("test_*.py")]
     functions = sum(line.startswith("def test_") for source in sources for line in source.splitlines())
-    return (
-        f"tests/cuda: {functions} test functions are not collected, because this machine has no CUDA device"
-    )
+    because = "this machine has no CUDA device"
+    return f"tests/cuda: {functions} test functions are not collected, because {because}"

@@ -29,9 +29,8 @@ and a scale from a history. The others are long tests."""
 def on_each(recipes: Sequence[str]) -> pytest.MarkDecorator:
     """Parametrize ``recipe``."""
     marks = {recipe: () if recipe in QUICK else pytest.mark.long for recipe in recipes}
-    return pytest.mark.parametrize(
-        "recipe", [pytest.param(r, marks=m) for r, m in marks.items()], ids=recipes
-    )
+    cases = [pytest.param(r, marks=mark) for r, mark in marks.items()]
+    return pytest.mark.parametrize("recipe", cases, ids=recipes)
 
 
 def wire_of(recipe: str) -> tuple[object, ...]:

@@ -52,14 +52,10 @@ def imports_at_run_time(node: ast.AST) -> list[ast.AST]:
     return found
 
 
-def imported(path: Path, *, in_functions: bool) -> set[str]:
-    """Modules of f8sub that a file imports."""
-    body = parsed(path)
-    nodes = imports_at_run_time(body)
-    if not in_functions:
-        nodes = [node for node in nodes if node.col_offset == 0]
+def imported(path: Path) -> set[str]:
+    """Modules of f8sub that a file imports, in functions too."""
     found = set()
-    for node in nodes:
+    for node in imports_at_run_time(parsed(path)):
         names = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
@@ -81,7 +77,7 @@ def test_a_module_imports_its_own_folder_or_those_before_it():
     wrong = [
         f"{name} imports {other}"
         for name, path in BY_NAME.items()
-        for other in sorted(imported(path, in_functions=True))
+        for other in sorted(imported(path))
         if place(folder_of(other)) > place(folder_of(name))
     ]
     assert not wrong
@@ -89,9 +85,9 @@ def test_a_module_imports_its_own_folder_or_those_before_it():
 
 def test_imports_are_found():
     """The walk sees something: a layer imports kernels, and only features and the package import convert."""
-    layer = imported(BY_NAME["f8sub.linear.float8_linear"], in_functions=False)
+    layer = imported(BY_NAME["f8sub.linear.float8_linear"])
     assert {"tensor", "kernels", "weights"} <= {folder_of(name) for name in layer}
-    importers = {n for n, p in BY_NAME.items() if "f8sub.convert.convert" in imported(p, in_functions=True)}
+    importers = {n for n, p in BY_NAME.items() if "f8sub.convert.convert" in imported(p)}
     assert {folder_of(name) for name in importers} == {"features"}
 
 
@@ -107,7 +103,7 @@ def in_cycles(graph: dict[str, set[str]]) -> set[str]:
 
 def test_modules_that_import_each_other():
     """None, neither at module level nor in functions."""
-    assert not in_cycles({name: imported(path, in_functions=True) for name, path in BY_NAME.items()})
+    assert not in_cycles({name: imported(path) for name, path in BY_NAME.items()})
 
 
 WORDS_FOR_OTHER_THINGS = {

@@ -19,9 +19,8 @@ def in_a_fresh_process(code: str) -> str:
 
 
 def modules_after(statement: str) -> set[str]:
-    return set(
-        json.loads(in_a_fresh_process(f"{statement}\nimport json, sys; print(json.dumps(list(sys.modules)))"))
-    )
+    printed = in_a_fresh_process(f"{statement}\nimport json, sys; print(json.dumps(list(sys.modules)))")
+    return set(json.loads(printed))
 
 
 @pytest.fixture(scope="module")
@@ -94,16 +93,6 @@ print(before == after)
 
 
 def test_all_is_complete():
-    public = {
-        name
-        for name, value in vars(f8sub).items()
-        if not name.startswith("_") and not isinstance(value, type(sys))
-    }
-    assert set(f8sub.__all__) == public
+    names = {name for name, value in vars(f8sub).items() if not isinstance(value, type(sys))}
+    assert set(f8sub.__all__) == {name for name in names if not name.startswith("_")}
     assert f8sub.__all__ == sorted(f8sub.__all__)
-
-
-@pytest.mark.parametrize("name", f8sub.__all__, ids=f8sub.__all__)
-def test_what_is_public_is_documented(name):
-    value = getattr(f8sub, name)
-    assert isinstance(value, int) or (value.__doc__ or "").strip()

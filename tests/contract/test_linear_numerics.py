@@ -35,9 +35,8 @@ SHAPES = {
     "7x192-to-144": ((7, 192), 144),
     "145x528-to-272": ((145, 528), 272),
 }
-COMBINATIONS = [
-    names for count in (1, 2, 3) for names in itertools.combinations(("fprop", "dgrad", "wgrad"), count)
-]
+GEMMS = ("fprop", "dgrad", "wgrad")
+COMBINATIONS = [names for count in (1, 2, 3) for names in itertools.combinations(GEMMS, count)]
 on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=list(RECIPES))
 on_each_data_set = pytest.mark.parametrize("data", DATA_SETS, ids=list(DATA_SETS))
 on_each_operand = pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=["x", "w", "dy"])
@@ -46,11 +45,6 @@ on_each_operand = pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=["x",
 def test_the_oracle_knows_every_recipe():
     assert sorted(oracle.RECIPES) == f8sub.recipe_names()
     assert {*oracle.RECIPES, *oracle.VARIANTS} == set(RECIPES)
-
-
-def recipe_with(name: str, gemms: tuple[str, ...]) -> f8sub.Recipe:
-    """With those in high precision."""
-    return RECIPES[name].with_high_precision(**dict.fromkeys(gemms, True))
 
 
 def converted(recipe: f8sub.Recipe, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
@@ -108,10 +102,11 @@ def test_fp16(recipe):
 @pytest.mark.parametrize("gemms", COMBINATIONS, ids="-".join)
 @on_each_recipe
 def test_any_gemms_in_high_precision(recipe, gemms):
+    made = RECIPES[recipe].with_high_precision(**dict.fromkeys(gemms, True))
     for seed, data in enumerate(("gaussian", "row_outliers", "lognormal")):
         shapes = ((24, 64), (32, 64), (24, 32))
         x, w, dy = (make(data, shape, 10 * seed + i) for i, shape in enumerate(shapes))
-        results = step(converted(recipe_with(recipe, gemms), w), x, dy)
+        results = step(converted(made, w), x, dy)
         assert_within_budget(results, oracle.linear(recipe, x, w, dy, high_precision=gemms))
 
 
@@ -240,13 +235,9 @@ def test_one_usage_alone_is_the_same_usage(recipe, operand, kept):
 BY_128, STRIPS = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 1))
 MX, BLOCK = Float8Format(E4M3, Tile(1, 32), POW2), Float8Format(E4M3, Tile(32, 32), POW2)
 GRID = Float8Format(torch.float8_e5m2, Tile(256, 256))
+OF_VECTORS = GemmSpec(a=BY_128, b=BY_128)
 OF_EACH_GEMM = [
-    Recipe(
-        name="strips",
-        fprop=GemmSpec(a=BY_128, b=BY_128),
-        dgrad=GemmSpec(a=BY_128, b=STRIPS),
-        wgrad=GemmSpec(a=BY_128, b=BY_128),
-    ),
+    Recipe(name="strips", fprop=OF_VECTORS, dgrad=GemmSpec(a=BY_128, b=STRIPS), wgrad=OF_VECTORS),
     Recipe(
         name="blocks-then-mx",
         fprop=GemmSpec(a=MX, b=BLOCK),
@@ -268,10 +259,8 @@ def columns_of_weight(w: np.ndarray, row: Float8Format | None, col: Float8Format
     return derived if row.tile == col.tile.t() else values(derived, col)
 
 
-def products_of(
-    recipe: Recipe, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor
-) -> dict[str, oracle.Product]:
-    x, w, dy = (oracle.to_numpy(tensor) for tensor in (x, w, dy))
+def products_of(recipe: Recipe, *of_layer: torch.Tensor) -> dict[str, oracle.Product]:
+    x, w, dy = map(oracle.to_numpy, of_layer)
     return {
         "y": oracle.Product(values(x, recipe.fprop.a), values(w, recipe.fprop.b)),
         "dx": oracle.Product(values(dy, recipe.dgrad.a), columns_of_weight(w, *recipe.formats("w"))),

@@ -92,9 +92,8 @@ def test_a_prior_scale_is_used_whatever_the_matrix_is(source, operand):
     x = lognormal((48, 64), generator(2))
     for scale in (0.37, 64.0):
         made = quantize(x, row, col, WITH_A_PRIOR[source](scale))
-        exact = (oracle.to_numpy(x).astype("float32") * scale).clip(
-            -oracle.MAX[spec.format], oracle.MAX[spec.format]
-        )
+        most = oracle.MAX[spec.format]
+        exact = (oracle.to_numpy(x).astype("float32") * scale).clip(-most, most)
         codes = oracle.nearest_code(exact.astype("float64"), spec.format)
         assert (made.rowwise.data.view(torch.uint8).numpy() == codes).all()
         assert (made.columnwise.data.view(torch.uint8).numpy() == codes.T).all()

@@ -32,10 +32,6 @@ def test_it_returns_the_model_with_its_layers_swapped_in_place(recipe):
     assert type(model.lm_head) is nn.Linear
 
 
-def test_the_default_recipe():
-    assert f8sub.convert_to_float8(mlp()).up.plan.recipe == f8sub.get_recipe("tensorwise")
-
-
 def test_parameters_keep_identity_values_and_names():
     model = mlp()
     before = dict(model.named_parameters())
@@ -116,7 +112,8 @@ def test_a_transformer_encoder_layer_takes_no_fast_path_around_its_layers():
     assert not torch.equal(y, plain_y)
 
 
-def test_recipe_name_and_all_gather_aliases():
+def test_the_default_recipe_and_aliases_of_options():
+    assert f8sub.convert_to_float8(mlp()).up.plan.recipe == f8sub.get_recipe("tensorwise")
     assert f8sub.convert_to_float8(mlp(), recipe_name="rowwise").up.plan.recipe.name == "rowwise"
     wire = [
         hasattr(f8sub.convert_to_float8(mlp(), **{name: value}).up.weight, "fsdp_pre_all_gather")
@@ -188,9 +185,8 @@ def test_converting_twice_is_a_warning_and_changes_nothing():
 
 def test_converting_with_another_recipe_is_an_error():
     model = f8sub.convert_to_float8(mlp(), recipe="rowwise")
-    with pytest.raises(
-        f8sub.Float8ConfigError, match=r"up is already.*'rowwise'.*'tensorwise'.*convert_from_float8"
-    ):
+    told = r"up is already.*'rowwise'.*'tensorwise'.*convert_from_float8"
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
         f8sub.convert_to_float8(model, recipe="tensorwise")
 
 

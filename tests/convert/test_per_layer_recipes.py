@@ -15,11 +15,8 @@ RECIPES = f8sub.recipe_names()
 
 
 def recipe_names(model: nn.Module) -> dict[str, str]:
-    return {
-        fqn: module.plan.recipe.name
-        for fqn, module in model.named_modules()
-        if isinstance(module, f8sub.Float8Linear)
-    }
+    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, f8sub.Float8Linear)}
+    return {fqn: layer.plan.recipe.name for fqn, layer in layers.items()}
 
 
 def transformer(recipe, **options) -> nn.Module:
@@ -27,15 +24,11 @@ def transformer(recipe, **options) -> nn.Module:
 
 
 def test_the_first_pattern_that_matches_decides():
-    names = recipe_names(
-        transformer({"blocks.1.down": "rowwise_with_gw_hp", "blocks.*.[ud]*": "rowwise", "*": "tensorwise"})
-    )
+    recipe = {"blocks.1.down": "rowwise_with_gw_hp", "blocks.*.[ud]*": "rowwise", "*": "tensorwise"}
+    names = recipe_names(transformer(recipe))
     assert names.pop("blocks.1.down") == "rowwise_with_gw_hp"
-    assert {fqn for fqn, name in names.items() if name == "rowwise"} == {
-        "blocks.0.up",
-        "blocks.0.down",
-        "blocks.1.up",
-    }
+    by_rows = {fqn for fqn, name in names.items() if name == "rowwise"}
+    assert by_rows == {"blocks.0.up", "blocks.0.down", "blocks.1.up"}
     assert {names[fqn] for fqn in ("blocks.0.q", "blocks.1.gate", "blocks.1.o")} == {"tensorwise"}
     assert len(names) == 2 * 7 - 1
 
@@ -86,15 +79,6 @@ def test_a_pattern_that_decides_for_no_layer_is_reported(case):
         assert f"idle patterns: {idle}" in str(report)
         assert "\n" not in report.summary
     assert converted(model) == ["up", "down"]
-
-
-def test_the_report_names_both_recipes_and_no_pattern_that_decides():
-    model = f8sub.convert_to_float8(mlp(), recipe={"up": "rowwise", "*": "tensorwise"})
-    report = f8sub.conversion_report(model)
-    assert report.idle_patterns == ()
-    assert "idle" not in str(report)
-    assert "in float8: rowwise, " in str(report)
-    assert "in float8: tensorwise, scaled_mm" in str(report)
 
 
 @pytest.mark.filterwarnings("ignore::f8sub.Float8Warning")

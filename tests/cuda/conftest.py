@@ -31,13 +31,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """A nursery of its own, warm with torchtitan, which takes seconds to import."""
     wanted = any("titan_on_gpus" in getattr(item, "fixturenames", ()) for item in session.items)
     if wanted and torch.cuda.device_count() and runs.installed() == "0.2":
-        session.config.stash[_titan] = Nursery.start("torchtitan.train", "f8sub.titan")
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    nursery = config.stash.get(_titan, None)
-    if nursery is not None:
-        nursery.stop()
+        nursery = session.config.stash[_titan] = Nursery.start("torchtitan.train", "f8sub.titan")
+        session.config.add_cleanup(nursery.stop)
 
 
 @pytest.fixture(autouse=True)

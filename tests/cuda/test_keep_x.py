@@ -2,35 +2,30 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.kept_x import EXACT, model_of
-from tests.models import seed_weights
+from tests.kept_x import EXACT, Block, model_of
 
 WIDTH, HEADS, TOKENS = 256, 4, 128
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 CASES = [case for case in EXACT if case[0] not in ("mxfp8", "nvfp4")]
 
 
-class Attention(nn.Module):
+class Attention(Block):
     """Its last layer reads what attention saved."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        super().__init__(WIDTH, HEADS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.o(self.attention(x))
 
 
 def attention(recipe: str, keep_x: str) -> nn.Module:
-    model = seed_weights(Attention()).to("cuda", torch.bfloat16)
-    return model_of(recipe, keep_x, model)
+    return model_of(recipe, keep_x, Attention().to("cuda", torch.bfloat16))
 
 
 def x_of() -> torch.Tensor:

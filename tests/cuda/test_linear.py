@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import f8sub
+from tests import oracle
 from tests.budgets import excess
-from tests.cuda import products
 from tests.cuda.products import RECIPES, promoted
 from tests.data_sets import make
 
@@ -34,9 +34,7 @@ def layer_of(recipe: str, w: torch.Tensor, bias: torch.Tensor | None = None) -> 
     return f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)[0]
 
 
-def step(
-    layer: nn.Module, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def step(layer: nn.Module, weight, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     x = x.cuda().requires_grad_()
     weight.grad = None
     y = layer(x)
@@ -46,10 +44,10 @@ def step(
 
 def assert_within_budget(layer, results, right) -> None:
     plan, worst = layer.plan, {}
-    for name, product in right.items():
-        gemm = GEMMS[name]
-        accumulated = promoted(getattr(plan, gemm), getattr(plan.recipe, gemm).fast_accum, product.a.shape[1])
-        worst[name] = excess(results[name], product, accumulated)
+    for name, gemm in GEMMS.items():
+        depth = right[name].a.shape[1]
+        accumulated = promoted(getattr(plan, gemm), getattr(plan.recipe, gemm).fast_accum, depth)
+        worst[name] = excess(results[name], right[name], accumulated)
     assert all(ratio <= 1 for ratio in worst.values()), f"errors in units of their budgets: {worst}"
 
 
@@ -61,7 +59,7 @@ def test_the_three_products(recipe, shape, dtype):
     layer = layer_of(recipe, w, bias)
     results = step(layer, layer.weight, x, dy)
     assert {tensor.dtype for tensor in results.values()} == {dtype}
-    assert_within_budget(layer, results, products.linear(recipe, x, w, dy, bias))
+    assert_within_budget(layer, results, oracle.linear(recipe, x, w, dy, bias))
 
 
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no-bias"])
@@ -75,7 +73,7 @@ def test_compiled_by_inductor(recipe, shape, biased):
     eager = step(layer, layer.weight, x, dy)
     torch._dynamo.reset()
     compiled = step(torch.compile(layer, fullgraph=True), layer.weight, x, dy)
-    assert_within_budget(layer, compiled, products.linear(recipe, x, w, dy, bias))
+    assert_within_budget(layer, compiled, oracle.linear(recipe, x, w, dy, bias))
     for name in ("dx", "dw"):
         assert torch.equal(compiled[name], eager[name]), name
 
@@ -111,7 +109,7 @@ def test_converted_before_it_was_moved(recipe, how):
     results = step(model[0], model[0].weight, x, dy)
     right = layer_of(recipe, w)
     assert model[0].plan.fprop == right.plan.fprop
-    assert_within_budget(right, results, products.linear(recipe, x, w, dy))
+    assert_within_budget(right, results, oracle.linear(recipe, x, w, dy))
 
 
 @on_each_recipe

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cuda import titan
-from tests.features.torchtitan import runs
+from tests.features.torchtitan import gloo
 from tests.features.torchtitan.runs import gathered, last, more_all_reduces
 from tests.features.torchtitan.test_training import LINEAR_ELEMENTS
 
@@ -50,7 +50,7 @@ def on(mesh: str, *values: Any) -> Any:
 def assets(titan_on_gpus: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer and a data set."""
     folder = tmp_path_factory.mktemp("titan")
-    titan_on_gpus(1, runs.make_assets, folder)
+    titan_on_gpus(1, gloo.make_assets, folder)
     return folder
 
 

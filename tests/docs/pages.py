@@ -121,9 +121,8 @@ class Output(NamedTuple):
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
+        linears = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = linears
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)

@@ -30,15 +30,6 @@ def test_the_picture_shows_every_folder():
     assert architecture.drawn_from(svg) == drawn
 
 
-def test_imports_that_are_known_are_found():
-    drawn = architecture.data()
-    assert drawn["values"]["imports"] == []
-    assert "kernels" in drawn["linear"]["imports"]
-    assert not [
-        name for name in architecture.CORE if any("features" in other for other in drawn[name]["imports"])
-    ]
-
-
 def test_the_folders_are_todays():
     assert written("folders") == architecture.folder_table(), RENEWS
 

@@ -66,7 +66,6 @@ def test_options_of_commands_are_there(page):
     wrong = []
     for script, rest in COMMAND.findall(page.read_text()):
         source = (ROOT / script).read_text() + shared
-        wrong += [
-            f"{script} {option}" for option in re.findall(r"--[\w-]+\b(?!\.)", rest) if option not in source
-        ]
+        options = re.findall(r"--[\w-]+\b(?!\.)", rest)
+        wrong += [f"{script} {option}" for option in options if option not in source]
     assert not wrong

@@ -25,9 +25,8 @@ print(f8sub.__file__, f8sub.__version__)
 def python(code: str, folder: Path, *paths: Path) -> str:
     """What another Python prints that finds ``paths`` before anything that is installed."""
     inserted = f"import sys; sys.path[:0] = {list(map(str, paths))!r}\n"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", inserted + code], capture_output=True, text=True, cwd=folder
-    )
+    how = {"capture_output": True, "text": True, "cwd": folder}
+    done = subprocess.run([sys.executable, "-P", "-c", inserted + code], **how)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -53,9 +52,8 @@ def test_the_wheel_runs_and_holds_types_and_measured_tables(tmp_path):
     (wheel,) = tmp_path.glob("f8sub-*.whl")
     assert wheel.name.startswith(f"f8sub-{f8sub.__version__}-")
     names = set(zipfile.ZipFile(wheel).namelist())
-    package = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "f8sub").rglob("*") if path.suffix in (".py", ".json")
-    }
+    files = (path for path in (ROOT / "f8sub").rglob("*") if path.suffix in (".py", ".json"))
+    package = {str(path.relative_to(ROOT)) for path in files}
     assert {*package, "f8sub/py.typed"} == {name for name in names if not name.startswith("f8sub-")}
     assert "f8sub/kernels/triton/gemm_tables/nvidia_h200.json" in names
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")

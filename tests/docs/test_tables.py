@@ -25,9 +25,8 @@ def test_a_table_names_its_script(name):
 
 @pytest.mark.parametrize("name", sorted(TABLES.keys() - OF_THE_CODE))
 def test_a_table_names_its_machine_and_its_date(name):
-    assert re.search(r"` · [^·]+, torch [\d.]+.* · 20\d\d-\d\d-\d\d</sub>\n$", TABLES[name]), TABLES[name][
-        -200:
-    ]
+    text = TABLES[name]
+    assert re.search(r"` · [^·]+, torch [\d.]+.* · 20\d\d-\d\d-\d\d</sub>\n$", text), text[-200:]
 
 
 def test_every_script_that_writes_a_table_has_its_markers():

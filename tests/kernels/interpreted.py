@@ -8,10 +8,11 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,6 +46,21 @@ def _start() -> None:
     np.seterr(all="ignore")
     repair()
     take_any_device()
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[list[str]]:
+    """Names of the kernels that are launched meanwhile."""
+    from f8sub.kernels.triton import launcher
+
+    names, run = [], launcher.Launch.run
+
+    def seen(launch: launcher.Launch) -> None:
+        names.append(launch.kernel.fn.__name__)
+        run(launch)
+
+    with mock.patch.object(launcher.Launch, "run", seen):
+        yield names
 
 
 def take_any_device() -> None:

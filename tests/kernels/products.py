@@ -47,10 +47,8 @@ SMALL_BLOCK_PAIRS = {"mxfp8": (MX, MX), "nvfp4": (NV, NV), "nvfp4-weight": (NV, 
 FLOAT8 = (E4M3, E5M2)
 
 
-def operands(
-    pair: tuple[Float8Format, Float8Format], shape: tuple[int, int, int], data: str = "row_outliers"
-) -> tuple[Operand, Operand]:
-    """Two of ``rows`` and ``cols`` rows of ``depth`` elements."""
+def operands(pair, shape: tuple[int, int, int], data: str = "row_outliers") -> tuple[Operand, Operand]:
+    """Two, of a pair of formats: of ``rows`` and ``cols`` rows of ``depth`` elements."""
     rows, cols, depth = shape
     a = reference.quantize(make(data, (rows, depth), 1) / 300, pair[0], None)[0]
     b = reference.quantize(make(data, (cols, depth), 2) / 300, pair[1], None)[0]

@@ -60,13 +60,8 @@ def same_bits(ours: Operand | None, right: Operand | None) -> None:
     assert_same_bits(*(operand._replace(data=operand.data.contiguous()) for operand in (ours, right)))
 
 
-def check(
-    x: torch.Tensor,
-    row: Float8Format | None,
-    col: Float8Format | None,
-    any_layout: bool = False,
-    device: str = "cpu",
-) -> None:
+def check(x: torch.Tensor, row, col, any_layout: bool = False, device: str = "cpu") -> None:
+    """In a rowwise format, a columnwise one, or both."""
     found = quantize_cuda.quantize(x.to(device), row, col, any_layout)
     for ours, right in zip(found, reference.quantize(x, row, col, any_layout), strict=True):
         same_bits(ours, right)

@@ -42,9 +42,8 @@ DATA = {
 on_each_data_set = pytest.mark.parametrize("data", DATA, ids=list(DATA))
 on_each_dtype = pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 on_both_float8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-on_each_rule = pytest.mark.parametrize(
-    "rule", [ScaleRule.FLOAT, ScaleRule.POWER_OF_2], ids=["float", "power-of-2"]
-)
+RULES = {"float": ScaleRule.FLOAT, "power-of-2": ScaleRule.POWER_OF_2}
+on_each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 
 
 def draw(data: str, source: torch.dtype) -> torch.Tensor:

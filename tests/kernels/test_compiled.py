@@ -70,23 +70,7 @@ def test_products_by_groups():
 
     pairs = "rowwise", "tensorwise", "tensorwise e5m2", "1x128 x 128x128", "1x128 x 1x128"
     hows = [f"{how} rows, {fast}" for how in ("by", "over") for fast in ("", "fast, ")]
-    found = compiler.of_all(
-        grouped.report, grouped.cases(), *(f"{how}{pair} -> bf16" for pair in pairs for how in hows)
-    )
+    words = (f"{how}{pair} -> bf16" for pair in pairs for how in hows)
+    found = compiler.of_all(grouped.report, grouped.cases(), *words)
     assert len(found) == 76
     assert_products_of_tensor_cores(found)
-
-
-def test_products_that_wait_for_every_instruction_are_told():
-    """Four instructions of a block as ptxas 12.8 writes them, and as it does after its warning C7514."""
-    from tests.kernels.compiled import gemms
-
-    first, later = (
-        "QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR12], RZ, !UPT",
-        "QGMMA.64x64x32.F32.E4M3.E4M3 R88, gdesc[UR24], R88",
-    )
-    wait = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
-    assert not gemms.is_serialized(f"{first} ;\n{later} ;\n{later} ;\n{later}, gsb0 ;\n{wait} ;")
-    assert gemms.is_serialized(
-        "".join(f"{line}, gsb0 ;\n{wait} ;\n" for line in (first, later, later, later))
-    )

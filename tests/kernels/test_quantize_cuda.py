@@ -63,18 +63,12 @@ def rows_of_any_width(device: str = "cpu") -> None:
     """A program holds rows of up to 2048 elements; longer ones are read twice."""
     from f8sub.kernels.triton import launch
 
-    for cols, kernel in (
-        (1, "quantize_whole_rows"),
-        (768, "quantize_whole_rows"),
-        (2048, "quantize_whole_rows"),
-        (2064, "quantize_rows"),
-        (4096, "quantize_rows"),
-    ):
+    for cols in (1, 768, 2048, 2064, 4096):
         x = make("lognormal", (5, cols), 5, torch.bfloat16)
         x[1, cols - 1], x[3] = INF, NAN
         for name in ("rowwise", "rowwise-e5m2"):
             (one,) = launch.quantization(x, FORMATS[name], None).launches
-            assert one.kernel.fn.__name__ == kernel
+            assert one.kernel.fn.__name__ == ("quantize_whole_rows" if cols <= 2048 else "quantize_rows")
             check(x, FORMATS[name], None, device=device)
 
 
@@ -111,19 +105,16 @@ def test_every_bfloat16_is_cast_right(dtype):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     one = PriorScale(torch.ones(1, 1), 0.0, False)
     format = Float8Format(dtype, Tile(ALL, ALL))
-    expected, found = (
-        kind(x, format, format, prior=one) for kind in (reference.quantize, quantize_cuda.quantize)
-    )
+    kinds = reference.quantize, quantize_cuda.quantize
+    expected, found = (quantize(x, format, format, prior=one) for quantize in kinds)
     for ours, right in zip(found[:2], expected[:2], strict=True):
         assert_same_bits(ours, right)
 
 
 def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     edge = edge_values(dtype)
-    matrices = (
-        make("lognormal", SMALL, 4, dtype),
-        *(edge[k] for k in ("largest_among_gaussian", "smallest_subnormal")),
-    )
+    edges = (edge[name] for name in ("largest_among_gaussian", "smallest_subnormal"))
+    matrices = (make("lognormal", SMALL, 4, dtype), *edges)
     for x, bad in zip(matrices, (INF, NAN, -INF), strict=True):
         spoiled = x.clone()
         spoiled[2, 3] = bad
@@ -136,21 +127,16 @@ def test_scales_of_the_past(interpreter, name, dtype):
     interpreter(past_scales, name, dtype)
 
 
-def launches_with_a_past() -> list[list[str]]:
-    """Kernels of a cast with a past that is not known to be there, with one that is, and with one that covers."""
+@interpreted
+def test_no_amax_is_looked_for_where_a_past_is_known():
+    """Unless it is to cover the amax."""
     from f8sub.kernels.triton import launch
 
     x, scale, format = make("gaussian", SMALL, 4, torch.bfloat16), torch.ones(1, 1), FORMATS["tensorwise"]
-    found = []
     for covers, known in ((False, False), (False, True), (True, True)):
         plan = launch.quantization(x, format, format, PriorScale(scale, 0.0, covers, known))
-        found.append([each.kernel.fn.__name__ for each in plan.launches])
-    return found
-
-
-def test_no_amax_is_looked_for_where_a_past_is_known(interpreter):
-    both = ["amax_of_matrix", "cast_with_one"]
-    assert interpreter(launches_with_a_past) == [both, both[1:], both]
+        found = [each.kernel.fn.__name__ for each in plan.launches]
+        assert found == ["amax_of_matrix"] * (covers or not known) + ["cast_with_one"]
 
 
 def staging(device: str = "cpu") -> None:
@@ -215,12 +201,9 @@ def many_parts(name: str, device: str = "cpu") -> None:
     memories = [torch.empty(sum(sizes), dtype=torch.uint8, device=device) for _ in range(2)]
     placed = [memory.split(sizes) for memory in memories]
     # The first bytes of each memory in its matrix's shape.
-    here, there = (
-        [out[: r.numel()].view(r.shape) for out, r in zip(of, right, strict=True)] for of in placed
-    )
-    casts = [
-        (*quantize_cuda.cast_together(given[some], here[some]), some) for some in (slice(5), slice(5, None))
-    ]
+    here, there = ([m[: r.numel()].view(r.shape) for m, r in zip(of, right, strict=True)] for of in placed)
+    groups = (slice(5), slice(5, None))
+    casts = [(*quantize_cuda.cast_together(given[some], here[some]), some) for some in groups]
     for factor, outs in ((1.0, here), (-0.5, there)):
         for part, expected, out in zip(given, right, outs, strict=True):
             part.x.mul_(factor)
@@ -231,10 +214,8 @@ def many_parts(name: str, device: str = "cpu") -> None:
             cast(outs[some][0].view(-1))
             assert tensors_in_storage(outs[0]) == held
             for number in left:
-                part = given[some][number]
-                quantize_cuda.cast_into(
-                    outs[some][number], part.x, part.scale, part.format, part.offset, part.through
-                )
+                part, out = given[some][number], outs[some][number]
+                quantize_cuda.cast_into(out, part.x, part.scale, part.format, part.offset, part.through)
         for expected, out in zip(right, outs, strict=True):
             assert torch.equal(out, expected)
 

@@ -8,6 +8,7 @@ from f8sub.features.expert_operands import tokens as specification
 from f8sub.features.expert_operands import tokens_cuda
 from f8sub.features.expert_operands.groups import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
+from tests.kernels.interpreted import launched
 from tests.kernels.products import bits
 from tests.kernels.quantized import DTYPES, E4M3, FORMATS, INF, NAN
 from tests.selection import long_but
@@ -57,14 +58,7 @@ def same(name: str, part: torch.Tensor, right: torch.Tensor) -> None:
     assert not differ.any(), f"{int(differ.sum())} of {right.numel()} bytes of {name} differ"
 
 
-def check(
-    x: torch.Tensor,
-    groups: Groups,
-    format: Float8Format,
-    usages: str = "both",
-    multiple: int = 16,
-    device: str = "cpu",
-) -> None:
+def check(x, groups: Groups, format: Float8Format, usages="both", multiple=16, device="cpu") -> None:
     """Rows past the last group are undefined in what has x's rows."""
     row, col = (format if is_made else None for is_made in USAGES[usages])
     found = tokens_cuda.quantize(x.to(device), on(device, groups), row, col, multiple)
@@ -72,9 +66,8 @@ def check(
         if wanted is None:
             assert codes is None
             continue
-        right = specification.quantize(
-            x, groups, format, contracted=contracted, multiple=multiple if contracted else 1
-        )
+        starts = {"contracted": contracted, "multiple": multiple if contracted else 1}
+        right = specification.quantize(x, groups, format, **starts)
         assert codes.groups.rows == right.groups.rows
         assert codes.groups.first.tolist() == right.groups.first.tolist()
         assert codes.groups.ends.tolist() == right.groups.ends.tolist()
@@ -90,15 +83,8 @@ def check(
 
 def walks(name: str, counts: list[int], device: str = "cpu") -> None:
     groups, format = groups_of(counts), GROUP_FORMATS[name]
-    if len(counts) > MANY:
-        check(
-            spoiled(make("lognormal", (groups.rows, 32), 5, torch.bfloat16), groups),
-            groups,
-            format,
-            device=device,
-        )
-        return
-    for usages, cols in WIDTHS.items():
+    widths = {"both": 32} if len(counts) > MANY else WIDTHS
+    for usages, cols in widths.items():
         x = spoiled(make("lognormal", (groups.rows, cols), 5, torch.bfloat16), groups)
         check(x, groups, format, usages, device=device)
 
@@ -157,22 +143,16 @@ def in_turn(name: str, kind: str, device: str = "cpu") -> None:
     from unittest import mock
 
     from f8sub.features.expert_operands import weights, weights_cuda
-    from f8sub.kernels.triton import expert_launch, grouped_launch, launcher, prepared
+    from f8sub.kernels.triton import expert_launch, grouped_launch, prepared
 
-    names: list[str] = []
-    run, format, groups = launcher.Launch.run, GROUP_FORMATS[name], groups_of(COUNTS[kind])
-
-    def seen(launch: launcher.Launch) -> None:
-        names.append(launch.kernel.fn.__name__)
-        run(launch)
-
+    format, groups = GROUP_FORMATS[name], groups_of(COUNTS[kind])
     limits = {"LEAST_BYTES": 0, "TURN_BYTES": 2**30}
     for ahead in (1, 3 * 128 * 144 * 2, 2**30):
         with (
             mock.patch.multiple(grouped_launch, **limits, AHEAD_BYTES=ahead),
             mock.patch.object(expert_launch, "AHEAD_BYTES", ahead),
-            mock.patch.object(launcher.Launch, "run", seen),
             mock.patch.dict(prepared._known, clear=True),
+            launched() as names,
         ):
             for usages in ("both", "column"):
                 x = spoiled(make("lognormal", (groups.rows, 144), 5, torch.bfloat16), groups)

@@ -9,15 +9,8 @@ import torch
 
 from tests.kernels.interpreted import interpreted
 
-AMAXES = [
-    (-127, 448.0),
-    (-118, 448.0),
-    (-117, 448.0),
-    (0, 448.0),
-    (-112, 57344.0),
-    (-111, 57344.0),
-    (127, 57344.0),
-]
+AMAXES = [(exponent, 448.0) for exponent in (-127, -118, -117, 0)]
+AMAXES += [(exponent, 57344.0) for exponent in (-112, -111, 127)]
 """Exponents of amaxes and the largest code: of subnormal ones, of the least that makes no scale above 2^126, of the
 largest. The mantissas in between have the same quotients, with another exponent."""
 
@@ -48,9 +41,8 @@ def reciprocals(off: int) -> Iterator[None]:
 
     def divided(self, a, b):
         nearest = a.data / b.data
-        moved = np.where(
-            (nearest != 0) & np.isfinite(nearest), nearest.view(np.int32) + off, nearest.view(np.int32)
-        )
+        moves, bits = (nearest != 0) & np.isfinite(nearest), nearest.view(np.int32)
+        moved = np.where(moves, bits + off, bits)
         return TensorHandle(moved.view(np.float32), a.dtype.scalar)
 
     before, InterpreterBuilder.create_precise_divf = InterpreterBuilder.create_precise_divf, divided

@@ -1,5 +1,7 @@
 """Triton's kernels that make the columnwise usage of codes, interpreted on the CPU, equal the reference bitwise."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from f8sub.kernels import reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.kernels.triton import quantize_cuda, support
 from tests.data_sets import generator, make
-from tests.kernels.interpreted import interpreted
+from tests.kernels.interpreted import interpreted, launched
 from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import FORMATS, SHAPES, SMALL, on_each_format, same_bits
 from tests.selection import long_but
@@ -63,34 +65,16 @@ def test_every_code_under_many_scales(interpreter, name):
     interpreter(every_value, FORMATS[name])
 
 
-def launches_of_derivations(name: str) -> list[str]:
-    """Kernels that are launched to derive a weight's columnwise usage; torch's operators do nothing."""
-    from unittest import mock
-
-    from f8sub.kernels.triton import launch
-
-    rowwise = rowwise_of(FORMATS[name])
-    found: list[str] = []
-    run = launch.Launch.run
-
-    def counted(self: launch.Launch) -> None:
-        found.append(self.kernel.fn.__name__)
-        run(self)
-
-    without = mock.patch.multiple(reference, dequantize=None, transposed=None)
-    with mock.patch.object(launch.Launch, "run", counted), without:
-        quantize_cuda.derive_columnwise(rowwise, FORMATS[name])
-    return found
-
-
 @pytest.mark.parametrize("name", [*RECAST, "tensorwise", "128x128", "256x256-e5m2"])
-def test_which_kernels_derive_columns_without_a_matrix_of_values(interpreter, name):
-    by_tile = {
-        support.ROWWISE: ["amax_of_code_columns", "recast_by_lines"],
-        support.VECTOR: ["recast_by_vectors"],
-    }
-    expected = by_tile.get(FORMATS[name].tile, ["transpose_codes"])
-    assert interpreter(launches_of_derivations, name) == expected
+@interpreted
+def test_which_kernels_derive_columns_without_a_matrix_of_values(name):
+    """Torch's operators do nothing."""
+    rowwise = rowwise_of(FORMATS[name])
+    with mock.patch.multiple(reference, dequantize=None, transposed=None), launched() as found:
+        quantize_cuda.derive_columnwise(rowwise, FORMATS[name])
+    by_lines = ["amax_of_code_columns", "recast_by_lines"]
+    by_tile = {support.ROWWISE: by_lines, support.VECTOR: ["recast_by_vectors"]}
+    assert found == by_tile.get(FORMATS[name].tile, ["transpose_codes"])
 
 
 @interpreted

@@ -207,9 +207,8 @@ UNLIKE = {
 @pytest.mark.parametrize("name", [*TENTH, *UNLIKE])
 def test_scales_of_one_byte_are_blackwells(why_not_on, name):
     a, b = (TENTH | UNLIKE)[name]
-    gpus = [
-        (capability, cuda) for capability in ((9, 0), (10, 0), (12, 0)) for cuda in ("12.6", "12.8", None)
-    ]
+    capabilities, cudas = ((9, 0), (10, 0), (12, 0)), ("12.6", "12.8", None)
+    gpus = [(capability, cuda) for capability in capabilities for cuda in cudas]
     found = {gpu: why_not_on(*gpu, a, b) for gpu in gpus}
     fits = [gpu for gpu, reason in found.items() if reason is None]
     assert fits == ([((10, 0), "12.8"), ((12, 0), "12.8")] if name in TENTH else [])

@@ -9,6 +9,7 @@ from f8sub.kernels.scales import PriorScale, scales_or_nan, shard_amax
 from f8sub.kernels.triton import shard_amaxes, support
 from f8sub.kernels.triton.shard_amaxes import Matrix
 from tests.data_sets import edge_values, generator, make
+from tests.kernels.interpreted import interpreted
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,9 +104,8 @@ def table_of_amaxes() -> torch.Tensor:
 
 def scales(device: str) -> None:
     amax = table_of_amaxes()
-    past = torch.ldexp(
-        torch.rand(amax.shape, generator=generator(5)) + 1.0, torch.arange(len(amax)) % 200 - 100
-    )
+    mantissas = torch.rand(amax.shape, generator=generator(5)) + 1.0
+    past = torch.ldexp(mantissas, torch.arange(len(amax)) % 200 - 100)
     past[::3] = 0.0
     for format in FORMATS:
         for through in DTYPES:
@@ -132,27 +132,17 @@ def test_scales_of_many_amaxes(interpreter):
     interpreter(scales, "cpu")
 
 
-def what_is_left() -> list[bool]:
+@interpreted
+def test_what_no_launch_takes():
     data, device = torch.zeros(64, 128), torch.device("cpu")
-    others = [
-        (data, Tile(1, 32)),
-        (data, Tile(32, 32)),
-        (data, Tile(ALL, 1)),
-        (data, Tile(128, ALL)),
-        (data.t(), WHOLE),
-        (data.double(), WHOLE),
-        (data[:0], WHOLE),
-    ]
-    found = [shard_amaxes.takes(Matrix(matrix, tile, (0, 0), 0, 4), device) for matrix, tile in others]
-    found.append(shard_amaxes.takes(Matrix(data, WHOLE, (0, 0), 0, 1), torch.device("meta")))
+    others = [(data, Tile(*edges)) for edges in ((1, 32), (32, 32), (ALL, 1), (128, ALL))]
+    others += [(matrix, WHOLE) for matrix in (data.t(), data.double(), data[:0])]
+    for matrix, tile in others:
+        assert not shard_amaxes.takes(Matrix(matrix, tile, (0, 0), 0, 4), device)
+    assert not shard_amaxes.takes(Matrix(data, WHOLE, (0, 0), 0, 1), torch.device("meta"))
     for format in (Float8Format(E4M3, WHOLE, ScaleRule.E8M0), Float8Format(E2M1, WHOLE)):
-        found.append(shard_amaxes.takes_amaxes(torch.zeros(4), format, torch.bfloat16))
-    found.append(shard_amaxes.takes_amaxes(torch.zeros(4), FORMATS[0], torch.float64))
-    return found
-
-
-def test_what_no_launch_takes(interpreter):
-    assert not any(interpreter(what_is_left))
+        assert not shard_amaxes.takes_amaxes(torch.zeros(4), format, torch.bfloat16)
+    assert not shard_amaxes.takes_amaxes(torch.zeros(4), FORMATS[0], torch.float64)
 
 
 def test_the_cpu_has_none():

@@ -207,15 +207,6 @@ def test_default_tiles_keep_all_multiprocessors_busy():
 
 
 @needs_triton
-@pytest.mark.parametrize("sizes", [{"rows": 256, "cols": 128}, {"rows": 128, "cols": 256, "parts": 2}])
-def test_tiles_that_the_persistent_kernel_does_not_make(sizes):
-    from f8sub.kernels.triton.gemm_launch import Config
-
-    with pytest.raises(ValueError, match="persistent kernel makes tiles of 128x256"):
-        Config(**sizes, stages=4, persistent=True)
-
-
-@needs_triton
 @pytest.mark.parametrize("shape", [(256, 128, 128), (48, 272, 512), (1, 1, 1), (200, 136, 656)])
 @on_each_pair
 def test_descriptors_of_the_persistent_kernel(pair, shape):

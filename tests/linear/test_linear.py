@@ -139,18 +139,6 @@ def test_one_layer_used_twice(recipe):
     assert torch.equal(layer.bias.grad, once[0]["db"] + once[1]["db"])
 
 
-def test_repr_shows_recipe_and_backends():
-    features = "in_features=32, out_features=48, bias=True"
-    assert repr(made("tensorwise")) == f"Float8Linear({features}, tensorwise, scaled_mm)"
-    layer = made(f8sub.get_recipe("tensorwise").with_high_precision(dgrad=True, wgrad=True))
-    layer.plan = dataclasses.replace(layer.plan, wgrad="reference")
-    layer.keep_x = "recompute"
-    assert layer.how == (
-        "tensorwise, dgrad and wgrad in high precision, scaled_mm, dgrad in high precision, wgrad by reference, "
-        "gathered in high precision, keep_x=recompute"
-    )
-
-
 def test_backends_are_those_of_the_device_it_is_called_on():
     """A plan for another device, as of a layer that was moved by ``p.data = t``."""
     layer = made()

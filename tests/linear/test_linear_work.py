@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from tests.counting import Float8Work
-from tests.data_sets import gaussian, generator
 from tests.layers import K, M, N, block, dy_of, gradients, in_float8, made, on_each_recipe, results, x_of
 from tests.models import equal
 
@@ -55,11 +54,13 @@ def test_gemms_nobody_needs_are_not_run(recipe, frozen):
         assert torch.equal(tensor, expected[name]) if needed else tensor is None
 
 
-def test_each_tensor_is_cast_once_a_step():
-    """x, w and dy, each once for both its usages: one scale serves both."""
-    layer = made("tensorwise")
-    work = work_of(lambda: gradients(layer, x_of(M, K)))
+def test_each_tensor_is_cast_once_a_step_and_without_gradients_to_rows_alone():
+    """x, w and dy, each once for both its usages where one scale serves both."""
+    work = work_of(lambda: gradients(made("tensorwise"), x_of(M, K)))
     assert sorted(work.casts) == sorted([(M, K), (N, K), (M, N)])
+    with torch.no_grad():
+        work = work_of(lambda: made("rowwise")(x_of(M, K)))
+    assert sorted(work.casts) == sorted([(M, K), (N, K)])
 
 
 @pytest.mark.parametrize(
@@ -73,13 +74,6 @@ def test_dy_is_cast_for_what_is_needed_alone(frozen, casts):
     y = layer(x_of(M, K).requires_grad_(need_dx))
     work = work_of(lambda: y.backward(dy_of(y)))
     assert work.casts.count((M, N)) == casts
-
-
-def test_no_grad_casts_no_columns():
-    layer = made("rowwise")
-    with torch.no_grad():
-        work = work_of(lambda: layer(gaussian((M, K), generator(1))))
-    assert sorted(work.casts) == sorted([(M, K), (N, K)])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float64], ids=str)

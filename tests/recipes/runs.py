@@ -23,9 +23,8 @@ def quick_settings(folder: Path, options: str = "") -> Settings:
 
 
 def changed(settings: Settings, section: str, **values: Any) -> Settings:
-    return dataclasses.replace(
-        settings, **{section: dataclasses.replace(getattr(settings, section), **values)}
-    )
+    new = dataclasses.replace(getattr(settings, section), **values)
+    return dataclasses.replace(settings, **{section: new})
 
 
 def trainer(world: int, settings: Settings, title: str = "test") -> Trainer:

@@ -27,9 +27,8 @@ def run(folder, output, status=0, lint_status=0):
 
 
 def test_it_runs_everything_and_ends_with_the_closing_line(tmp_path):
-    done = run(
-        tmp_path, "SKIPPED [2] tests/a.py:3: needs a CUDA device\nSKIPPED [1] tests/b.py:7: only on Windows"
-    )
+    skips = "SKIPPED [2] tests/a.py:3: needs a CUDA device\nSKIPPED [1] tests/b.py:7: only on Windows"
+    done = run(tmp_path, skips)
     assert done.returncode == 0
     assert done.stdout.startswith("linted\narguments: --all")
     assert "Skipped: 3 tests" in done.stdout
@@ -48,11 +47,8 @@ def test_a_skip_that_hides_a_missing_install_fails_it(tmp_path, reason):
     assert f"These skips hide something that is not installed:\n1 {reason}" in done.stdout
 
 
-def test_a_failing_test_run_fails_it(tmp_path):
-    assert run(tmp_path, "", status=3).returncode == 3
-
-
-def test_a_failing_lint_fails_it_after_the_tests(tmp_path):
-    done = run(tmp_path, "", lint_status=2)
-    assert done.returncode == 2
+@pytest.mark.parametrize("statuses", [{"status": 3}, {"lint_status": 2}], ids=str)
+def test_a_failing_test_run_fails_it_and_so_does_lint_after_the_tests(tmp_path, statuses):
+    done = run(tmp_path, "", **statuses)
+    assert [done.returncode] == list(statuses.values())
     assert "arguments: --all" in done.stdout

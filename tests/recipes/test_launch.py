@@ -84,17 +84,3 @@ def test_slurm_starts_torchrun_on_every_node_of_the_job(tmp_path, expected):
     settings = quick_settings(tmp_path / "run")
     assert losses(settings) == expected()
     assert [record["amax_all_reduces"] for record in records(settings)] == [1] * settings.training.steps
-
-
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        (("slurm.sh", "recipes/pretrain.py"), "submit this script with sbatch"),
-        (("torchrun.sh",), "no program to run; for example recipes/pretrain.py"),
-    ],
-)
-def test_a_launcher_that_cannot_start_says_why(command, says):
-    words = [LAUNCHERS / command[0], *command[1:]]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment())
-    assert done.returncode != 0
-    assert says in done.stderr

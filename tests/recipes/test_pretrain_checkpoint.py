@@ -261,9 +261,8 @@ def test_in_the_background_the_same_files_are_written(ranks, tmp_path):
     ranks(3, save, tmp_path / "async", [1, 2], 0, True)
     tensors = {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "state.json"}
     for step in (1, 2):
-        expected, found = (
-            manifest_of(tmp_path / kind / f"step-{step:08d}")["files"] for kind in ("sync", "async")
-        )
+        folders = (tmp_path / kind / f"step-{step:08d}" for kind in ("sync", "async"))
+        expected, found = (manifest_of(folder)["files"] for folder in folders)
         assert set(found) == set(expected) == tensors | {".metadata"}
         files = {path.name for path in (tmp_path / "sync" / f"step-{step:08d}").iterdir()}
         assert files == set(found) | {"manifest.json"}
@@ -297,11 +296,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(rank, world, tmp_path):
     meanwhile, broken = checkpoints.newest_whole()
     released.set()
     checkpoints.wait()
-    names, loaded = checkpoints.names(), load(rank, world, folder, "step-00000002")
     assert meanwhile == "step-00000001"
     assert "cut short" in broken["step-00000002"]
-    assert names == ["step-00000002"]
-    state, tensors = loaded
+    assert checkpoints.names() == ["step-00000002"]
+    state, tensors = load(rank, world, folder, "step-00000002")
     assert state == STATE
     assert tensors["sharded"] == torch.randn(7, 3, generator=torch.Generator().manual_seed(2)).tolist()
 

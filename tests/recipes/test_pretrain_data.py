@@ -115,9 +115,8 @@ def test_a_place_in_other_data_is_refused(folder):
 def test_every_format_gives_the_same_documents(tmp_path, suffix):
     path = tmp_path / f"data.{suffix}"
     if suffix == "parquet":
-        pyarrow.parquet.write_table(
-            pyarrow.table({"n": range(40), "text": DOCUMENTS}), path, row_group_size=7
-        )
+        table = pyarrow.table({"n": range(40), "text": DOCUMENTS})
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
     else:
         path.write_text("\n".join(json.dumps({"text": text}) for text in DOCUMENTS))
     assert list(open_source(str(path), "text").documents(0)) == DOCUMENTS
@@ -150,11 +149,7 @@ def test_hidden_files_of_a_folder_are_left_alone(folder):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": ', "a.jsonl, line 2: is not JSON"),
-        (
-            "a.jsonl",
-            b'{"content": "x"}',
-            "line 1: no text in column 'text'; it has content. Set data.text_field",
-        ),
+        ("a.jsonl", b'{"content": "x"}', "no text in column 'text'; it has content. Set data.text_field"),
         ("a.jsonl", b"[1]", "line 1: no text in column 'text'; it has list"),
         ("a.txt", b"\xff\xfe\x00", "a.txt: is not UTF-8 text"),
         ("a.parquet", {"content": ["x"]}, r"a\.parquet: no text in column 'text'; it has content"),

@@ -119,11 +119,7 @@ def test_a_single_process_with_compile_and_activation_checkpointing(tmp_path):
     ("options", "code", "message"),
     [
         (["--float8.recpie", "rowwise"], 2, "--float8.recpie"),
-        (
-            ["--data.source", "/no/such/text"],
-            1,
-            "rank 0: data.source = '/no/such/text': no such file or folder",
-        ),
+        (["--data.source", "/no/text"], 1, "rank 0: data.source = '/no/text': no such file or folder"),
         (["--training.device", "cuda"], 1, "on this machine, which has 0 GPUs"),
     ],
 )

@@ -20,9 +20,8 @@ def test_a_mixture_of_experts(ranks, tmp_path):
     one, three = (ranks(world, full_weights, settings)[0] for world in (1, 3))
     assert all((value == three[name]).all() for name, value in one.items())
     bf16 = changed(changed(settings, "float8", enabled=False), "job", dump_folder=str(tmp_path / "bf16"))
-    linears = changed(
-        changed(settings, "float8", experts=False), "job", dump_folder=str(tmp_path / "linears")
-    )
+    linears = changed(settings, "float8", experts=False)
+    linears = changed(linears, "job", dump_folder=str(tmp_path / "linears"))
     for each in (settings, bf16, linears):
         assert ranks(2, train, each) == [True, True]
     assert losses(settings)[-1] < losses(settings)[0] - 0.3
@@ -45,9 +44,8 @@ def test_gradients_in_float8_are_monitored(ranks, tmp_path):
 def test_a_monitor_measures_and_changes_nothing(ranks, tmp_path):
     options = "--training.steps 5 --float8.recipe rowwise"
     plain = quick_settings(tmp_path / "plain", options)
-    watched = quick_settings(
-        tmp_path / "watched", f"{options} --float8.monitor_every 2 --metrics.tensorboard true"
-    )
+    more = "--float8.monitor_every 2 --metrics.tensorboard true"
+    watched = quick_settings(tmp_path / "watched", f"{options} {more}")
     for settings in (plain, watched):
         assert ranks(2, train, settings) == [True] * 2
     assert losses(watched) == losses(plain)
@@ -67,9 +65,8 @@ def test_a_monitors_rows_go_on_after_a_resume(ranks, tmp_path):
     options = "--float8.monitor_every 1 --checkpoint.interval 2 --training.steps"
     assert ranks(1, train, quick_settings(tmp_path, f"{options} 4")) == [True]
     kept = [row for row in read_metrics(tmp_path / "numerics.jsonl") if row["step"] < 3]
-    assert ranks(1, train, quick_settings(tmp_path, f"{options} 5 --checkpoint.resume step-00000002")) == [
-        True
-    ]
+    resumed = quick_settings(tmp_path, f"{options} 5 --checkpoint.resume step-00000002")
+    assert ranks(1, train, resumed) == [True]
     rows = read_metrics(tmp_path / "numerics.jsonl")
     assert rows[: len(kept)] == kept
     assert list(dict.fromkeys(row["step"] for row in rows)) == [1, 2, 3, 4, 5]

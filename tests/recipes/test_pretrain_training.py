@@ -20,9 +20,7 @@ from tests.wires import gathered_bytes
 
 RECIPES = ("", "tensorwise", "nvfp4", "delayed")
 QUICK = ("delayed",)
-on_each_recipe = pytest.mark.parametrize(
-    "recipe", long_but(QUICK, RECIPES), ids=lambda recipe: recipe or "bf16"
-)
+on_each_recipe = pytest.mark.parametrize("recipe", long_but(QUICK, RECIPES), ids=lambda name: name or "bf16")
 
 
 def float8_options(recipe):
@@ -81,15 +79,11 @@ IN_BACKGROUND = "--float8.recipe delayed --checkpoint.async_mode async"
 GRADIENTS = "--float8.gradients true"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *(pytest.param(float8_options(r), marks=() if r in QUICK else pytest.mark.long) for r in RECIPES),
-        pytest.param(IN_FLOAT16, marks=pytest.mark.long),
-        pytest.param(IN_BACKGROUND, marks=pytest.mark.long),
-        pytest.param(GRADIENTS, marks=pytest.mark.long),
-    ],
-)
+SHORT = [float8_options(recipe) for recipe in QUICK]
+MORE = [*map(float8_options, RECIPES), IN_FLOAT16, IN_BACKGROUND, GRADIENTS]
+
+
+@pytest.mark.parametrize("options", long_but(SHORT, MORE))
 def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, options):
     settings = quick_settings(tmp_path, f"{options} --checkpoint.interval 2")
     assert ranks(2, train, settings) == [True, True]
@@ -105,9 +99,8 @@ def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, options):
 @on_each_recipe
 def test_one_rank_and_gradient_accumulation_train_alike(ranks, tmp_path, recipe):
     two = quick_settings(tmp_path / "two", float8_options(recipe))
-    one = quick_settings(
-        tmp_path / "one", f"{float8_options(recipe)} --training.gradient_accumulation_steps 2"
-    )
+    options = f"{float8_options(recipe)} --training.gradient_accumulation_steps 2"
+    one = quick_settings(tmp_path / "one", options)
     ranks(2, train, two)
     ranks(1, train, one)
     assert losses(one) == pytest.approx(losses(two), rel=2e-2)
@@ -230,8 +223,7 @@ def test_evaluation_is_on_its_own_text_and_changes_nothing(ranks, tmp_path):
 
 
 def test_learning_rate_warms_up_and_falls_along_a_cosine():
-    settings = parse(
-        ["--training.steps", "110", "--lr_scheduler.warmup_steps", "10", "--optimizer.lr", "2.0"]
-    )
+    options = "--training.steps 110 --lr_scheduler.warmup_steps 10 --optimizer.lr 2.0"
+    settings = parse(options.split())
     expected = {0: 0.2, 9: 2.0, 10: 2.0, 60: 2.0 * 0.55, 110: 0.2}
     assert {step: learning_rate(settings, step) for step in expected} == pytest.approx(expected)

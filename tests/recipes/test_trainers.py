@@ -27,10 +27,12 @@ from torch.utils.data import DataLoader
 
 import f8sub
 from tests.models import BF16, update
+from tests.selection import long_but
 
 # Accelerate keeps its state for the process.
 pytestmark = pytest.mark.own_ranks
 
+Weights = dict[str, torch.Tensor]
 STEPS = 1
 """Before the checkpoint, and again after it."""
 
@@ -83,19 +85,12 @@ def recorded(script: ModuleType, *, empty: bool = False) -> Iterator[Record]:
         yield record
 
 
-def weights_of(
-    model: torch.nn.Module, read: Callable[[DTensor], torch.Tensor] = DTensor.to_local
-) -> dict[str, torch.Tensor]:
+def weights_of(model: torch.nn.Module, read: Callable[..., Any] = DTensor.to_local) -> Weights:
     state = model.state_dict()
     return {name: (read(v) if isinstance(v, DTensor) else v).clone() for name, v in state.items()}
 
 
-def uninterrupted(
-    batches: list[dict[str, Any]],
-    policy: MixedPrecisionPolicy = BF16,
-    batches_a_step: int = 1,
-    **options: Any,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def uninterrupted(batches: list[Any], policy=BF16, batches_a_step=1, **options) -> tuple[list, Weights]:
     """Losses and weights of a plain FSDP2 loop over the same batches."""
     record = Record()
     model: Any = f8sub.convert_to_float8(record.of(build_model()), recipe="tensorwise")
@@ -143,7 +138,7 @@ def check_same(record: Record, model: torch.nn.Module, **options: Any) -> None:
         assert torch.equal(found[name], weight), name
 
 
-def check_plain(sharded: Path, key: str | None, expected: dict[str, torch.Tensor]) -> None:
+def check_plain(sharded: Path, key: str | None, expected: Weights) -> None:
     """A checkpoint of torch.distributed.checkpoint holds these tensors and no class of f8sub's."""
     whole = sharded.parent / "whole.pt"
     dcp_to_torch_save(sharded, whole)
@@ -162,7 +157,7 @@ def as_torchrun_would(rank: int, world: int) -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
 
 
-def plainly(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+def plainly(rank: int, world: int, folder: str) -> Weights:
     with recorded(plain_loop) as record:
         first = plain_loop.PlainLoop()
         first.train(STEPS)
@@ -183,14 +178,13 @@ def let_accelerate_shard_on_cpus() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def accelerated(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def accelerated(rank: int, world: int, folder: str, options: dict[str, Any]) -> Weights:
     as_torchrun_would(rank, world)
     let_accelerate_shard_on_cpus()
     with recorded(accelerate_fsdp2, empty=rank > 0 and "cpu_ram_efficient_loading" in options) as record:
         plugin = accelerate_fsdp2.fsdp_plugin(**options)
-        accelerator = Accelerator(
-            cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin
-        )
+        given = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "fsdp_plugin": plugin}
+        accelerator = Accelerator(cpu=True, **given)
         assert accelerator.is_fsdp2
         first = accelerate_fsdp2.AccelerateLoop(accelerator)
         first.train(2 * STEPS)
@@ -207,16 +201,11 @@ def accelerated(rank: int, world: int, folder: str, options: dict[str, Any]) -> 
 
 
 LOADING = {"cpu_ram_efficient_loading": True}
+OPTIONS = [LOADING, {}, {**LOADING, "state_dict_type": "FULL_STATE_DICT"}]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        LOADING,
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param({**LOADING, "state_dict_type": "FULL_STATE_DICT"}, marks=pytest.mark.long),
-    ],
-    ids=["loaded-by-rank-0", "as-default", "full-state-dict"],
+    "options", long_but([LOADING], OPTIONS), ids=["by-rank-0", "as-default", "full-state"]
 )
 def test_accelerate(ranks, tmp_path, options):
     saved = ranks(2, accelerated, str(tmp_path), options)[0]
@@ -228,7 +217,7 @@ def test_accelerate(ranks, tmp_path, options):
     assert all(torch.equal(state[name], value) for name, value in saved.items())
 
 
-def by_trainer(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+def by_trainer(rank: int, world: int, folder: str) -> Weights:
     as_torchrun_would(rank, world)
     with recorded(hf_trainer) as record:
 
@@ -249,7 +238,7 @@ def by_trainer(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     return saved
 
 
-def by_lightning(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+def by_lightning(rank: int, world: int, folder: str) -> Weights:
     as_torchrun_would(rank, world)
     with recorded(lightning_fsdp2) as record:
 

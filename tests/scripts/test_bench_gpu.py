@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import scaled_mm, select
+from f8sub.kernels.gemm import select
 from scripts.bench.gpu import gemms, graphs, linears, quantizers, slices, variants
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES
 from scripts.bench.gpu.session import Session
@@ -65,32 +65,6 @@ def test_every_group_has_figures_of_what_can_run_here(run_script):
     assert GRAPHED in printed
 
 
-def test_how_far_losses_of_replays_may_be_off():
-    launched = [6.0, 5.5, 5.0]
-    assert graphs.compare(launched, launched, launched)["error"] == 0
-    slightly, again = [6.0, 5.5, 5.01], [6.0, 5.5, 5.001]
-    assert graphs.compare(slightly, launched, again)["error"] == pytest.approx(0.01)
-    wrong = [6.0, 5.5, 5.1], [6.0, 5.5, float("nan")]
-    for graphed, twice in ((slightly, launched), (wrong[0], again), (wrong[1], slightly)):
-        with pytest.raises(RuntimeError, match="losses of replayed steps"):
-            graphs.compare(graphed, launched, twice)
-
-
-def test_another_backend_is_found_and_a_wrong_one_not_timed(monkeypatch):
-    def gemm_nt(a, b, out_dtype, fast_accum):
-        return scaled_mm.gemm_nt(a, b, out_dtype, fast_accum) * (1.1 if fast_accum else 1.0)
-
-    other = types.SimpleNamespace(
-        why_not=scaled_mm.why_not, is_traceable=scaled_mm.is_traceable, gemm_nt=gemm_nt
-    )
-    monkeypatch.setitem(select.GEMM, "other", other)
-    run = session()
-    results = gemms.measure(gemms.Problem("product", 32, 48, 64), run, {})
-    assert {"tensorwise, other", "rowwise, other", "rowwise fast, scaled_mm"} <= set(results)
-    assert not any("fast, other" in name for name in results)
-    assert set(run.failed) == {f"gemm product {kind} fast, other" for kind in ("tensorwise", "rowwise")}
-
-
 def test_what_computes_something_wrong_is_not_timed():
     format = quantizers.FORMATS["tensorwise"]
     quantize = quantizers.quantizer_of(reference.quantize, (format, format))
@@ -117,21 +91,21 @@ def test_what_computes_something_wrong_is_not_timed():
     with pytest.raises(RuntimeError, match="gradients"):
         slices.check(trainer, None, (6.0, {**weights, "last": weights["first"]}))
 
+    launched, replayed, again = [6.0, 5.5, 5.0], [6.0, 5.5, 5.01], [6.0, 5.5, 5.001]
+    assert graphs.compare(replayed, launched, again)["error"] == pytest.approx(0.01)
+    for wrong, twice in ((replayed, launched), ([6.0, 5.5, 5.1], again), ([6.0, 5.5, float("nan")], again)):
+        with pytest.raises(RuntimeError, match="losses of replayed steps"):
+            graphs.compare(wrong, launched, twice)
 
-def test_what_raises_is_told_and_the_next_goes_on_unless_there_are_other_ranks(capsys):
+
+def test_what_raises_is_told_and_the_next_goes_on_unless_there_are_other_ranks():
     """Those would be in collectives in which this one is not."""
-    saved = []
-    run, several = session(), session(ranks=2, save=lambda: saved.append(True))
+    run, several = session(), session(ranks=2)
     with run.attempt("one"):
         raise ValueError("broken")
-    with run.attempt("another"):
-        pass
     assert run.failed == {"one": "ValueError: broken"}
-    assert "another: " in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="ValueError: wrong"), several.attempt("this"):
         raise ValueError("wrong")
-    assert several.failed == {"this": "ValueError: wrong"}
-    assert saved
 
 
 def test_the_weight_is_cast_before_every_call():

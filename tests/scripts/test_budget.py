@@ -48,20 +48,5 @@ def test_a_trace_of_less_than_a_step_is_no_account():
         budget.account([kernel("nvjet_qqtst", 100.0, 400.0, 1)])
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cast_parts", "casts"),
-        ("amaxes_of_many", "casts"),
-        ("triton_red_fused__fused_rms_norm_abs_amax", "generated: norms, activations, casts"),
-        ("multiply_groups_persistently", "GEMM"),
-        ("chunk_cat_cuda_kernel", "FSDP2's copies"),
-        ("vectorized_elementwise_kernel", budget.OTHER),
-    ],
-)
-def test_kinds(name, kind):
-    assert budget.kind_of(name) == kind
-
-
 def test_gaps_below_the_limit_do_not_count():
     assert budget.gaps([(0.0, 10.0), (159.0, 200.0), (350.0, 360.0)]) == [150.0]

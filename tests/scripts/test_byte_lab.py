@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.tables import byte_account, byte_lab, keep_x
+from scripts.tables import byte_lab, keep_x
 from scripts.tables.inductor_lab import Buffer, Generated, Kernel, Saved
 
 
@@ -84,17 +84,3 @@ def test_compiled_code_saves_a_byte_an_element_of_x_less(recipe):
     x = byte_lab.TOKENS * byte_lab.WIDTH
     assert float8["saved"] - kept["saved"] == pytest.approx(x, rel=1e-3)
     assert kept["moved"] > float8["moved"]
-
-
-@pytest.mark.long
-def test_the_account_of_a_llama(monkeypatch, capsys):
-    pytest.importorskip("triton")
-    monkeypatch.setattr("sys.argv", ["byte_account.py", "--size", "debug", "--keep-x", "float8"])
-    byte_account.main()
-    shown = capsys.readouterr().out
-    rows = [line for line in shown.splitlines() if line.startswith("model.layers.*.")]
-    assert [row.split()[0].rpartition(".")[2] for row in rows] == [
-        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
-    ]
-    # Each of 4 layers of 768 x 256: float32, a byte, half of bf16's two.
-    assert "x float8 3.15 0.786 / 0 0.786 / 1.57 8.39" in " ".join(rows[4].split())

@@ -22,9 +22,8 @@ def test_rows_take_the_gpus_that_are_there(gpus):
 @of_0_2
 def test_a_section_on_cpus(run_script):
     on_cpus = ("--gpus", "2", "--program", "tests.features.torchtitan.cpu_0_2", "--f8sub.emulate")
-    done = run_script(
-        "bench/many_gpus.py", "--sections", "layouts", *on_cpus, *SMALL, *SHORT, "--compile.no-enable"
-    )
+    options = ("--sections", "layouts", *on_cpus, *SMALL, *SHORT, "--compile.no-enable")
+    done = run_script("bench/many_gpus.py", *options)
     assert done.returncode == 0
     losses = [of["loss"] for of in done.figures["figures"]["layouts"].values()]
     assert len(losses) == 3

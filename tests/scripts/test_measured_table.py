@@ -11,16 +11,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "estimate.md"
 
 def test_the_page_shows_the_table(monkeypatch):
     written = {}
-    monkeypatch.setattr(
-        "scripts.table.write_between_markers", lambda name, text: written.update({name: text})
-    )
+    monkeypatch.setattr("scripts.table.write_between_markers", written.__setitem__)
     monkeypatch.setattr("sys.argv", [measured.__file__, "--write-docs"])
     measured.main()
     table, _, _ = written["measured"].partition("\n\n<sub>")
     assert f"<!-- begin measured -->\n{table}\n\n<sub>" in PAGE.read_text()
-
-
-def test_a_row_a_figure(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["measured.py", "--all", "--json", str(tmp_path / "rows.json")])
-    measured.main()
-    assert (tmp_path / "rows.json").read_text().count("tokens_per_s") == 35

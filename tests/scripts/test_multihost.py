@@ -3,26 +3,21 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.namespaces import MULTIHOST, environment, left_behind, needs_hosts, start
+from tests.namespaces import left_behind, needs_hosts, start
 
 PAYLOAD = 1_500_000
-BURST = 256 * 1024
 SEND = f"""
 import os, socket, time
 if os.environ["NODE_RANK"] == "0":
     connection, address = socket.create_server(("host0", 29500)).accept()
-    begun = time.perf_counter()
-    received = len(connection.makefile("rb").read())
-    print(received, "bytes from", address[0], "after", time.perf_counter() - begun)
+    print(len(connection.makefile("rb").read()), "bytes from", address[0])
 else:
     sending = socket.socket()
     while sending.connect_ex(("host0", 29500)):
@@ -31,21 +26,16 @@ else:
 """
 
 
-def sent(*options: str) -> tuple[float, dict[str, tuple[int, int]]]:
-    """Host 1 sends the payload to host 0: the seconds it took, and (sent, received) of each host's interface."""
-    run = start("--hosts", "2", *options, sys.executable, "-c", SEND)
-    output, errors = run.communicate(timeout=600)
-    assert run.returncode == 0, errors
-    received, address, seconds = re.search(r"host0  (\d+) bytes from (\S+) after (\S+)", output).groups()
-    assert (int(received), address) == (PAYLOAD, "10.77.0.2")
-    assert left_behind(run) == []
-    counters = re.findall(r"(host\d+)  eth0 sent (\d+) bytes, received (\d+) bytes", errors)
-    return float(seconds), {host: (int(out), int(into)) for host, out, into in counters}
-
-
 @needs_hosts
 def test_hosts_reach_each_other_and_the_kernel_counts_what_they_send():
-    _, counters = sent()
+    """Host 1 sends the payload to host 0."""
+    run = start("--hosts", "2", sys.executable, "-c", SEND)
+    output, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors
+    assert f"host0  {PAYLOAD} bytes from 10.77.0.2" in output
+    assert left_behind(run) == []
+    counted = re.findall(r"(host\d+)  eth0 sent (\d+) bytes, received (\d+) bytes", errors)
+    counters = {host: (int(out), int(into)) for host, out, into in counted}
     assert counters.keys() == {"host0", "host1"}
     sent_by_1, received_by_0 = counters["host1"][0], counters["host0"][1]
     # Headers are 5 % of full frames at most; a busy machine sends small ones too, and some again.
@@ -53,12 +43,6 @@ def test_hosts_reach_each_other_and_the_kernel_counts_what_they_send():
     assert abs(received_by_0 - sent_by_1) < 0.01 * PAYLOAD
     for count in (counters["host0"][0], counters["host1"][1]):
         assert 0 < count < 0.1 * PAYLOAD
-
-
-@needs_hosts
-def test_a_limited_link_is_no_faster_than_its_rate():
-    seconds, _ = sent("--rate", "8mbit")
-    assert seconds >= (PAYLOAD - BURST) * 8 / 8e6
 
 
 @needs_hosts
@@ -112,51 +96,3 @@ def test_it_gives_up_in_time_even_on_a_process_that_ignores_sigterm():
     assert run.returncode == 124
     assert "gave up after 1 seconds" in errors
     assert left_behind(run) == []
-
-
-@needs_hosts
-def test_a_network_that_cannot_be_built_is_taken_down_again():
-    run = start("--rate", "fast", "true")
-    _, errors = run.communicate(timeout=600)
-    assert run.returncode != 0
-    assert 'illegal value for "rate": "fast"' in errors
-    assert left_behind(run) == []
-
-
-def refused(*arguments: str | Path, **how) -> str:
-    done = subprocess.run(
-        arguments, capture_output=True, text=True, timeout=600, **{"env": environment()} | how
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    return done.stderr
-
-
-def test_without_root_it_says_so():
-    anybody = {"user": 65534} if os.geteuid() == 0 else {}
-    with MULTIHOST.open() as script:  # where it lies, not everybody may read
-        message = refused("bash", "-s", "true", stdin=script, **anybody)
-    assert message == "multihost.sh: network namespaces need root: run it with sudo -E\n"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="root is what it asks for first")
-def test_without_iproute2_it_says_what_to_install(tmp_path):
-    for tool in ("bash", "env", "id"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    message = refused("/bin/bash", MULTIHOST, "true", env={"PATH": str(tmp_path)})
-    assert message == "multihost.sh: ip is not there. On Debian and Ubuntu: apt install iproute2 util-linux\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "no command to run on the hosts"),
-        ("--hosts 0 true", "--hosts 0: from 1 to 200"),
-        ("--hosts two true", "--hosts two: from 1 to 200"),
-        ("--timeout 1h true", "--timeout 1h: whole seconds"),
-        ("--rate", "--rate needs a value"),
-        ("--speed 1 true", "unknown option --speed"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, message):
-    assert message in refused(MULTIHOST, *arguments.split())

@@ -21,14 +21,11 @@ def median_row(recipe: str, product: str, seed: int) -> float:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_scale_a_token_keeps_the_gradients_of_small_tokens_and_one_e4m3_scale_for_all_loses_them(seed):
+    """And the whole product hides what the median row shows."""
     assert min(median_row(recipe, "dx", seed) for recipe in ("rowwise", "blockwise")) >= 28
-    assert median_row(recipe_errors.E4M3_GRADIENTS, "dx", seed) < 10
     assert median_row("tensorwise", "dx", seed) >= 24
-
-
-def test_the_whole_product_hides_what_the_median_row_shows():
     recipe = recipe_errors.recipes()[recipe_errors.E4M3_GRADIENTS]
-    dx = recipe_errors.measure(recipe, IMBALANCED)["dx"]
+    dx = recipe_errors.measure(recipe, IMBALANCED, seed)["dx"]
     assert dx["sqnr"] >= 28
     assert dx["median_row_sqnr"] < 10
 

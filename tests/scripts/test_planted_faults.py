@@ -18,9 +18,3 @@ def test_a_fault_can_be_planted(name):
     files = [argument.partition("::")[0] for argument in fault.tests if argument.startswith("tests/")]
     assert files
     assert [file for file in files if not (ROOT / file).exists()] == []
-
-
-def test_a_fault_whose_line_is_gone_is_named():
-    fault = next(iter(FAULTS.values()))
-    with pytest.raises(SystemExit, match="occurs 0 times"):
-        fault.planted("")

@@ -25,11 +25,8 @@ FORMATS = {
     "16x16-e2m1": Float8Format(E2M1, Tile(16, 16), ScaleRule.TWO_LEVEL),
 }
 on_each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
-BUFFERS = [
-    f"{usage}_{part}"
-    for usage in ("rowwise", "columnwise")
-    for part in ("data", "scale_inv", "global_scale_inv")
-]
+PARTS = ("data", "scale_inv", "global_scale_inv")
+BUFFERS = [f"{usage}_{part}" for usage in ("rowwise", "columnwise") for part in PARTS]
 
 
 def matrix(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -60,9 +57,8 @@ def test_deriving_a_usage(name):
     """From a weight's rowwise codes: what ``quantize(..., operand="w")`` derives."""
     format = FORMATS[name]
     gemm = f8sub.GemmSpec(a=format, b=format)
-    weight = f8sub.quantize(
-        matrix(), f8sub.Recipe(name="same", fprop=gemm, dgrad=gemm, wgrad=gemm), operand="w"
-    )
+    recipe = f8sub.Recipe(name="same", fprop=gemm, dgrad=gemm, wgrad=gemm)
+    weight = f8sub.quantize(matrix(), recipe, operand="w")
     derived = f8sub.quantize(matrix(), format, columnwise=False)
     derived.update_usage(columnwise=True)
     assert_same_bits(derived.columnwise, weight.columnwise)
@@ -91,9 +87,7 @@ def test_deriving_that_would_round_twice_is_an_error(wanted, name):
 
 def test_a_usage_of_half_a_byte_is_not_derived():
     tensor = f8sub.quantize(torch.ones(13, 16), FORMATS["16x16-e2m1"], columnwise=False)
-    with pytest.raises(
-        f8sub.Float8ShapeError, match=r"columnwise.*multiple of 2 elements, and they would have 13"
-    ):
+    with pytest.raises(f8sub.Float8ShapeError, match=r"columnwise.*multiple of 2 .* they would have 13"):
         tensor.update_usage(columnwise=True)
 
 
@@ -119,11 +113,6 @@ def test_dropping_the_last_usage_is_an_error_and_changes_nothing(dropped):
     assert tensor.rowwise is not None
 
 
-def test_neither_usage_is_an_error():
-    with pytest.raises(f8sub.Float8ConfigError, match="got neither"):
-        Float8Tensor(None, None, torch.float32)
-
-
 @pytest.mark.parametrize(
     "usages", [{}, {"columnwise": False}, {"rowwise": False}], ids=["both", "rowwise", "columnwise"]
 )
@@ -146,14 +135,6 @@ def test_flatten_and_unflatten(format, usages):
 def test_it_holds_nothing_but_codes_scales_formats_and_dtype():
     tensor = f8sub.quantize(matrix(), FORMATS["rowwise"])
     assert set(vars(tensor)) == {*BUFFERS, "rowwise_format", "columnwise_format"}
-
-
-def test_repr_says_what_it_is():
-    tensor = f8sub.quantize(matrix(torch.bfloat16), FORMATS["rowwise"], columnwise=False)
-    text = repr(tensor)
-    assert text == "Float8Tensor((48, 160), rowwise=e4m3[1xall,power_of_2], dtype=torch.bfloat16)"
-    assert "columnwise=e4m3[1xall,power_of_2]" in repr(tensor.t())
-    assert "rowwise=" not in repr(tensor.t())
 
 
 @on_each_format
@@ -191,30 +172,9 @@ def test_codes_that_share_a_byte_are_made_of_whole_bytes(shape):
     assert f8sub.quantize(torch.ones(shape), FORMATS["1x16-e2m1"], **{usage: False}).shape == shape
 
 
-@pytest.mark.parametrize("shape", [(), (16,), (2, 3, 16)], ids=["0d", "1d", "3d"])
-def test_quantize_takes_matrices(shape):
-    x = gaussian(shape, generator(2))
-    with pytest.raises(f8sub.Float8ShapeError, match="takes a matrix"):
-        f8sub.quantize(x, FORMATS["tensorwise"])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64], ids=str)
-def test_quantize_takes_floating_point(dtype):
-    x = torch.zeros(16, 16, dtype=dtype)
-    with pytest.raises(TypeError, match=str(dtype)):
-        f8sub.quantize(x, FORMATS["tensorwise"])
-
-
-def test_quantize_for_no_usage_is_an_error():
-    with pytest.raises(f8sub.Float8ConfigError, match="nothing to quantize"):
-        f8sub.quantize(matrix(), FORMATS["tensorwise"], rowwise=False, columnwise=False)
-
-
 def test_quantize_of_what_the_recipe_keeps_in_high_precision_is_an_error():
-    gemm, none = (
-        f8sub.GemmSpec(a=FORMATS["tensorwise"], b=FORMATS["tensorwise"]),
-        f8sub.GemmSpec(a=None, b=None),
-    )
+    gemm = f8sub.get_recipe("tensorwise").fprop
+    none = f8sub.GemmSpec(a=None, b=None)
     recipe = f8sub.Recipe(name="fprop only", fprop=gemm, dgrad=none, wgrad=none)
     assert f8sub.quantize(matrix(), recipe, operand="w").columnwise is None
     with pytest.raises(f8sub.Float8ConfigError, match="nothing to quantize"):
@@ -226,3 +186,24 @@ def test_quantize_reads_no_attribute_that_a_user_set():
     expected = f8sub.quantize(x, "tensorwise")
     x.plain = True
     assert_same_bits(f8sub.quantize(x, "tensorwise").rowwise, expected.rowwise)
+
+
+def test_neither_usage_is_an_error():
+    with pytest.raises(f8sub.Float8ConfigError, match="got neither"):
+        Float8Tensor(None, None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("x", "usages", "error", "message"),
+    [
+        *((torch.ones(size), {}, f8sub.Float8ShapeError, "takes a matrix") for size in ((), 16, (2, 3, 16))),
+        *(
+            (torch.zeros(16, 16).to(d), {}, TypeError, str(d))
+            for d in (torch.int32, torch.bool, torch.complex64)
+        ),
+        (matrix(), {"rowwise": False, "columnwise": False}, f8sub.Float8ConfigError, "nothing to quantize"),
+    ],
+)
+def test_quantize_takes_matrices_of_floating_point_for_a_usage(x, usages, error, message):
+    with pytest.raises(error, match=message):
+        f8sub.quantize(x, FORMATS["tensorwise"], **usages)

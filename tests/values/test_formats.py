@@ -63,25 +63,6 @@ def test_the_errors_are_value_errors():
     assert issubclass(f8sub.Float8RankMismatchError, RuntimeError)
 
 
-SCALE_SHAPES = {
-    "tensorwise": ((ALL, ALL), (33, 48), (1, 1)),
-    "rowwise": ((1, ALL), (33, 48), (33, 1)),
-    "columns": ((ALL, 1), (33, 48), (1, 48)),
-    "1x128-ragged": ((1, 128), (5, 300), (5, 3)),
-    "128x128-ragged": ((128, 128), (129, 128), (2, 1)),
-    "1x32": ((1, 32), (2, 64), (2, 2)),
-    "larger-than-the-matrix": ((256, 256), (16, 16), (1, 1)),
-    "no-rows": ((1, ALL), (0, 16), (0, 1)),
-    "no-rows-tensorwise": ((ALL, ALL), (0, 16), (1, 1)),
-}
-
-
-@pytest.mark.parametrize("name", SCALE_SHAPES, ids=list(SCALE_SHAPES))
-def test_number_of_scales(name):
-    edges, shape, expected = SCALE_SHAPES[name]
-    assert Tile(*edges).scale_shape(shape) == expected
-
-
 def test_a_transposed_tile_covers_the_transposed_matrix():
     tile = Tile(1, 128)
     assert tile.t() == Tile(128, 1)

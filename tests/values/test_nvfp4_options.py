@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import f8sub
 from f8sub.kernels import reference
 from tests import oracle
 from tests.budgets import decibels, excess, gamma
-from tests.compiling import Mlps, compile_blocks, differences, train
+from tests.compiling import compile_blocks, differences, mlps, train
+from tests.contract.test_linear_numerics import converted, step
 from tests.data_sets import make
-from tests.models import seed_weights
 
 OPTIONS = {
     "stochastic": {"stochastic_rounding": True},
@@ -21,16 +20,9 @@ OPTIONS = {
 on_each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 
 
-def gradients(
-    x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(w)
-    model = f8sub.convert_to_float8(nn.Sequential(layer), recipe=f8sub.get_recipe("nvfp4", **options))
-    x = x.clone().requires_grad_()
-    model(x).backward(dy)
-    return x.grad, layer.weight.grad
+def gradients(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
+    results = step(converted(f8sub.get_recipe("nvfp4", **options), w), x, dy)
+    return results["dx"], results["dw"]
 
 
 @pytest.mark.parametrize("rows", [1, 13, 16, 40], ids=str)
@@ -39,10 +31,8 @@ def test_the_transform_cancels_in_wgrad_for_any_number_of_rows(rows):
     x, w, dy = make("gaussian", (rows, 48), 1), make("gaussian", (32, 48), 2), make("gaussian", (rows, 32), 3)
     dx, dw = gradients(x, w, dy, hadamard=True)
     spec = f8sub.get_recipe("nvfp4", hadamard=True).wgrad
-    dy_col, x_col = (
-        reference.dequantize(reference.quantize(t, None, f)[1], torch.float32).double().numpy()
-        for t, f in ((dy, spec.a), (x, spec.b))
-    )
+    columns = (reference.quantize(t, None, format)[1] for t, format in ((dy, spec.a), (x, spec.b)))
+    dy_col, x_col = (reference.dequantize(each, torch.float32).double().numpy() for each in columns)
     product = dy_col @ x_col.T
     # A rotation keeps the norms of rows, which bound a sum of products; rotating 16 numbers back rounds 17 times.
     norms = np.linalg.norm(dy_col, axis=1)[:, None] * np.linalg.norm(x_col, axis=1)
@@ -70,8 +60,8 @@ def test_compiled_training_is_eager_training_bitwise(options):
     recipe, runs = f8sub.get_recipe("nvfp4", **options), []
     for compiled in (False, True):
         torch._dynamo.reset()
-        model = f8sub.convert_to_float8(seed_weights(Mlps()), recipe=recipe)
+        model = f8sub.convert_to_float8(mlps(None), recipe=recipe)
         torch.manual_seed(5)
         runs.append(train(compile_blocks(model) if compiled else model))
     assert differences(runs[1], runs[0]) == []
-    assert differences(train(f8sub.convert_to_float8(seed_weights(Mlps()), recipe="nvfp4")), runs[0]) != []
+    assert differences(train(f8sub.convert_to_float8(mlps(None), recipe="nvfp4")), runs[0]) != []

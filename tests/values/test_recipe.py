@@ -30,9 +30,8 @@ def recipe_of(w_rowwise: Float8Format, w_columnwise: Float8Format) -> Recipe:
 
 
 def test_one_direction_in_high_precision_has_nothing_to_derive():
-    recipe = Recipe(
-        name="mine", fprop=GemmSpec(a=ROW_FLOAT, b=ROW_FLOAT), dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION
-    )
+    fprop, others = GemmSpec(a=ROW_FLOAT, b=ROW_FLOAT), dict.fromkeys(("dgrad", "wgrad"), HIGH_PRECISION)
+    recipe = Recipe(name="mine", fprop=fprop, **others)
     assert recipe.formats("w") == (ROW_FLOAT, None)
 
 
@@ -154,9 +153,8 @@ def test_fast_accumulation_in_fprop_only():
         assert recipe.fprop.fast_accum == (recipe.fprop.a.tile.cols == ALL), name
 
 
-COMBINATIONS = [
-    names for count in (1, 2, 3) for names in itertools.combinations(("fprop", "dgrad", "wgrad"), count)
-]
+GEMMS = ("fprop", "dgrad", "wgrad")
+COMBINATIONS = [names for count in (1, 2, 3) for names in itertools.combinations(GEMMS, count)]
 
 
 @pytest.mark.parametrize("gemms", COMBINATIONS, ids="-".join)

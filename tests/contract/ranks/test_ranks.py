@@ -33,37 +33,28 @@ def test_a_test_of_a_rank_runs_on_the_ranks(rank, world):
     assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
 
 
-def _rank_one_fails(rank: int, world: int) -> None:
-    if rank == 1:
+def _rank_one(rank: int, world: int, how: str) -> None:
+    if rank == 1 and how == "fails":
         raise ValueError("rank one has a reason")
-
-
-def test_a_failure_names_the_rank_and_its_reason(ranks):
-    with pytest.raises(RankFailure, match=r"(?s)1 of 3 ranks failed.*rank 1: .*rank one has a reason"):
-        ranks(3, _rank_one_fails)
-
-
-def _rank_one_dies(rank: int, world: int) -> None:
-    if rank == 1:
+    if rank == 1 and how == "dies":
         os._exit(3)
-
-
-def test_a_rank_that_dies_is_reported(ranks):
-    with pytest.raises(RankFailure, match="rank 1: died without an answer"):
-        ranks(2, _rank_one_dies)
-
-
-def _hangs(rank: int, world: int) -> None:
     if rank == 1:
         faulthandler.dump_traceback(file=2)
         print("after it showed where it stood", flush=True)
         time.sleep(600)
 
 
-def test_a_rank_that_hangs_is_killed_and_shows_where_it_stood_and_all_that_it_said(ranks):
-    told = r"(?s)rank 1: no answer within 4 s; killed.*in _hangs.*after it showed where it stood"
-    with pytest.raises(RankFailure, match=told):
-        ranks(2, _hangs, timeout=4.0)
+FAILURES = {
+    "fails": "1 of 3 ranks failed.*rank 1: .*rank one has a reason",
+    "dies": "rank 1: died without an answer",
+    "hangs": "rank 1: no answer within 4 s; killed.*in _rank_one.*after it showed where it stood",
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failure_names_the_rank_and_its_reason_and_a_rank_that_hangs_is_killed(ranks, how):
+    with pytest.raises(RankFailure, match=f"(?s){FAILURES[how]}"):
+        ranks(3, _rank_one, how, timeout=4.0)
 
 
 def test_a_nursery_that_does_not_answer_is_a_failure(monkeypatch):

@@ -102,34 +102,30 @@ def initialized_again(model: nn.Module, folder: str) -> None:
     nn.init.normal_(model.layers[0].weight, std=10.0)
 
 
-class KernelOfItsOwn(torch.optim.Optimizer):
-    """Writes to memory as CUDA kernels of optimizers in 8 bits do: no operator and no version counter shows it."""
+class Writing(torch.optim.Optimizer):
+    """Writes to this rank's parts of weights by a function of its own."""
 
-    def __init__(self, parameters, factor: float) -> None:
-        super().__init__(parameters, {"factor": factor})
-
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                if count := shard.numel():
-                    memory = (ctypes.c_float * count).from_address(shard.data_ptr())
-                    memory[:] = [group["factor"] * value for value in memory]
-
-
-class BypassingDispatch(torch.optim.Optimizer):
-    """Writes where no operator of the weight's shows it, as generated code does."""
-
-    def __init__(self, parameters) -> None:
-        super().__init__(parameters, {})
+    def __init__(self, parameters, write: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(parameters, {"write": write})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                weight = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                with torch._C._DisableTorchDispatch():
-                    torch.ops.aten.mul_.Scalar(weight, 20.0)
+                group["write"](parameter.to_local() if hasattr(parameter, "to_local") else parameter)
+
+
+def by_a_kernel(weight: torch.Tensor) -> None:
+    """As CUDA kernels of optimizers in 8 bits do: no operator and no version counter shows it."""
+    if count := weight.numel():
+        memory = (ctypes.c_float * count).from_address(weight.data_ptr())
+        memory[:] = [20.0 * value for value in memory]
+
+
+def bypassing_dispatch(weight: torch.Tensor) -> None:
+    """Where no operator of the weight's shows it, as generated code does."""
+    with torch._C._DisableTorchDispatch():
+        torch.ops.aten.mul_.Scalar(weight, 20.0)
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -138,8 +134,8 @@ MUTATIONS: dict[str, Mutation] = {
     "adamw-foreach": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=True),
     "adamw-fused": optimizer_step(torch.optim.AdamW, lr=3.0, fused=True),
     "sgd": optimizer_step(torch.optim.SGD, lr=3e3),
-    "kernel-of-its-own": optimizer_step(KernelOfItsOwn, factor=20.0),
-    "bypassing-dispatch": optimizer_step(BypassingDispatch),
+    "kernel-of-its-own": optimizer_step(Writing, write=by_a_kernel),
+    "bypassing-dispatch": optimizer_step(Writing, write=bypassing_dispatch),
     "load_state_dict": load_state_dict,
     "set_model_state_dict": set_state_dict,
     "in-place": without_gradients(lambda model: model.layers[0].weight.mul_(20.0)),
@@ -166,9 +162,7 @@ def compiled_optimizer(model: nn.Module, folder: str) -> None:
     from torchao.optim import AdamW8bit
 
     torch._inductor.config.compile_threads = 1
-    optimizer = AdamW8bit(model.parameters(), lr=3.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer_step(AdamW8bit, lr=3.0)(model, folder)
 
 
 def assign_data_then_write_to_it(model: nn.Module, folder: str) -> None:
@@ -264,9 +258,7 @@ def after(
     return y.detach()
 
 
-def on_a_rank(
-    rank: int, world: int, mutation: str, recipe: str, folder: str, weight: str = "master"
-) -> list[torch.Tensor]:
+def on_a_rank(rank, world, mutation: str, recipe: str, folder: str, weight: str = "master") -> list:
     return [after(mutation, f"{folder}/{p}", recipe, True, p, weight) for p in (False, True)]
 
 

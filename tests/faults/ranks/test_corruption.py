@@ -11,9 +11,8 @@ def outcomes(rank: int, world: int, folder: str, count: int, blind: bool) -> dic
     if blind:
         Checkpoints.problem = lambda self, name: ""
     found = corruption.of_checkpoints(Path(folder), count, seed=1)
-    return {
-        outcome: sum(of.get(outcome, 0) for of in found.values()) for of in found.values() for outcome in of
-    }
+    outcomes = {outcome for of in found.values() for outcome in of}
+    return {outcome: sum(of.get(outcome, 0) for of in found.values()) for outcome in outcomes}
 
 
 def test_each_of_600_damages_is_refused_clearly_or_loads_right(ranks, tmp_path):

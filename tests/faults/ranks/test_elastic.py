@@ -29,9 +29,8 @@ STEPS = 2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def sharded(
-    world: int, recipe: str, replicas: int = 1, spread: float = 0.0
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(world: int, recipe: str, replicas: int = 1, spread: float = 0.0) -> tuple:
+    """A model and its optimizer."""
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=names)
     mesh = mesh if replicas > 1 else mesh["shard"]
@@ -66,9 +65,7 @@ def save(rank: int, world: int, folder: str, recipe: str) -> dict[str, torch.Ten
     return what_is_gathered(model)
 
 
-def resume(
-    rank: int, world: int, folder: str, recipe: str, replicas: int
-) -> tuple[dict[str, torch.Tensor], float]:
+def resume(rank: int, world: int, folder: str, recipe: str, replicas: int) -> tuple[dict, bool]:
     """What is gathered after loading over other weights whose scales were in use, and a loss that goes on from it."""
     model, optimizer = sharded(world, recipe, replicas, spread=2.0)
     train(model, rank, steps=1, optimizer=optimizer)

@@ -18,9 +18,8 @@ POINTS = ("amax all-reduce", "async save")
 
 def torchrun(folder: Path, kill_at: str) -> subprocess.CompletedProcess:
     """Two ranks, of which one dies once; both are started once more."""
-    launch = (
-        "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 --monitor-interval 0.1"
-    )
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1"
+    launch += " --monitor-interval 0.1"
     mode = "async" if "async" in kill_at else "disabled"
     options = f"{QUICK} {OPTIONS} --checkpoint.async_mode {mode}".replace("--training.steps 4 ", "")
     return subprocess.run(

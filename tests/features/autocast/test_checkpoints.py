@@ -58,18 +58,13 @@ def test_an_optimizer_that_steps_in_backward_does_not_hide_a_context_around_a_re
         y.backward(dy_of(y))
 
 
-def test_a_reentrant_checkpoint_in_a_context_of_the_layers_own_recipe():
-    assert equal(results(block(), checkpointed(True, f8sub.autocast(OWN))), results(block()))
-
-
 @on_each_recipe
 def test_a_repeated_forward_whose_layer_backward_begins_with(recipe):
     """As the last layer of a pipeline's stage is: the engine does not count the node that it begins with."""
 
     def layers(recipe: str) -> nn.Module:
-        return f8sub.convert_to_float8(
-            seed_weights(nn.Sequential(nn.Linear(K, N), nn.Linear(N, K))), recipe=recipe
-        )
+        model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K))
+        return f8sub.convert_to_float8(seed_weights(model), recipe=recipe)
 
     found = results(layers(OWN), checkpointed(False, f8sub.autocast(recipe)))
     assert equal(found, results(layers(recipe)))
@@ -81,6 +76,7 @@ def test_a_repeated_forward_outside_of_contexts_uses_the_layers_own(reentrant):
         block()(x_of(M, K))
     assert equal(results(block(), checkpointed(reentrant), f8sub.autocast(OTHER)), results(block()))
     assert equal(results(block(), checkpointed(reentrant)), results(block()))
+    assert equal(results(block(), checkpointed(reentrant, f8sub.autocast(OWN))), results(block()))
 
 
 @REENTRANT
@@ -141,7 +137,10 @@ def test_evaluation_in_a_context_does_not_stop_a_reentrant_checkpoint():
     assert equal([y, x.grad, *(p.grad for p in model.parameters())], results(block()))
 
 
-def test_nothing_is_remembered_where_no_context_was_entered(monkeypatch):
+def test_nothing_is_remembered_where_no_context_was_entered_or_nothing_is_repeated(monkeypatch):
+    model = block()
+    results(model, under(f8sub.autocast(OTHER)))
+    assert not any(layer in plan_in_use._records for layer in model.modules())
     monkeypatch.setattr(plan_in_use.sockets, "context_plan", None)
     model = block()
     for reentrant in (True, False):
@@ -151,12 +150,6 @@ def test_nothing_is_remembered_where_no_context_was_entered(monkeypatch):
         pass
     results(model, checkpointed(False))
     assert all(layer in plan_in_use._records for layer in (model.gate, model.up, model.down))
-
-
-def test_nothing_is_remembered_without_a_checkpoint():
-    model = block()
-    results(model, under(f8sub.autocast(OTHER)))
-    assert not any(layer in plan_in_use._records for layer in model.modules())
 
 
 def test_what_is_remembered_dies_with_the_graph():

@@ -6,9 +6,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import f8sub
-from tests.compiling import compile_blocks
-from tests.layers import OTHER, OWN, K, results, under
-from tests.models import equal, seed_weights
+from tests.compiling import compile_blocks, mlps
+from tests.layers import OTHER, OWN, results, under
+from tests.models import equal
 
 MINE = f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)
 
@@ -16,21 +16,8 @@ MINE = f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-class Layers(nn.Module):
-    """Blocks of one layer, to be compiled one by one."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(K, K)) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.sin(block(x))
-        return x
-
-
 def layers(recipe: str, blocks: int = 1, backend: str = "auto") -> nn.Module:
-    return f8sub.convert_to_float8(seed_weights(Layers(blocks)), recipe=recipe, backend=backend)
+    return f8sub.convert_to_float8(mlps(None, blocks), recipe=recipe, backend=backend)
 
 
 def test_around_compiled_blocks_each_recipe_has_one_graph():
@@ -84,9 +71,7 @@ def test_inside_a_full_graph(second):
         except torch._dynamo.exc.InternalTorchDynamoError as error:
             if "frozen dataclass" not in str(error):
                 raise
-            pytest.skip(
-                "dynamo of this torch, 2.11 for one, takes contexts inside compiled code by name alone"
-            )
+            pytest.skip("dynamo of this torch, 2.11 for one, takes contexts in compiled code by name alone")
     outer = under(f8sub.autocast("rowwise_with_gw_hp"))
     for around in (under(), outer):
         expected = results(eager, around)
@@ -115,5 +100,5 @@ def test_a_decorated_function_inside_a_full_graph():
 def test_a_recipe_that_cannot_run_is_refused_as_in_eager():
     model = layers(OWN, backend="scaled_mm")
     model.compile(backend="aot_eager")
-    with pytest.raises(f8sub.Float8ConfigError, match=r"blocks\.0\.0: recipe 'blockwise' of the context"):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"blocks\.0\.gate: recipe 'blockwise' of the context"):
         results(model, under(f8sub.autocast("blockwise")))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.convert.models import K, converted, reasons
+from tests.convert.models import K, reasons
 
 HEADS = [
     *("lm_head", "output", "head", "heads", "score", "classifier", "classification_head", "embed_out"),
@@ -139,12 +139,3 @@ def test_a_limit_that_was_asked_for_has_no_exceptions():
     assert left(sized((1024, 1024), (1024, 16)), min_dim=0) == []
     with pytest.raises(f8sub.Float8ConfigError, match=r"below min_dim=128.*Pass a smaller min_dim"):
         f8sub.convert_to_float8(sized((64, 64)), min_dim=128)
-
-
-def test_all_reasons_together_and_none_of_them_on_request():
-    parts = ("q.base_layer", "q.lora_A.default", "moe.gate", "moe.experts.0.up")
-    names = [f"layers.0.{part}" for part in parts]
-    model = f8sub.convert_to_float8(model_of(*names, "output"))
-    assert converted(model) == [names[0], names[3]]
-    assert "skip_defaults=False converts these too" in str(f8sub.conversion_report(model))
-    assert left(model_of(*names, "output"), skip_defaults=False) == []

@@ -12,6 +12,7 @@ from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.features.host_quantizer import host_quantizer
 from f8sub.formats import E2M1
 from f8sub.kernels import quantize, reference, scales
+from f8sub.kernels.scales import PriorScale
 from tests.data_sets import gaussian, generator
 from tests.kernels.products import assert_same_bits
 
@@ -26,13 +27,22 @@ on_each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FO
 
 shapes = st.tuples(st.integers(1, 9), st.integers(1, 17))
 formats = st.sampled_from(list(FORMATS.values()))
+pasts = st.builds(
+    lambda scale, covers: PriorScale(torch.full((1, 1), scale), 3, covers),
+    st.sampled_from([0.0, 1e-30, 0.7, 3e20, 2.0**126]),
+    st.booleans(),
+)
 
 
-def assert_same(x: torch.Tensor, rowwise: Float8Format | None, columnwise: Float8Format | None) -> None:
-    found = host_quantizer.quantize_on_cpu(x, rowwise, columnwise)
-    for ours, right in zip(found, reference.quantize(x, rowwise, columnwise), strict=True):
+def assert_same(x: torch.Tensor, row: Float8Format | None, col: Float8Format | None, prior=None) -> None:
+    found, expected = (
+        quantize(x, row, col, prior=prior)
+        for quantize in (host_quantizer.quantize_on_cpu, reference.quantize)
+    )
+    for ours, right in zip(found[:2], expected[:2], strict=True):
         assert_same_bits(ours, right)
         assert ours is None or ours.data.is_contiguous()
+    torch.testing.assert_close(found[2], expected[2], rtol=0, atol=0, equal_nan=True)
 
 
 @st.composite
@@ -50,9 +60,9 @@ def matrices(draw):
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(x=matrices(), row=st.none() | formats, col=st.none() | formats)
-def test_quantize_is_the_references(x, row, col):
-    assert_same(x, row, col)
+@given(x=matrices(), row=st.none() | formats, col=st.none() | formats, past=st.none() | pasts)
+def test_quantize_is_the_references(x, row, col, past):
+    assert_same(x, row, col, past)
 
 
 @on_each_format

@@ -178,9 +178,8 @@ def test_a_checkpoint_of_float32_weights_becomes_the_masters():
     other.load_state_dict(optimizer.state_dict())
     assert equal(masters_of(other), list(model.parameters()))
     states = other.state_dict()["state"]
-    assert all(
-        torch.equal(states[i]["exp_avg"], s["exp_avg"]) for i, s in optimizer.state_dict()["state"].items()
-    )
+    for i, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(states[i]["exp_avg"], state["exp_avg"])
 
 
 def test_what_is_written_to_a_bf16_weight_is_its_masters_next_value():
@@ -279,9 +278,8 @@ def test_a_primary_weight_that_something_holds_on_to_says_so_when_it_is_unfrozen
 def test_closures_see_the_weights_of_their_step(kind):
     """LBFGS evaluates its closure at several points of one step."""
     model = made(kind)
-    optimizer = f8sub.optim.MasterWeights(
-        torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=6, tolerance_change=0)
-    )
+    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=6, tolerance_change=0)
+    optimizer = f8sub.optim.MasterWeights(lbfgs)
     losses = []
 
     def closure() -> torch.Tensor:

@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import f8sub
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.weights.master_weight import MasterWeight
-from tests.data_sets import gaussian, generator
 from tests.layers import K, N, dy_of, x_of
 from tests.models import float8_layers, seed_weights
 from tests.selection import long_but
@@ -27,9 +26,7 @@ def plain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return seed_weights(nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))).to(dtype)
 
 
-def made(
-    recipe: str = "tensorwise", dtype: torch.dtype = torch.float32, primary: bool = True
-) -> nn.Sequential:
+def made(recipe: str = "tensorwise", dtype: torch.dtype = torch.float32, primary: bool = True) -> nn.Module:
     return f8sub.convert_to_float8(plain(dtype), recipe=recipe, primary_weights=primary)
 
 
@@ -51,26 +48,14 @@ def kinds(model: nn.Module) -> set[type]:
 
 @on_each_dtype
 @on_each_recipe
-def test_conversion_keeps_the_initial_values_and_the_optimizer_takes_them_exactly(recipe, dtype):
-    model, initial = made(recipe, dtype), plain(dtype).state_dict()
-    assert all(issubclass(kind, MasterWeight) for kind in kinds(model))
-    optimizer = wrapped(model)
-    assert all(issubclass(kind, PrimaryWeight) for kind in kinds(model))
-    masters = dict(
-        zip(initial, (p for g in optimizer.optimizer.param_groups for p in g["params"]), strict=True)
-    )
-    for name, master in masters.items():
-        assert master.dtype == torch.float32
-        assert torch.equal(master, initial[name].float())
-    assert model[0].weight.dtype == dtype
-
-
-@on_each_dtype
-@on_each_recipe
 def test_training_is_that_of_high_precision_weights(recipe, dtype):
     """Outputs, gradients and weights of float32 weights, or of bf16 weights with masters, bit for bit."""
     model, other = made(recipe, dtype), made(recipe, dtype, primary=False)
+    assert all(issubclass(kind, MasterWeight) for kind in kinds(model))
     optimizer = wrapped(model)
+    assert all(issubclass(kind, PrimaryWeight) for kind in kinds(model))
+    assert {p.dtype for p in optimizer.optimizer.param_groups[0]["params"]} == {torch.float32}
+    assert model[0].weight.dtype == dtype
     expected = wrapped(other) if dtype == torch.bfloat16 else torch.optim.AdamW(other.parameters(), lr=1e-2)
     for seed in range(5):
         assert torch.equal(step(model, optimizer, seed), step(other, expected, seed))
@@ -216,13 +201,6 @@ def test_it_reads_as_the_tensor_it_stands_for():
     assert "PrimaryWeight" in repr(weight)
 
 
-def test_fresh_zeros_that_fsdp_makes_are_good_for_nothing_else():
-    model = made()
-    wrapped(model)
-    with pytest.raises(f8sub.Float8ConfigError, match=r"torch\.zeros"):
-        model[0].weight.new_zeros(3) + 1
-
-
 def test_a_model_pickles_and_copies_as_high_precision():
     model = made(dtype=torch.bfloat16)
     wrapped(model)
@@ -294,20 +272,6 @@ def test_tied_weights_stay_tied():
     assert not torch.equal(model[0].weight, before)
 
 
-def test_gaussian_values_survive_what_a_narrow_state_dict_cannot_hold():
-    """A bf16 state dict loaded back into a bf16 model leaves the float32 masters as they were."""
-    model = made(dtype=torch.bfloat16)
-    optimizer = wrapped(model)
-    step(model, optimizer)
-    master = optimizer.optimizer.param_groups[0]["params"][0]
-    with torch.no_grad():
-        master.add_(1e-4 * gaussian(tuple(master.shape), generator(0)))
-    before = master.detach().clone()
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    assert torch.equal(master, before)
-    assert not torch.equal(master.bfloat16().float(), master)
-
-
 @pytest.mark.parametrize("recipe", long_but(["tensorwise", "mxfp8", "rowwise_with_gw_hp"], RECIPES))
 @pytest.mark.parametrize(
     "dtype", long_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=["fp32", "bf16"]
@@ -355,6 +319,5 @@ def test_weights_that_were_restored_take_an_optimizer_with_masters(dtype):
     assert [master.dtype for master in masters] == [torch.float32] * len(values)
     assert all(torch.equal(m.detach().clone().to(dtype), v) for m, v in zip(masters, values, strict=True))
     step(model, optimizer)
-    assert not any(
-        map(torch.equal, values, (layer.weight.detach().clone() for layer in float8_layers(model)))
-    )
+    trained = (layer.weight.detach().clone() for layer in float8_layers(model))
+    assert not any(map(torch.equal, values, trained))

@@ -14,14 +14,14 @@ from f8sub.features.tools.byte_account import Bytes
 from f8sub.linear import float8_linear
 from tests.convert.models import mlp
 from tests.data_sets import gaussian, generator
-from tests.kept_x import WIDTH, Blocks, is_derivable, model_of, nodes_of
+from tests.kept_x import WIDTH, blocks, is_derivable, model_of, nodes_of
 from tests.models import Stack, float8_layers, seed_weights
 
 RECIPES = f8sub.recipe_names()
 WAYS = ("auto", "float8", "high_precision", "recompute")
 TOKENS = 24
 SAVED_ANYWAY = ("o", "down")
-"""In ``Blocks``: attention's result, and relu's."""
+"""In ``blocks``: attention's result, and relu's."""
 
 CASES = [(r, w) for r in RECIPES for w in WAYS if w != "recompute" or is_derivable(r)]
 on_each_case = pytest.mark.parametrize(("recipe", "way"), CASES, ids=["-".join(case) for case in CASES])
@@ -48,7 +48,7 @@ def saved_by(y: torch.Tensor, model: nn.Module, is_ours: Callable[[str], bool]) 
 @pytest.mark.parametrize("frozen", [(), ("q", "up")], ids=["", "frozen"])
 @on_each_case
 def test_saved(recipe, way, frozen):
-    model = model_of(recipe, way, Blocks(2))
+    model = model_of(recipe, way, blocks(2))
     for name in frozen:
         getattr(model.blocks[0], name).weight.requires_grad_(False)
     x = gaussian((2, TOKENS // 2, WIDTH), generator(1)).requires_grad_()
@@ -58,13 +58,13 @@ def test_saved(recipe, way, frozen):
 
 
 def test_saved_in_high_precision():
-    model = seed_weights(Blocks(2))
+    model = seed_weights(blocks(2))
     x = gaussian((2, TOKENS // 2, WIDTH), generator(1)).requires_grad_()
     saved = saved_by(model(x), model, lambda name: name in ("MmBackward0", "AddmmBackward0"))
     found = account(model)
     assert found.here == found.high_precision
     assert found.here.saved == saved == 2 * 4 * TOKENS * 2 * WIDTH  # of q, k, v; of up
-    assert account(model_of("tensorwise", "auto", Blocks(2))).high_precision == found.here
+    assert account(model_of("tensorwise", "auto", blocks(2))).high_precision == found.here
 
 
 def test_names_that_share_and_that_are_saved_are_the_callers_to_give():
@@ -118,20 +118,6 @@ def test_operands_that_backward_makes(recipe, way, any_layout):
     assert made > 0
 
 
-def test_the_table_has_equal_layers_in_one_row():
-    model = model_of("tensorwise", {"o": "high_precision"}, Blocks(3))
-    text = str(f8sub.conversion_report(model, TOKENS).bytes)
-    title, header, *rows, total = text.splitlines()
-    assert title == f"{TOKENS} tokens"
-    assert header.split()[:5] == ["MB", "here", "/", "in", "bfloat16"]
-    names = [row.split()[0] for row in rows]
-    assert names == [f"blocks.*.{name}" for name in ("q", "k", "v", "o", "up", "down")]
-    assert all(row.split()[1:3] == ["3", "x"] for row in rows)
-    assert "tensorwise, x high_precision" in rows[3]
-    assert total.split()[:3] == ["all", "18", "x"]
-    assert len({len(line) for line in (header, *rows)}) == 1
-
-
 def test_several_layers_take_the_sum_and_the_largest_transient():
     model = model_of("tensorwise", "auto")
     found = account(model)
@@ -149,7 +135,7 @@ def test_without_tokens_there_is_no_account_and_with_them_the_report_reads_the_s
 
 def test_a_model_on_meta():
     with torch.device("meta"):
-        model = Blocks()
+        model = blocks()
     found = account(f8sub.convert_to_float8(model)).here
     here = account(model_of("tensorwise", "auto")).here
     assert dataclasses.astuple(found)[:4] == dataclasses.astuple(here)[:4]

@@ -18,14 +18,11 @@ OPTIMIZERS = {
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
     "adamw-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),
     "sgd-momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
-    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
-    "adamax": (torch.optim.Adamax, {"lr": 1e-2}),
-    "asgd": (torch.optim.ASGD, {"lr": 1e-2}),
-    "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
-    "radam": (torch.optim.RAdam, {"lr": 1e-2}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
-    "rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+    **{
+        name.lower(): (getattr(torch.optim, name), {"lr": 1e-2})
+        for name in ("Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
+    },
 }
 FUSED = [name for name in OPTIMIZERS if "fused" in name]
 STEPS, BAD_STEPS = 6, (0, 2, 3)

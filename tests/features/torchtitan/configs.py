@@ -63,16 +63,7 @@ class SequenceParallelAttention(Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
 
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **others: Any,
-    ) -> torch.Tensor:
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, enable_gqa=False, **others) -> torch.Tensor:
         """Of (batch, tokens, heads, features) each, whose names are those that torchtitan shards by."""
         queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
         first = current_spmd_mesh().get_local_rank("cp") * queries

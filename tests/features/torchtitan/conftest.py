@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.features.torchtitan import runs
+from tests.features.torchtitan import gloo, runs
 from tests.ranks import Nursery
 
 _nursery = pytest.StashKey[Nursery]()
@@ -16,13 +16,8 @@ _nursery = pytest.StashKey[Nursery]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any("any_titan" in getattr(item, "fixturenames", ()) for item in session.items)
     if wanted and runs.installed() in runs.CPU:
-        session.config.stash[_nursery] = Nursery.start(runs.CPU[runs.installed()])
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    nursery = config.stash.get(_nursery, None)
-    if nursery is not None:
-        nursery.stop()
+        nursery = session.config.stash[_nursery] = Nursery.start(runs.CPU[runs.installed()])
+        session.config.add_cleanup(nursery.stop)
 
 
 @pytest.fixture(scope="session")
@@ -47,9 +42,7 @@ def titan_0_2(any_titan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 def _of_version(version: str, ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     if runs.installed() != version:
-        pytest.skip(
-            f"of torchtitan {version}, here is {runs.installed()}: scripts/test_torchtitan.sh has both"
-        )
+        pytest.skip(f"of titan {version}, here is {runs.installed()}: scripts/test_torchtitan.sh has both")
     return ranks
 
 
@@ -57,7 +50,7 @@ def _of_version(version: str, ranks: Callable[..., list[Any]]) -> Callable[..., 
 def assets(any_titan: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer and a data set."""
     folder = tmp_path_factory.mktemp("titan")
-    any_titan(1, runs.make_assets, folder)
+    any_titan(1, gloo.make_assets, folder)
     return folder
 
 

@@ -82,9 +82,8 @@ def configured(arguments: list[str], folder: Path, *, emulate: bool = True) -> A
     if checkpointed:
         options.append(f"--activation_checkpoint.mode={checkpointed.removesuffix('_ac')}")
         options.append("--activation_checkpoint.selective_ac_option=op")
-    return ConfigManager().parse_args(
-        [f"--job.config_file={job_file(arm, folder, emulate=emulate)}", *options]
-    )
+    file = job_file(arm, folder, emulate=emulate)
+    return ConfigManager().parse_args([f"--job.config_file={file}", *options])
 
 
 def spelled(option: str) -> list[str]:

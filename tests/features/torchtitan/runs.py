@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from f8sub.features.delayed.layers import states_of
+from tests.features.torchtitan import gloo
 
 
 def installed() -> str | None:
@@ -25,19 +26,11 @@ CPU = {"0.3": "tests.features.torchtitan.cpu", "0.2": "tests.features.torchtitan
 """What makes each version run on CPUs."""
 
 
-def make_assets(rank: int, world: int, folder: Path) -> None:
-    from tests.features.torchtitan import gloo
-
-    gloo.make_assets(rank, world, folder)
-
-
 def trainer_of(rank: int, arguments: list[str], folder: Path) -> Any:
     return importlib.import_module(CPU[installed()]).trainer_of(rank, arguments, folder)
 
 
 def train(rank: int, world: int, arguments: list[str], folder: Path, count: bool = False) -> dict[str, Any]:
-    from tests.features.torchtitan import gloo
-
     return gloo.train(trainer_of(rank, arguments, folder), count=count)
 
 

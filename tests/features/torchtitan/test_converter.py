@@ -156,9 +156,8 @@ def test_what_a_spec_did_after_building_optimizers_is_done_first():
     from f8sub import titan
 
     done = []
-    spec = dataclasses.replace(
-        model_registry("debugmodel"), post_optimizer_build_fn=lambda *given: done.append(given)
-    )
+    spec = model_registry("debugmodel")
+    spec = dataclasses.replace(spec, post_optimizer_build_fn=lambda *given: done.append(given))
     spec = titan.with_float8(spec)
     model = on_meta(spec.model).to_empty(device="cpu")
     optimizer = torch.optim.SGD(model.parameters())
@@ -211,27 +210,18 @@ def test_a_mistake_is_an_error_when_the_model_is_built(options, says):
 
 
 @alone
-def test_scales_without_float8_are_an_error():
+def test_scales_without_float8_or_of_a_weight_that_is_f8subs_no_more_are_an_error():
     from torchtitan.components.optimizer import default_adamw
 
     from f8sub import titan
 
-    model = on_meta(debugmodel()).to_empty(device="cpu")
-    config = titan.precompute_scales(default_adamw(lr=1e-3))
-    with pytest.raises(f8sub.Float8ConfigError, match=r"f8sub\.titan\.float8"):
-        config.build(model_parts=[model])
-
-
-@alone
-def test_a_weight_that_is_f8subs_no_more_is_an_error_with_its_name():
-    from torchtitan.components.optimizer import default_adamw
-
-    from f8sub import titan
-
-    model = on_meta(debugmodel(converter())).to_empty(device="cpu")
+    configs = debugmodel(), debugmodel(converter())
+    plain, model = (on_meta(config).to_empty(device="cpu") for config in configs)
     lost = model.layers["4"].feed_forward.w2
     lost.weight = torch.nn.Parameter(lost.weight.plain.clone())
     config = titan.precompute_scales(default_adamw(lr=1e-3))
+    with pytest.raises(f8sub.Float8ConfigError, match=r"f8sub\.titan\.float8"):
+        config.build(model_parts=[plain])
     with pytest.raises(f8sub.Float8ConfigError, match=r"1 of 30.*layers\.4\.feed_forward\.w2 \(Parameter\)"):
         config.build(model_parts=[model])
 

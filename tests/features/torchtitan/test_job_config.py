@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 import f8sub
-from tests.features.torchtitan import pipelined, runs
-from tests.features.torchtitan.test_training import TP
+from tests.features.torchtitan import runs
 
 pytestmark = pytest.mark.usefixtures("titan_0_2")
 alone = functools.partial(runs.alone, titan="titan_0_2")
 
 
-def parsed(
-    folder: Path, section: str, *options: str, job: str = 'custom_config_module = "f8sub.titan"'
-) -> Any:
+BY_NAME = 'custom_config_module = "f8sub.titan"'
+
+
+def parsed(folder: Path, section: str, *options: str, job: str = BY_NAME) -> Any:
     """A job's config, of a TOML file and options of the command line."""
     from torchtitan.config import ConfigManager
 
@@ -120,23 +119,3 @@ def test_a_config_without_the_section_is_an_error_that_says_how_to_have_it(tmp_p
     config = parsed(tmp_path, "", job='description = "without"')
     with pytest.raises(f8sub.Float8ConfigError, match=r"custom_config_module=f8sub\.titan"):
         converted_by(config)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    torch.__version__ >= TorchVersion("2.13"),
-    reason="on torch 2.13 torchtitan 0.2 compiles no tensor parallelism: scripts/test_torchtitan.sh has 2.11",
-)
-@pytest.mark.parametrize("arm", ["bf16", "f8sub", "f8sub --f8sub.no-emulate"])
-def test_asynchronous_tensor_parallelism_changes_no_bit(titan_0_2, assets, train, arm):
-    """What is gathered is multiplied in bf16, and quantized first in float8: there nothing is fused.
-
-    Nor are products of float8, of ``torch._scaled_mm``, with what is made of their sums.
-    """
-    options = f'{TP} training.dtype="bfloat16"'
-    losses, ran = titan_0_2(2, pipelined.train, f"{arm} {options}".split(), assets)[0]
-    assert losses == train(2, f"{arm} {options}")
-    steps, blocks, passes = 5, 2, 2
-    fused = {"fused_all_gather_matmul": 2 * passes, "fused_matmul_reduce_scatter": 2}
-    expected = {name: count * blocks * steps for name, count in fused.items()}
-    assert ran == (expected if arm == "bf16" else {})

@@ -176,9 +176,8 @@ def test_both_arms_of_the_convergence_test_train_and_are_compared(assets, tmp_pa
     for arm in ("bf16", "float8"):
         folder = tmp_path / arm
         folder.mkdir()
-        said = launched(
-            f"convergence.sh {arm}", assets, folder, *batch, "--compile.no-enable", *ON_TORCH_2_13
-        )
+        options = (*batch, "--compile.no-enable", *ON_TORCH_2_13)
+        said = launched(f"convergence.sh {arm}", assets, folder, *options)
         assert "gradient accumulation steps 2" in said
         by_step = dict(re.findall(r"step: +(\d) +loss: +([\d.]+)", said))  # both ranks print each step
         told[arm] = [float(loss) for loss in by_step.values()]

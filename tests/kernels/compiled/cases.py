@@ -69,10 +69,8 @@ class Case:
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
             out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
             part = Part(x, format, torch.bfloat16, (0, 0), scale, out.stride(0))
-            return [
-                part_launch.part_cast(part, out),
-                *part_launch.Parts([part, part], [0, out.numel()]).launches(out),
-            ]
+            together = part_launch.Parts([part, part], [0, out.numel()])
+            return [part_launch.part_cast(part, out), *together.launches(out)]
         if what:
             known, scale = what == "known", torch.empty(1, 1, device="meta")
             past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)

@@ -117,9 +117,8 @@ def test_a_rank_that_always_comes_alone_leaves_few_keys(on_ranks, monkeypatch):
     monkeypatch.setattr(agreement, "PATIENCE", datetime.timedelta(milliseconds=1))
 
     def alone(name: str) -> Callable[[int], Any]:
-        return lambda rank: (
-            None if rank else [agreement.all_arrive(f"{name}/{i}", WORLD) for i in range(POINTS)]
-        )
+        points = [f"{name}/{i}" for i in range(POINTS)]
+        return lambda rank: None if rank else [agreement.all_arrive(point, WORLD) for point in points]
 
     _, kept = on_ranks(alone("a"))
     answers, more = on_ranks(alone("b"))

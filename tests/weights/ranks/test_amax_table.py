@@ -19,6 +19,7 @@ from tests.data_sets import gaussian, generator
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
 from tests.models import Stack, seed_weights
+from tests.selection import long_but
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,9 +45,8 @@ def change(model: nn.Module, step: int) -> None:
 
 def steps(recipe: str, columns: bool, device: str) -> list[tuple[str, torch.Tensor]]:
     """Tables after the first call, a change, with NaN and infinity in shards, and after a weight got other memory."""
-    model = f8sub.convert_to_float8(
-        seed_weights(Stack(96, 304, 160, 48)).bfloat16().to(device), recipe=recipe
-    )
+    model = seed_weights(Stack(96, 304, 160, 48)).bfloat16().to(device)
+    f8sub.convert_to_float8(model, recipe=recipe)
     model.layers[1].float()
     placement = (lambda parameter: Shard(1)) if columns else None
     for layer in model.layers:
@@ -66,20 +66,8 @@ def steps(recipe: str, columns: bool, device: str) -> list[tuple[str, torch.Tens
 
 def differences(recipe: str, columns: bool, device: str) -> tuple[list[str], list[str], int]:
     """Tensors that differ from what torch's operators make, kernels launched, and how often launches were planned."""
-    from f8sub.kernels.triton import launcher
-
-    launched: list[str] = []
-    run = launcher.Launch.run
-
-    def counted(self: launcher.Launch) -> None:
-        launched.append(self.kernel.fn.__name__)
-        run(self)
-
     planned = mock.Mock(wraps=shard_amaxes.amaxes)
-    with (
-        mock.patch.object(launcher.Launch, "run", counted),
-        mock.patch.object(shard_amaxes, "amaxes", planned),
-    ):
+    with interpreted.launched() as launched, mock.patch.object(shard_amaxes, "amaxes", planned):
         found = steps(recipe, columns, device)
     with mock.patch.object(quantize_cuda.support, "takes", return_value=False):
         expected = steps(recipe, columns, device)
@@ -93,19 +81,12 @@ def differences(recipe: str, columns: bool, device: str) -> tuple[list[str], lis
     return wrong, launched, planned.call_count
 
 
+QUICK = [("tensorwise", 2, False), ("delayed", 1, False), ("blockwise", 3, False), ("mxfp8", 2, False)]
+MORE = [("rowwise", 3, False), ("blockwise", 2, True), ("gridquant", 2, False)]
+
+
 @needs_triton
-@pytest.mark.parametrize(
-    ("recipe", "world", "columns"),
-    [
-        ("tensorwise", 2, False),
-        ("delayed", 1, False),
-        pytest.param("rowwise", 3, False, marks=pytest.mark.long),
-        ("blockwise", 3, False),
-        pytest.param("blockwise", 2, True, marks=pytest.mark.long),
-        pytest.param("gridquant", 2, False, marks=pytest.mark.long),
-        ("mxfp8", 2, False),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "world", "columns"), long_but(QUICK, [*QUICK, *MORE]))
 def test_tables_are_those_of_torchs_operators(rank, world, recipe, columns):
     # What decides whether kernels are interpreted is read when triton's own are defined.
     for name in list(sys.modules):

@@ -9,6 +9,7 @@ import f8sub
 from tests.compiling import WIDTH, compile_blocks, differences, mlps, train
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, precompute, shard
+from tests.selection import long_but
 from tests.wires import ONE_RECIPE_A_WIRE
 
 POLICIES = {"fp32": None, "bf16": BF16}
@@ -23,33 +24,25 @@ def under(wrapper: str, recipe: str, policy: str, *, compiled: bool, all_gather:
     return shard(model, POLICIES[policy])
 
 
-CASES = {
-    "ddp": ("ddp", "fp32", True),
-    "fsdp-fp32": ("fsdp", "fp32", True),
-    "fsdp-bf16": ("fsdp", "bf16", True),
-    "fsdp-high-precision-gather": ("fsdp", "bf16", False),
-}
-
-
-QUICK = {("rowwise", "fsdp-bf16")}
-OTHERS = [(recipe, "fsdp-bf16") for recipe in ONE_RECIPE_A_WIRE if (recipe, "fsdp-bf16") not in QUICK]
-OTHERS += [("rowwise", "ddp"), ("tensorwise", "fsdp-fp32"), ("rowwise", "fsdp-high-precision-gather")]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "case"), [*sorted(QUICK), *(pytest.param(*other, marks=pytest.mark.long) for other in OTHERS)]
+CASES = [(recipe, "fsdp", "bf16", True) for recipe in ONE_RECIPE_A_WIRE]
+CASES += [("tensorwise", "fsdp", "fp32", True), ("rowwise", "fsdp", "bf16", False)]
+CASES += [("rowwise", "ddp", "fp32", True)]
+on_each_case = pytest.mark.parametrize(
+    ("recipe", "wrapper", "policy", "all_gather"), long_but([("rowwise", "fsdp", "bf16", True)], CASES)
 )
-def test_compiled_blocks_are_bitwise_eager_and_never_recompile(rank, world, recipe, case):
-    wrapper, policy, all_gather = CASES[case]
+
+
+@on_each_case
+def test_compiled_blocks_are_bitwise_eager(rank, world, recipe, wrapper, policy, all_gather):
+    """And never recompile."""
     torch._dynamo.reset()
     eager = train(under(wrapper, recipe, policy, compiled=False, all_gather=all_gather), steps=4, rank=rank)
     torch._dynamo.utils.counters.clear()
     compiled = train(under(wrapper, recipe, policy, compiled=True, all_gather=all_gather), steps=4, rank=rank)
-    found = {"differences": differences(compiled, eager), "graphs": compiled.graphs, "eager": eager.graphs}
-    assert found["differences"] == []
-    assert found["eager"] == [0] * 4
-    assert found["graphs"][0] > 0
-    assert found["graphs"][2:] == [found["graphs"][1]] * 2
+    assert differences(compiled, eager) == []
+    assert eager.graphs == [0] * 4
+    assert compiled.graphs[0] > 0
+    assert compiled.graphs[2:] == [compiled.graphs[1]] * 2
 
 
 def test_guards_make_no_operand_of_a_gathered_weight(rank, world):

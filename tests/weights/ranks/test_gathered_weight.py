@@ -31,17 +31,10 @@ takes them: of the last ones the sharded weight alone is looked at."""
 on_each_recipe = pytest.mark.parametrize("recipe", long_but((*QUICK, "blockwise"), RECIPES))
 """By default those of ``on_each``, and tiles of which several shards hold rows."""
 
-on_each_recipe_and_world = pytest.mark.parametrize(
-    ("recipe", "world"),
-    long_but(
-        [(recipe, world) for recipe in (*QUICK, "blockwise") for world in (1, 2, 3)],
-        [
-            (r, world)
-            for r in RECIPES
-            for world in ((1, 2, 3, 5, 7) if r in ("blockwise", "mxfp8") else (1, 2, 3))
-        ],
-    ),
-)
+CASES = [(recipe, world) for recipe in RECIPES for world in (1, 2, 3)]
+SHORT = [case for case in CASES if case[0] in (*QUICK, "blockwise")]
+CASES += [(recipe, world) for recipe in ("blockwise", "mxfp8") for world in (5, 7)]
+on_each_recipe_and_world = pytest.mark.parametrize(("recipe", "world"), long_but(SHORT, CASES))
 """Five and seven ranks of tiles that several shards hold, and of scales that follow the codes of a row."""
 
 
@@ -102,10 +95,8 @@ def test_any_number_of_rows(rank, world, recipe):
     found = {}
     for rows in ROWS:
         for name, (policy, dtype) in DTYPES.items():
-            model, weight = (
-                fully_shard(with_weight(recipe, rows), mp_policy=policy),
-                full_weight(rows).to(dtype),
-            )
+            model = fully_shard(with_weight(recipe, rows), mp_policy=policy)
+            weight = full_weight(rows).to(dtype)
             wrong = []
             if rows % MULTIPLE == 0:
                 f8sub.precompute_scales(model)
@@ -181,10 +172,8 @@ def test_shards_of_columns_and_of_replicas(ranks, recipe, layout, world):
 
 @pytest.mark.parametrize("policy", [BF16, None], ids=["bf16", "none"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_under_autocast_a_bf16_policy_makes_it_bitwise_that_without_the_float8_all_gather(
-    rank, world, recipe, policy
-):
-    """Without one codes are cast from float32 here and from bf16 there; docs/numerics.md says how far apart."""
+def test_under_autocast_a_bf16_policy_makes_both_all_gathers_one(rank, world, recipe, policy):
+    """Without a policy codes are cast from float32 here and from bf16 there; docs/numerics.md says how far apart."""
     results = []
     for all_gather in (True, False):
         model = seed_weights(Stack(64, 96, 64))

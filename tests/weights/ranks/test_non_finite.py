@@ -23,25 +23,20 @@ def test_one_rank_s_bad_element_is_everyone_s(rank, world, recipe, value):
     model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 64, 32)), recipe=recipe))
     f8sub.precompute_scales(model)
     x = gaussian((16, 32), generator(rank))
-    clean = model(x).isfinite().all().item()
+    assert model(x).isfinite().all()
     if rank == 1:
         with torch.no_grad():
             model.layers[1].weight.to_local()[3, 5] = BAD[value]
     with Wire() as wire:
         f8sub.precompute_scales(model)
-    poisoned = []
-    for layer in model.layers:
+    assert wire.all_reduces == 1
+    for number, layer in enumerate(model.layers):
         layer.unshard()
-        poisoned.append(layer.weight.dequantize().isnan().any().item())
+        assert layer.weight.dequantize().isnan().any() == (number == 1)
         layer.reshard()
     assert model(x).isnan().any()
     error = refusal(f8sub.Float8NumericsError, f8sub.precompute_scales, model)
-    assert clean
-    assert poisoned == [False, True, False]
-    assert wire.all_reduces == 1
-    assert "layers.1" in error
-    assert "layers.0" not in error
-    assert "layers.2" not in error
+    assert [f"layers.{number}" in error for number in range(3)] == [False, True, False]
 
 
 @on_each_recipe

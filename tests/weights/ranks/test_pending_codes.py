@@ -85,25 +85,21 @@ def test_other_operators_get_the_codes(rank, world):
     assert isinstance(pending, PendingCodes)
     assert isinstance(pending.view(-1).view(torch.uint8), PendingCodes)
     assert own.pending(own.master) is pending
-    into = torch.full_like(codes, 7)
-    into.copy_(pending)
+    assert torch.equal(torch.full_like(codes, 7).copy_(pending), codes)
+    assert torch.equal(pending.clone(), codes)
+    assert torch.equal(pending.view(codes.numel(), 1)[:, 0], codes.view(-1))
     other = shard_of(model.layers[1])
     others = other.layout.stacked(other.cast(other.master))
-    both = torch.full((codes.numel() + others.numel(),), 7, dtype=torch.uint8).split(
-        [codes.numel(), others.numel()]
-    )
+    sizes = [codes.numel(), others.numel()]
+    both = torch.full((sum(sizes),), 7, dtype=torch.uint8).split(sizes)
     pending_codes.cast_into([pending, other.pending(other.master)], both)
-    flat = pending.view(codes.numel(), 1)
+    assert torch.equal(torch.cat(both), torch.cat([codes.view(-1), others.view(-1)]))
     own.pending(MasterWeight(own.master.plain.to("meta")))  # on another device, as under CPU offload
     assert own.pending(own.master) is pending
     offloaded = PendingCodes(own, MasterWeight(own.master.plain.clone()))
     pending_codes.cast_into([offloaded], both[:1])
     copy = weakref.ref(offloaded)
     del offloaded
-    assert torch.equal(into, codes)
-    assert torch.equal(torch.cat(both), torch.cat([codes.view(-1), others.view(-1)]))
-    assert torch.equal(pending.clone(), codes)
-    assert torch.equal(flat[:, 0], codes.view(-1))
     assert copy() is None
 
 
@@ -165,9 +161,8 @@ def test_one_launch_casts_the_weights_of_a_group(rank, world, recipe, aligned):
 
 
 def reference_into(out, x, scale, format, offset, through) -> None:
-    codes = quantize_cuda.reference.codes_as_stored(
-        x.to(through), quantize_cuda.reference.spread(scale, format.tile, x.shape, offset), format
-    )
+    spread = quantize_cuda.reference.spread(scale, format.tile, x.shape, offset)
+    codes = quantize_cuda.reference.codes_as_stored(x.to(through), spread, format)
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
 
 
@@ -215,22 +210,19 @@ def test_a_graph_casts_at_every_gather_and_replays_cast_the_weight_as_it_is(rank
     optimizer.step()
     optimizer.zero_grad()
     f8sub.precompute_scales(model)
-    with graph.capture(), pytest.raises(f8sub.Float8ConfigError) as early:
+    with graph.capture(), pytest.raises(f8sub.Float8ConfigError, match=r"layers\.0.*precompute_scales"):
         model.layers[0].unshard()
     model(x).square().sum().backward()
     before = gathered_inputs(model)
     with graph.capture():
         model(x)
         model(x)
-    recorded = len(graph.casts)
+    assert len(graph.casts) == 2 * 2
     optimizer.step()
     f8sub.precompute_scales(model)
     with graph.capture(), pytest.raises(f8sub.Float8ConfigError, match="call it after each optimizer step"):
         f8sub.precompute_scales(model)
     replayed, now = graph.replay(), gathered_inputs(model)
-    assert "layers.0" in str(early.value)
-    assert "precompute_scales" in str(early.value)
-    assert recorded == 2 * 2
     assert equal(replayed, now * 2)
     assert not any(map(torch.equal, before, now))
 

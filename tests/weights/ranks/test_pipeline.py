@@ -48,10 +48,8 @@ def parts_of(recipe: str, all_gather: bool, mesh: DeviceMesh, stages: int) -> li
         if f8sub.get_recipe(recipe).delayed is not None:
             # Else torch finds out by running the stage on uninitialized memory, whose amaxes are as good as any.
             like = torch.empty(2, 4, WIDTH)
-            shapes = {
-                "input_args": like.clone().requires_grad_(index > 0),
-                "output_args": like.requires_grad_(),
-            }
+            x = like.clone().requires_grad_(index > 0)
+            shapes = {"input_args": x, "output_args": like.requires_grad_()}
         group = mesh["pp"].get_group()
         found.append(PipelineStage(module, index, count, torch.device("cpu"), group=group, **shapes))
     return found
@@ -104,11 +102,7 @@ def in_one_process(recipe: str) -> list[float]:
 
 
 QUICK = [("tensorwise", "1f1b"), ("delayed", "interleaved")]
-CASES = [
-    *QUICK,
-    ("delayed", "gpipe"),
-    *((recipe, "interleaved") for recipe in RECIPES if recipe != "delayed"),
-]
+CASES = [*QUICK, ("delayed", "gpipe"), *((recipe, "interleaved") for recipe in RECIPES[:-1])]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -127,9 +127,7 @@ def unprepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
     return shard(stack(recipe, (64, 96))), gaussian((16, 64), generator(3))
 
 
-def one_rank_forgets(
-    rank: int, world: int, recipe: str, forgetful: int, with_all_reduce: bool, at_once: bool
-) -> str:
+def one_rank_forgets(rank, world, recipe: str, forgetful: int, with_all_reduce: bool, at_once: bool) -> str:
     # Whatever ranks decide, the outcome is right, so that nothing depends on how long they wait.
     agreement.PATIENCE = datetime.timedelta(milliseconds=300)
     warnings.simplefilter("ignore", f8sub.Float8Warning)
@@ -164,9 +162,7 @@ def test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting(
     assert_nobody_waits(outcomes, "right", "Float8RankMismatchError")
 
 
-def one_rank_changes_its_shard(
-    rank: int, world: int, recipe: str, precompute: bool
-) -> tuple[list[str], list[str]]:
+def one_rank_changes_its_shard(rank, world, recipe: str, precompute: bool) -> tuple[list[str], list[str]]:
     """Outcomes of the next forward, and of two more after a precompute_scales each; what the ranks are told."""
     model, x = prepared(recipe)
     f8sub.precompute_scales(model)

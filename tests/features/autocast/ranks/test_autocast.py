@@ -5,32 +5,28 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8sub
+from tests import models
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard, train, transformer
 
 NO_GEMM = f8sub.get_recipe("rowwise").with_high_precision(fprop=True, dgrad=True, wgrad=True)
 ANY = {"rowwise": "rowwise", "tensorwise": "tensorwise", "disabled": NO_GEMM}
+on_both = pytest.mark.parametrize("repeated", [False, True], ids=["kept", "checkpointed"])
 
 
-def model_of(
-    recipe: str | f8sub.Recipe | None, *, all_gather: bool = True, checkpointed: bool = False
-) -> nn.Module:
+def model_of(recipe: str | f8sub.Recipe, *, all_gather: bool = True, repeated: bool = False) -> nn.Module:
     model = transformer(recipe, spread=2.0, all_gather=all_gather)
-    if checkpointed:
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block)
-    return shard(model, BF16)
+    return shard(models.checkpointed(model) if repeated else model, BF16)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@on_both
 @pytest.mark.parametrize("name", ANY, ids=list(ANY))
-def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, name, checkpointed):
+def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, name, repeated):
     """The weight was rounded to the policy's param_dtype and nothing else: as in a model of that recipe alone."""
-    model = model_of("tensorwise", all_gather=False, checkpointed=checkpointed)
+    model = model_of("tensorwise", all_gather=False, repeated=repeated)
     options = {"enabled": False} if ANY[name] is NO_GEMM else {"recipe": ANY[name]}
     found = train(model, rank, around=functools.partial(f8sub.autocast, **options))
     expected = train(model_of(ANY[name], all_gather=False), rank)
@@ -38,9 +34,9 @@ def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, 
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-def test_a_recipe_that_reads_what_was_gathered(rank, world, checkpointed):
-    model = model_of("rowwise", checkpointed=checkpointed)
+@on_both
+def test_a_recipe_that_reads_what_was_gathered(rank, world, repeated):
+    model = model_of("rowwise", repeated=repeated)
     inside = train(model, rank, around=lambda: f8sub.autocast("rowwise_with_gw_hp"))
     alone, own = train(model_of("rowwise_with_gw_hp"), rank), train(model_of("rowwise"), rank)
     assert inside == alone
@@ -71,24 +67,18 @@ def test_disabled_with_a_float8_wire_is_the_dequantized_weight(rank, world, reci
 
 def test_a_recipe_that_cannot_read_what_was_gathered_is_refused(rank, world):
     tensorwise, rowwise = (f8sub.get_recipe(name) for name in ("tensorwise", "rowwise"))
-    no_fprop = rowwise.with_high_precision(fprop=True)
-    model, messages = shard(transformer("tensorwise", spread=2.0)), []
-    for recipe in (rowwise, no_fprop):
-        with pytest.raises(f8sub.Float8ConfigError) as refusal, f8sub.autocast(recipe):
-            model(gaussian((4, 4, 32), generator(1)))
-        messages.append(str(refusal.value))
-    with f8sub.autocast(tensorwise.with_high_precision(fprop=True)):
-        y = model(gaussian((4, 4, 32), generator(1)))
-    y.backward(gaussian(tuple(y.shape), generator(2)).to(y.dtype))
-    format, columns, runs = *messages, all(layer.weight.grad is not None for layer in float8_layers(model))
-    for message in (format, columns):
+    model, x = shard(transformer("tensorwise", spread=2.0)), gaussian((4, 4, 32), generator(1))
+    for recipe, gemm in ((rowwise, "fprop"), (rowwise.with_high_precision(fprop=True), "dgrad")):
+        with f8sub.autocast(recipe):
+            message = models.refusal(f8sub.Float8ConfigError, model, x)
         assert message.startswith("blocks.0.q: recipe 'rowwise")
-        assert "rowwise e4m3 (power-of-two scales)" in message
+        assert f"its {gemm} reads the weight as rowwise e4m3 (power-of-two scales)" in message
         assert "gathered or kept of it is tensorwise e4m3" in message
         assert "convert with float8_all_gather=False" in message
-    assert "its fprop reads the weight as" in format
-    assert "its dgrad reads the weight as" in columns
-    assert runs
+    with f8sub.autocast(tensorwise.with_high_precision(fprop=True)):
+        y = model(x)
+    y.backward(gaussian(tuple(y.shape), generator(2)).to(y.dtype))
+    assert all(layer.weight.grad is not None for layer in float8_layers(model))
 
 
 def test_dgrad_reads_the_gathered_codes_where_fprop_reads_what_they_stand_for(rank, world):

@@ -44,10 +44,8 @@ def states_of(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def train(
-    model: nn.Module, rank: int, steps: int = STEPS, precompute: bool = True
-) -> tuple[list[torch.Tensor], list[int]]:
-    """Outputs of every step, and the all-reduces of amaxes in each."""
+def train(model, rank: int, steps=STEPS, precompute=True, between=lambda: None) -> tuple[list, list[int]]:
+    """Outputs of every step, and the all-reduces of amaxes in each; ``between`` runs before scales are made."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     f8sub.precompute_scales(model)
     outputs, reduces = [], []
@@ -59,6 +57,7 @@ def train(
         with Wire() as wire:
             optimizer.step()
             optimizer.zero_grad()
+            between()
             if precompute:
                 f8sub.precompute_scales(model)
         reduces.append(wire.all_reduces)
@@ -84,11 +83,10 @@ def test_one_rank_s_bad_activation_is_told_on_every_rank(rank, world, operand, a
     layer.weight.grad = torch.zeros_like(layer.weight)
     optimizer.step()
     f8sub.precompute_scales(model)
-    finite = all(state["history"].isfinite().all() for state in states_of(model))
+    assert all(state["history"].isfinite().all() for state in states_of(model))
     layer.weight.grad = torch.zeros_like(layer.weight)
     optimizer.step()
     message = refusal(f8sub.Float8NumericsError, f8sub.precompute_scales, model)
-    assert finite
     assert name in message
     assert "master weight" not in message
 
@@ -137,23 +135,16 @@ def test_histories_do_not_roll_again_because_another_layer_is_sharded(rank, worl
 def state_dicts_before_precompute(rank: int, all_gather: bool, load: str) -> tuple:
     """Steps after each of which a state dict is taken, and loaded again, before the scales are precomputed."""
     agreement.PATIENCE = datetime.timedelta(seconds=20)  # on a busy machine
-    model = shard(model_of(all_gather))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    f8sub.precompute_scales(model)
-    outputs, taken = [], []
-    for step in range(STEPS):
-        x, dy = batch(step, rank)
-        y = model(x)
-        y.backward(dy)
-        outputs.append(y.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+    model, taken = shard(model_of(all_gather)), []
+
+    def take() -> None:
         taken.append(copy.deepcopy(model.state_dict()))
         if load == "all":
             model.load_state_dict(taken[-1])
         elif load == "nothing":
             model.load_state_dict({}, strict=False)
-        f8sub.precompute_scales(model)
+
+    outputs, _ = train(model, rank, between=take)
     histories = [{k: v for k, v in state.items() if "scaling_states" in k} for state in taken]
     return outputs, histories, states_of(model)
 

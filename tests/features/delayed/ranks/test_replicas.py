@@ -70,11 +70,9 @@ def test_ranks_that_may_step_differently_often_are_refused(rank, world):
     """Those with more inputs would wait for the others."""
     model = replicas()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with pytest.raises(f8sub.Float8ConfigError) as refusal, model.join():  # noqa: PT012
+    told = r"layers\.0: its amax histories.*ddp\.join\(\)"
+    with pytest.raises(f8sub.Float8ConfigError, match=told), model.join():  # noqa: PT012
         for _ in range(1 + rank):
             y = model(gaussian((8, 32), generator(1)))
             y.backward(gaussian(tuple(y.shape), generator(2)))
             optimizer.step()
-    message = str(refusal.value)
-    assert "layers.0: its amax histories" in message
-    assert "ddp.join()" in message

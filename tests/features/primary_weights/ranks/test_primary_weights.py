@@ -115,9 +115,8 @@ def test_a_step_reduces_once_and_gathers_what_high_precision_weights_do(rank, wo
     assert found[0] == 1
 
 
-def prepared(
-    rank: int, recipe: str, dtype: torch.dtype, steps: range
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(rank: int, recipe: str, dtype: torch.dtype, steps: range) -> tuple:
+    """A model and its optimizer, after these steps."""
     model = shard(made(recipe, True, dtype, hidden=80))
     optimizer = optimizer_of(model, masters=True)
     train(model, rank, start=steps.start, steps=len(steps), optimizer=optimizer)
@@ -181,8 +180,7 @@ def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(rank, 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", f8sub.Float8Warning)
             losses.append(train(model, rank, steps=3, optimizer=optimizer))
-    (late, early) = losses
-    assert late == early
+    assert losses[0] == losses[1]
     # Float32 values became the master where they were.
     assert all(freed) == (dtype == torch.bfloat16)
 
@@ -225,10 +223,8 @@ def test_masters_that_are_dropped_after_training_change_nothing(rank, world, rec
     with Wire() as wire, torch.inference_mode():
         losses.append(loss_of(model, 0, rank).item())
     losses.append(loss_of(model, 0, rank).item())
-    of_inference = any(shard_of(layer).cast(layer.weight).is_inference() for layer in float8_layers(model))
-    assert not of_inference
-    assert len(set(losses)) == 1
-    assert wire.all_reduces == 0
+    assert not any(shard_of(layer).cast(layer.weight).is_inference() for layer in float8_layers(model))
+    assert (len(set(losses)), wire.all_reduces) == (1, 0)
 
 
 def test_codes_that_are_held_hold_no_other_weight(rank, world):

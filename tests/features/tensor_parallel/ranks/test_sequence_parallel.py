@@ -27,7 +27,7 @@ from tests.features.tensor_parallel.models import (
     mesh_of,
     products_of,
 )
-from tests.models import refusal, update
+from tests.models import update
 from tests.selection import long_but
 from tests.wire import Wire
 from tests.wires import on_each
@@ -43,15 +43,12 @@ def parallel(recipe: str, plan: str, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"]) if mesh.ndim > 1 else model
 
 
-def products(
-    rank: int, world: int, recipe: str, plan: str, shape: tuple[int, ...]
-) -> dict[str, torch.Tensor]:
+def products(rank, world, recipe: str, plan: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Of this rank's tokens; all data-parallel ranks are given the same batch."""
     mesh = mesh_of(*shape)
     degree, place = mesh["tp"].size(), mesh["tp"].get_local_rank()
-    return products_of(
-        parallel(recipe, plan, mesh), *(t.tensor_split(degree, dim=1)[place] for t in inputs())
-    )
+    of_rank = (t.tensor_split(degree, dim=1)[place] for t in inputs())
+    return products_of(parallel(recipe, plan, mesh), *of_rank)
 
 
 def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: bool) -> None:
@@ -61,10 +58,8 @@ def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: 
     """
     expected = products_of(feed_forward(recipe), *inputs())
     row, col = f8sub.get_recipe(recipe).formats("w")
-    least = dict.fromkeys(expected, math.inf) | {
-        "y": 125,
-        "dx": 125 if row.tile.is_transpose_of(col.tile) else 85,
-    }
+    dx = 125 if row.tile.is_transpose_of(col.tile) else 85
+    least = dict.fromkeys(expected, math.inf) | {"y": 125, "dx": dx}
     row, col = f8sub.get_recipe(recipe).formats("x")
     if sent_in_float8 and not row.tile.is_transpose_of(col.tile):
         least |= {"0.w1.weight": 100, "0.w3.weight": 100}
@@ -174,9 +169,8 @@ def test_each_mode_is_the_eager_run(rank, world, mode, plan):
 
 def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
     """Histories and scales of every layer after three steps; of an unsharded model where ``how`` says so."""
-    model = f8sub.convert_to_float8(
-        feed_forward(None), recipe=f8sub.get_recipe("delayed", amax_history_len=4)
-    )
+    recipe = f8sub.get_recipe("delayed", amax_history_len=4)
+    model = f8sub.convert_to_float8(feed_forward(None), recipe=recipe)
     tokens = slice(None)
     if how != "unsharded":
         mesh = mesh_of(2, 2) if world == 4 else mesh_of(2)
@@ -206,42 +200,34 @@ def test_amax_histories_are_the_unsharded_model_s(ranks, how, world):
 
 
 def test_what_cannot_be_sent_is_told_before_training(rank, world):
-    """Messages that lack a part."""
     mesh = mesh_of(world)["tp"]
     colwise = {"0.w3": Float8ColwiseParallel(input_layouts=OF_TOKENS)}
     layouts = {"input_layouts": OF_TOKENS, "desired_input_layouts": Replicate()}
     prepare = {"0": PrepareFloat8ModuleInput(**layouts)}
     in_e5m2 = {"0": PrepareFloat8ModuleInput(**layouts, float8_dtype=torch.float8_e5m2)}
     two = f8sub.convert_to_float8(feed_forward(None), recipe={"0.w1": "rowwise", "*": "tensorwise"})
-    wrong = []
-    for model, plan, parts in (
-        (feed_forward(None), {"0.w3": Float8ColwiseParallel()}, ("Float8ColwiseParallel", "got Linear")),
-        (feed_forward(None), prepare, ("PrepareFloat8ModuleInput", "no converted layers")),
-        (feed_forward("rowwise_with_gw_hp"), colwise, ("0.w3", "reads x in high precision")),
-        (feed_forward("gridquant"), colwise, ("0.w3", "several tokens")),
-        (feed_forward("nvfp4"), colwise, ("0.w3", "two elements in a byte")),
-        (two, prepare, ("0.w1", "fwd_config_submodule_fqn")),
-        (feed_forward("tensorwise"), in_e5m2, ("0.", "float8_e5m2")),
-        (feed_forward("delayed"), prepare, ("0.", "own past")),
+    for model, plan, told in (
+        (feed_forward(None), {"0.w3": Float8ColwiseParallel()}, "Float8ColwiseParallel.*got Linear"),
+        (feed_forward(None), prepare, "PrepareFloat8ModuleInput.*no converted layers"),
+        (feed_forward("rowwise_with_gw_hp"), colwise, r"0\.w3.*reads x in high precision"),
+        (feed_forward("gridquant"), colwise, r"0\.w3.*several tokens"),
+        (feed_forward("nvfp4"), colwise, r"0\.w3.*two elements in a byte"),
+        (two, prepare, r"0\.w1.*fwd_config_submodule_fqn"),
+        (feed_forward("tensorwise"), in_e5m2, r"0\..*float8_e5m2"),
+        (feed_forward("delayed"), prepare, r"0\..*own past"),
     ):
-        message = refusal(f8sub.Float8ConfigError, parallelize_module, model, mesh, plan)
-        wrong += [] if all(part in message for part in parts) else [message]
-    assert wrong == []
+        with pytest.raises(f8sub.Float8ConfigError, match=told):
+            parallelize_module(model, mesh, plan)
 
 
 def test_torch_s_styles_of_delayed_scaling_are_told_of(rank, world):
     """One takes the histories' list for a linear layer, the other distributes what is in it."""
     mesh, x = mesh_of(world)["tp"], inputs()[0]
-    with pytest.raises(AttributeError) as at_once:
+    with pytest.raises(AttributeError, match=r"(?s)0\.w2.*Float8RowwiseParallel"):
         parallelize_module(feed_forward("delayed"), mesh, {"0.w2": RowwiseParallel()})
     model = parallelize_module(feed_forward("delayed"), mesh, {"0.w1": ColwiseParallel()})
-    with pytest.raises(f8sub.Float8ConfigError) as at_forward:
+    with pytest.raises(f8sub.Float8ConfigError, match=r"0\.w1.*Float8ColwiseParallel"):
         model(x)
-    at_once, at_forward = str(at_once.value), str(at_forward.value)
-    assert "0.w2" in at_once
-    assert "0.w1" in at_forward
-    assert "Float8RowwiseParallel" in at_once
-    assert "Float8ColwiseParallel" in at_forward
 
 
 def test_a_sibling_whose_wgrad_reads_x_in_high_precision_dequantizes_what_was_gathered(ranks):

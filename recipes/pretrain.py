@@ -93,6 +93,7 @@ class Trainer:
             betas=(settings.optimizer.beta1, settings.optimizer.beta2),
             eps=settings.optimizer.eps,
             weight_decay=settings.optimizer.weight_decay,
+            fused=True,  # by default torch takes sharded parameters one at a time, and the GPU waits for the host
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.training.dtype == "float16")
         folder = Path(settings.job.dump_folder)

@@ -127,8 +127,8 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
         mesh: The ranks to shard over.
 
     Returns:
-        The sharded model, which is both an FSDPModule and transformers' model, and one line about what float8
-        covers and how gradients are reduced.
+        The sharded model, which is both an FSDPModule and transformers' model; and a line about what float8
+        covers, one about how fast a mixture's experts are in it, and how gradients are reduced.
     """
     config, kind = architecture(settings.model.size, vocab_size, settings.training.seq_len)
     with torch.device("meta"):
@@ -150,7 +150,8 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
         )
         if settings.float8.keep_swiglu_input == "float8":
             f8sub.keep_swiglu_input_in_float8(model)
-        report = f"float8: {f8sub.conversion_report(model).summary}"
+        found = f8sub.conversion_report(model)
+        report = "\n".join([f"float8: {found.summary}", *found.experts])
 
     layers = model.model.layers
     for index, block in enumerate(layers):

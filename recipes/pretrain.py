@@ -130,7 +130,7 @@ class Trainer:
                     self.model, settings.float8.monitor_every, to=self.metrics.write_numerics
                 )
             self.since = time.monotonic()
-            while self.step < settings.training.steps and not self.stopping:
+            while not self.ended:
                 before, self.running = replace(traffic), self.train_step()
                 record = self.running.record
                 record["all_gather_bytes"] = traffic.all_gather_bytes - before.all_gather_bytes
@@ -155,6 +155,11 @@ class Trainer:
             if self.step < settings.training.steps:
                 self.metrics.say(f"Stopped by a signal after step {self.step}.")
         return self.step == settings.training.steps
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last step was trained, or some rank was asked to stop."""
+        return self.stopping or self.step == self.settings.training.steps
 
     def train_step(self) -> Running:
         """Launch one step.

@@ -199,6 +199,7 @@ def settings(run: Run, steps: int, size: str = "debug") -> list[str]:
     if run.arm == HALVES:
         chosen["training.gradient_accumulation_steps"] = 2
         chosen["training.local_batch_size"] //= 2
+        chosen["eval.batches"] *= 2
     if run.arm in (BASELINE, YARDSTICK, HALVES):
         chosen["float8.enabled"] = "false"
     else:

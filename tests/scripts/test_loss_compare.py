@@ -55,9 +55,12 @@ def test_arms_differ_in_precision_alone():
     assert options("bf16")["--float8.enabled"] == options("float32")["--float8.enabled"] == "false"
     halves = options("bf16-halves")
     assert halves["--float8.enabled"] == "false"
-    sequences = {arm: int(options(arm)["--training.local_batch_size"]) for arm in ("bf16", "bf16-halves")}
-    assert sequences["bf16"] == 2 * sequences["bf16-halves"]
-    assert halves["--training.gradient_accumulation_steps"] == "2"
+    for name, times in {
+        "training.local_batch_size": 0.5,
+        "training.gradient_accumulation_steps": 2,
+        "eval.batches": 2,
+    }.items():
+        assert int(halves[f"--{name}"]) == times * int(options("bf16").get(f"--{name}", 1))
 
 
 @pytest.mark.parametrize("size", loss_compare.SIZES)

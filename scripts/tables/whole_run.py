@@ -17,11 +17,6 @@ from scripts.table import Table, parser, write_between_markers
 from scripts.tables import drawing
 
 DATA = Path(__file__).with_suffix(".json")
-FUSED = "*"
-NOTE = (
-    "* with norms and SwiGLU fused into the casts, an option of that commit; without it 8 layers had 1.01 times "
-    "the speed."
-)
 
 
 def read() -> dict[str, Any]:
@@ -39,10 +34,8 @@ def table(data: dict[str, Any]) -> Table:
         ratio = over_bf16(data, arm, setting)
         if ratio is None:
             return "-"
-        speed, gib = data["tokens_per_second"][arm][setting], data["active_gib"][arm].get(setting)
-        memory = f", {gib:.1f} GiB" if gib else ""
-        mark = FUSED if f"{arm}, {setting}" in data["fused"] else ""
-        return f"{speed:,} ({ratio:.2f}{mark}){memory}"
+        speed, gib = data["tokens_per_second"][arm][setting], data["active_gib"][arm][setting]
+        return f"{speed:,} ({ratio:.2f}), {gib:.1f} GiB"
 
     settings = list(data["settings"])
     rows = [[arm, *(cell(arm, setting) for setting in settings)] for arm in data["tokens_per_second"]]
@@ -57,23 +50,21 @@ def markdown(data: dict[str, Any]) -> str:
     """The table, and below it what a reader needs to repeat it."""
     commands = "\n".join(f"- {setting}: `{command}`" for setting, command in data["settings"].items())
     where = f"<sub>`python scripts/tables/whole_run.py` · {data['machine']} · {data['date']}</sub>"
-    return f"{table(data).markdown()}\n\nOne run each. \\{NOTE}\n\n{commands}\n\n{where}"
+    return f"{table(data).markdown()}\n\nOne run each. {data['options']}\n\n{commands}\n\n{where}"
 
 
 def draw(data: dict[str, Any], folder: Path) -> None:
     """Write ``whole_run_speed.svg`` and ``whole_run_memory.svg``."""
-    shown = [setting for setting in data["settings"] if setting.startswith("8B")]
     subtitle = (
-        f"{NOTE} Llama 3 8B, 8192 tokens a GPU, FSDP2 and torch.compile, {data['machine']}; {data['date']}."
+        f"Llama 3 8B's dimensions, 16 layers, 8192 tokens a GPU, FSDP2 and torch.compile, {data['machine']}; "
+        f"{data['date']}. f8sub has gradients and the output projection in float8, too; swiglu: SwiGLU's input as well."
     )
-    speeds: dict[str, dict[str, float]] = {setting: {} for setting in shown}
-    memory: dict[str, dict[str, float]] = {setting: {} for setting in shown}
-    for setting in shown:
-        for arm, of in data["active_gib"].items():
-            if setting in of:
-                name = f"{arm}{FUSED if f'{arm}, {setting}' in data['fused'] else ''}"
-                speeds[setting][name] = over_bf16(data, arm, setting) or math.nan
-                memory[setting][name] = of[setting]
+    speeds: dict[str, dict[str, float]] = {setting: {} for setting in data["settings"]}
+    memory: dict[str, dict[str, float]] = {setting: {} for setting in data["settings"]}
+    for arm, settings in data["active_gib"].items():
+        for setting, gib in settings.items():
+            speeds[setting][arm] = over_bf16(data, arm, setting) or math.nan
+            memory[setting][arm] = gib
     for name, title, values, unit in (
         ("speed", "Training speed over bf16", speeds, "{:.2f}"),
         ("memory", "Peak of active memory, GiB a GPU", memory, "{:.1f}"),

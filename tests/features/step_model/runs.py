@@ -10,7 +10,7 @@ from f8sub.features.named_models.load import load
 from f8sub.features.step_model.estimate_step import GATHERS, StepEstimate
 
 TABLES = Path(__file__).parents[3] / "scripts" / "tables"
-WHOLE = json.loads((TABLES / "whole_run.json").read_text())
+WHOLE = json.loads((Path(__file__).parent / "whole_runs_h200.json").read_text())
 PUBLISHED = json.loads((TABLES / "published_runs.json").read_text())
 CHECKPOINTS = {"8B, selective checkpointing": "unseen", "8B, no checkpointing": "none"}
 LATER = {

@@ -39,7 +39,7 @@ class AccelerateLoop:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         model = f8sub.convert_to_float8(build_model(), recipe="tensorwise")  # before prepare
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
         data = DataLoader(Tokens(), batch_size=8)
         self.model, self.optimizer, data = accelerator.prepare(model, optimizer, data)
         f8sub.register_precompute_hook(self.optimizer, self.model)  # after every step

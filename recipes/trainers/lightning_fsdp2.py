@@ -40,7 +40,7 @@ class Float8Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer, with fresh scales after every step."""
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
         f8sub.register_precompute_hook(optimizer, self.model)
         return optimizer
 

@@ -32,7 +32,7 @@ class PlainLoop:
         for block in self.model.model.layers:
             fully_shard(block, mp_policy=policy)
         fully_shard(self.model, mp_policy=policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
         data = Tokens()
         self.batches = iter(DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False)))
 

@@ -5,8 +5,8 @@ import itertools
 import torch
 
 from f8sub.formats import Float8Format
-from tests.kernels.interpreted import needs_triton
-from tests.kernels.test_launcher import fresh_process, over_other_tensors, take_any_device  # noqa: F401
+from tests.kernels.interpreted import needs_triton, take_any_device
+from tests.kernels.test_launcher import fresh_process, over_other_tensors  # noqa: F401
 
 
 def by_groups() -> None:

@@ -61,6 +61,32 @@ SHARED_STORE = (
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+class Moment:
+    """The moment at which the device has done what it was given so far.
+
+    The host's clock would not tell it on a GPU, which the host runs ahead of.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._time = time.monotonic()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Let the host wait for it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_after(self, earlier: Moment) -> float:
+        """Give the time from an earlier one to this one, which is past."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1000
+
+
 class Running(NamedTuple):
     """A step that was launched.
 
@@ -68,12 +94,12 @@ class Running(NamedTuple):
         record: What is known of its metrics.
         numbers: float64 on the host, valid after ``done``: the sum of the ranks' losses, how many were asked to stop,
             the gradients' norm.
-        done: When they are there; None where they are already.
+        done: When they are there.
     """
 
     record: dict[str, Any]
     numbers: torch.Tensor
-    done: torch.cuda.Event | None
+    done: Moment
 
 
 class Trainer:
@@ -129,7 +155,7 @@ class Trainer:
                 self.monitor = f8sub.Monitor(
                     self.model, settings.float8.monitor_every, to=self.metrics.write_numerics
                 )
-            self.since = time.monotonic()
+            self.since = Moment(self.device)
             while not self.ended:
                 before, self.running = replace(traffic), self.train_step()
                 record = self.running.record
@@ -146,7 +172,7 @@ class Trainer:
                 if saves or (self.stopping and not last):
                     self.save()
                 if evaluates or saves:
-                    self.since = time.monotonic()
+                    self.since = Moment(self.device)
             self.read()
             self.checkpoints.wait()
             if self.monitor is not None:
@@ -154,12 +180,12 @@ class Trainer:
                 self.metrics.draw_numerics()
             if self.step < settings.training.steps:
                 self.metrics.say(f"Stopped by a signal after step {self.step}.")
-        return self.step == settings.training.steps
+        return self.step >= settings.training.steps
 
     @property
     def ended(self) -> bool:
-        """Whether the last step was trained, or some rank was asked to stop."""
-        return self.stopping or self.step == self.settings.training.steps
+        """Whether the last step was trained, if only by the run resumed from, or some rank was asked to stop."""
+        return self.stopping or self.step >= self.settings.training.steps
 
     def train_step(self) -> Running:
         """Launch one step.
@@ -198,8 +224,7 @@ class Trainer:
         shared = torch.stack([loss_sum, torch.full_like(loss_sum, float(self.stop.requested))])
         dist.all_reduce(shared)
         numbers = torch.cat([shared, grad_norm.to(shared).view(1)]).to("cpu", non_blocking=True)
-        done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        return Running({"step": self.step, "lr": rate}, numbers, done)
+        return Running({"step": self.step, "lr": rate}, numbers, Moment(self.device))
 
     def read(self) -> None:
         """Wait for the step that is running, if one is, write and show its metrics, and note who was asked to stop.
@@ -210,8 +235,7 @@ class Trainer:
         if self.running is None:
             return
         (record, numbers, done), self.running = self.running, None
-        if done is not None:
-            done.synchronize()
+        done.wait()
         loss_sum, requests, grad_norm = numbers.tolist()
         record |= {"loss": loss_sum / self.world_size, "grad_norm": grad_norm}
         if not math.isfinite(record["loss"]):
@@ -219,9 +243,8 @@ class Trainer:
                 f"The loss of step {record['step']} is {record['loss']}. Resume from a checkpoint before it "
                 "(--checkpoint.resume newest) with a lower --optimizer.lr."
             )
-        now = time.monotonic()
-        record["tokens_per_second"] = self.tokens_per_step() / (now - self.since)
-        self.since = now
+        record["tokens_per_second"] = self.tokens_per_step() / done.seconds_after(self.since)
+        self.since = done
         record["memory"] = peak_memory_gib(self.device)
         self.metrics.write({**record, "time": time.time()})
         self.metrics.show(record)

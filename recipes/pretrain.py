@@ -62,12 +62,16 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Moment:
-    """When the device has done all that was launched before."""
+    """The moment at which the device has done what it was given so far.
+
+    The host's clock would not tell it on a GPU, which the host runs ahead of.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._event: torch.cuda.Event | None = None
         self._time = time.monotonic()
-        if self._event is not None:
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
     def wait(self) -> None:
@@ -75,11 +79,12 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """Give the seconds from an earlier moment to this one, both in the past."""
-        if self._event is not None and earlier._event is not None:
-            return float(earlier._event.elapsed_time(self._event)) / 1e3
-        return self._time - earlier._time
+    def seconds_after(self, earlier: Moment) -> float:
+        """Give the time from an earlier one to this one, which is past."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1000
 
 
 class Running(NamedTuple):
@@ -175,12 +180,12 @@ class Trainer:
                 self.metrics.draw_numerics()
             if self.step < settings.training.steps:
                 self.metrics.say(f"Stopped by a signal after step {self.step}.")
-        return self.step == settings.training.steps
+        return self.step >= settings.training.steps
 
     @property
     def ended(self) -> bool:
-        """Whether the last step was trained, or some rank was asked to stop."""
-        return self.stopping or self.step == self.settings.training.steps
+        """Whether the last step was trained, if only by the run resumed from, or some rank was asked to stop."""
+        return self.stopping or self.step >= self.settings.training.steps
 
     def train_step(self) -> Running:
         """Launch one step.
@@ -238,7 +243,7 @@ class Trainer:
                 f"The loss of step {record['step']} is {record['loss']}. Resume from a checkpoint before it "
                 "(--checkpoint.resume newest) with a lower --optimizer.lr."
             )
-        record["tokens_per_second"] = self.tokens_per_step() / done.seconds_since(self.since)
+        record["tokens_per_second"] = self.tokens_per_step() / done.seconds_after(self.since)
         self.since = done
         record["memory"] = peak_memory_gib(self.device)
         self.metrics.write({**record, "time": time.time()})

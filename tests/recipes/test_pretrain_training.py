@@ -162,6 +162,33 @@ def test_metrics_of_steps_after_the_checkpoint_are_written_anew(ranks, tmp_path)
     assert [record["step"] for record in records(settings)] == [1, 2, 3, 4]
 
 
+def test_a_run_resumed_from_beyond_its_last_step_ends(ranks, tmp_path):
+    settings = quick_settings(tmp_path, "--float8.enabled false --checkpoint.interval 2")
+    ranks(1, train, settings)
+    shorter = changed(changed(settings, "training", steps=3), "checkpoint", resume="newest")
+    # Two steps more at most, should it go on.
+    assert ranks(1, stop_one_rank, shorter, 5) == [(True, 4)]
+
+
+@pytest.mark.parametrize("world", [1])
+def test_tokens_per_second_are_those_of_the_step(rank, world, tmp_path, monkeypatch):
+    """Train where step n takes n seconds and an evaluation takes a hundred."""
+    settings = quick_settings(tmp_path, "--float8.enabled false --eval.interval 2")
+    run = trainer(world, settings)
+    seconds = [0.0]
+    monkeypatch.setattr("pretrain.time.monotonic", lambda: seconds[0])
+    loss = run.loss
+
+    def slow_loss(data):
+        seconds[0] += run.step + 1 if run.model.training else 100
+        return loss(data)
+
+    run.loss = slow_loss
+    run.run()
+    found = [record["tokens_per_second"] for record in records(settings) if "loss" in record]
+    assert found == [run.tokens_per_step() / step for step in (1, 2, 3, 4)]
+
+
 def test_float16_skips_a_step_that_overflows_on_one_rank(rank, world, tmp_path):
     """Train with a loss scale that overflows in one rank's gradients alone."""
     settings = quick_settings(tmp_path, "--float8.enabled false --training.dtype float16")

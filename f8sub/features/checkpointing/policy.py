@@ -69,7 +69,8 @@ def checkpoint_policy(keep: str = "bf16", *, save: Iterable[Any] = ()) -> Callab
         def decide(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             is_saved = func in saved
             if func in PRODUCTS and not is_saved:
-                key = ctx.is_recompute, func, *(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
+                # As text, for a size that is symbolic while a graph is traced cannot be hashed.
+                key = ctx.is_recompute, func, *(str(a.shape) for a in args if isinstance(a, torch.Tensor))
                 seen[key] += 1
                 is_saved = every_product or seen[key] % 2 == 1
             return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

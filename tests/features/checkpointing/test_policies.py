@@ -89,7 +89,7 @@ class Compiled(NamedTuple):
 
 
 @functools.cache
-def compiled(recipe: str | None, contexts: Callable[[], Any] | None) -> Compiled:
+def compiled(recipe: str | None, contexts: Callable[[], Any] | None, dynamic: bool | None = None) -> Compiled:
     torch._dynamo.reset()
     operators: list[Counter[str]] = []
 
@@ -105,7 +105,7 @@ def compiled(recipe: str | None, contexts: Callable[[], Any] | None) -> Compiled
     policy = {} if contexts is noop_context_fn else {"context_fn": contexts}
     run = functools.partial(checkpoint, model, use_reentrant=False, **policy) if contexts else model
     x = gaussian((TOKENS, WIDTH), generator(1)).bfloat16().requires_grad_()
-    y = torch.compile(run, backend=backend, fullgraph=True)(x)
+    y = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)(x)
     y.backward(gaussian(tuple(y.shape), generator(2)).bfloat16())
     forward, backward = operators
     return Compiled(forward, backward, [y, x.grad, *(p.grad for p in model.parameters())])
@@ -144,6 +144,15 @@ ALL = [(recipe, policy) for recipe in RECIPES_OF_ALL for policy in POLICIES]
 def test_products_of_a_compiled_backward(recipe, policy):
     contexts, products = POLICIES[policy]
     assert gemms(compiled_backward(recipe, contexts)) == products
+
+
+@pytest.mark.parametrize("policy", long_but(("bf16",), ["bf16", "gemms"]))
+@pytest.mark.parametrize("recipe", long_but(("tensorwise",), [None, "tensorwise", "blockwise"]))
+def test_a_policy_decides_alike_where_shapes_are_dynamic(recipe, policy):
+    contexts, _ = POLICIES[policy]
+    found, static = compiled(recipe, contexts, dynamic=True), compiled(recipe, contexts)
+    assert gemms(found.backward) == gemms(static.backward)
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors, static.tensors, strict=True))
 
 
 @pytest.mark.parametrize("policy", ["every-second-mm", "no-policy"])

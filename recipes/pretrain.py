@@ -350,7 +350,8 @@ class Trainer:
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
-        self.metrics.say(f"Resumed from {self.checkpoints.folder / name}")
+        rest = ": all of its steps are trained" if self.ended else ""
+        self.metrics.say(f"Resumed from {self.checkpoints.folder / name}{rest}")
 
 
 class StopRequest:

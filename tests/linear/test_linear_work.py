@@ -117,6 +117,16 @@ def test_torch_jit_is_an_error_that_names_the_layer(compiled):
         compiled(model)
 
 
+@on_each_recipe
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_torch_export_computes_what_the_layer_does(recipe, strict):
+    """What the error of torch.jit tells to do; another input than the example has other scales."""
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe).eval()
+    exported = torch.export.export(model, (x_of(M, K),), strict=strict).module()
+    with torch.no_grad():
+        assert equal(exported(3 * x_of(M, K)), model(3 * x_of(M, K)))
+
+
 def test_a_weight_changed_between_forward_and_backward_is_an_error():
     """As in a plain linear layer: a gradient at another weight would be silently wrong."""
     layer, x = made(), x_of(M, K)

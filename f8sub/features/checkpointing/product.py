@@ -36,6 +36,8 @@ def multiply(
     backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool = False
 ) -> torch.Tensor:
     """``gemm_nt`` that a dispatch mode, if there is one, sees as ``aten.mm`` of (M, K) and (K, N)."""
+    if torch.compiler.is_exporting():  # a mode of torch.export dispatches below the tensors' own
+        return gemm_nt(backend, a, b, out_dtype, fast_accum, traced=True)
     if torch.compiler.is_compiling():
         enter_graph_functions()
         formats = a.format.name, b.format.name

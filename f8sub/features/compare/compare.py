@@ -162,6 +162,11 @@ class _Runs(NamedTuple):
             if mode is not None:
                 exits.enter_context(mode)
             loss = self.loss_of(model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            is_what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise Float8ConfigError(
+                f"loss_of returns a loss, a tensor of one element, and returned {is_what}"
+            )
         if not loss.requires_grad:
             raise Float8ConfigError("the loss has no gradient: no parameter learns, or loss_of detaches it")
         return loss

@@ -66,6 +66,7 @@ class Comparison:
 
     def loss(self, run: str) -> LossDifference:
         """How far a run's losses are from bf16's, and from what bf16 itself is sure of."""
+        self._check(run)
         exact, found = self.losses[REFERENCE], self.losses[run]
         told = slice(-1, None) if self.trained else slice(None)
         means = [sum(values[told]) / len(values[told]) for values in (found, exact)]
@@ -75,8 +76,14 @@ class Comparison:
 
     def worst(self, count: int = 8, run: str | None = None) -> list[Gradient]:
         """The gradients with the largest error, of one run or of all in float8."""
+        if run is not None:
+            self._check(run)
         chosen = [row for row in self.gradients if row.run == run or (run is None and row.run != NOISE)]
         return sorted(chosen, key=lambda row: -row.error)[:count]
+
+    def _check(self, run: str) -> None:
+        if run not in self.losses:
+            raise Float8ConfigError(f"no run is called {run!r}; there is {', '.join(map(repr, self.losses))}")
 
     def __str__(self) -> str:
         """A table of the losses, and one of the worst gradients."""

@@ -40,7 +40,7 @@ _registered: dict[type[torch.nn.Module], Seam] = {}
 def register_experts(
     cls: type[torch.nn.Module],
     *,
-    weights: Collection[str] | None = None,
+    weights: str | Collection[str] | None = None,
     transposed: bool = False,
     forward: Forward | None = None,
 ) -> None:
@@ -51,7 +51,8 @@ def register_experts(
 
     Args:
         cls: the class.
-        weights: names of its parameters that are (E, N, K), one matrix an expert; None for all of three dimensions.
+        weights: names of its parameters that are (E, N, K), one matrix an expert, or one name; None for all of three
+            dimensions.
         transposed: whether they are stored as (E, K, N) and handed to ``grouped_linear`` with ``transposed=True``.
         forward: runs in place of the class's own, with the module as the first argument; None for its own.
 
@@ -60,7 +61,8 @@ def register_experts(
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         raise Float8ConfigError(f"register_experts takes a class of modules, got {cls!r}")
-    _registered[cls] = Seam(forward, None if weights is None else tuple(weights), transposed)
+    names = (weights,) if isinstance(weights, str) else weights
+    _registered[cls] = Seam(forward, None if names is None else tuple(names), transposed)
 
 
 def seam_of(module: torch.nn.Module) -> Seam | None:

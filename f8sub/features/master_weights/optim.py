@@ -40,6 +40,11 @@ class MasterWeights(torch.optim.Optimizer):
     takes_masters = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, MasterWeights):
+            raise Float8ConfigError(
+                f"MasterWeights wraps an optimizer of the model's parameters, got {type(optimizer).__name__}; "
+                "f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=...))"
+            )
         self.optimizer = optimizer
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         super().__init__(groups, dict(optimizer.defaults))
@@ -92,6 +97,13 @@ class MasterWeights(torch.optim.Optimizer):
         self._round()
         self._pass_options(self.optimizer.param_groups, self.param_groups)
         return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refused: a copy's weights would not be those that the copied masters are of."""
+        raise Float8ConfigError(
+            "MasterWeights cannot be copied or pickled: copy the model, construct MasterWeights(optimizer) over the "
+            "copy's parameters, and hand it this one's state_dict()"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any optimizer; the masters have no gradient outside of a step."""

@@ -1,5 +1,6 @@
 """From converted weights in high precision to primary weights in float8, and to codes alone."""
 
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from f8sub.convert.checks import Chosen, looks
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.sockets import LayerGuest, guests
@@ -161,6 +162,13 @@ def drop_high_precision(model: torch.nn.Module) -> None:
         raise Float8ConfigError(
             "drop_high_precision found no layer converted with primary_weights=True; the other layers' weights stay in "
             "high precision"
+        )
+    if all(record.parameter.requires_grad for record in records if record.parameter is not None):
+        warnings.warn(
+            "drop_high_precision dropped nothing: every weight that was converted with primary_weights=True takes a "
+            "gradient; call requires_grad_(False) on what is frozen before it",
+            Float8Warning,
+            stacklevel=2,
         )
     for record in records:
         weight = record.parameter

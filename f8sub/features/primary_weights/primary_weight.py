@@ -158,9 +158,12 @@ class PrimaryWeight(Weight):
     def data(self, values: torch.Tensor) -> None:
         """Write to the master, as ``copy_`` does: what ``nn.Module.to`` and ``to_empty`` call."""
         if values.dtype != self.dtype or values.shape != self.shape:
+            gone = self.primary.master is None
+            why = "once its high-precision values were dropped" if gone else "under its master"
+            before = "drop_high_precision(model)" if gone else "MasterWeights(optimizer)"
             raise Float8ConfigError(
                 f"{self.primary.fqn}: its float8 weight of dtype {self.dtype} cannot become {values.dtype} of shape "
-                f"{tuple(values.shape)} under its master; convert the model before MasterWeights(optimizer)"
+                f"{tuple(values.shape)} {why}; call model.to(dtype) before {before}"
             )
         with torch.no_grad():
             self.copy_(values)

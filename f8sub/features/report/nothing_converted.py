@@ -23,8 +23,9 @@ ADVICE = {
 
 def why_nothing(model: torch.nn.Module) -> str:
     """Why no layer of a model was converted, and what to do."""
-    classes = dict.fromkeys(other.detail.partition(":")[0] for other in other_weights(model))
-    others = f"; nor does f8sub convert its {', '.join(classes)}" if classes else ""
+    classes = {other.detail.partition(":")[0]: other.reason for other in other_weights(model)}
+    whys = [f"{name} ({reason})" if reason else name for name, reason in classes.items()]
+    others = f"; nor does f8sub convert its {', '.join(whys)}" if whys else ""
     reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     count = 0
     for fqn, module in model.named_modules():

@@ -50,7 +50,13 @@ class Sensitivity:
     loss: float
 
     def skip(self, flops: float = 0.05) -> list[str]:
-        """Names for ``convert_to_float8(skip=...)``: the first layers that have at most this share of FLOPs."""
+        """Names for ``convert_to_float8(skip=...)``: the first layers that have at most this share of FLOPs.
+
+        Raises:
+            Float8ConfigError: no share from 0 to 1.
+        """
+        if not 0 <= flops <= 1:
+            raise Float8ConfigError(f"flops is a share from 0 to 1, 0.05 for 5 %, got {flops}")
         names, left = [], flops
         for layer in self.layers:
             if layer.flops <= left:
@@ -112,6 +118,10 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
             is_what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise Float8ConfigError(
                 f"loss_of returns a loss, a tensor of one element, and returned {is_what}"
+            )
+        if not loss.requires_grad:
+            raise Float8ConfigError(
+                "the loss has no gradient: loss_of detaches it, or runs under torch.no_grad; backward tells the harm"
             )
         loss.backward()
     if missing := sorted(layers.keys() - found.keys()):

@@ -66,7 +66,7 @@ def _speeds(estimate: StepEstimate) -> list[str]:
 
 def _speed(found: StepPrediction) -> str:
     mark = " " if found.fits else "x"
-    return f"{f'{found.tokens_per_second:,.0f} {found.over_bf16:.2f}{mark}':>{CELL}}"
+    return f" {f'{found.tokens_per_second:,.0f} {found.over_bf16:.2f}{mark}':>{CELL - 1}}"
 
 
 def _parts(estimate: StepEstimate) -> list[str]:

@@ -6,6 +6,7 @@ again in backward, is then a function of the codes. So compiled code saves the c
 saved is not multiplied again under selective checkpointing.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from f8sub.convert.convert import remove_hook
 from f8sub.convert.patterns import matches
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.checkpointing.graphs import enter_graph_functions, in_graph, save_last_node
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile, present
 from f8sub.kernels import scales
@@ -69,6 +70,10 @@ def keep_swiglu_input_in_float8(model: torch.nn.Module, layers: Sequence[str] | 
         raise Float8ConfigError(
             f"no linear layer is called {wanted}; the model has {', '.join(list(linears)[:8]) or 'none'}: give "
             'layers=["PATTERN", ...] for the layers whose results SwiGLU reads'
+        )
+    if idle := [p for p in layers or () if not any(matches(p, f) for f in found)]:
+        warnings.warn(
+            f"layers={idle} of keep_swiglu_input_in_float8 match no linear layer", Float8Warning, stacklevel=2
         )
     shared: int | None = None
     for fqn in found:

@@ -284,7 +284,7 @@ def _is_of_tokens(x: DTensor) -> bool:
 def _converted(module: torch.nn.Module, style: Any) -> Float8Linear:
     if not isinstance(module, Float8Linear):
         raise Float8ConfigError(
-            f"{type(style).__name__} is for a Float8Linear, got {type(module).__name__}; call convert_to_float8 before "
+            f"{type(style).__name__} is for a Float8Linear, got {module}; call convert_to_float8 before "
             "parallelize_module, or take torch's style of that name for a layer that stays in high precision"
         )
     return module

@@ -160,6 +160,8 @@ def test_what_cannot_be_compared():
     raises("was given no batches", given=[])
     raises("returned no loss but shape", nn.Linear(64, 64), [torch.ones(2, 64)])
     raises("the loss has no gradient", net().requires_grad_(False))
+    raises("returned float", loss_of=lambda model, batch: 1.0)
+    raises(r"returned \(32, 64\)", loss_of=lambda model, batch: model.down(model.up(batch[0])))
     raises("is the label of a run without float8", recipes={"bf16": "rowwise"})
 
 
@@ -169,3 +171,10 @@ def test_without_matplotlib(monkeypatch, tmp_path):
     with pytest.raises(f8sub.Float8ConfigError, match="drawn with matplotlib, which is not installed"):
         found.save(tmp_path / "page")
     assert not (tmp_path / "page").exists()
+
+
+def test_a_run_that_there_is_not():
+    found = Comparison({REFERENCE: [1.0], NOISE: [1.0], "rowwise": [1.0]}, (), trained=False)
+    for ask in (found.loss, lambda run: found.worst(8, run)):
+        with pytest.raises(f8sub.Float8ConfigError, match=r"no run is called 'row'; there is .*'rowwise'"):
+            ask("row")

@@ -326,6 +326,32 @@ def test_a_name_that_is_no_weight():
     assert "takes a class" in refusal(f8sub.Float8ConfigError, f8sub.register_experts, OwnExperts(3, 32, 48))
 
 
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ("sideways", "sideways is no parameter of three dimensions"),
+        (None, "bias is (3, 1, 48): the last two have to be multiples of 16"),
+    ],
+)
+def test_an_error_says_why_experts_alone_were_not_converted(weights, reason):
+    class WithBias(OwnExperts):
+        def __init__(self) -> None:
+            super().__init__(3, 32, 48)
+            self.bias = nn.Parameter(torch.zeros(3, 1, 48))
+
+    f8sub.register_experts(WithBias, weights=weights)
+    message = refusal(f8sub.Float8ConfigError, converted, WithBias())
+    assert f"nor does f8sub convert its WithBias ({reason}" in message
+
+
+def test_one_name_of_a_weight():
+    class OneWeight(OwnExperts):
+        pass
+
+    f8sub.register_experts(OneWeight, weights="up")
+    assert list(converted(OneWeight(3, 32, 48)).weights) == ["up"]
+
+
 def test_a_backend_that_experts_do_not_have_changes_nothing():
     model, call = own(), functools.partial(f8sub.convert_to_float8, experts=True, backend="scaled_mm")
     assert "scaled_grouped_mm" in refusal(f8sub.Float8ConfigError, call, model, "rowwise")

@@ -1,6 +1,7 @@
 """MasterWeights: float32 masters of bf16 and float8 weights, over any optimizer, for all that reads optimizers."""
 
 import copy
+import pickle
 import weakref
 
 import pytest
@@ -333,3 +334,19 @@ def test_torchao_low_bit_optimizers(kind, name, monkeypatch):
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     assert torch.equal(train(model, optimizer, range(3, 4))[0], expected[0])
+
+
+def test_what_it_does_not_wrap():
+    model = made("float8 of bf16")
+    for given in (adamw(model), model.parameters()):
+        with pytest.raises(f8sub.Float8ConfigError, match=rf"wraps an optimizer.*got {type(given).__name__}"):
+            f8sub.optim.MasterWeights(given)
+
+
+@on_each_kind
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(kind, copied):
+    """It would have neither the wrapped optimizer nor weights whose masters it steps."""
+    optimizer = adamw(made(kind))
+    with pytest.raises(f8sub.Float8ConfigError, match="cannot be copied or pickled"):
+        copied(optimizer)

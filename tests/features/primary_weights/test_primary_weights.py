@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 import weakref
 
 import pytest
@@ -127,8 +128,20 @@ def test_what_dropped_weights_and_others_refuse():
     f8sub.drop_high_precision(model)
     with pytest.raises(RuntimeError, match="0: its high-precision values were dropped"):
         model[0].load_state_dict(plain()[0].state_dict())
+    with pytest.raises(f8sub.Float8ConfigError, match=r"were dropped; call .* before drop_high_precision"):
+        model.double()
     with pytest.raises(f8sub.Float8ConfigError, match="dropped"):
         wrapped(model.requires_grad_(True))
+
+
+def test_dropping_warns_where_nothing_is_frozen():
+    model = made()
+    with pytest.warns(f8sub.Float8Warning, match="drop_high_precision dropped nothing"):
+        f8sub.drop_high_precision(model)
+    model[0].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f8sub.drop_high_precision(model)
 
 
 @on_each_dtype

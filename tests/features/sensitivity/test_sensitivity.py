@@ -86,3 +86,12 @@ def test_what_cannot_be_looked_at():
     f8sub.drop_high_precision(dropped)
     with pytest.raises(f8sub.Float8ConfigError, match="values were dropped"):
         f8sub.sensitivity(dropped, loss)
+    with torch.no_grad(), pytest.raises(f8sub.Float8ConfigError, match="the loss has no gradient"):
+        f8sub.sensitivity(model, loss)
+
+
+@pytest.mark.parametrize("flops", [5, -0.1])
+def test_a_share_is_no_number_of_percent(flops):
+    found = f8sub.sensitivity(transformer("tensorwise"), loss)
+    with pytest.raises(f8sub.Float8ConfigError, match=rf"0\.05 for 5 %, got {flops}"):
+        found.skip(flops)

@@ -2,6 +2,7 @@
 timelines by hand; the command; what is refused."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -196,6 +197,12 @@ def test_what_is_refused(options, told):
         model = Transformer(1024, 2048)
     with pytest.raises(f8sub.Float8ConfigError, match=told):
         f8sub.estimate_step(model, options.pop("gpus", 8), **options)
+
+
+def test_numbers_of_small_models_stay_apart_from_names():
+    text = str(f8sub.estimate_step(Transformer(), gpus=8))
+    (line,) = [line for line in text.splitlines() if "a scale at a time" in line]
+    assert re.search(r"a scale at a time [\d,]{9,} \d\.\d\d$", line)
 
 
 def test_a_model_without_blocks_is_refused():

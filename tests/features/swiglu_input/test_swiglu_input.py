@@ -187,7 +187,8 @@ def test_layers_by_name_by_pattern_and_back():
     model.router.gate = nn.Linear(64, 4)
     f8sub.convert_to_float8(model, skip_defaults=False, skip=["router"])
     assert f8sub.keep_swiglu_input_in_float8(model) == ["mlp.gate_proj", "mlp.up_proj"]
-    assert f8sub.keep_swiglu_input_in_float8(model, layers=["other"]) == ["other"]
+    with pytest.warns(f8sub.Float8Warning, match=r"layers=\['fc1'\] of keep_swiglu_input_in_float8 match no"):
+        assert f8sub.keep_swiglu_input_in_float8(model, layers=["other", "fc1"]) == ["other"]
     assert sum(len(each._forward_hooks) for each in model.mlp.children()) == 2
     f8sub.convert_from_float8(model)
     assert not any(each._forward_hooks for each in model.modules())

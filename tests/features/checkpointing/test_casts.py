@@ -1,12 +1,10 @@
 """Compiled, a checkpointed forward casts x for fprop alone, and with the compiler's own kernels."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from f8sub.kernels.gemm import select
 from tests.features.checkpointing.test_policies import POLICIES, compiled
+from tests.linear.test_compile import row_major  # noqa: F401
 from tests.selection import long_but
 
 OPERANDS, WEIGHTS = 4, 7
@@ -14,12 +12,7 @@ OPERANDS, WEIGHTS = 4, 7
 
 
 @pytest.fixture(autouse=True)
-def _row_major(monkeypatch):
-    """As on a GPU, whose GEMMs read what lies in rows."""
-    for name, backend in select.GEMM.items():
-        monkeypatch.setitem(
-            select.GEMM, name, dataclasses.replace(backend, takes_any_layout=lambda device: False)
-        )
+def _row_major(row_major):  # noqa: F811
     compiled.cache_clear()
     yield
     compiled.cache_clear()

@@ -20,7 +20,7 @@ ERRORS = (
     f"How near it is: tokens/s of whole runs of a Llama 3 8B on two H200s within {WHOLE_RUNS:.0%}; published "
     f"speed-ups on 8 to 256 H100s within {SPEED_UPS:.0%}, their tokens/s within {RATES:.0%}. One whole run was "
     "measured with gradients in e4m3, on two GPUs, and none over several hosts by f8sub: what that row adds hangs on "
-    "figures of single collectives."
+    "figures of single collectives. The host's launches are not counted, which limit small models: f8sub inspect."
 )
 
 

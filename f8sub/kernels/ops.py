@@ -118,7 +118,7 @@ def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized)
+quantize_in_graph = quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized)
 transpose = operator(quantize_cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
 derive_columnwise = operator(_derive_columnwise, "derive_columnwise", _fake_derived)
 copy_after = operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
@@ -145,7 +145,7 @@ def quantized(
     if rowwise is not None and rowwise == columnwise and rowwise.is_plain and rowwise.tile.is_whole:
         amax = scales.amax(x, rowwise.tile)
     names = (None if format is None else format.name for format in (rowwise, columnwise))
-    tensors = quantize_as_one_node(x, amax, *names)
+    tensors = quantize_in_graph(x, amax, *names)
     count = 0 if rowwise is None else 3 if rowwise.scale_rule.has_global else 2
     row = None if rowwise is None else Operand.of(rowwise, *tensors[:count])
     return Quantized(row, None if columnwise is None else Operand.of(columnwise, *tensors[count:]))

@@ -11,8 +11,6 @@ from f8sub.features.checkpointing.graphs import enter_graph_functions, in_graph,
 from f8sub.formats import Float8Format, present
 from f8sub.kernels import ops, reference
 
-_as_one_node = ops.quantize_as_one_node
-
 
 def quantize(
     x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
@@ -29,10 +27,10 @@ def _in_graph(
     is_checkpointed = bool(policies()) or "recompute" in get_current_meta()
     row = None if rowwise is None else Float8Format.parse(rowwise)
     if row is None or columnwise is None or not is_checkpointed or not ops.is_fusible(row):
-        together: list[torch.Tensor] = _as_one_node(x, amax, rowwise, columnwise)
+        together: list[torch.Tensor] = ops.quantize_as_one_node(x, amax, rowwise, columnwise)
         return together
     made = reference.quantize(x, row, None, reduce=None if amax is None else lambda own, tile: amax)
-    return [*present(made.rowwise).tensors, *_as_one_node(x, amax, None, columnwise)]
+    return [*present(made.rowwise).tensors, *ops.quantize_as_one_node(x, amax, None, columnwise)]
 
 
-ops.quantize_as_one_node = quantize
+ops.quantize_in_graph = quantize

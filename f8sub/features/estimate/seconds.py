@@ -53,11 +53,11 @@ EXPONENTIALS = 3.9e12
 """A Hopper's special functions a second: FlashAttention-3 (arXiv 2407.08608), 2.2. A score needs one in forward and one
 in backward, whatever the size of its head, so that small heads are slower a FLOP."""
 
-HOST, HOST_BF16 = 0.0131, 0.0075
+HOST, HOST_BF16, HOST_ADAMW = 0.0102, 0.0093, 0.0029
 """Seconds of the host for a compiled block under FSDP2, forward and backward, which a step cannot be shorter than.
 
-Runs of a 1B Llama had 12.5 to 14.3 ms on two hosts in float8: between those, and fitted. A layer in bf16 takes the host
-1.0 ms, in float8 1.5 to 2. Hosts of other GPUs are not known, so that there the host is ahead.
+``scripts/bench/host_time.py`` on a host of H100s: 10.0 ms and 0.2 for scales; 8.6 and 10.1 in bf16, before and after.
+AdamW that is not fused takes parameters one by one, and the third is what runs of a 1B Llama on two hosts had more.
 """
 
 NONE, SELECTIVE, GEMMS, FULL, UNSEEN = "none", "selective", "gemms", "full", "unseen"
@@ -372,16 +372,17 @@ def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> S
     loss = run.tokens * shapes.logits * logit / gpu.copy
     state = shapes.learning / run.shards * run.master_bytes * run.optimizer_passes
     found += Seconds(loss=loss, optimizer=state / gpu.copy)
-    if not (run.compiled and run.sharded and gpu.measured):
+    if not (run.compiled and run.sharded):
         return found
-    host = sum(_host_seconds(products, recipe) for products in shapes.blocks.values())
+    host = sum(_host_seconds(products, recipe, run) for products in shapes.blocks.values())
     return found + Seconds(host=max(0.0, host - found.total))
 
 
-def _host_seconds(products: Sequence[Product], recipe: Recipe | None) -> float:
+def _host_seconds(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
     """Of a block: layers that stay in bf16 are launched as in bf16."""
     converted = 0 if recipe is None else sum(product.reason is None for product in products)
-    return HOST_BF16 + (HOST - HOST_BF16) * converted / max(len(products), 1)
+    launches = HOST_BF16 + (HOST - HOST_BF16) * converted / max(len(products), 1)
+    return launches + HOST_ADAMW * (not run.fused)
 
 
 def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dict[tuple[str, int], float]:

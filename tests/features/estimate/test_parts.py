@@ -83,6 +83,8 @@ def test_a_step_is_no_shorter_than_its_host():
     for recipe, host in ((None, seconds.HOST_BF16), (f8sub.get_recipe("rowwise"), seconds.HOST)):
         found = seconds.step_seconds(llama("1b", 16), recipe, H200, short)
         assert found.total == pytest.approx(16 * host)
+        found = seconds.step_seconds(llama("1b", 16), recipe, H200, replace(short, fused=False))
+        assert found.total == pytest.approx(16 * (host + seconds.HOST_ADAMW))
         assert seconds.step_seconds(llama("8b", 4), recipe, H200, long).host == 0
 
 

@@ -62,7 +62,9 @@ def test_the_three_products(recipe, shape, dtype):
     assert_within_budget(layer, results, oracle.linear(recipe, x, w, dy, bias))
 
 
-@pytest.mark.parametrize("shape, biased", [("aligned", False), ("odd-batch", True), ("odd", False), ("one-row", True)])
+@pytest.mark.parametrize(
+    ("shape", "biased"), [("aligned", False), ("odd-batch", True), ("odd", False), ("one-row", True)]
+)
 @on_each_recipe
 def test_compiled_by_inductor(recipe, shape, biased):
     """The same codes as in eager code, so the same products."""

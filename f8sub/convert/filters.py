@@ -1,7 +1,7 @@
 """Which layers are converted, and with which recipe: one reason for every layer that is not."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -92,7 +92,8 @@ class Selection:
 
     def __post_init__(self) -> None:
         for option, given in (("skip", self.skip), ("filter_fqns", self.filter_fqns)):
-            if wrong := [pattern for pattern in given if not isinstance(pattern, str)]:
+            patterns = given if isinstance(given, Iterable) else [given]
+            if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
                 raise Float8ConfigError(f"{option} takes patterns of layers' names, got {wrong[0]!r}")
         if self.min_dim is not None and (type(self.min_dim) is not int or self.min_dim < 0):
             raise Float8ConfigError(f"min_dim is a number of features or None, got {self.min_dim!r}")

@@ -144,6 +144,7 @@ BAD = {
     "emulate": ({"emulate": True}, r"use backend=\"reference\""),
     "typo": ({"keep_xs": "auto"}, "use keep_x"),
     "skip": ({"skip": [1]}, "skip takes patterns of layers' names, got 1"),
+    "no list": ({"skip": None}, "skip takes patterns of layers' names, got None"),
     "min_dim": ({"min_dim": 0.5}, "min_dim is a number of features or None, got 0.5"),
     "no-pattern": ({"recipe": {0: "rowwise"}}, "glob patterns over their names, got 0"),
 }

@@ -40,8 +40,8 @@ class Monitor:
     role "gradient" and the name of its FSDP2 module.
 
     Losses and gradients of eager code are the same with and without, bitwise; a sampled step of compiled code runs
-    eagerly. Of several forwards in one step the first is measured. All ranks sample the same steps, and each has the
-    statistics of all ranks together.
+    eagerly. Of several forwards in one step the first is measured, and none under ``no_grad``. All ranks sample the
+    same steps, and each has the statistics of all ranks together.
 
     Args:
         model: converted; plain, compiled, or under DDP, FSDP2 or tensor parallelism.
@@ -66,10 +66,10 @@ class Monitor:
         roles: Sequence[str] = ROLES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if every < 1 or not set(roles) <= {*ROLES, *RESULTS}:
-            raise Float8ConfigError(
-                f"every is 1 or more and roles are of {(*ROLES, *RESULTS)}, got every={every}, roles={roles}"
-            )
+        if type(every) is not int or every < 1:
+            raise Float8ConfigError(f"every is a number of steps, 1 or more, got {every!r}")
+        if isinstance(roles, str) or not set(roles) <= {*ROLES, *RESULTS}:
+            raise Float8ConfigError(f"roles is a list, of {', '.join((*ROLES, *RESULTS))}, got {roles!r}")
         patterns = [layers] if isinstance(layers, str) else layers
         self._model = model
         self._layers = {
@@ -143,7 +143,10 @@ class Monitor:
         self._read(wait=True)
         operands = [row for row in self.rows if row.role in ROLES]
         if not operands:
-            return f"no sample yet: the first step has one, and then one step in {self._every}"
+            return (
+                f"no sample yet: the first step has one, and then one step in {self._every}. A forward pass under "
+                "no_grad is not measured"
+            )
         last = [row for row in operands if row.step == operands[-1].step]
         width = max(len(row.layer) for row in last)
         lines = [f"{'layer':{width}} role  row dB     dB  flushed  saturated      amax  advice"]

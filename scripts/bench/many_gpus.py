@@ -1,9 +1,10 @@
-"""What more GPUs change: torchtitan 0.2 with f8sub on all GPUs of a host, in four sections, each a table.
+"""What more GPUs change: torchtitan 0.2 with f8sub on all GPUs of a host, in five sections, each a table.
 
     steps    the three steps of PyTorch's article on float8 and FSDP2, torchao beside them, with NCCL's thread blocks
              limited or not; communication beside which nothing runs, from a trace
     recipes  every recipe with selective checkpointing and without, and gradients in float8
     layouts  HSDP, tensor parallelism and a pipeline beside FSDP: speed, and how far the last loss is from FSDP's
+    experts  4 layers of Qwen3-30B-A3B, sharded by FSDP and by expert parallelism, torchao beside it
     weak     1, 2, 4, ... GPUs with as many tokens each
 
 An option that is not this script's is torchtitan's. A row that fails is told at the end, and the exit status is 1.
@@ -95,6 +96,16 @@ def layouts(gpus: int) -> Iterator[Row]:
         yield Row(f"PP 2 x FSDP {gpus // 2}", OURS, gpus, (*pipeline, "--training.local_batch_size=2"))
 
 
+def experts(gpus: int) -> Iterator[Row]:
+    """A mixture by ways to place its experts, as far as there are GPUs."""
+    mixture = ("--model.name=qwen3", "--model.flavor=30B-A3B-4")
+    for degree in sorted({1, gpus} | ({2} if gpus % 2 == 0 else set())):
+        name = "FSDP" if degree == 1 else f"EP {degree} x FSDP {gpus // degree}"
+        placed = (*mixture, f"--parallelism.expert_parallel_degree={degree}")
+        for arm in (BF16, *titan.MIXTURES):
+            yield Row(f"{arm.removesuffix(' compiled')}, {name}", arm, gpus, placed)
+
+
 def weak(gpus: int) -> Iterator[Row]:
     """As many tokens a GPU on 1, 2, 4, ... of them."""
     count = 1
@@ -104,7 +115,7 @@ def weak(gpus: int) -> Iterator[Row]:
         count *= 2
 
 
-SECTIONS = {"steps": steps, "recipes": recipes, "layouts": layouts, "weak": weak}
+SECTIONS = {"steps": steps, "recipes": recipes, "layouts": layouts, "experts": experts, "weak": weak}
 
 
 def measured(arguments: argparse.Namespace, row: Row, folder: Path, traced: bool) -> dict[str, Any]:

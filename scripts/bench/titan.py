@@ -7,6 +7,8 @@ fails is left out, and the exit status is 1. Options that are not this script's 
 
     python scripts/bench/titan.py --gpus 2 --flavor 8B-8 --json torchtitan.json
     python scripts/bench/titan.py --arms "bf16 compiled" "f8sub delayed compiled" --activation_checkpoint.mode=full
+    python scripts/bench/titan.py --model.name=qwen3 --flavor 30B-A3B-4 --sequences 2 --arms "bf16 compiled" \
+        "f8sub tensorwise experts compiled" "torchao experts compiled"
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ PEER = (
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
 )
 COMPILED = ("--compile.enable",)
+PEER_EXPERTS = ("--model.converters=quantize.linear.float8,torchao_experts", *PEER[1:])
+EXPERTS = (*F8SUB, "--f8sub.experts=true")
 ARMS: dict[str, tuple[str, ...]] = {
     "bf16 compiled": COMPILED,
     "f8sub tensorwise compiled": (*F8SUB, *COMPILED),
@@ -47,8 +51,12 @@ ARMS: dict[str, tuple[str, ...]] = {
     "f8sub gridquant compiled": (*F8SUB, "--f8sub.recipe_name=gridquant", *COMPILED),
     "f8sub delayed eager": (*F8SUB, "--f8sub.recipe_name=delayed"),
     "bf16 eager": (),
+    "f8sub tensorwise experts compiled": (*EXPERTS, *COMPILED),
+    "f8sub rowwise experts compiled": (*EXPERTS, "--f8sub.recipe_name=rowwise", *COMPILED),
+    "torchao experts compiled": (*PEER_EXPERTS, *COMPILED),
 }
-"""What each adds to torchtitan's options, the most wanted first; torchtitan's own converter is torchao's."""
+"""What each adds to torchtitan's options; torchtitan's own converter is torchao's. The last three are for mixtures."""
+MIXTURES = tuple(arm for arm in ARMS if "experts" in arm)
 
 METRICS = {
     "tokens_per_second": "throughput(tps)",
@@ -63,7 +71,8 @@ METRICS = {
 def parsed(description: str | None = __doc__) -> argparse.Namespace:
     """The options of this script, and of others that run its arms."""
     made = options(description)
-    made.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    dense = [arm for arm in ARMS if arm not in MIXTURES]
+    made.add_argument("--arms", nargs="+", choices=ARMS, default=dense)
     return checked(made)
 
 
@@ -72,7 +81,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     made = parser(description)
     gpus = torch.cuda.device_count()
     made.add_argument("--gpus", type=int, default=gpus, help="ranks; all GPUs by default")
-    flavors = "8B, 8B-1 to 8B-16 of fewer layers, or any of torchtitan's"
+    flavors = "8B, 8B-1 to 8B-16 of fewer layers, any of torchtitan's; 30B-A3B-4 with --model.name=qwen3"
     made.add_argument("--flavor", default="8B-8", help=flavors)
     made.add_argument("--tokens", type=int, default=8192, help="a sequence")
     made.add_argument("--sequences", type=int, default=1, help="a GPU")
@@ -139,7 +148,7 @@ def table(arguments: argparse.Namespace, found: dict[str, dict[str, float]], whe
     bf16 = found.get("bf16 compiled", {}).get("tokens_per_second")
     rows = [(arm, {**of, "over_bf16": bf16 and of["tokens_per_second"] / bf16}) for arm, of in found.items()]
     title = (
-        f"torchtitan {version_of('torchtitan')}, {arguments.gpus} x {where}: Llama 3 {arguments.flavor}, "
+        f"torchtitan {version_of('torchtitan')}, {arguments.gpus} x {where}: {arguments.flavor}, "
         f"{arguments.sequences} x {arguments.tokens} tokens a GPU"
     )
     columns = (

@@ -52,3 +52,13 @@ def test_it_trains_on_cpus(run_script):
     assert done.figures["figures"]["f8sub tensorwise eager"]["tokens_per_second"] > 0
     assert 7 < done.figures["figures"]["f8sub tensorwise eager"]["loss"] < 9
     assert "Unrecognized options: --f8sub.emulate" in done.figures["failed"]["bf16 eager"]
+
+
+@pytest.mark.long
+@of_0_2
+def test_a_mixture_of_experts_on_cpus(run_script):
+    on_cpus = ("--gpus", "2", "--program", "tests.features.torchtitan.cpu_0_2", "--f8sub.emulate")
+    model = ("--model.name=qwen3", "--model.flavor=debugmodel_moe", "--compile.no-enable")
+    done = run_script("bench/titan.py", *on_cpus, *SMALL, *SHORT, *model, "--arms", titan.MIXTURES[0])
+    assert done.returncode == 0
+    assert 7 < done.figures["figures"][titan.MIXTURES[0]]["loss"] < 9

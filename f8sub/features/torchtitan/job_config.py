@@ -10,6 +10,7 @@ from torchtitan.tools.logging import logger
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.report.conversion_report import conversion_report
+from f8sub.features.torchtitan.grouped_experts import register_grouped_experts
 from f8sub.features.torchtitan.options import Options, convert
 from f8sub.features.torchtitan_hooks.numerics import FILE
 
@@ -26,7 +27,7 @@ class JobConfig:
 
 
 class Float8ModelConverter:
-    """Converts a model's linear layers to float8, when torchtitan 0.2 has built it and before it shards it.
+    """Converts a model's linear layers and experts to float8, when torchtitan 0.2 has built it and before it shards it.
 
     Raises:
         Float8ConfigError: the job's config has no section of f8sub's.
@@ -41,6 +42,8 @@ class Float8ModelConverter:
             )
         file = options.monitor_file or str(Path(job_config.job.dump_folder) / FILE)
         self.options = replace(options, monitor_file=file)
+        compiled = job_config.compile.enable and "model" in job_config.compile.components
+        register_grouped_experts(job_config.compile.backend if compiled else None)
 
     def convert(self, model: torch.nn.Module) -> None:
         """Convert the model on meta, in place.

@@ -29,6 +29,9 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 AUTO_FILTER = "auto_filter_small_kn"
 """In ``filter_fqns``, torchtitan's word for: leave layers alone that are too small to gain, all of them if need be."""
 
+SPELLED = {"true": True, "false": False}
+"""``experts`` as a command line has it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -191,7 +194,7 @@ def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.
         float8_all_gather=options.enable_fsdp_float8_all_gather,
         backend="reference" if options.emulate else "auto",
         keep_x=options.keep_x,
-        experts=options.experts,
+        experts=SPELLED.get(str(options.experts).lower(), options.experts),
     )
     check_at_first_forward(model)
     if options.reduce_gradients_in_float8:

@@ -5,14 +5,18 @@ name in many modules, so that these are told.
 Importing this changes what torchtitan believes the device to be: nothing imports it but ranks.
 """
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.features.torchtitan import gloo  # first: it sets what the others read when they are imported
 
 # isort: split
 import torchtitan.train
+from torchtitan.models.moe import utils
 from torchtitan.tools.logging import init_logger
 
 from tests.features.torchtitan import jobs_0_2
@@ -24,6 +28,11 @@ for name, module in list(sys.modules.items()):
             if hasattr(module, known):
                 setattr(module, known, value)
 torchtitan.train.time = gloo.without_sleep(torchtitan.train.time)
+
+# Experts take their tokens' places from a kernel, and their counts from a histogram that CPUs have of floats alone.
+histogram = torch.histc
+torch.histc = lambda given, **options: histogram(given.float(), **options).to(given.dtype)
+utils.generate_permute_indices = functools.partial(utils.generate_permute_indices, use_cpu=True)
 
 jobs_0_2.with_few_layers(gloo.with_sums)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 LAYERS = 2
 """Of the debug model's six."""
 
@@ -76,9 +78,13 @@ def configured(arguments: list[str], folder: Path, *, emulate: bool = True) -> A
     from torchtitan.config import ConfigManager
 
     name, _, given = arguments[0].partition(":")
+    if mixture := name.endswith("moe"):
+        name = name.removesuffix("moe").rstrip("_") or "bf16"
     arm, _, checkpointed = name.partition("_")
     options = [f"--f8sub.{key}={value}" for key, value in json.loads(given or "{}").items()]
     options += [word for option in arguments[1:] for word in spelled(option)]
+    if mixture:
+        options += ["--model.name=qwen3", "--model.flavor=debugmodel_moe"]
     if checkpointed:
         options.append(f"--activation_checkpoint.mode={checkpointed.removesuffix('_ac')}")
         options.append("--activation_checkpoint.selective_ac_option=op")
@@ -98,11 +104,19 @@ def spelled(option: str) -> list[str]:
 
 
 def with_few_layers(parallelize: Callable[[Any], Any] = lambda parallelize: parallelize) -> None:
-    """Have this process's debug Llama be of ``LAYERS`` layers, sharded by ``parallelize`` of torchtitan's function."""
+    """Have this process's debug models be of ``LAYERS`` layers, and sharded by ``parallelize`` of theirs."""
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-    stock = get_train_spec("llama3")
-    model_args = copy.deepcopy(stock.model_args)
-    model_args["debugmodel"].n_layers = LAYERS
-    spec = dataclasses.replace(stock, model_args=model_args, parallelize_fn=parallelize(stock.parallelize_fn))
-    register_train_spec("llama3", spec)
+    for name, flavor in (("llama3", "debugmodel"), ("qwen3", "debugmodel_moe")):
+        stock = get_train_spec(name)
+        model_args = copy.deepcopy(stock.model_args)
+        args = model_args[flavor]
+        args.n_layers = LAYERS
+        if args.__dict__.get("moe_enabled"):
+            args.hidden_dim, args.moe_inter_dim = 256, 256
+            args.moe_args.num_experts, args.moe_args.top_k = 8, 2
+            args.moe_args.use_grouped_mm = torch.cuda.is_available()  # of torch's there is none on CPUs
+        spec = dataclasses.replace(
+            stock, model_args=model_args, parallelize_fn=parallelize(stock.parallelize_fn)
+        )
+        register_train_spec(name, spec)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.features.torchtitan import runs
 from tests.features.torchtitan.runs import alone, last
 from tests.features.torchtitan.test_job_config import converted_by, parsed
 from tests.features.torchtitan.test_training import LINEAR_LAYERS, MESHES, long, mesh, of_0_3
@@ -12,15 +13,21 @@ from tests.features.torchtitan.test_training import LINEAR_LAYERS, MESHES, long,
 pytestmark = pytest.mark.usefixtures("any_titan")
 alone_in_0_2 = functools.partial(alone, titan="titan_0_2")
 GRADIENTS = 'f8sub:{"reduce_gradients_in_float8":true}'
+EP = "parallelism.expert_parallel_degree=2"
+of_0_2 = pytest.mark.skipif(
+    runs.installed() == "0.3", reason="of torchtitan 0.2, here is 0.3: scripts/test_torchtitan.sh has both"
+)
 
 
 @long
-@of_0_3
-def test_experts(train):
+@pytest.mark.parametrize(
+    ("world", "options"), [(2, ""), pytest.param(2, EP, marks=of_0_2), pytest.param(4, EP, marks=of_0_2)]
+)
+def test_experts(train, world, options):
     """By the option alone, and as near to bf16 as linear layers are."""
     recipe = '"recipe_name":"rowwise"'
     bf16, linears, ours = (
-        last(train(2, config))
+        last(train(world, f"{config} {options}"))
         for config in ("moe", f"f8sub_moe:{{{recipe}}}", f'f8sub_moe:{{{recipe},"experts":true}}')
     )
     assert len({bf16, linears, ours}) == 3

@@ -47,7 +47,8 @@ def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor
     kinds: dict[bool, list[tuple[Chunk, int, int]]] = {}
     for chunk in layout.chunks:
         if chunk.size:
-            aligned = chunk.size % ALIGNMENT == chunk.out_at % ALIGNMENT == 0
+            places = chunk.size, chunk.out_at, out.data_ptr()
+            aligned = all(place % ALIGNMENT == 0 for place in places)
             kinds.setdefault(aligned, []).append((chunk, 0, 0))
     made = []
     for aligned, chosen in kinds.items():

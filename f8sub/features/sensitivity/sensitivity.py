@@ -6,7 +6,7 @@ of their squares.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +35,25 @@ class LayerSensitivity(NamedTuple):
     fqn: str
     harm: float
     flops: float
+
+
+Note = Callable[[str, torch.Tensor, torch.Tensor, int], None]
+"""Takes a name, what a product's result in float8 has more, the result in high precision, and the product's FLOPs."""
+
+
+class Probe:
+    """Looks at converted modules that are no linear layers."""
+
+    def modules(self, model: torch.nn.Module) -> Mapping[str, Sequence[torch.Tensor]]:
+        """The weights of each module that it looks at, by the module's name."""
+        raise NotImplementedError
+
+    def enter(self, model: torch.nn.Module, note: Note) -> Callable[[], None]:
+        """Have these modules run in high precision and tell ``note`` of each product; call what it returns to undo."""
+        raise NotImplementedError
+
+
+probes: list[Probe] = []
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ class Sensitivity:
 
 
 def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], torch.Tensor]) -> Sensitivity:
-    """Look at how much each converted layer's float8 changes the loss of one batch.
+    """Look at how much the float8 of each converted layer, or module of experts, changes the loss of one batch.
 
     Gradients of the parameters are left as they were. What dy's rounding does is not part of it: it does not tell which
     layers are sensitive (``python scripts/tables/sensitivity.py``).
@@ -89,29 +108,35 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
             loss.
     """
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
-    if not layers:
+    weights: dict[str, Sequence[torch.Tensor]] = {fqn: [m.weight] for fqn, m in layers.items()}
+    for probe in probes:
+        weights |= probe.modules(model)
+    if not weights:
         raise Float8ConfigError(
             "sensitivity found no float8 layer; call f8sub.convert_to_float8(model) first"
         )
     found: dict[str, tuple[torch.Tensor, int]] = {}
+    note = functools.partial(_note, found)
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     with ExitStack() as exits:
         for parameter, grad in kept:
             parameter.grad = None
             exits.callback(setattr, parameter, "grad", grad)
+        for fqn, several in weights.items():
+            for weight in several:
+                _check(fqn, weight)
+                # A frozen layer that nothing before it learns has no dy.
+                exits.callback(weight.requires_grad_, weight.requires_grad)
+                weight.requires_grad_(True)
         for fqn, layer in layers.items():
-            _check(fqn, layer)
             exits.callback(setattr, layer, "plan", layer.plan)
-            # A frozen layer that nothing before it learns has no dy.
-            exits.callback(layer.weight.requires_grad_, layer.weight.requires_grad)
-            layer.weight.requires_grad_(True)
-            hook = layer.register_forward_hook(
-                functools.partial(_after, found, fqn, layer.plan), with_kwargs=True
-            )
-            exits.callback(hook.remove)
+            look = functools.partial(_after, note, fqn, layer.plan)
+            exits.callback(layer.register_forward_hook(look, with_kwargs=True).remove)
             plan = layer.plan
             high = plan.recipe.with_high_precision(fprop=True, dgrad=True, wgrad=True)
             layer.plan = Plan.make(high, plan.device, plan.backend)
+        for probe in probes:
+            exits.callback(probe.enter(model, note))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         loss = loss_of(model)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -124,36 +149,28 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
                 "the loss has no gradient: loss_of detaches it, or runs under torch.no_grad; backward tells the harm"
             )
         loss.backward()
-    if missing := sorted(layers.keys() - found.keys()):
+    if missing := sorted(weights.keys() - found.keys()):
         raise Float8ConfigError(
             f"{', '.join(missing)}: not run by loss_of, or its output takes no part in the loss; leave such layers out "
             "of the conversion"
         )
-    total = sum(flops for _, flops in found.values())
+    total = sum(flops for _, flops in found.values()) or 1
     rows = [LayerSensitivity(fqn, harm.sqrt().item(), flops / total) for fqn, (harm, flops) in found.items()]
-    return Sensitivity(tuple(sorted(rows, key=lambda row: -row.harm / row.flops)), loss.item())
+    return Sensitivity(tuple(sorted(rows, key=lambda row: -row.harm / max(row.flops, 1e-12))), loss.item())
 
 
-def _check(fqn: str, layer: Float8Linear) -> None:
-    if is_dtensor(layer.weight):
+def _check(fqn: str, weight: torch.Tensor) -> None:
+    if is_dtensor(weight):
         raise Float8ConfigError(f"{fqn}: its weight is sharded; call sensitivity before fully_shard")
-    if isinstance(layer.weight, Weight) and master_of(layer.weight) is None:
+    if isinstance(weight, Weight) and master_of(weight) is None:
         raise Float8ConfigError(
             f"{fqn}: its high-precision values were dropped, so nothing tells what float8 lost"
         )
 
 
 def _after(
-    found: dict[str, tuple[torch.Tensor, int]],
-    fqn: str,
-    plan: Plan,
-    layer: Float8Linear,
-    args: Any,
-    kwargs: dict[str, Any],
-    y: torch.Tensor,
+    note: Note, fqn: str, plan: Plan, layer: Float8Linear, args: Any, kwargs: dict[str, Any], y: torch.Tensor
 ) -> None:
-    if not y.requires_grad:
-        return
     x: torch.Tensor = args[0] if args else kwargs["input"]
     recipe, dtype = plan.recipe, autocast_dtype(x.device.type) or x.dtype
     with torch.no_grad():
@@ -166,10 +183,15 @@ def _after(
         a = matrix.float() if x8 is None else dequantize(x8, torch.float32)
         b = weight.float() if isinstance(w8, torch.Tensor) else dequantize(w8, torch.float32)
         error = (a @ b.t() - matrix.float() @ weight.float().t()).view(y.shape)
-    flops = matrix.shape[0] * weight.numel()
+    note(fqn, error, y, matrix.shape[0] * weight.numel())
 
-    def note(dy: torch.Tensor) -> None:
+
+def _note(
+    found: dict[str, tuple[torch.Tensor, int]], fqn: str, error: torch.Tensor, y: torch.Tensor, flops: int
+) -> None:
+    def add(dy: torch.Tensor) -> None:
         harm, before = (error * dy.float()).square().sum(), found.get(fqn)
         found[fqn] = (harm, flops) if before is None else (before[0] + harm, before[1] + flops)
 
-    y.register_hook(note)
+    if y.requires_grad:
+        y.register_hook(add)

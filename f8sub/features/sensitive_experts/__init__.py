@@ -1,0 +1,1 @@
+"""Experts in what `sensitivity` looks at."""

@@ -49,6 +49,11 @@ GATHERS, REDUCTIONS = 0.05, 0.45
 ATTENTION_PASSES = 3.5
 """Of causal attention forward and backward, in forwards: backward has five products where forward has two."""
 
+ROUTED = 52
+"""Bytes of a copy's speed that an element of a token takes on its way to an expert and back, forward and backward: 26
+times an element, gathered, weighted, added and scattered. Fitted to a run of 4 layers of Qwen3-30B-A3B in bf16 and one
+in float8 (docs/experts.md), which had 33 and 20."""
+
 EXPONENTIALS = 3.9e12
 """A Hopper's special functions a second: FlashAttention-3 (arXiv 2407.08608), 2.2. A score needs one in forward and one
 in backward, whatever the size of its head, so that small heads are slower a FLOP."""
@@ -301,6 +306,8 @@ def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, 
     each = run.elementwise
     each *= 1 if run.checkpoint == NONE else 1 + REPEATED_ELEMENTWISE
     elementwise = run.tokens * touched * each / gpu.copy
+    if first := next((p for p in products if p.experts), None):
+        elementwise += run.tokens * first.uses * first.cols * ROUTED / gpu.copy
     found += Seconds(attention=attention, elementwise=elementwise)
     return found + wire_seconds(products, recipe, gpu, run)
 

@@ -28,8 +28,28 @@ BYTES_OF_VOCABULARY = 272
 SIZES = {"8b": (4096, 14336, 32, 8, 128256), "1b": (2048, 8192, 32, 8, BYTES_OF_VOCABULARY)}
 
 
+def mixture(layers: int) -> Shapes:
+    """Qwen3-30B-A3B of fewer layers, with the vocabulary of ``recipes/pretrain.py``."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=BYTES_OF_VOCABULARY,
+    )
+    with torch.device("meta"):
+        return shapes_of(transformers.Qwen3MoeForCausalLM(config))
+
+
 @functools.cache
 def llama(size: str, layers: int) -> Shapes:
+    if size == "30b-a3b":
+        return mixture(layers)
     transformers = pytest.importorskip("transformers")
     hidden, ffn, heads, kv, vocabulary = SIZES[size]
     config = transformers.LlamaConfig(

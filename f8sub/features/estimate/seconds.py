@@ -50,20 +50,15 @@ ATTENTION_PASSES = 3.5
 """Of causal attention forward and backward, in forwards: backward has five products where forward has two."""
 
 ROUTED = 52
-"""Bytes of a copy's speed that an element of a token takes on its way to an expert and back, forward and backward: 26
-times an element, gathered, weighted, added and scattered. Fitted to a run of 4 layers of Qwen3-30B-A3B in bf16 and one
-in float8 (docs/experts.md), which had 33 and 20."""
+"""Bytes that an element of a token takes to its expert and back. Qwen3-30B-A3B had 66 in bf16, 40 in float8."""
 
 EXPONENTIALS = 3.9e12
 """A Hopper's special functions a second: FlashAttention-3 (arXiv 2407.08608), 2.2. A score needs one in forward and one
 in backward, whatever the size of its head, so that small heads are slower a FLOP."""
 
 HOST, HOST_BF16, HOST_ADAMW = 0.0102, 0.0093, 0.0029
-"""Seconds of the host for a compiled block under FSDP2, forward and backward, which a step cannot be shorter than.
-
-``scripts/bench/host_time.py`` on a host of H100s: 10.0 ms and 0.2 for scales; 8.6 and 10.1 in bf16, before and after.
-AdamW that is not fused takes parameters one by one, and the third is what runs of a 1B Llama on two hosts had more.
-"""
+"""Seconds of the host for a compiled block, which a step cannot be shorter than: ``scripts/bench/host_time.py``, where
+bf16 had 8.6 and 10.1 ms. The third is what AdamW took more where it was not fused, in runs of a 1B Llama on two hosts."""
 
 NONE, SELECTIVE, GEMMS, FULL, UNSEEN = "none", "selective", "gemms", "full", "unseen"
 CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, experts_of, names_of, operand_of, unwrapped
+from f8sub.features.layer_kinds.layer_kinds import kinds
 from f8sub.features.layouts import layouts
 from f8sub.features.layouts.names import Pieces
 from f8sub.formats import Float8Format, ScaleRule
@@ -56,6 +57,8 @@ class Exported(NamedTuple):
 
 def renamed(name: str, rename: Rename | None) -> str:
     """The name that ``rename`` gives; Float8ConfigError where that is none."""
+    if rename is not None and not callable(rename):
+        raise Float8ConfigError(f"rename is a function from a name to another, got {rename!r}")
     found: object = name if rename is None else rename(name)
     if not isinstance(found, str):
         raise Float8ConfigError(f"rename returned {found!r} for {name!r}, which is no name")
@@ -83,14 +86,16 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
             layer, shape = piece.name.removesuffix(".weight"), tuple(part.tensor.shape)
             if piece.rows is not None:
                 shape = piece.rows.stop - piece.rows.start, shape[2]
-            is_matrix = isinstance(part.module, torch.nn.Linear) and part.attribute == "weight"
+            # A router is a class of its own in transformers, and a linear layer in engines.
+            is_table = isinstance(part.module, torch.nn.Embedding)
+            is_matrix = part.tensor.dim() == 2 and part.attribute == "weight" and not is_table
             if part.format is not None and len(shape) == 2:
                 float8[layer] = part.format, shape
                 layouts.check_rows(layer, part.format, piece.rows)
             elif is_matrix:
                 others[layer] = None
             elif part.tensor.dim() == 3:  # experts, which readers know by their module's name
-                others[layer.partition(f".{piece.expert}.")[0] if piece.rows else part.fqn] = None
+                others[layer.rpartition(f".{piece.expert}.")[0] if piece.rows else part.fqn] = None
     if not float8:
         raise Float8ConfigError(
             f"{type(model).__name__} has no layer whose forward multiplies in float8, so there are no codes to export; "
@@ -167,8 +172,8 @@ def float8_weights(
 
     Raises:
         Float8ConfigError: no float8 layer, a layout that cannot hold one, a dtype that has to be given or that no
-            forward computes in, or a ``rename`` that gives no name.
-        Float8NumericsError: a weight has NaN.
+            forward computes in, a tensor on meta, or a ``rename`` that gives no name.
+        Float8NumericsError: a weight has NaN or infinity.
     """
     yield from stream(unwrapped(model), examined(model, layout, dtype), dtype, rename)
 
@@ -183,7 +188,12 @@ def stream(
     """``float8_weights`` of a model that was ``examined``."""
     given: set[str] = set()
     blocks = list(blocks_of(model))
-    names = iter((progress or iter)([part.name for _, parts in blocks for part in parts]))
+    if empty := [part.name for _, parts in blocks for part in parts if part.tensor.is_meta]:
+        raise Float8ConfigError(
+            f"{', '.join(kinds(empty))}: on meta, where a tensor has no values; give the model values first, with "
+            "to_empty and what it loads"
+        )
+    names = _shown(progress or iter, [part.name for _, parts in blocks for part in parts])
     for gathers, parts in blocks:
         if gathers is not None:
             gathers.unshard()
@@ -201,6 +211,14 @@ def stream(
     next(names, None)  # at whose end a bar is full
 
 
+def _shown(progress: Progress, names: list[str]) -> Iterator[str]:
+    """What ``progress`` returns. It may raise on the rank that shows it, which the others need to go on."""
+    try:
+        yield from progress(names)
+    except Exception as error:
+        warnings.warn(f"progress raised {error!r}; the weights go on without it", Float8Warning, stacklevel=2)
+
+
 @torch.no_grad()
 def _made(part: Part, exported: Exported, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     pieces, layout = exported.pieces[part.name], exported.layout
@@ -214,8 +232,13 @@ def _made(part: Part, exported: Exported, dtype: torch.dtype | None) -> Iterator
         return
     value = _values(part.tensor)
     # Buffers stay as forward reads them: neither autocast nor FSDP2 casts a router's bias.
-    if dtype is not None and value.is_floating_point() and part.attribute in part.module._parameters:
-        value = value.to(dtype)
+    if value.is_floating_point() and part.attribute in part.module._parameters:
+        value = value if dtype is None else value.to(dtype)
+        if not value.isfinite().all():
+            raise Float8NumericsError(
+                f"{part.name} has NaN or infinity, which an engine would serve; restore the weights from a checkpoint "
+                "before they are exported"
+            )
     for piece in pieces:
         own = value if piece.expert is None else value[piece.expert, piece.rows]
         yield piece.name, own.clone(memory_format=torch.contiguous_format)

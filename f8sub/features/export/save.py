@@ -4,18 +4,20 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.export.codes import unwrapped
-from f8sub.features.export.float8_weights import Progress, Rename, examined, stream
+from f8sub.features.export.float8_weights import Exported, Progress, Rename, examined, stream
 from f8sub.features.gather_values.gather_values import gather_values
+from f8sub.features.layouts import layouts
 from f8sub.torch_compat import is_fsdp_module
 
 SHARD_BYTES = 5_000_000_000
@@ -51,16 +53,22 @@ def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are
             is: ``tqdm.tqdm``.
 
     Raises:
-        Float8ConfigError: see ``float8_weights``; or the folder has something in it, or safetensors is not installed.
-        Float8NumericsError: a weight has NaN.
+        Float8ConfigError: see ``float8_weights``; or the folder has something in it or cannot be replaced, safetensors
+            is not installed, or ``config`` or ``shard_bytes`` is none.
+        Float8NumericsError: a weight has NaN or infinity.
         OSError: the first rank could not write; on every rank, with nothing left of it.
     """
+    # Made on every rank, before anything is gathered: what cannot be written is an error of all of them.
+    if config is not None and not isinstance(config, Mapping):
+        raise Float8ConfigError(f"config is a mapping, which config.json holds, or None; got {config!r}")
+    if type(shard_bytes) is not int or shard_bytes < 1:
+        raise Float8ConfigError(f"shard_bytes is a number of bytes, 1 or more, got {shard_bytes!r}")
     exported = examined(model, layout, dtype)
     model = unwrapped(model)
     written = {**(config_of(model, dtype) if config is None else config)}
-    # Made on every rank, before anything is gathered: what cannot be written is an error of all of them.
     written["quantization_config"] = exported.config(rename)
-    text = json.dumps(written, indent=2, sort_keys=True, default=str)
+    text = json.dumps(written, indent=2, sort_keys=True, default=as_json)
+    warn_of_transformers(model, exported)
     _together(lambda: check_target(Path(folder)), group)
     is_writer, failure = _is_writer(group), None
     tensors = stream(model, exported, dtype, rename, progress if is_writer else None)
@@ -75,7 +83,7 @@ def check_target(target: Path) -> None:
     """Check that a folder can be made.
 
     Raises:
-        Float8ConfigError: it has something in it, or safetensors is not installed.
+        Float8ConfigError: it has something in it or cannot be replaced, or safetensors is not installed.
     """
     try:
         import safetensors.torch  # noqa: F401
@@ -83,6 +91,26 @@ def check_target(target: Path) -> None:
         raise Float8ConfigError("save_float8 writes with safetensors, which is not installed") from error
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Float8ConfigError(f"{target} exists and is not an empty folder; save_float8 overwrites nothing")
+    if target.is_symlink() or target.resolve() == Path.cwd():
+        raise Float8ConfigError(f"{target} is a link or the working folder; name a folder to make")
+
+
+def warn_of_transformers(model: torch.nn.Module, exported: Exported) -> None:
+    """Warn of what transformers does not read of a model of its own."""
+    if exported.layout == layouts.COMPRESSED and hasattr(getattr(model, "config", None), "model_type"):
+        pieces = [
+            piece for several in exported.pieces.values() for piece in several if piece.expert is not None
+        ]
+        experts = {piece.name.removesuffix(".weight") for piece in pieces} & exported.formats.keys()
+        if (told := layouts.unread_by_transformers(exported.formats, sorted(experts))) is not None:
+            warnings.warn(told, Float8Warning, stacklevel=3)
+
+
+def as_json(value: object) -> str:
+    """What ``config.json`` has for a value that JSON has not; Float8ConfigError for any but a dtype."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise Float8ConfigError(f"config has {value!r}, which JSON does not hold")
 
 
 def _is_writer(group: dist.ProcessGroup | None) -> bool:

@@ -12,7 +12,14 @@ from f8sub.convert.convert import convert_to_float8
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError
 from f8sub.features.export.codes import Part, blocks_of
 from f8sub.features.export.float8_weights import Exported, examined
-from f8sub.features.export.save import SHARD_BYTES, check_target, config_of, write
+from f8sub.features.export.save import (
+    SHARD_BYTES,
+    as_json,
+    check_target,
+    config_of,
+    warn_of_transformers,
+    write,
+)
 from f8sub.features.layouts import layouts
 from f8sub.features.layouts.names import Piece
 from f8sub.features.load.checkpoint import Checkpoint, DcpCheckpoint, opened, prefix_of, some
@@ -76,6 +83,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
     check_target(target)
     convert_to_float8(model, recipe=recipe, skip=skip, skip_defaults=skip_defaults, experts=experts)
     exported = examined(model, layout, dtype)
+    warn_of_transformers(model, exported)
     with opened(source) as found:
         if "quantization_config" in found.config:
             raise Float8ConfigError(
@@ -85,7 +93,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
         written = {**config_of(model, dtype), **found.config, **(config or {})}
         written |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": exported.config(None)}
         tensors = _cast(found, sources, exported, dtype, progress)
-        text = json.dumps(written, indent=2, sort_keys=True, default=str)
+        text = json.dumps(written, indent=2, sort_keys=True, default=as_json)
         error = write(target, tensors, text, shard_bytes)
     if error is not None:
         raise error

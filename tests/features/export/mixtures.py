@@ -38,12 +38,13 @@ OF_EXPERTS = {
 """The module of experts, and its gate, up and down, as published checkpoints have them."""
 
 
-def mixture(kind: str, wide: int = WIDE) -> nn.Module:
+def mixture(kind: str, wide: int = WIDE, layers: int | None = None) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     known = DEEPSEEK if kind == "deepseek_v3" else SMALL
     sizes = {name: SIZES.get(name, value) for name, value in known.items()}
     sizes |= {"moe_intermediate_size": wide, "intermediate_size": wide}
+    sizes |= {} if layers is None else {"num_hidden_layers": layers}
     config = AutoConfig.for_model(kind, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=BF16, attn_implementation="eager")
     rng = generator(0)

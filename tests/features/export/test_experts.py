@@ -159,13 +159,26 @@ def test_a_finished_checkpoint_has_the_same_codes(recipe, stored, tmp_path):
     assert all(same(found[name], own[name]) for name in own)
 
 
-def test_experts_that_stay_in_high_precision_are_named(tmp_path):
-    model = f8sub.convert_to_float8(mixture("qwen3_moe"), recipe="blockwise")
-    state, config = f8sub.float8_state_dict(model, dtype=BF16)
-    assert "model.layers.0.mlp.experts" in config["modules_to_not_convert"]
-    layer = "model.layers.0.mlp.experts.3.up_proj"
-    assert torch.equal(state[f"{layer}.weight"], model.model.layers[0].mlp.experts.gate_up_proj[3, WIDE:])
-    assert f"{layer}.weight_scale_inv" not in state
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_experts_and_routers_that_stay_in_high_precision_are_named(kind):
+    """In full and nothing else, of a layer that has the number of an expert, too."""
+    model = f8sub.convert_to_float8(mixture(kind, layers=2), recipe="blockwise")
+    state, config = f8sub.float8_state_dict(model, layout="compressed-tensors", dtype=BF16)
+    named = {f"model.layers.{layer}.mlp.{leaf}" for layer in range(2) for leaf in ("gate", "experts")}
+    assert set(config["ignore"]) == {*named, "lm_head"}
+    layer = "model.layers.1.mlp.experts.3.up_proj"
+    assert torch.equal(state[f"{layer}.weight"], model.model.layers[1].mlp.experts.gate_up_proj[3, WIDE:])
+    assert f"{layer}.weight_scale" not in state
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
+def test_experts_that_transformers_cannot_read_are_a_warning(recipe, tmp_path):
+    """When it reads them, this test fails, and the warning goes."""
+    out, reads = tmp_path / "out", transformers.CompressedTensorsConfig(dequantize=True)
+    with pytest.warns(f8sub.Float8Warning, match="and transformers 5.23 fails to read them"):
+        f8sub.save_float8(converted("qwen3_moe", recipe), out, layout="compressed-tensors", dtype=BF16)
+    with pytest.raises(RuntimeError, match="during automatic conversion"):
+        transformers.AutoModelForCausalLM.from_pretrained(out, dtype=BF16, quantization_config=reads)
 
 
 def test_experts_that_checkpoints_keep_in_one_tensor_stay_in_high_precision():

@@ -3,6 +3,7 @@
 import errno
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -137,24 +138,74 @@ def test_codes_depend_on_what_forward_computes_in():
     assert 0.005 < different < 0.05
 
 
-def test_warnings_that_readers_would_not_give():
+def test_warnings_that_readers_would_not_give(tmp_path):
     with pytest.warns(f8sub.Float8Warning, match="no powers of two"):
         f8sub.float8_state_dict(trained(FLOAT_SCALES, steps=0), dtype=BF16)
     apart = f8sub.convert_to_float8(llama(), recipe="blockwise", skip="*.k_proj")
     with pytest.warns(f8sub.Float8Warning, match="k_proj: not in float8, while its siblings are"):
         f8sub.float8_state_dict(apart, dtype=BF16)
+    two = f8sub.convert_to_float8(llama(), recipe={"*.mlp.*": "rowwise", "*": "blockwise"})
+    with pytest.warns(f8sub.Float8Warning, match="these layers have 2 formats"):
+        f8sub.save_float8(two, tmp_path / "out", dtype=BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         f8sub.float8_state_dict(trained("blockwise", steps=0), dtype=BF16)
 
 
-def test_a_weight_with_nan_is_refused_and_nothing_is_left(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", torch.nan, "down_proj: its float8 weight has NaN"),
+        ("model.norm.weight", torch.inf, "model.norm.weight has NaN or infinity"),
+    ],
+)
+def test_a_weight_that_is_not_finite_is_refused_and_nothing_is_left(tmp_path, name, value, told):
     model = trained("rowwise")
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
-    with pytest.raises(
-        f8sub.Float8NumericsError, match=r"model.layers.1.mlp.down_proj: its float8 weight has NaN"
-    ):
+        model.get_parameter(name).view(-1)[5] = value
+    with pytest.raises(f8sub.Float8NumericsError, match=told):
+        f8sub.save_float8(model, tmp_path / "out", dtype=BF16)
+    assert list(tmp_path.iterdir()) == []
+
+
+WRONG = {
+    "config": ({"config": [1]}, r"config is a mapping, .* got \[1\]"),
+    "a set": ({"config": {"a": {1}}}, r"config has \{1\}"),
+    "size": ({"shard_bytes": "5GB"}, "shard_bytes is a number of bytes, 1 or more, got '5GB'"),
+    "no size": ({"shard_bytes": 0}, "shard_bytes is"),
+    "rename": ({"rename": {}}, "rename is a function"),
+}
+
+
+@pytest.mark.parametrize(("options", "told"), WRONG.values(), ids=WRONG)
+def test_wrong_options_are_refused_before_anything_is_gathered(tmp_path, options, told):
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        f8sub.save_float8(trained("blockwise", steps=0), tmp_path / "out", dtype=BF16, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "there")
+    for folder in (".", tmp_path / "link"):
+        with pytest.raises(f8sub.Float8ConfigError, match="is a link or the working folder"):
+            f8sub.save_float8(trained("blockwise", steps=0), folder, dtype=BF16)
+
+
+def test_a_bar_that_fails_is_told_and_the_save_goes_on(tmp_path):
+    def progress(names: list[str]) -> Iterator[str]:
+        yield names[0]
+        raise ValueError("no terminal")
+
+    with pytest.warns(f8sub.Float8Warning, match="progress raised ValueError"):
+        f8sub.save_float8(trained("blockwise", steps=0), tmp_path / "out", dtype=BF16, progress=progress)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_model_on_meta_is_refused(tmp_path):
+    model = f8sub.convert_to_float8(llama().to("meta"), recipe="blockwise")
+    with pytest.raises(f8sub.Float8ConfigError, match="on meta, where a tensor has no values"):
         f8sub.save_float8(model, tmp_path / "out", dtype=BF16)
     assert list(tmp_path.iterdir()) == []
 

@@ -58,7 +58,7 @@ in backward, whatever the size of its head, so that small heads are slower a FLO
 
 HOST, HOST_BF16, HOST_ADAMW = 0.0102, 0.0093, 0.0029
 """Seconds of the host for a compiled block, which a step cannot be shorter than: ``scripts/bench/host_time.py``, where
-bf16 had 8.6 and 10.1 ms. The third is what AdamW took more where it was not fused, in runs of a 1B Llama on two hosts."""
+bf16 had 8.6 and 10.1 ms. The third is what AdamW took more where it was not fused, in runs of a 1B on two hosts."""
 
 NONE, SELECTIVE, GEMMS, FULL, UNSEEN = "none", "selective", "gemms", "full", "unseen"
 CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
 import f8sub
@@ -77,6 +79,32 @@ def test_transformers_reads_the_trainings_values(kind, recipe, tmp_path):
         if recipe == "blockwise":
             scale = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
         assert torch.equal(weight, (codes.float() * scale).to(BF16)), name
+
+
+APART = {"*.mlp.*": "rowwise", "*": "blockwise"}
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", APART], ids=str)
+def test_compressed_tensors_reads_codes_times_scales(recipe):
+    """Of layers and experts, and where two recipes make two groups."""
+    state, config = f8sub.float8_state_dict(
+        converted("deepseek_v3", recipe), "compressed-tensors", dtype=BF16
+    )
+    parsed = QuantizationConfig.model_validate(config)
+    assert len(parsed.config_groups) == (2 if recipe is APART else 1)
+    layers = [name.removesuffix(".weight_scale") for name in state if name.endswith(".weight_scale")]
+    assert sum(".experts." in layer for layer in layers) == 3 * EXPERTS < len(layers)
+    for layer in layers:
+        groups = parsed.config_groups.values()
+        (scheme,) = (each for each in groups if each.targets == ["Linear"] or layer in each.targets)
+        codes, scale = state[f"{layer}.weight"], state[f"{layer}.weight_scale"]
+        compressor = BaseCompressor.get_value_from_registry(scheme.format or parsed.format)
+        found = compressor.decompress({"weight": codes, "weight_scale": scale}, scheme)["weight"]
+        if scale.dtype == torch.uint8:
+            scale = torch.ldexp(torch.ones(()), scale.int() - 127)
+        for dim in (0, 1):
+            scale = scale.repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
+        assert torch.equal(found.to(BF16), (codes.float() * scale).to(BF16)), layer
 
 
 @pytest.mark.parametrize("kind", KINDS)

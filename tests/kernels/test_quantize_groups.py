@@ -10,7 +10,7 @@ from f8sub.features.expert_operands.groups import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import launched
 from tests.kernels.products import bits
-from tests.kernels.quantized import DTYPES, E4M3, FORMATS, INF, NAN
+from tests.kernels.quantized import E4M3, FORMATS, INF, NAN
 from tests.selection import long_but
 
 GROUP_FORMATS = {**FORMATS, "1x32-e8m0": Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)}
@@ -89,11 +89,18 @@ def walks(name: str, counts: list[int], device: str = "cpu") -> None:
         check(x, groups, format, usages, device=device)
 
 
+EMPTY = "first, middle and last empty"
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     long_but(
         [*((name, "ragged") for name in WALKS), *(("rowwise", kind) for kind in COUNTS)],
-        [(name, kind) for name in GROUP_FORMATS for kind in COUNTS],
+        [
+            *((name, kind) for name in GROUP_FORMATS for kind in ("ragged", EMPTY)),
+            *((name, kind) for name in WALKS for kind in ("even", "all empty", "one", "one token")),
+            *((name, "257") for name in ("tensorwise", "rowwise", "1x32-e8m0")),
+        ],
     ),
 )
 def test_groups_of_any_size(interpreter, name, kind):
@@ -131,7 +138,11 @@ def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     ("name", "dtype"),
     long_but(
         [*((name, torch.bfloat16) for name in WALKS), ("rowwise", torch.float32)],
-        [(name, dtype) for name in GROUP_FORMATS for dtype in DTYPES.values()],
+        [
+            *((name, torch.bfloat16) for name in GROUP_FORMATS),
+            *((name, torch.float32) for name in ("rowwise", "128x128")),
+            *((name, torch.float16) for name in ("tensorwise", "1x32-e8m0")),
+        ],
     ),
 )
 def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
@@ -170,15 +181,14 @@ def in_turn(name: str, kind: str, device: str = "cpu") -> None:
                 assert names[-1] == "quantize_bands_in_turn"
 
 
-IN_TURN = ("tensorwise", "rowwise", "tensorwise-e5m2", "rowwise-e5m2")
+IN_TURN = [("tensorwise", "ragged"), ("rowwise", "ragged"), ("rowwise", EMPTY)]
+OTHERS_IN_TURN = [
+    ("tensorwise", EMPTY),
+    *(("tensorwise-e5m2", kind) for kind in ("even", "one", "one token")),
+    *(("rowwise-e5m2", kind) for kind in ("even", "all empty", "one token")),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    long_but(
-        [*((name, "ragged") for name in IN_TURN[:2]), ("rowwise", "first, middle and last empty")],
-        [(name, kind) for name in IN_TURN for kind in COUNTS if kind != "257"],
-    ),
-)
+@pytest.mark.parametrize(("name", "kind"), long_but(IN_TURN, IN_TURN + OTHERS_IN_TURN))
 def test_amaxes_of_some_groups_are_found_while_others_are_cast(interpreter, name, kind):
     interpreter(in_turn, name, kind)

@@ -22,10 +22,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def any_titan(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """As ``ranks``, in processes that have torchtitan."""
+    """As ``ranks``, in processes that have torchtitan; all its tests use the same, one after another."""
     if _nursery not in request.config.stash:
         pytest.skip(f"torchtitan is not installed in one of the versions {', '.join(runs.CPU)}")
-    return request.config.stash[_nursery].run
+    return functools.partial(request.config.stash[_nursery].run, file="tests/features/torchtitan")
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +63,6 @@ def train(any_titan: Callable[..., list[Any]], assets: Path) -> Callable[..., An
 
     @functools.cache
     def run(world: int, arguments: str) -> dict[int, float]:
-        of_ranks = any_titan(world, runs.train, arguments.split(), assets, file="tests/features/torchtitan")
-        return of_ranks[-1]["losses"]
+        return any_titan(world, runs.train, arguments.split(), assets)[-1]["losses"]
 
     return run

@@ -24,6 +24,9 @@ GROUP_FORMATS = {**FORMATS, "1x32 e8m0": Float8Format(E4M3, Tile(1, 32), ScaleRu
 OF_ROWS = ("rowwise", "1x128", "1x128 float")
 """Formats whose rowwise codes alone are those of a whole matrix."""
 
+ALIKE = ("tensorwise e5m2", "1x128 float", "256x256 e5m2")
+"""Formats with the kernels of another one, but for how an element or a scale is rounded."""
+
 INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -79,10 +82,15 @@ class Case:
 
 
 def cases(whole: tuple[int, int]) -> Iterator[Case]:
-    """Every kernel of every format and usage over bf16; the other inputs and ragged matrices for both usages."""
+    """Every kernel of every format and usage over bf16; the other inputs and ragged matrices for both usages.
+
+    Of formats that are like another, both usages over bf16.
+    """
     for name in FORMATS:
-        for usages in USAGES:
+        for usages in ("both",) if name in ALIKE else USAGES:
             yield from launches(name, "bf16", whole, usages)
+        if name in ALIKE:
+            continue
         for dtype in ("fp16", "fp32"):
             yield from launches(name, dtype, whole, "both")
         yield from launches(name, "bf16", RAGGED, "both")
@@ -148,9 +156,11 @@ def cases_of_groups() -> Iterator[Case]:
     """As ``cases``, of groups of rows, some from multiples of 128 on, and of experts; columns are multiples of 16."""
     for format in GROUP_FORMATS:
         name = OF_GROUPS + format
-        for usages in USAGES:
+        for usages in ("both",) if format in ALIKE else USAGES:
             if not (usages == "row" and format in OF_ROWS):
                 yield from launches(name, "bf16", WHOLE, usages)
+        if format in ALIKE:
+            continue
         for dtype in ("fp16", "fp32"):
             yield from launches(name, dtype, WHOLE, "both")
         yield from launches(name, "bf16", RAGGED, "both")

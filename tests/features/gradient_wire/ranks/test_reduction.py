@@ -77,7 +77,8 @@ def test_peak_of_memory(rank, world):
         x, cotangent = (gaussian((1, width), generator(seed)).bfloat16() for seed in (1, 2))
         model(x).backward(cotangent)
         peaks = []
-        for _ in range(5):  # gloo's threads drop what they sent when they come to it, now and then after the next layer
+        for _ in range(5):
+            # gloo's threads drop what they sent when they come to it, now and then after the next layer.
             model.zero_grad()
             tracker = MemTracker()
             tracker.track_external(model)

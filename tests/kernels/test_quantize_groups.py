@@ -134,7 +134,7 @@ def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
         check(x, small, format, device=device)
 
 
-@pytest.mark.parametrize(
+on_each_format_and_dtype = pytest.mark.parametrize(
     ("name", "dtype"),
     long_but(
         [*((name, torch.bfloat16) for name in WALKS), ("rowwise", torch.float32)],
@@ -145,6 +145,10 @@ def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
         ],
     ),
 )
+"""Each dtype with formats that read a matrix once and with formats that read it twice."""
+
+
+@on_each_format_and_dtype
 def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
     interpreter(elements, name, dtype)
 

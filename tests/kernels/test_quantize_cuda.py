@@ -15,7 +15,6 @@ from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.interpreted import interpreted
 from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import (
-    DTYPES,
     E4M3,
     E5M2,
     FORMATS,
@@ -121,8 +120,10 @@ def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
         check_priors(name, (x, spoiled), device)
 
 
-@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], DTYPES.values()), ids=str)
-@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
+PASTS = [("tensorwise", torch.bfloat16), ("tensorwise-e5m2", torch.float32), ("tensorwise", torch.float16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), long_but(PASTS[:2], PASTS))
 def test_scales_of_the_past(interpreter, name, dtype):
     interpreter(past_scales, name, dtype)
 

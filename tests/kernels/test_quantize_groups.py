@@ -90,19 +90,13 @@ def walks(name: str, counts: list[int], device: str = "cpu") -> None:
 
 
 EMPTY = "first, middle and last empty"
+SHORT = [*((name, "ragged") for name in WALKS), *(("rowwise", kind) for kind in COUNTS)]
+MORE = [(name, kind) for name in GROUP_FORMATS for kind in ("ragged", EMPTY)]
+MORE += [(name, kind) for name in WALKS for kind in ("even", "all empty", "one", "one token")]
+MORE += [("tensorwise", "257"), ("1x32-e8m0", "257")]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    long_but(
-        [*((name, "ragged") for name in WALKS), *(("rowwise", kind) for kind in COUNTS)],
-        [
-            *((name, kind) for name in GROUP_FORMATS for kind in ("ragged", EMPTY)),
-            *((name, kind) for name in WALKS for kind in ("even", "all empty", "one", "one token")),
-            *((name, "257") for name in ("tensorwise", "rowwise", "1x32-e8m0")),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("name", "kind"), long_but(SHORT, dict.fromkeys(SHORT + MORE)))
 def test_groups_of_any_size(interpreter, name, kind):
     interpreter(walks, name, COUNTS[kind])
 
@@ -134,18 +128,10 @@ def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
         check(x, small, format, device=device)
 
 
-on_each_format_and_dtype = pytest.mark.parametrize(
-    ("name", "dtype"),
-    long_but(
-        [*((name, torch.bfloat16) for name in WALKS), ("rowwise", torch.float32)],
-        [
-            *((name, torch.bfloat16) for name in GROUP_FORMATS),
-            *((name, torch.float32) for name in ("rowwise", "128x128")),
-            *((name, torch.float16) for name in ("tensorwise", "1x32-e8m0")),
-        ],
-    ),
-)
-"""Each dtype with formats that read a matrix once and with formats that read it twice."""
+BF16 = [(name, torch.bfloat16) for name in GROUP_FORMATS]
+OTHERS = [("rowwise", torch.float32), ("128x128", torch.float32), ("tensorwise", torch.float16)]
+SHORTLY = [case for case in BF16 if case[0] in WALKS] + OTHERS[:1]
+on_each_format_and_dtype = pytest.mark.parametrize(("name", "dtype"), long_but(SHORTLY, BF16 + OTHERS))
 
 
 @on_each_format_and_dtype
@@ -186,11 +172,11 @@ def in_turn(name: str, kind: str, device: str = "cpu") -> None:
 
 
 IN_TURN = ("tensorwise", "rowwise", "tensorwise-e5m2", "rowwise-e5m2")
-SHORT = [("tensorwise", "ragged"), ("rowwise", "ragged"), ("rowwise", EMPTY)]
-MORE = [("tensorwise", EMPTY), ("tensorwise-e5m2", "one"), ("rowwise-e5m2", "all empty")]
-MORE += [(name, kind) for name in IN_TURN[2:] for kind in ("even", "one token")]
+LONG_IN_TURN = [("tensorwise", EMPTY), ("tensorwise-e5m2", "one"), ("rowwise-e5m2", "all empty")]
+LONG_IN_TURN += [(name, kind) for name in IN_TURN[2:] for kind in ("even", "one token")]
+QUICK_IN_TURN = [("tensorwise", "ragged"), ("rowwise", "ragged"), ("rowwise", EMPTY)]
 
 
-@pytest.mark.parametrize(("name", "kind"), long_but(SHORT, SHORT + MORE))
+@pytest.mark.parametrize(("name", "kind"), long_but(QUICK_IN_TURN, QUICK_IN_TURN + LONG_IN_TURN))
 def test_amaxes_of_some_groups_are_found_while_others_are_cast(interpreter, name, kind):
     interpreter(in_turn, name, kind)

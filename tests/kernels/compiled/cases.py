@@ -81,19 +81,20 @@ class Case:
         return launch.quantization(x, row, col).launches
 
 
-def cases(whole: tuple[int, int]) -> Iterator[Case]:
-    """Every kernel of every format and usage over bf16; the other inputs and ragged matrices for both usages.
+def ways(format: str, whole: tuple[int, int]) -> Iterator[tuple[str, tuple[int, int], str]]:
+    """Both usages over bf16; of formats that are like no other each usage, the other inputs and ragged matrices too."""
+    yield "bf16", whole, "both"
+    if format not in ALIKE:
+        yield from (("bf16", whole, usages) for usages in ("row", "column"))
+        yield from ((dtype, whole, "both") for dtype in ("fp16", "fp32"))
+        yield "bf16", RAGGED, "both"
 
-    Of formats that are like another, both usages over bf16.
-    """
+
+def cases(whole: tuple[int, int]) -> Iterator[Case]:
+    """Every kernel of every format, the ways it is used."""
     for name in FORMATS:
-        for usages in ("both",) if name in ALIKE else USAGES:
-            yield from launches(name, "bf16", whole, usages)
-        if name in ALIKE:
-            continue
-        for dtype in ("fp16", "fp32"):
-            yield from launches(name, dtype, whole, "both")
-        yield from launches(name, "bf16", RAGGED, "both")
+        for way in ways(name, whole):
+            yield from launches(name, *way)
     for usages in USAGES:
         yield from launches("tensorwise delayed", "bf16", whole, usages)
         yield from launches("tensorwise known", "bf16", whole, usages)
@@ -156,14 +157,9 @@ def cases_of_groups() -> Iterator[Case]:
     """As ``cases``, of groups of rows, some from multiples of 128 on, and of experts; columns are multiples of 16."""
     for format in GROUP_FORMATS:
         name = OF_GROUPS + format
-        for usages in ("both",) if format in ALIKE else USAGES:
-            if not (usages == "row" and format in OF_ROWS):
-                yield from launches(name, "bf16", WHOLE, usages)
-        if format in ALIKE:
-            continue
-        for dtype in ("fp16", "fp32"):
-            yield from launches(name, dtype, WHOLE, "both")
-        yield from launches(name, "bf16", RAGGED, "both")
+        for way in ways(format, WHOLE):
+            if not (way[2] == "row" and format in OF_ROWS):
+                yield from launches(name, *way)
         if format in ("tensorwise", "rowwise"):
             yield from launches(f"{name} by 128", "bf16", WHOLE, "both")
     for format in ("tensorwise", "128x128", "256x256"):

@@ -40,14 +40,9 @@ QUICK = ("tensorwise", "blockwise")
 on_each_recipe = pytest.mark.parametrize("recipe", long_but(QUICK, RECIPES))
 on_each_kind = pytest.mark.parametrize("recipe", long_but(["blockwise"], ["blockwise", "delayed"]))
 """Where only the kind of cast matters: those that are one node, and those that are fused and have a state."""
-on_each_recipe_and_mode = pytest.mark.parametrize(
-    ("recipe", "mode"),
-    long_but(
-        [(recipe, "bf16") for recipe in QUICK],
-        [(recipe, "fp32" if recipe in ("rowwise", "delayed") else "bf16") for recipe in RECIPES],
-    ),
-)
-
+IN_MODES = [(recipe, "fp32" if recipe in ("rowwise", "delayed") else "bf16") for recipe in RECIPES]
+IN_MODES = long_but([(recipe, "bf16") for recipe in QUICK], IN_MODES)
+on_each_recipe_and_mode = pytest.mark.parametrize(("recipe", "mode"), IN_MODES)
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -164,11 +164,10 @@ def test_experts_that_are_sharded_along_their_rows(rank, world, recipe):
     assert all(found), found
 
 
-SHORT = [(OwnExperts, "delayed"), (SeamedExperts, "rowwise")]
-MORE = [(OwnExperts, "blockwise"), (SeamedExperts, "tensorwise")]
+KINDS = [(OwnExperts, "delayed"), (SeamedExperts, "rowwise"), (OwnExperts, "blockwise")]
 
 
-@pytest.mark.parametrize(("kind", "recipe"), long_but(SHORT, SHORT + MORE))
+@pytest.mark.parametrize(("kind", "recipe"), long_but(KINDS[:2], KINDS))
 def test_compiled_experts(rank, world, kind, recipe):
     model = converted(3, recipe, kind)
     model.experts.compile(backend="aot_eager", fullgraph=True)

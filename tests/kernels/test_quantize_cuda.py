@@ -113,11 +113,11 @@ def test_every_bfloat16_is_cast_right(dtype):
 def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     edge = edge_values(dtype)
     edges = (edge[name] for name in ("largest_among_gaussian", "smallest_subnormal"))
-    matrices = (make("lognormal", SMALL, 4, dtype), *edges)
-    for x, bad in zip(matrices, (INF, NAN, -INF), strict=True):
-        spoiled = x.clone()
-        spoiled[2, 3] = bad
-        check_priors(name, (x, spoiled), device)
+    usual = make("lognormal", SMALL, 4, dtype)
+    spoiled = [usual.clone(), *edges]
+    for x, bad in zip(spoiled, (INF, NAN, -INF), strict=True):
+        x[2, 3] = bad
+    check_priors(name, [usual, *spoiled], device)
 
 
 PASTS = [("tensorwise", torch.bfloat16), ("tensorwise-e5m2", torch.float32), ("tensorwise", torch.float16)]

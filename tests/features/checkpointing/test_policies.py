@@ -169,9 +169,10 @@ def test_an_unknown_policy_is_refused():
         f8sub.checkpoint_policy("all")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "contexts"), [("tensorwise", every_second_mm), ("delayed", compute_intensive)]
-)
+FOUND = [("tensorwise", every_second_mm), ("delayed", compute_intensive)]
+
+
+@pytest.mark.parametrize(("recipe", "contexts"), long_but(FOUND[:1], FOUND))
 def test_compiled_backward_finds_no_amax_again(recipe, contexts):
     counts, without = compiled_backward(recipe, contexts), compiled_backward(recipe, None)
     assert counts["amax"] == without["amax"] > 0

@@ -17,8 +17,10 @@ from tests.kernels.products import E4M3, MX, ROW
 SHAPES = {"whole": (128, 256), "ragged": (80, 144)}
 """N and K that tiles divide, and that they do not."""
 
-on_each_pair = pytest.mark.parametrize("pair", PAIRS)
-on_each_lie = pytest.mark.parametrize("counts", GROUPS.values(), ids=list(GROUPS))
+CASES = [(pair, "ragged") for pair in PAIRS]
+CASES += [(pair, lie) for pair in ("rowwise", "1x128 x 128x128") for lie in GROUPS if lie != "ragged"]
+on_each_pair_and_lie = pytest.mark.parametrize(("pair", "lie"), CASES)
+"""Scales do not matter to where groups lie, but for whether they are of rows or of blocks."""
 
 
 def ran(launches: list, out: torch.Tensor) -> torch.Tensor:
@@ -62,16 +64,14 @@ def check_sums(pair: str, counts: list[int], shape: tuple[int, int], dtype=torch
         assert excess(part, right) <= 1 if right is not None else not part.any()
 
 
-@on_each_lie
-@on_each_pair
-def test_rows_by_the_matrix_of_their_group(interpreter, pair, counts):
-    interpreter(check_rows, pair, counts, SHAPES["ragged"])
+@on_each_pair_and_lie
+def test_rows_by_the_matrix_of_their_group(interpreter, pair, lie):
+    interpreter(check_rows, pair, GROUPS[lie], SHAPES["ragged"])
 
 
-@on_each_lie
-@on_each_pair
-def test_sums_over_the_rows_of_each_group(interpreter, pair, counts):
-    interpreter(check_sums, pair, counts, SHAPES["ragged"])
+@on_each_pair_and_lie
+def test_sums_over_the_rows_of_each_group(interpreter, pair, lie):
+    interpreter(check_sums, pair, GROUPS[lie], SHAPES["ragged"])
 
 
 CHANGES = [
@@ -228,7 +228,7 @@ def test_passes_waste_no_blocks():
 
 
 @needs_triton
-@on_each_pair
+@pytest.mark.parametrize("pair", PAIRS)
 def test_descriptors_of_the_persistent_kernel(pair):
     """What they refuse on the host: lines that begin elsewhere than at multiples of 16 bytes.
 

@@ -15,7 +15,6 @@ from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.interpreted import interpreted
 from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import (
-    DTYPES,
     E4M3,
     E5M2,
     FORMATS,
@@ -114,15 +113,17 @@ def test_every_bfloat16_is_cast_right(dtype):
 def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     edge = edge_values(dtype)
     edges = (edge[name] for name in ("largest_among_gaussian", "smallest_subnormal"))
-    matrices = (make("lognormal", SMALL, 4, dtype), *edges)
-    for x, bad in zip(matrices, (INF, NAN, -INF), strict=True):
-        spoiled = x.clone()
-        spoiled[2, 3] = bad
-        check_priors(name, (x, spoiled), device)
+    usual = make("lognormal", SMALL, 4, dtype)
+    spoiled = [usual.clone(), *edges]
+    for x, bad in zip(spoiled, (INF, NAN, -INF), strict=True):
+        x[2, 3] = bad
+    check_priors(name, [usual, *spoiled], device)
 
 
-@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], DTYPES.values()), ids=str)
-@pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
+PASTS = [("tensorwise", torch.bfloat16), ("tensorwise-e5m2", torch.float32), ("tensorwise", torch.float16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), long_but(PASTS[:2], PASTS))
 def test_scales_of_the_past(interpreter, name, dtype):
     interpreter(past_scales, name, dtype)
 

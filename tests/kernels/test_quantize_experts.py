@@ -9,8 +9,8 @@ from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.formats import Float8Format, Tile
 from f8sub.kernels.triton import quantize_cuda
 from tests.data_sets import make
-from tests.kernels.quantized import DTYPES, INF, NAN
-from tests.kernels.test_quantize_groups import GROUP_FORMATS, WALKS, same
+from tests.kernels.quantized import INF, NAN
+from tests.kernels.test_quantize_groups import GROUP_FORMATS, WALKS, on_each_format_and_dtype, same
 from tests.selection import long_but
 
 SHAPES = [(3, 144, 80), (2, 256, 128), (5, 16, 272)]
@@ -42,13 +42,7 @@ def casts(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -
             both_same(weights_cuda.quantize(given, format), right)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    long_but(
-        [(name, torch.bfloat16) for name in WALKS],
-        [(name, dtype) for name in GROUP_FORMATS for dtype in DTYPES.values()],
-    ),
-)
+@on_each_format_and_dtype
 def test_each_experts_tiles_begin_anew(interpreter, name, dtype):
     interpreter(casts, name, dtype)
 

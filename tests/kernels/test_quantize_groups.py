@@ -10,7 +10,7 @@ from f8sub.features.expert_operands.groups import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import launched
 from tests.kernels.products import bits
-from tests.kernels.quantized import DTYPES, E4M3, FORMATS, INF, NAN
+from tests.kernels.quantized import E4M3, FORMATS, INF, NAN
 from tests.selection import long_but
 
 GROUP_FORMATS = {**FORMATS, "1x32-e8m0": Float8Format(E4M3, Tile(1, 32), ScaleRule.E8M0)}
@@ -89,13 +89,14 @@ def walks(name: str, counts: list[int], device: str = "cpu") -> None:
         check(x, groups, format, usages, device=device)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    long_but(
-        [*((name, "ragged") for name in WALKS), *(("rowwise", kind) for kind in COUNTS)],
-        [(name, kind) for name in GROUP_FORMATS for kind in COUNTS],
-    ),
-)
+EMPTY = "first, middle and last empty"
+SHORT = [*((name, "ragged") for name in WALKS), *(("rowwise", kind) for kind in COUNTS)]
+MORE = [(name, kind) for name in GROUP_FORMATS for kind in ("ragged", EMPTY)]
+MORE += [(name, kind) for name in WALKS for kind in ("even", "all empty", "one", "one token")]
+MORE += [("tensorwise", "257"), ("1x32-e8m0", "257")]
+
+
+@pytest.mark.parametrize(("name", "kind"), long_but(SHORT, dict.fromkeys(SHORT + MORE)))
 def test_groups_of_any_size(interpreter, name, kind):
     interpreter(walks, name, COUNTS[kind])
 
@@ -127,13 +128,13 @@ def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
         check(x, small, format, device=device)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    long_but(
-        [*((name, torch.bfloat16) for name in WALKS), ("rowwise", torch.float32)],
-        [(name, dtype) for name in GROUP_FORMATS for dtype in DTYPES.values()],
-    ),
-)
+BF16 = [(name, torch.bfloat16) for name in GROUP_FORMATS]
+OTHERS = [("rowwise", torch.float32), ("128x128", torch.float32), ("tensorwise", torch.float16)]
+SHORTLY = [case for case in BF16 if case[0] in WALKS] + OTHERS[:1]
+on_each_format_and_dtype = pytest.mark.parametrize(("name", "dtype"), long_but(SHORTLY, BF16 + OTHERS))
+
+
+@on_each_format_and_dtype
 def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
     interpreter(elements, name, dtype)
 
@@ -171,14 +172,11 @@ def in_turn(name: str, kind: str, device: str = "cpu") -> None:
 
 
 IN_TURN = ("tensorwise", "rowwise", "tensorwise-e5m2", "rowwise-e5m2")
+LONG_IN_TURN = [("tensorwise", EMPTY), ("tensorwise-e5m2", "one"), ("rowwise-e5m2", "all empty")]
+LONG_IN_TURN += [(name, kind) for name in IN_TURN[2:] for kind in ("even", "one token")]
+QUICK_IN_TURN = [("tensorwise", "ragged"), ("rowwise", "ragged"), ("rowwise", EMPTY)]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    long_but(
-        [*((name, "ragged") for name in IN_TURN[:2]), ("rowwise", "first, middle and last empty")],
-        [(name, kind) for name in IN_TURN for kind in COUNTS if kind != "257"],
-    ),
-)
+@pytest.mark.parametrize(("name", "kind"), long_but(QUICK_IN_TURN, QUICK_IN_TURN + LONG_IN_TURN))
 def test_amaxes_of_some_groups_are_found_while_others_are_cast(interpreter, name, kind):
     interpreter(in_turn, name, kind)

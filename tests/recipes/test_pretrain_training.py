@@ -21,6 +21,9 @@ from tests.wires import gathered_bytes
 RECIPES = ("", "tensorwise", "nvfp4", "delayed")
 QUICK = ("delayed",)
 on_each_recipe = pytest.mark.parametrize("recipe", long_but(QUICK, RECIPES), ids=lambda name: name or "bf16")
+with_and_without_float8 = pytest.mark.parametrize(
+    "recipe", long_but(QUICK, ("", *QUICK)), ids=["bf16", *QUICK]
+)
 
 
 def float8_options(recipe):
@@ -80,7 +83,7 @@ GRADIENTS = "--float8.gradients true"
 
 
 SHORT = [float8_options(recipe) for recipe in QUICK]
-MORE = [*map(float8_options, RECIPES), IN_FLOAT16, IN_BACKGROUND, GRADIENTS]
+MORE = [*SHORT, float8_options("nvfp4"), IN_FLOAT16, IN_BACKGROUND, GRADIENTS]
 
 
 @pytest.mark.parametrize("options", long_but(SHORT, MORE))
@@ -96,7 +99,7 @@ def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, options):
     assert (tmp_path / "checkpoints/step-00000004/__1_0.distcp").read_bytes() == last
 
 
-@on_each_recipe
+@with_and_without_float8
 def test_one_rank_and_gradient_accumulation_train_alike(ranks, tmp_path, recipe):
     two = quick_settings(tmp_path / "two", float8_options(recipe))
     options = f"{float8_options(recipe)} --training.gradient_accumulation_steps 2"
@@ -204,7 +207,7 @@ def test_float16_skips_a_step_that_overflows_on_one_rank(rank, world, tmp_path):
     assert run.scaler.get_scale() == 2.0**15
 
 
-@on_each_recipe
+@with_and_without_float8
 def test_a_loss_that_is_no_number_stops_every_rank(rank, world, tmp_path, recipe):
     run = trainer(world, quick_settings(tmp_path, float8_options(recipe)))
     loss = run.loss

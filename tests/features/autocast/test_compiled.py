@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 import f8sub
 from tests.compiling import compile_blocks, mlps
-from tests.layers import OTHER, OWN, results, under
+from tests.layers import OTHER, OWN, made, results, under
 from tests.models import equal
 
 MINE = f8sub.get_recipe(OTHER).with_high_precision(dgrad=True)
@@ -43,21 +43,21 @@ class Inside(nn.Module):
 
     def __init__(self, second: f8sub.Recipe | str) -> None:
         super().__init__()
-        self.layers = layers(OWN)
+        self.layer = made(OWN)
         self.second = second
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layers(x)
+        y = self.layer(x)
         with f8sub.autocast(OTHER):
-            y = y + 2 * self.layers(x)
+            y = y + 2 * self.layer(x)
             with f8sub.autocast(enabled=False):
-                y = y + 4 * self.layers(x)
+                y = y + 4 * self.layer(x)
             with f8sub.autocast():
-                y = y + 8 * self.layers(x)
-            y = y + 16 * self.layers(x)
+                y = y + 8 * self.layer(x)
+            y = y + 16 * self.layer(x)
         with f8sub.autocast(recipe=self.second):
-            y = y + 32 * self.layers(x)
-        return y + 64 * self.layers(x)
+            y = y + 32 * self.layer(x)
+        return y + 64 * self.layer(x)
 
 
 @pytest.mark.long
@@ -85,16 +85,16 @@ def test_a_decorated_function_inside_a_full_graph():
     class Decorated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = Inside(OWN).layers
+            self.layer = made(OWN)
 
         @f8sub.autocast("rowwise_with_gw_hp")
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x)
+            return self.layer(x)
 
     eager, compiled = Decorated(), Decorated()
     compiled.compile(backend="aot_eager", fullgraph=True)
     assert equal(results(compiled), results(eager))
-    assert not equal(results(eager), results(eager.layers))
+    assert not equal(results(eager), results(eager.layer))
 
 
 def test_a_recipe_that_cannot_run_is_refused_as_in_eager():

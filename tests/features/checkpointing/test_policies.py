@@ -27,8 +27,9 @@ from tests.selection import long_but
 aten = torch.ops.aten
 WIDTH, HIDDEN, TOKENS = 64, 128, 32
 GEMMS = {"mm", "_scaled_mm", "reference_gemm_nt", "scaled_mm_gemm_nt"}
-RECIPES_OF_ALL = ["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
-RECIPES = long_but(("tensorwise", "blockwise"), RECIPES_OF_ALL)
+RECIPES = long_but(
+    ("tensorwise", "blockwise"), ["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
+)
 
 
 class Block(nn.Module):
@@ -130,24 +131,21 @@ POLICIES = {
 policy all but the last, which backward does not read."""
 
 
-QUICK = [
-    ("tensorwise", "every-second-mm"),
-    ("blockwise", "torchs-own-list"),
-    ("tensorwise", "bf16"),
-    ("blockwise", "gemms"),
-    ("tensorwise", "no-policy"),
-]
-ALL = [(recipe, policy) for recipe in RECIPES_OF_ALL for policy in POLICIES]
+QUICK = [("tensorwise", policy) for policy in ("every-second-mm", "bf16", "no-policy")]
+QUICK += [("blockwise", policy) for policy in ("torchs-own-list", "gemms")]
+OTHERS = [("rowwise", "bf16"), ("delayed", "torchs-own-list"), ("mxfp8", "gemms"), ("nvfp4", "no-policy")]
 
 
-@pytest.mark.parametrize(("recipe", "policy"), long_but(QUICK, ALL))
+@pytest.mark.parametrize(("recipe", "policy"), long_but(QUICK, QUICK + OTHERS))
 def test_products_of_a_compiled_backward(recipe, policy):
     contexts, products = POLICIES[policy]
     assert gemms(compiled_backward(recipe, contexts)) == products
 
 
-@pytest.mark.parametrize("policy", long_but(("bf16",), ["bf16", "gemms"]))
-@pytest.mark.parametrize("recipe", long_but(("tensorwise",), [None, "tensorwise", "blockwise"]))
+DYNAMIC = [("tensorwise", "bf16"), ("blockwise", "gemms"), (None, "bf16")]
+
+
+@pytest.mark.parametrize(("recipe", "policy"), long_but(DYNAMIC[:1], DYNAMIC))
 def test_a_policy_decides_alike_where_shapes_are_dynamic(recipe, policy):
     contexts, _ = POLICIES[policy]
     found, static = compiled(recipe, contexts, dynamic=True), compiled(recipe, contexts)
@@ -171,9 +169,10 @@ def test_an_unknown_policy_is_refused():
         f8sub.checkpoint_policy("all")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "contexts"), [("tensorwise", every_second_mm), ("delayed", compute_intensive)]
-)
+FOUND = [("tensorwise", every_second_mm), ("delayed", compute_intensive)]
+
+
+@pytest.mark.parametrize(("recipe", "contexts"), long_but(FOUND[:1], FOUND))
 def test_compiled_backward_finds_no_amax_again(recipe, contexts):
     counts, without = compiled_backward(recipe, contexts), compiled_backward(recipe, None)
     assert counts["amax"] == without["amax"] > 0

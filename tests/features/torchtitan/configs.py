@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.spmd_types import current_spmd_mesh
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
@@ -108,16 +109,28 @@ def f8sub(**options: Any) -> Trainer.Config:
     return on_cpu(config)
 
 
+def of_few_experts(config: Trainer.Config) -> Trainer.Config:
+    """Eight experts of 64, of which a token has two."""
+    for _, part, *_ in config.model_spec.model.traverse(Configurable.Config, recurse=True):
+        if hasattr(part, "num_experts"):
+            part.num_experts = 8
+        if hasattr(part, "top_k"):
+            part.top_k = 2
+        if hasattr(part, "gate"):
+            part.gate.out_features = 8
+    return on_cpu(config)
+
+
 def moe() -> Trainer.Config:
     """A mixture of experts."""
-    return on_cpu(qwen3.qwen3_moe_debug())
+    return of_few_experts(qwen3.qwen3_moe_debug())
 
 
 def f8sub_moe(**options: Any) -> Trainer.Config:
     config = qwen3.qwen3_moe_debug()
     converter = titan.Float8Converter.Config(emulate=True, **options)
     config.model_spec = qwen3.model_registry("debugmodel_moe", converters=[converter])
-    return on_cpu(config)
+    return of_few_experts(config)
 
 
 def f8sub_chunked(**options: Any) -> Trainer.Config:

@@ -22,10 +22,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def any_titan(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """As ``ranks``, in processes that have torchtitan."""
+    """As ``ranks``, in processes that have torchtitan; all its tests use the same, one after another."""
     if _nursery not in request.config.stash:
         pytest.skip(f"torchtitan is not installed in one of the versions {', '.join(runs.CPU)}")
-    return request.config.stash[_nursery].run
+    return functools.partial(request.config.stash[_nursery].run, file="tests/features/torchtitan")
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +36,8 @@ def titan(any_titan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def titan_0_2(any_titan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Of version 0.2."""
-    return _of_version("0.2", any_titan)
+    """Of version 0.2, each test in new processes: what parses a job there changes the job's class."""
+    return functools.partial(_of_version("0.2", any_titan), file=None)
 
 
 def _of_version(version: str, ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -63,7 +63,6 @@ def train(any_titan: Callable[..., list[Any]], assets: Path) -> Callable[..., An
 
     @functools.cache
     def run(world: int, arguments: str) -> dict[int, float]:
-        of_ranks = any_titan(world, runs.train, arguments.split(), assets, file="tests/features/torchtitan")
-        return of_ranks[-1]["losses"]
+        return any_titan(world, runs.train, arguments.split(), assets)[-1]["losses"]
 
     return run

@@ -24,6 +24,9 @@ GROUP_FORMATS = {**FORMATS, "1x32 e8m0": Float8Format(E4M3, Tile(1, 32), ScaleRu
 OF_ROWS = ("rowwise", "1x128", "1x128 float")
 """Formats whose rowwise codes alone are those of a whole matrix."""
 
+ALIKE = ("tensorwise e5m2", "1x128 float", "256x256 e5m2")
+"""Formats with the kernels of another one, but for how an element or a scale is rounded."""
+
 INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -78,14 +81,20 @@ class Case:
         return launch.quantization(x, row, col).launches
 
 
+def ways(format: str, whole: tuple[int, int]) -> Iterator[tuple[str, tuple[int, int], str]]:
+    """Both usages over bf16; of formats that are like no other each usage, the other inputs and ragged matrices too."""
+    yield "bf16", whole, "both"
+    if format not in ALIKE:
+        yield from (("bf16", whole, usages) for usages in ("row", "column"))
+        yield from ((dtype, whole, "both") for dtype in ("fp16", "fp32"))
+        yield "bf16", RAGGED, "both"
+
+
 def cases(whole: tuple[int, int]) -> Iterator[Case]:
-    """Every kernel of every format and usage over bf16; the other inputs and ragged matrices for both usages."""
+    """Every kernel of every format, the ways it is used."""
     for name in FORMATS:
-        for usages in USAGES:
-            yield from launches(name, "bf16", whole, usages)
-        for dtype in ("fp16", "fp32"):
-            yield from launches(name, dtype, whole, "both")
-        yield from launches(name, "bf16", RAGGED, "both")
+        for way in ways(name, whole):
+            yield from launches(name, *way)
     for usages in USAGES:
         yield from launches("tensorwise delayed", "bf16", whole, usages)
         yield from launches("tensorwise known", "bf16", whole, usages)
@@ -148,12 +157,9 @@ def cases_of_groups() -> Iterator[Case]:
     """As ``cases``, of groups of rows, some from multiples of 128 on, and of experts; columns are multiples of 16."""
     for format in GROUP_FORMATS:
         name = OF_GROUPS + format
-        for usages in USAGES:
-            if not (usages == "row" and format in OF_ROWS):
-                yield from launches(name, "bf16", WHOLE, usages)
-        for dtype in ("fp16", "fp32"):
-            yield from launches(name, dtype, WHOLE, "both")
-        yield from launches(name, "bf16", RAGGED, "both")
+        for way in ways(format, WHOLE):
+            if not (way[2] == "row" and format in OF_ROWS):
+                yield from launches(name, *way)
         if format in ("tensorwise", "rowwise"):
             yield from launches(f"{name} by 128", "bf16", WHOLE, "both")
     for format in ("tensorwise", "128x128", "256x256"):

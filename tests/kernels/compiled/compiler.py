@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -64,8 +65,9 @@ def compiled(launch: Launch, capability: int = CAPABILITY) -> Any:
     )
 
 
+@functools.cache
 def disassembled(cubin: bytes) -> tuple[str, str]:
-    """SASS and resource usage, by the cuobjdump of Triton's wheel."""
+    """SASS and resource usage, by the cuobjdump of Triton's wheel, which takes longer than compiling."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

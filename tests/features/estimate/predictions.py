@@ -25,43 +25,22 @@ LARGE = [(8192, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (14336, 8
 BYTES_OF_VOCABULARY = 272
 """257 tokens of ``recipes/pretrain.py``'s default, in whole 16s."""
 
-SIZES = {"8b": (4096, 14336, 32, 8, 128256), "1b": (2048, 8192, 32, 8, BYTES_OF_VOCABULARY)}
-
-
-def mixture(layers: int) -> Shapes:
-    """Qwen3-30B-A3B of fewer layers, with the vocabulary of ``recipes/pretrain.py``."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=BYTES_OF_VOCABULARY,
-    )
-    with torch.device("meta"):
-        return shapes_of(transformers.Qwen3MoeForCausalLM(config))
+NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+SIZES = {
+    "8b": dict(zip(NAMES, (4096, 14336, 32, 8, 128256), strict=True)),
+    "1b": dict(zip(NAMES, (2048, 8192, 32, 8, BYTES_OF_VOCABULARY), strict=True)),
+    "30b-a3b": dict(zip(NAMES, (2048, 6144, 32, 4, BYTES_OF_VOCABULARY), strict=True))
+    | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128},
+}
 
 
 @functools.cache
-def llama(size: str, layers: int) -> Shapes:
-    if size == "30b-a3b":
-        return mixture(layers)
+def model(size: str, layers: int) -> Shapes:
     transformers = pytest.importorskip("transformers")
-    hidden, ffn, heads, kv, vocabulary = SIZES[size]
-    config = transformers.LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        vocab_size=vocabulary,
-    )
+    kind = "Qwen3Moe" if "num_experts" in SIZES[size] else "Llama"
+    config = getattr(transformers, f"{kind}Config")(**SIZES[size], num_hidden_layers=layers)
     with torch.device("meta"):
-        return shapes_of(transformers.LlamaForCausalLM(config))
+        return shapes_of(getattr(transformers, f"{kind}ForCausalLM")(config))
 
 
 def recipe_of(name: str) -> Recipe | None:
@@ -117,7 +96,7 @@ def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
 
 def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     """Of blocks or whole steps."""
-    shapes, run = llama(group.get("size", "8b"), group["layers"]), run_of(group, row)
+    shapes, run = model(group.get("size", "8b"), group["layers"]), run_of(group, row)
     recipe = recipe_of(row["recipe"])
     of_blocks = group["kind"] == "blocks"
     timed = blocks if of_blocks else step

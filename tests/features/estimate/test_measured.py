@@ -5,7 +5,7 @@ import pytest
 import f8sub
 from f8sub.features.estimate import gpus, seconds
 from f8sub.features.estimate.seconds import Run
-from tests.features.estimate.predictions import DATA, Figure, figures, llama
+from tests.features.estimate.predictions import DATA, Figure, figures, model
 
 WITHIN = 0.10
 FIGURES = list(figures())
@@ -62,6 +62,6 @@ def test_shares_of_casts_are_those_that_were_measured():
 def test_products_of_a_blocks_backward(checkpoint, recipe, products):
     """Counted in torch.compile's graphs of a Llama block of seven layers, without checkpointing, by torchtitan's
     selective policy, and by that where it does not see float8 products."""
-    block = next(iter(llama("8b", 4).blocks.values()))
+    block = next(iter(model("8b", 4).blocks.values()))
     again = seconds.repeats(block, recipe and f8sub.get_recipe(recipe), Run(checkpoint=checkpoint))
     assert 2 * len(block) + sum(again) == products

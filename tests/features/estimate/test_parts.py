@@ -12,7 +12,7 @@ from f8sub.features.estimate.gpus import B200, GPUS, H200, kind_of_product
 from f8sub.features.estimate.seconds import Run
 from f8sub.features.estimate.wire import wire
 from f8sub.features.model_shapes.layers import Product, block_of, reads_attention, shapes_of
-from tests.features.estimate.predictions import llama
+from tests.features.estimate.predictions import model
 from tests.models import Transformer
 
 
@@ -59,14 +59,14 @@ PUBLIC_RUNS_ON_8_H100S = {"tensorwise": (1.25, 1.28)}
 @pytest.mark.parametrize("recipe", PUBLIC_RUNS_ON_8_H100S)
 def test_speeds_that_the_documentation_holds_of_h100s(recipe):
     found = seconds.step_seconds
-    run, shapes = Run(checkpoint="selective"), llama("8b", 32)
+    run, shapes = Run(checkpoint="selective"), model("8b", 32)
     plain, own = (found(shapes, each, GPUS["H100"], run).total for each in (None, f8sub.get_recipe(recipe)))
     assert all(abs(plain / own / public - 1) <= 0.1 for public in PUBLIC_RUNS_ON_8_H100S[recipe])
 
 
 def test_attention_of_small_heads_is_slower_a_flop():
     """By the exponentials alone: heads of 64 have twice as many for the same products."""
-    shapes = llama("1b", 16)
+    shapes = model("1b", 16)
     attended = [p for p in shapes.products if p.reads_attention]
     assert [p.head for p in attended] == [64] * 16
     small = attended[0]
@@ -81,11 +81,11 @@ def test_attention_of_small_heads_is_slower_a_flop():
 def test_a_step_is_no_shorter_than_its_host():
     short, long = Run(tokens=512, sequence=512), Run(checkpoint="none")
     for recipe, host in ((None, seconds.HOST_BF16), (f8sub.get_recipe("rowwise"), seconds.HOST)):
-        found = seconds.step_seconds(llama("1b", 16), recipe, H200, short)
+        found = seconds.step_seconds(model("1b", 16), recipe, H200, short)
         assert found.total == pytest.approx(16 * host)
-        found = seconds.step_seconds(llama("1b", 16), recipe, H200, replace(short, fused=False))
+        found = seconds.step_seconds(model("1b", 16), recipe, H200, replace(short, fused=False))
         assert found.total == pytest.approx(16 * (host + seconds.HOST_ADAMW))
-        assert seconds.step_seconds(llama("8b", 4), recipe, H200, long).host == 0
+        assert seconds.step_seconds(model("8b", 4), recipe, H200, long).host == 0
 
 
 @pytest.mark.parametrize(("changes", "passes"), [({}, 10), ({"clipped": False}, 7), ({"fused": False}, 24)])

@@ -1,6 +1,7 @@
 """A model on the meta device, by what a command line says: shapes alone, no weights, and nothing is downloaded."""
 
 import contextlib
+import difflib
 import importlib
 import json
 import logging
@@ -21,6 +22,9 @@ FORMS = (
     f"as llama; {TITAN}llama3/llama3_8b; {', '.join(SIZES)}; or module:function"
 )
 """What a model is named by."""
+
+MOST_NEAREST = 3
+"""Names like an unknown one that an error tells."""
 
 
 def load(name: str) -> torch.nn.Module:
@@ -111,9 +115,13 @@ def _config_of_path(path: Path) -> Any:
     transformers = _imported("transformers", f"{file}")
     try:
         values = json.loads(file.read_text())
+        kind = values.get("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            near = ", ".join(difflib.get_close_matches(str(kind), transformers.CONFIG_MAPPING, MOST_NEAREST))
+            raise ValueError(f"it knows no model_type {kind!r}" + (f" (nearest: {near})" if near else ""))
         return transformers.AutoConfig.for_model(**values)
-    except (ValueError, TypeError, UnicodeDecodeError) as error:
-        raise Float8ConfigError(f"{file} is no config that transformers reads: {error}") from error
+    except Exception as error:  # each class of configs checks its values in its own way
+        raise _unread(file, error) from error
 
 
 def _config_of_name(name: str) -> Any:
@@ -127,6 +135,12 @@ def _config_of_name(name: str) -> Any:
             f"no model {name!r} on this machine, and nothing is downloaded (hf download NAME config.json does that); "
             f"a model is {FORMS}"
         ) from error
+    except Exception as error:  # as above, of a config that is cached
+        raise _unread(name, error) from error
+
+
+def _unread(name: object, error: Exception) -> Float8ConfigError:
+    return Float8ConfigError(f"{name} is no config that transformers reads: {' '.join(str(error).split())}")
 
 
 def _of_transformers(config: Any, name: str) -> torch.nn.Module:
@@ -140,6 +154,7 @@ def _of_transformers(config: Any, name: str) -> torch.nn.Module:
             try:
                 model: torch.nn.Module = build(config)
                 return model
-            except (ValueError, TypeError, AttributeError) as error:
+            except Exception as error:  # sizes that fit nothing fail where a model first computes with them
                 problem = problem or error
-    raise Float8ConfigError(f"transformers builds no model of {name}: {problem}") from problem
+    why = " ".join(f"{type(problem).__name__}: {problem}".split())
+    raise Float8ConfigError(f"transformers builds no model of {name}: {why}") from problem

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import pickle
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -108,23 +107,15 @@ class DcpCheckpoint:
     """The tensors in a checkpoint of ``torch.distributed.checkpoint``.
 
     Raises:
-        Float8ConfigError: its ``.metadata`` is damaged.
+        Float8ConfigError: its ``.metadata`` is damaged, or asks for classes that no index needs.
     """
 
     def __init__(self, folder: Path) -> None:
         # Imported here: torch.distributed.checkpoint is 80 modules that training need not load.
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from f8sub.features.load.dcp_index import IndexReader
 
-        self._folder, self._reader = folder, FileSystemReader(folder)
-        try:
-            entries = self._reader.read_metadata().state_dict_metadata
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
-            raise Float8ConfigError(
-                f"{folder / '.metadata'} is no index of torch.distributed.checkpoint: {error}"
-            ) from error
-        self._entries: dict[str, Any] = {
-            name: entry for name, entry in entries.items() if hasattr(entry, "size")
-        }
+        self._folder, self._reader = folder, IndexReader(folder)
+        self._entries = self._reader.tensors()
         self.config: dict[str, Any] = json_of(folder, CONFIG) if (folder / CONFIG).exists() else {}
 
     def __enter__(self) -> "DcpCheckpoint":

@@ -21,7 +21,7 @@ def write(model: torch.nn.Module, folder: Path, kind: str = "safetensors", prefi
     """A finished checkpoint of a model, with transformers' ``config.json``."""
     state = {prefix + name: torch.tensor(v.detach().numpy()) for name, v in model.state_dict().items()}
     if kind == "dcp":
-        dcp.save({**state, "step": torch.tensor(3)}, checkpoint_id=folder, no_dist=True)
+        dcp.save({**state, "step": torch.tensor(3), "epoch": 1}, checkpoint_id=folder, no_dist=True)
     else:
         folder.mkdir()
         save_file(state, folder / "model.safetensors")

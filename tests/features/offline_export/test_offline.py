@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -110,8 +111,17 @@ def test_damaged_checkpoints_of_dcp(tmp_path):
 
     for folder in ("index", "lost", "cut", "async"):
         dcp.save(state, checkpoint_id=tmp_path / folder, no_dist=True)
-    (tmp_path / "index" / ".metadata").write_bytes(b"\x80\x04cut")
+    index = tmp_path / "index" / ".metadata"
+    index.write_bytes(b"\x80\x04cut")
     fails("index", r"\.metadata is no index")
+    index.write_text(f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.")
+    fails("index", r"\.metadata asks for (os|posix)\.system, which no index")
+    assert not (tmp_path / "ran").exists()
+    dcp.save({**state, "a.up.weight": {1}}, checkpoint_id=index.parent, no_dist=True)
+    metadata = pickle.loads(index.read_bytes())
+    metadata.state_dict_metadata["a.up.weight"].size = torch.Size((256, 256))
+    index.write_bytes(pickle.dumps(metadata))
+    fails("index", r"lacks up\.weight")
     (data,) = (tmp_path / "lost").glob("*.distcp")
     data.unlink()
     fails("lost", r"holds a\.down\.weight cannot be read|holds a\.up\.weight cannot be read")

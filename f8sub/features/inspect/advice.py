@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from f8sub.errors import Float8ConfigError
 from f8sub.features.estimate.gpus import Gpu
 from f8sub.features.estimate.seconds import NONE, Run, by_product, step_seconds, wire_seconds
 from f8sub.features.estimate_experts.gain import by_module, gain_of
@@ -21,11 +22,24 @@ from f8sub.recipe import OperandName, Recipe
 if TYPE_CHECKING:
     from f8sub.features.inspect.estimate import Policy, Prediction
 
+P = TypeVar("P")
+
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
 
 FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
 """Of a GPU's memory a step may take so much, the rest is the allocator's and NCCL's; speeds that differ by less are the
 same; a step that is fewer times as fast is not worth a change of numbers; such a share of waiting is worth a word."""
+
+
+def one_of(predictions: Sequence[P], **asked: object) -> P:
+    """The prediction with these values; Float8ConfigError where there is none, which lists those that there are."""
+    for each in predictions:
+        if all(getattr(each, name) == value for name, value in asked.items()):
+            return each
+    there = {name: dict.fromkeys(getattr(each, name) for each in predictions) for name in asked}
+    lists = (f"{name} of {', '.join(map(repr, values))}" for name, values in there.items())
+    words = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    raise Float8ConfigError(f"this estimate has no prediction with {words}; it has {'; '.join(lists)}")
 
 
 def fits(bytes_of: Memory, gpu: Gpu) -> bool:

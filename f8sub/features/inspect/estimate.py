@@ -16,7 +16,7 @@ from f8sub.features.estimate_experts.gain import decided
 from f8sub.features.estimate_memory.adapters import Adapters, adapters_of
 from f8sub.features.estimate_memory.memory import Memory, memory
 from f8sub.features.experts_option.experts_option import refuse_unknown_experts
-from f8sub.features.inspect.advice import advice, fits, recommended
+from f8sub.features.inspect.advice import advice, fits, one_of, recommended
 from f8sub.features.inspect.page import page
 from f8sub.features.layer_kinds.layer_kinds import name_of
 from f8sub.features.model_shapes.layers import Product, Shapes, alike, shapes_of
@@ -124,8 +124,8 @@ class Estimate:
     advice: tuple[str, ...]
 
     def of(self, gpu: str, recipe: str) -> Prediction:
-        """One prediction."""
-        return next(each for each in self.predictions if (each.gpu, each.recipe) == (gpu, recipe))
+        """One prediction; Float8ConfigError where there is none, which lists those that there are."""
+        return one_of(self.predictions, gpu=gpu, recipe=recipe)
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, in seconds, bytes and ratios, as JSON takes them."""

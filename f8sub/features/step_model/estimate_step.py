@@ -14,7 +14,7 @@ from f8sub.features.estimate.wire import wire
 from f8sub.features.estimate_experts.gain import decided
 from f8sub.features.estimate_memory.memory import memory
 from f8sub.features.experts_option.experts_option import refuse_unknown_experts
-from f8sub.features.inspect.advice import fits
+from f8sub.features.inspect.advice import fits, one_of
 from f8sub.features.model_shapes.layers import Product, Shapes, shapes_of
 from f8sub.features.step_model.cluster import E4M3, FLOAT32, H100_500W, REDUCTIONS, Cluster
 from f8sub.features.step_model.groups import Arm, Group, divided, group_of
@@ -88,8 +88,8 @@ class StepEstimate:
         return tuple(dict.fromkeys(each.way for each in self.predictions))
 
     def of(self, gpus: int, way: str) -> StepPrediction:
-        """One prediction."""
-        return next(each for each in self.predictions if (each.gpus, each.way) == (gpus, way))
+        """One prediction; Float8ConfigError where there is none, which lists those that there are."""
+        return one_of(self.predictions, gpus=gpus, way=way)
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, in seconds and ratios, as JSON takes them."""

@@ -147,6 +147,10 @@ def test_recipes_without_kernels():
     native = {(each.gpu, each.recipe) for each in found.predictions if each.native}
     assert native == {(gpu, "tensorwise") for gpu in GPUS} | {("B200", "mxfp8"), ("B200", "nvfp4")}
     assert found.of("H200", "mxfp8").step < 0.1
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"it has gpu of 'H200', .*; recipe of 'mxfp8', 'nvfp4'"
+    ):
+        found.of("H200", "rowwise")
     alone = f8sub.estimate(on_meta(), "mxfp8", gpus="H200")
     assert alone.recipe is None
     assert "No recipe has native kernels on H200" in str(alone)

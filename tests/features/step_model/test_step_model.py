@@ -175,6 +175,10 @@ def test_one_shard_sends_nothing():
     found = f8sub.estimate_step(load("llama3-8b"), 1)
     assert found.of(1, "+ gradients in e4m3").seconds == found.of(1, "+ one all-reduce of all scales").seconds
     assert found.of(1, "bf16").timeline.waiting == pytest.approx(0, abs=1e-9)
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"with gpus=8, way='bf16'; it has gpus of 1; way of 'bf16', "
+    ):
+        found.of(8, "bf16")
 
 
 @pytest.mark.parametrize(

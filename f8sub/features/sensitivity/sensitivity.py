@@ -6,6 +6,7 @@ of their squares.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.features.forwards.forwards import sources_of
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.quantize import quantize
@@ -55,6 +56,9 @@ class Probe:
 
 probes: list[Probe] = []
 
+_ROUNDING = 1e-9
+"""By how much the shares of all layers may be more than 1 in sum."""
+
 
 @dataclass(frozen=True)
 class Sensitivity:
@@ -76,7 +80,7 @@ class Sensitivity:
         """
         if not 0 <= flops <= 1:
             raise Float8ConfigError(f"flops is a share from 0 to 1, 0.05 for 5 %, got {flops}")
-        names, left = [], flops
+        names, left = [], flops + _ROUNDING
         for layer in self.layers:
             if layer.flops <= left:
                 names.append(layer.fqn)
@@ -106,6 +110,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
     Raises:
         Float8ConfigError: no converted layer, a sharded one, one whose master was dropped, one that did not run, or no
             loss.
+        Float8NumericsError: the loss, or the harm of a layer, is NaN or infinite.
     """
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
     weights: dict[str, Sequence[torch.Tensor]] = {fqn: [m.weight] for fqn, m in layers.items()}
@@ -148,6 +153,10 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
             raise Float8ConfigError(
                 "the loss has no gradient: loss_of detaches it, or runs under torch.no_grad; backward tells the harm"
             )
+        if not bool(loss.isfinite()):
+            raise Float8NumericsError(
+                f"the loss is {loss.item()}, which tells no layer's harm; f8sub.find_nonfinite tells where it begins"
+            )
         loss.backward()
     if missing := sorted(weights.keys() - found.keys()):
         raise Float8ConfigError(
@@ -156,6 +165,11 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
         )
     total = sum(flops for _, flops in found.values()) or 1
     rows = [LayerSensitivity(fqn, harm.sqrt().item(), flops / total) for fqn, (harm, flops) in found.items()]
+    if broken := [row.fqn for row in rows if not math.isfinite(row.harm)]:
+        raise Float8NumericsError(
+            f"{', '.join(broken)}: float8's error, or the gradient that it is multiplied by, is NaN or infinite, so "
+            "layers cannot be ranked; f8sub.find_nonfinite tells where it begins"
+        )
     return Sensitivity(tuple(sorted(rows, key=lambda row: -row.harm / max(row.flops, 1e-12))), loss.item())
 
 

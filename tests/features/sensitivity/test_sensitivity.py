@@ -48,6 +48,8 @@ def test_harm_is_the_first_order_change_of_the_loss():
     )
     assert found.skip(1.0) == ["0"]
     assert found.skip(0.5) == []
+    ninths = type(found)((found.layers[0]._replace(flops=1 / 9),) * 9, found.loss)
+    assert len(ninths.skip(1.0)) == 9
 
 
 def test_frozen_layers_are_looked_at_as_well_and_stay_frozen():
@@ -71,9 +73,12 @@ def test_a_layer_with_outliers_is_the_first():
 
 def test_what_is_no_loss():
     model = f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Linear(64, 64)))
-    for loss, words in ((torch.ones(3), r"returned \(3,\)"), (1.0, "returned float")):
-        with pytest.raises(f8sub.Float8ConfigError, match=words):
+    nan = torch.tensor(torch.nan, requires_grad=True)
+    for loss, words in ((torch.ones(3), r"ed \(3,\)"), (1.0, "returned float"), (nan, "the loss is nan")):
+        with pytest.raises((f8sub.Float8ConfigError, f8sub.Float8NumericsError), match=words):
             f8sub.sensitivity(model, lambda _, loss=loss: loss)
+    with pytest.raises(f8sub.Float8NumericsError, match="0: float8's error, or the gradient"):
+        f8sub.sensitivity(model, lambda model: (0 * model(torch.ones(16, 64))).sum().sqrt())
 
 
 def test_what_cannot_be_looked_at():

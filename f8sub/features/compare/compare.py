@@ -57,6 +57,11 @@ def compare(
     """
     made = model if isinstance(model, torch.nn.Module) else model()
     _check(made)
+    has_many = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if not has_many or isinstance(batches, Mapping | str):
+        raise Float8ConfigError(
+            f"compare was given no batches but a {type(batches).__name__}; give a list of a few"
+        )
     seen = list(batches)
     if not seen:
         raise Float8ConfigError("compare was given no batches; a few are enough")

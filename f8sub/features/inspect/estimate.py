@@ -205,11 +205,12 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
 
 
 def _run(tokens: int, sequence: int, mesh: Sequence[int], checkpoint: str) -> Run:
-    sizes = (tokens, sequence, *mesh)
-    if any(type(size) is not int or size < 1 for size in sizes) or len(mesh) not in (1, 2):
+    shards = tuple(mesh) if isinstance(mesh, Sequence) else ()
+    sizes = (tokens, sequence, *shards)
+    if any(type(size) is not int or size < 1 for size in sizes) or len(shards) not in (1, 2):
         raise Float8ConfigError(
             f"tokens, sequence and the one or two sizes of a mesh are positive whole numbers, got {tokens!r}, "
-            f"{sequence!r} and {tuple(mesh)!r}"
+            f"{sequence!r} and mesh={mesh!r}; (8,) is 8 GPUs that share the weights"
         )
     if sequence > tokens:
         raise Float8ConfigError(f"a GPU's {tokens} tokens hold no sequence of {sequence}: give more tokens")

@@ -9,7 +9,7 @@ import fnmatch
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -47,13 +47,14 @@ class Monitor:
         model: converted; plain, compiled, or under DDP, FSDP2 or tensor parallelism.
         every: a step of so many is sampled, the first one among them.
         to: where rows go, on the first rank of the group: the path of a JSON lines file, a function of (step, rows), or
-            a list of these; see ``f8sub.features.monitor.writers`` for TensorBoard and Weights & Biases.
+            a list of these; see ``f8sub.features.monitor.writers`` for TensorBoard and Weights & Biases. Where one
+            fails, a ``Float8Warning`` says so, and the run goes on.
         layers: glob patterns of the layers to measure, over whole names.
         roles: of "x", "w" and "dy", those to measure; and of "y", "dx" and "dw", see ``RESULTS``.
         group: the ranks whose statistics are put together; None for all. Of a pipeline give those of one stage.
 
     Raises:
-        Float8ConfigError: no converted layer matches, or a role that there is not.
+        Float8ConfigError: no converted layer matches, a role that there is not, or an argument of another type.
     """
 
     def __init__(
@@ -68,9 +69,16 @@ class Monitor:
     ) -> None:
         if type(every) is not int or every < 1:
             raise Float8ConfigError(f"every is a number of steps, 1 or more, got {every!r}")
-        if isinstance(roles, str) or not set(roles) <= {*ROLES, *RESULTS}:
+        if not _is_list_of(str, roles) or not roles or not set(roles) <= {*ROLES, *RESULTS}:
             raise Float8ConfigError(f"roles is a list, of {', '.join((*ROLES, *RESULTS))}, got {roles!r}")
         patterns = [layers] if isinstance(layers, str) else layers
+        if not _is_list_of(str, patterns):
+            raise Float8ConfigError(f"layers is a pattern of names, or a list of them, got {layers!r}")
+        several = [to] if callable(to) or isinstance(to, str | os.PathLike) else to
+        if not _is_list_of(str | os.PathLike | Callable, several):
+            raise Float8ConfigError(
+                f"to is the path of a file, a function of (step, rows), or a list of these, got {to!r}"
+            )
         self._model = model
         self._layers = {
             name.replace("_orig_mod.", ""): module
@@ -93,8 +101,7 @@ class Monitor:
         """The ranks whose statistics are put together, the same on all of them; it may be set in the first step."""
         self._every = every
         self._rows = {(name, role): i for i, (name, role) in enumerate((n, r) for n in names for r in roles)}
-        several = [to] if callable(to) or isinstance(to, str | os.PathLike) else to
-        self._writers: list[Writer] = [w if callable(w) else writers.jsonl(w) for w in several]
+        self._writers = [writers.lasting(w) if callable(w) else writers.jsonl(w) for w in several]
         self._step, self._in_step = -1, False
         self._sample: Sample | None = None
         self._gradients = GradientRows(model)
@@ -139,7 +146,12 @@ class Monitor:
         """The operands with the lowest median-row SQNR in the last sample, with advice; a table.
 
         Operands with NaN or infinity come first, those that are all 0 last.
+
+        Raises:
+            Float8ConfigError: ``count`` is no number of operands.
         """
+        if type(count) is not int or count < 1:
+            raise Float8ConfigError(f"count is a number of operands, 1 or more, got {count!r}")
         self._read(wait=True)
         operands = [row for row in self.rows if row.role in ROLES]
         if not operands:
@@ -196,6 +208,12 @@ class Monitor:
             if not dist.is_initialized() or dist.get_rank(self.group) == 0:
                 for write in self._writers:
                     write(step, rows)
+
+
+def _is_list_of(kind: Any, values: object) -> bool:
+    if isinstance(values, str) or not isinstance(values, Sequence | Set):
+        return False
+    return all(isinstance(value, kind) for value in values)
 
 
 def _badness(row: Statistics) -> tuple[bool, float]:

@@ -56,6 +56,27 @@ def jsonl(path: str | os.PathLike[str]) -> Writer:
     return write
 
 
+def lasting(write: Writer) -> Writer:
+    """A writer that ends no run: where it raises, the step's rows are lost, with a ``Float8Warning`` the first time."""
+    warned = False
+
+    def guarded(step: int, rows: Sequence[Statistics]) -> None:
+        nonlocal warned
+        try:
+            write(step, rows)
+        except Exception as error:  # whatever a user's function raises
+            if not warned:
+                warnings.warn(
+                    f"a function that Monitor gives rows to, {getattr(write, '__qualname__', write)}, raised "
+                    f"{type(error).__name__} at step {step}: {error}; rows of steps where it does are lost",
+                    Float8Warning,
+                    stacklevel=2,
+                )
+            warned = True
+
+    return guarded
+
+
 def tensorboard(writer: Any) -> Writer:
     """Scalars ``float8/ROLE.STATISTIC/LAYER`` of a ``SummaryWriter``."""
 

@@ -78,8 +78,8 @@ class Sensitivity:
         Raises:
             Float8ConfigError: no share from 0 to 1.
         """
-        if not 0 <= flops <= 1:
-            raise Float8ConfigError(f"flops is a share from 0 to 1, 0.05 for 5 %, got {flops}")
+        if not isinstance(flops, int | float) or not 0 <= flops <= 1:
+            raise Float8ConfigError(f"flops is a share from 0 to 1, 0.05 for 5 %, got {flops!r}")
         names, left = [], flops + _ROUNDING
         for layer in self.layers:
             if layer.flops <= left:

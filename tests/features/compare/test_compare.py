@@ -157,7 +157,9 @@ def test_what_cannot_be_compared():
             f8sub.compare(model or net(), batches() if given is None else given, **options)
 
     raises("is converted already", f8sub.convert_to_float8(net()))
-    raises("was given no batches", given=[])
+    raises("was given no batches;", given=[])
+    raises("was given no batches but a dict; give a list", given={"x": torch.ones(2, 64)})
+    raises("was given no batches but a int", given=3)
     raises("returned no loss but shape", nn.Linear(64, 64), [torch.ones(2, 64)])
     raises("the loss has no gradient", net().requires_grad_(False))
     raises("returned float", loss_of=lambda model, batch: 1.0)

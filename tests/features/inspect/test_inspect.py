@@ -321,7 +321,7 @@ def test_nothing_is_downloaded(monkeypatch):
         ({"gpus": []}, "gpus is empty"),
         ({"recipes": ["fp8"]}, "unknown recipe 'fp8'"),
         ({"checkpoint": "op"}, "unknown checkpoint policy 'op'"),
-        ({"mesh": ()}, "positive whole numbers"),
+        *(({"mesh": ()}, "positive whole numbers"), ({"mesh": 8}, r"mesh=8; \(8,\) is 8 GPUs")),
         ({"tokens": 8.0}, "positive whole numbers"),
     ],
 )

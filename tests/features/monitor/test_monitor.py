@@ -95,11 +95,14 @@ def test_what_is_measured_is_what_the_layer_multiplies(recipe):
 
 
 def test_rows_are_lines_of_json_and_calls(tmp_path):
-    called = []
-    _, _, monitor = run(
-        "rowwise", True, to=[tmp_path / "a" / "n.jsonl", lambda step, rows: called.append((step, len(rows)))]
-    )
+    called, fails = [], mock.Mock(side_effect=ConnectionError("no network"))
+    with pytest.warns(f8sub.Float8Warning, match="ConnectionError at step 0: no network") as warned:
+        _, _, monitor = run(
+            *("rowwise", True),
+            to=[fails, tmp_path / "a" / "n.jsonl", lambda step, rows: called.append((step, len(rows)))],
+        )
     monitor.flush()
+    assert (len(warned), fails.call_count) == (1, 2)
     lines = [json.loads(line) for line in (tmp_path / "a" / "n.jsonl").read_text().splitlines()]
     assert lines == [row._asdict() for row in monitor.rows]
     assert called == [(0, 42), (2, 42)]
@@ -303,6 +306,8 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
     monitor.heatmap("x", tmp_path / "cut.png", "saturated")  # all 0
     with pytest.raises(f8sub.Float8ConfigError, match="no sample has 'mean' of 'w'"):
         monitor.heatmap("w", tmp_path / "w.png", "mean")
+    with pytest.raises(f8sub.Float8ConfigError, match="1 or more, got 'a'"):
+        monitor.worst("a")
 
 
 def test_operands_that_are_not_finite_come_first_and_zeros_last(tmp_path):
@@ -329,6 +334,13 @@ WRONG = [
     ("roles", ("z",), "of x, w"),
     ("every", 0, "1 or more"),
     ("every", 1.5, "1.5"),
+    *(
+        ("roles", (), "of x, w"),
+        ("roles", 3, "of x, w"),
+        ("layers", 3, "a pattern of names"),
+        ("to", 3, "got 3"),
+    ),
+    ("to", ["a", 3], r"or a list of these, got \['a', 3\]"),
 ]
 
 

@@ -95,8 +95,8 @@ def test_what_cannot_be_looked_at():
         f8sub.sensitivity(model, loss)
 
 
-@pytest.mark.parametrize("flops", [5, -0.1])
+@pytest.mark.parametrize("flops", [5, -0.1, "x"])
 def test_a_share_is_no_number_of_percent(flops):
     found = f8sub.sensitivity(transformer("tensorwise"), loss)
-    with pytest.raises(f8sub.Float8ConfigError, match=rf"0\.05 for 5 %, got {flops}"):
+    with pytest.raises(f8sub.Float8ConfigError, match=rf"0\.05 for 5 %, got {flops!r}"):
         found.skip(flops)

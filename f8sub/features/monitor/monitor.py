@@ -173,7 +173,7 @@ class Monitor:
         """Draw one statistic of an operand, layers by steps, as a picture.
 
         Raises:
-            Float8ConfigError: matplotlib is not installed, or there is no such row.
+            Float8ConfigError: matplotlib is not installed, there is no such row, or the path ends like no picture.
         """
         self._read(wait=True)
         writers.heatmap(self.rows, path, role, statistic)

@@ -108,7 +108,7 @@ def heatmap(rows: Sequence[Statistics], path: str | os.PathLike[str], role: str,
     """Draw layers by steps: of a SQNR red is low and blue is high, of another statistic a darker colour is less.
 
     Raises:
-        Float8ConfigError: matplotlib is not installed, or there is no such row.
+        Float8ConfigError: matplotlib is not installed, there is no such row, or the path ends like no picture.
     """
     try:
         from matplotlib.colors import LogNorm, Normalize
@@ -147,4 +147,7 @@ def heatmap(rows: Sequence[Statistics], path: str | os.PathLike[str], role: str,
     figure.suptitle(f"{role} in {formats}", fontsize=8)
     if is_sqnr:
         axes.set_title("a Gaussian has 31 dB in e4m3, 25 in e5m2", fontsize=6)
+    kind, kinds = Path(path).suffix[1:].lower(), figure.canvas.get_supported_filetypes()
+    if kind and kind not in kinds:
+        raise Float8ConfigError(f"{path} has the end of no picture; Monitor.heatmap draws {', '.join(kinds)}")
     figure.savefig(path, dpi=120)

@@ -306,6 +306,8 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
     monitor.heatmap("x", tmp_path / "cut.png", "saturated")  # all 0
     with pytest.raises(f8sub.Float8ConfigError, match="no sample has 'mean' of 'w'"):
         monitor.heatmap("w", tmp_path / "w.png", "mean")
+    with pytest.raises(f8sub.Float8ConfigError, match=r"w\.foo has the end of no picture; .* png, "):
+        monitor.heatmap("w", tmp_path / "w.foo")
     with pytest.raises(f8sub.Float8ConfigError, match="1 or more, got 'a'"):
         monitor.worst("a")
 

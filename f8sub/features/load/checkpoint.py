@@ -33,7 +33,8 @@ class Checkpoint:
                 "a checkpoint is read with safetensors, which is not installed"
             ) from error
         self._safetensors = safetensors
-        self._folder = folder
+        self.folder = folder
+        """Where it is."""
         self._files: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
         if not folder.exists():
@@ -64,7 +65,7 @@ class Checkpoint:
             return self._open(file).get_slice(name)
         except self._safetensors.SafetensorError as error:
             raise Float8ConfigError(
-                f"{self._folder / file} has no {name}, which the index says it has: {error}"
+                f"{self.folder / file} has no {name}, which the index says it has: {error}"
             ) from error
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -78,26 +79,26 @@ class Checkpoint:
 
     def _found(self) -> dict[str, str]:
         index = "model.safetensors.index.json"
-        if (self._folder / index).exists():
-            where = json_of(self._folder, index).get("weight_map")
+        if (self.folder / index).exists():
+            where = json_of(self.folder, index).get("weight_map")
             if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-                raise Float8ConfigError(f"{self._folder / index} has no weight_map from names to files")
-            missing = sorted({file for file in where.values() if not (self._folder / file).exists()})
+                raise Float8ConfigError(f"{self.folder / index} has no weight_map from names to files")
+            missing = sorted({file for file in where.values() if not (self.folder / file).exists()})
             if missing:
-                raise Float8ConfigError(f"{self._folder} lacks {', '.join(missing)}, which its index names")
+                raise Float8ConfigError(f"{self.folder} lacks {', '.join(missing)}, which its index names")
             return dict(where)
         file = "model.safetensors"
-        if not (self._folder / file).exists():
-            raise Float8ConfigError(f"{self._folder} has neither {file} nor {index}{_instead(self._folder)}")
+        if not (self.folder / file).exists():
+            raise Float8ConfigError(f"{self.folder} has neither {file} nor {index}{_instead(self.folder)}")
         return dict.fromkeys(self._open(file).keys(), file)
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
             try:
-                opened = self._safetensors.safe_open(self._folder / file, "pt")
+                opened = self._safetensors.safe_open(self.folder / file, "pt")
             except self._safetensors.SafetensorError as error:
                 raise Float8ConfigError(
-                    f"{self._folder / file} is cut short or no safetensors file: {error}{_pointer(self._folder / file)}"
+                    f"{self.folder / file} is cut short or no safetensors file: {error}{_pointer(self.folder / file)}"
                 ) from error
             self._files[file] = self._stack.enter_context(opened)
         return self._files[file]

@@ -13,8 +13,9 @@ from f8sub.features.export.float8_weights import Progress, Rename, renamed
 from f8sub.features.held_codes.experts import Held, held_experts, hold_experts, in_order
 from f8sub.features.held_codes.layers import are_powers_of_2, can_hold, check_not_gathered, hold, plan_for
 from f8sub.features.layouts.names import Piece
-from f8sub.features.layouts.reading import Source, scale_of, tile_of
-from f8sub.features.load.checkpoint import Checkpoint, some
+from f8sub.features.layouts.reading import Source, scale_of
+from f8sub.features.load.checkpoint import CONFIG, Checkpoint, some
+from f8sub.features.load.described import described_tile
 from f8sub.features.load.ties import other_names
 from f8sub.features.primary_weights.masters import reread_shards
 from f8sub.formats import ALL, Operand, Tile
@@ -74,8 +75,9 @@ def load_float8(
         progress: given the names of the parameters, it returns them again, to show how far it is: ``tqdm.tqdm``.
 
     Raises:
-        Float8ConfigError: no such checkpoint, a file cut short, another layout, names that differ, a frozen weight
-            that was gathered before, or a parameter on meta without a device.
+        Float8ConfigError: no such checkpoint, a file cut short, another layout, codes that ``config.json`` describes as
+            others, names that differ, a frozen weight that was gathered before, or a parameter on meta without a
+            device.
         Float8ShapeError: a tensor or its scales have another shape.
         Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """
@@ -198,7 +200,8 @@ def _source(piece: Piece, part: Part, checkpoint: Checkpoint) -> Source:
     """How a tensor is read; Float8ConfigError where it has no scales, or is of a dtype that is no number without."""
     dtype = checkpoint.slice_of(piece.name).get_dtype()
     if dtype == "F8_E4M3":
-        tile = tile_of(piece.name.removesuffix(".weight"), checkpoint.config)
+        layer, file = piece.name.removesuffix(".weight"), checkpoint.folder / CONFIG
+        tile = described_tile(layer, file, checkpoint.config)
         return Source(piece, scale_of(piece.name, checkpoint), tile)
     if part.tensor.is_floating_point() and dtype not in _HIGH_PRECISION:
         raise Float8ConfigError(

@@ -186,12 +186,32 @@ def test_no_checkpoint(tmp_path):
         f8sub.load_float8(llama(), "Qwen/Qwen3-8B-FP8")
 
 
-def test_a_layout_that_is_not_read(saved):
+def compressed(format: str | None = None, **weights):
+    group = {
+        "targets": ["Linear"],
+        "weights": {"strategy": "block", "block_structure": [128, 128], **weights},
+    }
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"a": group}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "told"),
+    [
+        ({"quant_method": "modelopt"}, "quant_method 'modelopt'"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "a tile edge is a positive"),
+        ({"quant_method": "fp8", "weight_block_size": [-1, 128]}, "blocks of -1x128;"),
+        (compressed(strategy="group", group_size=-1), "blocks of 1x-1;"),
+        (compressed(num_bits=4, type="int"), "num_bits 4, type 'int';"),
+        (
+            compressed("nvfp4-pack-quantized", symmetric=False),
+            "symmetric False, format 'nvfp4-pack-quantized';",
+        ),
+    ],
+)
+def test_a_layout_that_is_not_read(saved, quantization, told):
     _, folder = saved("blockwise")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = "modelopt"
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(f8sub.Float8ConfigError, match=r"q_proj: .* quant_method 'modelopt'"):
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    with pytest.raises(f8sub.Float8ConfigError, match=rf"/config\.json: model.*_proj.* {told}"):
         f8sub.load_float8(other("blockwise"), folder)
 
 

@@ -1,6 +1,7 @@
 """What a model multiplies by, read off its modules: shapes, what shares an x, blocks, and what would be converted."""
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.convert import other_reasons
 from f8sub.convert.filters import Selection, layer_recipes
 from f8sub.convert.sockets import EXPERTS
+from f8sub.errors import Float8Warning
 from f8sub.features.defaults.defaults import HEAD, default_reasons
 from f8sub.features.experts.seams import seam_of
 from f8sub.features.experts_option.experts_option import AUTO_EXPERTS
@@ -138,7 +140,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     Args:
         model: of one that is not converted, told is what ``convert_to_float8(model, skip=skip, experts=experts)``
             would convert; where ``experts`` is "auto" all experts, which ``Shapes.undecided`` says.
-        skip: glob patterns.
+        skip: glob patterns; of a converted model they do nothing, with a ``Float8Warning``.
         experts: as ``convert_to_float8`` takes it.
     """
     modules = dict(model.named_modules())
@@ -152,6 +154,12 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         if skip:
             sockets.idle_patterns(list(modules), reasons, selection)
     else:
+        if skip:
+            warnings.warn(
+                f"skip={list(skip)} does nothing to a model that is converted already; give it to convert_to_float8",
+                Float8Warning,
+                stacklevel=3,
+            )
         reasons = {
             fqn: None if is_converted(m) else getattr(m, SKIP_REASON, "not converted")
             for fqn, m in modules.items()

@@ -122,6 +122,8 @@ def test_a_converted_model_is_read_as_it_was_converted():
     converted = f8sub.estimate(f8sub.convert_to_float8(on_meta(), "rowwise", skip="up"), ["rowwise"])
     assert [group.reason for group in plain.groups] == [group.reason for group in converted.groups]
     assert plain.predictions == converted.predictions
+    with pytest.warns(f8sub.Float8Warning, match=r"skip=\['up'\] does nothing to a model that is converted"):
+        f8sub.estimate(f8sub.convert_to_float8(on_meta(), "rowwise"), ["rowwise"], skip="up")
 
 
 def test_what_is_converted_is_what_convert_converts():

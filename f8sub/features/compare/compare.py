@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.convert.convert import convert_to_float8
 from f8sub.errors import Float8ConfigError
+from f8sub.features.checked_loss.checked_loss import checked_loss
 from f8sub.features.compare.comparison import NOISE, REFERENCE, Comparison, Gradient
 from f8sub.features.compare.other_order import OtherOrder
 from f8sub.linear.float8_linear import Float8Linear
@@ -167,14 +168,7 @@ class _Runs(NamedTuple):
             if mode is not None:
                 exits.enter_context(mode)
             loss = self.loss_of(model, batch)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            is_what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise Float8ConfigError(
-                f"loss_of returns a loss, a tensor of one element, and returned {is_what}"
-            )
-        if not loss.requires_grad:
-            raise Float8ConfigError("the loss has no gradient: no parameter learns, or loss_of detaches it")
-        return loss
+        return checked_loss(loss)
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError
+from f8sub.features.checked_loss.checked_loss import checked_loss
 from f8sub.features.forwards.forwards import sources_of
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.quantize import quantize
@@ -143,16 +144,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
         for probe in probes:
             exits.callback(probe.enter(model, note))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
-        loss = loss_of(model)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            is_what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise Float8ConfigError(
-                f"loss_of returns a loss, a tensor of one element, and returned {is_what}"
-            )
-        if not loss.requires_grad:
-            raise Float8ConfigError(
-                "the loss has no gradient: loss_of detaches it, or runs under torch.no_grad; backward tells the harm"
-            )
+        loss = checked_loss(loss_of(model))
         if not bool(loss.isfinite()):
             raise Float8NumericsError(
                 f"the loss is {loss.item()}, which tells no layer's harm; f8sub.find_nonfinite tells where it begins"

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import ALL, Float8Format, Operand, Tile
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
 
@@ -33,6 +33,9 @@ fresh_process = pytest.fixture(_in_a_process)
 """That has launched nothing yet, whose cached launches count."""
 
 _seen: Seen = []
+TENSOR, ROW, VECTORS = (
+    Float8Format(torch.float8_e4m3fn, Tile(*edges)) for edges in ((ALL, ALL), (1, ALL), (1, 128))
+)
 
 
 def _start() -> None:
@@ -93,7 +96,6 @@ def test_the_second_launch_is_the_first_without_triton(process, words):
 
 
 def other_arguments() -> None:
-    from f8sub.formats import ALL, Tile
     from f8sub.kernels.triton import launch
 
     format = Float8Format(torch.float8_e4m3fn, Tile(128, 128))
@@ -113,15 +115,16 @@ def other_arguments() -> None:
         assert first == second
         kernels.append(first)
     assert len(set(kernels)) == len(matrices)
-    # One that differs in numbers alone is compiled once by Triton, and launched with its own numbers.
+    # One that differs in numbers alone does not come to Triton, and is launched with its own numbers.
+    by_triton = compiled_by_triton()
     taller = torch.zeros(512, 256, dtype=torch.float16)
     (each,) = launch.quantization(taller, format, None).launches
-    for _ in range(2):
-        each.run()
-    assert [kernel for kernel, _ in _seen] == [kernels[0]] * 2
-    for _, arguments in _taken():
-        assert arguments[0] == each.programs
-        assert 512 in [argument for argument in arguments if type(argument) is int]
+    each.run()
+    assert by_triton == [0]
+    ((kernel, arguments),) = _taken()
+    assert kernel == kernels[0]
+    assert arguments[0] == each.programs
+    assert 512 in [argument for argument in arguments if type(argument) is int]
     whole = Float8Format(torch.float8_e5m2, Tile(ALL, ALL))
     for each in launch.quantization(taller, whole, whole).launches:
         each.run()
@@ -132,8 +135,25 @@ def test_other_dtypes_alignments_shapes_and_formats_are_other_kernels(process):
     process(other_arguments)
 
 
+def rows_of_steps() -> None:
+    """Tokens in groups, as many as come: no kernel is compiled for their number."""
+    from f8sub.features.expert_operands.tokens_cuda import launches
+
+    kernels = []
+    for tokens in (20008, 24000, 20016, 23992):
+        x, ends = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32)
+        for formats in ((TENSOR, TENSOR), (ROW, ROW), (VECTORS, VECTORS)):
+            for each in launches(x, ends, *formats, 128).launches:
+                each.run()
+        kernels.append([kernel for kernel, _ in _taken()])
+    assert len(set(map(tuple, kernels))) == 1
+
+
+def test_tokens_of_another_number_are_no_other_kernels(process):
+    process(rows_of_steps)
+
+
 def bounded() -> None:
-    from f8sub.formats import Tile
     from f8sub.kernels.triton import launch, launcher
 
     launcher._compiled.clear()

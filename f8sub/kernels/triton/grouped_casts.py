@@ -188,7 +188,7 @@ def cast_group_lines(
         store_columns(col_ptr, even, odd, scale_from_amax(amaxes, CAST), at, CAST, TILE, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LINES"])
 def quantize_group_vectors(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,

@@ -72,7 +72,7 @@ def _is_first_of_group(strips_ptr, STRIPS, row, group, EDGE: tl.constexpr):
     return (row % EDGE == 0) & (before != group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_lines_in_turn(
     x_ptr, ends_ptr, strips_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
     col_ptr, col_scale_inv_ptr, COUNT, STRIPS, TURNS, LINES, M, N,
@@ -122,7 +122,7 @@ def quantize_lines_in_turn(
                 tl.store(col_scale_inv_ptr + one * N + j, ones, mask=j < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_groups_in_turn(
     x_ptr, ends_ptr, strips_ptr, turns_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
     col_scale_inv_ptr, COUNT, STRIPS, TURNS, LINES, M, N,

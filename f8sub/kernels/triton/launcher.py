@@ -16,6 +16,8 @@ MOST = 4096
 """Kernels that are kept; then all of them are forgotten, and Triton's own cache is asked again."""
 
 _compiled: dict[Any, CompiledKernel] = {}
+_constants: dict[Any, list[bool]] = {}
+"""Of a kernel's function: which arguments are constants, by whose value Triton compiles."""
 
 
 class Launch(NamedTuple):
@@ -47,9 +49,18 @@ class Launch(NamedTuple):
         return _compiled.get(self._key([self.arguments[name] for name in self.kernel.arg_names]))
 
     def _key(self, values: list[Any]) -> Any:
-        # All that Triton may compile another kernel for; numbers by value, of which it asks less. The function stands
-        # for the kernel, whose hash is that of its source.
-        return self.kernel.fn, *self.options.items(), *map(_kind, values)
+        # All that Triton may compile another kernel for. The function stands for the kernel, whose hash is that of its
+        # source.
+        function = self.kernel.fn
+        constants = _constants.get(function)
+        if constants is None:
+            # The interpreter has no params; it compiles nothing either.
+            parameters = getattr(self.kernel, "params", ())
+            constants = _constants[function] = [parameter.is_constexpr for parameter in parameters]
+        kinds = [
+            value if constant else _kind(value) for value, constant in zip(values, constants, strict=False)
+        ]
+        return function, *self.options.items(), *kinds
 
     def run(self) -> None:
         """Launch it on the current device, which is to be that of the tensors."""
@@ -80,6 +91,11 @@ def sent(values: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Te
 def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT == 0, value.get_device()
+    # Rows that each step has another number of are one kernel. Source: triton's native_specialize_impl.
+    if type(value) is int:
+        return 1 if value == 1 else (value % ALIGNMENT == 0, value.bit_length() > 31)
+    if type(value) is float:
+        return float
     # A descriptor; of its two classes Triton before 3.6 has one.
     if value is not None and not isinstance(value, (int, float)) and hasattr(value, "block_shape"):
         return type(value), value.base.dtype, value.base.get_device(), *value.block_shape

@@ -272,7 +272,7 @@ def _store_past(col_ptr, col_scale_inv_ptr, at, EDGE: tl.constexpr, TILE: tl.con
     tl.store(scales + tl.arange(0, EDGE), tl.full((EDGE,), 1.0, tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LINES"])
 def quantize_paired_vectors(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,

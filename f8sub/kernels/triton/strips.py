@@ -30,7 +30,7 @@ def _order_turns(turns_ptr, TURNS, strip, begin, stop, start, is_found, AHEAD, E
     tl.store(turns_ptr + later + first, 2 * later, mask=is_strip & (later < TURNS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "TURNS"])
 def lay_out(
     ends_ptr, strips_ptr, turns_ptr, first_ptr, laid_ends_ptr, COUNT, ROWS, STRIPS, TURNS, AHEAD,
     EDGE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,

@@ -54,7 +54,7 @@ def trained(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["--max-restarts=1", "--monitor-interval=0.1", str(script)]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "recipes")))
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": paths, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     begin = time.monotonic()
     done = subprocess.run(

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.features.gradient_wire import reduction
 from tests.data_sets import gaussian, generator
 from tests.features.gradient_codes.test_kernels import bytes_and_sums
 from tests.features.gradient_wire import oracle
@@ -13,11 +12,7 @@ from tests.features.gradient_wire.models import FLOAT32, same, sharded
 from tests.kernels.interpreted import needs_triton
 
 pytestmark = needs_triton
-IN, HIDDEN, STEPS = (
-    256,
-    1042,
-    3,
-)  # a rank's part of the first bias is 521 elements, behind which nothing is aligned
+IN, HIDDEN, STEPS = 256, 1042, 3  # a rank has 521 elements of the first bias, behind which nothing is aligned
 
 
 @pytest.mark.parametrize("codes", [True, False], ids=["e4m3", "bf16"])
@@ -36,9 +31,8 @@ def backward(model: nn.Module, seed: int) -> None:
     model(x).backward(dy)
 
 
-def over_nccl(rank: int, world: int, part: int) -> None:
+def over_nccl(rank: int, world: int) -> None:
     """Every step's sums are the oracle's, and the host waits for no device meanwhile."""
-    reduction.PART = part
     model = sharded(network(), FLOAT32)
     f8sub.reduce_gradients_in_float8(model)
     for step in range(STEPS):
@@ -58,8 +52,7 @@ def over_nccl(rank: int, world: int, part: int) -> None:
         assert same(found, [oracle.summed(list(each)) for each in zip(*own, strict=True)])
 
 
-@pytest.mark.parametrize("part", [reduction.PART, 1], ids=["whole", "in parts"])
-def test_fsdp2_over_nccl(ranks, part):
+def test_fsdp2_over_nccl(ranks):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    ranks(2, over_nccl, part, gpus=True, timeout=120)
+    ranks(2, over_nccl, gpus=True, timeout=120)

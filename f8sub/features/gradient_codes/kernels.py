@@ -15,11 +15,12 @@ FIRST_PROGRAM, SIZE, CODE_AT, SCALE_AT, OUT_AT, STRIDE, LENGTH, FIELDS = map(tl.
 def pack_chunks(
     chunks_ptr, chunk_of_program_ptr, sources_ptr, out_ptr, row_bytes,
     ELEMENT: tl.constexpr, CODES: tl.constexpr, RANKS: tl.constexpr, HOSTS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Cast each rank's chunks into its row of ``out_ptr``: e4m3 codes and exponents, or bfloat16.
 
-    A program has BLOCKS blocks of a chunk. The row of rank (host, local) of (HOSTS, RANKS // HOSTS) is (local, host).
+    A program has BLOCKS blocks of a chunk, TILE of them at a time; the loads of the next two tiles are on their way
+    meanwhile. The row of rank (host, local) of (HOSTS, RANKS // HOSTS) is (local, host).
     """
     number = tl.load(chunk_of_program_ptr + tl.program_id(0))
     chunk = chunks_ptr + number * FIELDS
@@ -43,23 +44,27 @@ def pack_chunks(
     given = tl.minimum(tl.maximum(length - start - first, 0), here.to(tl.int64)).to(tl.int32)
     if ALIGNED:
         here, given = tl.multiple_of(here, 16), tl.multiple_of(given, 16)
-    block = tl.arange(0, BLOCKS)
+    block = tl.arange(0, TILE)
     i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(source + start + first + i, mask=i < given, other=0.0).to(tl.float32)
+    source += start + first
     out = out_ptr + row.to(tl.int64) * row_bytes
-    if CODES:
-        codes, exponent = encoded(x)
-        tl.store(out + code_at + first + i, codes, mask=i < here)
-        scales = out + tl.load(chunk + SCALE_AT) + first // BLOCK
-        tl.store(scales + block, exponent, mask=block * BLOCK < here)
-    else:
-        out = (out + code_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        tl.store(out + first + i, x.to(tl.bfloat16), mask=i < here)
+    scales = out + tl.load(chunk + SCALE_AT) + first // BLOCK
+    codes_at = out + code_at + first
+    elements_at = (out + code_at).to(tl.pointer_type(tl.bfloat16), bitcast=True) + first
+    for tile in tl.range(0, BLOCKS, TILE, num_stages=3):
+        at = tile * BLOCK
+        x = tl.load(source + at + i, mask=at + i < given, other=0.0).to(tl.float32)
+        if CODES:
+            codes, exponent = encoded(x)
+            tl.store(codes_at + at + i, codes, mask=at + i < here)
+            tl.store(scales + tile + block, exponent, mask=at + block * BLOCK < here)
+        else:
+            tl.store(elements_at + at + i, x.to(tl.bfloat16), mask=at + i < here)
 
 
 @triton.jit
 def encoded(x):
-    """``blocks.encode`` of (BLOCKS, BLOCK) elements."""
+    """``blocks.encode`` of (TILE, BLOCK) elements."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 1)
     # Rare, so most programs do not look at each element: NaN, infinity, and what e4m3 would round up to 2**128.

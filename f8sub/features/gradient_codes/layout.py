@@ -60,17 +60,5 @@ def chunk_size(shape: Sequence[int], world: int) -> int:
     return -(-shape[0] // world) * math.prod(shape[1:])
 
 
-def consecutive(sizes: Sequence[int], enough: int) -> list[slice]:
-    """Parts of a list, each of at least ``enough`` elements, if all of them are as many; the last takes the rest."""
-    ends, held = [0], 0
-    for number, size in enumerate(sizes, 1):
-        held += size
-        if held >= enough:
-            ends.append(number)
-            held = 0
-    ends = [*ends[: max(1, len(ends) - 1)], len(sizes)]
-    return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
-
-
 def _aligned(bytes: int) -> int:
     return -(-bytes // ALIGNMENT) * ALIGNMENT

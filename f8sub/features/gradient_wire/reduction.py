@@ -4,8 +4,6 @@
 output, and has the one reduced into the other. The buffer here is a tensor subclass without storage: the copy
 dispatches to it and becomes the cast, so no flat copy of the gradients in high precision is ever made. The shapes are
 those of each call, because gradients that a backward pass does not make are not in its list.
-
-Many bytes are sent as several parts, each of consecutive gradients, so that one is added while the next is exchanged.
 """
 
 from collections.abc import Sequence
@@ -16,13 +14,10 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.gradient_codes.layout import Chunk, Layout, chunk_size, consecutive, layout_of
+from f8sub.features.gradient_codes.layout import Chunk, Layout, chunk_size, layout_of
 from f8sub.features.gradient_codes.wire import Source, add, pack
 from f8sub.features.gradient_wire.fsdp import factor_of, reduce_scatter
 from f8sub.torch_compat import is_capturing
-
-PART = 32 * 2**20
-"""Elements of all ranks together that make a part; smaller gradients are put together."""
 
 
 class Hops(NamedTuple):
@@ -32,18 +27,12 @@ class Hops(NamedTuple):
     across: dist.ProcessGroup
 
 
-class Part(NamedTuple):
-    """Consecutive gradients as they are sent, and as they lie in what is sent."""
-
-    layout: Layout
-    wire: torch.Tensor
-
-
 @dataclass
 class Packed:
     """Gradients as they are sent, and in float32 where they are measured; and what FSDP2 divided them by since."""
 
-    parts: list[Part]
+    layout: Layout
+    wire: torch.Tensor
     exact: torch.Tensor | None
     divisor: float = 1.0
 
@@ -118,21 +107,19 @@ class Float8ReduceScatter:
                 "a CUDA graph is captured, and reduce_gradients_in_float8 sends the addresses of gradients to the GPU, "
                 "which a replay would not: remove() it first, or run backward outside of the graph"
             )
-        sizes = [chunk_size(gradient.shape, ranks) for gradient in gradients]
-        hosts, parts = 1 if self._hops is None else self._hops.across.size(), []
-        for of_part in consecutive(sizes, PART // ranks if self._hops is None else sum(sizes)):
-            layout = layout_of(tuple(sizes[of_part]), codes=self._hops is None)
-            sources = [
-                Source(gradient.detach().contiguous().view(-1), chunk.size, gradient.numel())
-                for gradient, chunk in zip(gradients[of_part], layout.chunks, strict=True)
-            ]
-            parts.append(Part(layout, pack(sources, layout, ranks, hosts)))
+        layout = layout_of(tuple(chunk_size(g.shape, ranks) for g in gradients), codes=self._hops is None)
+        sources = [
+            Source(gradient.detach().contiguous().view(-1), chunk.size, gradient.numel())
+            for gradient, chunk in zip(gradients, layout.chunks, strict=True)
+        ]
+        hosts = 1 if self._hops is None else self._hops.across.size()
+        wire = pack(sources, layout, ranks, hosts)
         exact = None
         if self._measure_every and self._calls % self._measure_every == 0:
-            exact = torch.empty(ranks * sum(sizes), dtype=torch.float32, device=gradients[0].device)
+            exact = torch.empty(ranks * layout.numel, dtype=torch.float32, device=wire.device)
             torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=exact.view(ranks, -1))
         self._calls += 1
-        return Packed(parts, exact)
+        return Packed(layout, wire, exact)
 
     def __call__(
         self,
@@ -145,23 +132,18 @@ class Float8ReduceScatter:
         """Exchange the bytes, and write the sum that ``op`` asks for."""
         packed: Packed = input_tensor.contents[0]
         factor = factor_of(op, group.size()) / packed.divisor
-        ranks, parts = group, packed.parts
+        layout, wire, ranks = packed.layout, packed.wire, group
         if self._hops is not None:
-            ranks, parts = self._hops.across, [self._to_hosts(*parts[0], self._hops)]
-        exchanges = [_exchange(part.wire, ranks) for part in parts]
-        begin = 0
-        for part, (received, work) in zip(parts, exchanges, strict=True):
-            work.wait()
-            add(received, part.layout, factor, output_tensor.narrow(0, begin, part.layout.numel))
-            begin += part.layout.numel
+            layout, wire = self._to_hosts(layout, wire, self._hops)
+            ranks = self._hops.across
+        add(_exchanged(wire, ranks), layout, factor, output_tensor)
         if packed.exact is not None:
             self._measure(packed.exact, output_tensor, factor, group)
 
-    def _to_hosts(self, layout: Layout, wire: torch.Tensor, hops: Hops) -> Part:
+    def _to_hosts(self, layout: Layout, wire: torch.Tensor, hops: Hops) -> tuple[Layout, torch.Tensor]:
         """Codes of the sums over this host's ranks, which come in bfloat16, for the counterparts on all hosts."""
         hosts, width = hops.across.size(), layout.numel
-        received, work = _exchange(wire.view(hops.within.size(), -1), hops.within)
-        work.wait()
+        received = _exchanged(wire.view(hops.within.size(), -1), hops.within)
         chunks = tuple(
             Chunk(chunk.size, host * layout.row_bytes + chunk.code_at, 0, host * width + chunk.out_at)
             for host in range(hosts)
@@ -173,7 +155,7 @@ class Float8ReduceScatter:
         sources = [
             Source(sums[chunk.out_at :], width, (hosts - 1) * width + chunk.size) for chunk in layout.chunks
         ]
-        return Part(coded, pack(sources, coded, hosts))
+        return coded, pack(sources, coded, hosts)
 
     def _measure(
         self, exact: torch.Tensor, output: torch.Tensor, factor: float, group: dist.ProcessGroup
@@ -187,6 +169,7 @@ class Float8ReduceScatter:
         dist.all_reduce(self.measured, group=group)
 
 
-def _exchange(wire: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+def _exchanged(wire: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(wire)
-    return received, dist.all_to_all_single(received, wire, group=group, async_op=True)
+    dist.all_to_all_single(received, wire, group=group)
+    return received

@@ -23,8 +23,11 @@ from tests.kernels.compiled.compiler import WARP
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
 
-MOST_INSTRUCTIONS = {("pack", True): 27, ("pack", False): 6.5}
-"""For an element of an aligned chunk, by what the wire has; with places of 64 bits they are 29 and 10."""
+MOST_INSTRUCTIONS = {("pack", True): 37, ("pack", False): 21}
+"""For an element of an aligned chunk's tile, by what the wire has, with what a program does once."""
+
+LOADED = {"pack": 3, "add": 1}
+"""How often the code loads a tile: in the loop, and for the two before it."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 SHAPES = {True: (4096, 4096), False: (4097, 4093)}
@@ -79,17 +82,18 @@ def report(case: Case) -> dict[str, Any]:
         return sum(re.match(pattern, opcode) is not None for opcode in opcodes)
 
     def widths(name: str) -> tuple[int, int, int]:
-        wide, half = count(rf"{name}\b.*\.128"), count(rf"{name}\b.*\.64")
-        return wide, half, count(rf"{name}\b") - wide - half
+        wide, half = count(rf"({name})\b.*\.128"), count(rf"({name})\b.*\.64")
+        return wide, half, count(rf"({name})\b") - wide - half
 
     local = int(re.search(r"LOCAL:(\d+)", usage)[1])
-    elements = launch.arguments["BLOCKS"] * launch.arguments["BLOCK"] // (launch.options["num_warps"] * WARP)
+    blocks = launch.arguments.get("TILE", launch.arguments["BLOCKS"])
+    elements = blocks * launch.arguments["BLOCK"] // (launch.options["num_warps"] * WARP)
     found = {
         "case": case.words,
         "spilled": local + 4 * count(r"(LDL|STL)\b"),  # bytes a thread
         "elements": elements,  # a thread's
         "instructions": len(opcodes) / elements,
-        "loads": widths("LDG"),
+        "loads": widths("LDG|LDGSTS"),
         "stores": widths("STG"),
         "flushes": made.asm["ptx"].count(".ftz."),
         "undefined": compiler.undefined(sass),
@@ -111,6 +115,7 @@ def missed(case: Case, found: dict[str, Any]) -> Iterator[str]:
         yield f"{found['instructions']:.1f} instructions an element, more than {most}"
     sizes = DTYPES[case.dtype].itemsize, 1 if case.codes else 2
     read, written = sizes if case.kernel == "pack" else sizes[::-1]
+    read *= LOADED[case.kernel]
     for what, widths, size in (("reads", found["loads"], read), ("writes", found["stores"], written)):
         if 16 * widths[0] + 8 * widths[1] < found["elements"] * size:
             yield f"{what} {found['elements'] * size} bytes a thread by {widths} accesses of 128, 64 and less bits"

@@ -32,20 +32,13 @@ def expected(ranks: int, hidden: int = HIDDEN, **options) -> list[torch.Tensor]:
     return [oracle.summed(each, **options) for each in own_gradients(ranks, hidden)]
 
 
-WHOLE = reduction.PART
-
-
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize(("hidden", "part"), [(40, WHOLE), (41, WHOLE), (3, WHOLE), (41, 1), (3, 100)])
-def test_bits(rank, world, hidden, part):
-    """Rows that the ranks divide, that they do not, and fewer rows than ranks; in parts; twice the same."""
+@pytest.mark.parametrize("hidden", [40, 41, 3])
+def test_bits(rank, world, hidden):
+    """Rows that the ranks divide, that they do not, and fewer rows than ranks; twice the same."""
     model = sharded(network(hidden))
-    with pytest.MonkeyPatch.context() as patch, Wire() as wire:
-        patch.setattr(reduction, "PART", part)
-        found = reduced(rank, model)
+    found = reduced(rank, model)
     assert same(found, expected(world, hidden))
-    if part != 100:
-        assert wire.calls["alltoall_base_"] == (2 if part == WHOLE else len(found))
     for parameter in model.parameters():
         assert type(parameter.grad.to_local()) is torch.Tensor
         assert parameter.grad.dtype == torch.float32

@@ -51,6 +51,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "8b-16": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "moe-debug": {
         "hidden_size": 256,
         "moe_intermediate_size": 128,
@@ -94,7 +101,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Dimensions of Llamas, and of Qwen3-MoEs where the name says so. Of moe-1b a token uses a quarter of the weights.
 
-moe-30b-4 has those of Qwen3-30B-A3B with 4 of its 48 layers: 2.5 billion weights.
+8b-16 has those of Llama 3 8B with half of its layers, for GPUs with 80 GB; moe-30b-4 those of Qwen3-30B-A3B with 4 of its
+48: 2.5 billion weights.
 """
 
 

@@ -64,10 +64,11 @@ class Job:
 class Model:
     """What to train, with random weights."""
 
-    size: Literal["debug", "60m", "120m", "1b", "8b", "moe-debug", "moe-120m", "moe-1b", "moe-30b-4"] = (
-        "debug"
-    )
-    """A Llama; "moe-": Qwen3-MoE, whose layers have 8, 32, 64 or 128 experts. moe-30b-4: 4 layers of Qwen3-30B-A3B."""
+    size: Literal[
+        "debug", "60m", "120m", "1b", "8b", "8b-16", "moe-debug", "moe-120m", "moe-1b", "moe-30b-4"
+    ] = "debug"
+    """A Llama; "moe-": Qwen3-MoE, whose layers have 8, 32, 64 or 128 experts. 8b-16: 16 layers of Llama 3 8B.
+    moe-30b-4: 4 layers of Qwen3-30B-A3B."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ def assert_within_budget(results: dict[str, torch.Tensor], products: dict[str, o
     assert all(ratio <= 1 for ratio in worst.values()), f"errors in units of their budgets: {worst}"
 
 
-@pytest.mark.parametrize("shape", long_but(list(SHAPES)[:-1], SHAPES))
+@pytest.mark.parametrize("shape", long_but(["13x64-to-48", "2x5x32-to-64"], SHAPES))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"], ids=["fp32", "bf16"])
 @on_each_data_set
 @on_each_recipe
@@ -152,7 +152,7 @@ def assert_bitwise(found: f8sub.Float8Tensor, recipe: str, operand: str, matrix:
             assert usage.data.is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=list(DTYPES))
+@pytest.mark.parametrize("dtype", long_but(["fp32", "bf16"], DTYPES))
 @on_each_operand
 @pytest.mark.parametrize("data", [*DATA_SETS, "edge_values"])
 @on_each_recipe

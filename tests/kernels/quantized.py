@@ -32,12 +32,13 @@ SHAPES = [(256, 128), (130, 144), (129, 130), (1, 300), (300, 1)]
 """Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; single lines."""
 
 on_each_format = pytest.mark.parametrize("name", FORMATS)
-on_each_walk = pytest.mark.parametrize("name", ["tensorwise", "rowwise", "1x128", "128x128", "256x256-e5m2"])
+WALKS = ["tensorwise", "rowwise", "1x128", "128x128", "256x256-e5m2"]
+on_each_walk = pytest.mark.parametrize("name", long_but(["rowwise", "1x128"], WALKS))
 """What depends on how a kernel walks through a matrix: the other formats are walked through alike."""
 on_each_rule_and_dtype = pytest.mark.parametrize(
     ("name", "dtype"),
     long_but(
-        [(name, torch.bfloat16) for name in ("tensorwise", "1x128")],
+        [("1x128", torch.bfloat16)],
         [
             *((name, torch.bfloat16) for name in FORMATS),
             *((name, dtype) for name in ("tensorwise", "1x128") for dtype in (torch.float32, torch.float16)),

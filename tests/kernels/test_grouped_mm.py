@@ -13,6 +13,7 @@ from tests.budgets import excess
 from tests.kernels.grouped import GROUPS, PAIRS, ByRows, OverRows
 from tests.kernels.interpreted import interpreted, needs_triton
 from tests.kernels.products import E4M3, MX, ROW
+from tests.selection import long_but
 
 SHAPES = {"whole": (128, 256), "ragged": (80, 144)}
 """N and K that tiles divide, and that they do not."""
@@ -96,7 +97,10 @@ def test_fast_accumulation(interpreter, pair):
         interpreter(partial(check, fast=True), pair, GROUPS["ragged"], SHAPES["whole"])
 
 
-@pytest.mark.parametrize("counts", [[1] * 257, [0] * 300, [3, 0] * 20], ids=["257", "300 empty", "20 empty"])
+MANY = {"257": [1] * 257, "300 empty": [0] * 300, "20 empty": [3, 0] * 20}
+
+
+@pytest.mark.parametrize("counts", long_but([MANY["20 empty"]], MANY.values()), ids=list(MANY))
 def test_many_groups(interpreter, counts):
     for check in (check_rows, check_sums):
         interpreter(partial(check, rows=16), "rowwise", counts, (32, 48))

@@ -12,6 +12,7 @@ import torch
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
+from tests.selection import long_but
 
 pytestmark = needs_triton
 Seen = list[tuple[str, tuple[Any, ...]]]
@@ -90,7 +91,7 @@ def launched_twice(words: str) -> None:
         assert len(arguments) > len(launch.arguments)
 
 
-@pytest.mark.parametrize("words", CASES)
+@pytest.mark.parametrize("words", long_but(CASES[:3], CASES))
 def test_the_second_launch_is_the_first_without_triton(process, words):
     process(launched_twice, words)
 
@@ -248,6 +249,8 @@ def prepared(recipe: str) -> None:
     assert over_other_tensors(codes, lambda data, scale_inv: quantize_cuda.transpose(data))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant"])
+@pytest.mark.parametrize(
+    "recipe", long_but(["tensorwise"], ["tensorwise", "rowwise", "blockwise", "gridquant"])
+)
 def test_what_was_worked_out_once_launches_the_same_over_other_tensors(fresh_process, recipe):
     fresh_process(prepared, recipe)

@@ -9,6 +9,7 @@ import f8sub
 from tests.counting import Float8Work
 from tests.layers import K, M, N, block, dy_of, gradients, in_float8, made, on_each_recipe, results, x_of
 from tests.models import equal
+from tests.selection import long_but
 
 
 def work_of(run) -> Float8Work:
@@ -117,8 +118,8 @@ def test_torch_jit_is_an_error_that_names_the_layer(compiled):
         compiled(model)
 
 
-@on_each_recipe
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize("recipe", long_but(["tensorwise", "blockwise"], f8sub.recipe_names()))
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "strict"])
 def test_torch_export_computes_what_the_layer_does(recipe, strict):
     """What the error of torch.jit tells to do; another input than the example has other scales."""
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe).eval()

@@ -161,8 +161,9 @@ def test_a_compiled_optimizer_rolls_too():
         assert (history_of(layer) != 0).sum(0).tolist() == [number + 1] * 3
 
 
-@pytest.mark.parametrize("rolls_between", [False, True], ids=["", "a-step-between"])
-@pytest.mark.parametrize("last_first", [False, True], ids=["in-order", "last-first"])
+@pytest.mark.parametrize(
+    ("last_first", "rolls_between"), [pytest.param(False, False, marks=pytest.mark.long), (True, True)]
+)
 def test_a_compiled_backward_pass_keeps_what_was_staged_since_its_forward(last_first, rolls_between):
     """Two forward passes before the first backward pass, as pipelines and layers that run twice have them."""
     torch._dynamo.reset()

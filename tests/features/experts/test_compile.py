@@ -18,8 +18,7 @@ from tests.selection import long_but
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 RECIPES = long_but(
-    ["tensorwise", "blockwise", "delayed"],
-    ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8", "delayed"],
+    ["blockwise"], ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed"]
 )
 WIDTH, HIDDEN, EXPERTS = 32, 48, 3
 ENDS = [5, 5, 16]
@@ -75,6 +74,7 @@ def test_numbers_of_tokens_that_change_are_compiled_once_more():
     assert compiler.floats == []
 
 
+@pytest.mark.long
 def test_the_compilers_own_fusions_change_little():
     """Of casts that have a state, too."""
     experts = own("delayed")
@@ -99,11 +99,10 @@ def test_a_byte_an_element_is_saved():
     assert one_byte == [(HIDDEN, len(x))]
 
 
-SHORT = [("qwen3_moe", False), ("qwen3_moe", True)]
-MORE = [("mixtral", False), ("deepseek_v3", False), ("gpt_oss", True)]
+MODELS = [("qwen3_moe", False), ("qwen3_moe", True), ("deepseek_v3", False), ("gpt_oss", True)]
 
 
-@pytest.mark.parametrize(("kind", "whole"), long_but(SHORT, SHORT + MORE))
+@pytest.mark.parametrize(("kind", "whole"), long_but(MODELS[:1], MODELS))
 def test_models_of_transformers(kind, whole):
     pytest.importorskip("transformers")
     model, compiled = (converted(of_transformers(kind)) for _ in range(2))
@@ -115,7 +114,7 @@ def test_models_of_transformers(kind, whole):
     assert [name for name, value in gradients.items() if not torch.equal(value, theirs[name])] == []
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", long_but(["rowwise"], ["rowwise", "delayed"]))
 def test_torchtitans_experts(recipe):
     module = pytest.importorskip("torchtitan.models.common.moe")
     if not hasattr(module.GroupedExperts, "_grouped_mm"):

@@ -63,7 +63,9 @@ def kernels_agree(device: str, looked_at: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("looked_at", [2**21, ROWS * COLS // 3], ids=["all", "some rows"])
+@pytest.mark.parametrize(
+    "looked_at", [pytest.param(2**21, marks=pytest.mark.long), ROWS * COLS // 3], ids=["all", "some rows"]
+)
 def test_kernels_tell_what_plain_pytorch_does(interpreter, looked_at):
     interpreter(kernels_agree, "cpu", looked_at)
 

@@ -80,6 +80,7 @@ def test_experts_whose_scales_reach_over_several_stay_in_high_precision():
     torch.optim.AdamW(weights_of(model)).step()  # which needs no masters beside them
 
 
+@pytest.mark.long
 def test_compiled_experts_read_the_codes():
     model = made("qwen3_moe", "rowwise", primary=True)
     f8sub.drop_high_precision(model)

@@ -70,7 +70,7 @@ def test_siblings_cast_x_once(recipe):
     assert casts_of_x(lambda: [layer(x) for layer in (model.q, model.k, model.v)]) == 3 * casts_of(recipe)
 
 
-@on_each_recipe
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_nothing_is_kept_after_the_forward(recipe):
     """Of a forward without gradients, x itself and its codes are gone when it returns."""
     model = made(recipe)

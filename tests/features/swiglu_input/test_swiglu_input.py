@@ -17,6 +17,7 @@ import f8sub
 from f8sub.features.swiglu_input.swiglu_input import FORMAT, exponents_of
 from f8sub.kernels.scales import scales_from_amax
 from tests.data_sets import gaussian, generator, row_outliers
+from tests.selection import long_but
 
 WIDTH, HIDDEN, TOKENS = 64, 256, 32
 aten = torch.ops.aten
@@ -135,17 +136,17 @@ def selectively(model: nn.Module, x: torch.Tensor, policy: Any) -> Any:
     return checkpoint(model, x, use_reentrant=False, context_fn=policy)
 
 
-@pytest.mark.parametrize(
-    ("run", "halves"),
-    [
-        (lambda model, x: model(x), 2),
-        (functools.partial(selectively, policy=BF16_POLICY), 1),
-        (functools.partial(selectively, policy=GEMMS_POLICY), 2),
-        (lambda model, x: checkpoint(model, x, use_reentrant=False), 0),
-    ],
-    ids=["saved", "policy-bf16", "policy-gemms", "full"],
-)
-def test_compiled_code_saves_codes_and_multiplies_nothing_again(run, halves):
+RUNS = {
+    "saved": (lambda model, x: model(x), 2),
+    "policy-bf16": (functools.partial(selectively, policy=BF16_POLICY), 1),
+    "policy-gemms": (functools.partial(selectively, policy=GEMMS_POLICY), 2),
+    "full": (lambda model, x: checkpoint(model, x, use_reentrant=False), 0),
+}
+
+
+@pytest.mark.parametrize("name", long_but(["policy-bf16"], RUNS))
+def test_compiled_code_saves_codes_and_multiplies_nothing_again(name):
+    run, halves = RUNS[name]
     plain, products = graphs(made(), run)
     model = made()
     f8sub.keep_swiglu_input_in_float8(model)

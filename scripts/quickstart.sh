@@ -5,10 +5,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup_env.sh train
 
-# An all-gather needs two ranks and NCCL a GPU for each, so one GPU alone leaves this to the CPU.
 ranks=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 device=cuda
-if [ "$ranks" -lt 2 ]; then
+if [ "$ranks" -lt 1 ]; then
     ranks=2 device=cpu
 fi
 if [ -e runs/quickstart ]; then

@@ -94,6 +94,7 @@ def uninterrupted(batches: list[Any], policy=BF16, batches_a_step=1, **options) 
     """Losses and weights of a plain FSDP2 loop over the same batches."""
     record = Record()
     model: Any = f8sub.convert_to_float8(record.of(build_model()), recipe="tensorwise")
+    model.to(batches[0]["input_ids"].device)
     for block in model.model.layers:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
@@ -174,6 +175,8 @@ def plainly(rank: int, world: int, folder: str) -> Weights:
 
 def let_accelerate_shard_on_cpus() -> None:
     """It has FSDP for accelerators only, and asks for no more than their name."""
+    if torch.cuda.is_available():
+        return
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
@@ -184,7 +187,7 @@ def accelerated(rank: int, world: int, folder: str, options: dict[str, Any]) -> 
     with recorded(accelerate_fsdp2, empty=rank > 0 and "cpu_ram_efficient_loading" in options) as record:
         plugin = accelerate_fsdp2.fsdp_plugin(**options)
         given = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "fsdp_plugin": plugin}
-        accelerator = Accelerator(cpu=True, **given)
+        accelerator = Accelerator(cpu=not torch.cuda.is_available(), **given)
         assert accelerator.is_fsdp2
         first = accelerate_fsdp2.AccelerateLoop(accelerator)
         first.train(2 * STEPS)
@@ -204,17 +207,21 @@ LOADING = {"cpu_ram_efficient_loading": True}
 OPTIONS = [LOADING, {}, {**LOADING, "state_dict_type": "FULL_STATE_DICT"}]
 
 
+def check_accelerate(run: Callable[..., list[Weights]], folder: Path, options: dict[str, Any]) -> None:
+    saved = run(2, accelerated, str(folder), options)[0]
+    if "state_dict_type" not in options:
+        check_plain(folder / "pytorch_model_fsdp_0", "model", saved)
+        return
+    state = torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    assert all(torch.equal(state[name], value) for name, value in saved.items())
+
+
 @pytest.mark.parametrize(
     "options", long_but([LOADING], OPTIONS), ids=["by-rank-0", "as-default", "full-state"]
 )
 def test_accelerate(ranks, tmp_path, options):
-    saved = ranks(2, accelerated, str(tmp_path), options)[0]
-    if "state_dict_type" not in options:
-        check_plain(tmp_path / "pytorch_model_fsdp_0", "model", saved)
-        return
-    state = torch.load(tmp_path / "pytorch_model_fsdp.bin", weights_only=True)
-    assert {type(value) for value in state.values()} == {torch.Tensor}
-    assert all(torch.equal(state[name], value) for name, value in saved.items())
+    check_accelerate(ranks, tmp_path, options)
 
 
 def by_trainer(rank: int, world: int, folder: str) -> Weights:
@@ -223,7 +230,8 @@ def by_trainer(rank: int, world: int, folder: str) -> Weights:
 
         def trainer_of(steps: int) -> Any:
             more = {"max_steps": steps, "save_steps": STEPS, "lr_scheduler_type": "constant"}
-            options = hf_trainer.arguments(folder, use_cpu=True, disable_tqdm=True, **more)
+            more |= {"use_cpu": not torch.cuda.is_available(), "disable_tqdm": True}
+            options = hf_trainer.arguments(folder, **more)
             let_accelerate_shard_on_cpus()
             return hf_trainer.build_trainer(options)
 
@@ -265,8 +273,12 @@ TRAINERS = {
 """What trains, and where its checkpoint is, under which key."""
 
 
+def check_trainer(run: Callable[..., list[Weights]], folder: Path, name: str) -> None:
+    body, saved_at, key = TRAINERS[name]
+    saved = run(2, body, str(folder))[0]
+    check_plain(folder / saved_at, key, saved)
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_bits_of_a_plain_loop_and_a_checkpoint_of_plain_tensors(ranks, tmp_path, name):
-    body, saved_at, key = TRAINERS[name]
-    saved = ranks(2, body, str(tmp_path))[0]
-    check_plain(tmp_path / saved_at, key, saved)
+    check_trainer(ranks, tmp_path, name)

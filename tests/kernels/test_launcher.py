@@ -252,5 +252,5 @@ def prepared(recipe: str) -> None:
 @pytest.mark.parametrize(
     "recipe", long_but(["tensorwise"], ["tensorwise", "rowwise", "blockwise", "gridquant"])
 )
-def test_what_was_worked_out_once_launches_the_same_over_other_tensors(fresh_process, recipe):
+def test_what_was_worked_out_launches_the_same_over_other_tensors(fresh_process, recipe):
     fresh_process(prepared, recipe)

@@ -1,4 +1,4 @@
-"""Launches over tensors of one kind, worked out once: a call then makes room for results, and launches.
+"""Launches over tensors of one kind, worked out twice: a call then makes room for results, and launches.
 
 Which kernels run over a matrix follows from its shape, dtype and formats. Working that out keeps the host longer than
 the launches do (scripts/bench/launches.py).
@@ -67,7 +67,8 @@ class _Prepared:
         return results
 
 
-_known: dict[Hashable, _Prepared] = {}
+_known: dict[Hashable, _Prepared | None] = {}
+"""By kind; None where it came once. Tokens of experts come in another number each time, and are not worth it."""
 
 
 def run(
@@ -88,10 +89,12 @@ def run(
     made = make()
     for launch in made.launches:
         launch.run()
-    # The interpreter compiles nothing.
-    if all(launch.compiled is not None for launch in made.launches):
+    if key not in _known:
         if len(_known) >= MOST:
             _known.clear()
+        _known[key] = None
+    # The interpreter compiles nothing.
+    elif all(launch.compiled is not None for launch in made.launches):
         _known[key] = _Prepared(made, given)
     return made.results
 

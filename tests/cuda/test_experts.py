@@ -9,6 +9,7 @@ from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.quantize import quantize_both
 from f8sub.features.expert_products.products import GroupedPlan
 from tests.data_sets import gaussian, generator
+from tests.features.token_dispatch.ranks import test_exchange
 from tests.kernels import test_quantize_experts as weights
 from tests.kernels import test_quantize_groups as casts
 from tests.kernels.quantized import DTYPES
@@ -224,3 +225,10 @@ def test_adapters_beside_the_codes(counts, transposed):
     for a, b in zip(found, (expected, left.grad, right.grad), strict=True):
         b = torch.cat([b, b.new_zeros(TAIL, *b.shape[1:])]) if len(b) == rows - TAIL else b
         assert (a.float() - b.float()).norm() <= 2e-2 * b.float().norm()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_tokens_cross_in_float8_over_nccl(ranks, recipe):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    test_exchange.check(ranks(2, test_exchange.compared, recipe, torch.bfloat16, "cuda", gpus=True))

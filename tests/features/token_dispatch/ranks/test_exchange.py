@@ -59,14 +59,17 @@ def spread(cols: int, seed: int) -> torch.Tensor:
     return (3 * gaussian((1, cols), generator(seed))).exp()
 
 
-def trained(rank: int, world: int, recipe: str, in_float8: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+def trained(
+    rank: int, world: int, recipe: str, in_float8: bool, dtype: torch.dtype, device: str
+) -> list[torch.Tensor]:
     """y, dx and dw of this rank's tokens and experts."""
     sent, received, counts = counted(rank, world)
-    x = (gaussian((sum(sent), WIDTH), generator(rank)) * spread(WIDTH, 30 + rank)).to(dtype).requires_grad_()
-    dy = (gaussian((sum(sent), HIDDEN), generator(10 + rank)) * spread(HIDDEN, 40)).to(dtype)
-    weight = nn.Parameter(gaussian((EACH, HIDDEN, WIDTH), generator(20 + rank)).to(dtype))
-    order = by_expert(counts, world)
-    ends = torch.tensor([sum(counts[e::EACH]) for e in range(EACH)]).cumsum(0)
+    x = (gaussian((sum(sent), WIDTH), generator(rank)) * spread(WIDTH, 30 + rank)).to(device, dtype)
+    x.requires_grad_()
+    dy = (gaussian((sum(sent), HIDDEN), generator(10 + rank)) * spread(HIDDEN, 40)).to(device, dtype)
+    weight = nn.Parameter(gaussian((EACH, HIDDEN, WIDTH), generator(20 + rank)).to(device, dtype))
+    order = by_expert(counts, world).to(device)
+    ends = torch.tensor([sum(counts[e::EACH]) for e in range(EACH)]).cumsum(0).to(device)
     wire = recipe if in_float8 else None
     tokens = exchanged(x, received, sent, wire, combine=False)[order]
     y = f8sub.grouped_linear(tokens, weight, ends, recipe, backend="reference")
@@ -76,19 +79,23 @@ def trained(rank: int, world: int, recipe: str, in_float8: bool, dtype: torch.dt
     return [y.detach(), x.grad, weight.grad]
 
 
-def compared(rank: int, world: int, recipe: str, dtype: torch.dtype) -> tuple[bool, bool, float]:
-    found = trained(rank, world, recipe, True, dtype)
-    expected = trained(rank, world, recipe, False, dtype)
+def compared(
+    rank: int, world: int, recipe: str, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[bool, bool, float]:
+    found, expected = (trained(rank, world, recipe, wire, dtype, device) for wire in (True, False))
     error = (found[2] - expected[2]).float().norm() / expected[2].float().norm()
     return torch.equal(found[0], expected[0]), torch.equal(found[1], expected[1]), float(error)
+
+
+def check(found: list[tuple[bool, bool, float]]) -> None:
+    assert all(same_y and same_dx for same_y, same_dx, _ in found)
+    assert 0 < max(error for *_, error in found) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_y_and_dx_are_those_of_tokens_that_are_sent_as_they_are(ranks, recipe, dtype):
-    found = ranks(3, compared, recipe, dtype)
-    assert all(same_y and same_dx for same_y, same_dx, _ in found)
-    assert 0 < max(error for *_, error in found) < 0.01
+    check(ranks(3, compared, recipe, dtype))
 
 
 def sent_bytes(rank: int, world: int, recipe: str | None) -> tuple[int, int]:

@@ -149,7 +149,7 @@ def state_dicts_before_precompute(rank: int, all_gather: bool, load: str) -> tup
     return outputs, histories, states_of(model)
 
 
-@pytest.mark.parametrize("load", ["all", "nothing", "never"])
+@pytest.mark.parametrize("load", long_but(["all"], ["all", "nothing", "never"]))
 def test_a_state_dict_between_a_step_and_precompute_scales_changes_nothing(rank, world, load):
     """It has the step's amaxes of all ranks, whatever is gathered."""
     usual = shard(model_of())

@@ -170,7 +170,8 @@ def test_experts_that_are_sharded_along_their_rows(rank, world, recipe):
 KINDS = [(OwnExperts, "delayed"), (SeamedExperts, "rowwise")]
 
 
-@pytest.mark.parametrize(("kind", "recipe"), long_but(KINDS[:1], KINDS))
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "recipe"), KINDS)
 def test_compiled_experts(rank, world, kind, recipe):
     model = converted(3, recipe, kind)
     model.experts.compile(backend="aot_eager", fullgraph=True)

@@ -158,10 +158,12 @@ def gathered(rank: int, world: int, recipe: str, layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "world"), [("columns", 2), ("columns", 3), ("2 replicas", 4), ("4 replicas", 4)]
-)
-@on_each_recipe
+LAID_OUT = [("tensorwise", "columns", 3), ("mxfp8", "2 replicas", 4), ("blockwise", "4 replicas", 4)]
+LAID_OUT += [("nvfp4", "columns", 2), ("mxfp8", "columns", 2)]
+LAID_OUT += [(recipe, "columns", 3) for recipe in ("rowwise", "blockwise", "delayed")]
+
+
+@pytest.mark.parametrize(("recipe", "layout", "world"), long_but(LAID_OUT[:4], LAID_OUT))
 def test_shards_of_columns_and_of_replicas(ranks, recipe, layout, world):
     if layout == "columns" and f8sub.get_recipe(recipe).fprop.b.codes_per_byte > 1:
         with pytest.raises(RankFailure, match=r"Float8ConfigError: layers\.0.*shard it by rows"):

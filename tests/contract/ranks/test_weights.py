@@ -268,14 +268,14 @@ def assert_alike(results: list[list[torch.Tensor]]) -> None:
             assert torch.equal(y, results[0][0])
 
 
-FEW = ("adamw-foreach", "load_state_dict", "in-place-on-the-shard", "data", "vector")
-"""Of each recipe; with one scale, and of weights that are codes, it is every way."""
-
-
 def cases(of_master: Iterable[str], of_primary: Iterable[str]) -> pytest.MarkDecorator:
-    """Parametrize ``weight``, ``recipe`` and ``mutation``; recipes that are not ``QUICK`` are long."""
+    """Parametrize ``weight``, ``recipe`` and ``mutation``: all with one scale, and a few with each other recipe.
+
+    Recipes that are not ``QUICK`` are long.
+    """
+    few = ("adamw-foreach", "load_state_dict", "in-place-on-the-shard", "data", "vector")
     found = [("master", "tensorwise", mutation) for mutation in of_master]
-    found += [("master", recipe, way) for recipe in ONE_RECIPE_A_WIRE[1:] for way in of_master if way in FEW]
+    found += [("master", recipe, way) for recipe in ONE_RECIPE_A_WIRE[1:] for way in of_master if way in few]
     found += [("primary", "tensorwise", mutation) for mutation in of_primary]
     quick = [case for case in found if case[1] in QUICK]
     return pytest.mark.parametrize(("weight", "recipe", "mutation"), long_but(quick, found))
@@ -292,8 +292,6 @@ def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder:
     return on_a_rank(rank, world, mutation, recipe, folder)
 
 
-# FSDP2 moves a short shard to a padded storage at the first forward, so old aliases are of the past. LBFGS flattens
-# gradients, which torch cannot do with uneven shards.
 UNEVEN = ("adamw-foreach", "dcp.load", "load_state_dict", "in-place-on-the-shard", "kernel-of-its-own")
 UNEVEN += ("set_model_state_dict", "state-dict", "views", "init")
 

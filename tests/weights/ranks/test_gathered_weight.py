@@ -36,6 +36,9 @@ CASES = [*SHORT, *((recipe, world) for recipe in RECIPES for world in (2, 3))]
 CASES += [("tensorwise", 1), ("mxfp8", 1), ("mxfp8", 5), ("blockwise", 7)]
 on_each_recipe_and_world = pytest.mark.parametrize(("recipe", "world"), long_but(SHORT, dict.fromkeys(CASES)))
 """Five and seven ranks of tiles that several shards hold, and of scales that follow the codes of a row."""
+LAID_OUT = [("tensorwise", "columns", 3), ("mxfp8", "2 replicas", 4), ("blockwise", "4 replicas", 4)]
+LAID_OUT += [("nvfp4", "columns", 2), ("mxfp8", "columns", 2)]
+LAID_OUT += [(recipe, "columns", 3) for recipe in ("rowwise", "blockwise", "delayed")]
 
 
 def full_weight(rows: int) -> torch.Tensor:
@@ -156,11 +159,6 @@ def gathered(rank: int, world: int, recipe: str, layout: str) -> list[str]:
         dist.barrier()
         model.reshard()
     return found
-
-
-LAID_OUT = [("tensorwise", "columns", 3), ("mxfp8", "2 replicas", 4), ("blockwise", "4 replicas", 4)]
-LAID_OUT += [("nvfp4", "columns", 2), ("mxfp8", "columns", 2)]
-LAID_OUT += [(recipe, "columns", 3) for recipe in ("rowwise", "blockwise", "delayed")]
 
 
 @pytest.mark.parametrize(("recipe", "layout", "world"), long_but(LAID_OUT[:4], LAID_OUT))

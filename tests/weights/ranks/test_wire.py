@@ -22,6 +22,8 @@ RECIPES = f8sub.recipe_names()
 WIDTHS = (64, 96, 48, 64)
 on_each_recipe = on_each(RECIPES)
 on_each_wire = on_each(ONE_RECIPE_A_WIRE)
+QUICK = [("tensorwise", 0, False, False), ("tensorwise", 0, True, True), ("mxfp8", 1, False, True)]
+MORE = [("tensorwise", *flags) for flags in itertools.product((0, 1), (False, True), (False, True))]
 
 
 def test_every_recipe_s_wire_is_tested():
@@ -150,11 +152,6 @@ def assert_nobody_waits(outcomes: list[str], *allowed: str) -> None:
     """A rank that waits for one that never comes has no outcome: the ranks' deadline ends the test."""
     assert len(set(outcomes)) == 1, outcomes
     assert outcomes[0] in allowed, outcomes
-
-
-QUICK = [("tensorwise", 0, False, False), ("tensorwise", 0, True, True), ("mxfp8", 1, False, True)]
-MORE = [("tensorwise", *flags) for flags in itertools.product((0, 1), (False, True), (False, True))]
-MORE += [("mxfp8", 1, True, False)]
 
 
 @pytest.mark.parametrize(

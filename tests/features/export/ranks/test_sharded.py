@@ -90,12 +90,8 @@ def sharded(model: nn.Module, way: str, world: int) -> nn.Module:
 
 
 WAYS = [("fsdp", 2), ("fsdp", 3), ("fsdp", 5), ("hsdp", 4), ("columns", 2), ("tp", 2), ("fsdp-tp", 4)]
-
-
 EXPORTED = [("tensorwise", *WAYS[1]), ("mxfp8", *WAYS[-1]), *(("blockwise", *way) for way in WAYS)]
-EXPORTED += [
-    (recipe, *way) for recipe in ("mxfp8", "rowwise", "delayed") for way in (WAYS[2], WAYS[4], WAYS[5])
-]
+EXPORTED += [(recipe, *way) for recipe in ("mxfp8", "rowwise", "delayed") for way in (WAYS[2], *WAYS[4:6])]
 LOADED = [*(("blockwise", *way) for way in (WAYS[1], *WAYS[2:])), ("rowwise", *WAYS[0]), ("mxfp8", *WAYS[-1])]
 
 

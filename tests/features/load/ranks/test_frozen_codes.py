@@ -102,9 +102,8 @@ def held(rank: int, world: int, way: str, power_of_2: bool, folder: str, device:
 
 
 WAYS = [("fsdp", 3), ("fsdp", 2), ("fsdp", 5), ("hsdp", 4), ("columns", 2), ("fsdp-tp", 4)]
-
-
 FILES = [(*WAYS[0], True), *((*way, False) for way in WAYS[::-1])]
+LAYOUTS = [("mxfp8", *WAYS[0]), *(("rowwise", *way) for way in WAYS), ("mxfp8", *WAYS[-1])]
 
 
 @pytest.mark.parametrize(("way", "world", "power_of_2"), long_but(FILES[:2], FILES))
@@ -155,9 +154,6 @@ def too_late(rank: int, world: int, folder: str) -> str:
 def test_after_a_forward_it_is_an_error_and_writes_nothing(ranks, tmp_path):
     for error in ranks(2, too_late, str(tmp_path)):
         assert "layers.0: its weight was gathered before" in error
-
-
-LAYOUTS = [("mxfp8", *WAYS[0]), *(("rowwise", *way) for way in WAYS), ("mxfp8", *WAYS[-1])]
 
 
 @pytest.mark.parametrize(("recipe", "way", "world"), long_but(LAYOUTS[:1], LAYOUTS))

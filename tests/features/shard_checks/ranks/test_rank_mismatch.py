@@ -29,6 +29,7 @@ OPTIONS = {
     POLICY: ({}, {}, "param_dtype torch.bfloat16."),
 }
 """What the usual ranks and the odd one are converted with, and what is told of that."""
+CASES = [*((option, True) for option in OPTIONS), ("recipe", False), ("primary", False), (POLICY, False)]
 
 
 def converted(rank: int, world: int, option: str, precompute: bool) -> str:
@@ -44,10 +45,6 @@ def converted(rank: int, world: int, option: str, precompute: bool) -> str:
     if precompute:
         call, given = f8sub.precompute_scales, model
     return refusal(f8sub.Float8RankMismatchError, call, given)
-
-
-CASES = [*((option, True) for option in OPTIONS), ("recipe", False), ("primary", False), (POLICY, False)]
-"""Whether it shows in precompute_scales, and not in the first forward."""
 
 
 @pytest.mark.parametrize(("option", "precompute"), long_but(CASES[:-2], CASES))

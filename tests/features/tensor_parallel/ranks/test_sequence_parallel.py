@@ -36,6 +36,9 @@ RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 on_each_recipe = on_each(RECIPES)
 SENT = ("one gather a layer", "one gather", "high precision")
 """Plans that are given each rank's tokens."""
+SPREAD = [*(("tensorwise", plan, (2,)) for plan in SENT), ("mxfp8", "one gather", (2, 2))]
+MORE = [*(("rowwise", plan, (4,)) for plan in SENT), *(("blockwise", plan, (2,)) for plan in SENT[:2])]
+MORE += [("rowwise", "one gather", (2, 2)), ("mxfp8", "one gather a layer", (4,))]
 
 
 def parallel(recipe: str, plan: str, mesh: DeviceMesh) -> nn.Module:
@@ -67,11 +70,6 @@ def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: 
         parts = [of_rank[name] for of_rank in found]
         whole = torch.cat(parts, 1) if name in ("y", "dx") else parts[0]
         assert decibels(right, whole) >= least[name], name
-
-
-SPREAD = [*(("tensorwise", plan, (2,)) for plan in SENT), ("mxfp8", "one gather", (2, 2))]
-MORE = [*(("rowwise", plan, (4,)) for plan in SENT), *(("blockwise", plan, (2,)) for plan in SENT[:2])]
-MORE += [("rowwise", "one gather", (2, 2)), ("mxfp8", "one gather a layer", (4,))]
 
 
 @pytest.mark.parametrize(("recipe", "plan", "shape"), long_but(SPREAD, SPREAD + MORE))

@@ -40,6 +40,9 @@ from tests.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "mxfp8")
 MESHES = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "2 replicas 1x2": (2, 1, 2)}
+PARTS = [("tensorwise", "2x2", 4, True), ("mxfp8", "2 replicas 1x2", 4, True)]
+PARTS += [("blockwise", mesh, math.prod(shape), False) for mesh, shape in MESHES.items()]
+PARTS += [(recipe, "2x2", 4, True) for recipe in ("rowwise", "gridquant")]
 on_each_recipe = on_each(RECIPES)
 
 FLOAT8_PLAN = {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()}
@@ -79,11 +82,6 @@ def differences(model: nn.Module, whole: nn.Module, recipe: str) -> list[str]:
         values = part_of(expected.dequantize(), weight)
         found += [] if torch.equal(gathered.clone().dequantize(), values) else [f"{name}: values"]
     return found
-
-
-PARTS = [("tensorwise", "2x2", 4, True), ("mxfp8", "2 replicas 1x2", 4, True)]
-PARTS += [("blockwise", mesh, math.prod(shape), False) for mesh, shape in MESHES.items()]
-PARTS += [(recipe, "2x2", 4, True) for recipe in ("rowwise", "gridquant")]
 
 
 @pytest.mark.parametrize(("recipe", "mesh", "world", "in_bf16"), long_but(PARTS[:2], PARTS))

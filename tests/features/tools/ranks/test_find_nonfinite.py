@@ -45,17 +45,15 @@ def spoil(model: torch.nn.Module, role: str) -> None:
 
 
 ROLES = ("x", "w", "y", "dy")
+CASES = [("tensorwise", role) for role in ROLES]
+CASES += [("mxfp8", "w"), ("delayed", "dy"), ("checkpointed", "dy"), ("not converted", "x")]
+MORE = [(case, role) for case in ("mxfp8", "delayed", "nvfp4") for role in ROLES[:2]]
 
 
 def expected(role: str, world: int) -> str:
     """The last rank is the bad one; but a bias is gathered in high precision, so all have it."""
     where = f"ranks {', '.join(map(str, range(world)))}" if role == "y" else f"rank {world - 1}"
     return f"{role} of blocks.1.up on {where}"
-
-
-CASES = [("tensorwise", role) for role in ROLES]
-CASES += [("mxfp8", "w"), ("delayed", "dy"), ("checkpointed", "dy"), ("not converted", "x")]
-MORE = [(case, role) for case in ("mxfp8", "delayed", "nvfp4") for role in ROLES[:2]]
 
 
 @pytest.mark.parametrize("world", [3])

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.models import refusal
+from tests.selection import long_but
 
 # Ranks that are interrupted in the middle of a save.
 pytestmark = pytest.mark.own_ranks
@@ -305,7 +306,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(rank, world, tmp_path):
 
 
 @pytest.mark.parametrize("world", [3])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("asynchronous", long_but([True], [False, True]), ids=["sync", "async"])
 @pytest.mark.parametrize("where", ["_remove", "write_data", "_digest", "_write_at_once"])
 def test_a_full_disk_is_an_error_on_all_ranks(rank, world, tmp_path, where, asynchronous):
     """The last rank's, or rank 0's where only that writes."""

@@ -136,7 +136,7 @@ def compared(rank, world, settings):
 
 def test_gradients_by_what_they_are_reduced_in(ranks, tmp_path, capsys):
     """4 bytes an element, 2, and 1 with a scale of 128 of them; losses within the rounding of a few steps."""
-    settings = quick_settings(tmp_path, "--compare gradients --float8.enabled false --training.steps 3")
+    settings = quick_settings(tmp_path, "--compare gradients --float8.enabled false --training.steps 2")
     ranks(2, compared, settings)
     summary = json.loads((tmp_path / "summary.json").read_text())
     runs = summary["runs"]

@@ -53,7 +53,8 @@ def test_weights_depend_on_the_seed_alone(ranks, tmp_path):
 def test_activation_checkpointing_changes_no_loss(ranks, tmp_path, size):
     found = {}
     for mode in ("none", "selective", "full"):
-        settings = quick_settings(tmp_path / mode, f"--model.size {size} --activation_checkpoint.mode {mode}")
+        options = f"--training.steps 2 --model.size {size} --activation_checkpoint.mode {mode}"
+        settings = quick_settings(tmp_path / mode, options)
         assert ranks(2, train, settings) == [True, True]
         found[mode] = losses(settings)
     assert found["selective"] == found["full"] == found["none"]
@@ -82,11 +83,10 @@ IN_BACKGROUND = "--float8.recipe delayed --checkpoint.async_mode async"
 GRADIENTS = "--float8.gradients true"
 
 
-SHORT = [float8_options(recipe) for recipe in QUICK]
-MORE = [*SHORT, float8_options("nvfp4"), IN_FLOAT16, IN_BACKGROUND, GRADIENTS]
+RESUMED = [float8_options("delayed"), IN_FLOAT16, IN_BACKGROUND, GRADIENTS]
 
 
-@pytest.mark.parametrize("options", long_but(SHORT, MORE))
+@pytest.mark.parametrize("options", long_but(RESUMED[:1], RESUMED))
 def test_a_resumed_run_goes_on_bitwise(ranks, tmp_path, options):
     settings = quick_settings(tmp_path, f"{options} --checkpoint.interval 2")
     assert ranks(2, train, settings) == [True, True]

@@ -269,8 +269,13 @@ def assert_alike(results: list[list[torch.Tensor]]) -> None:
 
 
 def cases(of_master: Iterable[str], of_primary: Iterable[str]) -> pytest.MarkDecorator:
-    """Parametrize ``weight``, ``recipe`` and ``mutation``; recipes that are not ``QUICK`` are long."""
-    found = [("master", recipe, mutation) for recipe in ONE_RECIPE_A_WIRE for mutation in of_master]
+    """Parametrize ``weight``, ``recipe`` and ``mutation``: all with one scale, and a few with each other recipe.
+
+    Recipes that are not ``QUICK`` are long.
+    """
+    few = ("adamw-foreach", "load_state_dict", "in-place-on-the-shard", "data", "vector")
+    found = [("master", "tensorwise", mutation) for mutation in of_master]
+    found += [("master", recipe, way) for recipe in ONE_RECIPE_A_WIRE[1:] for way in of_master if way in few]
     found += [("primary", "tensorwise", mutation) for mutation in of_primary]
     quick = [case for case in found if case[1] in QUICK]
     return pytest.mark.parametrize(("weight", "recipe", "mutation"), long_but(quick, found))
@@ -287,14 +292,11 @@ def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder:
     return on_a_rank(rank, world, mutation, recipe, folder)
 
 
-# FSDP2 moves a short shard to a padded storage at the first forward, so old aliases are of the past. LBFGS flattens
-# gradients, which torch cannot do with uneven shards.
-UNEVEN = [name for name in MUTATIONS if name not in ("old-alias", "lbfgs")] + ["dcp.load"]
+UNEVEN = ("adamw-foreach", "dcp.load", "load_state_dict", "in-place-on-the-shard", "kernel-of-its-own")
+UNEVEN += ("set_model_state_dict", "state-dict", "views", "init")
 
 
-@pytest.mark.parametrize(
-    "mutation", long_but(("adamw-foreach", "load_state_dict", "in-place-on-the-shard", "dcp.load"), UNEVEN)
-)
+@pytest.mark.parametrize("mutation", long_but(UNEVEN[:2], UNEVEN))
 def test_sharded_with_a_rank_that_holds_nothing(ranks, mutation, tmp_path):
     """16 rows over 7 ranks: the last rank's shard is empty, and nothing is ever written to it."""
     assert_alike(ranks(7, on_a_rank_of_many, mutation, "rowwise", str(tmp_path)))
@@ -309,7 +311,8 @@ def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:
     after("compiled", folder, recipe, sharded=False, precompute=False)
 
 
-@pytest.mark.parametrize("recipe", long_but(["tensorwise"], ["tensorwise", "mxfp8"]))
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 def test_a_compiled_optimizer_step(ranks, recipe, tmp_path):
     assert_alike(ranks(2, on_a_rank, "compiled", recipe, str(tmp_path)))
     ranks(1, compiled_unsharded, recipe, str(tmp_path))

@@ -68,7 +68,8 @@ LINEAR_LAYERS = 14 if runs.installed() == "0.2" else 10
 """q, k and v are one matrix in torchtitan 0.3."""
 
 
-@pytest.mark.parametrize("mesh", [mesh(name) for name in MESHES])
+# Tensor parallelism alone is in what changes no bit.
+@pytest.mark.parametrize("mesh", [mesh(name) for name in MESHES if name not in ("tp2", "spmd-tp2")])
 def test_losses_are_as_near_to_bf16s_as_torchtitans_own_converters(train, mesh):
     world, options = MESHES[mesh]
     bf16, peer, ours = (last(train(world, f"{config} {options}")) for config in ("bf16", "peer", "f8sub"))
@@ -101,12 +102,9 @@ def test_other_recipes(train, mesh, recipe):
 @pytest.mark.parametrize(
     ("mesh", "changed", "usual"),
     [
-        *(
-            pytest.param(mesh, f"bf16 {FROM_THE_COMMAND_LINE}", "f8sub", marks=of_0_3)
-            for mesh in ("1", "fsdp2", "fsdp2-tp2")
-        ),
-        *((mesh, f"f8sub_{ac}_ac", "f8sub") for ac in ("full", "selective") for mesh in ("fsdp2", "tp2")),
-        ("fsdp2", f"f8sub {COMPILED}", "f8sub"),
+        pytest.param("fsdp2-tp2", f"bf16 {FROM_THE_COMMAND_LINE}", "f8sub", marks=of_0_3),
+        ("fsdp2", "f8sub_full_ac", "f8sub"),
+        ("tp2", "f8sub_selective_ac", "f8sub"),
         ("fsdp2", f"f8sub_selective_ac {COMPILED}", "f8sub"),
         ("fsdp2", f"{NVFP4} {COMPILED}", NVFP4),
         pytest.param("spmd-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),

@@ -22,11 +22,13 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.layers import K, N, x_of
 from tests.models import Transformer, seed_weights, shard, train, transformer
+from tests.selection import long_but
 from tests.weights.test_state_dict import M, made
 from tests.wires import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = ONE_RECIPE_A_WIRE
 on_each_recipe = on_each(RECIPES)
+READ = [("tensorwise", 2), ("mxfp8", 3), ("rowwise", 3), ("blockwise", 3), ("nvfp4", 3)]
 
 WITHOUT_F8SUB = """
 import sys
@@ -76,7 +78,7 @@ def save_every_format(rank: int, world: int, folder: str, sharded: bool) -> None
         torch.save(new, f"{folder}/expected.pt")
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "unsharded"])
+@pytest.mark.parametrize("sharded", long_but([True], [True, False]), ids=["sharded", "unsharded"])
 def test_a_process_without_f8sub_reads_a_model(ranks, tmp_path, sharded):
     if sharded:
         ranks(2, save_every_format, str(tmp_path), True)
@@ -88,8 +90,7 @@ def test_a_process_without_f8sub_reads_a_model(ranks, tmp_path, sharded):
     assert "tensors without f8sub" in finished.stdout
 
 
-@pytest.mark.parametrize("world", [2, 3], ids=["world2", "world3"])
-@on_each_recipe
+@pytest.mark.parametrize(("recipe", "world"), long_but(READ[:2], READ))
 def test_dcp_to_a_plain_model_and_back_is_bitwise(rank, world, recipe, tmp_path):
     folder = str(tmp_path)
     model = shard(transformer(recipe))

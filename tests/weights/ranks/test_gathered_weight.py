@@ -31,11 +31,14 @@ takes them: of the last ones the sharded weight alone is looked at."""
 on_each_recipe = pytest.mark.parametrize("recipe", long_but((*QUICK, "blockwise"), RECIPES))
 """By default those of ``on_each``, and tiles of which several shards hold rows."""
 
-CASES = [(recipe, world) for recipe in RECIPES for world in (1, 2, 3)]
-SHORT = [case for case in CASES if case[0] in (*QUICK, "blockwise")]
-CASES += [(recipe, world) for recipe in ("blockwise", "mxfp8") for world in (5, 7)]
-on_each_recipe_and_world = pytest.mark.parametrize(("recipe", "world"), long_but(SHORT, CASES))
+SHORT = [("tensorwise", 2), ("mxfp8", 3), ("delayed", 2), ("blockwise", 3)]
+CASES = [*SHORT, *((recipe, world) for recipe in RECIPES for world in (2, 3))]
+CASES += [("tensorwise", 1), ("mxfp8", 1), ("mxfp8", 5), ("blockwise", 7)]
+on_each_recipe_and_world = pytest.mark.parametrize(("recipe", "world"), long_but(SHORT, dict.fromkeys(CASES)))
 """Five and seven ranks of tiles that several shards hold, and of scales that follow the codes of a row."""
+LAID_OUT = [("tensorwise", "columns", 3), ("mxfp8", "2 replicas", 4), ("blockwise", "4 replicas", 4)]
+LAID_OUT += [("nvfp4", "columns", 2), ("mxfp8", "columns", 2)]
+LAID_OUT += [(recipe, "columns", 3) for recipe in ("rowwise", "blockwise", "delayed")]
 
 
 def full_weight(rows: int) -> torch.Tensor:
@@ -158,10 +161,7 @@ def gathered(rank: int, world: int, recipe: str, layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "world"), [("columns", 2), ("columns", 3), ("2 replicas", 4), ("4 replicas", 4)]
-)
-@on_each_recipe
+@pytest.mark.parametrize(("recipe", "layout", "world"), long_but(LAID_OUT[:4], LAID_OUT))
 def test_shards_of_columns_and_of_replicas(ranks, recipe, layout, world):
     if layout == "columns" and f8sub.get_recipe(recipe).fprop.b.codes_per_byte > 1:
         with pytest.raises(RankFailure, match=r"Float8ConfigError: layers\.0.*shard it by rows"):

@@ -22,7 +22,8 @@ from tests.wires import ONE_RECIPE_A_WIRE, on_each
 
 STEPS = 4
 SPREAD = 4.0
-RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed")
+CASES = [*((recipe, 2) for recipe in ("tensorwise", "delayed", "rowwise", "blockwise")), ("delayed", 1)]
+"""Recipe and ranks."""
 
 
 def made(recipe: str, all_gather: bool = True) -> nn.Module:
@@ -69,8 +70,7 @@ def unsharded(recipe: str, ranks: int) -> tuple[list[list[float]], list[torch.Te
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("world", [1, 2], ids=["world1", "world2"])
-@pytest.mark.parametrize("recipe", long_but(("tensorwise", "delayed"), RECIPES))
+@pytest.mark.parametrize(("recipe", "world"), long_but(CASES[:2], CASES))
 def test_each_wrapper_is_the_unsharded_run(rank, world, recipe):
     expected_losses, expected = unsharded(recipe, world)
     found = {

@@ -23,10 +23,12 @@ from f8sub.weights.pending_codes import PendingCodes
 from f8sub.weights.shard import Shard
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, equal, float8_layers, loss_of, seed_weights, shard, shard_of, transformer
+from tests.selection import long_but
 from tests.weights.ranks.test_fsdp_modes import prefetching
 from tests.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4")
+QUICK = [("tensorwise", 3), ("mxfp8", 3)]
 
 
 def count_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -64,8 +66,9 @@ def trained(rank: int, recipe: str) -> tuple[list[float], dict[str, int], dict[s
     return losses, dict(casts), gathers
 
 
-@on_each(RECIPES)
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("recipe", "world"), long_but(QUICK, [*((recipe, 3) for recipe in RECIPES), ("tensorwise", 1)])
+)
 def test_a_gather_casts_and_the_losses_are_those_of_codes_that_were_copied(rank, world, recipe):
     losses, casts, gathers = trained(rank, recipe)
     # FSDP2 copies codes that it is given.

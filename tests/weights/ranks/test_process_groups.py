@@ -54,7 +54,7 @@ def use(model: nn.Module, masters: bool = False) -> None:
 
 
 USES: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
-    "fsdp": (lambda: fully_shard(model_of()), 2, 50),
+    "fsdp": (lambda: fully_shard(model_of()), 2, 10),
     "hsdp": (lambda: fully_shard(model_of("delayed"), mesh=replicated()), 4, 5),
     "ddp": (lambda: DistributedDataParallel(model_of("delayed")), 2, 5),
 }

@@ -11,10 +11,11 @@ from tests import models
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, Transformer, float8_layers, seed_weights, shard, train, transformer
+from tests.selection import long_but
 
 NO_GEMM = f8sub.get_recipe("rowwise").with_high_precision(fprop=True, dgrad=True, wgrad=True)
 ANY = {"rowwise": "rowwise", "tensorwise": "tensorwise", "disabled": NO_GEMM}
-on_both = pytest.mark.parametrize("repeated", [False, True], ids=["kept", "checkpointed"])
+KEPT = [("rowwise", False), ("tensorwise", True), ("disabled", False), ("disabled", True)]
 
 
 def model_of(recipe: str | f8sub.Recipe, *, all_gather: bool = True, repeated: bool = False) -> nn.Module:
@@ -22,8 +23,7 @@ def model_of(recipe: str | f8sub.Recipe, *, all_gather: bool = True, repeated: b
     return shard(models.checkpointed(model) if repeated else model, BF16)
 
 
-@on_both
-@pytest.mark.parametrize("name", ANY, ids=list(ANY))
+@pytest.mark.parametrize(("name", "repeated"), long_but(KEPT[:3], KEPT))
 def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, name, repeated):
     """The weight was rounded to the policy's param_dtype and nothing else: as in a model of that recipe alone."""
     model = model_of("tensorwise", all_gather=False, repeated=repeated)
@@ -34,7 +34,7 @@ def test_any_recipe_where_the_weight_is_gathered_in_high_precision(rank, world, 
     assert len(set(found)) == len(found)
 
 
-@on_both
+@pytest.mark.parametrize("repeated", long_but([True], [False, True]), ids=["kept", "checkpointed"])
 def test_a_recipe_that_reads_what_was_gathered(rank, world, repeated):
     model = model_of("rowwise", repeated=repeated)
     inside = train(model, rank, around=lambda: f8sub.autocast("rowwise_with_gw_hp"))

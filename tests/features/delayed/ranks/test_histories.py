@@ -149,7 +149,7 @@ def state_dicts_before_precompute(rank: int, all_gather: bool, load: str) -> tup
     return outputs, histories, states_of(model)
 
 
-@pytest.mark.parametrize("load", ["all", "nothing", "never"])
+@pytest.mark.parametrize("load", long_but(["all"], ["all", "nothing", "never"]))
 def test_a_state_dict_between_a_step_and_precompute_scales_changes_nothing(rank, world, load):
     """It has the step's amaxes of all ranks, whatever is gathered."""
     usual = shard(model_of())
@@ -177,8 +177,9 @@ def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(rank, world):
     assert equal(states, states_of(expected))
 
 
-@on_and_off
-@pytest.mark.parametrize("compiled", long_but([False], [False, True]), ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("all_gather", "compiled"), long_but([(True, False)], [(True, False), (False, False), (True, True)])
+)
 def test_a_run_goes_on_from_what_was_loaded_in_place(rank, world, all_gather, compiled):
     """A run that goes on from another's state as ``dcp.load`` does it: the tensors of a state dict are written to.
 

@@ -32,8 +32,7 @@ def expected(ranks: int, hidden: int = HIDDEN, **options) -> list[torch.Tensor]:
     return [oracle.summed(each, **options) for each in own_gradients(ranks, hidden)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("hidden", [40, 41, 3])
+@pytest.mark.parametrize(("world", "hidden"), [(2, 40), (3, 41), (4, 3)])
 def test_bits(rank, world, hidden):
     """Rows that the ranks divide, that they do not, and fewer rows than ranks; twice the same."""
     model = sharded(network(hidden))

@@ -102,10 +102,11 @@ def held(rank: int, world: int, way: str, power_of_2: bool, folder: str, device:
 
 
 WAYS = [("fsdp", 3), ("fsdp", 2), ("fsdp", 5), ("hsdp", 4), ("columns", 2), ("fsdp-tp", 4)]
+FILES = [(*WAYS[0], True), *((*way, False) for way in WAYS[::-1])]
+LAYOUTS = [("mxfp8", *WAYS[0]), *(("rowwise", *way) for way in WAYS), ("mxfp8", *WAYS[-1])]
 
 
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize(("way", "world"), long_but((WAYS[0], WAYS[-1]), WAYS))
+@pytest.mark.parametrize(("way", "world", "power_of_2"), long_but(FILES[:2], FILES))
 def test_codes_and_scales_are_the_files(ranks, tmp_path, way, world, power_of_2):
     assert ranks(world, held, way, power_of_2, str(tmp_path), "cpu") == [[]] * world
 
@@ -155,8 +156,7 @@ def test_after_a_forward_it_is_an_error_and_writes_nothing(ranks, tmp_path):
         assert "layers.0: its weight was gathered before" in error
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
-@pytest.mark.parametrize(("way", "world"), long_but((WAYS[0],), WAYS))
+@pytest.mark.parametrize(("recipe", "way", "world"), long_but(LAYOUTS[:1], LAYOUTS))
 def test_every_layout_comes_back(rank, world, tmp_path, recipe, way):
     folder = str(tmp_path)
     source = f8sub.convert_to_float8(seed_weights(Net()), recipe=recipe)

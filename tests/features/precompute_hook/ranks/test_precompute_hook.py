@@ -8,6 +8,7 @@ import torch
 
 import f8sub
 from tests.models import loss_of, refusal, shard, transformer
+from tests.selection import long_but
 from tests.wire import Wire
 
 STEPS = 3
@@ -64,7 +65,7 @@ def train_in(way: str, recipe: str, rank: int) -> tuple[list[float], list[int]]:
     return losses, reduced
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", long_but(["tensorwise"], ["tensorwise", "delayed"]))
 def test_one_all_reduce_a_step(rank, world, recipe):
     """A Float8Warning raises: that scales were not precomputed, above all."""
     found = {way: train_in(way, recipe, rank) for way in WAYS}

@@ -8,6 +8,7 @@ import f8sub
 from f8sub.features.shard_checks import rank_check
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, refusal, seed_weights, shard
+from tests.selection import long_but
 
 # These ranks pretend to be different: what one test changes in the library, others must not find.
 pytestmark = pytest.mark.own_ranks
@@ -28,6 +29,7 @@ OPTIONS = {
     POLICY: ({}, {}, "param_dtype torch.bfloat16."),
 }
 """What the usual ranks and the odd one are converted with, and what is told of that."""
+CASES = [*((option, True) for option in OPTIONS), ("recipe", False), ("primary", False), (POLICY, False)]
 
 
 def converted(rank: int, world: int, option: str, precompute: bool) -> str:
@@ -45,8 +47,7 @@ def converted(rank: int, world: int, option: str, precompute: bool) -> str:
     return refusal(f8sub.Float8RankMismatchError, call, given)
 
 
-@pytest.mark.parametrize("precompute", [True, False], ids=["at-precompute", "at-first-forward"])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "precompute"), long_but(CASES[:-2], CASES))
 def test_a_rank_that_differs(ranks, option, precompute):
     text, *others = ranks(3, converted, option, precompute)
     assert others == [text] * 2

@@ -7,7 +7,7 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, checkpointed, precompute, seed_weights, shard, transformer
 from tests.selection import long_but
-from tests.wires import QUICK, on_each
+from tests.wires import on_each
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8", "nvfp4", "delayed")
 
@@ -45,6 +45,9 @@ def spoil(model: torch.nn.Module, role: str) -> None:
 
 
 ROLES = ("x", "w", "y", "dy")
+CASES = [("tensorwise", role) for role in ROLES]
+CASES += [("mxfp8", "w"), ("delayed", "dy"), ("checkpointed", "dy"), ("not converted", "x")]
+MORE = [(case, role) for case in ("mxfp8", "delayed", "nvfp4") for role in ROLES[:2]]
 
 
 def expected(role: str, world: int) -> str:
@@ -54,10 +57,7 @@ def expected(role: str, world: int) -> str:
 
 
 @pytest.mark.parametrize("world", [3])
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize(
-    "case", long_but([*QUICK, "checkpointed", "not converted"], [*RECIPES, "checkpointed", "not converted"])
-)
+@pytest.mark.parametrize(("case", "role"), long_but(CASES, dict.fromkeys(CASES + MORE)))
 def test_the_first_layer_role_and_rank(rank, world, case, role):
     model = transformer({"not converted": None, "checkpointed": "tensorwise"}.get(case, case))
     precompute(shard(checkpointed(model) if case == "checkpointed" else model))

@@ -101,8 +101,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Dimensions of Llamas, and of Qwen3-MoEs where the name says so. Of moe-1b a token uses a quarter of the weights.
 
-8b-16 has those of Llama 3 8B with half of its layers, for GPUs with 80 GB; moe-30b-4 those of Qwen3-30B-A3B with 4 of its
-48: 2.5 billion weights.
+8b-16 has those of Llama 3 8B with half of its layers, for GPUs with 80 GB. moe-30b-4 has those of Qwen3-30B-A3B with 4
+of its 48: 2.5 billion weights.
 """
 
 

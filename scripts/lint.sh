@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint and types: ruff and mypy, over the library, the recipes, the scripts and the tests.
+# Lint of everything, and types of the library and the recipes: ruff and mypy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup_env.sh train,torchao,torchtitan,trainers,dev

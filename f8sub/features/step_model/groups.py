@@ -9,12 +9,12 @@ from f8sub.features.model_shapes.layers import Product, Shapes
 from f8sub.features.step_model.cluster import BF16, E4M3, E4M3_FLAT, FLOAT32, REDUCTIONS, Cluster
 from f8sub.recipe import Recipe
 
-COPY_IN = {FLOAT32: 12.0, BF16: 5.5, E4M3: 4.9, E4M3_FLAT: 4.9}
-"""Bytes of a copy's speed that an element takes into FSDP2's buffer, or as codes into f8sub's: an H200 took 745, 314
-and 283 us for the 218 M elements of a Llama 3 8B layer and 8 ranks, as ``scripts/bench/gradients.py`` measures it."""
+COPY_IN = {FLOAT32: 12.0, BF16: 5.5, E4M3: 3.1, E4M3_FLAT: 3.1}
+"""Bytes of a copy's speed that an element takes into FSDP2's buffer, or as codes into f8sub's: an H200 took 745 and 314
+us for the 218 M elements of a Llama 3 8B layer, an H100 226 us, as ``scripts/bench/gradients.py`` measures it."""
 
-ADD = 3.1
-"""The same of the sum of received codes, which runs beside backward: 179 us."""
+ADD = 1.07
+"""By how much a copy of the sum's bytes is faster: 903, 463 and 340 us of 856 M elements from 2, 8 and 64 ranks."""
 
 FORWARD = 1 / 3
 """Share of casts and of elementwise work that is forward's."""
@@ -137,7 +137,7 @@ def reduction_of(elements: float, arm: Arm, cluster: Cluster) -> tuple[float, fl
     if arm.reduction in (FLOAT32, BF16):
         return cluster.ring(size), hidden(HIDDEN_REDUCTION, size, cluster)
     flat = arm.reduction == E4M3_FLAT
-    adding = elements * ADD / cluster.gpu.copy
+    adding = elements * (1 + 4 / cluster.shards) * ADD / cluster.gpu.copy
     tax = adding + hidden(HIDDEN_GATHER, size, cluster)
     if cluster.hosts > 1 and cluster.neighbours > 1 and not flat:
         tax += HIDDEN_GATHER * 2 * elements / cluster.link

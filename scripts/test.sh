@@ -7,8 +7,8 @@
 #   ./scripts/test.sh tests/weights -k x  # one pytest process with these arguments
 #
 # Without arguments for pytest, two pytest processes run side by side and take about as long: "ranks" runs the tests that
-# fork ranks or start training jobs, and those of linear layers, "one" all others. The first stand in folders named ranks,
-# in tests/recipes and in torchtitan's folder.
+# fork ranks or start training jobs, and those of linear layers and of docs/, "one" all others. The first stand in folders
+# named ranks, in tests/recipes and in torchtitan's folder.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -43,7 +43,7 @@ run_lane() {  # name, arguments of pytest
         while IFS= read -r line; do printf '%s\n' "$line"; done
 }
 mapfile -t with_ranks < <(find tests -type d -name ranks | sort)
-with_ranks+=(tests/recipes tests/features/torchtitan tests/linear)
+with_ranks+=(tests/recipes tests/features/torchtitan tests/linear tests/docs)
 run_lane ranks "${with_ranks[@]}" &
 ranks=$!
 status=0

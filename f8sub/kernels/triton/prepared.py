@@ -1,4 +1,4 @@
-"""Launches over tensors of one kind, worked out twice: a call then makes room for results, and launches.
+"""Launches over tensors of one kind, kept from the second call on: a call then makes room for results, and launches.
 
 Which kernels run over a matrix follows from its shape, dtype and formats. Working that out keeps the host longer than
 the launches do (scripts/bench/launches.py).

@@ -115,9 +115,12 @@ def _in_float8(
 ) -> torch.Tensor:
     """One all-to-all of bytes: a row's codes, and its scales behind them."""
     cols = x.shape[1]
+    # Copied, not .contiguous(): one row, or one scale a row, is contiguous with any stride and offset, and views of
+    # another element size want those of a new tensor.
     made = unflat(present(quantize(x.contiguous(), format, None).rowwise))
-    sent = torch.cat([made.data.view(torch.uint8), made.scale_inv.contiguous().view(torch.uint8)], 1)
+    scales = made.scale_inv.clone(memory_format=torch.contiguous_format)
+    sent = torch.cat([made.data.view(torch.uint8), scales.view(torch.uint8)], 1)
     received = _all_to_all(sent, output_splits, input_splits, group)
-    codes, scales = received[:, :cols].contiguous(), received[:, cols:].contiguous()
+    codes, scales = received[:, :cols].contiguous(), received[:, cols:].clone(memory_format=torch.contiguous_format)
     operand = Operand(codes.view(format.dtype), scales.view(torch.float32), format)
     return reference.dequantize(operand, x.dtype)

@@ -98,6 +98,18 @@ def test_y_and_dx_are_those_of_tokens_that_are_sent_as_they_are(ranks, recipe, d
     check(ranks(3, compared, recipe, dtype))
 
 
+def narrow(rank: int, world: int, recipe: str) -> bool:
+    """Rank 0 receives one row, rank 1 none, of a width that 4 does not divide."""
+    x = gaussian((1 - rank, 50), generator(1)).bfloat16()
+    y = exchanged(x, [1 - rank, 0], [1 - rank, 0], recipe, combine=False)
+    return y.shape == x.shape and (rank == 1 or torch.equal(y, f8sub.quantize(x, recipe).dequantize()))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_one_row_and_none(ranks, recipe):
+    assert ranks(2, narrow, recipe) == [True, True]
+
+
 def sent_bytes(rank: int, world: int, recipe: str | None) -> tuple[int, int]:
     sent, received, _ = counted(rank, world)
     x = gaussian((sum(sent), WIDTH), generator(rank)).bfloat16()

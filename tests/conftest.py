@@ -4,7 +4,6 @@ import gc
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,16 @@ torch.set_num_threads(1)
 # To ask whether there are GPUs must not start CUDA: the ranks that do start it are forked from here.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-_nursery = pytest.StashKey[Nursery]()
+_nursery, _gpu_nursery = pytest.StashKey[Nursery](), pytest.StashKey[Nursery]()
 
 
 @pytest.hookimpl(trylast=True)  # after pytest made the reporter
 def pytest_configure(config: pytest.Config) -> None:
     if config.get_verbosity() < 0 and not config.option.collectonly:
         config.pluginmanager.register(Reporting(config))
+    if torch.cuda.device_count() and not config.option.collectonly:
+        nursery = config.stash[_gpu_nursery] = Nursery.start()  # before any test is imported
+        config.add_cleanup(nursery.stop)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -47,11 +49,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """``ranks(world, body, *args)``: results of ``body(rank, world, *args)`` on gloo ranks, in order."""
-    run = request.config.stash[_nursery].run
-    if request.node.get_closest_marker("own_ranks") is not None:
-        return run
-    return partial(run, file=request.node.location[0])
+    """``ranks(world, body, *args)``: results of ``body(rank, world, *args)`` on gloo ranks, in order.
+
+    With ``gpus=True``, on ranks with a GPU each.
+    """
+    file = None if request.node.get_closest_marker("own_ranks") is not None else request.node.location[0]
+
+    def run(world: int, body: Callable[..., Any], *args: Any, gpus: bool = False, **how: Any) -> list[Any]:
+        nursery = request.config.stash[_gpu_nursery if gpus else _nursery]
+        return nursery.run(world, body, *args, gpus=gpus, **{"file": file, **how})
+
+    return run
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Ranks forked from one warm process, about a tenth of a second for two of them; gloo, or NCCL with a GPU each.
 
-``Nursery.start()`` forks a helper once, after collection and before the first test: torch and every test
-module are imported in it, and no test has left threads or autograd workers behind. For each request it forks
-the ranks, which meet through a file, run ``body(rank, world, *args)`` and send back a pickled result. Ranks
-that miss the deadline are killed by their own ids, after each wrote where it stood; each also carries an
-alarm of its own.
+``Nursery.start()`` forks a helper once, after collection and before the first test: torch and every test module are
+imported in it, and no test has left threads or autograd workers behind. Ranks with GPUs are forked from another, which
+imports no test: some imports start CUDA, after which no fork can. For each request it forks the ranks, which meet
+through a file, run ``body(rank, world, *args)`` and send back a pickled result. Ranks that miss the deadline are killed
+by their own ids, after each wrote where it stood; each also carries an alarm of its own.
 
 The tests of a file use the same ranks, one after another, unless they are marked ``own_ranks``: half of what a short
 body costs is a new process that does everything for the first time. If one rank fails, none of its group is used again.
@@ -20,6 +20,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -52,8 +53,8 @@ class Request:
     """What ranks do: one body for all; with ``gpus``, rank r on device r; with ``file``, in that file's ranks."""
 
     world: int
-    body: Callable[..., Any]
-    args: tuple[Any, ...]
+    call: bytes  # a body and its arguments, pickled: only a rank imports what they need
+    path: list[str]  # sys.path, for that
     timeout: float
     gpus: bool = False
     file: str | None = None
@@ -104,7 +105,8 @@ def _run_rank(rank: int, request: Request, folder: Path, connection: Connection)
         try:
             warnings.filters[:] = filters
             _prepare(rank, request, folder / f"store{number}")
-            payload = pickle.dumps(Reply(result=request.body(rank, request.world, *request.args)))
+            body, args = pickle.loads(request.call)
+            payload = pickle.dumps(Reply(result=body(rank, request.world, *args)))
         except BaseException:
             _send(connection, Reply(error=traceback.format_exc()))
             return  # at once: the others learn from the closed connection
@@ -123,6 +125,7 @@ def _run_rank(rank: int, request: Request, folder: Path, connection: Connection)
 def _prepare(rank: int, request: Request, store: Path) -> None:
     """What a body finds; of an earlier one in the same ranks, what it let go of is freed."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sys.path[:] = request.path
     torch.set_num_threads(1)
     torch.manual_seed(0)
     _strict_warnings(request.gpus)
@@ -322,7 +325,8 @@ class Nursery:
         after another.
         """
         if not self._lost:
-            _send(self._connection, Request(world, body, args, timeout, gpus, file))
+            call = pickle.dumps((body, args))
+            _send(self._connection, Request(world, call, sys.path, timeout, gpus, file))
             self._lost = not self._connection.poll(timeout + ANSWERED_WITHIN)
         if self._lost:
             why = "the process that forks ranks does not answer; it is asked no more"

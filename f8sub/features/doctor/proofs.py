@@ -166,7 +166,7 @@ def _same(one: Operand | None, other: Operand | None) -> bool:
     if one is None or other is None:
         return one is other
     return all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(one.tensors, other.tensors, strict=True)
     )
 

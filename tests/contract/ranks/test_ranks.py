@@ -1,6 +1,7 @@
 """The harness itself: it must report, never hang."""
 
 import faulthandler
+import importlib
 import os
 import signal
 import time
@@ -55,6 +56,14 @@ FAILURES = {
 def test_a_failure_names_the_rank_and_its_reason_and_a_rank_that_hangs_is_killed(ranks, how):
     with pytest.raises(RankFailure, match=f"(?s){FAILURES[how]}"):
         ranks(3, _rank_one, how, timeout=4.0)
+
+
+def test_what_a_nursery_has_not_imported_is_imported_by_ranks(tmp_path, monkeypatch):
+    nursery = harness.Nursery.start()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_body.py").write_text("def body(rank, world, more):\n    return rank + more\n")
+    assert nursery.run(2, importlib.import_module("late_body").body, 5) == [5, 6]
+    nursery.stop()
 
 
 def test_a_nursery_that_does_not_answer_is_a_failure(monkeypatch):

@@ -9,7 +9,7 @@
 
 An option that is not this script's is torchtitan's. A row that fails is told at the end, and the exit status is 1.
 
-    python scripts/bench/many_gpus.py --sections steps weak --flavor 8B --json many.json
+    python scripts/bench/many_gpus.py --sections steps weak --flavor 8B --steps 18 --skip 8 --json many.json
     python scripts/bench/many_gpus.py --gpus 2 --flavor 8B-8 --tokens 2048
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import re
 import sys
@@ -62,6 +63,7 @@ def folder_of(module: str) -> str:
     return parts[1] if parts[1] in CORE else "values"
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """Every module of f8sub by its name, parsed."""
     return {dotted(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}

@@ -18,24 +18,30 @@ def in_a_fresh_process(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
-def modules_after(statement: str) -> set[str]:
-    printed = in_a_fresh_process(f"{statement}\nimport json, sys; print(json.dumps(list(sys.modules)))")
-    return set(json.loads(printed))
+IMPORT = """
+import json, sys
+import torch, torch.optim.optimizer as o
+modules = set(sys.modules)
+state = lambda: [str(torch.get_default_dtype()), torch.get_num_threads(), len(o._global_optimizer_pre_hooks)]
+before = state()
+import f8sub
+print(json.dumps([list(set(sys.modules) - modules), before, state()]))
+"""
 
 
 @pytest.fixture(scope="module")
-def brought_in() -> set[str]:
-    """Modules that f8sub imports and torch does not."""
-    return modules_after("import f8sub") - modules_after("import torch")
+def imported() -> tuple[list[str], list[object], list[object]]:
+    """Modules that f8sub imports and torch does not; what torch's state was before, and is behind."""
+    return json.loads(in_a_fresh_process(IMPORT))
 
 
-def test_importing_f8sub_imports_torch_and_the_standard_library_alone(brought_in):
-    tops = {name.partition(".")[0] for name in brought_in}
+def test_importing_f8sub_imports_torch_and_the_standard_library_alone(imported):
+    tops = {name.partition(".")[0] for name in imported[0]}
     assert {"f8sub"} < tops <= {"f8sub", "torch", *sys.stdlib_module_names}
 
 
-def test_importing_f8sub_loads_little_besides_and_nothing_slow(brought_in):
-    others = {name for name in brought_in if name.partition(".")[0] != "f8sub"}
+def test_importing_f8sub_loads_little_besides_and_nothing_slow(imported):
+    others = {name for name in imported[0] if name.partition(".")[0] != "f8sub"}
     assert not {name for name in others for slow in [*SLOW, *OPTIONAL] if f"{name}.".startswith(f"{slow}.")}
     assert len(others) < 10
 
@@ -80,16 +86,10 @@ print(x.grad.isfinite().all().item())
     assert in_a_fresh_process(code).strip() == "True"
 
 
-def test_importing_changes_nothing_of_torch():
+def test_importing_changes_nothing_of_torch(imported):
     """No default dtype, no thread count, no optimizer hook: those come with the first conversion."""
-    code = """
-import torch, torch.optim.optimizer as o
-before = torch.get_default_dtype(), torch.get_num_threads(), len(o._global_optimizer_pre_hooks)
-import f8sub
-after = torch.get_default_dtype(), torch.get_num_threads(), len(o._global_optimizer_pre_hooks)
-print(before == after)
-"""
-    assert in_a_fresh_process(code).strip() == "True"
+    _, before, after = imported
+    assert before == after
 
 
 def test_all_is_complete():

@@ -48,14 +48,14 @@ def _rank_one(rank: int, world: int, how: str) -> None:
 FAILURES = {
     "fails": "1 of 3 ranks failed.*rank 1: .*rank one has a reason",
     "dies": "rank 1: died without an answer",
-    "hangs": "rank 1: no answer within 4 s; killed.*in _rank_one.*after it showed where it stood",
+    "hangs": "rank 1: no answer within 3 s; killed.*in _rank_one.*after it showed where it stood",
 }
 
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_failure_names_the_rank_and_its_reason_and_a_rank_that_hangs_is_killed(ranks, how):
     with pytest.raises(RankFailure, match=f"(?s){FAILURES[how]}"):
-        ranks(3, _rank_one, how, timeout=4.0)
+        ranks(3, _rank_one, how, timeout=3.0)
 
 
 def test_what_a_nursery_has_not_imported_is_imported_by_ranks(tmp_path, monkeypatch):

@@ -48,10 +48,13 @@ def rounded(y: torch.Tensor, block: int) -> torch.Tensor:
     return (codes.double() / scale).to(y.dtype).view(y.shape)
 
 
+EAGER = [(256, 128, False), (192, 64, False), (80, 16, False)]
+
+
 @pytest.mark.parametrize("data", [gaussian, row_outliers])
 @pytest.mark.parametrize(
     ("hidden", "block", "is_compiled"),
-    [(256, 128, False), (192, 64, False), (80, 16, False), (256, 128, True)],
+    long_but(EAGER, [*EAGER, (256, 128, True)]),
 )
 def test_gate_and_up_are_rounded_by_blocks_and_gradients_pass(data, hidden, block, is_compiled):
     model = made("rowwise", hidden)
@@ -160,7 +163,7 @@ def test_compiled_code_saves_codes_and_multiplies_nothing_again(name):
         assert sum(t.numel() for t in exponents) == 2 * TOKENS * HIDDEN // 128
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", long_but([False], [False, True]))
 def test_checkpointing_changes_no_bit(is_compiled):
     found = []
     for run in (lambda model, x: model(x), functools.partial(selectively, policy=BF16_POLICY)):

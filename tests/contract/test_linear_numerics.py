@@ -170,7 +170,7 @@ def test_codes_and_scales_are_the_oracles(recipe, data, operand, dtype):
 
 @on_each_operand
 @on_each_recipe
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(bits=st.binary(min_size=4 * 16 * 4, max_size=4 * 16 * 4))
 def test_any_float32_bits(recipe, operand, bits):
     """NaN, infinity, subnormals and any mixture of magnitudes."""

@@ -165,6 +165,7 @@ def test_metrics_of_steps_after_the_checkpoint_are_written_anew(ranks, tmp_path)
     assert [record["step"] for record in records(settings)] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_a_run_resumed_from_beyond_its_last_step_ends(ranks, tmp_path):
     settings = quick_settings(tmp_path, "--float8.enabled false --checkpoint.interval 2")
     ranks(1, train, settings)
@@ -173,6 +174,7 @@ def test_a_run_resumed_from_beyond_its_last_step_ends(ranks, tmp_path):
     assert ranks(1, stop_one_rank, shorter, 5) == [(True, 4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1])
 def test_tokens_per_second_are_those_of_the_step(rank, world, tmp_path, monkeypatch):
     """Train where step n takes n seconds and an evaluation takes a hundred."""

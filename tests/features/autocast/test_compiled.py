@@ -20,6 +20,7 @@ def layers(recipe: str, blocks: int = 1, backend: str = "auto") -> nn.Module:
     return f8sub.convert_to_float8(mlps(None, blocks), recipe=recipe, backend=backend)
 
 
+@pytest.mark.long
 def test_around_compiled_blocks_each_recipe_has_one_graph():
     """Two blocks share their code; a recipe seen before compiles nothing, nor does an equal one."""
     eager, compiled = layers(OWN, 2), compile_blocks(layers(OWN, 2))

@@ -1,13 +1,16 @@
-"""What more GPUs change: torchtitan 0.2 with f8sub on all GPUs of a host, in five sections, each a table.
+"""What more GPUs change: torchtitan 0.2 with f8sub on all GPUs of a host, in six sections, each a table.
 
-    steps    the three steps of PyTorch's article on float8 and FSDP2, torchao beside them, with NCCL's thread blocks
-             limited or not; communication beside which nothing runs, from a trace
+    steps    the three steps of PyTorch's article on float8 and FSDP2, torchao beside them; communication beside which
+             nothing runs, from a trace
+    blocks   the same where NCCL_MAX_CTAS leaves a collective 8 or 16 thread blocks
     recipes  every recipe with selective checkpointing and without, and gradients in float8
-    layouts  HSDP, tensor parallelism and a pipeline beside FSDP: speed, and how far the last loss is from FSDP's
+    layouts  HSDP, tensor parallelism and a pipeline beside FSDP
     experts  4 layers of Qwen3-30B-A3B, sharded by FSDP and by expert parallelism, torchao beside it
     weak     1, 2, 4, ... GPUs with as many tokens each
 
-An option that is not this script's is torchtitan's. A row that fails is told at the end, and the exit status is 1.
+Losses of the first step are those of equal weights, and of equal tokens but for tensor parallelism and pipelines, which
+have fewer data-parallel ranks. An option that is not this script's is torchtitan's. A row that fails is told at the end,
+and the exit status is 1.
 
     python scripts/bench/many_gpus.py --sections steps weak --flavor 8B --steps 18 --skip 8 --json many.json
     python scripts/bench/many_gpus.py --gpus 2 --flavor 8B-8 --tokens 2048
@@ -21,7 +24,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,9 @@ from scripts.table import Table, progress, write_json
 
 OURS, PEER, BF16 = "f8sub tensorwise compiled", "torchao tensorwise compiled", "bf16 compiled"
 RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "delayed")
-CTAS = (None, 8, 16)
-"""Values of NCCL_MAX_CTAS, how many thread blocks a collective takes from the GEMMs beside it; None leaves it unset."""
+LIMITS = (8, 16)
+"""Values of NCCL_MAX_CTAS: how many thread blocks a collective takes from the GEMMs beside it."""
+TRACED = ("steps", "blocks")
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,15 @@ def steps(gpus: int) -> Iterator[Row]:
         ("one all-reduce", OURS, ()),
         ("gradients in float8", OURS, ("--f8sub.reduce-gradients-in-float8",)),
     )
-    for limit in CTAS:
-        for name, arm, more in kinds:
-            env = {} if limit is None else {"NCCL_MAX_CTAS": str(limit)}
-            yield Row(f"{name}{'' if limit is None else f', {limit} blocks'}", arm, gpus, more, env)
+    for name, arm, more in kinds:
+        yield Row(name, arm, gpus, more)
+
+
+def blocks(gpus: int) -> Iterator[Row]:
+    """The steps with each limit."""
+    for limit in LIMITS:
+        for row in steps(gpus):
+            yield replace(row, name=f"{row.name}, {limit} blocks", env={"NCCL_MAX_CTAS": str(limit)})
 
 
 def recipes(gpus: int) -> Iterator[Row]:
@@ -115,7 +124,14 @@ def weak(gpus: int) -> Iterator[Row]:
         count *= 2
 
 
-SECTIONS = {"steps": steps, "recipes": recipes, "layouts": layouts, "experts": experts, "weak": weak}
+SECTIONS = {
+    "steps": steps,
+    "blocks": blocks,
+    "recipes": recipes,
+    "layouts": layouts,
+    "experts": experts,
+    "weak": weak,
+}
 
 
 def measured(arguments: argparse.Namespace, row: Row, folder: Path, traced: bool) -> dict[str, Any]:
@@ -149,7 +165,7 @@ def table(section: str, found: dict[str, dict[str, Any]]) -> Table:
             {
                 **of,
                 "over_first": of["tokens_per_second"] / first["tokens_per_second"],
-                "loss_gap": of["loss"] - first["loss"],
+                "loss_gap": of["first_loss"] - first["first_loss"],
             },
         )
         for name, of in found.items()
@@ -158,9 +174,9 @@ def table(section: str, found: dict[str, dict[str, Any]]) -> Table:
         ("tokens/s and GPU", "{tokens_per_second:,.0f} ({slowest:,.0f} to {fastest:,.0f})"),
         ("over the first", "{over_first:.3f}"),
         ("GiB active / reserved", "{active_gib:.1f} / {reserved_gib:.1f}"),
-        ("last loss - the first's", "{loss_gap:+.4f}"),
+        ("loss of step 1 - the first's", "{loss_gap:+.4f}"),
     ]
-    if section == "steps":
+    if section in TRACED:
         columns.append(("communication alone / idle, ms", "{alone_ms:.1f} / {idle_ms:.1f}"))
     return Table.of(section, rows, tuple(columns))
 
@@ -169,7 +185,7 @@ def parsed() -> argparse.Namespace:
     """This script's options, and those of titan.py but for its arms."""
     made = titan.options(__doc__)
     made.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    made.add_argument("--no-trace", action="store_true", help="no trace of the section steps")
+    made.add_argument("--no-trace", action="store_true", help="no trace of the sections steps and blocks")
     return titan.checked(made)
 
 
@@ -194,7 +210,7 @@ def main() -> None:
                 for name in ("tokenizer", "data"):
                     (folder / name).symlink_to(assets / name)
                 try:
-                    traced = section == "steps" and not arguments.no_trace
+                    traced = section in TRACED and not arguments.no_trace
                     found[section][row.name] = measured(arguments, row, folder, traced)
                 except (RuntimeError, ValueError) as error:
                     failed[f"{section}: {row.name}"] = str(error)

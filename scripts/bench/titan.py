@@ -120,7 +120,7 @@ def command(arguments: argparse.Namespace, arm: str, folder: Path) -> list[str]:
 
 
 def figures_of(folder: Path, skip: int) -> dict[str, float]:
-    """Medians over what was logged after ``skip`` steps; of the loss, the last."""
+    """Medians over what was logged after ``skip`` steps; of the loss, the last, and the first of all."""
     logged = read_tensorboard(folder, METRICS.values())
     series = {
         name: {step: value for step, value in logged[tag].items() if step > skip}
@@ -129,8 +129,9 @@ def figures_of(folder: Path, skip: int) -> dict[str, float]:
     if missing := [METRICS[name] for name, values in series.items() if not values]:
         raise ValueError(f"{folder}: nothing by the name {missing[0]} after step {skip}")
     found = {name: statistics.median(values.values()) for name, values in series.items()}
-    speeds, losses = series["tokens_per_second"].values(), series["loss"]
-    return {**found, "loss": losses[max(losses)], "slowest": min(speeds), "fastest": max(speeds)}
+    speeds, losses = series["tokens_per_second"].values(), logged[METRICS["loss"]]
+    ends = {"loss": losses[max(losses)], "first_loss": losses[min(losses)]}
+    return {**found, **ends, "slowest": min(speeds), "fastest": max(speeds)}
 
 
 def run(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, float]:

@@ -8,9 +8,9 @@
     experts  4 layers of Qwen3-30B-A3B, sharded by FSDP and by expert parallelism, torchao beside it
     weak     1, 2, 4, ... GPUs with as many tokens each
 
-Losses of the first step are those of equal weights, and of equal tokens but for tensor parallelism and pipelines, which
-have fewer data-parallel ranks. An option that is not this script's is torchtitan's. A row that fails is told at the end,
-and the exit status is 1.
+The loss is that of step 1, before rounding has grown. Tensor parallelism and pipelines have fewer data-parallel ranks,
+so they see other tokens. An option that is not this script's is torchtitan's. A row that fails is told at the end, and
+the exit status is 1.
 
     python scripts/bench/many_gpus.py --sections steps weak --flavor 8B --steps 18 --skip 8 --json many.json
     python scripts/bench/many_gpus.py --gpus 2 --flavor 8B-8 --tokens 2048

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from scripts.bench import jobs
 from scripts.bench.timing import machine
 from scripts.table import ROOT, Table, parser, progress, write_json
 
@@ -57,13 +57,7 @@ def trained(
     paths = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": paths, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     begin = time.monotonic()
-    done = subprocess.run(
-        [*command, *arguments.more],
-        env={**env, "KILL_AT": "amax all-reduce"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = jobs.run([*command, *arguments.more], env={**env, "KILL_AT": "amax all-reduce"})
     said = done.stdout + done.stderr
     if done.returncode or not all(words in said for words in expected):
         told = "\n".join(said.splitlines()[-60:])

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
+from scripts.bench import jobs
 from scripts.bench.timing import machine, version_of
 from scripts.loss_compare import read_tensorboard
 from scripts.table import ROOT, Table, parser, progress, write_json
@@ -136,9 +136,7 @@ def figures_of(folder: Path, skip: int) -> dict[str, float]:
 
 def run(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, float]:
     """Train one arm; an error has the end of what torchtitan said."""
-    done = subprocess.run(
-        command(arguments, arm, folder), capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    done = jobs.run(command(arguments, arm, folder), cwd=ROOT)
     if done.returncode:
         raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-120:]))
     return figures_of(folder / "run" / arm.replace(" ", "_"), arguments.skip)

@@ -15,8 +15,10 @@ from tests.budgets import excess
 from tests.data_sets import generator, row_outliers
 from tests.kernels.interpreted import interpreted, needs_triton
 from tests.kernels.products import BLOCK, E4M3, LARGE, OUR_PAIRS, ROW, TENSOR, VECTOR, operands, product
+from tests.selection import long_but
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
 MEASURED = gemm_table.FOLDER
 VECTOR_OF_2 = Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2)
 PAIRS = OUR_PAIRS | {
@@ -55,13 +57,13 @@ def check(pair: str, shape: tuple[int, int, int], dtype: torch.dtype, changes: d
         assert excess(multiplied(a, b, dtype, **changes), right) > 1
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", long_but(["ragged", "odd"], SHAPES))
 @on_each_pair
 def test_products(interpreter, pair, shape):
     interpreter(check, pair, SHAPES[shape], torch.float32, {})
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], DTYPES.values()), ids=list(DTYPES))
 @pytest.mark.parametrize(
     "changes",
     [{"rows": 128, "cols": 128, "warps": 8}, {"rows": 64, "cols": 32, "parts": 3}, {"rows": 16, "cols": 256}],

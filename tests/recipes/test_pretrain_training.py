@@ -37,6 +37,7 @@ def full_weights(rank, world, settings):
     return {name: value.numpy() for name, value in {**state, **buffers}.items()} if rank == 0 else None
 
 
+@pytest.mark.long
 def test_weights_depend_on_the_seed_alone(ranks, tmp_path):
     plain = quick_settings(tmp_path, "--float8.enabled false")
     float8 = quick_settings(tmp_path, "--float8.recipe tensorwise --activation_checkpoint.mode full")

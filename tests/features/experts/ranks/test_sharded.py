@@ -108,7 +108,7 @@ def compared(rank: int, world: int, experts: int, recipe: str, kind: type[nn.Mod
     return is_same, type(next(model.experts.parameters())).__name__
 
 
-@pytest.mark.parametrize(("world", "experts", "recipe"), long_but(CASES[:9:4], CASES))
+@pytest.mark.parametrize(("world", "experts", "recipe"), long_but(CASES[:9:8], CASES))
 def test_sharded_is_unsharded(ranks, world, experts, recipe):
     for is_same, kind in ranks(world, compared, experts, recipe, OwnExperts):
         assert is_same
@@ -294,7 +294,7 @@ def histories(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [4])
-@pytest.mark.parametrize(("experts", "dim"), long_but([(6, 1), (5, 0)], [(6, 0), (6, 1), (5, 0)]))
+@pytest.mark.parametrize(("experts", "dim"), long_but([(5, 0)], [(6, 0), (6, 1), (5, 0)]))
 def test_delayed_scaling_under_expert_parallelism(rank, world, experts, dim, tmp_path):
     """Every rank has the past of all experts, as the unsharded model has it; and so has its checkpoint.
 
@@ -373,7 +373,7 @@ def resumed(rank: int, world: int, folder: str, recipe: str) -> list[torch.Tenso
     return trained(model, 5, range(3, 5), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed", *long_but([], ["tensorwise", "mxfp8"])])
+@pytest.mark.parametrize("recipe", ["delayed", *long_but([], ["rowwise", "tensorwise", "mxfp8"])])
 def test_a_checkpoint_goes_on_in_another_world(ranks, tmp_path, recipe):
     (full, _) = ranks(2, saved, str(tmp_path), recipe)
     assert all(type(value) is torch.Tensor for value in full.values())

@@ -42,7 +42,7 @@ def run(rank: int, world: int, recipe: str, kind: str, odd: int) -> list[float]:
 
 @pytest.mark.parametrize(("recipe", "odd", "kind"), long_but(CASES, CASES + MORE))
 def test_in_the_middle_of_a_run(ranks, recipe, odd, kind):
-    found = ranks(3, run, recipe, kind, odd)
+    found = ranks(3, run, recipe, kind, odd, timeout=90.0)
     usual = ranks(3, run, recipe, "nothing", odd)[0]
     for losses in found:
         assert losses == found[0]

@@ -18,7 +18,6 @@ from tests.kernels.products import BLOCK, E4M3, LARGE, OUR_PAIRS, ROW, TENSOR, V
 from tests.selection import long_but
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
 MEASURED = gemm_table.FOLDER
 VECTOR_OF_2 = Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2)
 PAIRS = OUR_PAIRS | {

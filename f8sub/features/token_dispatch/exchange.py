@@ -121,9 +121,7 @@ def _in_float8(
     scales = made.scale_inv.clone(memory_format=torch.contiguous_format)
     sent = torch.cat([made.data.view(torch.uint8), scales.view(torch.uint8)], 1)
     received = _all_to_all(sent, output_splits, input_splits, group)
-    codes, scales = (
-        received[:, :cols].contiguous(),
-        received[:, cols:].clone(memory_format=torch.contiguous_format),
-    )
+    codes = received[:, :cols].contiguous()
+    scales = received[:, cols:].clone(memory_format=torch.contiguous_format)
     operand = Operand(codes.view(format.dtype), scales.view(torch.float32), format)
     return reference.dequantize(operand, x.dtype)

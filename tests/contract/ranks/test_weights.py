@@ -292,6 +292,8 @@ def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder:
     return on_a_rank(rank, world, mutation, recipe, folder)
 
 
+# FSDP2 moves a short shard to a padded storage at the first forward, which older aliases do not see. LBFGS flattens
+# gradients, which torch cannot do with uneven shards.
 UNEVEN = ("adamw-foreach", "dcp.load", "load_state_dict", "in-place-on-the-shard", "kernel-of-its-own")
 UNEVEN += ("set_model_state_dict", "state-dict", "views", "init")
 

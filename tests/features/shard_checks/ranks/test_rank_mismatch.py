@@ -30,6 +30,7 @@ OPTIONS = {
 }
 """What the usual ranks and the odd one are converted with, and what is told of that."""
 CASES = [*((option, True) for option in OPTIONS), ("recipe", False), ("primary", False), (POLICY, False)]
+"""Whether it shows in precompute_scales, and not in the first forward."""
 
 
 def converted(rank: int, world: int, option: str, precompute: bool) -> str:

@@ -64,7 +64,7 @@ class Request:
 class Reply:
     """One rank's result, or the text of what went wrong."""
 
-    result: Any = None
+    result: bytes = b""  # pickled: a tensor of a GPU would start CUDA in the nursery
     error: str | None = None
 
 
@@ -106,11 +106,11 @@ def _run_rank(rank: int, request: Request, folder: Path, connection: Connection)
             warnings.filters[:] = filters
             _prepare(rank, request, folder / f"store{number}")
             body, args = pickle.loads(request.call)
-            payload = pickle.dumps(Reply(result=body(rank, request.world, *args)))
+            reply = Reply(result=pickle.dumps(body(rank, request.world, *args)))
         except BaseException:
             _send(connection, Reply(error=traceback.format_exc()))
             return  # at once: the others learn from the closed connection
-        connection.send_bytes(payload)
+        _send(connection, reply)
         # A rank may wait longer for the next test than a test may take.
         signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
@@ -336,7 +336,7 @@ class Nursery:
         if errors:
             told = [f"{len(errors)} of {world} ranks failed in {body.__name__}", *errors]
             raise RankFailure("\n".join(told))
-        return [reply.result for reply in replies]
+        return [pickle.loads(reply.result) for reply in replies]
 
     def stop(self) -> None:
         if self._lost:

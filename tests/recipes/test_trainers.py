@@ -86,8 +86,9 @@ def recorded(script: ModuleType, *, empty: bool = False) -> Iterator[Record]:
 
 
 def weights_of(model: torch.nn.Module, read: Callable[..., Any] = DTensor.to_local) -> Weights:
+    """Copies in the host's memory, where checkpoints are read to."""
     state = model.state_dict()
-    return {name: (read(v) if isinstance(v, DTensor) else v).clone() for name, v in state.items()}
+    return {name: (read(v) if isinstance(v, DTensor) else v).clone().cpu() for name, v in state.items()}
 
 
 def uninterrupted(batches: list[Any], policy=BF16, batches_a_step=1, **options) -> tuple[list, Weights]:

@@ -102,9 +102,13 @@ def account(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tracing(arguments: argparse.Namespace) -> list[str]:
-    """Torchtitan's options for a trace of the last steps, of the GPU alone."""
+    """Torchtitan's options for a trace of the last two steps, of the GPU alone.
+
+    Of one alone the trace may hold one optimizer step: where torchtitan logged the step before, the GPU had done it.
+    """
     return [
         *("--profiling.enable_profiling", f"--profiling.profile_freq={arguments.steps}"),
+        "--profiling.profiler_active=2",
         "--experimental.custom_import=scripts.bench.gpu.titan_trace",
     ]
 
@@ -140,14 +144,23 @@ def longest(kernels: list[dict[str, Any]], count: int = 60) -> list[tuple[str, i
     return [(name, len(times), sum(times)) for name, times in ranked]
 
 
+def last_trace(folder: Path) -> list[dict[str, Any]]:
+    """The events that rank 0 wrote last.
+
+    Raises:
+        ValueError: it wrote none.
+    """
+    traces = (folder / "run").glob("profile_traces/**/rank0_trace.json*")
+    last = max(traces, key=lambda path: path.stat().st_mtime, default=None)
+    if last is None:
+        raise ValueError(f"{folder}: torchtitan wrote no trace")
+    events: list[dict[str, Any]] = json.loads(last.read_text())["traceEvents"]
+    return events
+
+
 def traced(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
     """Train one arm, and account for the step that torchtitan traced."""
-    found: dict[str, Any] = titan.run(arguments, arm, folder)
-    traces = sorted(
-        (folder / "run").glob("profile_traces/**/rank0_trace.json*"), key=lambda p: p.stat().st_mtime
-    )
-    events = json.loads(traces[-1].read_text())["traceEvents"]
-    return {**found, **account(events)}
+    return {**titan.run(arguments, arm, folder), **account(last_trace(folder))}
 
 
 def table(found: dict[str, dict[str, Any]]) -> Table:
@@ -187,7 +200,7 @@ def main() -> None:
                 (folder / name).symlink_to(assets / name)
             try:
                 found[arm] = traced(arguments, arm, folder)
-            except (RuntimeError, ValueError, IndexError) as error:
+            except (RuntimeError, ValueError) as error:
                 failed[arm] = str(error)
             if arguments.json:
                 about = {"torchtitan": version_of("torchtitan"), "options": vars(arguments)}

@@ -4,22 +4,22 @@
              nothing runs, from a trace
     blocks   the same where NCCL_MAX_CTAS leaves a collective 8 or 16 thread blocks
     recipes  every recipe with selective checkpointing and without, and gradients in float8
-    layouts  HSDP, tensor parallelism and a pipeline beside FSDP
+    layouts  FSDP, HSDP, tensor parallelism and a pipeline, each in bf16, too
     experts  4 layers of Qwen3-30B-A3B, sharded by FSDP and by expert parallelism, torchao beside it
     weak     1, 2, 4, ... GPUs with as many tokens each
 
-The loss is that of step 1, before rounding has grown. Tensor parallelism and pipelines have fewer data-parallel ranks,
-so they see other tokens. An option that is not this script's is torchtitan's. A row that fails is told at the end, and
-the exit status is 1.
+A row is compared with bf16 on the same GPUs in the same layout: torchtitan's first weights depend on how many ranks
+shard them, and its batches on how many are data-parallel. The loss is that of step 1, before rounding has grown. An
+option that is not this script's is torchtitan's. A row that fails is told at the end, and the exit status is 1.
 
     python scripts/bench/many_gpus.py --sections steps weak --flavor 8B --steps 18 --skip 8 --json many.json
     python scripts/bench/many_gpus.py --gpus 2 --flavor 8B-8 --tokens 2048
+    python scripts/bench/many_gpus.py --sections experts --only "EP 4"
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -49,6 +49,8 @@ class Row:
     arm: str
     gpus: int
     more: tuple[str, ...] = ()
+    base: str = "bf16"
+    """The row that it is compared with."""
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -74,35 +76,41 @@ def blocks(gpus: int) -> Iterator[Row]:
     """The steps with each limit."""
     for limit in LIMITS:
         for row in steps(gpus):
-            yield replace(row, name=f"{row.name}, {limit} blocks", env={"NCCL_MAX_CTAS": str(limit)})
+            name, base = (f"{of}, {limit} blocks" for of in (row.name, row.base))
+            yield replace(row, name=name, base=base, env={"NCCL_MAX_CTAS": str(limit)})
 
 
 def recipes(gpus: int) -> Iterator[Row]:
     """Recipes by checkpointing."""
     for mode in ("selective", "none"):
-        checkpoint = (f"--activation_checkpoint.mode={mode}",)
-        yield Row(f"bf16, {mode}", BF16, gpus, checkpoint)
+        checkpoint, base = (f"--activation_checkpoint.mode={mode}",), f"bf16, {mode}"
+        yield Row(base, BF16, gpus, checkpoint, base)
         for recipe in RECIPES:
-            yield Row(f"{recipe}, {mode}", OURS, gpus, (*checkpoint, f"--f8sub.recipe_name={recipe}"))
-        yield Row(
-            f"gradients in float8, {mode}", OURS, gpus, (*checkpoint, "--f8sub.reduce-gradients-in-float8")
-        )
+            more = (*checkpoint, f"--f8sub.recipe_name={recipe}")
+            yield Row(f"{recipe}, {mode}", OURS, gpus, more, base)
+        more = (*checkpoint, "--f8sub.reduce-gradients-in-float8")
+        yield Row(f"gradients in float8, {mode}", OURS, gpus, more, base)
 
 
 def layouts(gpus: int) -> Iterator[Row]:
-    """Ways to place the model, as far as there are GPUs; FSDP first."""
-    yield Row("FSDP", OURS, gpus)
+    """Ways to place the model, as far as there are GPUs; compiled tensor parallelism has no float8 all-gather."""
+    ways: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {"FSDP": ((), ())}
     for replicas in (2, 4):
         if gpus % replicas == 0 and gpus > replicas:
-            name = f"HSDP {replicas}x{gpus // replicas}"
-            yield Row(name, OURS, gpus, (f"--parallelism.data_parallel_replicate_degree={replicas}",))
+            option = f"--parallelism.data_parallel_replicate_degree={replicas}"
+            ways[f"HSDP {replicas}x{gpus // replicas}"] = ((option,), ())
     if gpus % 2 == 0:
-        yield Row(f"TP 2 x FSDP {gpus // 2}", OURS, gpus, ("--parallelism.tensor_parallel_degree=2",))
+        tensor, in_bf16 = "--parallelism.tensor_parallel_degree=2", "--f8sub.no-enable-fsdp-float8-all-gather"
         pipeline = (
             "--parallelism.pipeline_parallel_degree=2",
             "--parallelism.pipeline_parallel_schedule=1F1B",
+            "--training.local_batch_size=2",
         )
-        yield Row(f"PP 2 x FSDP {gpus // 2}", OURS, gpus, (*pipeline, "--training.local_batch_size=2"))
+        ways[f"TP 2 x FSDP {gpus // 2}"] = ((tensor,), (in_bf16,))
+        ways[f"PP 2 x FSDP {gpus // 2}"] = (pipeline, ())
+    for way, (placed, ours) in ways.items():
+        yield Row(f"bf16, {way}", BF16, gpus, placed, f"bf16, {way}")
+        yield Row(f"tensorwise, {way}", OURS, gpus, (*placed, *ours), f"bf16, {way}")
 
 
 def experts(gpus: int) -> Iterator[Row]:
@@ -112,7 +120,7 @@ def experts(gpus: int) -> Iterator[Row]:
         name = "FSDP" if degree == 1 else f"EP {degree} x FSDP {gpus // degree}"
         placed = (*mixture, f"--parallelism.expert_parallel_degree={degree}")
         for arm in (BF16, *titan.MIXTURES):
-            yield Row(f"{arm.removesuffix(' compiled')}, {name}", arm, gpus, placed)
+            yield Row(f"{arm.removesuffix(' compiled')}, {name}", arm, gpus, placed, f"bf16, {name}")
 
 
 def weak(gpus: int) -> Iterator[Row]:
@@ -120,7 +128,7 @@ def weak(gpus: int) -> Iterator[Row]:
     count = 1
     while count <= gpus:
         for name, arm in (("bf16", BF16), ("tensorwise", OURS)):
-            yield Row(f"{name}, {count} GPUs", arm, count)
+            yield Row(f"{name}, {count} GPUs", arm, count, base=f"bf16, {count} GPUs")
         count *= 2
 
 
@@ -135,7 +143,7 @@ SECTIONS = {
 
 
 def measured(arguments: argparse.Namespace, row: Row, folder: Path, traced: bool) -> dict[str, Any]:
-    """Train a row; with the account of its last step where that is traced."""
+    """Train a row; with the account of its last step where that is traced, or ``untraced``: why there is none."""
     tracing = budget.tracing(arguments) if traced else []
     own = argparse.Namespace(
         **{**vars(arguments), "gpus": row.gpus, "more": [*row.more, *tracing, *arguments.more]}
@@ -148,33 +156,29 @@ def measured(arguments: argparse.Namespace, row: Row, folder: Path, traced: bool
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     if traced:
-        trace = max(
-            (folder / "run").glob("profile_traces/**/rank0_trace.json*"), key=lambda p: p.stat().st_mtime
-        )
-        account = budget.account(json.loads(trace.read_text())["traceEvents"])
-        found |= {name: account[name] for name in ("alone_ms", "idle_ms")}
+        try:
+            account = budget.account(budget.last_trace(folder))
+            found |= {name: account[name] for name in ("alone_ms", "idle_ms")}
+        except ValueError as error:
+            found["untraced"] = str(error)
     return found
 
 
-def table(section: str, found: dict[str, dict[str, Any]]) -> Table:
-    """The rows of a section; the first one is what others are compared with."""
-    first = next(iter(found.values()), {})
-    rows = [
-        (
-            name,
-            {
-                **of,
-                "over_first": of["tokens_per_second"] / first["tokens_per_second"],
-                "loss_gap": of["first_loss"] - first["first_loss"],
-            },
-        )
-        for name, of in found.items()
-    ]
+def table(section: str, found: dict[str, dict[str, Any]], bases: dict[str, str]) -> Table:
+    """The rows of a section; each is compared with its base, where that was run."""
+    rows = []
+    for name, of in found.items():
+        base = found.get(bases[name])
+        compared = base and {
+            "over_base": of["tokens_per_second"] / base["tokens_per_second"],
+            "loss_gap": of["first_loss"] - base["first_loss"],
+        }
+        rows.append((name, {**of, **(compared or {})}))
     columns = [
         ("tokens/s and GPU", "{tokens_per_second:,.0f} ({slowest:,.0f} to {fastest:,.0f})"),
-        ("over the first", "{over_first:.3f}"),
+        ("over bf16", "{over_base:.3f}"),
         ("GiB active / reserved", "{active_gib:.1f} / {reserved_gib:.1f}"),
-        ("loss of step 1 - the first's", "{loss_gap:+.4f}"),
+        ("loss of step 1 - bf16's", "{loss_gap:+.4f}"),
     ]
     if section in TRACED:
         columns.append(("communication alone / idle, ms", "{alone_ms:.1f} / {idle_ms:.1f}"))
@@ -185,6 +189,7 @@ def parsed() -> argparse.Namespace:
     """This script's options, and those of titan.py but for its arms."""
     made = titan.options(__doc__)
     made.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    made.add_argument("--only", nargs="+", default=[""], help="of the rows those whose name has any of these")
     made.add_argument("--no-trace", action="store_true", help="no trace of the sections steps and blocks")
     return titan.checked(made)
 
@@ -204,6 +209,8 @@ def main() -> None:
         for section in arguments.sections:
             found[section] = {}
             for number, row in enumerate(SECTIONS[section](arguments.gpus)):
+                if not any(words in row.name for words in arguments.only):
+                    continue
                 begin(f"{section}: {row.name}")
                 folder = Path(temporary) / f"{section}{number}"
                 folder.mkdir()
@@ -211,13 +218,16 @@ def main() -> None:
                     (folder / name).symlink_to(assets / name)
                 try:
                     traced = section in TRACED and not arguments.no_trace
-                    found[section][row.name] = measured(arguments, row, folder, traced)
+                    of_row = found[section][row.name] = measured(arguments, row, folder, traced)
+                    if "untraced" in of_row:
+                        failed[f"{section}: the trace of {row.name}"] = of_row["untraced"]
                 except (RuntimeError, ValueError) as error:
                     failed[f"{section}: {row.name}"] = str(error)
                 if arguments.json:
                     write_json(arguments.json, {"about": about, "figures": found, "failed": failed})
     for section, of_section in found.items():
-        table(section, of_section).show()
+        bases = {row.name: row.base for row in SECTIONS[section](arguments.gpus)}
+        table(section, of_section, bases).show()
     for name, error in failed.items():
         print(f"FAILED {name}: {error}", file=sys.stderr)
     sys.exit(1 if failed else 0)

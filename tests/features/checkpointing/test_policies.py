@@ -141,6 +141,11 @@ def test_products_of_a_compiled_backward(recipe, policy):
     assert gemms(compiled_backward(recipe, contexts)) == products
 
 
+def test_dynamo_of_torch_2_11_takes_all_that_it_compiles_for_exported(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: torch.compiler.is_dynamo_compiling())
+    assert gemms(compiled.__wrapped__("tensorwise", every_second_mm).backward) == 17
+
+
 DYNAMIC = [("tensorwise", "bf16"), (None, "bf16")]
 
 

@@ -82,7 +82,7 @@ def article() -> Table:
 def errors() -> Table:
     """Every run that the model is held to."""
     groups = (
-        ("tokens/s, two H200s: ", whole_runs()),
+        ("tokens/s, H200s: ", whole_runs()),
         ("over bf16, published: ", speed_ups()),
         ("tokens/s in bf16, published: ", rates()),
     )

@@ -30,7 +30,9 @@ def test_a_section_on_cpus(run_script):
     found = done.figures["figures"]["layouts"]
     assert len(found) == 6
     for name, of in found.items():
-        assert of["first_loss"] == pytest.approx(found[name.replace("tensorwise", "bf16")]["first_loss"], abs=0.02)
+        assert of["first_loss"] == pytest.approx(
+            found[name.replace("tensorwise", "bf16")]["first_loss"], abs=0.02
+        )
 
 
 @pytest.mark.long

@@ -62,7 +62,7 @@ COMMAND = re.compile(
 @by_page
 def test_options_of_commands_are_there(page):
     """Those of the repository's scripts; a name with a dot is torchtitan's or a setting of recipes/pretrain.py."""
-    shared = (ROOT / "scripts" / "table.py").read_text()
+    shared = "".join((ROOT / "scripts" / name).read_text() for name in ("table.py", "bench/titan.py"))
     wrong = []
     for script, rest in COMMAND.findall(page.read_text()):
         source = (ROOT / script).read_text() + shared

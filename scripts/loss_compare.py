@@ -1,10 +1,10 @@
 """The loss of every recipe against bf16: the held-out loss of the same runs, over several seeds.
 
-An arm is bf16, float32, a recipe, or with ``--head`` or ``--swiglu`` a recipe that has the output head or SwiGLU's
-input in float8, too. All arms of a seed start from the same weights, see the same batches, and are evaluated on the
-same held-out tokens when their learning rate has decayed to zero. The yardstick differs from bf16 by rounding alone,
-so a gap of its size says nothing: float32, or for sizes that want a GPU bf16 that adds the gradients of a batch's
-halves. Runs are those of ``recipes/pretrain.py``.
+An arm is bf16, float32, a recipe, one of torchao's, or with ``--head`` or ``--swiglu`` a recipe that has the output
+head or SwiGLU's input in float8, too. All arms of a seed start from the same weights, see the same batches, and are
+evaluated on the same held-out tokens when their learning rate has decayed to zero. The yardstick differs from bf16 by
+rounding alone, so a gap of its size says nothing: float32, or for sizes that want a GPU bf16 that adds the gradients of
+a batch's halves. Runs are those of ``recipes/pretrain.py``, torchao's those of ``scripts/bench/pretrain_torchao.py``.
 
 The gap is that of the logarithms of the losses, in per cent; its interval is that of a randomized block design (blocks
 are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % by Student's t.
@@ -56,6 +56,8 @@ import f8sub
 from scripts.table import ROOT, Table, finish, parser
 
 TRAINER = ROOT / "recipes" / "pretrain.py"
+PEER = ROOT / "scripts" / "bench" / "pretrain_torchao.py"
+PEERS = ("torchao-tensorwise", "torchao-rowwise")
 BASELINE = "bf16"
 YARDSTICK = "float32"
 HALVES = "bf16-halves"
@@ -200,7 +202,7 @@ def settings(run: Run, steps: int, size: str = "debug") -> list[str]:
         chosen["training.gradient_accumulation_steps"] = 2
         chosen["training.local_batch_size"] //= 2
         chosen["eval.batches"] *= 2
-    if run.arm in (BASELINE, YARDSTICK, HALVES):
+    if run.arm in (BASELINE, YARDSTICK, HALVES, *PEERS):
         chosen["float8.enabled"] = "false"
     else:
         chosen["float8.recipe"] = run.arm.split("-")[0]
@@ -236,7 +238,8 @@ class Results:
         shutil.rmtree(dump, ignore_errors=True)
         dump.mkdir(parents=True)
         lines, log = dump / "metrics.jsonl", dump / "log.txt"
-        command = [sys.executable, str(TRAINER), "--job.dump_folder", str(dump), *chosen]
+        program = [str(PEER), run.arm.removeprefix("torchao-")] if run.arm in PEERS else [str(TRAINER)]
+        command = [sys.executable, *program, "--job.dump_folder", str(dump), *chosen]
         environment = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **os.environ}
         if torch.cuda.device_count():
             every = ",".join(map(str, range(torch.cuda.device_count())))
@@ -413,7 +416,8 @@ def smoothed(losses: list[list[float]]) -> torch.Tensor:
 
 def main() -> None:
     made = parser(__doc__, "loss_compare")
-    made.add_argument("--recipes", nargs="+", default=f8sub.recipe_names(), choices=f8sub.recipe_names())
+    ours = f8sub.recipe_names()
+    made.add_argument("--recipes", nargs="+", default=ours, choices=[*ours, *PEERS])
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
     made.add_argument("--jobs", type=int, default=1, help="runs that are trained at a time")
@@ -453,7 +457,7 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     results, seeds = Results(arguments.folder, arguments.steps, arguments.size), arguments.seeds
     endings = [ending for ending in VARIANTS if getattr(arguments, ending.strip("-"))]
-    variants = [recipe + ending for ending in endings for recipe in arguments.recipes]
+    variants = [recipe + ending for ending in endings for recipe in arguments.recipes if recipe not in PEERS]
     yardstick = HALVES if SIZES[arguments.size] is ON_GPU else YARDSTICK
     names = [BASELINE, yardstick, *arguments.recipes, *variants]
     train_missing(results, [Run(arm, seed) for seed in seeds for arm in names], arguments.jobs)

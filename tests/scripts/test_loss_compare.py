@@ -53,6 +53,7 @@ def test_arms_differ_in_precision_alone():
     assert others == [bf16] * 2
     assert options("rowwise")["--float8.recipe"] == "rowwise"
     assert options("bf16")["--float8.enabled"] == options("float32")["--float8.enabled"] == "false"
+    assert options("torchao-rowwise") == options("bf16")
     halves = options("bf16-halves")
     assert halves["--float8.enabled"] == "false"
     for name, times in {
@@ -100,6 +101,7 @@ def test_trains_each_arm_once_and_shows_the_gaps(tmp_path, run_script):
         options = (
             "--recipes",
             "rowwise",
+            "torchao-rowwise",
             "--seeds",
             "0",
             "--steps",
@@ -114,11 +116,12 @@ def test_trains_each_arm_once_and_shows_the_gaps(tmp_path, run_script):
         return finished
 
     assert "rowwise, seed 0" in run().stdout
+    assert "float8: torchao's, rowwise" in (tmp_path / "torchao-rowwise-seed0" / "log.txt").read_text()
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*-seed?.json")}
-    assert len(written) == 3
+    assert len(written) == 4
     again = run()
     assert {path: path.stat().st_mtime_ns for path in written} == written
-    assert set(again.figures["gaps"]) == {"float32", "rowwise"}
+    assert set(again.figures["gaps"]) == {"float32", "rowwise", "torchao-rowwise"}
     assert all(len(losses) == 1 for losses in again.figures["eval_losses"].values())
     assert loss_compare.interval(again.figures["gaps"]["rowwise"]) in again.stdout
     assert (tmp_path / "loss.png").stat().st_size > 1000

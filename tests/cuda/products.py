@@ -1,9 +1,6 @@
-"""Which recipes there are, and where a backend's sums round."""
+"""Where a backend's sums round."""
 
-import f8sub
 from f8sub.kernels.reference import PROMOTION
-
-RECIPES = f8sub.recipe_names()
 
 
 def promoted(backend: str | None, fast_accum: bool, depth: int) -> int | None:

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.cuda.test_quantize_cuda import runs  # noqa: F401
+from tests.kernels import test_shard_amaxes as interpreted
 from tests.kernels.interpreted import needs_triton
-from tests.kernels.test_shard_amaxes import amaxes, edges, scales
 from tests.weights.ranks.test_amax_table import differences
 
 pytestmark = needs_triton
@@ -12,17 +12,17 @@ pytestmark = needs_triton
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_amaxes_of_all_tiles_and_dtypes(seed, runs):  # noqa: F811
-    amaxes("cuda", seed)
+    interpreted.test_amaxes_of_all_tiles_and_dtypes(seed, "cuda")
     assert runs == ["amaxes_of_many"] * 4
 
 
 def test_amaxes_of_edge_values(runs):  # noqa: F811
-    edges("cuda")
+    interpreted.test_amaxes_of_edge_values("cuda")
     assert set(runs) == {"amaxes_of_many"}
 
 
 def test_scales_of_many_amaxes(runs):  # noqa: F811
-    scales("cuda")
+    interpreted.test_scales_of_many_amaxes("cuda")
     assert set(runs) == {"scales_of_many"}
 
 

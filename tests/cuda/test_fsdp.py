@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import f8sub
-from tests.cuda.products import RECIPES
+from tests.compiling import compile_blocks
 from tests.cuda.sharded import (
     gathered_bits,
     losses_on_and_off,
@@ -17,9 +17,8 @@ from tests.cuda.sharded import (
     train,
 )
 from tests.cuda.test_linear import NoSync
+from tests.layers import on_each_recipe
 from tests.models import BF16, shard
-
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 
 @pytest.fixture(params=[1, 2], ids=["one", "two"])
@@ -52,8 +51,7 @@ def test_cpu_offload(on_gpus):
 def steps_without_a_sync(rank: int, world: int, recipe: str, compiled: bool) -> None:
     model = shard(model_on_gpu(recipe), BF16)
     if compiled:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
+        compile_blocks(model, "inductor")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, optimizer, rank, steps=3)
     with NoSync():

@@ -10,7 +10,7 @@ from f8sub.kernels.gemm import scaled_mm, select
 from f8sub.kernels.triton import triton_mm
 from tests.budgets import excess
 from tests.cuda.products import promoted
-from tests.data_sets import generator, row_outliers
+from tests.data_sets import generator, on_each_dtype, row_outliers
 from tests.kernels.products import (
     BLOCK,
     BLOCK_PAIRS,
@@ -30,9 +30,7 @@ SHAPES = {
     "one": (1, 1, 1),
     "one-row": (1, 128, 130),
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 
 
 def on_gpu(a):

@@ -7,15 +7,12 @@ import f8sub
 from f8sub.formats import Operand
 from f8sub.kernels.gemm.block_scales import unflat
 from f8sub.kernels.quantize import quantize
-from tests.cuda.products import RECIPES
-from tests.data_sets import edge_values, make
+from tests.data_sets import edge_values, make, on_each_dtype
 from tests.kernels.products import assert_same_bits
+from tests.layers import on_each_recipe
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = [(48, 160), (272, 400), (2, 512), (128, 130)]
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 on_each_operand = pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=["x", "w", "dy"])
-on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 
 
 @on_each_dtype

@@ -8,20 +8,19 @@ from f8sub import Float8Format
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda, support
-from tests.data_sets import make
+from tests.data_sets import make, on_each_dtype
 from tests.kernels import test_pairs as pairs
 from tests.kernels import test_quantize_cuda as interpreted
+from tests.kernels import test_recasts as recasts
 from tests.kernels.interpreted import needs_triton
 from tests.kernels.products import assert_same_bits
-from tests.kernels.quantized import DTYPES, FORMATS, check, check_priors, on_each_format, usages_of
+from tests.kernels.quantized import FORMATS, check, check_priors, on_each_format, usages_of
 from tests.kernels.test_quotients import binade, right_scales, same
-from tests.kernels.test_recasts import RECAST, derivations, every_value
 
 SHAPES = [(48, 160), (256, 512), (272, 400), (2048, 1536)]
 """Of more programs than those that are interpreted."""
 
 pytestmark = needs_triton
-on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
 
 
@@ -51,8 +50,8 @@ def runs(monkeypatch) -> list[str]:
 @on_each_dtype
 @on_each_format
 def test_every_data_set_shape_and_usage(name, dtype, runs):
-    interpreted.elements(name, dtype, "cuda")
-    interpreted.walks(name, dtype, "cuda")
+    interpreted.test_data_sets_edge_values_and_elements_that_are_not_finite(name, dtype, "cuda")
+    interpreted.test_shapes_that_tiles_do_not_divide(name, dtype, "cuda")
     for shape in SHAPES:
         for row, col in usages_of(name):
             runs.clear()
@@ -62,22 +61,22 @@ def test_every_data_set_shape_and_usage(name, dtype, runs):
 
 @pytest.mark.parametrize("name", pairs.PAIRED)
 def test_whole_tiles_of_pairs(name, runs):
-    pairs.check_tiles(name, "cuda")
+    pairs.test_whole_tiles(name, "cuda")
     assert pairs.PAIRED[name] in runs
-    pairs.check_what_is_not_paired(name, "cuda")
+    pairs.test_what_is_not_paired(name, "cuda")
 
 
 @on_each_dtype
 @of_one_scale
 def test_scales_of_the_past(name, dtype, runs):
-    interpreted.past_scales(name, dtype, "cuda")
+    interpreted.test_scales_of_the_past(name, dtype, "cuda")
     check_priors(name, [make("lognormal", (272, 400), 4, dtype)], "cuda")
     assert set(runs) == {"amax_of_matrix", "cast_with_one"}
 
 
 @of_one_scale
 def test_scales_of_the_past_of_pairs(name, runs):
-    pairs.check_pasts(name, "cuda")
+    pairs.test_pasts(name, 3, "cuda")
     assert "cast_pairs_with_prior" in runs
 
 
@@ -96,30 +95,30 @@ def test_amaxes_are_staged(runs):
 @on_each_dtype
 @on_each_format
 def test_parts_with_known_scales(name, dtype, runs):
-    interpreted.parts(name, dtype, "cuda")
+    interpreted.test_parts_with_known_scales(name, dtype, "cuda")
     assert set(runs) == {"cast_part"}
 
 
 def test_rows_of_any_width(runs):
-    interpreted.rows_of_any_width("cuda")
+    interpreted.test_rows_of_any_width("cuda")
     assert set(runs) == {"quantize_whole_rows", "quantize_rows"}
 
 
 @on_each_format
 def test_many_parts_at_once(name, runs):
-    interpreted.many_parts(name, "cuda")
+    interpreted.test_many_parts_at_once(name, "cuda")
     assert set(runs) == {"cast_part", "cast_parts"}
 
 
 @on_each_format
 def test_the_columnwise_usage_of_codes(name, runs):
-    derivations(name, "cuda")
+    recasts.test_the_columnwise_usage_of_codes(name, "cuda")
     assert runs
 
 
-@pytest.mark.parametrize("name", RECAST)
+@pytest.mark.parametrize("name", recasts.RECAST)
 def test_every_code_under_many_scales(name, runs):
-    every_value(FORMATS[name], "cuda")
+    recasts.test_every_code_under_many_scales(name, "cuda")
     lines = {"amax_of_code_columns", "recast_by_lines"}
     kernels = set(runs) - {"prepared"}
     assert kernels == (lines if FORMATS[name].tile == support.ROWWISE else {"recast_by_vectors"})

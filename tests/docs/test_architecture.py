@@ -1,14 +1,13 @@
 """docs/architecture.md and its picture say what the code says now."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from scripts.tables import architecture
+from tests.docs.pages import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 TESTED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 RENEWS = f"out of date: {architecture.COMMAND} renews it"

@@ -1,13 +1,11 @@
 """The table of faults names tests that are there."""
 
 import re
-from pathlib import Path
 
 import pytest
 
+from scripts.table import ROOT
 from scripts.tables.faults import FAULTS
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

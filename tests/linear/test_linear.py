@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.data_sets import gaussian, generator
+from tests.data_sets import DTYPES, gaussian, generator
 from tests.layers import K, M, N, assert_close, dy_of, gradients, made, on_each_recipe, x_of
 from tests.models import equal, seed_weights
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 6)], ids=str)

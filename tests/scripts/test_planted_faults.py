@@ -1,12 +1,10 @@
 """The list of planted faults fits the library as it is: each fault's line is there, and so are its tests."""
 
-from pathlib import Path
-
 import pytest
 
 from scripts import planted_faults
+from scripts.table import ROOT
 
-ROOT = Path(__file__).parents[2]
 FAULTS = {fault.name: fault for fault in planted_faults.faults()}
 
 

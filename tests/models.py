@@ -1,8 +1,9 @@
 """Small models of the shapes FSDP2 meets in practice, with weights that do not depend on the rank."""
 
 import itertools
-from collections.abc import Callable
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -175,6 +176,24 @@ def equal(found: Any, expected: Any) -> bool:
     pairs = zip(leaves, others, strict=True)
     same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
     return tree == other_tree and all(same)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """What f8sub warns of meanwhile is ignored."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        yield
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What f8sub warns of meanwhile, each time; there after the ``with`` block."""
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield told
+    told += [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
 
 
 def refusal(kind: type[Exception], call: Callable[..., Any], *args: Any) -> str:

@@ -4,7 +4,6 @@ Every weight, by every way it changes: a new kind of weight is a value of ``WEIG
 """
 
 import ctypes
-import warnings
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import f8sub
 from tests.budgets import decibels
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, seed_weights, shard
+from tests.models import Stack, seed_weights, shard, silenced
 from tests.selection import long_but
 from tests.wires import ONE_RECIPE_A_WIRE, QUICK, least_decibels, on_each
 
@@ -57,8 +56,7 @@ def within_a_closure(model: nn.Module, folder: str) -> None:
         loss.backward()
         return loss
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with silenced():
         optimizer.step(closure)
     optimizer.zero_grad()
 
@@ -248,8 +246,7 @@ def after(
     ALL[mutation](model, folder)
     growth = full_weight(model).abs().amax() / before.abs().amax()
     assert growth > FATAL, f"this change would not show: the amax grew by {growth:.2f}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with silenced():
         if precompute:
             f8sub.precompute_scales(model)
         y = model(inputs())
@@ -334,8 +331,7 @@ def loaded_on_uneven_shards(rank: int, world: int, recipe: str) -> list[torch.Te
     set_model_state_dict(model, dict(loaded), options=StateDictOptions(full_state_dict=True))
     alone = f8sub.convert_to_float8(Stack(*widths), recipe=recipe)
     alone.load_state_dict(loaded)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with torch.no_grad(), silenced():
         return [model(x), alone(x)]
 
 

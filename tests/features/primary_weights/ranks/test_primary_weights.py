@@ -1,7 +1,6 @@
 """Float8 primary weights under FSDP2: the losses of high-precision weights, bit for bit, and what is kept of them."""
 
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -29,6 +28,7 @@ from tests.models import (
     seed_weights,
     shard,
     shard_of,
+    silenced,
     train,
     update,
 )
@@ -179,8 +179,7 @@ def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(rank, 
         before = [StorageWeakRef(layer.weight.to_local().untyped_storage()) for layer in float8_layers(model)]
         optimizer = f8sub.optim.MasterWeights(optimizer)
         freed = [storage.expired() for storage in before]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", f8sub.Float8Warning)
+        with silenced():
             losses.append(train(model, rank, steps=3, optimizer=optimizer))
     assert losses[0] == losses[1]
     # Float32 values became the master where they were.

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import _pytree as pytree
 
@@ -103,6 +105,13 @@ def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, **option
     for block in getattr(model, "blocks", None) or model.layers:
         fully_shard(block, mp_policy=policy, **options)
     return fully_shard(model, mp_policy=policy, **options)
+
+
+def replicated(replicas: int) -> DeviceMesh:
+    """All ranks: so many replicas, each sharded over as many ranks as there are; of one its shards alone."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return mesh if replicas > 1 else mesh["shard"]
 
 
 def checkpointed(model: nn.Module) -> nn.Module:

@@ -8,8 +8,8 @@ import f8sub
 from tests import oracle
 from tests.budgets import excess
 from tests.contract.test_linear_numerics import converted
-from tests.cuda.products import promoted
 from tests.data_sets import make, on_each_dtype
+from tests.kernels.products import promoted
 from tests.layers import on_each_recipe
 from tests.models import update
 

@@ -1,26 +1,34 @@
-"""Triton's quantizers on a GPU equal the reference on the CPU bitwise, and they are what runs there."""
+"""Codes and scales on a GPU, by Triton's kernels or compiled by Inductor, are the reference's on the CPU bitwise."""
 
 import pytest
 import torch
 
 import f8sub
 from f8sub import Float8Format
+from f8sub.formats import Operand
 from f8sub.kernels import reference
+from f8sub.kernels.gemm.block_scales import unflat
+from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda, support
-from tests.data_sets import make, on_each_dtype
+from tests.data_sets import edge_values, make, on_each_dtype
 from tests.kernels import test_pairs as pairs
 from tests.kernels import test_quantize_cuda as interpreted
 from tests.kernels import test_recasts as recasts
+from tests.kernels import test_shard_amaxes as amaxes
 from tests.kernels.interpreted import needs_triton
 from tests.kernels.products import assert_same_bits
 from tests.kernels.quantized import FORMATS, check, check_priors, on_each_format, usages_of
 from tests.kernels.test_quotients import binade, right_scales, same
+from tests.layers import on_each_recipe
+from tests.weights.ranks.test_amax_table import differences
 
+SMALL_SHAPES = [(48, 160), (272, 400), (2, 512), (128, 130)]
 SHAPES = [(48, 160), (256, 512), (272, 400), (2048, 1536)]
 """Of more programs than those that are interpreted."""
 
 pytestmark = needs_triton
+on_each_operand = pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=["x", "w", "dy"])
 of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
 
 
@@ -188,3 +196,66 @@ def test_every_scale_has_the_inverse_of_ieee():
     for exponent in range(-126, 127):
         scale = binade(exponent)[: 1 if exponent == 126 else None].cuda()
         assert bool(same(inverses(scale, 4096), scale.double().reciprocal().float()).all()), exponent
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_amaxes_of_all_tiles_and_dtypes(seed, runs):
+    amaxes.test_amaxes_of_all_tiles_and_dtypes(seed, "cuda")
+    assert runs == ["amaxes_of_many"] * 4
+
+
+def test_amaxes_of_edge_values(runs):
+    amaxes.test_amaxes_of_edge_values("cuda")
+    assert set(runs) == {"amaxes_of_many"}
+
+
+def test_scales_of_many_amaxes(runs):
+    amaxes.test_scales_of_many_amaxes("cuda")
+    assert set(runs) == {"scales_of_many"}
+
+
+def differences_on_gpu(rank: int, world: int, recipe: str) -> tuple[list[str], list[str], int]:
+    return differences(recipe, False, "cuda")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "gridquant"])
+def test_tables_are_those_of_torchs_operators(ranks, recipe):
+    ((wrong, launched, planned),) = ranks(1, differences_on_gpu, recipe, gpus=True, timeout=120)
+    assert wrong == []
+    of_tables = [name for name in launched if name.endswith("_of_many")]
+    # Scales of the weights of bfloat16, and of those of float32.
+    assert of_tables == ["amaxes_of_many", *["scales_of_many"] * 2] * 4
+    assert planned == 2
+
+
+@on_each_dtype
+@on_each_operand
+@on_each_recipe
+def test_both_usages_of_each_operand(recipe, operand, dtype):
+    matrices = [make("lognormal", shape, 3, dtype) for shape in SMALL_SHAPES]
+    matrices[0][3, 4], matrices[0][7, 9], matrices[0][20, 0] = float("nan"), float("inf"), float("-inf")
+    for matrix in (*matrices, *edge_values(dtype).values()):
+        expected = f8sub.quantize(matrix, recipe, operand=operand)
+        found = f8sub.quantize(matrix.cuda(), recipe, operand=operand)
+        assert_same_bits(found.rowwise, expected.rowwise)
+        assert_same_bits(found.columnwise, expected.columnwise)
+
+
+def both_usages(x: torch.Tensor, formats: tuple) -> list[torch.Tensor]:
+    return [t for operand in quantize(x, *formats) if operand is not None for t in operand.tensors]
+
+
+@on_each_dtype
+@on_each_operand
+@on_each_recipe
+def test_compiled_by_inductor(recipe, operand, dtype):
+    formats = f8sub.get_recipe(recipe).formats(operand)
+    torch._dynamo.reset()
+    compiled = torch.compile(both_usages, fullgraph=True)
+    for data in ("gaussian", "lognormal"):
+        matrix = make(data, (144, 304), 5, dtype)
+        found = compiled(matrix.cuda(), formats)
+        for expected in filter(None, quantize(matrix, *formats)):
+            count = len(expected.tensors)
+            assert_same_bits(unflat(Operand.of(expected.format, *found[:count])), expected)
+            found = found[count:]

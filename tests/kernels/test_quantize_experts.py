@@ -10,8 +10,9 @@ from f8sub.formats import Float8Format, Tile
 from f8sub.kernels.triton import quantize_cuda
 from tests.data_sets import make
 from tests.kernels.interpreted import interpreted
+from tests.kernels.products import assert_same_bytes
 from tests.kernels.quantized import INF, NAN
-from tests.kernels.test_quantize_groups import GROUP_FORMATS, WALKS, on_each_format_and_dtype, same
+from tests.kernels.test_quantize_groups import GROUP_FORMATS, WALKS, on_each_format_and_dtype
 from tests.selection import long_but
 
 SHAPES = [(3, 144, 80), (2, 256, 128), (5, 16, 272)]
@@ -28,8 +29,8 @@ def weights(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
 
 def both_same(found: ExpertWeights, right: ExpertWeights) -> None:
     assert found.format == right.format
-    same("codes", found.data, right.data.contiguous())
-    same("scales", found.scale_inv, right.scale_inv.contiguous())
+    assert_same_bytes("codes", found.data, right.data.contiguous())
+    assert_same_bytes("scales", found.scale_inv, right.scale_inv.contiguous())
 
 
 @on_each_format_and_dtype
@@ -66,5 +67,5 @@ def test_all_experts_rows_as_one_matrix(device):
     flat = Float8Format(whole.dtype, Tile(144, -1), whole.scale_rule)
     made = quantize_cuda.quantize(w.view(-1, 80).to(device), flat, None).rowwise
     right = specification.quantize(w, whole)
-    same("codes", made.data, right.data.reshape(-1, 80))
-    same("scales", made.scale_inv, right.scale_inv.reshape(3, 1))
+    assert_same_bytes("codes", made.data, right.data.reshape(-1, 80))
+    assert_same_bytes("scales", made.scale_inv, right.scale_inv.reshape(3, 1))

@@ -9,7 +9,7 @@ from f8sub.features.expert_operands import tokens_cuda
 from f8sub.features.expert_operands.groups import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import interpreted, launched
-from tests.kernels.products import bits
+from tests.kernels.products import assert_same_bytes
 from tests.kernels.quantized import E4M3, FORMATS, INF, NAN
 from tests.selection import long_but
 
@@ -50,14 +50,6 @@ def spoiled(x: torch.Tensor, groups: Groups) -> torch.Tensor:
     return x
 
 
-def same(name: str, part: torch.Tensor, right: torch.Tensor) -> None:
-    assert (part.shape, part.dtype) == (right.shape, right.dtype)
-    differ = bits(part) != bits(right)
-    if part.dtype.itemsize == 1 and part.dtype != torch.float8_e8m0fnu:
-        differ &= ~(part.cpu().float().isnan() & right.float().isnan()).flatten()
-    assert not differ.any(), f"{int(differ.sum())} of {right.numel()} bytes of {name} differ"
-
-
 def check(x, groups: Groups, format: Float8Format, usages="both", multiple=16, device="cpu") -> None:
     """Rows past the last group are undefined in what has x's rows."""
     row, col = (format if is_made else None for is_made in USAGES[usages])
@@ -77,8 +69,8 @@ def check(x, groups: Groups, format: Float8Format, usages="both", multiple=16, d
             data = data[0][:end], data[1][:end]
             if format.tile.rows == 1:
                 scale_inv = scale_inv[0][:end], scale_inv[1][:end]
-        same("codes", *data)
-        same("scales", *scale_inv)
+        assert_same_bytes("codes", *data)
+        assert_same_bytes("scales", *scale_inv)
 
 
 EMPTY = "first, middle and last empty"
@@ -164,6 +156,6 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
                 w = make("lognormal", (5, 144, 80), 6, torch.bfloat16)
                 w[1], w[2, 3, 4] = 0, NAN
                 found, right = weights_cuda.quantize(w.to(device), format), weights.quantize(w, format)
-                same("codes", found.data, right.data.contiguous())
-                same("scales", found.scale_inv, right.scale_inv.contiguous())
+                assert_same_bytes("codes", found.data, right.data.contiguous())
+                assert_same_bytes("scales", found.scale_inv, right.scale_inv.contiguous())
                 assert names[-1] == "quantize_bands_in_turn"

@@ -11,9 +11,8 @@ from f8sub.kernels.gemm import scaled_mm
 from f8sub.tensor.float8_tensor import ANY_OTHER, OPS
 from tests.budgets import excess
 from tests.counting import Float8Work
-from tests.cpu_products import skip_without_rows
 from tests.data_sets import gaussian, generator, row_outliers
-from tests.kernels.products import E4M3, exact
+from tests.kernels.products import E4M3, exact, skip_without_rows
 from tests.oracle import Product
 
 aten = torch.ops.aten

@@ -6,8 +6,7 @@ import torch
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, refusal, seed_weights, shard, silenced
-from tests.wire import Wire
-from tests.wires import ONE_RECIPE_A_WIRE, on_each
+from tests.wire import ONE_RECIPE_A_WIRE, Wire, on_each
 
 BAD = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}
 on_each_recipe = on_each(ONE_RECIPE_A_WIRE)

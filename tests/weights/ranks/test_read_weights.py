@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, equal, precompute, silenced
-from tests.wires import on_each
+from tests.wire import on_each
 
 # What is told once a process is told to each test.
 pytestmark = pytest.mark.own_ranks

@@ -15,8 +15,7 @@ from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, heard, seed_weights, shard, silenced, take_step
 from tests.selection import long_but
-from tests.wire import Wire
-from tests.wires import ONE_RECIPE_A_WIRE, gathered_bytes, least_decibels, on_each, wire_of
+from tests.wire import ONE_RECIPE_A_WIRE, Wire, gathered_bytes, least_decibels, on_each, wire_of
 
 RECIPES = f8sub.recipe_names()
 WIDTHS = (64, 96, 48, 64)
@@ -108,27 +107,23 @@ def outcome(model: nn.Module, forward: Callable[[], torch.Tensor], x: torch.Tens
     return "right or NaN" if y.isnan().any() else "right"
 
 
-def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
-    """A model one step into training, its weights changed since its scales were computed."""
-    model = shard(stack(recipe, (64, 96)))
+def prepared(recipe: str, at_once: bool = False) -> tuple[nn.Module, torch.Tensor]:
+    """A model one step into training, its weights changed since its scales were computed; ``at_once``: just sharded."""
+    model, x = shard(stack(recipe, (64, 96))), gaussian((16, 64), generator(3))
+    if at_once:
+        return model, x
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     f8sub.precompute_scales(model)
-    x = gaussian((16, 64), generator(3))
     (3 * model(x).square().sum()).backward()
     optimizer.step()
     return model, x
-
-
-def unprepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
-    """A model that was just sharded."""
-    return shard(stack(recipe, (64, 96))), gaussian((16, 64), generator(3))
 
 
 def one_rank_forgets(rank, world, recipe: str, forgetful: int, with_all_reduce: bool, at_once: bool) -> str:
     # Whatever ranks decide, the outcome is right, so that nothing depends on how long they wait.
     agreement.PATIENCE = datetime.timedelta(milliseconds=100)
     warnings.simplefilter("ignore", f8sub.Float8Warning)
-    model, x = (unprepared if at_once else prepared)(recipe)
+    model, x = prepared(recipe, at_once)
 
     def forward() -> torch.Tensor:
         if rank != forgetful:

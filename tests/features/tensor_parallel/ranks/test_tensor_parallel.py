@@ -34,8 +34,7 @@ from tests.features.tensor_parallel.models import (
 from tests.kernels.products import bits
 from tests.models import BF16, heard, seed_weights
 from tests.selection import long_but
-from tests.wire import Wire
-from tests.wires import on_each
+from tests.wire import Wire, on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "mxfp8")
 MESHES = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "2 replicas 1x2": (2, 1, 2)}

@@ -22,7 +22,7 @@ run() {
     "$venv/bin/python" -m pytest "$@"
 }
 
-of_0_2=(tests/features/torchtitan/test_{training,features,job_config}.py tests/scripts/test_titan.py)
+of_0_2=(tests/features/torchtitan/test_{training,job_config}.py tests/scripts/test_titan.py)
 of_2_11=(tests/features/checkpointing tests/features/swiglu_input)
 titan_0_2() { run 0.2 "$(grep '^torch==' constraints.txt) torchtitan==0.2.2" "${of_0_2[@]}" "$@"; }
 torch_2_11() { run torch2.11 "torch==2.11.0 torchtitan==0.2.2" "${of_0_2[@]}" "${of_2_11[@]}" "$@"; }

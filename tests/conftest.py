@@ -75,6 +75,12 @@ def world() -> int:
 
 
 @pytest.fixture
+def device() -> str:
+    """Where a test of kernels runs, which tests/cuda calls with ``"cuda"``."""
+    return "cpu"
+
+
+@pytest.fixture
 def interpreter() -> Callable[..., Any]:
     """``interpreter(function, *arguments)`` where Triton's kernels are interpreted."""
     return in_interpreter

@@ -2,7 +2,11 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 
 
 def generator(seed: int) -> torch.Generator:

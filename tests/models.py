@@ -1,15 +1,18 @@
 """Small models of the shapes FSDP2 meets in practice, with weights that do not depend on the rank."""
 
 import itertools
-from collections.abc import Callable
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import _pytree as pytree
 
@@ -104,6 +107,13 @@ def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, **option
     return fully_shard(model, mp_policy=policy, **options)
 
 
+def replicated(replicas: int) -> DeviceMesh:
+    """All ranks: so many replicas, each sharded over as many ranks as there are; of one its shards alone."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return mesh if replicas > 1 else mesh["shard"]
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     """Each block is computed again in backward."""
     for index, block in enumerate(model.blocks):
@@ -175,6 +185,24 @@ def equal(found: Any, expected: Any) -> bool:
     pairs = zip(leaves, others, strict=True)
     same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
     return tree == other_tree and all(same)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """What f8sub warns of meanwhile is ignored."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        yield
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What f8sub warns of meanwhile, each time; there after the ``with`` block."""
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield told
+    told += [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
 
 
 def refusal(kind: type[Exception], call: Callable[..., Any], *args: Any) -> str:

@@ -61,6 +61,7 @@ def _grid(edge: int, dy: str) -> dict[str, Spec]:
 _NVFP4 = Spec("e2m1", (1, 16), "two_level")
 """Weights by 16x16, so that both usages of a weight stand for the same numbers."""
 
+_TENSOR = Spec("e4m3", (ALL, ALL))
 _ROWWISE = dict.fromkeys(("x", "w", "dy"), Spec("e4m3", (1, ALL), "power_of_2"))
 
 RECIPES: dict[str, dict[str, Spec]] = {
@@ -70,16 +71,9 @@ RECIPES: dict[str, dict[str, Spec]] = {
     "nvfp4": {"x": _NVFP4, "w": Spec("e2m1", (16, 16), "two_level"), "dy": _NVFP4},
     "rowwise": _ROWWISE,
     "rowwise_with_gw_hp": _ROWWISE,
-    "tensorwise": {
-        "x": Spec("e4m3", (ALL, ALL)),
-        "w": Spec("e4m3", (ALL, ALL)),
-        "dy": Spec("e5m2", (ALL, ALL)),
-    },
-    "delayed": {  # of a first step: scaled by the current amax
-        "x": Spec("e4m3", (ALL, ALL)),
-        "w": Spec("e4m3", (ALL, ALL)),
-        "dy": Spec("e5m2", (ALL, ALL), margin=4),
-    },
+    "tensorwise": {"x": _TENSOR, "w": _TENSOR, "dy": Spec("e5m2", (ALL, ALL))},
+    # Of a first step: scaled by the current amax.
+    "delayed": {"x": _TENSOR, "w": _TENSOR, "dy": Spec("e5m2", (ALL, ALL), margin=4)},
 }
 """Formats of each tensor; the columnwise operand is the transposed matrix, quantized along its own rows."""
 
@@ -90,7 +84,7 @@ VARIANTS = {
     "gridquant-32-e4m3": _grid(32, "e4m3"),
     "mx": dict.fromkeys(("x", "w", "dy"), Spec("e4m3", (1, 32), "power_of_2")),
     "odd-tiles": {"x": Spec("e4m3", (3, 7)), "w": Spec("e4m3", (5, 5)), "dy": _ROW},
-    "rows-by-tensor": {"x": _ROW, "w": Spec("e4m3", (ALL, ALL)), "dy": _ROW},
+    "rows-by-tensor": {"x": _ROW, "w": _TENSOR, "dy": _ROW},
     "four-bits-by-tensor": {"x": _FOUR_BITS, "w": _FOUR_BITS, "dy": Spec("e2m1", (1, ALL))},
     "two-levels-by-tensor": dict.fromkeys(("x", "w", "dy"), Spec("e4m3", (ALL, ALL), "two_level")),
 }

@@ -14,7 +14,7 @@ from f8sub import Float8Format, GemmSpec, Recipe, ScaleRule, Tile
 from f8sub.kernels import reference
 from tests import oracle
 from tests.budgets import excess
-from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make, spread_columns
+from tests.data_sets import DATA_SETS, DTYPES, edge_values, gaussian, generator, make, spread_columns
 from tests.selection import long_but
 from tests.specs import recipe_of, spec_of
 
@@ -25,7 +25,6 @@ RECIPES = {
     "blockwise-float": f8sub.get_recipe("blockwise", power_of_2_scales=False),
     "gridquant-32-e4m3": f8sub.get_recipe("gridquant", block=32, dy=torch.float8_e4m3fn),
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = {
     "64x48-to-32": ((64, 48), 32),
     "13x64-to-48": ((13, 64), 48),
@@ -47,8 +46,11 @@ def test_the_oracle_knows_every_recipe():
     assert {*oracle.RECIPES, *oracle.VARIANTS} == set(RECIPES)
 
 
-def converted(recipe: f8sub.Recipe, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+def converted(
+    recipe: f8sub.Recipe | str, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> nn.Linear:
+    of_weight = {"dtype": weight.dtype, "device": weight.device}
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, **of_weight)
     with torch.no_grad():
         layer.weight.copy_(weight)
         if bias is not None:

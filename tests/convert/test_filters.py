@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 import f8sub
 from f8sub.features.linear_subclasses.linear_subclasses import extensions
 from tests.convert.models import K, converted, mlp, reasons, x_of
+from tests.models import silenced
 
 
 class TiedModel(nn.Module):
@@ -145,8 +145,7 @@ def test_skip_is_a_glob_over_whole_segments(name):
     pattern, skipped = SKIPS[name]
     blocks = {i: nn.ModuleDict({"up": nn.Linear(K, K), "down": nn.Linear(K, K)}) for i in ("0", "10")}
     model = nn.ModuleDict({"blocks": nn.ModuleDict(blocks), "lm_head2": nn.Linear(K, K)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with silenced():
         f8sub.convert_to_float8(model, skip=(pattern,))
     assert reasons(model) == dict.fromkeys(skipped, f"skip={pattern!r}")
     assert len(converted(model)) == 5 - len(skipped)

@@ -9,7 +9,7 @@ from torch import nn
 import f8sub
 from tests.convert.models import converted, mlp, reasons, x_of
 from tests.data_sets import gaussian, generator
-from tests.models import Transformer, seed_weights
+from tests.models import transformer
 
 RECIPES = f8sub.recipe_names()
 
@@ -17,10 +17,6 @@ RECIPES = f8sub.recipe_names()
 def recipe_names(model: nn.Module) -> dict[str, str]:
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, f8sub.Float8Linear)}
     return {fqn: layer.plan.recipe.name for fqn, layer in layers.items()}
-
-
-def transformer(recipe, **options) -> nn.Module:
-    return f8sub.convert_to_float8(seed_weights(Transformer()), recipe=recipe, **options)
 
 
 def test_the_first_pattern_that_matches_decides():

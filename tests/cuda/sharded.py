@@ -65,8 +65,6 @@ def offloaded_losses(rank: int, world: int, recipe: str) -> tuple[list[float], l
         model = model_on_gpu(recipe)
         if policy:
             model.cpu()
-        for block in model.blocks:
-            fully_shard(block, mp_policy=BF16, **policy)
-        fully_shard(model, mp_policy=BF16, **policy)
+        shard(model, BF16, **policy)
         found.append(train(model, optimizer_of(model.parameters()), rank))
     return tuple(found)

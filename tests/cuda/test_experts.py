@@ -8,11 +8,10 @@ from f8sub.features.adapted_experts.adapted import Adapted, Added
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.quantize import quantize_both
 from f8sub.features.expert_products.products import GroupedPlan
-from tests.data_sets import gaussian, generator
+from tests.data_sets import DTYPES, gaussian, generator
 from tests.features.token_dispatch.ranks import test_exchange
 from tests.kernels import test_quantize_experts as weights
 from tests.kernels import test_quantize_groups as casts
-from tests.kernels.quantized import DTYPES
 
 DEVICE = torch.device("cuda")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8"]
@@ -101,27 +100,27 @@ def test_a_step_is_captured_in_a_graph():
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("counts", casts.COUNTS.values(), ids=casts.COUNTS)
+@pytest.mark.parametrize("kind", casts.COUNTS)
 @pytest.mark.parametrize("name", casts.GROUP_FORMATS)
-def test_casts_of_groups_are_the_references(name, counts):
-    casts.walks(name, counts, "cuda")
+def test_casts_of_groups_are_the_references(name, kind):
+    casts.test_groups_of_any_size(name, kind, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", casts.GROUP_FORMATS)
 def test_casts_of_data_sets_and_edge_values_are_the_references(name, dtype):
-    casts.elements(name, dtype, "cuda")
+    casts.test_data_sets_edge_values_and_elements_that_are_not_finite(name, dtype, "cuda")
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_groups_begin_at_multiples(name):
-    casts.alignments(name, "cuda")
+    casts.test_groups_begin_at_multiples(name, "cuda")
 
 
 @pytest.mark.parametrize("kind", casts.COUNTS)
 @pytest.mark.parametrize("name", casts.IN_TURN)
 def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind):
-    casts.in_turn(name, kind, "cuda")
+    casts.test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, "cuda")
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
@@ -180,16 +179,16 @@ def test_a_cast_waits_for_nothing_and_is_captured_in_a_graph(name):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", casts.GROUP_FORMATS)
 def test_casts_of_weights_are_the_specifications(name, dtype):
-    weights.casts(name, dtype, "cuda")
+    weights.test_each_experts_tiles_begin_anew(name, dtype, "cuda")
 
 
 @pytest.mark.parametrize("name", casts.GROUP_FORMATS)
 def test_columns_of_weights_codes_are_the_specifications(name):
-    weights.derivations(name, "cuda")
+    weights.test_columns_are_derived_of_each_experts_codes(name, "cuda")
 
 
 def test_all_experts_rows_as_one_matrix():
-    weights.bands("cuda")
+    weights.test_all_experts_rows_as_one_matrix("cuda")
 
 
 @pytest.mark.parametrize("transposed", [False, True])

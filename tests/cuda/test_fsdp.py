@@ -8,18 +8,11 @@ import pytest
 import torch
 
 import f8sub
-from tests.cuda.products import RECIPES
-from tests.cuda.sharded import (
-    gathered_bits,
-    losses_on_and_off,
-    model_on_gpu,
-    offloaded_losses,
-    train,
-)
+from tests.compiling import compile_blocks
+from tests.cuda import sharded
 from tests.cuda.test_linear import NoSync
+from tests.layers import on_each_recipe
 from tests.models import BF16, shard
-
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
 
 
 @pytest.fixture(params=[1, 2], ids=["one", "two"])
@@ -32,32 +25,31 @@ def on_gpus(request, ranks) -> Callable[..., list[Any]]:
 
 @on_each_recipe
 def test_the_gathered_weight_is_the_quantized_one(on_gpus, recipe):
-    for layers in on_gpus(gathered_bits, recipe):
+    for layers in on_gpus(sharded.gathered_bits, recipe):
         for found, expected in layers:
             assert found == expected
 
 
 @on_each_recipe
 def test_losses_with_the_float8_all_gather_and_without(on_gpus, recipe):
-    for on, off in on_gpus(losses_on_and_off, recipe):
+    for on, off in on_gpus(sharded.losses_on_and_off, recipe):
         assert on == off
         assert on[-1] < on[0]
 
 
 def test_cpu_offload(on_gpus):
-    for offloaded, resident in on_gpus(offloaded_losses, "tensorwise"):
+    for offloaded, resident in on_gpus(sharded.offloaded_losses, "tensorwise"):
         assert offloaded == pytest.approx(resident, rel=1e-3)
 
 
 def steps_without_a_sync(rank: int, world: int, recipe: str, compiled: bool) -> None:
-    model = shard(model_on_gpu(recipe), BF16)
+    model = shard(sharded.model_on_gpu(recipe), BF16)
     if compiled:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
+        compile_blocks(model, "inductor")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, optimizer, rank, steps=3)
+    sharded.train(model, optimizer, rank, steps=3)
     with NoSync():
-        train(model, optimizer, rank, steps=2, losses=False)
+        sharded.train(model, optimizer, rank, steps=2, losses=False)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -68,12 +60,12 @@ def test_the_host_never_waits(on_gpus, recipe, compiled):
 
 def guarded_steps(rank: int, world: int) -> tuple[int, bool]:
     """Steps skipped, and whether the bad one left every weight and state as it was."""
-    model = shard(model_on_gpu("tensorwise"), BF16)
+    model = shard(sharded.model_on_gpu("tensorwise"), BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     guard = f8sub.skip_step_if_nonfinite(optimizer)
-    train(model, optimizer, rank, steps=3)
+    sharded.train(model, optimizer, rank, steps=3)
     with NoSync():
-        train(model, optimizer, rank, steps=2, losses=False)
+        sharded.train(model, optimizer, rank, steps=2, losses=False)
     tensors = [p.to_local() for p in model.parameters()]
     tensors += [getattr(v, "_local_tensor", v) for state in optimizer.state.values() for v in state.values()]
     before = [tensor.clone() for tensor in tensors]

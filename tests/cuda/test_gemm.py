@@ -5,12 +5,12 @@ import torch
 
 import f8sub
 from f8sub import GemmSpec
+from f8sub.formats import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
 from f8sub.kernels.triton import triton_mm
 from tests.budgets import excess
-from tests.cuda.products import promoted
-from tests.data_sets import generator, row_outliers
+from tests.data_sets import generator, on_each_dtype, row_outliers
 from tests.kernels.products import (
     BLOCK,
     BLOCK_PAIRS,
@@ -21,6 +21,7 @@ from tests.kernels.products import (
     VECTOR,
     operands,
     product,
+    promoted,
 )
 
 SHAPES = {
@@ -30,9 +31,7 @@ SHAPES = {
     "one": (1, 1, 1),
     "one-row": (1, 128, 130),
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 
 
 def on_gpu(a):
@@ -85,14 +84,15 @@ def test_one_scale_a_block_by_our_kernels(our_pair, shape, dtype):
     assert worst(a, b, dtype, False, triton_mm) <= 1
 
 
+def drawn_on_gpu(pair, lines: tuple[int, int], depth: int) -> list[Operand]:
+    rng = torch.Generator("cuda").manual_seed(1)
+    drawn = [torch.randn(count, depth, generator=rng, device="cuda") for count in lines]
+    return [reference.quantize(x, format, None)[0] for x, format in zip(drawn, pair, strict=True)]
+
+
 def test_our_kernels_make_many_tiles_one_after_the_other(our_pair):
     """Programs of the persistent kernel that make three tiles each, twice, to the same bits."""
-    device = torch.device("cuda")
-    rng = torch.Generator(device).manual_seed(1)
-    a, b = (
-        reference.quantize(torch.randn(lines, 1040, generator=rng, device=device), format, None)[0]
-        for lines, format in zip((5000, 2500), our_pair, strict=True)
-    )
+    a, b = drawn_on_gpu(our_pair, (5000, 2500), 1040)
     found = triton_mm.gemm_nt(a, b, torch.float32, False)
     assert torch.equal(found, triton_mm.gemm_nt(a, b, torch.float32, False))
     right = reference.gemm_nt(a, b, torch.float32, False)
@@ -113,12 +113,7 @@ def lines_of_infinite_scales(a):
 @pytest.mark.parametrize("depth", [896, 1040], ids=["7-blocks", "9-blocks"])
 def test_nan_and_infinity_stay_where_they_belong_in_our_kernels(our_pair, depth):
     """In rows and columns of NaN codes, then of infinite scales; not in what the same registers sum next."""
-    device = torch.device("cuda")
-    rng = torch.Generator(device).manual_seed(1)
-    a, b = (
-        reference.quantize(torch.randn(lines, depth, generator=rng, device=device), format, None)[0]
-        for lines, format in zip((520, 392), our_pair, strict=True)
-    )
+    a, b = drawn_on_gpu(our_pair, (520, 392), depth)
     scales = a.scale_inv.clone(), b.scale_inv.clone()
     a.scale_inv[0, -1], b.scale_inv[-1, 0] = torch.inf, torch.inf
     rows, cols = lines_of_infinite_scales(a), lines_of_infinite_scales(b)
@@ -131,7 +126,7 @@ def test_nan_and_infinity_stay_where_they_belong_in_our_kernels(our_pair, depth)
     # 0x7F is NaN in both dtypes.
     a.data.view(torch.uint8)[[3, 200], [5, 700]] = 0x7F
     b.data.view(torch.uint8)[[7, 130], [depth - 10, 300]] = 0x7F
-    rows, cols = (torch.zeros(lines, dtype=torch.bool, device=device) for lines in (520, 392))
+    rows, cols = (torch.zeros(lines, dtype=torch.bool, device="cuda") for lines in (520, 392))
     rows[[3, 200]], cols[[7, 130]] = True, True
     found = triton_mm.gemm_nt(a, b, torch.float32, False)
     assert torch.equal(found.isnan(), rows[:, None] | cols)

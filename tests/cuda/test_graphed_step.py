@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import f8sub
-from tests.cuda.products import RECIPES
+from tests.compiling import compile_blocks
 from tests.cuda.sharded import BATCH, CLASSES, WIDTH
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, shard, transformer
+from tests.layers import RECIPES
+from tests.models import BF16, precompute, shard, transformer, update
 
 CURRENT = [recipe for recipe in RECIPES if f8sub.get_recipe(recipe).delayed is None]
 STEPS = 5
@@ -41,14 +42,11 @@ def whole_steps(recipe: str, compiled: bool, graphed: bool) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True, capturable=True)
     if compiled:
         torch._dynamo.reset()
-        for block in model.blocks:
-            block.compile(fullgraph=True)
+        compile_blocks(model, "inductor")
 
     def run() -> torch.Tensor:
         loss = batch.backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        f8sub.precompute_scales(model)
+        update(model, optimizer)
         return loss
 
     stream, losses = torch.cuda.Stream(), []
@@ -83,8 +81,7 @@ def sharded_steps(recipe: str | None, graphed: bool) -> list[float]:
     model, batch = shard(transformer(recipe, spread=2.0).cuda(), BF16), Batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     graph, stream, losses = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
-    if recipe is not None:
-        f8sub.precompute_scales(model)
+    precompute(model)
     for step in range(2 + STEPS):
         batch.feed(step)
         if step < 2 or not graphed:
@@ -100,8 +97,7 @@ def sharded_steps(recipe: str | None, graphed: bool) -> list[float]:
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        if recipe is not None:
-            f8sub.precompute_scales(model)
+        precompute(model)
     return losses
 
 

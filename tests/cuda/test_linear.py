@@ -7,14 +7,14 @@ from torch import nn
 import f8sub
 from tests import oracle
 from tests.budgets import excess
-from tests.cuda.products import RECIPES, promoted
-from tests.data_sets import make
+from tests.contract.test_linear_numerics import converted
+from tests.data_sets import make, on_each_dtype
+from tests.kernels.products import promoted
+from tests.layers import on_each_recipe
+from tests.models import update
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = {"aligned": (64, 96, 128), "odd-batch": (13, 96, 144), "odd": (13, 80, 48), "one-row": (1, 256, 144)}
 GEMMS = {"y": "fprop", "dx": "dgrad", "dw": "wgrad"}
-on_each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
-on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 
 
@@ -25,13 +25,8 @@ def tensors(shape, dtype) -> tuple[torch.Tensor, ...]:
     return x, w, dy, bias[0]
 
 
-def layer_of(recipe: str, w: torch.Tensor, bias: torch.Tensor | None = None) -> f8sub.Float8Linear:
-    layer = nn.Linear(w.shape[1], w.shape[0], bias=bias is not None, dtype=w.dtype, device="cuda")
-    with torch.no_grad():
-        layer.weight.copy_(w)
-        if bias is not None:
-            layer.bias.copy_(bias)
-    return f8sub.convert_to_float8(nn.Sequential(layer), recipe=recipe)[0]
+def layer_of(recipe: str, w: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    return converted(recipe, w.cuda(), bias if bias is None else bias.cuda())
 
 
 def step(layer: nn.Module, weight, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -154,9 +149,7 @@ def test_the_host_never_waits(recipe, compiled, checkpointed):
 
     def train() -> None:
         run(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        f8sub.precompute_scales(model)
+        update(model, optimizer)
 
     for _ in range(3):
         train()

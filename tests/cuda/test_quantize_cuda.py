@@ -1,27 +1,34 @@
-"""Triton's quantizers on a GPU equal the reference on the CPU bitwise, and they are what runs there."""
+"""Codes and scales on a GPU, by Triton's kernels or compiled by Inductor, are the reference's on the CPU bitwise."""
 
 import pytest
 import torch
 
 import f8sub
 from f8sub import Float8Format
+from f8sub.formats import Operand
 from f8sub.kernels import reference
+from f8sub.kernels.gemm.block_scales import unflat
+from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda, support
-from tests.data_sets import make
+from tests.data_sets import edge_values, make, on_each_dtype
 from tests.kernels import test_pairs as pairs
 from tests.kernels import test_quantize_cuda as interpreted
+from tests.kernels import test_recasts as recasts
+from tests.kernels import test_shard_amaxes as amaxes
 from tests.kernels.interpreted import needs_triton
 from tests.kernels.products import assert_same_bits
-from tests.kernels.quantized import DTYPES, FORMATS, check, check_priors, on_each_format, usages_of
+from tests.kernels.quantized import FORMATS, check, check_priors, on_each_format, usages_of
 from tests.kernels.test_quotients import binade, right_scales, same
-from tests.kernels.test_recasts import RECAST, derivations, every_value
+from tests.layers import on_each_recipe
+from tests.weights.ranks.test_amax_table import differences
 
+SMALL_SHAPES = [(48, 160), (272, 400), (2, 512), (128, 130)]
 SHAPES = [(48, 160), (256, 512), (272, 400), (2048, 1536)]
 """Of more programs than those that are interpreted."""
 
 pytestmark = needs_triton
-on_each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+on_each_operand = pytest.mark.parametrize("operand", ["x", "w", "dy"], ids=["x", "w", "dy"])
 of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"])
 
 
@@ -51,8 +58,8 @@ def runs(monkeypatch) -> list[str]:
 @on_each_dtype
 @on_each_format
 def test_every_data_set_shape_and_usage(name, dtype, runs):
-    interpreted.elements(name, dtype, "cuda")
-    interpreted.walks(name, dtype, "cuda")
+    interpreted.test_data_sets_edge_values_and_elements_that_are_not_finite(name, dtype, "cuda")
+    interpreted.test_shapes_that_tiles_do_not_divide(name, dtype, "cuda")
     for shape in SHAPES:
         for row, col in usages_of(name):
             runs.clear()
@@ -62,22 +69,22 @@ def test_every_data_set_shape_and_usage(name, dtype, runs):
 
 @pytest.mark.parametrize("name", pairs.PAIRED)
 def test_whole_tiles_of_pairs(name, runs):
-    pairs.check_tiles(name, "cuda")
+    pairs.test_whole_tiles(name, "cuda")
     assert pairs.PAIRED[name] in runs
-    pairs.check_what_is_not_paired(name, "cuda")
+    pairs.test_what_is_not_paired(name, "cuda")
 
 
 @on_each_dtype
 @of_one_scale
 def test_scales_of_the_past(name, dtype, runs):
-    interpreted.past_scales(name, dtype, "cuda")
+    interpreted.test_scales_of_the_past(name, dtype, "cuda")
     check_priors(name, [make("lognormal", (272, 400), 4, dtype)], "cuda")
     assert set(runs) == {"amax_of_matrix", "cast_with_one"}
 
 
 @of_one_scale
 def test_scales_of_the_past_of_pairs(name, runs):
-    pairs.check_pasts(name, "cuda")
+    pairs.test_pasts(name, 3, "cuda")
     assert "cast_pairs_with_prior" in runs
 
 
@@ -96,30 +103,30 @@ def test_amaxes_are_staged(runs):
 @on_each_dtype
 @on_each_format
 def test_parts_with_known_scales(name, dtype, runs):
-    interpreted.parts(name, dtype, "cuda")
+    interpreted.test_parts_with_known_scales(name, dtype, "cuda")
     assert set(runs) == {"cast_part"}
 
 
 def test_rows_of_any_width(runs):
-    interpreted.rows_of_any_width("cuda")
+    interpreted.test_rows_of_any_width("cuda")
     assert set(runs) == {"quantize_whole_rows", "quantize_rows"}
 
 
 @on_each_format
 def test_many_parts_at_once(name, runs):
-    interpreted.many_parts(name, "cuda")
+    interpreted.test_many_parts_at_once(name, "cuda")
     assert set(runs) == {"cast_part", "cast_parts"}
 
 
 @on_each_format
 def test_the_columnwise_usage_of_codes(name, runs):
-    derivations(name, "cuda")
+    recasts.test_the_columnwise_usage_of_codes(name, "cuda")
     assert runs
 
 
-@pytest.mark.parametrize("name", RECAST)
+@pytest.mark.parametrize("name", recasts.RECAST)
 def test_every_code_under_many_scales(name, runs):
-    every_value(FORMATS[name], "cuda")
+    recasts.test_every_code_under_many_scales(name, "cuda")
     lines = {"amax_of_code_columns", "recast_by_lines"}
     kernels = set(runs) - {"prepared"}
     assert kernels == (lines if FORMATS[name].tile == support.ROWWISE else {"recast_by_vectors"})
@@ -189,3 +196,66 @@ def test_every_scale_has_the_inverse_of_ieee():
     for exponent in range(-126, 127):
         scale = binade(exponent)[: 1 if exponent == 126 else None].cuda()
         assert bool(same(inverses(scale, 4096), scale.double().reciprocal().float()).all()), exponent
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_amaxes_of_all_tiles_and_dtypes(seed, runs):
+    amaxes.test_amaxes_of_all_tiles_and_dtypes(seed, "cuda")
+    assert runs == ["amaxes_of_many"] * 4
+
+
+def test_amaxes_of_edge_values(runs):
+    amaxes.test_amaxes_of_edge_values("cuda")
+    assert set(runs) == {"amaxes_of_many"}
+
+
+def test_scales_of_many_amaxes(runs):
+    amaxes.test_scales_of_many_amaxes("cuda")
+    assert set(runs) == {"scales_of_many"}
+
+
+def differences_on_gpu(rank: int, world: int, recipe: str) -> tuple[list[str], list[str], int]:
+    return differences(recipe, False, "cuda")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "gridquant"])
+def test_tables_are_those_of_torchs_operators(ranks, recipe):
+    ((wrong, launched, planned),) = ranks(1, differences_on_gpu, recipe, gpus=True, timeout=120)
+    assert wrong == []
+    of_tables = [name for name in launched if name.endswith("_of_many")]
+    # Scales of the weights of bfloat16, and of those of float32.
+    assert of_tables == ["amaxes_of_many", *["scales_of_many"] * 2] * 4
+    assert planned == 2
+
+
+@on_each_dtype
+@on_each_operand
+@on_each_recipe
+def test_both_usages_of_each_operand(recipe, operand, dtype):
+    matrices = [make("lognormal", shape, 3, dtype) for shape in SMALL_SHAPES]
+    matrices[0][3, 4], matrices[0][7, 9], matrices[0][20, 0] = float("nan"), float("inf"), float("-inf")
+    for matrix in (*matrices, *edge_values(dtype).values()):
+        expected = f8sub.quantize(matrix, recipe, operand=operand)
+        found = f8sub.quantize(matrix.cuda(), recipe, operand=operand)
+        assert_same_bits(found.rowwise, expected.rowwise)
+        assert_same_bits(found.columnwise, expected.columnwise)
+
+
+def both_usages(x: torch.Tensor, formats: tuple) -> list[torch.Tensor]:
+    return [t for operand in quantize(x, *formats) if operand is not None for t in operand.tensors]
+
+
+@on_each_dtype
+@on_each_operand
+@on_each_recipe
+def test_compiled_by_inductor(recipe, operand, dtype):
+    formats = f8sub.get_recipe(recipe).formats(operand)
+    torch._dynamo.reset()
+    compiled = torch.compile(both_usages, fullgraph=True)
+    for data in ("gaussian", "lognormal"):
+        matrix = make(data, (144, 304), 5, dtype)
+        found = compiled(matrix.cuda(), formats)
+        for expected in filter(None, quantize(matrix, *formats)):
+            count = len(expected.tensors)
+            assert_same_bits(unflat(Operand.of(expected.format, *found[:count])), expected)
+            found = found[count:]

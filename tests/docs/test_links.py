@@ -1,9 +1,11 @@
-"""Links, anchors and paths of the pages lead to something that is there; README.md is short."""
+"""Links, anchors, paths and names of f8sub on the pages lead to something that is there; README.md is short."""
 
+import importlib
 import re
 
 import pytest
 
+import f8sub
 from tests.docs.pages import PAGES, ROOT, anchors, links, paths
 
 MOST_LINES, MOST_WORDS = 250, 2500
@@ -69,3 +71,26 @@ def test_options_of_commands_are_there(page):
         options = re.findall(r"--[\w-]+\b(?!\.)", rest)
         wrong += [f"{script} {option}" for option in options if option not in source]
     assert not wrong
+
+
+NAME = re.compile(r"(?<![\w/.-])f8sub((?:\.[A-Za-z_]\w*)+)")
+FILES = re.compile(r"\.(json|svg|md)$")
+
+
+def is_there(name: str) -> bool:
+    """Whether ``.titan.float8`` is a module of f8sub, or a name in one."""
+    found = f8sub
+    for i, part in enumerate(parts := name.split(".")[1:]):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(("f8sub", *parts[: i + 1])))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+@by_page
+def test_names_are_there(page):
+    names = {name for name in NAME.findall(page.read_text()) if not FILES.search(name)}
+    assert not [f"f8sub{name}" for name in sorted(names) if not is_there(name)]

@@ -1,11 +1,15 @@
-"""Operands of products, what they stand for in float64, and whether two of them are the same to the bit."""
+"""Operands of products, what they stand for in float64, whether two of them are the same to the bit; and how products
+are made where: natively on a CPU, which torch's versions differ in, and with sums that round.
+"""
 
 import numpy as np
+import pytest
 import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1, Operand
 from f8sub.kernels import reference
+from f8sub.kernels.gemm import scaled_mm
 from tests.data_sets import make
 from tests.oracle import Product
 
@@ -44,6 +48,12 @@ OUR_PAIRS = BLOCK_PAIRS | {
 """What our own GEMM multiplies, where cuBLASLt's does not take the last ones."""
 
 SMALL_BLOCK_PAIRS = {"mxfp8": (MX, MX), "nvfp4": (NV, NV), "nvfp4-weight": (NV, NV_WEIGHT)}
+ONE_BYTE_PAIRS = SMALL_BLOCK_PAIRS | {
+    "mxfp8-of-larger-tiles": tuple(
+        Float8Format(E4M3, tile, ScaleRule.E8M0) for tile in (Tile(1, 64), Tile(32, ALL))
+    )
+}
+"""Of scales of one byte, those of cuBLASLt's blocks and of tiles of several blocks."""
 FLOAT8 = (E4M3, E5M2)
 
 
@@ -63,9 +73,37 @@ def product(a: Operand, b: Operand) -> Product:
     return Product(exact(a), exact(b))
 
 
+def promoted(backend: str | None, fast_accum: bool, depth: int) -> int | None:
+    """Elements of K in a tensor core's accumulator; the reference has none, high precision a wider one."""
+    if backend == "reference":
+        return None
+    return depth if fast_accum or backend is None else reference.PROMOTION
+
+
+def natively_by_rows() -> bool:
+    """Whether ``torch._scaled_mm`` takes one scale a row here; torch 2.11 does not."""
+    return scaled_mm._why_not_rows_on_the_cpu() is None
+
+
+def skip_without_rows(*formats: object) -> None:
+    """Of formats, where one of them has a scale a row; else in any case."""
+    by_rows = not formats or any(getattr(format, "tile", None) == scaled_mm.ROWWISE for format in formats)
+    if by_rows and not natively_by_rows():
+        pytest.skip("this torch multiplies rowwise operands on a GPU alone, or in the reference")
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of a tensor of any dtype, on the CPU; not every dtype can be copied or compared."""
     return tensor.contiguous().view(-1).view(torch.uint8).cpu()
+
+
+def assert_same_bytes(name: object, found: torch.Tensor, right: torch.Tensor) -> None:
+    assert (found.shape, found.dtype) == (right.shape, right.dtype)
+    differ = bits(found) != bits(right)
+    if found.dtype in FLOAT8:  # Of NaN the sign is the processor's.
+        differ &= ~(found.cpu().float().isnan() & right.float().isnan()).flatten()
+    wrong = int(differ.sum())
+    assert wrong == 0, f"{wrong} of {right.numel()} bytes of {name} differ"
 
 
 def assert_same_bits(found: Operand | None, expected: Operand | None) -> None:
@@ -75,9 +113,4 @@ def assert_same_bits(found: Operand | None, expected: Operand | None) -> None:
     assert found.format == expected.format
     assert len(found.tensors) == len(expected.tensors)
     for part, right in zip(found.tensors, (tensor.cpu() for tensor in expected.tensors), strict=True):
-        assert (part.shape, part.dtype) == (right.shape, right.dtype)
-        differ = bits(part) != bits(right)
-        if part.dtype in FLOAT8:  # Of NaN the sign is the processor's.
-            differ &= ~(part.cpu().float().isnan() & right.float().isnan()).view(-1)
-        wrong = int(differ.sum())
-        assert wrong == 0, f"{wrong} of {right.numel()} bytes of {found.format} differ"
+        assert_same_bytes(found.format, part, right)

@@ -10,10 +10,9 @@ from f8sub.formats import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize_cuda
-from tests.kernels.products import assert_same_bits
+from tests.kernels.products import E4M3, E5M2, assert_same_bits
 from tests.selection import long_but
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POWER_OF_2 = ScaleRule.POWER_OF_2
 NAN, INF = float("nan"), float("inf")
 FORMATS = {
@@ -26,7 +25,6 @@ FORMATS = {
     "128x128": Float8Format(E4M3, Tile(128, 128), POWER_OF_2),
     "256x256-e5m2": Float8Format(E5M2, Tile(256, 256)),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 SMALL = (40, 72)
 SHAPES = [(256, 128), (130, 144), (129, 130), (1, 300), (300, 1)]
 """Whole tiles; tiles cut at both edges, where rows are and are not pairs and of whole 16 bytes; single lines."""

@@ -10,6 +10,7 @@ from f8sub.formats import ALL, Operand
 from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Config, Rows, default_config
 from tests.budgets import excess
+from tests.data_sets import DTYPES
 from tests.kernels.grouped import GROUPS, PAIRS, ByRows, OverRows
 from tests.kernels.interpreted import interpreted, needs_triton
 from tests.kernels.products import E4M3, MX, ROW
@@ -80,7 +81,6 @@ CHANGES = [
     {"rows": 16, "cols": 128, "group": 8},
     {"rows": 128, "cols": 32, "group": 1},
 ]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: "x".join(map(str, changes.values())))

@@ -6,7 +6,7 @@ import torch
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import support
 from tests.data_sets import gaussian, generator
-from tests.kernels.interpreted import needs_triton
+from tests.kernels.interpreted import interpreted, needs_triton
 from tests.kernels.quantized import FORMATS, INF, NAN, check, check_priors, usages_of
 
 PAIRED = {
@@ -35,7 +35,9 @@ def tiles_of_every_kind() -> torch.Tensor:
     return x.bfloat16()
 
 
-def check_tiles(name: str, device: str = "cpu") -> None:
+@pytest.mark.parametrize("name", PAIRED)
+@interpreted
+def test_whole_tiles(name, device):
     """Each usage and both, bitwise; by pairs where there are columns."""
     from f8sub.kernels.triton import launch
 
@@ -46,12 +48,10 @@ def check_tiles(name: str, device: str = "cpu") -> None:
         assert (launched.kernel.fn.__name__ == PAIRED[name]) == (col is not None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAIRED)
-def test_whole_tiles(interpreter, name):
-    interpreter(check_tiles, name)
-
-
-def check_what_is_not_paired(name: str, device: str = "cpu") -> None:
+@interpreted
+def test_what_is_not_paired(name, device):
     """Other dtypes, tiles cut at an edge, and matrices that begin within a word: by other kernels, to the same bits."""
     from f8sub.kernels.triton import launch
 
@@ -61,12 +61,6 @@ def check_what_is_not_paired(name: str, device: str = "cpu") -> None:
         (launched,) = launch.quantization(other, format, format).launches
         assert launched.kernel.fn.__name__ not in PAIRED.values()
         check(other.cpu(), format, format, device=device)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", PAIRED)
-def test_what_is_not_paired(interpreter, name):
-    interpreter(check_what_is_not_paired, name)
 
 
 @needs_triton
@@ -90,7 +84,11 @@ def test_which_gpus_compare_pairs(monkeypatch, capability, found):
     support.compares_pairs.cache_clear()
 
 
-def check_pasts(name: str, device: str = "cpu", parts: int = 3) -> None:
+@pytest.mark.parametrize(
+    ("name", "parts"), [("tensorwise", 1), pytest.param("tensorwise-e5m2", 3, marks=pytest.mark.long)]
+)
+@interpreted
+def test_pasts(name, parts, device):
     """Of finite tiles and of all kinds of them; by pairs where there are columns."""
     from f8sub.kernels.triton import launch
 
@@ -99,10 +97,3 @@ def check_pasts(name: str, device: str = "cpu", parts: int = 3) -> None:
     for row, col in usages_of(name):
         plan = launch.quantization(x, row, col, PriorScale(torch.ones(1, 1), 1.0, False))
         assert (plan.launches[-1].kernel.fn.__name__ == "cast_pairs_with_prior") == (col is not None)
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"), [("tensorwise", 1), pytest.param("tensorwise-e5m2", 3, marks=pytest.mark.long)]
-)
-def test_pasts(interpreter, name, parts):
-    interpreter(check_pasts, name, "cpu", parts)

@@ -42,7 +42,9 @@ def bad_elements(dtype: torch.dtype) -> list[torch.Tensor]:
     return [some, none]
 
 
-def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+@on_each_rule_and_dtype
+@interpreted
+def test_data_sets_edge_values_and_elements_that_are_not_finite(name, dtype, device):
     format = FORMATS[name]
     some, none = bad_elements(dtype)
     data = [make(data, SMALL, 3, dtype) for data in DATA_SETS]
@@ -52,13 +54,17 @@ def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     assert codes.float().isnan().sum() == 3
 
 
-def walks(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
+@on_each_walk
+@interpreted
+def test_shapes_that_tiles_do_not_divide(name, dtype, device):
     for x in (*(make("lognormal", shape, 5, dtype) for shape in SHAPES), *bad_elements(dtype)):
         for row, col in usages_of(name):
             check(x, row, col, device=device)
 
 
-def rows_of_any_width(device: str = "cpu") -> None:
+@interpreted
+def test_rows_of_any_width(device):
     """A program holds rows of up to 2048 elements; longer ones are read twice."""
     from f8sub.kernels.triton import launch
 
@@ -69,20 +75,6 @@ def rows_of_any_width(device: str = "cpu") -> None:
             (one,) = launch.quantization(x, FORMATS[name], None).launches
             assert one.kernel.fn.__name__ == ("quantize_whole_rows" if cols <= 2048 else "quantize_rows")
             check(x, FORMATS[name], None, device=device)
-
-
-def test_rows_of_any_width(interpreter):
-    interpreter(rows_of_any_width)
-
-
-@on_each_rule_and_dtype
-def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
-    interpreter(elements, name, dtype)
-
-
-@on_each_walk
-def test_shapes_that_tiles_do_not_divide(interpreter, name):
-    interpreter(walks, name)
 
 
 @pytest.mark.parametrize("rule", [ScaleRule.FLOAT, POWER_OF_2], ids=["float", "power_of_2"])
@@ -110,7 +102,12 @@ def test_every_bfloat16_is_cast_right(dtype):
         assert_same_bits(ours, right)
 
 
-def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+PASTS = [("tensorwise", torch.bfloat16), ("tensorwise-e5m2", torch.float32), ("tensorwise", torch.float16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), long_but(PASTS[:1], PASTS))
+@interpreted
+def test_scales_of_the_past(name, dtype, device):
     edge = edge_values(dtype)
     edges = (edge[name] for name in ("largest_among_gaussian", "smallest_subnormal"))
     usual = make("lognormal", SMALL, 4, dtype)
@@ -118,14 +115,6 @@ def past_scales(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     for x, bad in zip(spoiled, (INF, NAN, -INF), strict=True):
         x[2, 3] = bad
     check_priors(name, [usual, *spoiled], device)
-
-
-PASTS = [("tensorwise", torch.bfloat16), ("tensorwise-e5m2", torch.float32), ("tensorwise", torch.float16)]
-
-
-@pytest.mark.parametrize(("name", "dtype"), long_but(PASTS[:1], PASTS))
-def test_scales_of_the_past(interpreter, name, dtype):
-    interpreter(past_scales, name, dtype)
 
 
 @interpreted
@@ -165,7 +154,10 @@ PARTS = [
 """Where a part begins and its shape; the last begins within tiles of columns."""
 
 
-def parts(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+@pytest.mark.parametrize("dtype", [torch.float32], ids=["fp32"])
+@on_each_walk
+@interpreted
+def test_parts_with_known_scales(name, dtype, device):
     """Parts of a matrix under its scales, some of which are NaN, into rows that are longer."""
     format = FORMATS[name]
     matrix = make("lognormal", (300, 272), 8, dtype)
@@ -186,7 +178,9 @@ def parts(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
             assert not (signs & ~found.isnan()).any()
 
 
-def many_parts(name: str, device: str = "cpu") -> None:
+@on_each_walk
+@interpreted
+def test_many_parts_at_once(name, device):
     """Parts of matrices of two dtypes, of whole tiles and others, cast together and each by itself, twice."""
     format, given, right = FORMATS[name], [], []
     for seed, ((row, col), shape) in enumerate([*PARTS[:4], ((0, 0), (192, 256)), ((64, 0), (64, 384))]):
@@ -219,16 +213,6 @@ def many_parts(name: str, device: str = "cpu") -> None:
                 quantize_cuda.cast_into(out, part.x, part.scale, part.format, part.offset, part.through)
         for expected, out in zip(right, outs, strict=True):
             assert torch.equal(out, expected)
-
-
-@on_each_walk
-def test_many_parts_at_once(interpreter, name):
-    interpreter(many_parts, name)
-
-
-@on_each_walk
-def test_parts_with_known_scales(interpreter, name):
-    interpreter(parts, name)
 
 
 @interpreted

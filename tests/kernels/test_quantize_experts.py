@@ -9,8 +9,10 @@ from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.formats import Float8Format, Tile
 from f8sub.kernels.triton import quantize_cuda
 from tests.data_sets import make
+from tests.kernels.interpreted import interpreted
+from tests.kernels.products import assert_same_bytes
 from tests.kernels.quantized import INF, NAN
-from tests.kernels.test_quantize_groups import GROUP_FORMATS, WALKS, on_each_format_and_dtype, same
+from tests.kernels.test_quantize_groups import GROUP_FORMATS, WALKS, on_each_format_and_dtype
 from tests.selection import long_but
 
 SHAPES = [(3, 144, 80), (2, 256, 128), (5, 16, 272)]
@@ -27,11 +29,13 @@ def weights(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
 
 def both_same(found: ExpertWeights, right: ExpertWeights) -> None:
     assert found.format == right.format
-    same("codes", found.data, right.data.contiguous())
-    same("scales", found.scale_inv, right.scale_inv.contiguous())
+    assert_same_bytes("codes", found.data, right.data.contiguous())
+    assert_same_bytes("scales", found.scale_inv, right.scale_inv.contiguous())
 
 
-def casts(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
+@on_each_format_and_dtype
+@interpreted
+def test_each_experts_tiles_begin_anew(name, dtype, device):
     """Packed, and with experts that lie apart."""
     for shape in SHAPES:
         w, format = weights(shape, dtype), GROUP_FORMATS[name]
@@ -42,12 +46,9 @@ def casts(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -
             both_same(weights_cuda.quantize(given, format), right)
 
 
-@on_each_format_and_dtype
-def test_each_experts_tiles_begin_anew(interpreter, name, dtype):
-    interpreter(casts, name, dtype)
-
-
-def derivations(name: str, device: str = "cpu") -> None:
+@on_each_format
+@interpreted
+def test_columns_are_derived_of_each_experts_codes(name, device):
     for shape in (*SHAPES, (2, 544, 32)):
         format = GROUP_FORMATS[name]
         rowwise = specification.quantize(weights(shape, torch.bfloat16), format)
@@ -59,20 +60,12 @@ def derivations(name: str, device: str = "cpu") -> None:
             assert derived.data.is_contiguous()
 
 
-@on_each_format
-def test_columns_are_derived_of_each_experts_codes(interpreter, name):
-    interpreter(derivations, name)
-
-
-def bands(device: str = "cpu") -> None:
+@interpreted
+def test_all_experts_rows_as_one_matrix(device):
     w = weights((3, 144, 80), torch.bfloat16)
     whole = GROUP_FORMATS["tensorwise"]
     flat = Float8Format(whole.dtype, Tile(144, -1), whole.scale_rule)
     made = quantize_cuda.quantize(w.view(-1, 80).to(device), flat, None).rowwise
     right = specification.quantize(w, whole)
-    same("codes", made.data, right.data.reshape(-1, 80))
-    same("scales", made.scale_inv, right.scale_inv.reshape(3, 1))
-
-
-def test_all_experts_rows_as_one_matrix(interpreter):
-    interpreter(bands)
+    assert_same_bytes("codes", made.data, right.data.reshape(-1, 80))
+    assert_same_bytes("scales", made.scale_inv, right.scale_inv.reshape(3, 1))

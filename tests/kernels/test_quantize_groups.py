@@ -8,8 +8,8 @@ from f8sub.features.expert_operands import tokens as specification
 from f8sub.features.expert_operands import tokens_cuda
 from f8sub.features.expert_operands.groups import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
-from tests.kernels.interpreted import launched
-from tests.kernels.products import bits
+from tests.kernels.interpreted import interpreted, launched
+from tests.kernels.products import assert_same_bytes
 from tests.kernels.quantized import E4M3, FORMATS, INF, NAN
 from tests.selection import long_but
 
@@ -50,14 +50,6 @@ def spoiled(x: torch.Tensor, groups: Groups) -> torch.Tensor:
     return x
 
 
-def same(name: str, part: torch.Tensor, right: torch.Tensor) -> None:
-    assert (part.shape, part.dtype) == (right.shape, right.dtype)
-    differ = bits(part) != bits(right)
-    if part.dtype.itemsize == 1 and part.dtype != torch.float8_e8m0fnu:
-        differ &= ~(part.cpu().float().isnan() & right.float().isnan()).flatten()
-    assert not differ.any(), f"{int(differ.sum())} of {right.numel()} bytes of {name} differ"
-
-
 def check(x, groups: Groups, format: Float8Format, usages="both", multiple=16, device="cpu") -> None:
     """Rows past the last group are undefined in what has x's rows."""
     row, col = (format if is_made else None for is_made in USAGES[usages])
@@ -77,16 +69,8 @@ def check(x, groups: Groups, format: Float8Format, usages="both", multiple=16, d
             data = data[0][:end], data[1][:end]
             if format.tile.rows == 1:
                 scale_inv = scale_inv[0][:end], scale_inv[1][:end]
-        same("codes", *data)
-        same("scales", *scale_inv)
-
-
-def walks(name: str, counts: list[int], device: str = "cpu") -> None:
-    groups, format = groups_of(counts), GROUP_FORMATS[name]
-    widths = {"both": 32} if len(counts) > MANY else WIDTHS
-    for usages, cols in widths.items():
-        x = spoiled(make("lognormal", (groups.rows, cols), 5, torch.bfloat16), groups)
-        check(x, groups, format, usages, device=device)
+        assert_same_bytes("codes", *data)
+        assert_same_bytes("scales", *scale_inv)
 
 
 EMPTY = "first, middle and last empty"
@@ -96,23 +80,33 @@ MORE += [("rowwise", kind) for kind in COUNTS]
 
 
 @pytest.mark.parametrize(("name", "kind"), long_but(SHORT, dict.fromkeys(SHORT + MORE)))
-def test_groups_of_any_size(interpreter, name, kind):
-    interpreter(walks, name, COUNTS[kind])
+@interpreted
+def test_groups_of_any_size(name, kind, device):
+    groups, format = groups_of(COUNTS[kind]), GROUP_FORMATS[name]
+    widths = {"both": 32} if len(COUNTS[kind]) > MANY else WIDTHS
+    for usages, cols in widths.items():
+        x = spoiled(make("lognormal", (groups.rows, cols), 5, torch.bfloat16), groups)
+        check(x, groups, format, usages, device=device)
 
 
-def alignments(name: str, device: str = "cpu") -> None:
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+@interpreted
+def test_groups_begin_at_multiples(name, device):
     groups = groups_of(COUNTS["ragged"])
     x = spoiled(make("lognormal", (groups.rows, 144), 5, torch.bfloat16), groups)
     for multiple in (32, 128):
         check(x, groups, GROUP_FORMATS[name], multiple=multiple, device=device)
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
-def test_groups_begin_at_multiples(interpreter, name):
-    interpreter(alignments, name)
+BF16 = [(name, torch.bfloat16) for name in GROUP_FORMATS]
+OTHERS = [("rowwise", torch.float32), ("128x128", torch.float32), ("tensorwise", torch.float16)]
+SHORTLY = [case for case in BF16 if case[0] in ("rowwise", "1x32-e8m0")]
+on_each_format_and_dtype = pytest.mark.parametrize(("name", "dtype"), long_but(SHORTLY, BF16 + OTHERS))
 
 
-def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+@on_each_format_and_dtype
+@interpreted
+def test_data_sets_edge_values_and_elements_that_are_not_finite(name, dtype, device):
     """Every data set, edge values, and elements that are not finite, one group of which has no others."""
     format, groups = GROUP_FORMATS[name], groups_of([20, 0, 28], 2)
     data = [make(data, (50, 80), 3, dtype) for data in DATA_SETS]
@@ -127,18 +121,15 @@ def elements(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
         check(x, small, format, device=device)
 
 
-BF16 = [(name, torch.bfloat16) for name in GROUP_FORMATS]
-OTHERS = [("rowwise", torch.float32), ("128x128", torch.float32), ("tensorwise", torch.float16)]
-SHORTLY = [case for case in BF16 if case[0] in ("rowwise", "1x32-e8m0")]
-on_each_format_and_dtype = pytest.mark.parametrize(("name", "dtype"), long_but(SHORTLY, BF16 + OTHERS))
+IN_TURN = ("tensorwise", "rowwise", "tensorwise-e5m2", "rowwise-e5m2")
+LONG_IN_TURN = [("tensorwise", EMPTY), ("tensorwise-e5m2", "one"), ("rowwise-e5m2", "all empty")]
+LONG_IN_TURN += [(name, kind) for name in IN_TURN[2:] for kind in ("even", "one token")]
+LONG_IN_TURN += [("tensorwise", "ragged"), ("rowwise", EMPTY)]
 
 
-@on_each_format_and_dtype
-def test_data_sets_edge_values_and_elements_that_are_not_finite(interpreter, name, dtype):
-    interpreter(elements, name, dtype)
-
-
-def in_turn(name: str, kind: str, device: str = "cpu") -> None:
+@pytest.mark.parametrize(("name", "kind"), [("rowwise", "ragged"), *long_but([], LONG_IN_TURN)])
+@interpreted
+def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, device):
     """Groups, and experts' weights, whose amaxes are found while those before them are cast: the same bits."""
     from unittest import mock
 
@@ -165,17 +156,6 @@ def in_turn(name: str, kind: str, device: str = "cpu") -> None:
                 w = make("lognormal", (5, 144, 80), 6, torch.bfloat16)
                 w[1], w[2, 3, 4] = 0, NAN
                 found, right = weights_cuda.quantize(w.to(device), format), weights.quantize(w, format)
-                same("codes", found.data, right.data.contiguous())
-                same("scales", found.scale_inv, right.scale_inv.contiguous())
+                assert_same_bytes("codes", found.data, right.data.contiguous())
+                assert_same_bytes("scales", found.scale_inv, right.scale_inv.contiguous())
                 assert names[-1] == "quantize_bands_in_turn"
-
-
-IN_TURN = ("tensorwise", "rowwise", "tensorwise-e5m2", "rowwise-e5m2")
-LONG_IN_TURN = [("tensorwise", EMPTY), ("tensorwise-e5m2", "one"), ("rowwise-e5m2", "all empty")]
-LONG_IN_TURN += [(name, kind) for name in IN_TURN[2:] for kind in ("even", "one token")]
-LONG_IN_TURN += [("tensorwise", "ragged"), ("rowwise", EMPTY)]
-
-
-@pytest.mark.parametrize(("name", "kind"), [("rowwise", "ragged"), *long_but([], LONG_IN_TURN)])
-def test_amaxes_of_some_groups_are_found_while_others_are_cast(interpreter, name, kind):
-    interpreter(in_turn, name, kind)

@@ -21,7 +21,9 @@ def rowwise_of(format: Float8Format, shape: tuple[int, int] = SMALL) -> Operand:
     return reference.quantize(make("gaussian", shape, 6), format, None)[0]
 
 
-def derivations(name: str, device: str = "cpu") -> None:
+@on_each_walk
+@interpreted
+def test_the_columnwise_usage_of_codes(name, device):
     format = FORMATS[name]
     for shape in (*SHAPES, (33, 70), (544, 300)):
         rowwise = rowwise_of(format, shape)
@@ -31,16 +33,14 @@ def derivations(name: str, device: str = "cpu") -> None:
             same_bits(found, reference.derive_columnwise(rowwise, format, any_layout))
 
 
-@on_each_walk
-def test_the_columnwise_usage_of_codes(interpreter, name):
-    interpreter(derivations, name)
-
-
 RECAST = [name for name, format in FORMATS.items() if format.tile in (support.ROWWISE, support.VECTOR)]
 
 
-def every_value(format: Float8Format, device: str = "cpu") -> None:
+@pytest.mark.parametrize("name", long_but(["rowwise"], RECAST))
+@interpreted
+def test_every_code_under_many_scales(name, device):
     """Every code under scales from float32's smallest to NaN: subnormal values, 0, and those beyond float32's range."""
+    format = FORMATS[name]
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(140, 2)
     codes[:, :256] = codes[:, torch.randperm(256, generator=generator(5))]
     codes[:, 300] = 0
@@ -58,11 +58,6 @@ def every_value(format: Float8Format, device: str = "cpu") -> None:
         on_device = rowwise._replace(data=rowwise.data.to(device), scale_inv=some.to(device))
         found = quantize_cuda.derive_columnwise(on_device, format)
         assert_same_bits(found._replace(data=found.data.cpu(), scale_inv=found.scale_inv.cpu()), right)
-
-
-@pytest.mark.parametrize("name", long_but(["rowwise"], RECAST))
-def test_every_code_under_many_scales(interpreter, name):
-    interpreter(every_value, FORMATS[name])
 
 
 @pytest.mark.parametrize("name", [*RECAST, "tensorwise", "128x128", "256x256-e5m2"])

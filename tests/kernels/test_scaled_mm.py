@@ -10,7 +10,6 @@ from f8sub.formats import E2M1
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
 from tests.budgets import excess
-from tests.cpu_products import natively_by_rows, skip_without_rows
 from tests.kernels.products import (
     BLOCK,
     E4M3,
@@ -18,14 +17,16 @@ from tests.kernels.products import (
     LARGE_E5M2,
     MX,
     NV,
+    ONE_BYTE_PAIRS,
     PAIRS,
     ROW,
-    SMALL_BLOCK_PAIRS,
     TENSOR,
     TENSOR_E5M2,
     VECTOR,
+    natively_by_rows,
     operands,
     product,
+    skip_without_rows,
 )
 
 SHAPES = {"32x48x64": (32, 48, 64), "13x7x40": (13, 7, 40), "1x16x32": (1, 16, 32), "1x1x1": (1, 1, 1)}
@@ -188,12 +189,6 @@ def test_blocks_are_hoppers(why_not_on, name):
     assert found is None if reason is None else reason in found
 
 
-TENTH = SMALL_BLOCK_PAIRS | {
-    "of-larger-tiles": (
-        Float8Format(E4M3, Tile(1, 64), ScaleRule.E8M0),
-        Float8Format(E4M3, Tile(32, ALL), ScaleRule.E8M0),
-    )
-}
 UNLIKE = {
     "finer": (Float8Format(E4M3, Tile(1, 16), ScaleRule.E8M0),) * 2,
     "no-multiple": (Float8Format(E4M3, Tile(1, 48), ScaleRule.E8M0),) * 2,
@@ -204,17 +199,19 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize("name", [*TENTH, *UNLIKE])
+@pytest.mark.parametrize("name", [*ONE_BYTE_PAIRS, *UNLIKE])
 def test_scales_of_one_byte_are_blackwells(why_not_on, name):
-    a, b = (TENTH | UNLIKE)[name]
+    a, b = (ONE_BYTE_PAIRS | UNLIKE)[name]
     capabilities, cudas = ((9, 0), (10, 0), (12, 0)), ("12.6", "12.8", None)
     gpus = [(capability, cuda) for capability in capabilities for cuda in cudas]
     found = {gpu: why_not_on(*gpu, a, b) for gpu in gpus}
     fits = [gpu for gpu, reason in found.items() if reason is None]
-    assert fits == ([((10, 0), "12.8"), ((12, 0), "12.8")] if name in TENTH else [])
-    expected = "found SM 9.0, CUDA 12.8" if name in TENTH else f"both operands alike, not {a} and {b}"
+    assert fits == ([((10, 0), "12.8"), ((12, 0), "12.8")] if name in ONE_BYTE_PAIRS else [])
+    expected = (
+        "found SM 9.0, CUDA 12.8" if name in ONE_BYTE_PAIRS else f"both operands alike, not {a} and {b}"
+    )
     assert expected in found[(9, 0), "12.8"]
-    assert ("not on cpu" if name in TENTH else expected) in scaled_mm.why_not(a, b, CPU)
+    assert ("not on cpu" if name in ONE_BYTE_PAIRS else expected) in scaled_mm.why_not(a, b, CPU)
 
 
 def test_auto_falls_back_to_the_reference_and_a_named_backend_does_not():

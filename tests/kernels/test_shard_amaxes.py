@@ -57,7 +57,9 @@ def many_matrices(seed: int, device: str) -> tuple[list[Matrix], list[torch.Tens
     return matrices, expected, torch.zeros(entry, device=device)
 
 
-def amaxes(device: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long) for seed in (0, 1)])
+@interpreted
+def test_amaxes_of_all_tiles_and_dtypes(seed, device):
     """Twice by the same launches, which read what there is when they run."""
     matrices, expected, table = many_matrices(seed, device)
     assert all(shard_amaxes.takes(matrix, table.device) for matrix in matrices)
@@ -76,7 +78,8 @@ def amaxes(device: str, seed: int) -> None:
     assert set(table.cpu().unique().tolist()) == {0.0, 0.25}
 
 
-def edges(device: str) -> None:
+@interpreted
+def test_amaxes_of_edge_values(device):
     """Subnormal values and the largest of each dtype."""
     for dtype in DTYPES:
         for data in edge_values(dtype).values():
@@ -102,7 +105,8 @@ def table_of_amaxes() -> torch.Tensor:
     return torch.cat([bits.flatten().view(torch.float32), special])
 
 
-def scales(device: str) -> None:
+@interpreted
+def test_scales_of_many_amaxes(device):
     amax = table_of_amaxes()
     mantissas = torch.rand(amax.shape, generator=generator(5)) + 1.0
     past = torch.ldexp(mantissas, torch.arange(len(amax)) % 200 - 100)
@@ -117,19 +121,6 @@ def scales(device: str) -> None:
                 shard_amaxes.scales(amax.to(device), given, *found, format, through).run()
                 for ours, expected in zip(found, (right.scale, right.scale_inv), strict=True):
                     torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long) for seed in (0, 1)])
-def test_amaxes_of_all_tiles_and_dtypes(interpreter, seed):
-    interpreter(amaxes, "cpu", seed)
-
-
-def test_amaxes_of_edge_values(interpreter):
-    interpreter(edges, "cpu")
-
-
-def test_scales_of_many_amaxes(interpreter):
-    interpreter(scales, "cpu")
 
 
 @interpreted

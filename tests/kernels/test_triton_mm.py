@@ -12,7 +12,7 @@ from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
 from f8sub.kernels.triton import gemm_table, measured, triton_mm
 from tests.budgets import excess
-from tests.data_sets import generator, row_outliers
+from tests.data_sets import DTYPES, generator, row_outliers
 from tests.kernels.interpreted import interpreted, needs_triton
 from tests.kernels.products import BLOCK, E4M3, LARGE, OUR_PAIRS, ROW, TENSOR, VECTOR, operands, product
 from tests.selection import long_but
@@ -27,8 +27,6 @@ PAIRS = OUR_PAIRS | {
 }
 SHAPES = {"tiles": (128, 128, 256), "ragged": (200, 136, 656), "odd": (13, 7, 200), "one": (1, 1, 1)}
 """M, N, K: whole tiles; tiles and blocks cut at every edge, of a K that TMA takes and of one that it does not."""
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 on_each_pair = pytest.mark.parametrize("pair", PAIRS)
 
 

@@ -28,11 +28,10 @@ from tests.compiling import (
 )
 from tests.counting import FLOAT8
 from tests.data_sets import gaussian, generator
-from tests.layers import Block, in_float8
+from tests.layers import RECIPES, Block, in_float8
 from tests.models import Transformer, seed_weights
 from tests.selection import long_but
 
-RECIPES = f8sub.recipe_names()
 AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 MODES = {"fp32": {}, "bf16": {"autocast": AUTOCAST}}
 QUICK = ("tensorwise", "blockwise")
@@ -102,13 +101,10 @@ K, N, M = 64, 208, 24
 """No two tensors of the test below have K * N elements, the weight and its copies aside."""
 
 
-def layer_of(recipe: str) -> nn.Module:
-    return f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N, bias=False))), recipe=recipe)
-
-
 @on_each_recipe_and_mode
 def test_no_copy_of_the_weight_is_saved_for_backward(recipe, mode):
-    model = layer_of(recipe)
+    model = seed_weights(nn.Sequential(nn.Linear(K, N, bias=False)))
+    f8sub.convert_to_float8(model, recipe=recipe)
     weight = model[0].weight
     model.compile(backend="aot_eager", fullgraph=True)
     x = gaussian((M, K), generator(1)).requires_grad_()

@@ -12,7 +12,7 @@ import f8sub
 from f8sub.features.delayed.layers import states_of
 from f8sub.features.delayed_state import state
 from tests.compiling import compile_blocks
-from tests.convert.models import mlp, x_of
+from tests.convert.models import K, mlp
 from tests.data_sets import gaussian, generator
 from tests.kept_x import (
     RE_ENCODED,
@@ -28,7 +28,7 @@ from tests.kept_x import (
     tokens,
     trained,
 )
-from tests.linear.test_saved_bytes import leaf
+from tests.layers import x_of
 from tests.models import equal, float8_layers, seed_weights
 from tests.selection import long_but
 
@@ -118,7 +118,7 @@ def test_backward_stages_no_amax_of_x(way):
 
 def test_an_x_that_is_kept_and_changed_is_an_error_as_of_any_linear_layer():
     layer = model_of("tensorwise", "high_precision", nn.Sequential(nn.Linear(64, 96)))
-    x = leaf(24, 64) * 1
+    x = x_of(24, 64) * 1
     y = layer(x)
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -204,4 +204,4 @@ def test_layers_by_pattern_and_what_says_so():
     assert report.idle_patterns == ("'wo' matches no linear layer",)
     f8sub.convert_from_float8(model)
     assert not hasattr(model.down, "keep_x")
-    assert torch.equal(model(x_of()), mlp()(x_of()))
+    assert torch.equal(model(x_of(8, K)), mlp()(x_of(8, K)))

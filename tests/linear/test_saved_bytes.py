@@ -15,7 +15,8 @@ from tests.compiling import SavedShapes
 from tests.counting import FLOAT8, Float8Work
 from tests.data_sets import gaussian, generator
 from tests.kept_x import HEADS, TOKENS, WIDTH, Block, is_derivable, model_of, nodes_of, on_each_way, tokens
-from tests.layers import RECIPES, K, in_float8, made, on_each_recipe
+from tests.layers import RECIPES, K, in_float8, made, on_each_recipe, x_of
+from tests.models import Stack, seed_weights, shard
 
 
 class Saved(SavedShapes):
@@ -44,10 +45,6 @@ def bytes_of_saved(x: torch.Tensor, recipe: str) -> int:
     return spec.code_bytes(*shape) + spec.scale_bytes(*shape)
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return gaussian(shape, generator(1)).to(dtype).requires_grad_()
-
-
 class Projections(nn.Module):
     """Three layers that read one x, as attention does."""
 
@@ -65,7 +62,7 @@ def test_bytes_that_one_layer_saves(recipe, way):
     if way == "recompute" and not is_derivable(recipe):
         pytest.skip("refused")
     layer = model_of(recipe, way, nn.Sequential(nn.Linear(64, 96, dtype=torch.bfloat16)))[0]
-    x = leaf(4, 24, 64, dtype=torch.bfloat16)
+    x = x_of(4, 24, 64, dtype=torch.bfloat16)
     saved = Saved(lambda: layer(x), list(layer.parameters()))
     if way == "float8" or not in_float8(recipe)["dw"]:
         expected = bytes_of_saved(x, recipe)
@@ -82,7 +79,7 @@ def test_bytes_that_one_layer_saves(recipe, way):
 @on_each_way
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "gridquant"])
 def test_siblings_save_one_x_and_cast_it_once_in_forward(recipe, way):
-    model, x = model_of(recipe, way, Projections()), leaf(48, 64)
+    model, x = model_of(recipe, way, Projections()), x_of(48, 64)
     with Float8Work() as work:
         saved = Saved(lambda: model(x), list(model.parameters()))
     alone = model_of(recipe, way, nn.Sequential(nn.Linear(64, 64, bias=False)))
@@ -160,7 +157,7 @@ def test_without_wgrad_nothing_of_x_is_saved(recipe, way):
     if way == "recompute" and not is_derivable(recipe):
         pytest.skip("refused")
     layer = model_of(recipe, way, nn.Sequential(nn.Linear(64, 96, bias=False)))[0]
-    x = leaf(24, 64)
+    x = x_of(24, 64)
     with torch.no_grad():
         assert layer(x).grad_fn is None
     layer.weight.requires_grad_(False)
@@ -172,7 +169,7 @@ def test_without_wgrad_nothing_of_x_is_saved(recipe, way):
 
 def test_what_dgrad_read_is_gone_when_wgrad_runs(monkeypatch):
     """Of an output projection that is a byte for each logit."""
-    layer, x = made("rowwise"), leaf(32, K)
+    layer, x = made("rowwise"), x_of(32, K)
     y: torch.Tensor = layer(x)
     read: list[Callable[[], torch.Tensor | None]] = []
     alive = []
@@ -186,3 +183,17 @@ def test_what_dgrad_read_is_gone_when_wgrad_runs(monkeypatch):
     monkeypatch.setattr(sockets, "multiply", multiply)
     y.backward(gaussian(y.shape, generator(2)))
     assert alive == [[], [False, False]]
+
+
+@on_each_recipe
+def test_under_fsdp_all_that_is_left_of_the_weight_after_forward_is_its_shard(rank, world, recipe):
+    """Unsharded codes that autograd saw are FSDP's to free; the shard in high precision is a parameter."""
+    of_x, spec = bytes_of_saved(x_of(24, 64), recipe), oracle.spec_of(recipe, "x")
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(64, 96)), recipe=recipe))
+    x = x_of(24, 64)
+    f8sub.precompute_scales(model)
+    saved = Saved(lambda: model(x), [])
+    codes = saved.bytes_in(oracle.TORCH_DTYPES[spec.format], torch.uint8)
+    assert codes == (0 if f8sub.get_recipe(recipe).wgrad.b is None else spec.code_bytes(64, 24))
+    assert saved.bytes <= of_x + oracle.spec_of(recipe, "w").scale_bytes(96, 64) + 96 * 64 * 4 // 2
+    saved.y.backward(gaussian(tuple(saved.y.shape), generator(3)))

@@ -16,7 +16,7 @@ import f8sub
 from tests.models import equal, refusal
 from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
 from tests.selection import long_but
-from tests.wires import gathered_bytes
+from tests.wire import gathered_bytes
 
 RECIPES = ("", "tensorwise", "nvfp4", "delayed")
 QUICK = ("delayed",)
@@ -38,9 +38,12 @@ def full_weights(rank, world, settings):
 
 
 @pytest.mark.long
-def test_weights_depend_on_the_seed_alone(ranks, tmp_path):
-    plain = quick_settings(tmp_path, "--float8.enabled false")
-    float8 = quick_settings(tmp_path, "--float8.recipe tensorwise --activation_checkpoint.mode full")
+@pytest.mark.parametrize("size", ["debug", "moe-debug"])
+def test_weights_depend_on_the_seed_alone(ranks, tmp_path, size):
+    of_size = f"--model.size {size}"
+    plain = quick_settings(tmp_path, f"{of_size} --float8.enabled false")
+    options = f"{of_size} --float8.recipe tensorwise --activation_checkpoint.mode full"
+    float8 = quick_settings(tmp_path, options)
     one = ranks(1, full_weights, plain)[0]
     three = ranks(3, full_weights, float8)[0]
     assert len(one) > 30

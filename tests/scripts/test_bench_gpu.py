@@ -7,7 +7,7 @@ import torch
 
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
-from scripts.bench.gpu import gemms, graphs, linears, quantizers, slices, variants
+from scripts.bench.gpu import gemms, graphs, linears, monitors, quantizers, slices, variants
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES
 from scripts.bench.gpu.session import Session
 
@@ -122,3 +122,15 @@ def test_the_weight_is_cast_before_every_call():
     kept = operators()
     layer.changed()
     assert operators() > kept
+
+
+def test_a_monitors_cost_is_that_of_sampled_steps():
+    given = session(only=["f8sub tensorwise eager"])
+    monitors.group(given)
+    assert not given.failed
+    ((shape, rows),) = given.figures["monitor"].items()
+    (row,) = rows.values()
+    assert (shape, row["operands"]) == ("32x4", 3 * 4 * 7)
+    plain, sampled = row["plain"]["median_ms"], row["sampled"]["median_ms"]
+    assert row["share"] == pytest.approx((sampled - plain) / (100 * plain))
+    assert len(given.tables) == 1

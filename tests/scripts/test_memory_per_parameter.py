@@ -15,13 +15,9 @@ SLACK = 0.02
 """Scales, step counts and the amax table, a few bytes a weight."""
 
 
-def figures(rank: int, world: int) -> dict[str, dict[str, float]]:
-    return memory_per_parameter.figures(world)
-
-
 @pytest.mark.parametrize("world", [1, 2], ids="world{}".format)
-def test_nothing_is_held_twice_and_primary_weights_are_one_byte(ranks, world):
-    rows = ranks(world, figures)[0]
+def test_nothing_is_held_twice_and_primary_weights_are_one_byte(rank, world):
+    rows = memory_per_parameter.figures(world)
     assert rows.keys() == EXPECTED.keys()
     for name, of_each in EXPECTED.items():
         expected = dict(zip(("weights", "masters", "optimizer states"), of_each, strict=True))

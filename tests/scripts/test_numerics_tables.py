@@ -1,4 +1,4 @@
-"""The tables of errors: what they claim, and that their figures are what they are called."""
+"""Tables of errors: what they claim, and that their figures are what they are called; and how a page has a table."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 import f8sub
 from f8sub.kernels import reference
-from scripts.table import Table, write_between_markers
+from scripts.table import ROOT, Table, write_between_markers
 from scripts.tables import recipe_errors, reencoding
 from scripts.tables.numerics import errors, flushed
 
@@ -89,3 +89,13 @@ def test_a_page_without_the_markers_is_left_alone(tmp_path, content):
     with pytest.raises(ValueError, match="begin it"):
         write_between_markers("it", "text", tmp_path)
     assert page.read_text() == content
+
+
+def test_the_page_of_predicted_and_measured_figures_shows_what_the_script_makes(monkeypatch):
+    pytest.importorskip("transformers")
+    measured, written = pytest.importorskip("scripts.tables.measured"), {}
+    monkeypatch.setattr("scripts.table.write_between_markers", written.__setitem__)
+    monkeypatch.setattr("sys.argv", [measured.__file__, "--write-docs"])
+    measured.main()
+    table, _, _ = written["measured"].partition("\n\n<sub>")
+    assert f"<!-- begin measured -->\n{table}\n\n<sub>" in (ROOT / "docs" / "estimate.md").read_text()

@@ -10,11 +10,10 @@ from f8sub import ALL, Float8Format, Float8Tensor, ScaleRule, Tile
 from f8sub.formats import E2M1
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal
-from tests.kernels.products import assert_same_bits
+from tests.kernels.products import E4M3, E5M2, assert_same_bits
 from tests.layers import on_each_recipe
 from tests.specs import spec_of
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {
     "tensorwise": Float8Format(E4M3, Tile(ALL, ALL)),
     "rowwise": Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2),

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import inspect
-import itertools
 import pkgutil
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import f8sub
 from f8sub import ALL, Float8Format, GemmSpec, Recipe, ScaleRule, Tile, recipes
 from f8sub.formats import E2M1
+from tests.contract.test_linear_numerics import COMBINATIONS, GEMMS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR = Float8Format(E4M3, Tile(ALL, ALL))
@@ -153,17 +153,13 @@ def test_fast_accumulation_in_fprop_only():
         assert recipe.fprop.fast_accum == (recipe.fprop.a.tile.cols == ALL), name
 
 
-GEMMS = ("fprop", "dgrad", "wgrad")
-COMBINATIONS = [names for count in (1, 2, 3) for names in itertools.combinations(GEMMS, count)]
-
-
 @pytest.mark.parametrize("gemms", COMBINATIONS, ids="-".join)
 @pytest.mark.parametrize("name", RECIPES, ids=RECIPES)
 def test_with_high_precision_changes_those_gemms_and_the_name(name, gemms):
     recipe = f8sub.get_recipe(name)
     changed = recipe.with_high_precision(**dict.fromkeys(gemms, True))
     newly = [gemm for gemm in gemms if getattr(recipe, gemm) != HIGH_PRECISION]
-    for gemm in ("fprop", "dgrad", "wgrad"):
+    for gemm in GEMMS:
         assert getattr(changed, gemm) == (HIGH_PRECISION if gemm in gemms else getattr(recipe, gemm))
     if newly:
         assert changed.name == f"{name}, {' and '.join(newly)} in high precision"

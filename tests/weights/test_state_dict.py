@@ -34,10 +34,6 @@ def through_numpy(weight: torch.Tensor) -> None:
     weight.numpy()[:] *= 3
 
 
-def through_a_storage(weight: torch.Tensor) -> None:
-    torch.tensor([], dtype=weight.dtype).set_(weight.untyped_storage()).mul_(3)
-
-
 WRITES = {
     "mul_": lambda w: w.mul_(3),
     "copy_": lambda w: w.copy_(gaussian((N, K), generator(5))),
@@ -45,7 +41,7 @@ WRITES = {
     "foreach": lambda w: torch._foreach_mul_([w], 3.0),
     "view": lambda w: w.view(-1)[5:].mul_(3),
     "numpy": through_numpy,
-    "storage": through_a_storage,
+    "storage": lambda w: torch.tensor([], dtype=w.dtype).set_(w.untyped_storage()).mul_(3),
 }
 
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import f8sub
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, seed_weights, shard
+from tests.models import Stack, replicated, seed_weights, shard
 from tests.wire import Wire
 
 
@@ -52,11 +51,10 @@ def of_a_guest() -> nn.Module:
     return model
 
 
-def of_histories() -> nn.Module:
-    return f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="delayed")
-
-
-REGIONS: dict[str, Callable[[], nn.Module]] = {"of a guest": of_a_guest, "of histories": of_histories}
+REGIONS: dict[str, Callable[[], nn.Module]] = {
+    "of a guest": of_a_guest,
+    "of histories": lambda: f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="delayed"),
+}
 
 
 class Spied:
@@ -90,23 +88,18 @@ def spy(model: nn.Module) -> tuple[Exchange, Spied]:
     return exchange, exchange.table.regions[guest]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    model(gaussian((8, 32), generator(seed))).backward(gaussian((8, 32), generator(seed + 1)))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def carried(rank: int, world: int, name: str, replicas: int = 1) -> tuple[list, list, list[int]]:
+def carried(rank: int, name: str, replicas: int = 1) -> tuple[list, list, list[int]]:
     """What the region was asked in two steps and one call without a step, then the weights' amaxes; all-reduces."""
-    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    model = shard(REGIONS[name](), mesh=mesh if replicas > 1 else mesh["shard"])
+    model = shard(REGIONS[name](), mesh=replicated(replicas))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     f8sub.precompute_scales(model)
     exchange, region = spy(model)
     reductions = []
     for seed in (10 * rank, 10 * rank + 2, None):
         if seed is not None:
-            step(model, optimizer, seed)
+            model(gaussian((8, 32), generator(seed))).backward(gaussian((8, 32), generator(seed + 1)))
+            optimizer.step()
+            optimizer.zero_grad()
         with Wire() as wire:
             f8sub.precompute_scales(model)
             exchange.settle()
@@ -121,7 +114,7 @@ def carried(rank: int, world: int, name: str, replicas: int = 1) -> tuple[list, 
 @pytest.mark.parametrize("name", REGIONS)
 def test_what_every_rank_wrote_is_read_as_its_maximum_by_all(rank, world, name, replicas):
     """HSDP's replicas take part, whose weights are alike and whose regions are not."""
-    for kind, tensor, *_ in carried(rank, world, name, replicas)[0]:
+    for kind, tensor, *_ in carried(rank, name, replicas)[0]:
         if kind == "write":
             expected = tensor.clone()
             dist.all_reduce(expected, dist.ReduceOp.MAX)
@@ -131,7 +124,7 @@ def test_what_every_rank_wrote_is_read_as_its_maximum_by_all(rank, world, name, 
 
 @pytest.mark.parametrize("name", REGIONS)
 def test_it_rides_along_once_a_step_and_is_told_by_the_next(rank, world, name):
-    calls, amaxes, reductions = carried(rank, world, name)
+    calls, amaxes, reductions = carried(rank, name)
     assert reductions == [1, 1, 1]
     assert [call[0] for call in calls if call[0] != "tell"] == ["write", "read"] * 2
     reads = [call for call in calls if call[0] == "read"]

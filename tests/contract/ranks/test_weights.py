@@ -4,7 +4,6 @@ Every weight, by every way it changes: a new kind of weight is a value of ``WEIG
 """
 
 import ctypes
-import warnings
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -17,10 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from tests.budgets import decibels
+from tests.compiling import whole
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, seed_weights, shard
+from tests.models import Stack, seed_weights, shard, silenced
 from tests.selection import long_but
-from tests.wires import ONE_RECIPE_A_WIRE, QUICK, least_decibels, on_each
+from tests.wire import ONE_RECIPE_A_WIRE, QUICK, least_decibels, on_each
 
 FATAL = 2.0  # an amax this much too small saturates: 23 dB at 2x, 10 dB at 4x
 ROWS, COLUMNS = 96, 64
@@ -57,8 +57,7 @@ def within_a_closure(model: nn.Module, folder: str) -> None:
         loss.backward()
         return loss
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with silenced():
         optimizer.step(closure)
     optimizer.zero_grad()
 
@@ -202,11 +201,6 @@ ALL = {
 }
 
 
-def full_weight(model: nn.Module) -> torch.Tensor:
-    weight = model.layers[0].weight.detach()
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-
-
 def master(recipe: str, sharded: bool) -> nn.Module:
     """A high-precision weight, of which codes are made."""
     model = f8sub.convert_to_float8(seed_weights(Stack(COLUMNS, ROWS)), recipe=recipe)
@@ -224,17 +218,11 @@ def primary(recipe: str, sharded: bool) -> nn.Module:
 WEIGHTS = {"master": master, "primary": primary}
 
 
-def prepared(recipe: str, sharded: bool, weight: str = "master") -> nn.Module:
-    """A model whose scales were computed."""
+def used(recipe: str, sharded: bool, weight: str = "master") -> nn.Module:
+    """A model whose scales and codes were computed and used, with gradients in place."""
     model = WEIGHTS[weight](recipe, sharded)
     model.alias = local(model).detach()
     f8sub.precompute_scales(model)
-    return model
-
-
-def used(recipe: str, sharded: bool, weight: str = "master") -> nn.Module:
-    """A model whose scales and codes were computed and used, with gradients in place."""
-    model = prepared(recipe, sharded, weight)
     model(inputs()).square().mean().backward()
     return model
 
@@ -244,16 +232,15 @@ def after(
 ) -> torch.Tensor:
     """y after the change; asserts that it is right, and that old scales would not have been."""
     model = used(recipe, sharded, weight)
-    before = full_weight(model).clone()
+    before = whole(model.layers[0].weight).clone()
     ALL[mutation](model, folder)
-    growth = full_weight(model).abs().amax() / before.abs().amax()
+    growth = whole(model.layers[0].weight).abs().amax() / before.abs().amax()
     assert growth > FATAL, f"this change would not show: the amax grew by {growth:.2f}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with silenced():
         if precompute:
             f8sub.precompute_scales(model)
         y = model(inputs())
-    found = decibels(inputs().double() @ full_weight(model).double().t(), y)
+    found = decibels(inputs().double() @ whole(model.layers[0].weight).double().t(), y)
     assert found >= least_decibels(recipe), f"{found:.1f} dB, precompute_scales called: {precompute}"
     return y.detach()
 
@@ -320,10 +307,13 @@ def test_a_compiled_optimizer_step(ranks, recipe, tmp_path):
     ranks(1, compiled_unsharded, recipe, str(tmp_path))
 
 
-def loaded_on_uneven_shards(rank: int, world: int, recipe: str) -> list[torch.Tensor]:
-    """y after a pass, after a state dict was loaded without precompute_scales, and what it must be.
+@pytest.mark.parametrize("world", [3, 5], ids=["world3", "world5"])
+@on_each_recipe
+def test_a_state_dict_loaded_into_uneven_shards(rank, world, recipe):
+    """FSDP2 pads a short shard into new memory, on some ranks alone; of 16 rows the fifth rank has none.
 
-    The reduction is made in the first layer's gather, so that the second one's amaxes are new when its codes are not.
+    Without precompute_scales the reduction is made in the first layer's gather, so that the second one's amaxes are new
+    when its codes are not.
     """
     widths = (32, 16, 64, 32)
     loaded = {name: 20 * value for name, value in seed_weights(Stack(*widths), seed=8).state_dict().items()}
@@ -334,14 +324,5 @@ def loaded_on_uneven_shards(rank: int, world: int, recipe: str) -> list[torch.Te
     set_model_state_dict(model, dict(loaded), options=StateDictOptions(full_state_dict=True))
     alone = f8sub.convert_to_float8(Stack(*widths), recipe=recipe)
     alone.load_state_dict(loaded)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
-        return [model(x), alone(x)]
-
-
-@pytest.mark.parametrize("world", [3, 5], ids=["world3", "world5"])
-@on_each_recipe
-def test_a_state_dict_loaded_into_uneven_shards(ranks, recipe, world):
-    """FSDP2 pads a short shard into new memory, on some ranks alone; of 16 rows the fifth rank has none."""
-    for sharded, alone in ranks(world, loaded_on_uneven_shards, recipe):
-        assert torch.equal(sharded, alone)
+    with torch.no_grad(), silenced():
+        assert torch.equal(model(x), alone(x))

@@ -1,7 +1,6 @@
 """One rank does something alone in the middle of a run: nobody waits, and the losses stay right."""
 
 import datetime
-import warnings
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 import f8sub
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, seed_weights, shard, take_step
+from tests.models import Stack, seed_weights, shard, silenced, take_step
 from tests.selection import long_but
 
 STEPS, STEP = 8, 4
@@ -24,8 +23,7 @@ def run(rank: int, world: int, recipe: str, kind: str, odd: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     f8sub.precompute_scales(model)
     losses: list[float] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with silenced():
         for step in range(STEPS):
             alone = step == STEP and rank == odd
             if alone and kind == "calls":

@@ -14,10 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 
 import f8sub
-from tests.models import equal, float8_layers, shard, train, transformer
+from tests.models import equal, float8_layers, replicated, shard, train, transformer
 from tests.selection import long_but
 
 CASES = [("mxfp8", 3, 1), ("delayed", 4, 2), ("tensorwise", 2, 1), ("tensorwise", 4, 2), ("delayed", 3, 1)]
@@ -27,12 +26,9 @@ STEPS = 2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def sharded(world: int, recipe: str, replicas: int = 1, spread: float = 0.0) -> tuple:
+def sharded(recipe: str, replicas: int = 1, spread: float = 0.0) -> tuple:
     """A model and its optimizer."""
-    names = ("replicate", "shard")
-    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=names)
-    mesh = mesh if replicas > 1 else mesh["shard"]
-    model = shard(transformer(recipe, spread=spread), mesh=mesh)
+    model = shard(transformer(recipe, spread=spread), mesh=replicated(replicas))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -57,7 +53,7 @@ def what_is_gathered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save(rank: int, world: int, folder: str, recipe: str) -> dict[str, torch.Tensor]:
-    model, optimizer = sharded(world, recipe)
+    model, optimizer = sharded(recipe)
     train(model, rank, steps=STEPS, optimizer=optimizer)
     Checkpoints(Path(folder)).save(STEPS, tensors(model, optimizer), {"step": STEPS})
     return what_is_gathered(model)
@@ -65,7 +61,7 @@ def save(rank: int, world: int, folder: str, recipe: str) -> dict[str, torch.Ten
 
 def resume(rank: int, world: int, folder: str, recipe: str, replicas: int) -> tuple[dict, bool]:
     """What is gathered after loading over other weights whose scales were in use, and a loss that goes on from it."""
-    model, optimizer = sharded(world, recipe, replicas, spread=2.0)
+    model, optimizer = sharded(recipe, replicas, spread=2.0)
     train(model, rank, steps=1, optimizer=optimizer)
     filled = tensors(model, optimizer)
     state = Checkpoints(Path(folder)).load(f"step-{STEPS:08d}", filled)

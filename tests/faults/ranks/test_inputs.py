@@ -5,7 +5,7 @@ import torch
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, equal, seed_weights, shard
-from tests.wires import ONE_RECIPE_A_WIRE, on_each
+from tests.wire import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
 on_each_recipe = on_each(RECIPES)

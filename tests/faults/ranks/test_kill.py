@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.runs import QUICK, losses, quick_settings, train
-from tests.recipes.test_pretrain_end_to_end import environment
+from tests.recipes.test_pretrain_end_to_end import ROOT, environment
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("killed_pretrain.py")
 OPTIONS = "--float8.recipe tensorwise --training.steps 6 --checkpoint.interval 2 --checkpoint.resume newest"
 POINTS = ("amax all-reduce", "async save")

@@ -10,7 +10,7 @@ import f8sub
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, seed_weights, shard
-from tests.wires import ONE_RECIPE_A_WIRE, on_each
+from tests.wire import ONE_RECIPE_A_WIRE, on_each
 
 # Ranks that start again find a store of their own.
 pytestmark = pytest.mark.own_ranks

@@ -13,16 +13,14 @@ from f8sub.features.host_quantizer import host_quantizer
 from f8sub.formats import E2M1
 from f8sub.kernels import quantize, reference, scales
 from f8sub.kernels.scales import PriorScale
-from tests.data_sets import gaussian, generator
-from tests.kernels.products import assert_same_bits
+from tests.data_sets import DTYPES, gaussian, generator
+from tests.kernels.products import E4M3, E5M2, assert_same_bits
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {
     f"{name}-{rule.value}": Float8Format(dtype, Tile(ALL, ALL), rule)
     for name, dtype in (("e4m3", E4M3), ("e5m2", E5M2))
     for rule in (ScaleRule.FLOAT, ScaleRule.POWER_OF_2)
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 on_each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))
 
 shapes = st.tuples(st.integers(1, 9), st.integers(1, 17))

@@ -132,11 +132,6 @@ def test_schedulers_scalers_and_clipping(kind):
     assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 1e-2 * 0.25
 
 
-def states_of(model: nn.Module, optimizer: torch.optim.Optimizer, by_name: bool) -> tuple[dict, dict]:
-    states = get_optimizer_state_dict(model, optimizer) if by_name else optimizer.state_dict()
-    return copy.deepcopy((model.state_dict(), states))
-
-
 @pytest.mark.parametrize("by_name", [False, True], ids=["by-number", "by-name"])
 @pytest.mark.parametrize("model_first", [True, False], ids=["model-first", "optimizer-first"])
 @on_each_kind
@@ -145,7 +140,8 @@ def test_resumed_training_is_bitwise_the_same(kind, model_first, by_name):
     model = made(kind)
     optimizer = adamw(model)
     train(model, optimizer, range(3))
-    weights, states = states_of(model, optimizer, by_name)
+    states = get_optimizer_state_dict(model, optimizer) if by_name else optimizer.state_dict()
+    weights, states = copy.deepcopy((model.state_dict(), states))
     if by_name:
         assert states["state"].keys() == dict(model.named_parameters()).keys()
         for name, weight in model.named_parameters():

@@ -14,7 +14,7 @@ import f8sub
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.weights.master_weight import MasterWeight
 from tests.layers import K, N, dy_of, x_of
-from tests.models import float8_layers, seed_weights
+from tests.models import equal, float8_layers, seed_weights
 from tests.selection import long_but
 
 RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
@@ -60,8 +60,7 @@ def test_training_is_that_of_high_precision_weights(recipe, dtype):
     expected = wrapped(other) if dtype == torch.bfloat16 else torch.optim.AdamW(other.parameters(), lr=1e-2)
     for seed in range(5):
         assert torch.equal(step(model, optimizer, seed), step(other, expected, seed))
-    for name, value in other.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
+    assert equal(model.state_dict(), other.state_dict())
 
 
 def test_wider_inputs_meet_the_weights_as_the_model_has_them():
@@ -297,8 +296,7 @@ def test_compiled_training_is_bitwise_eager(recipe, dtype, fresh_compiler):
         assert torch.equal(step(compiled, optimizer, seed), step(expected, other, seed))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(step(compiled, optimizer, 2), step(expected, other, 2))
-    for name, value in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
+    assert equal(model.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("recipe", long_but(["tensorwise", "mxfp8"], RECIPES))

@@ -10,22 +10,15 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 import f8sub
-from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.features.scales_of_a_byte import scales_of_a_byte
 from f8sub.formats import E2M1
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm
 from tests.budgets import excess
 from tests.data_sets import generator, row_outliers
-from tests.kernels.products import E4M3, MX, NV, SMALL_BLOCK_PAIRS, operands, product
+from tests.kernels.products import E4M3, MX, NV, ONE_BYTE_PAIRS, operands, product
 from tests.oracle import VALUES
 
-PAIRS = SMALL_BLOCK_PAIRS | {
-    "mxfp8-of-larger-tiles": (
-        Float8Format(E4M3, Tile(1, 64), ScaleRule.E8M0),
-        Float8Format(E4M3, Tile(32, ALL), ScaleRule.E8M0),
-    )
-}
 SHAPES = {
     "aligned": (128, 256, 128),
     "many-atoms": (272, 400, 656),
@@ -33,7 +26,7 @@ SHAPES = {
     "one-block": (3, 5, 16),
     "one-row": (1, 130, 130),
 }
-on_each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
+on_each_pair = pytest.mark.parametrize("pair", ONE_BYTE_PAIRS.values(), ids=list(ONE_BYTE_PAIRS))
 on_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 
 

@@ -11,13 +11,11 @@ from f8sub.kernels.gemm import scaled_mm
 from f8sub.tensor.float8_tensor import ANY_OTHER, OPS
 from tests.budgets import excess
 from tests.counting import Float8Work
-from tests.cpu_products import skip_without_rows
 from tests.data_sets import gaussian, generator, row_outliers
-from tests.kernels.products import exact
+from tests.kernels.products import E4M3, exact, skip_without_rows
 from tests.oracle import Product
 
 aten = torch.ops.aten
-E4M3 = torch.float8_e4m3fn
 TENSOR = Float8Format(E4M3, Tile(ALL, ALL))
 ROW = Float8Format(E4M3, Tile(1, ALL), ScaleRule.POWER_OF_2)
 FORMATS = {"tensorwise": TENSOR, "rowwise": ROW}

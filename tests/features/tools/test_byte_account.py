@@ -14,16 +14,14 @@ from f8sub.features.tools.byte_account import Bytes
 from f8sub.linear import float8_linear
 from tests.convert.models import mlp
 from tests.data_sets import gaussian, generator
-from tests.kept_x import WIDTH, blocks, is_derivable, model_of, nodes_of
+from tests.kept_x import RECIPES, WAYS, WIDTH, blocks, is_derivable, model_of, nodes_of
 from tests.models import Stack, float8_layers, seed_weights
 
-RECIPES = f8sub.recipe_names()
-WAYS = ("auto", "float8", "high_precision", "recompute")
 TOKENS = 24
 SAVED_ANYWAY = ("o", "down")
 """In ``blocks``: attention's result, and relu's."""
 
-CASES = [(r, w) for r in RECIPES for w in WAYS if w != "recompute" or is_derivable(r)]
+CASES = [(r, w) for r in RECIPES for w in ("auto", *WAYS) if w != "recompute" or is_derivable(r)]
 on_each_case = pytest.mark.parametrize(("recipe", "way"), CASES, ids=["-".join(case) for case in CASES])
 
 

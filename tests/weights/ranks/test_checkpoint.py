@@ -24,7 +24,7 @@ from tests.layers import K, N, x_of
 from tests.models import Transformer, seed_weights, shard, train, transformer
 from tests.selection import long_but
 from tests.weights.test_state_dict import M, made
-from tests.wires import ONE_RECIPE_A_WIRE, on_each
+from tests.wire import ONE_RECIPE_A_WIRE, on_each
 
 RECIPES = ONE_RECIPE_A_WIRE
 on_each_recipe = on_each(RECIPES)

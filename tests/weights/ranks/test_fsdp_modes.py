@@ -17,8 +17,7 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Transformer, checkpointed, float8_layers, loss_of, seed_weights, shard, update
 from tests.selection import long_but
-from tests.wire import Wire
-from tests.wires import ONE_RECIPE_A_WIRE, PER_LAYER
+from tests.wire import ONE_RECIPE_A_WIRE, PER_LAYER, Wire
 
 STEPS, MICROBATCHES = 2, 2
 How = Callable[[nn.Module], nn.Module]

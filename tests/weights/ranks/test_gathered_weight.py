@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -16,10 +15,9 @@ from f8sub.weights import pending_codes
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.kernels.products import bits
-from tests.models import BF16, Stack, equal, seed_weights, shard
-from tests.ranks import RankFailure
+from tests.models import BF16, Stack, equal, replicated, seed_weights, shard
 from tests.selection import long_but
-from tests.wires import ONE_RECIPE_A_WIRE, QUICK
+from tests.wire import ONE_RECIPE_A_WIRE, QUICK
 
 RECIPES = (*ONE_RECIPE_A_WIRE, "delayed")
 """The other recipes' weights are sent alike, see ``test_wire``."""
@@ -142,12 +140,10 @@ def test_rows_past_a_short_shard_are_zero(rank, world, recipe):
 def laid_out(layout: str, model: nn.Module) -> nn.Module:
     if layout == "columns":
         return fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
-    replicas = int(layout.split()[0])
-    shape = (replicas, dist.get_world_size() // replicas)
-    return fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+    return fully_shard(model, mesh=replicated(int(layout.split()[0])))
 
 
-def gathered(rank: int, world: int, recipe: str, layout: str) -> list[str]:
+def gathered(recipe: str, layout: str) -> list[str]:
     """What differs at first, and after each rank changed its shard without saying so."""
     model, found = laid_out(layout, with_weight(recipe, 80)), []
     f8sub.precompute_scales(model)
@@ -162,12 +158,12 @@ def gathered(rank: int, world: int, recipe: str, layout: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("recipe", "layout", "world"), long_but(LAID_OUT[:4], LAID_OUT))
-def test_shards_of_columns_and_of_replicas(ranks, recipe, layout, world):
+def test_shards_of_columns_and_of_replicas(rank, world, recipe, layout):
     if layout == "columns" and f8sub.get_recipe(recipe).fprop.b.codes_per_byte > 1:
-        with pytest.raises(RankFailure, match=r"Float8ConfigError: layers\.0.*shard it by rows"):
-            ranks(world, gathered, recipe, layout)
+        with pytest.raises(f8sub.Float8ConfigError, match=r"^layers\.0.*shard it by rows"):
+            gathered(recipe, layout)
     else:
-        assert ranks(world, gathered, recipe, layout) == [[]] * world
+        assert gathered(recipe, layout) == []
 
 
 @pytest.mark.parametrize("policy", [BF16, None], ids=["bf16", "none"])

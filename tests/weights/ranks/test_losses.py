@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
 from tests.compiling import whole
-from tests.models import equal, loss_of, shard, train, transformer
+from tests.models import equal, loss_of, replicated, shard, train, transformer
 from tests.selection import long_but
-from tests.wires import ONE_RECIPE_A_WIRE, on_each
 
 STEPS = 4
 SPREAD = 4.0
@@ -36,11 +35,10 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 
 def wrapped(recipe: str) -> dict[str, nn.Module]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(), 1), mesh_dim_names=("r", "s"))
     return {
         "on": shard(made(recipe)),
         "off": shard(made(recipe, False)),
-        "shards of one": shard(made(recipe), mesh=mesh),
+        "shards of one": shard(made(recipe), mesh=replicated(dist.get_world_size())),
         "DDP": DistributedDataParallel(made(recipe)),
     }
 
@@ -82,10 +80,3 @@ def test_each_wrapper_is_the_unsharded_run(rank, world, recipe):
     assert [name for name in found if not equal(found[name], found["on"])] == []
     assert losses == expected_losses[rank]
     assert equal(state, expected)
-
-
-@on_each(ONE_RECIPE_A_WIRE)
-def test_a_high_precision_run_has_other_losses(recipe):
-    """What makes the equalities above mean something: float8 shows in the losses."""
-    losses, _ = unsharded(recipe, 1)
-    assert loss_of(transformer(None, spread=SPREAD), 0, 0).item() != losses[0][0]

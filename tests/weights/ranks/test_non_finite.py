@@ -1,15 +1,12 @@
 """NaN or infinity in one rank's shard: NaN codes on all ranks at once, then an error that names the layer."""
 
-import warnings
-
 import pytest
 import torch
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, refusal, seed_weights, shard
-from tests.wire import Wire
-from tests.wires import ONE_RECIPE_A_WIRE, on_each
+from tests.models import Stack, refusal, seed_weights, shard, silenced
+from tests.wire import ONE_RECIPE_A_WIRE, Wire, on_each
 
 BAD = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}
 on_each_recipe = on_each(ONE_RECIPE_A_WIRE)
@@ -46,7 +43,6 @@ def test_a_bad_element_shows_on_every_rank_without_precompute_scales_too(rank, w
     if rank == 1:
         with torch.no_grad():
             model.layers[0].weight.to_local()[0, 0] = float("nan")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with silenced():
         y = model(gaussian((16, 32), generator(0)))
     assert y.isnan().any() == (recipe != "nvfp4")

@@ -25,7 +25,7 @@ from tests.data_sets import gaussian, generator
 from tests.models import Stack, equal, float8_layers, loss_of, seed_weights, shard, shard_of, transformer
 from tests.selection import long_but
 from tests.weights.ranks.test_fsdp_modes import prefetching
-from tests.wires import on_each
+from tests.wire import on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4")
 QUICK = [("tensorwise", 3), ("mxfp8", 3)]

@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.layers import dy_of
-from tests.models import Stack, seed_weights, shard
+from tests.models import Stack, replicated, seed_weights, shard
 
 
 def taken() -> tuple[int, int, int]:
@@ -37,9 +36,7 @@ def prepared(seed: int = 0) -> nn.Module:
     return model
 
 
-@functools.cache
-def replicated() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+two_replicas = functools.cache(lambda: replicated(2))
 
 
 def use(model: nn.Module, masters: bool = False) -> None:
@@ -55,7 +52,7 @@ def use(model: nn.Module, masters: bool = False) -> None:
 
 USES: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     "fsdp": (lambda: fully_shard(model_of()), 2, 10),
-    "hsdp": (lambda: fully_shard(model_of("delayed"), mesh=replicated()), 4, 5),
+    "hsdp": (lambda: fully_shard(model_of("delayed"), mesh=two_replicas()), 4, 5),
     "ddp": (lambda: DistributedDataParallel(model_of("delayed")), 2, 5),
 }
 """What makes a model, on how many ranks, and how many of them."""

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, equal, precompute
-from tests.wires import on_each
+from tests.models import BF16, equal, precompute, silenced
+from tests.wire import on_each
 
 # What is told once a process is told to each test.
 pytestmark = pytest.mark.own_ranks
@@ -70,8 +70,7 @@ def test_values_and_gradients_are_plain_fsdps(rank, world, recipe):
     """Bitwise, of the weight that the codes stand for; and of the weight itself where that is gathered."""
     weight = gaussian((ROWS, COLS), generator(7))
     codes = f8sub.quantize(weight.to(BF16.param_dtype), recipe, operand="w", columnwise=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with silenced():
         gathered = run(made(weight, recipe, gathered=True, calls=False), BF16)
     assert len(gathered) == 6
     assert equal(gathered, run(made(codes.dequantize().float(), None, gathered=False, calls=False), BF16))

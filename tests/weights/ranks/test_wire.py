@@ -13,10 +13,9 @@ from torch import nn
 import f8sub
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, Stack, seed_weights, shard, take_step
+from tests.models import BF16, Stack, heard, seed_weights, shard, silenced, take_step
 from tests.selection import long_but
-from tests.wire import Wire
-from tests.wires import ONE_RECIPE_A_WIRE, gathered_bytes, least_decibels, on_each, wire_of
+from tests.wire import ONE_RECIPE_A_WIRE, Wire, gathered_bytes, least_decibels, on_each, wire_of
 
 RECIPES = f8sub.recipe_names()
 WIDTHS = (64, 96, 48, 64)
@@ -57,8 +56,7 @@ def test_a_weight_is_gathered_once_as_one_byte_an_element(rank, world, recipe, w
         assert forward_bytes(float8) == in_float8
         assert forward_bytes(shard(stack(None, widths), policy)) == size * numel
     float8.load_state_dict({name: 8 * value for name, value in float8.state_dict().items()})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", f8sub.Float8Warning)
+    with silenced():
         assert forward_bytes(float8) == in_float8
 
 
@@ -67,8 +65,7 @@ def forgetful_and_not(rank: int, recipe: str, precompute: bool) -> dict[str, lis
     model = shard(stack(recipe))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: dict[str, list] = {"all_reduces": [], "gathered": [], "losses": []}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as told:
         for step in range(4):
             with Wire() as wire:
                 if precompute:
@@ -78,11 +75,7 @@ def forgetful_and_not(rank: int, recipe: str, precompute: bool) -> dict[str, lis
             if step:
                 found["all_reduces"].append(wire.all_reduces)
                 found["gathered"].append(wire.gathered)
-    return found | {"warnings": float8_warnings(caught)}
-
-
-def float8_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
-    return [str(warning.message) for warning in caught if warning.category is f8sub.Float8Warning]
+    return found | {"warnings": told}
 
 
 @on_each_recipe
@@ -114,27 +107,23 @@ def outcome(model: nn.Module, forward: Callable[[], torch.Tensor], x: torch.Tens
     return "right or NaN" if y.isnan().any() else "right"
 
 
-def prepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
-    """A model one step into training, its weights changed since its scales were computed."""
-    model = shard(stack(recipe, (64, 96)))
+def prepared(recipe: str, at_once: bool = False) -> tuple[nn.Module, torch.Tensor]:
+    """A model one step into training, its weights changed since its scales were computed; ``at_once``: just sharded."""
+    model, x = shard(stack(recipe, (64, 96))), gaussian((16, 64), generator(3))
+    if at_once:
+        return model, x
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     f8sub.precompute_scales(model)
-    x = gaussian((16, 64), generator(3))
     (3 * model(x).square().sum()).backward()
     optimizer.step()
     return model, x
-
-
-def unprepared(recipe: str) -> tuple[nn.Module, torch.Tensor]:
-    """A model that was just sharded."""
-    return shard(stack(recipe, (64, 96))), gaussian((16, 64), generator(3))
 
 
 def one_rank_forgets(rank, world, recipe: str, forgetful: int, with_all_reduce: bool, at_once: bool) -> str:
     # Whatever ranks decide, the outcome is right, so that nothing depends on how long they wait.
     agreement.PATIENCE = datetime.timedelta(milliseconds=100)
     warnings.simplefilter("ignore", f8sub.Float8Warning)
-    model, x = (unprepared if at_once else prepared)(recipe)
+    model, x = prepared(recipe, at_once)
 
     def forward() -> torch.Tensor:
         if rank != forgetful:
@@ -177,11 +166,10 @@ def one_rank_changes_its_shard(rank, world, recipe: str, precompute: bool) -> tu
         f8sub.precompute_scales(model)
         return model(x)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as told:
         first = outcome(model, after_precompute if precompute else lambda: model(x), x)
         found = [first, *(outcome(model, after_precompute, x) for _ in range(2))]
-    return found, float8_warnings(caught)
+    return found, told
 
 
 @pytest.mark.parametrize("precompute", [False, True], ids=["forgotten", "precompute"])

@@ -2,7 +2,6 @@
 
 import copy
 import datetime
-import warnings
 from unittest import mock
 
 import pytest
@@ -15,7 +14,7 @@ import f8sub
 from f8sub.features.delayed import rolling
 from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
-from tests.models import Stack, equal, refusal, seed_weights, shard
+from tests.models import Stack, equal, heard, refusal, seed_weights, shard
 from tests.selection import long_but
 from tests.wire import Wire
 
@@ -165,15 +164,14 @@ def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(rank, world):
     """Nobody waits for the others long, and the step's amaxes are in the histories later."""
     expected, model = shard(model_of()), shard(model_of())
     train(expected, rank, 2)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", f8sub.Float8Warning)
+    with heard() as told:
         train(model, rank, 2, precompute=False)
         if rank == 1:
             with mock.patch.object(agreement, "PATIENCE", datetime.timedelta(milliseconds=1)):
                 model.state_dict()
         f8sub.precompute_scales(model)
         states = states_of(model)
-    assert len([w for w in told if "state dict" in str(w.message)]) == rank
+    assert len([text for text in told if "state dict" in text]) == rank
     assert equal(states, states_of(expected))
 
 

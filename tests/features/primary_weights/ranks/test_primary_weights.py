@@ -1,7 +1,6 @@
 """Float8 primary weights under FSDP2: the losses of high-precision weights, bit for bit, and what is kept of them."""
 
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -10,7 +9,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,15 +24,16 @@ from tests.models import (
     equal,
     float8_layers,
     loss_of,
+    replicated,
     seed_weights,
     shard,
     shard_of,
+    silenced,
     train,
     update,
 )
 from tests.selection import long_but
-from tests.wire import Wire
-from tests.wires import on_each
+from tests.wire import Wire, on_each
 
 STEPS, SPREAD = 10, 4.0
 RECIPES = [name for name in f8sub.recipe_names() if f8sub.get_recipe(name).delayed is None]
@@ -57,7 +56,7 @@ def shard_in(mode: str, model: nn.Module, policy: MixedPrecisionPolicy | None) -
     if mode == "CPU offload":
         return shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     if mode == "HSDP":
-        return shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        return shard(model, mesh=replicated(2))
     if mode == "columns":
         return shard(model, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
     if mode == "activation checkpointing":
@@ -179,8 +178,7 @@ def test_masters_may_be_taken_after_a_forward_and_no_weight_is_kept_twice(rank, 
         before = [StorageWeakRef(layer.weight.to_local().untyped_storage()) for layer in float8_layers(model)]
         optimizer = f8sub.optim.MasterWeights(optimizer)
         freed = [storage.expired() for storage in before]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", f8sub.Float8Warning)
+        with silenced():
             losses.append(train(model, rank, steps=3, optimizer=optimizer))
     assert losses[0] == losses[1]
     # Float32 values became the master where they were.

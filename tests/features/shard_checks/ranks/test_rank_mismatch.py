@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import f8sub
 from f8sub.features.shard_checks import rank_check
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, Stack, refusal, seed_weights, shard
+from tests.models import BF16, Stack, refusal, replicated, seed_weights, shard
 from tests.selection import long_but
 
 # These ranks pretend to be different: what one test changes in the library, others must not find.
@@ -63,9 +62,9 @@ def test_a_rank_that_differs(ranks, option, precompute):
 def test_a_replica_that_differs_is_not_averaged_with_the_others(rank, world, replicas):
     """The last replica is converted another way, all of it."""
     odd = {2: "ranks 2, 3: ", 4: "rank 3: "}[replicas]
-    shards = world // replicas
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-    recipe = "rowwise" if rank >= world - shards else "tensorwise"
-    model = shard(f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64)), recipe=recipe), mesh=mesh)
+    recipe = "rowwise" if rank >= world - world // replicas else "tensorwise"
+    model = shard(
+        f8sub.convert_to_float8(seed_weights(Stack(64, 96, 64)), recipe=recipe), mesh=replicated(replicas)
+    )
     text = refusal(f8sub.Float8RankMismatchError, model, gaussian((16, 64), generator(1)))
     assert f"{odd}recipe rowwise" in text

@@ -29,8 +29,7 @@ from tests.features.tensor_parallel.models import (
 )
 from tests.models import update
 from tests.selection import long_but
-from tests.wire import Wire
-from tests.wires import on_each
+from tests.wire import Wire, on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 on_each_recipe = on_each(RECIPES)

@@ -3,7 +3,6 @@
 import copy
 import datetime
 import math
-import warnings
 from unittest import mock
 
 import pytest
@@ -33,10 +32,9 @@ from tests.features.tensor_parallel.models import (
     products_of,
 )
 from tests.kernels.products import bits
-from tests.models import BF16, seed_weights
+from tests.models import BF16, heard, seed_weights
 from tests.selection import long_but
-from tests.wire import Wire
-from tests.wires import on_each
+from tests.wire import Wire, on_each
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "mxfp8")
 MESHES = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "2 replicas 1x2": (2, 1, 2)}
@@ -303,12 +301,11 @@ def test_a_weight_changed_on_some_tensor_parallel_ranks_is_visible(rank, world):
     gathered = model.up.weight._local_tensor.clone().dequantize()
     model.reshard()
     dist.barrier()  # ranks whose part changed waited to hear of the others
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as told:
         f8sub.precompute_scales(model)
         f8sub.precompute_scales(model)
     assert gathered.isnan().any() == (mesh["tp"].get_local_rank() == 0)
-    assert any("up" in str(warning.message) for warning in caught)
+    assert any("up" in text for text in told)
 
 
 def test_a_copy_of_a_tensor_parallel_model_is_sharded_as_the_model(rank, world):

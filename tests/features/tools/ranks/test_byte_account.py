@@ -10,8 +10,7 @@ from torch import nn
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, float8_layers, seed_weights, shard
-from tests.wire import Wire
-from tests.wires import ONE_RECIPE_A_WIRE, on_each
+from tests.wire import ONE_RECIPE_A_WIRE, Wire, on_each
 
 WIDTHS = {2: (64, 96, 48), 3: (64, 80, 16)}
 TOKENS = 16

@@ -1,14 +1,12 @@
 """A step whose gradients are not finite on one rank changes nothing on any."""
 
-import warnings
-
 import pytest
 import torch
 
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.features.tools.test_step_guard import BAD_STEPS, STEPS, make, on_fused_and_foreach
-from tests.models import BF16, Stack, seed_weights, shard, update
+from tests.models import BF16, Stack, heard, seed_weights, shard, update
 
 
 def trained(rank: int, name: str, recipe: str, bad_steps: tuple[int, ...]) -> list:
@@ -19,8 +17,7 @@ def trained(rank: int, name: str, recipe: str, bad_steps: tuple[int, ...]) -> li
     guard = f8sub.skip_step_if_nonfinite(optimizer)
     f8sub.precompute_scales(model)
     losses = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as told:
         for step in range(STEPS):
             if step in BAD_STEPS and not bad_steps:
                 continue
@@ -32,26 +29,25 @@ def trained(rank: int, name: str, recipe: str, bad_steps: tuple[int, ...]) -> li
             update(model, optimizer)
             if step not in bad_steps:
                 losses.append(loss.item())
-    heard = [str(w.message) for w in caught if issubclass(w.category, f8sub.Float8Warning)]
-    return [losses, int(guard.skipped), heard]
+    return [losses, int(guard.skipped), told]
 
 
 @pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach", "sgd-momentum"])
 @pytest.mark.parametrize("world", [3])
 def test_one_rank_s_bad_batch_skips_the_step_of_all(rank, world, name):
-    losses, count, heard = trained(rank, name, "tensorwise", BAD_STEPS)
+    losses, count, told = trained(rank, name, "tensorwise", BAD_STEPS)
     assert [losses, 0, []] == trained(rank, name, "tensorwise", ())
-    assert (count, heard) == (len(BAD_STEPS), [])
+    assert (count, told) == (len(BAD_STEPS), [])
 
 
 @on_fused_and_foreach
 def test_delayed_histories_are_those_of_the_finite_amaxes_and_training_goes_on(rank, world, name):
     """A bad x or dy is told, and no error."""
-    losses, count, heard = trained(rank, name, "delayed", BAD_STEPS)
+    losses, count, told = trained(rank, name, "delayed", BAD_STEPS)
     assert count == len(BAD_STEPS)
     assert torch.tensor(losses).isfinite().all()
-    assert heard
-    assert all("NaN or infinity in" in message and "histories" in message for message in heard)
+    assert told
+    assert all("NaN or infinity in" in message and "histories" in message for message in told)
 
 
 @pytest.mark.parametrize("world", [3])

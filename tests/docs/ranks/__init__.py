@@ -1,1 +1,0 @@
-"""Examples of the pages that need ranks."""

@@ -109,7 +109,8 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
         raise Float8ConfigError(
             f"{found[0]} and {len(found) - 1} more are sharded by tensor parallelism and gathered as float8 by FSDP2: "
             "DTensors of float8, which torch.compile cannot trace, and torchtitan compiles whole blocks or nothing. "
-            "Leave out one of --compile.enable and tensor_parallel_degree, or take spmd_types for spmd_backend"
+            "Leave out one of --compile.enable, tensor_parallel_degree and enable_fsdp_float8_all_gather, or take "
+            "spmd_types for spmd_backend"
         )
 
 

@@ -35,6 +35,10 @@ PP = 'parallelism.pipeline_parallel_degree=2 parallelism.pipeline_parallel_sched
 SPMD = 'parallelism.spmd_backend="spmd_types"'
 CP = f"{SPMD} parallelism.context_parallel_degree=2 parallelism.context_parallel_load_balancer=null"
 NVFP4 = 'f8sub:{"recipe_name":"nvfp4"}'
+NOT_GATHERED = "--f8sub.no-enable-fsdp-float8-all-gather"
+IN_BF16 = (
+    f"f8sub {NOT_GATHERED}" if runs.installed() == "0.2" else 'f8sub:{"enable_fsdp_float8_all_gather":false}'
+)
 COMPILED = 'compile.enable=true compile.backend="aot_eager"'
 
 MESHES = {
@@ -112,6 +116,7 @@ def test_other_recipes(train, mesh, recipe):
         ("tp2", "f8sub_selective_ac", "f8sub"),
         ("fsdp2", f"f8sub_selective_ac {COMPILED}", "f8sub"),
         ("fsdp2", f"{NVFP4} {COMPILED}", NVFP4),
+        ("fsdp2-tp2", f"{IN_BF16} {COMPILED}", IN_BF16),
         pytest.param("spmd-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),
         pytest.param("spmd-fsdp2-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),
     ],

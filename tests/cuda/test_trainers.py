@@ -1,6 +1,10 @@
-"""The scripts of recipes/trainers on two GPUs: what tests/recipes/test_trainers.py shows on CPUs."""
+"""The scripts of recipes/trainers on two GPUs: what tests/recipes/test_trainers.py shows on CPUs.
+
+That file is imported by a test, not here: what it imports starts CUDA, after which no ranks can be forked.
+"""
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +13,9 @@ import torch
 
 import tests.recipes.conftest  # noqa: F401  makes the scripts importable
 
-pytest.importorskip("accelerate")
-pytest.importorskip("lightning")
-from tests.recipes import test_trainers as on_cpus
-
-pytestmark = pytest.mark.own_ranks
+NEEDED = ("accelerate", "lightning", "transformers")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+pytestmark = [pytest.mark.own_ranks, pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(NEEDED)}")]
 
 
 @pytest.fixture
@@ -23,11 +25,15 @@ def on_gpus(ranks) -> Callable[..., list[Any]]:
     return functools.partial(ranks, gpus=True, timeout=240)
 
 
-@pytest.mark.parametrize("options", on_cpus.OPTIONS, ids=["by-rank-0", "as-default", "full-state"])
-def test_accelerate(on_gpus, tmp_path, options):
-    on_cpus.check_accelerate(on_gpus, tmp_path, options)
+@pytest.mark.parametrize("number", range(3), ids=["by-rank-0", "as-default", "full-state"])
+def test_accelerate(on_gpus, tmp_path, number):
+    from tests.recipes import test_trainers as on_cpus
+
+    on_cpus.check_accelerate(on_gpus, tmp_path, on_cpus.OPTIONS[number])
 
 
-@pytest.mark.parametrize("name", on_cpus.TRAINERS)
+@pytest.mark.parametrize("name", ["plain", "transformers", "lightning"])
 def test_the_bits_of_a_plain_loop_and_a_checkpoint_of_plain_tensors(on_gpus, tmp_path, name):
+    from tests.recipes import test_trainers as on_cpus
+
     on_cpus.check_trainer(on_gpus, tmp_path, name)

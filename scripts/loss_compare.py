@@ -68,17 +68,12 @@ VARIANTS = {
 """Ends the names of arms that have the output head or SwiGLU's input in float8: the option of recipes/pretrain.py."""
 CONFIDENCE = 0.95
 LEARNING_RATE = 3e-4
-"""Of the smallest models. At 1e-3 training is chaotic: the gap of one seed of ``tensorwise`` was +2.0 % with sequences
-of 128 tokens and -1.0 % with 64. A rate that is as quiet falls with a model's width.
+"""Ends as low as 1e-3, at which training is chaotic: the gap of one seed of ``tensorwise`` was +2.0 % with sequences of
+128 tokens and -1.0 % with 64.
 """
 EVAL_BATCHES = 256
 ON_CPU: dict[str, Any] = {"training.seq_len": 128, "training.local_batch_size": 4, "training.device": "cpu"}
-ON_GPU: dict[str, Any] = {
-    "training.seq_len": 512,
-    "training.local_batch_size": 32,
-    "eval.batches": 32,
-    "optimizer.lr": 1e-4,
-}
+ON_GPU: dict[str, Any] = {"training.seq_len": 512, "training.local_batch_size": 32, "eval.batches": 32}
 SIZES = {"debug": ON_CPU, "moe-debug": ON_CPU, "120m": ON_GPU, "moe-120m": ON_GPU}
 """How each is trained: a Llama of 3.5M parameters, a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2; and both of
 120M, 4 of 32 experts, which want a GPU."""
@@ -185,15 +180,14 @@ class Run(NamedTuple):
     seed: int
 
 
-def settings(run: Run, steps: int, size: str = "debug", rate: float | None = None) -> list[str]:
+def settings(run: Run, steps: int, size: str = "debug") -> list[str]:
     """The command line of ``recipes/pretrain.py``: one to three minutes on two idle cores but for the size of a GPU."""
     chosen = {
         "model.size": size,
         "training.steps": steps,
         "training.seed": run.seed,
-        "optimizer.lr": LEARNING_RATE,
         **SIZES[size],
-        **({} if rate is None else {"optimizer.lr": rate}),
+        "optimizer.lr": LEARNING_RATE,
         "lr_scheduler.warmup_steps": 40,
         "lr_scheduler.min_lr_factor": 0.0,
         "eval.interval": steps,
@@ -221,10 +215,10 @@ def settings(run: Run, steps: int, size: str = "debug", rate: float | None = Non
 class Results:
     """Finished runs, one JSON file each."""
 
-    def __init__(self, folder: Path, steps: int, size: str = "debug", rate: float | None = None) -> None:
+    def __init__(self, folder: Path, steps: int, size: str = "debug") -> None:
         self.folder = folder
         self.steps = steps
-        self.options = size, rate
+        self.size = size
 
     def load(self, run: Run) -> dict[str, Any] | None:
         """What ``train`` kept of a run with these settings; None if it has to be trained."""
@@ -232,12 +226,12 @@ class Results:
         if not path.exists():
             return None
         kept: dict[str, Any] = json.loads(path.read_text())
-        return kept if kept["settings"] == settings(run, self.steps, *self.options) else None
+        return kept if kept["settings"] == settings(run, self.steps, self.size) else None
 
     def train(self, run: Run, on_step: Callable[[int], None], slot: int = 0) -> dict[str, Any]:
         """Train in a process of its own, keep its losses and return them; GPUs are taken in turn by the slots."""
         chosen, dump, started = (
-            settings(run, self.steps, *self.options),
+            settings(run, self.steps, self.size),
             self._path(run).with_suffix(""),
             time.monotonic(),
         )
@@ -426,7 +420,6 @@ def main() -> None:
     made.add_argument("--recipes", nargs="+", default=ours, choices=[*ours, *PEERS])
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
-    made.add_argument("--lr", type=float, help="the highest; by default one of each size")
     made.add_argument("--jobs", type=int, default=1, help="runs that are trained at a time")
     made.add_argument("--head", action="store_true", help="each recipe with the output head in float8, too")
     made.add_argument("--swiglu", action="store_true", help="each recipe with SwiGLU's input in float8, too")
@@ -462,7 +455,7 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of the runs that the command line asks for, once those that are missing are trained."""
     # As Ctrl-C does: with the run it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
-    results, seeds = Results(arguments.folder, arguments.steps, arguments.size, arguments.lr), arguments.seeds
+    results, seeds = Results(arguments.folder, arguments.steps, arguments.size), arguments.seeds
     endings = [ending for ending in VARIANTS if getattr(arguments, ending.strip("-"))]
     variants = [recipe + ending for ending in endings for recipe in arguments.recipes if recipe not in PEERS]
     yardstick = HALVES if SIZES[arguments.size] is ON_GPU else YARDSTICK

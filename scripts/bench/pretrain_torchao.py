@@ -10,6 +10,7 @@ optimizer step. On a CPU torchao emulates float8.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ def install(recipe: str, emulated: bool) -> None:
     if recipe == "tensorwise":
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulated)
     else:
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        object.__setattr__(config, "emulate", emulated)  # the dataclass is frozen, and no recipe emulates
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
     models: list[torch.nn.Module] = []
 
     class Converted(plain):  # type: ignore[misc, valid-type]

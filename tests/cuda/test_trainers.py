@@ -15,6 +15,8 @@ import tests.recipes.conftest  # noqa: F401  makes the scripts importable
 
 NEEDED = ("accelerate", "lightning", "transformers")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+OPTIONS, TRAINERS = ["by-rank-0", "as-default", "full-state"], ["plain", "transformers", "lightning"]
+"""As that file has them."""
 pytestmark = [pytest.mark.own_ranks, pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(NEEDED)}")]
 
 
@@ -25,15 +27,17 @@ def on_gpus(ranks) -> Callable[..., list[Any]]:
     return functools.partial(ranks, gpus=True, timeout=240)
 
 
-@pytest.mark.parametrize("number", range(3), ids=["by-rank-0", "as-default", "full-state"])
+@pytest.mark.parametrize("number", range(len(OPTIONS)), ids=OPTIONS)
 def test_accelerate(on_gpus, tmp_path, number):
     from tests.recipes import test_trainers as on_cpus
 
+    assert len(on_cpus.OPTIONS) == len(OPTIONS)
     on_cpus.check_accelerate(on_gpus, tmp_path, on_cpus.OPTIONS[number])
 
 
-@pytest.mark.parametrize("name", ["plain", "transformers", "lightning"])
+@pytest.mark.parametrize("name", TRAINERS)
 def test_the_bits_of_a_plain_loop_and_a_checkpoint_of_plain_tensors(on_gpus, tmp_path, name):
     from tests.recipes import test_trainers as on_cpus
 
+    assert [*on_cpus.TRAINERS] == TRAINERS
     on_cpus.check_trainer(on_gpus, tmp_path, name)

@@ -162,7 +162,7 @@ class Places(NamedTuple):
         if is_dtensor(x) and isinstance(x._local_tensor, Float8Tensor):
             _check_received(layer.fqn, x._local_tensor, plan.recipe)
         x_cut, w_cut, dy_cut = (
-            cut if cut is not None and _reaches_over(plan.number, layer.fqn, name, *cut[:3]) else None
+            _reduced_cut(layer, plan, name, cut)
             for name, cut in zip(OPERANDS, self._cuts(weight), strict=True)
         )
         of_x, of_w, of_dy, _ = sources
@@ -235,18 +235,32 @@ def _check_received(fqn: str, x: Float8Tensor, recipe: Recipe) -> None:
         )
 
 
-@constant_result
-def _reaches_over(number: int, fqn: str, operand: OperandName, dim: int, whole: int, part: int) -> bool:
-    """Whether scales of an operand that is cut so reach over ranks; of the plan of that number.
+def _reduced_cut(layer: "Float8Linear", plan: Plan, operand: OperandName, cut: Cut | None) -> Cut | None:
+    """The cut of an operand whose scales reach over ranks; None for any other.
 
     Raises:
-        Float8ConfigError: cuts that its formats cannot take.
+        Float8ConfigError: a cut that the operand's formats cannot take.
     """
-    return _checked_cut(number, fqn, operand, dim, whole, part)
+    if cut is None:
+        return None
+    # Only the error reads the layer's name: compiled code that does is compiled anew for every layer.
+    reaches = _reaches_over(plan.number, operand, *cut[:3])
+    if isinstance(reaches, str):
+        raise Float8ConfigError(f"{layer.fqn}: {reaches}")
+    return cut if reaches else None
+
+
+@constant_result
+def _reaches_over(number: int, operand: OperandName, dim: int, whole: int, part: int) -> bool | str:
+    """Whether scales of an operand that is cut so reach over ranks, or why it cannot be; of the plan of that number."""
+    try:
+        return _checked_cut(number, operand, dim, whole, part)
+    except Float8ConfigError as error:
+        return str(error)
 
 
 @functools.cache
-def _checked_cut(number: int, fqn: str, operand: OperandName, dim: int, whole: int, part: int) -> bool:
+def _checked_cut(number: int, operand: OperandName, dim: int, whole: int, part: int) -> bool:
     recipe = Plan.made[number].recipe
     row, col = recipe.formats(operand)
     if operand == "w" and row is not None:
@@ -256,12 +270,12 @@ def _checked_cut(number: int, fqn: str, operand: OperandName, dim: int, whole: i
     for format, tile in seen:
         if format.scale_rule.has_global or format.depth_multiple > 1:
             raise Float8ConfigError(
-                f"{fqn}: tensor parallelism cuts its {operand}, and recipe {recipe.name!r} reads it as {format}, whose "
+                f"tensor parallelism cuts its {operand}, and recipe {recipe.name!r} reads it as {format}, whose "
                 "scales or packing go over parts; convert the layer with a recipe of one scale level and one element a "
                 "byte, or leave it out of parallelize_module's plan"
             )
         if whole:
-            tile.check_cut(dim, whole, part, f"{fqn}: under tensor parallelism its {operand}")
+            tile.check_cut(dim, whole, part, f"under tensor parallelism its {operand}")
     edges = [(tile.rows, tile.cols)[dim] for _, tile in seen]
     return any(edge == ALL or bool(whole and part % edge) for edge in edges)
 

@@ -162,6 +162,19 @@ def test_each_mode_is_the_eager_run(rank, world, mode, plan):
     assert [name for name in usual if not torch.equal(usual[name], found[name])] == []
 
 
+def test_blocks_of_a_kind_are_compiled_once(rank, world):
+    plan = {name.replace("0", "*"): style for name, style in PLANS["high precision"].items()}
+    model = f8sub.convert_to_float8(nn.Sequential(*(feed_forward(None)[0] for _ in "123")))
+    parallelize_module(model, mesh_of(world)["tp"], plan)
+    x = inputs()[0].tensor_split(world, dim=1)[rank]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+        block(x).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
     """Histories and scales of every layer after three steps; of an unsharded model where ``how`` says so."""
     recipe = f8sub.get_recipe("delayed", amax_history_len=4)

@@ -60,12 +60,12 @@ HOST, HOST_BF16, HOST_ADAMW = 0.0102, 0.0093, 0.0029
 """Seconds of the host for a compiled block, which a step cannot be shorter than: ``scripts/bench/host_time.py``, where
 bf16 had 8.6 and 10.1 ms. The third is what AdamW took more where it was not fused, in runs of a 1B on two hosts."""
 
-NONE, SELECTIVE, GEMMS, FULL, UNSEEN = "none", "selective", "gemms", "full", "unseen"
+NONE, SELECTIVE, GEMMS, FULL = "none", "selective", "gemms", "full"
 CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)
 """What a checkpointed block makes again in backward: nothing; of products of one shape every second; no product; all.
 
 ``SELECTIVE`` and ``GEMMS`` are ``checkpoint_policy("bf16")`` and ``("gemms")``; torchtitan's selective policy repeats
-as much as the first. ``UNSEEN`` is such a policy over float8 products that it does not see: all but the last repeat.
+as much as the first.
 """
 
 
@@ -268,12 +268,12 @@ def _weight_casts(recipe: Recipe, elements: int, gpu: Gpu, prior: Cast | None, g
     return made + _moved(DERIVED.get(kind_of_tiles(row), TRANSPOSED), elements, gpu)
 
 
-def repeats(products: Sequence[Product], recipe: Recipe | None, run: Run) -> list[bool]:
+def repeats(products: Sequence[Product], run: Run) -> list[bool]:
     """Which products of one block backward makes again."""
     if run.checkpoint in (NONE, GEMMS):
         return [False] * len(products)
     last = last_of(products)
-    if run.checkpoint == FULL or (run.checkpoint == UNSEEN and recipe is not None):
+    if run.checkpoint == FULL:
         return [i != last for i in range(len(products))]
     met: Counter[tuple[int, int]] = Counter()
     found = []
@@ -293,7 +293,7 @@ def last_of(products: Sequence[Product]) -> int:
 def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
     """Of one numbered block, forward and backward, its gradients' reduction included."""
     found = Seconds()
-    for product, again in zip(products, repeats(products, recipe, run), strict=True):
+    for product, again in zip(products, repeats(products, run), strict=True):
         found += linear_seconds(product, recipe, gpu, run, again, run.sharded)
     passes = ATTENTION_PASSES + (1 if run.checkpoint == FULL else 0)
     attention = sum(passes * attention_seconds(p, gpu, run) for p in products if p.reads_attention)
@@ -392,7 +392,7 @@ def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dic
     found: dict[tuple[str, int], float] = {}
     outside = shapes.outside
     for products in (*shapes.blocks.values(), outside):
-        again = [False] * len(products) if products is outside else repeats(products, recipe, run)
+        again = [False] * len(products) if products is outside else repeats(products, run)
         for product, repeated in zip(products, again, strict=True):
             time = linear_seconds(product, recipe, gpu, run, repeated, run.sharded).total
             found[product.fqn, product.rows] = found.get((product.fqn, product.rows), 0.0) + time

@@ -107,7 +107,7 @@ def saved_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) ->
     entered = 2.0 * run.tokens * (products[0].cols if products else 0)
     if run.checkpoint == FULL:
         return entered
-    again = repeats(products, recipe, run)
+    again = repeats(products, run)
     again[last_of(products)] = True  # its y is summed into the next block's input, which is counted there
     made = sum(2 * run.tokens * p.uses * p.rows for p, r in zip(products, again, strict=True) if not r)
     scores = sum(2 * run.tokens * product.cols for product in products if product.reads_attention)

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE, UNSEEN
+from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE
 from f8sub.features.inspect.command import EXPERTS_WORDS, add_experts
 from f8sub.features.named_models.load import FORMS, load
 from f8sub.features.step_model.cluster import FLOAT32, REDUCTIONS
@@ -36,9 +36,7 @@ def add_estimate(commands: Any) -> None:
     made.add_argument(
         "--reduction", choices=REDUCTIONS, default=FLOAT32, help="of gradients, but in the last row (float32)"
     )
-    made.add_argument(
-        "--checkpoint", choices=(*CHECKPOINTS, UNSEEN), default=SELECTIVE, help=f"({SELECTIVE})"
-    )
+    made.add_argument("--checkpoint", choices=CHECKPOINTS, default=SELECTIVE, help=f"({SELECTIVE})")
     made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
     add_experts(made)
     made.add_argument("--json", action="store_true", help="print all figures as JSON")

@@ -150,8 +150,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
         recipe: a name or a recipe.
         reduction: of gradients but in the last way, which has e4m3: "float32", as torchtitan, "bf16", "e4m3" or
             "e4m3, flat", which is one exchange over all hosts.
-        checkpoint: "none", "selective", "gemms", "full", or "unseen", a selective policy that does not see float8
-            products.
+        checkpoint: "none", "selective", "gemms" or "full".
         skip: glob patterns of layers that stay in high precision.
         experts: whether experts of a mixture are converted, as for ``convert_to_float8``.
 
@@ -163,7 +162,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
         raise Float8ConfigError(f"unknown GPU {gpu!r}; choose one of {', '.join(KINDS)}")
     if reduction not in REDUCTIONS:
         raise Float8ConfigError(f"unknown reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
-    if checkpoint not in (*CHECKPOINTS, "unseen"):
+    if checkpoint not in CHECKPOINTS:
         raise Float8ConfigError(f"unknown checkpoint policy {checkpoint!r}; choose one of {CHECKPOINTS}")
     counts = (gpus,) if isinstance(gpus, int) else tuple(gpus)
     sequence = tokens if sequence is None else sequence

@@ -10,22 +10,26 @@ from f8sub.features.named_models.load import load
 from f8sub.features.step_model.estimate_step import GATHERS, StepEstimate
 
 TABLES = Path(__file__).parents[3] / "scripts" / "tables"
-WHOLE = json.loads((Path(__file__).parent / "whole_runs_h200.json").read_text())
 PUBLISHED = json.loads((TABLES / "published_runs.json").read_text())
-CHECKPOINTS = {"8B, selective checkpointing": "unseen", "8B, no checkpointing": "none"}
-SEEN, UNSEEN = "selective", "unseen"
-LATER = {
-    ("bf16", "bf16", 2): (8829, SEEN),
-    ("tensorwise", "float8 compute", 2): (10711, UNSEEN),
-    ("tensorwise", GATHERS, 2): (11148, UNSEEN),
-    ("tensorwise", "+ gradients in e4m3", 2): (11486, UNSEEN),
-    ("rowwise", GATHERS, 2): (10769, SEEN),
-    ("rowwise", "+ gradients in e4m3", 2): (11356, SEEN),
-    ("tensorwise", GATHERS, 4): (11525, UNSEEN),
-    ("tensorwise", "HSDP 2x2", 4): (10924, UNSEEN),
+WHOLE = {
+    ("bf16", "bf16", 2, "selective"): 8688,
+    ("bf16", "bf16", 2, "none"): 9430,
+    ("bf16", "bf16", 2, "full"): 7925,
+    ("tensorwise", GATHERS, 2, "selective"): 11615,
+    ("tensorwise", "+ gradients in e4m3", 2, "selective"): 11827,
+    ("tensorwise", "+ gradients in e4m3", 2, "none"): 12803,
+    ("tensorwise", "+ gradients in e4m3", 2, "full"): 10864,
+    ("rowwise", GATHERS, 2, "selective"): 11284,
+    ("rowwise", "+ gradients in e4m3", 2, "none"): 12507,
+    ("bf16", "bf16", 4, "selective"): 8901,
+    ("tensorwise", "float8 compute", 4, "selective"): 11310,
+    ("tensorwise", GATHERS, 4, "selective"): 11869,
+    ("tensorwise", "+ gradients in e4m3", 4, "selective"): 12321,
+    ("bf16", "HSDP 2x2", 4, "selective"): 8563,
+    ("tensorwise", "HSDP 2x2", 4, "selective"): 11034,
 }
-"""tokens/s of runs of 2026-11-26, and of rowwise of 2026-11-24, in ``docs/performance.md`` and ``docs/scaling.md``, by
-recipe, way and GPUs, and whether their policy saw float8 products. Nothing is fitted to those of four GPUs."""
+"""tokens/s of runs of 2026-11-26 on one machine, in ``docs/performance.md`` and ``docs/scaling.md``, by recipe, way, GPUs
+and checkpointing. Nothing is fitted to those of four GPUs."""
 MORE = {
     "float8 compute": ", all-gather in bf16",
     "+ gradients in e4m3": ", gradients in e4m3",
@@ -39,31 +43,22 @@ def predicted(model: str, gpus: int, **options: Any) -> StepEstimate:
 
 
 def whole_runs() -> dict[str, float]:
-    """The error of tokens/s of each run of a Llama 3 8B on H200s, two of them but where it is told; torchao's aside."""
+    """The error of tokens/s of each run of a Llama 3 8B on H200s."""
     found = {}
-    for arm, speeds in WHOLE["tokens_per_second"].items():
-        library, _, recipe = arm.rpartition(" ")
-        for setting, checkpoint in CHECKPOINTS.items():
-            if setting not in speeds or library == "torchao":
-                continue
-            name = recipe if library else "tensorwise"
-            estimate = predicted("llama3-8b", 2, gpu="H200", recipe=name, checkpoint=checkpoint)
-            way = GATHERS if library else "bf16"
-            found[f"{arm}, {setting}"] = estimate.of(2, way).tokens_per_second / speeds[setting] - 1
-    for (recipe, way, count), (speed, checkpoint) in LATER.items():
-        bf16, replicas = recipe == "bf16", 2 if way == "HSDP 2x2" else 1
+    for (recipe, way, count, checkpoint), speed in WHOLE.items():
+        bf16, hybrid = recipe == "bf16", way == "HSDP 2x2"
         estimate = predicted(
             "llama3-8b",
             count,
             gpu="H200",
             recipe="tensorwise" if bf16 else recipe,
             checkpoint=checkpoint,
-            replicas=replicas,
+            replicas=2 if hybrid else 1,
         )
-        arm = f"{count} GPUs, {recipe if bf16 else f'f8sub {recipe}'}, 8B"
-        policy = "policy that sees products" if checkpoint == SEEN else "policy that sees none"
-        arrived = estimate.of(count, GATHERS if way == "HSDP 2x2" else way).tokens_per_second
-        found[f"{arm}, {policy}{MORE.get(way, '')}"] = arrived / speed - 1
+        arrived = estimate.of(count, ("bf16" if bf16 else GATHERS) if hybrid else way).tokens_per_second
+        arm = recipe if bf16 else f"f8sub {recipe}"
+        kept = "no" if checkpoint == "none" else checkpoint
+        found[f"{count} GPUs, {arm}, {kept} checkpointing{MORE.get(way, '')}"] = arrived / speed - 1
     return found
 
 

@@ -56,8 +56,8 @@ def markdown(data: dict[str, Any]) -> str:
 def draw(data: dict[str, Any], folder: Path) -> None:
     """Write ``whole_run_speed.svg`` and ``whole_run_memory.svg``."""
     subtitle = (
-        f"Llama 3 8B's dimensions, 16 layers, 8192 tokens a GPU, FSDP2 and torch.compile, {data['machine']}; "
-        f"{data['date']}. f8sub has gradients and the output projection in float8, too; swiglu: SwiGLU's input as well."
+        f"Llama 3 8B, 8192 tokens a GPU, FSDP2 and torch.compile, {data['machine']}; {data['date']}. "
+        "gradients: reduced in float8; swiglu: SwiGLU's input is saved in float8."
     )
     speeds: dict[str, dict[str, float]] = {setting: {} for setting in data["settings"]}
     memory: dict[str, dict[str, float]] = {setting: {} for setting in data["settings"]}

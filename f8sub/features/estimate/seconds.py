@@ -33,12 +33,9 @@ forward and backward, kernels such as Liger-Kernel's 10 and 16. That is 14 fewer
 LOGIT_BYTES, LOGIT_BYTES_EAGER = 24, 64
 """Bytes that a loss moves for each logit, forward and backward, compiled and eager."""
 
-FUSED_ADAMW, FOREACH_ADAMW, CLIPPING = 7, 21, 3
+ADAMW, CLIPPING = 7, 3
 """Times a parameter's bytes that are moved. Fused AdamW reads parameter, gradient and two states, and writes three.
-
-torch's default for CUDA is a kernel for each of its eight formulas: decay 2, lerp 3, mul 2, addcmul 4, sqrt 2, div 2,
-add 2, addcdiv 4. Clipping reads gradients for their norm, and reads and writes them for their scale.
-"""
+Clipping reads gradients for their norm, and reads and writes them for their scale."""
 
 COPY_IN = 12
 """Bytes of a copy's speed that a gradient's element takes on its way into the reduction: 6, at half the speed."""
@@ -56,9 +53,9 @@ EXPONENTIALS = 3.9e12
 """A Hopper's special functions a second: FlashAttention-3 (arXiv 2407.08608), 2.2. A score needs one in forward and one
 in backward, whatever the size of its head, so that small heads are slower a FLOP."""
 
-HOST, HOST_BF16, HOST_ADAMW = 0.0102, 0.0093, 0.0029
+HOST, HOST_BF16 = 0.0102, 0.0093
 """Seconds of the host for a compiled block, which a step cannot be shorter than: ``scripts/bench/host_time.py``, where
-bf16 had 8.6 and 10.1 ms. The third is what AdamW took more where it was not fused, in runs of a 1B on two hosts."""
+bf16 had 8.6 and 10.1 ms."""
 
 NONE, SELECTIVE, GEMMS, FULL = "none", "selective", "gemms", "full"
 CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)
@@ -109,7 +106,6 @@ class Run:
         compiled: by ``torch.compile``, block by block.
         sharded: by ``fully_shard``, a block a group; else the weights stay on one GPU, in bf16.
         kernels: whether eager norms and activations are a kernel each, such as Liger-Kernel's.
-        fused: whether AdamW is one kernel for all that it does to a parameter.
         clipped: whether gradients are clipped by their norm.
     """
 
@@ -121,7 +117,6 @@ class Run:
     compiled: bool = True
     sharded: bool = True
     kernels: bool = False
-    fused: bool = True
     clipped: bool = True
 
     @property
@@ -132,7 +127,7 @@ class Run:
     @property
     def optimizer_passes(self) -> int:
         """Times a parameter's bytes that clipping and AdamW move."""
-        return (FUSED_ADAMW if self.fused else FOREACH_ADAMW) + CLIPPING * self.clipped
+        return ADAMW + CLIPPING * self.clipped
 
     @property
     def elementwise(self) -> float:
@@ -383,8 +378,7 @@ def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> S
 def _host_seconds(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
     """Of a block: layers that stay in bf16 are launched as in bf16."""
     converted = 0 if recipe is None else sum(product.reason is None for product in products)
-    launches = HOST_BF16 + (HOST - HOST_BF16) * converted / max(len(products), 1)
-    return launches + HOST_ADAMW * (not run.fused)
+    return HOST_BF16 + (HOST - HOST_BF16) * converted / max(len(products), 1)
 
 
 def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dict[tuple[str, int], float]:

@@ -56,7 +56,6 @@ def run_of(group: dict[str, Any], row: dict[str, Any]) -> Run:
         compiled=row.get("compiled", group["kind"] not in ("small", "small beside")),
         sharded=group.get("sharded", group["kind"] in ("blocks", "step", "reductions")),
         kernels=row.get("kernels", False),
-        fused=group.get("fused", True),
         clipped=group.get("clipped", False),
     )
 

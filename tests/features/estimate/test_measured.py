@@ -2,7 +2,6 @@
 
 import pytest
 
-import f8sub
 from f8sub.features.estimate import gpus, seconds
 from f8sub.features.estimate.seconds import Run
 from tests.features.estimate.predictions import DATA, Figure, figures, model

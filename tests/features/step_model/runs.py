@@ -28,8 +28,8 @@ WHOLE = {
     ("bf16", "HSDP 2x2", 4, "selective"): 8563,
     ("tensorwise", "HSDP 2x2", 4, "selective"): 11034,
 }
-"""tokens/s of runs of 2026-11-26 on one machine, in ``docs/performance.md`` and ``docs/scaling.md``, by recipe, way, GPUs
-and checkpointing. Nothing is fitted to those of four GPUs."""
+"""tokens/s of runs of 2026-11-26 on one machine, in ``docs/performance.md`` and ``docs/scaling.md``, by recipe, way,
+GPUs and checkpointing. Nothing is fitted to those of four GPUs."""
 MORE = {
     "float8 compute": ", all-gather in bf16",
     "+ gradients in e4m3": ", gradients in e4m3",

@@ -136,7 +136,6 @@ class Conversion:
                 f"{record.fqn}: its weight is gathered but is not a sharded parameter of the layer "
                 f"({type(record.parameter).__name__}); assign weights before fully_shard"
             )
-        shard.follow(record)
         return shard
 
     def settle(self) -> None:

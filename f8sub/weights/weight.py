@@ -194,7 +194,8 @@ def _codes_to_wire(
 ) -> tuple[tuple[torch.Tensor], Metadata]:
     record = weight._wire_record()
     converted = getattr(module, "converted", None)
-    if converted is None or not converted.owns(module):
+    # A weight that is tied has the record of one module.
+    if module is not record.module and (converted is None or not converted.owns(module)):
         raise Float8ConfigError(
             f"a {type(weight).__name__} is a parameter of a {type(module).__name__}; only a module that was converted "
             "can read the float8 that is gathered of it"
@@ -207,9 +208,11 @@ def _rows_to_wire(weight: Weight, mesh: "DeviceMesh") -> tuple[tuple[torch.Tenso
 
 
 def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor], Metadata]:
-    if record.conversion is None:
-        raise RuntimeError(f"{record.fqn}: its weight is gathered and its module is gone")
-    shard = record.conversion.shard_of(record)
+    if (shard := record.shard) is None:
+        if record.conversion is None:
+            raise RuntimeError(f"{record.fqn}: its weight is gathered and its module is gone")
+        shard = record.conversion.shard_of(record)
+    shard.follow(record)
     codes, ticket = shard.exchange.gather_input(shard, weight)
     return (codes,), (shard, ticket)
 
@@ -240,9 +243,7 @@ def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
     new._backward_hooks = old._backward_hooks
     new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
     own: Any = getattr(type(old), "OWN_ATTRIBUTES", ())
-    for name, value in vars(old).items():
-        if name not in own:
-            setattr(new, name, value)
+    vars(new).update((name, value) for name, value in vars(old).items() if name not in own)
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError:

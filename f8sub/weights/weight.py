@@ -91,7 +91,7 @@ class WeightRecord:
     @property
     def parameter(self) -> torch.Tensor | None:
         """What the module has in the weight's place now: sharded, unsharded, or None."""
-        module = self.module
+        module = self._module()
         return None if module is None else module._parameters.get(self.name)
 
 

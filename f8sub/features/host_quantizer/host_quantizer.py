@@ -19,6 +19,8 @@ with torch.inference_mode(mode=False), no_dispatch_modes():  # whatever f8sub is
     _MINUS_ZERO = torch.full((1, 1), -0.0, dtype=torch.float32, device="cpu")
     _ONE = torch.ones((1, 1), dtype=torch.float32, device="cpu")
 
+_LARGEST_SCALE = largest_scale()
+
 
 def quantize_on_cpu(
     x: torch.Tensor,
@@ -70,7 +72,7 @@ def scale_from_amax(amax: float, format: Float8Format) -> float:
     """``scales.scale_from_amax`` of one finite number; a Python float that float32 holds exactly."""
     if amax == 0.0:
         return 1.0
-    scale: float = ctypes.c_float(min(format.max / amax, largest_scale())).value
+    scale: float = ctypes.c_float(min(format.max / amax, _LARGEST_SCALE)).value
     if format.scale_rule is not ScaleRule.FLOAT and format.scale_rule.is_power_of_2:
         scale = math.ldexp(0.5, math.frexp(scale)[1])
     return scale

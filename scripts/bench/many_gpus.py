@@ -9,8 +9,9 @@
     weak     1, 2, 4, ... GPUs with as many tokens each
 
 A row is compared with bf16 on the same GPUs in the same layout: torchtitan's first weights depend on how many ranks
-shard them, and its batches on how many are data-parallel. The loss is that of step 1, before rounding has grown. An
-option that is not this script's is torchtitan's. A row that fails is told at the end, and the exit status is 1.
+shard them, and its batches on how many are data-parallel. Losses of step 1 are from before rounding has grown. A last
+one that is far from bf16's says that the speed is not worth having. An option that is not this script's is
+torchtitan's. A row that fails is told at the end, and the exit status is 1.
 
     python scripts/bench/many_gpus.py --sections steps weak --flavor 8B --steps 18 --skip 8 --json many.json
     python scripts/bench/many_gpus.py --gpus 2 --flavor 8B-8 --tokens 2048
@@ -171,14 +172,15 @@ def table(section: str, found: dict[str, dict[str, Any]], bases: dict[str, str])
         base = found.get(bases[name])
         compared = base and {
             "over_base": of["tokens_per_second"] / base["tokens_per_second"],
-            "loss_gap": of["first_loss"] - base["first_loss"],
+            "first_gap": of["first_loss"] - base["first_loss"],
+            "last_gap": of["loss"] - base["loss"],
         }
         rows.append((name, {**of, **(compared or {})}))
     columns = [
         ("tokens/s and GPU", "{tokens_per_second:,.0f} ({slowest:,.0f} to {fastest:,.0f})"),
         ("over bf16", "{over_base:.3f}"),
         ("GiB active / reserved", "{active_gib:.1f} / {reserved_gib:.1f}"),
-        ("loss of step 1 - bf16's", "{loss_gap:+.4f}"),
+        ("loss - bf16's, first and last step", "{first_gap:+.4f}, {last_gap:+.3f}"),
     ]
     if section in TRACED:
         columns.append(("communication alone / idle, ms", "{alone_ms:.1f} / {idle_ms:.1f}"))

@@ -1,6 +1,4 @@
-"""float8 against bf16 all-gathers between hosts: bytes that the kernel counted, all-reduces, time on limited links."""
-
-import statistics
+"""float8 against bf16 all-gathers between hosts: bytes that the kernel counted, all-reduces. Time is the table's."""
 
 import pytest
 
@@ -10,7 +8,6 @@ from tests.namespaces import environment, needs_hosts
 
 PROTOCOLS = 1.03
 """TCP's and Ethernet's headers, acknowledgements, and the barriers around what is measured."""
-LARGEST_ALL_GATHER_TIME = 0.55
 LINEAR_LAYERS = 14
 
 
@@ -31,9 +28,6 @@ def test_float8_halves_the_all_gather_on_a_limited_link(monkeypatch):
         )
     assert [arms[name]["amax_all_reduces"] for name in ARMS] == [0, LINEAR_LAYERS, 1]
     assert figures["idle_sent_a_second"] < 0.01 * arms[COMBINED]["gathers"]["sent"]
-    # Turn by turn, as the table has it. What hooks and barriers take, 0.02 s, is small beside what the link takes.
-    shares = hosts.ratios(figures, COMBINED, "gathers")
-    assert statistics.median(shares) <= LARGEST_ALL_GATHER_TIME, (shares, arms)
 
 
 def test_arms_that_train_differently_are_not_compared():

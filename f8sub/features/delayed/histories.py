@@ -243,7 +243,7 @@ class _DelayedGuest(Guest):
         if self._staged is not None and self._staged[1].there:
             self._read()
         operands, self._non_finite = self._non_finite, []
-        for message in self.errors_of(operands) if operands else ():
+        for message in self.errors_of(operands):
             raise Float8NumericsError(message)
 
     def errors_of(self, operands: Sequence[str]) -> list[str]:

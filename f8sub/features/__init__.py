@@ -25,5 +25,5 @@ from f8sub.features.sensitive_experts import sensitive as sensitive
 from f8sub.features.shard_checks import shard_checks as shard_checks
 from f8sub.features.shared_inputs import shared_inputs as shared_inputs
 from f8sub.features.slicing import handlers as handlers
-from f8sub.features.tensor_parallel import places as places
+from f8sub.features.tensor_parallel import one_node as one_node
 from f8sub.features.tensors import operators as operators

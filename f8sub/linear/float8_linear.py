@@ -30,7 +30,7 @@ from f8sub.linear.saved_input import Call, GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.weight_cast import last_cast, quantize_rowwise, rowwise_of
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, is_dtensor, untraced
+from f8sub.torch_compat import apply, autocast_dtype, is_dtensor
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again
 from f8sub.weights.weight import Weight, WeightRecord, exported, local_tensor
@@ -81,7 +81,7 @@ class Float8Linear(torch.nn.Linear):
         whole: Callable[[torch.Tensor], torch.Tensor] | None = None
         if is_dtensor(weight):
             if torch.compiler.is_compiling() and Float8Tensor in map(type, map(local_tensor, (x, weight))):
-                return _eagerly(self, x)
+                return sockets.one_node(self, plan, dtype, x, weight, bias)
             placed = sockets.placement(self, plan, weight, x, bias, sources)
             x, weight, bias, adds_bias, sources, whole = placed
         y: torch.Tensor
@@ -174,12 +174,6 @@ class Float8Linear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's, and ``how``."""
         return f"{super().extra_repr()}, {self.how}"
-
-
-@untraced
-def _eagerly(layer: Float8Linear, x: torch.Tensor) -> torch.Tensor:
-    """Outside of compiled graphs: dynamo of 2.13 cannot look into the float8 in a DTensor, nor return its gradient."""
-    return Float8Linear.forward(layer, x)
 
 
 class Float8Matmul(torch.autograd.Function):

@@ -94,24 +94,22 @@ def recipes(gpus: int) -> Iterator[Row]:
 
 
 def layouts(gpus: int) -> Iterator[Row]:
-    """Ways to place the model, as far as there are GPUs; compiled tensor parallelism has no float8 all-gather."""
-    ways: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {"FSDP": ((), ())}
+    """Ways to place the model, as far as there are GPUs."""
+    ways: dict[str, tuple[str, ...]] = {"FSDP": ()}
     for replicas in (2, 4):
         if gpus % replicas == 0 and gpus > replicas:
             option = f"--parallelism.data_parallel_replicate_degree={replicas}"
-            ways[f"HSDP {replicas}x{gpus // replicas}"] = ((option,), ())
+            ways[f"HSDP {replicas}x{gpus // replicas}"] = (option,)
     if gpus % 2 == 0:
-        tensor, in_bf16 = "--parallelism.tensor_parallel_degree=2", "--f8sub.no-enable-fsdp-float8-all-gather"
-        pipeline = (
+        ways[f"TP 2 x FSDP {gpus // 2}"] = ("--parallelism.tensor_parallel_degree=2",)
+        ways[f"PP 2 x FSDP {gpus // 2}"] = (
             "--parallelism.pipeline_parallel_degree=2",
             "--parallelism.pipeline_parallel_schedule=1F1B",
             "--training.local_batch_size=2",
         )
-        ways[f"TP 2 x FSDP {gpus // 2}"] = ((tensor,), (in_bf16,))
-        ways[f"PP 2 x FSDP {gpus // 2}"] = (pipeline, ())
-    for way, (placed, ours) in ways.items():
-        yield Row(f"bf16, {way}", BF16, gpus, placed, f"bf16, {way}")
-        yield Row(f"tensorwise, {way}", OURS, gpus, (*placed, *ours), f"bf16, {way}")
+    for way, placed in ways.items():
+        for name, arm in (("bf16", BF16), ("tensorwise", OURS), ("torchao", PEER)):
+            yield Row(f"{name}, {way}", arm, gpus, placed, f"bf16, {way}")
 
 
 def experts(gpus: int) -> Iterator[Row]:
@@ -180,7 +178,7 @@ def table(section: str, found: dict[str, dict[str, Any]], bases: dict[str, str])
         ("tokens/s and GPU", "{tokens_per_second:,.0f} ({slowest:,.0f} to {fastest:,.0f})"),
         ("over bf16", "{over_base:.3f}"),
         ("GiB active / reserved", "{active_gib:.1f} / {reserved_gib:.1f}"),
-        ("loss - bf16's, first and last step", "{first_gap:+.4f}, {last_gap:+.3f}"),
+        ("loss - bf16's, first and last that was logged", "{first_gap:+.4f}, {last_gap:+.3f}"),
     ]
     if section in TRACED:
         columns.append(("communication alone / idle, ms", "{alone_ms:.1f} / {idle_ms:.1f}"))

@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -119,8 +120,8 @@ def command(arguments: argparse.Namespace, arm: str, folder: Path) -> list[str]:
     ]
 
 
-def figures_of(folder: Path, skip: int) -> dict[str, float]:
-    """Medians over what was logged after ``skip`` steps; of the loss, the last, and the first of all."""
+def figures_of(folder: Path, skip: int) -> dict[str, Any]:
+    """Medians over what was logged after ``skip`` steps; of the loss, all that was logged, by its step."""
     logged = read_tensorboard(folder, METRICS.values())
     series = {
         name: {step: value for step, value in logged[tag].items() if step > skip}
@@ -130,11 +131,11 @@ def figures_of(folder: Path, skip: int) -> dict[str, float]:
         raise ValueError(f"{folder}: nothing by the name {missing[0]} after step {skip}")
     found = {name: statistics.median(values.values()) for name, values in series.items()}
     speeds, losses = series["tokens_per_second"].values(), logged[METRICS["loss"]]
-    ends = {"loss": losses[max(losses)], "first_loss": losses[min(losses)]}
-    return {**found, **ends, "slowest": min(speeds), "fastest": max(speeds)}
+    ends = {"loss": losses[max(losses)], "first_loss": losses[min(losses)], "loss_step": max(losses)}
+    return {**found, **ends, "slowest": min(speeds), "fastest": max(speeds), "losses": losses}
 
 
-def run(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, float]:
+def run(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
     """Train one arm; an error has the end of what torchtitan said."""
     done = jobs.run(command(arguments, arm, folder), cwd=ROOT)
     if done.returncode:
@@ -142,7 +143,7 @@ def run(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, floa
     return figures_of(folder / "run" / arm.replace(" ", "_"), arguments.skip)
 
 
-def table(arguments: argparse.Namespace, found: dict[str, dict[str, float]], where: str) -> Table:
+def table(arguments: argparse.Namespace, found: dict[str, dict[str, Any]], where: str) -> Table:
     """The arms; ratios are to compiled bf16."""
     bf16 = found.get("bf16 compiled", {}).get("tokens_per_second")
     rows = [(arm, {**of, "over_bf16": bf16 and of["tokens_per_second"] / bf16}) for arm, of in found.items()]
@@ -155,7 +156,7 @@ def table(arguments: argparse.Namespace, found: dict[str, dict[str, float]], whe
         ("over bf16", "{over_bf16:.2f}"),
         ("MFU", "{mfu_percent:.1f} %"),
         ("GiB active / reserved", "{active_gib:.1f} / {reserved_gib:.1f}"),
-        (f"loss, step {arguments.steps}", "{loss:.3f}"),
+        ("last loss that was logged", "{loss:.3f}, step {loss_step}"),
     )
     return Table.of(title, rows, columns)
 
@@ -165,7 +166,7 @@ def main() -> None:
 
     arguments = parsed()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     about = {**machine(device), "torchtitan": version_of("torchtitan"), "options": vars(arguments)}
     with tempfile.TemporaryDirectory() as temporary, progress() as begin:

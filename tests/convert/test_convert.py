@@ -290,14 +290,14 @@ def test_a_deep_copy_of_the_model(recipe):
     assert torch.equal(twin(x_of()), model(x_of()))
 
 
-def test_a_model_from_another_process_is_numbered_anew():
-    """What its plans' numbers stand for there is none of this process's business."""
+def test_the_plans_of_a_model_from_another_process_have_keys_of_this_one():
+    """What they stand for there is none of this process's business."""
     model, other = (f8sub.convert_to_float8(mlp(), recipe=recipe) for recipe in ("rowwise", "tensorwise"))
     sent = copy.deepcopy(model)
     assert sent.up.plan is model.up.plan
-    for number in (10**6, other.up.plan.number):
+    for key in ("elsewhere", other.up.plan.key):
         for layer in (sent.up, sent.down):
-            layer.plan = dataclasses.replace(model.up.plan, number=number)
+            layer.plan = dataclasses.replace(model.up.plan, key=key)
         arrived = pickle.loads(pickle.dumps(sent))
         assert arrived.up.plan is arrived.down.plan is model.up.plan
         with f8sub.autocast("tensorwise"):

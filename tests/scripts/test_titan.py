@@ -24,8 +24,10 @@ def test_figures_are_medians_over_what_follows_the_first_steps(tmp_path):
             writer.add_scalar(tag, value, step)
     writer.close()
     found = titan.figures_of(tmp_path, skip=2)
-    ends = {"first_loss": 5.0, "loss": 80.0, "slowest": 10.0, "fastest": 80.0}
-    assert found == {**dict.fromkeys(titan.METRICS, 30.0), **ends}
+    losses = {1: 5.0, 2: 1e6, 4: 10.0, 6: 30.0, 8: 80.0}
+    ends = {"first_loss": 5.0, "loss": 80.0, "loss_step": 8}
+    speeds = {"slowest": 10.0, "fastest": 80.0}
+    assert found == {**dict.fromkeys(titan.METRICS, 30.0), **ends, **speeds, "losses": losses}
     with pytest.raises(ValueError, match="after step 8"):
         titan.figures_of(tmp_path, skip=8)
 

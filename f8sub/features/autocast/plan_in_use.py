@@ -101,7 +101,7 @@ def plan_in_use(layer: "Float8Linear") -> Plan:
             return _plan_of_repeated(layer)
     if innermost is None or innermost[0] is None:
         return layer.plan
-    asked = _asked(layer.plan.number, innermost[0], _is_codes(layer.weight), layer.keep_x)
+    asked = _asked(layer.plan.key, innermost[0], _is_codes(layer.weight), layer.keep_x)
     plan: Plan | str = getattr(_plans, asked)
     if isinstance(plan, str):
         raise Float8ConfigError(f"{layer.fqn}: {plan}")
@@ -118,11 +118,11 @@ def _is_codes(weight: torch.Tensor) -> bool:
 
 
 @constant_result
-def _asked(own: int, key: str, codes: bool, keep_x: str) -> str:
+def _asked(own: str, key: str, codes: bool, keep_x: str) -> str:
     """Attribute of ``_plans`` that holds a layer's plan for the recipe of ``key``, or why there is none.
 
     Args:
-        own: number of the plan that the layer was converted with; dynamo of 2.11 cannot hand over the plan itself.
+        own: key of the plan that the layer was converted with; dynamo of 2.11 cannot hand over the plan itself.
         key: see ``key_of``.
         codes: see ``_is_codes``.
         keep_x: the layer's.

@@ -13,7 +13,7 @@ that a re-encoded weight gets (see ``reference.derive_columnwise``) are of the c
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
     from f8sub.linear.float8_linear import Float8Linear
+
+
+class Named(Protocol):
+    """A layer, for what errors say of it. No name alone: compiled code that reads one is compiled anew for each."""
+
+    fqn: str
 
 
 class Cut(NamedTuple):
@@ -106,7 +112,7 @@ class Places(NamedTuple):
     dbias: "Placement"
 
     @classmethod
-    def of(cls, layer: "Float8Linear", weight: "DTensor", x: torch.Tensor) -> "Places":
+    def of(cls, layer: Named, weight: "DTensor", x: torch.Tensor) -> "Places":
         """Those that follow from the weight's, and x's where the weight is whole.
 
         Raises:
@@ -145,20 +151,13 @@ class Places(NamedTuple):
         return not self.y.is_partial() or self.mesh.get_local_rank() == 0
 
     def sources(
-        self, layer: "Float8Linear", plan: Plan, weight: "DTensor", x: torch.Tensor, sources: Sources
+        self, layer: Named, plan: Plan, weight: "DTensor", x: torch.Tensor, sources: Sources
     ) -> Sources:
         """Those of a call with ``x``, whose amaxes are reduced over the ranks that a tile reaches over.
 
         Raises:
-            Float8ConfigError: a recipe whose tiles the cuts go through, amax histories that a style distributed, or
-                an x in float8 that the recipe does not read.
+            Float8ConfigError: a recipe whose tiles the cuts go through, or an x in float8 that it does not read.
         """
-        histories = states_of(layer)
-        if plan.recipe.delayed is not None and any(is_dtensor(state.scale) for state in histories):
-            raise Float8ConfigError(
-                f"{layer.fqn}: its style in parallelize_module's plan distributed its amax histories; "
-                "delayed scaling takes Float8ColwiseParallel and Float8RowwiseParallel of f8sub.tensor_parallel"
-            )
         if is_dtensor(x) and isinstance(x._local_tensor, Float8Tensor):
             _check_received(layer.fqn, x._local_tensor, plan.recipe)
         x_cut, w_cut, dy_cut = (
@@ -235,7 +234,7 @@ def _check_received(fqn: str, x: Float8Tensor, recipe: Recipe) -> None:
         )
 
 
-def _reduced_cut(layer: "Float8Linear", plan: Plan, operand: OperandName, cut: Cut | None) -> Cut | None:
+def _reduced_cut(layer: Named, plan: Plan, operand: OperandName, cut: Cut | None) -> Cut | None:
     """The cut of an operand whose scales reach over ranks; None for any other.
 
     Raises:
@@ -243,25 +242,24 @@ def _reduced_cut(layer: "Float8Linear", plan: Plan, operand: OperandName, cut: C
     """
     if cut is None:
         return None
-    # Only the error reads the layer's name: compiled code that does is compiled anew for every layer.
-    reaches = _reaches_over(plan.number, operand, *cut[:3])
+    reaches = _reaches_over(plan.key, operand, *cut[:3])
     if isinstance(reaches, str):
         raise Float8ConfigError(f"{layer.fqn}: {reaches}")
     return cut if reaches else None
 
 
 @constant_result
-def _reaches_over(number: int, operand: OperandName, dim: int, whole: int, part: int) -> bool | str:
-    """Whether scales of an operand that is cut so reach over ranks, or why it cannot be; of the plan of that number."""
+def _reaches_over(key: str, operand: OperandName, dim: int, whole: int, part: int) -> bool | str:
+    """Whether scales of an operand that is cut so reach over ranks, or why it cannot be; of the plan of that key."""
     try:
-        return _checked_cut(number, operand, dim, whole, part)
+        return _checked_cut(key, operand, dim, whole, part)
     except Float8ConfigError as error:
         return str(error)
 
 
 @functools.cache
-def _checked_cut(number: int, operand: OperandName, dim: int, whole: int, part: int) -> bool:
-    recipe = Plan.made[number].recipe
+def _checked_cut(key: str, operand: OperandName, dim: int, whole: int, part: int) -> bool:
+    recipe = Plan.made[key].recipe
     row, col = recipe.formats(operand)
     if operand == "w" and row is not None:
         col = None  # derived from this rank's codes
@@ -291,8 +289,13 @@ def place(
     """This rank's part of a forward.
 
     Raises:
-        Float8ConfigError: see ``Places.of`` and ``Places.sources``.
+        Float8ConfigError: amax histories that a style distributed; and see ``Places.of`` and ``Places.sources``.
     """
+    if plan.recipe.delayed is not None and any(is_dtensor(state.scale) for state in states_of(layer)):
+        raise Float8ConfigError(
+            f"{layer.fqn}: its style in parallelize_module's plan distributed its amax histories; "
+            "delayed scaling takes Float8ColwiseParallel and Float8RowwiseParallel of f8sub.tensor_parallel"
+        )
     places = Places.of(layer, weight, x)
     of_parts = places.sources(layer, plan, weight, x, sources)
     return sockets.Placed(*places.local(x, weight, bias), places.adds_bias, of_parts, places.whole)

@@ -18,14 +18,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.forwards.forwards import plan_of, sources_of
-from f8sub.features.tensor_parallel.places import Cut
+from f8sub.features.tensor_parallel.one_node import Unnamed, traced
+from f8sub.features.tensor_parallel.places import Cut, Named
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, why_not_derivable
+from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.scales import LayerSource
+from f8sub.kernels.scales import CURRENT_SOURCES, LayerSource, Sources
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, untraced
+from f8sub.torch_compat import apply, autocast_dtype, constant_result, untraced
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -195,7 +197,6 @@ def check_can_be_sent(recipe: Recipe, fqn: str, *, shared: bool) -> Float8Format
     return rowwise
 
 
-@untraced
 def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     """A token-sharded x, (..., K), gathered as the float8 that a layer reads it in; differentiable.
 
@@ -214,13 +215,40 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     plan = plan_of(layer)
     if plan.recipe.formats("x") == (None, None):
         return _placed(x, Replicate())
-    format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
     device = "cpu" if x.is_cpu else x.device.type
     dtype = autocast_dtype(device) or x.dtype
-    sources = sources_of(layer, plan.recipe)
+    if not torch.compiler.is_compiling():
+        return _gathered(x, plan, dtype, layer, sources_of(layer, plan.recipe), shared)
+    if shared or plan.recipe.scaling is not None:
+        # A shared x may leave its graph, to which its gradient would be another DTensor of float8.
+        return _eagerly(x, layer, shared)
+    _allow()
+    return _node(x, plan.key, dtype)
+
+
+def _gathered(
+    x: DTensor, plan: Plan, dtype: torch.dtype, layer: Named, sources: Sources, shared: bool
+) -> DTensor:
+    format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
     tokens = Cut.of(x.device_mesh, 0, 0)
     gathered: DTensor = apply(_Gather, x, format, dtype, sources.x.over(tokens.across))
     return gathered
+
+
+def _node(x: DTensor, key: str, dtype: torch.dtype) -> DTensor:
+    """``_gathered`` in compiled code, see ``one_node.py``."""
+    with traced():
+        return _gathered(x, Plan.made[key], dtype, Unnamed, CURRENT_SOURCES, shared=False)
+
+
+@constant_result
+def _allow() -> None:
+    torch._dynamo.allow_in_graph(_node)
+
+
+@untraced
+def _eagerly(x: DTensor, layer: Float8Linear, shared: bool) -> DTensor:
+    return gather(x, layer, shared=shared)
 
 
 class _Gather(torch.autograd.Function):

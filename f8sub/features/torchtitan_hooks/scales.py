@@ -90,7 +90,7 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
 
 
 def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
-    """That no tensor-parallel weight is gathered as float8 in a compiled block.
+    """That no tensor-parallel weight with amax histories is gathered as float8 in a compiled block.
 
     Raises:
         Float8ConfigError: names the first of them; the first forward would fail, in dynamo's words.
@@ -102,15 +102,16 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
         if _is_compiled(block)
         for name, layer in block.named_modules()
         if isinstance(layer, Float8Linear) and layer.float8_all_gather and _is_cut_twice(layer)
+        if layer.plan.recipe.scaling is not None
     }
     plain = _gathered_as_local(layers)
     found = [fqn for layer, fqn in layers.items() if layer not in plain]
     if found:
         raise Float8ConfigError(
-            f"{found[0]} and {len(found) - 1} more are sharded by tensor parallelism and gathered as float8 by FSDP2: "
-            "DTensors of float8, which torch.compile cannot trace, and torchtitan compiles whole blocks or nothing. "
-            "Leave out one of --compile.enable, tensor_parallel_degree and enable_fsdp_float8_all_gather, or take "
-            "spmd_types for spmd_backend"
+            f"{found[0]} and {len(found) - 1} more are sharded by tensor parallelism, gathered as float8 by FSDP2 and "
+            "scaled by amax histories, which torch.compile cannot trace together, and torchtitan compiles whole blocks "
+            "or nothing. Take a recipe without delayed scaling, leave out one of --compile.enable, "
+            "tensor_parallel_degree and enable_fsdp_float8_all_gather, or take spmd_types for spmd_backend"
         )
 
 

@@ -107,12 +107,12 @@ _numbers = itertools.count()
 class Plan:
     """A recipe bound to a device: the backend of each GEMM, None where it stays in high precision.
 
-    A frozen value, so ``torch.compile`` takes it for a constant; ``number`` is its key in ``made``. ``any_layout`` says
-    whether all GEMMs read transposed views, so that no codes are ever copied transposed; ``backend`` is what was asked
-    for, see ``select_gemm``.
+    A frozen value, so ``torch.compile`` takes it for a constant; ``key`` is its own in ``made``: no int, which dynamo
+    takes for a dynamic one where plans differ. ``any_layout`` says whether all GEMMs read transposed views, so that no
+    codes are ever copied transposed; ``backend`` is what was asked for, see ``select_gemm``.
     """
 
-    made: ClassVar[dict[int, "Plan"]] = {}
+    made: ClassVar[dict[str, "Plan"]] = {}
 
     recipe: Recipe
     fprop: str | None
@@ -121,7 +121,7 @@ class Plan:
     any_layout: bool
     device: torch.device
     backend: str
-    number: int
+    key: str
 
     @property
     def gemms(self) -> dict[str, str | None]:
@@ -157,11 +157,11 @@ class Plan:
     @classmethod
     @functools.cache
     def _of(cls, *fields: Any) -> "Plan":
-        """The plan of these fields, its number excepted, which is given here."""
-        plan = cls(*(*fields, next(_numbers)))
-        cls.made[plan.number] = plan
+        """The plan of these fields, its key excepted, which is given here."""
+        plan = cls(*(*fields, str(next(_numbers))))
+        cls.made[plan.key] = plan
         return plan
 
     def __reduce__(self) -> tuple[Callable[..., "Plan"], tuple[Any, ...]]:
-        """A copy is the plan itself; one that is unpickled, maybe on another device, gets a number of this process."""
-        return Plan._of, tuple(getattr(self, field.name) for field in fields(self) if field.name != "number")
+        """A copy is the plan itself; one that is unpickled, maybe on another device, gets a key of this process."""
+        return Plan._of, tuple(getattr(self, field.name) for field in fields(self) if field.name != "key")

@@ -36,6 +36,7 @@ SPMD = 'parallelism.spmd_backend="spmd_types"'
 CP = f"{SPMD} parallelism.context_parallel_degree=2 parallelism.context_parallel_load_balancer=null"
 NVFP4 = 'f8sub:{"recipe_name":"nvfp4"}'
 NOT_GATHERED = "--f8sub.no-enable-fsdp-float8-all-gather"
+DELAYED = 'f8sub:{"recipe_name":"delayed"}'
 IN_BF16 = (
     f"f8sub {NOT_GATHERED}" if runs.installed() == "0.2" else 'f8sub:{"enable_fsdp_float8_all_gather":false}'
 )
@@ -117,6 +118,7 @@ def test_other_recipes(train, mesh, recipe):
         ("fsdp2", f"f8sub_selective_ac {COMPILED}", "f8sub"),
         ("fsdp2", f"{NVFP4} {COMPILED}", NVFP4),
         ("fsdp2-tp2", f"{IN_BF16} {COMPILED}", IN_BF16),
+        ("fsdp2-tp2", f"f8sub {COMPILED}", "f8sub"),
         pytest.param("spmd-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),
         pytest.param("spmd-fsdp2-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),
     ],
@@ -134,8 +136,7 @@ def test_what_changes_no_bit(train, mesh, changed, usual):
         pytest.param(
             f"{NVFP4} {TP}", r"layers\.0\.\S+: tensor parallelism cuts its w.*'nvfp4'", marks=of_0_3
         ),
-        (f"f8sub {TP} {COMPILED}", r"which torch\.compile cannot trace"),
-        pytest.param(f"f8sub_hooked {TP} {COMPILED}", r"which torch\.compile cannot trace", marks=of_0_3),
+        (f"{DELAYED} {TP} {COMPILED}", r"which torch\.compile cannot trace"),
     ],
 )
 def test_what_is_refused_before_the_first_step(any_titan, assets, arguments, message):

@@ -138,21 +138,30 @@ def test_x_is_gathered_once_as_one_byte_an_element(rank, world, recipe, plan):
 
 
 @pytest.mark.parametrize(
-    ("mode", "plan", "world"),
+    ("mode", "plan", "recipe", "world"),
     [
-        ("checkpointed", "one gather", 2),
-        pytest.param("compiled", "one gather", 4, marks=pytest.mark.long),
-        pytest.param("compiled", "high precision", 2, marks=pytest.mark.long),
+        ("checkpointed", "one gather", "rowwise", 2),
+        ("compiled", "high precision", "tensorwise", 4),
+        *long_but(
+            [],
+            [
+                ("compiled", "one gather", "rowwise", 4),
+                *(("compiled", "one gather a layer", recipe, 2) for recipe in ("rowwise", "delayed")),
+                *(("compiled", "one gather a layer", recipe, 4) for recipe in RECIPES),
+                *(("compiled", "high precision", "rowwise", world) for world in (2, 4)),
+            ],
+        ),
     ],
 )
-def test_each_mode_is_the_eager_run(rank, world, mode, plan):
+def test_each_mode_is_the_eager_run(rank, world, mode, plan, recipe):
     shape = (2,) if world == 2 else (2, 2)
     x, dy = (t.tensor_split(2, dim=1)[rank % 2] for t in inputs())
-    usual = products_of(parallel("rowwise", plan, mesh_of(*shape)), x, dy)
-    model = parallel("rowwise", plan, mesh_of(*shape))
+    usual = products_of(parallel(recipe, plan, mesh_of(*shape)), x, dy)
+    model = parallel(recipe, plan, mesh_of(*shape))
     if mode == "compiled":
-        # DTensors of float8, of x or of gathered weights, run in eager; without them there is one graph.
-        model[0].compile(backend="aot_eager", fullgraph=plan == "high precision" and world == 2)
+        # A shared x and amax histories have their layers run between graphs.
+        fullgraph = plan != "one gather" and recipe != "delayed"
+        model[0].compile(backend="aot_eager", fullgraph=fullgraph)
     else:
         model[0].forward = functools.partial(checkpoint, model[0].forward, use_reentrant=False)
     found = products_of(model, x, dy)
@@ -162,17 +171,24 @@ def test_each_mode_is_the_eager_run(rank, world, mode, plan):
     assert [name for name in usual if not torch.equal(usual[name], found[name])] == []
 
 
+@pytest.mark.parametrize("world", [2, 4])
 def test_blocks_of_a_kind_are_compiled_once(rank, world):
+    """Four ranks gather weights as float8. Blocks 0 and 2 are of one recipe, 1 and 3 of another."""
     plan = {name.replace("0", "*"): style for name, style in PLANS["high precision"].items()}
-    model = f8sub.convert_to_float8(nn.Sequential(*(feed_forward(None)[0] for _ in "123")))
-    parallelize_module(model, mesh_of(world)["tp"], plan)
-    x, dy = (t.tensor_split(world, dim=1)[rank] for t in inputs())
+    recipes = {"[02]*": "tensorwise", "[13]*": "rowwise"}
+    model = f8sub.convert_to_float8(nn.Sequential(*(feed_forward(None)[0] for _ in range(4))), recipe=recipes)
+    mesh = mesh_of(2) if world == 2 else mesh_of(2, 2)
+    parallelize_module(model, mesh["tp"], plan)
+    x, dy = (t.tensor_split(2, dim=1)[rank % 2] for t in inputs())
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for block in model:
         block.compile(backend="aot_eager", fullgraph=True)
+        if world == 4:
+            fully_shard(block, mesh=mesh["dp"])
+    for block in model:
         block(x).backward(dy)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:

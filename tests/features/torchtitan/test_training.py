@@ -136,7 +136,7 @@ def test_what_changes_no_bit(train, mesh, changed, usual):
         pytest.param(
             f"{NVFP4} {TP}", r"layers\.0\.\S+: tensor parallelism cuts its w.*'nvfp4'", marks=of_0_3
         ),
-        (f"{DELAYED} {TP} {COMPILED}", r"which torch\.compile cannot trace"),
+        pytest.param(f"{DELAYED} {TP} {COMPILED}", r"which torch\.compile cannot trace", marks=of_0_3),
     ],
 )
 def test_what_is_refused_before_the_first_step(any_titan, assets, arguments, message):

@@ -147,8 +147,8 @@ class Places(NamedTuple):
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank's y has the bias in it."""
-        return not self.y.is_partial() or self.mesh.get_local_rank() == 0
+        """Whether this rank's y has the bias in it, or in compiled code what ``local`` makes of it."""
+        return not self.y.is_partial() or self.mesh.get_local_rank() == 0 or torch.compiler.is_compiling()
 
     def sources(
         self, layer: Named, plan: Plan, weight: "DTensor", x: torch.Tensor, sources: Sources
@@ -196,6 +196,10 @@ class Places(NamedTuple):
             x = x.redistribute(placements=(self.x,))
         if is_dtensor(bias):
             bias = bias.to_local(grad_placements=(self.dbias,))
+        if bias is not None and self.y.is_partial() and torch.compiler.is_compiling():
+            # Zero on all ranks but one, with all of the gradient: where graphs of ranks differ in more than a number, a
+            # partitioner may repeat collectives in the backward of some, which then wait for ever.
+            bias = bias - bias.detach() * float(self.mesh.get_local_rank() > 0)
         return x.to_local(grad_placements=(self.dx,)), weight.to_local(grad_placements=(self.dw,)), bias
 
     def whole(self, y: torch.Tensor) -> "DTensor":

@@ -93,7 +93,7 @@ SHORT = (
 COMPILED = ("--compile.backend", "aot_eager")
 TP = ("--parallelism.tensor_parallel_degree", "2")
 ON_TORCH_2_13 = ("--parallelism.spmd_backend", "partial_dtensor")
-# There torch compiles no checkpointed blocks of tensor parallelism, those in bf16 neither: a DeviceMesh is no activation.
+# There torch compiles no checkpointed blocks of tensor parallelism, in bf16 neither: a DeviceMesh is no activation.
 EAGER = ("--compile.no-enable", "--compile.no-enable_async_tensor_parallel", *ON_TORCH_2_13)
 
 RUNS = [

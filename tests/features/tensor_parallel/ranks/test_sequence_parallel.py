@@ -171,6 +171,27 @@ def test_each_mode_is_the_eager_run(rank, world, mode, plan, recipe):
     assert [name for name in usual if not torch.equal(usual[name], found[name])] == []
 
 
+def test_what_compiled_code_must_not_look_into_is_one_node_each(rank, world):
+    """Of layers that are given float8: products, and columns that backward derives of three w and two x."""
+    # Not at the top: ranks are forked from a process that imported this module, and dynamo would wait there for ever.
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    model = parallelize_module(
+        feed_forward("tensorwise", backend="reference"), mesh_of(world)["tp"], PLANS["one gather a layer"]
+    )
+    nodes = []
+
+    def seen(graph, inputs):
+        targets = [str(node.target) for node in graph.graph.nodes]
+        nodes.append([sum(name in target for target in targets) for name in ("gemm_nt", "derive_columnwise")])
+        return make_boxed_func(graph.forward)
+
+    model[0].compile(backend=aot_autograd(fw_compiler=seen, bw_compiler=seen), fullgraph=True)
+    products_of(model, *(t.tensor_split(world, dim=1)[rank] for t in inputs()))
+    assert nodes == [[3, 0], [6, 5]]
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_blocks_of_a_kind_are_compiled_once(rank, world):
     """Four ranks gather weights as float8. Blocks 0 and 2 are of one recipe, 1 and 3 of another."""

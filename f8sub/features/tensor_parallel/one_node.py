@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
-    """``torch.compiler.is_compiling()``, of which AOTAutograd leaves no sign."""
+    """Have ``torch.compiler.is_compiling()`` true, which it is not in torch 2.11 while AOTAutograd traces."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:

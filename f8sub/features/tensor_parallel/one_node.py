@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from f8sub.features.checkpointing.graphs import enter_graph_functions, in_graph
 from f8sub.features.tensor_parallel.places import Places
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, Float8Matmul
-from f8sub.torch_compat import constant_result, untraced
+from f8sub.torch_compat import untraced
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -51,6 +52,7 @@ class Unnamed:
     fqn = "a layer in compiled code"
 
 
+@in_graph
 def _node(
     x: torch.Tensor, weight: "DTensor", bias: torch.Tensor | None, key: str, dtype: torch.dtype, keep_x: str
 ) -> torch.Tensor:
@@ -62,12 +64,6 @@ def _node(
         of_rank = places.local(x, weight, bias)
         y: torch.Tensor = _TracedMatmul.apply(*of_rank, (plan, dtype, sources), keep_x, places.adds_bias)  # type: ignore[no-untyped-call]
         return places.whole(y)
-
-
-@constant_result
-def _allow() -> None:
-    """Make the node known to dynamo, which runs this while it traces, and so is imported."""
-    torch._dynamo.allow_in_graph(_node)
 
 
 @untraced
@@ -86,7 +82,7 @@ def one_node(
     """The layer's forward, in the graph; eagerly between two graphs where scales are made of what the layer keeps."""
     if plan.recipe.scaling is not None:
         return _eagerly(layer, x)
-    _allow()
+    enter_graph_functions()
     return _node(x, weight, bias, plan.key, dtype, layer.keep_x)
 
 

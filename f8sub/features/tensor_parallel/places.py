@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.checkpointing.graphs import enter_graph_functions, in_graph, save_when_checkpointed
 from f8sub.features.delayed.layers import states_of
 from f8sub.features.delayed_state.state import OPERANDS
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
@@ -84,10 +85,18 @@ class Cut(NamedTuple):
 
     def _largest(self, amax: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum over the ranks; there is no NaN in it."""
-        collectives = torch.distributed._functional_collectives
-        reduced = collectives.all_reduce(amax.contiguous(), "max", self.group)
-        done: torch.Tensor = collectives.wait_tensor(reduced)
-        return done
+        if torch.compiler.is_compiling():
+            enter_graph_functions()
+        return _largest(amax, self.group)
+
+
+@in_graph
+def _largest(amax: torch.Tensor, group: Any) -> torch.Tensor:
+    collectives = torch.distributed._functional_collectives
+    reduced = collectives.all_reduce(amax.contiguous(), "max", group)
+    done: torch.Tensor = collectives.wait_tensor(reduced)
+    save_when_checkpointed(torch.ops._c10d_functional.all_reduce.default)
+    return done
 
 
 Cuts = tuple[Cut | None, Cut | None, Cut | None]

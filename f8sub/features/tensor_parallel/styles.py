@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.checkpointing.graphs import enter_graph_functions, in_graph
 from f8sub.features.forwards.forwards import plan_of, sources_of
 from f8sub.features.tensor_parallel.one_node import Unnamed, traced
 from f8sub.features.tensor_parallel.places import Cut, Named
@@ -27,7 +28,7 @@ from f8sub.kernels.scales import CURRENT_SOURCES, LayerSource, Sources
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, constant_result, untraced
+from f8sub.torch_compat import apply, autocast_dtype, untraced
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -222,7 +223,7 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     if shared or plan.recipe.scaling is not None:
         # A shared x may leave its graph, to which its gradient would be another DTensor of float8.
         return _eagerly(x, layer, shared)
-    _allow()
+    enter_graph_functions()
     return _node(x, plan.key, dtype)
 
 
@@ -235,15 +236,11 @@ def _gathered(
     return gathered
 
 
+@in_graph
 def _node(x: DTensor, key: str, dtype: torch.dtype) -> DTensor:
     """``_gathered`` in compiled code, see ``one_node.py``."""
     with traced():
         return _gathered(x, Plan.made[key], dtype, Unnamed, CURRENT_SOURCES, shared=False)
-
-
-@constant_result
-def _allow() -> None:
-    torch._dynamo.allow_in_graph(_node)
 
 
 @untraced

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import f8sub
 from f8sub.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
@@ -171,25 +171,42 @@ def test_each_mode_is_the_eager_run(rank, world, mode, plan, recipe):
     assert [name for name in usual if not torch.equal(usual[name], found[name])] == []
 
 
-def test_what_compiled_code_must_not_look_into_is_one_node_each(rank, world):
-    """Of layers that are given float8: products, and columns that backward derives of three w and two x."""
-    # Not at the top: ranks are forked from a process that imported this module, and dynamo would wait there for ever.
-    from functorch.compile import make_boxed_func
+def nodes_of(model: nn.Module, world: int, rank: int, *names: str) -> list[list[int]]:
+    """How many nodes of each name the graph of forward has, and that of backward."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    model = parallelize_module(
-        feed_forward("tensorwise", backend="reference"), mesh_of(world)["tp"], PLANS["one gather a layer"]
-    )
     nodes = []
 
     def seen(graph, inputs):
         targets = [str(node.target) for node in graph.graph.nodes]
-        nodes.append([sum(name in target for target in targets) for name in ("gemm_nt", "derive_columnwise")])
+        nodes.append([sum(name in target for target in targets) for name in names])
         return make_boxed_func(graph.forward)
 
-    model[0].compile(backend=aot_autograd(fw_compiler=seen, bw_compiler=seen), fullgraph=True)
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=seen, bw_compiler=seen, partition_fn=partition)
+    model[0].compile(backend=backend, fullgraph=True)
     products_of(model, *(t.tensor_split(world, dim=1)[rank] for t in inputs()))
-    assert nodes == [[3, 0], [6, 5]]
+    return nodes
+
+
+def test_what_compiled_code_must_not_look_into_is_one_node_each(rank, world):
+    """Of layers that are given float8: products, and columns that backward derives of three w and two x."""
+    model = feed_forward("tensorwise", backend="reference")
+    parallelize_module(model, mesh_of(world)["tp"], PLANS["one gather a layer"])
+    assert nodes_of(model, world, rank, "gemm_nt.", "derive_columnwise.") == [[3, 0], [6, 5]]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_checkpointed_function_reduces_no_amax_again(rank, world):
+    """Two ranks reduce those of w, too. The function keeps the results of mm alone."""
+    mesh = mesh_of(2) if world == 2 else mesh_of(2, 2)
+    model = parallel("tensorwise", "high precision", mesh)
+    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    whole = model[0].forward
+    model[0].forward = lambda x: checkpoint(whole, x, use_reentrant=False, context_fn=kept)
+    of_w = 3 if world == 2 else 0
+    assert nodes_of(model, 2, rank % 2, "all_reduce.") == [[1 + of_w], [2]]
 
 
 @pytest.mark.parametrize("world", [2, 4])

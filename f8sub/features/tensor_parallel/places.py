@@ -87,11 +87,11 @@ class Cut(NamedTuple):
         """The elementwise maximum over the ranks; there is no NaN in it."""
         if torch.compiler.is_compiling():
             enter_graph_functions()
-        return _largest(amax, self.group)
+        return _all_reduce_max(amax, self.group)
 
 
 @in_graph
-def _largest(amax: torch.Tensor, group: Any) -> torch.Tensor:
+def _all_reduce_max(amax: torch.Tensor, group: Any) -> torch.Tensor:
     collectives = torch.distributed._functional_collectives
     reduced = collectives.all_reduce(amax.contiguous(), "max", group)
     done: torch.Tensor = collectives.wait_tensor(reduced)

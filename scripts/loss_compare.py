@@ -180,14 +180,14 @@ class Run(NamedTuple):
     seed: int
 
 
-def settings(run: Run, steps: int, size: str = "debug") -> list[str]:
+def settings(run: Run, steps: int, size: str = "debug", lr: float = LEARNING_RATE) -> list[str]:
     """The command line of ``recipes/pretrain.py``: one to three minutes on two idle cores but for the size of a GPU."""
     chosen = {
         "model.size": size,
         "training.steps": steps,
         "training.seed": run.seed,
         **SIZES[size],
-        "optimizer.lr": LEARNING_RATE,
+        "optimizer.lr": lr,
         "lr_scheduler.warmup_steps": 40,
         "lr_scheduler.min_lr_factor": 0.0,
         "eval.interval": steps,
@@ -215,10 +215,11 @@ def settings(run: Run, steps: int, size: str = "debug") -> list[str]:
 class Results:
     """Finished runs, one JSON file each."""
 
-    def __init__(self, folder: Path, steps: int, size: str = "debug") -> None:
+    def __init__(self, folder: Path, steps: int, size: str = "debug", lr: float = LEARNING_RATE) -> None:
         self.folder = folder
         self.steps = steps
         self.size = size
+        self.lr = lr
 
     def load(self, run: Run) -> dict[str, Any] | None:
         """What ``train`` kept of a run with these settings; None if it has to be trained."""
@@ -226,12 +227,12 @@ class Results:
         if not path.exists():
             return None
         kept: dict[str, Any] = json.loads(path.read_text())
-        return kept if kept["settings"] == settings(run, self.steps, self.size) else None
+        return kept if kept["settings"] == self._settings(run) else None
 
     def train(self, run: Run, on_step: Callable[[int], None], slot: int = 0) -> dict[str, Any]:
         """Train in a process of its own, keep its losses and return them; GPUs are taken in turn by the slots."""
         chosen, dump, started = (
-            settings(run, self.steps, self.size),
+            self._settings(run),
             self._path(run).with_suffix(""),
             time.monotonic(),
         )
@@ -268,6 +269,9 @@ class Results:
         partial.write_text(json.dumps(kept) + "\n")
         partial.replace(self._path(run))
         return kept
+
+    def _settings(self, run: Run) -> list[str]:
+        return settings(run, self.steps, self.size, self.lr)
 
     def _path(self, run: Run) -> Path:
         return self.folder / f"{run.arm}-seed{run.seed}.json"
@@ -420,6 +424,7 @@ def main() -> None:
     made.add_argument("--recipes", nargs="+", default=ours, choices=[*ours, *PEERS])
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
+    made.add_argument("--lr", type=float, default=LEARNING_RATE, help="the highest learning rate")
     made.add_argument("--jobs", type=int, default=1, help="runs that are trained at a time")
     made.add_argument("--head", action="store_true", help="each recipe with the output head in float8, too")
     made.add_argument("--swiglu", action="store_true", help="each recipe with SwiGLU's input in float8, too")
@@ -455,7 +460,7 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of the runs that the command line asks for, once those that are missing are trained."""
     # As Ctrl-C does: with the run it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
-    results, seeds = Results(arguments.folder, arguments.steps, arguments.size), arguments.seeds
+    results, seeds = Results(arguments.folder, arguments.steps, arguments.size, arguments.lr), arguments.seeds
     endings = [ending for ending in VARIANTS if getattr(arguments, ending.strip("-"))]
     variants = [recipe + ending for ending in endings for recipe in arguments.recipes if recipe not in PEERS]
     yardstick = HALVES if SIZES[arguments.size] is ON_GPU else YARDSTICK

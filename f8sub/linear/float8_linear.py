@@ -214,8 +214,7 @@ class Float8Matmul(torch.autograd.Function):
         dy_row, dy_col, amax = quantize(matrix, rowwise, columnwise, sources.dy, plan.any_layout)
         if amax is not None:
             sources.dy.keep(amax)
-        is_current = amax is None and sources.dy.reduce is None
-        after = small_part_of(matrix, dy_row or dy_col if is_current else None)
+        after = small_part_of(matrix, dy_row or dy_col if amax is None else None)
         dx = dw = dbias = None
         if need_dx:
             w_col = weight_columnwise(w, ctx.w_row, ctx.call, after)

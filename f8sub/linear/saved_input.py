@@ -115,7 +115,7 @@ def x_columnwise(saved: list[torch.Tensor], kept: Kept, call: Call, after: torch
             # Else it is the same cast as forward's, whose codes a partitioner saves.
             scale = copy_after(scale, after)
         given = PriorScale(scale, prior.margin, covers=False, is_known=kept.is_known)
-        source = GivenScale(given, source.reduce)
+        source = GivenScale(given)
     return present(quantize(matrix, None, format, source, plan.any_layout).columnwise)
 
 

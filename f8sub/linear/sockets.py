@@ -70,7 +70,7 @@ guests: list[LayerGuest] = []
 scaling: Callable[..., Sources]
 """The sources of a forward that begins now: of a layer, a recipe whose ``scaling`` is not None, and a weight's name."""
 placement: Callable[..., Placed]
-"""Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of whole matrices."""
+"""Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of its operands."""
 one_node: Callable[..., torch.Tensor]
 """``placement`` and the GEMMs while ``torch.compile`` traces, of a weight or x that is a DTensor of float8."""
 context_plan: Callable[["Float8Linear"], Plan] | None = None

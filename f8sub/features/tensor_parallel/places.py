@@ -7,9 +7,11 @@
 | whole     | whole     | whole     | whole     | whole     | whole     | whole                    |
 | whole     | of tokens | of tokens | of tokens | of tokens | Partial   | whole; its grad: Partial |
 
-GEMMs are of local matrices. Scales are those of the whole matrices, whatever the number of ranks: where a tile reaches
-over ranks its amax is reduced over them, one all-reduce an operand. One thing is the rank's own: the column scales
-that a re-encoded weight gets (see ``reference.derive_columnwise``) are of the codes that its GEMM reads.
+GEMMs are of local matrices, and so are the scales of x and dy: no rank reads codes that another one cast, so nothing is
+reduced in a forward or backward, and a finer scale rounds no worse. Scales of w are those of the whole weight, whatever
+the number of ranks, because it is gathered with them: where it is gathered in high precision and a tile reaches over
+ranks, one all-reduce makes them. The column scales that a re-encoded weight gets (see ``reference.derive_columnwise``)
+are of the rank's own part again.
 """
 
 import functools
@@ -20,13 +22,12 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.features.checkpointing.graphs import enter_graph_functions, in_graph, save_when_checkpointed
 from f8sub.features.delayed.layers import states_of
-from f8sub.features.delayed_state.state import OPERANDS
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import ALL, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.scales import Sources
 from f8sub.linear import sockets
-from f8sub.recipe import OperandName, Recipe
+from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import constant_result, is_dtensor
 
@@ -99,10 +100,6 @@ def _all_reduce_max(amax: torch.Tensor, group: Any) -> torch.Tensor:
     return done
 
 
-Cuts = tuple[Cut | None, Cut | None, Cut | None]
-"""Of x, w and dy, each as the matrix that is quantized; None where ranks need not know of each other."""
-
-
 class Places(NamedTuple):
     """The placements of what a layer's forward and backward read and make, see the module's docstring.
 
@@ -162,38 +159,24 @@ class Places(NamedTuple):
     def sources(
         self, layer: Named, plan: Plan, weight: "DTensor", x: torch.Tensor, sources: Sources
     ) -> Sources:
-        """Those of a call with ``x``, whose amaxes are reduced over the ranks that a tile reaches over.
+        """Those of a call with ``x``; the weight's amaxes are reduced over the ranks that a tile reaches over.
 
         Raises:
             Float8ConfigError: a recipe whose tiles the cuts go through, or an x in float8 that it does not read.
         """
         if is_dtensor(x) and isinstance(x._local_tensor, Float8Tensor):
             _check_received(layer.fqn, x._local_tensor, plan.recipe)
-        x_cut, w_cut, dy_cut = (
-            _reduced_cut(layer, plan, name, cut)
-            for name, cut in zip(OPERANDS, self._cuts(weight), strict=True)
-        )
-        of_x, of_w, of_dy, _ = sources
-        if x_cut is not None:
-            of_x = of_x.over(x_cut.across)
-        if w_cut is not None:
-            compiling = torch.compiler.is_compiling()
-            of_w = of_w.over(w_cut.across if compiling else _ReducedOnce(w_cut, []).across)
-        if dy_cut is not None:
-            of_dy = of_dy.over(dy_cut.across)
-        return Sources(of_x, of_w, of_dy, distributed=True)
+        cut, of_w = self._cut_of(weight), sources.w
+        if cut is not None and _reaches_over_ranks(layer, plan, cut):
+            of_w = of_w.over(cut.across if torch.compiler.is_compiling() else _ReducedOnce(cut, []).across)
+        return sources._replace(w=of_w, distributed=True)
 
-    def _cuts(self, weight: "DTensor") -> Cuts:
-        mesh, (rows, cols) = self.mesh, weight.shape
-        if mesh.size() == 1:
-            return None, None, None
-        if self.dw.is_shard(0):
-            return None, Cut.of(mesh, 0, rows), Cut.of(mesh, 1, rows)
-        if self.dw.is_shard(1):
-            return Cut.of(mesh, 1, cols), Cut.of(mesh, 1, cols), None
-        if self.x.is_shard():
-            return Cut.of(mesh, 0, 0), None, Cut.of(mesh, 0, 0)
-        return None, None, None
+    def _cut_of(self, weight: "DTensor") -> Cut | None:
+        """How the weight is cut; None where it is whole."""
+        if self.mesh.size() == 1 or not self.dw.is_shard():
+            return None
+        dim = 0 if self.dw.is_shard(0) else 1
+        return Cut.of(self.mesh, dim, weight.shape[dim])
 
     def local(
         self, x: torch.Tensor, weight: "DTensor", bias: torch.Tensor | None
@@ -247,48 +230,44 @@ def _check_received(fqn: str, x: Float8Tensor, recipe: Recipe) -> None:
         )
 
 
-def _reduced_cut(layer: Named, plan: Plan, operand: OperandName, cut: Cut | None) -> Cut | None:
-    """The cut of an operand whose scales reach over ranks; None for any other.
+def _reaches_over_ranks(layer: Named, plan: Plan, cut: Cut) -> bool:
+    """Whether scales of a weight that is cut so reach over ranks.
 
     Raises:
-        Float8ConfigError: a cut that the operand's formats cannot take.
+        Float8ConfigError: a cut that the weight's formats cannot take.
     """
-    if cut is None:
-        return None
-    reaches = _reaches_over(plan.key, operand, *cut[:3])
+    reaches = _reaches_over(plan.key, *cut[:3])
     if isinstance(reaches, str):
         raise Float8ConfigError(f"{layer.fqn}: {reaches}")
-    return cut if reaches else None
+    return reaches
 
 
 @constant_result
-def _reaches_over(key: str, operand: OperandName, dim: int, whole: int, part: int) -> bool | str:
-    """Whether scales of an operand that is cut so reach over ranks, or why it cannot be; of the plan of that key."""
+def _reaches_over(key: str, dim: int, whole: int, part: int) -> bool | str:
+    """``_reaches_over_ranks`` of the plan of that key, or why the weight cannot be cut so."""
     try:
-        return _checked_cut(key, operand, dim, whole, part)
+        return _checked_cut(key, dim, whole, part)
     except Float8ConfigError as error:
         return str(error)
 
 
 @functools.cache
-def _checked_cut(key: str, operand: OperandName, dim: int, whole: int, part: int) -> bool:
+def _checked_cut(key: str, dim: int, whole: int, part: int) -> bool:
     recipe = Plan.made[key].recipe
-    row, col = recipe.formats(operand)
-    if operand == "w" and row is not None:
-        col = None  # derived from this rank's codes
-    seen = [] if row is None else [(row, row.tile)]
-    seen += [] if col is None else [(col, col.tile.t())]
-    for format, tile in seen:
-        if format.scale_rule.has_global or format.depth_multiple > 1:
-            raise Float8ConfigError(
-                f"tensor parallelism cuts its {operand}, and recipe {recipe.name!r} reads it as {format}, whose "
-                "scales or packing go over parts; convert the layer with a recipe of one scale level and one element a "
-                "byte, or leave it out of parallelize_module's plan"
-            )
-        if whole:
-            tile.check_cut(dim, whole, part, f"under tensor parallelism its {operand}")
-    edges = [(tile.rows, tile.cols)[dim] for _, tile in seen]
-    return any(edge == ALL or bool(whole and part % edge) for edge in edges)
+    row, col = recipe.formats("w")
+    format = row or col
+    if format is None:
+        return False
+    if format.scale_rule.has_global or format.depth_multiple > 1:
+        raise Float8ConfigError(
+            f"tensor parallelism cuts its w, and recipe {recipe.name!r} reads it as {format}, whose scales or packing "
+            "go over parts; convert the layer with a recipe of one scale level and one element a byte, or leave it out "
+            "of parallelize_module's plan"
+        )
+    tile = format.tile if row is not None else format.tile.t()
+    tile.check_cut(dim, whole, part, "under tensor parallelism its w")
+    edge = (tile.rows, tile.cols)[dim]
+    return edge == ALL or part % edge != 0
 
 
 def place(

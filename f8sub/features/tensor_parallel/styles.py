@@ -61,9 +61,9 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """torch's ``RowwiseParallel`` for a ``Float8Linear``, whose scales go over all ranks; arguments are torch's.
+    """torch's ``RowwiseParallel`` for a ``Float8Linear``; arguments are torch's.
 
-    Its x stays where it is; y and dy are sent in high precision.
+    Its x stays where it is, with scales of the rank's part; y and dy are sent in high precision.
 
     Raises:
         Float8ConfigError: in ``parallelize_module``, a layer that is not converted.

@@ -1,5 +1,8 @@
 """What the tests of tensor parallelism cut into parts, and how far their results are from the whole model's."""
 
+import copy
+import re
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -70,13 +73,65 @@ PLANS = {
 """For a FeedForward that is the first module of a Sequential."""
 
 
+CUT_BY_COLUMNS = ("down", "w2")
+"""The layers that ranks have columns of; they have rows of the others."""
+DEGREE = 4
+"""The largest number of parts."""
+
+
 def filled(model: nn.Module, recipe: str | None = None, **options: object) -> nn.Module:
-    """Weights whose columns are of very different sizes, converted where a recipe is given."""
+    """Weights whose columns are of very different sizes, converted where a recipe is given.
+
+    The parts of a weight differ in signs alone, so that all have the same amaxes.
+    """
     rng = generator(5)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(spread_columns(lognormal(tuple(parameter.shape), rng), 2.0) / 40)
+        for name, parameter in model.named_parameters():
+            values = spread_columns(lognormal(tuple(parameter.shape), rng), 2.0) / 40
+            if name.endswith("weight"):
+                dim = int(name.split(".")[-2] in CUT_BY_COLUMNS)
+                magnitudes = torch.cat([values.chunk(DEGREE, dim)[0].abs()] * DEGREE, dim)
+                values = magnitudes.copysign(values)
+            parameter.copy_(values)
     return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe, **options)
+
+
+class Parts(nn.Module):
+    """What ranks compute of an MLP or a FeedForward, one after the other: each its part of the hidden features."""
+
+    def __init__(self, whole: nn.Module, degree: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(copy.deepcopy(whole) for _ in range(degree))
+        for place, part in enumerate(self.parts):
+            for name, layer in part.named_children():
+                dim = int(name in CUT_BY_COLUMNS)
+                layer.weight = nn.Parameter(layer.weight.detach().chunk(degree, dim)[place].clone())
+                if layer.bias is not None and dim == 0:
+                    layer.bias = nn.Parameter(layer.bias.detach().chunk(degree)[place].clone())
+                elif layer.bias is not None and place:
+                    layer.bias.data.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(part(x) for part in self.parts)
+
+
+def whole_gradients(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``products_of`` a model with ``Parts``, as of the model that has none."""
+    joined = {name: value for name, value in found.items() if ".parts." not in f".{name}"}
+    for name in found:
+        before, cut, after = f".{name}".partition(".parts.0.")
+        if not cut:
+            continue
+        parts = [
+            value
+            for other, value in found.items()
+            if re.fullmatch(rf"{before}.parts.\d.{after}", f".{other}")
+        ]
+        layer, kind = after.split(".")
+        by_columns = layer in CUT_BY_COLUMNS
+        whole = parts[0] if by_columns and kind == "bias" else torch.cat(parts, int(by_columns))
+        joined[f"{before}.{after}".strip(".")] = whole
+    return joined
 
 
 def feed_forward(recipe: str | None, **options: object) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ from tests.features.tensor_parallel.models import (
     PLANS,
     TOKENS,
     WIDTH,
+    Parts,
     feed_forward,
     inputs,
     mesh_of,
     products_of,
+    whole_gradients,
 )
 from tests.models import update
 from tests.selection import long_but
@@ -53,15 +56,18 @@ def products(rank, world, recipe: str, plan: str, shape: tuple[int, ...]) -> dic
     return products_of(parallel(recipe, plan, mesh), *of_rank)
 
 
-def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: bool) -> None:
-    """Bitwise but for sums of float32 over ranks, and for columns that are re-scaled from rows.
+def parts_of(recipe: str | dict[str, str], degree: int) -> nn.Module:
+    """What each rank multiplies, on this one."""
+    return f8sub.convert_to_float8(nn.Sequential(Parts(feed_forward(None)[0], degree)), recipe=recipe)
 
-    Those columns are of a rank's part of the weight, and of an x that came as rows.
-    """
-    expected = products_of(feed_forward(recipe), *inputs())
-    row, col = f8sub.get_recipe(recipe).formats("w")
-    dx = 125 if row.tile.is_transpose_of(col.tile) else 85
-    least = dict.fromkeys(expected, math.inf) | {"y": 125, "dx": dx}
+
+def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: bool) -> None:
+    """Bitwise those of the ranks' parts: but for sums of float32 over four, and columns of x that came as rows."""
+    degree = len(found)
+    expected = whole_gradients(products_of(parts_of(recipe, degree), *inputs()))
+    least = dict.fromkeys(expected, math.inf) | {"dx": 125}
+    if degree > 2:
+        least["y"] = 125
     row, col = f8sub.get_recipe(recipe).formats("x")
     if sent_in_float8 and not row.tile.is_transpose_of(col.tile):
         least |= {"0.w1.weight": 100, "0.w3.weight": 100}
@@ -72,7 +78,7 @@ def check(found: list[dict[str, torch.Tensor]], recipe: str, *, sent_in_float8: 
 
 
 @pytest.mark.parametrize(("recipe", "plan", "shape"), long_but(SPREAD, SPREAD + MORE))
-def test_products_are_the_unsharded_layer_s(ranks, recipe, plan, shape):
+def test_products_are_those_of_the_ranks_parts(ranks, recipe, plan, shape):
     found = ranks(math.prod(shape), products, recipe, plan, shape)
     for start in range(0, len(found), shape[-1]):
         check(found[start : start + shape[-1]], recipe, sent_in_float8=plan != "high precision")
@@ -86,7 +92,7 @@ def test_uneven_tokens(rank, world, recipe, plan, tokens):
     mesh = mesh_of(world)
     model = parallel(recipe, plan, mesh)
     x, dy = (t[:, :tokens] for t in inputs())
-    expected = products_of(feed_forward(recipe), x, dy)
+    expected = whole_gradients(products_of(parts_of(recipe, world), x, dy))
     x, dy = (distribute_tensor(t.contiguous(), mesh, [OF_TOKENS]) for t in (x, dy))
     y = model(x.requires_grad_())
     y.backward(dy.to_local())
@@ -106,12 +112,12 @@ def test_a_context_in_high_precision_gathers_x_in_high_precision(rank, world, pl
 
 
 def test_one_style_serves_blocks_of_different_recipes(rank, world):
-    recipe = {"0": "rowwise", "1": "tensorwise"}
+    recipe = {"a": "rowwise", "b": "tensorwise"}
     plan = {f"*.{name}".removesuffix("."): style for name, style in ONE_GATHER.items()}
-    whole, model = (
-        f8sub.convert_to_float8(nn.Sequential(feed_forward(None)[0], feed_forward(None)[0]), recipe=recipe)
-        for _ in "12"
-    )
+    blocks = [feed_forward(None)[0] for _ in range(2)]
+    parts = [Parts(block, world) for block in blocks]
+    named = (OrderedDict(zip("ab", each, strict=True)) for each in (parts, blocks))
+    whole, model = (f8sub.convert_to_float8(nn.Sequential(each), recipe=recipe) for each in named)
     parallelize_module(model, mesh_of(world)["tp"], plan)
     x = inputs()[0]
     y = model(x.tensor_split(world, dim=1)[rank])
@@ -197,14 +203,14 @@ def test_what_compiled_code_must_not_look_into_is_one_node_each(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_checkpointed_function_reduces_no_amax_again(rank, world):
-    """Two ranks reduce those of w, too. The function keeps the results of mm alone."""
+    """Two ranks reduce those of w, four gather w with its scales. The function keeps the results of mm alone."""
     mesh = mesh_of(2) if world == 2 else mesh_of(2, 2)
     model = parallel("tensorwise", "high precision", mesh)
     kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     whole = model[0].forward
     model[0].forward = lambda x: checkpoint(whole, x, use_reentrant=False, context_fn=kept)
     of_w = 3 if world == 2 else 0
-    assert nodes_of(model, 2, rank % 2, "all_reduce.") == [[1 + of_w], [2]]
+    assert nodes_of(model, 2, rank % 2, "all_reduce.") == [[of_w], [0]]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -256,7 +262,7 @@ def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
 def test_amax_histories_are_the_unsharded_model_s(ranks, how, world):
     expected = delayed_steps(0, 1, "unsharded")
     for found in ranks(world, delayed_steps, how):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+        torch.testing.assert_close(found, expected, rtol=0.03, atol=0)  # the first scales are of parts
 
 
 def test_what_cannot_be_sent_is_told_before_training(rank, world):

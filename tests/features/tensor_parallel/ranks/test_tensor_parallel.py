@@ -1,4 +1,4 @@
-"""Tensor parallelism: scales and codes are those of the whole matrices, whatever the number of ranks."""
+"""Tensor parallelism: a weight's codes are those of the whole weight, and products those of each rank's part."""
 
 import copy
 import datetime
@@ -16,20 +16,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import f8sub
-from f8sub.formats import why_not_derivable
 from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 from f8sub.weights import agreement
-from tests.budgets import decibels
 from tests.data_sets import generator, lognormal
 from tests.features.tensor_parallel.models import (
     HIDDEN,
     MLP,
     PLAN,
     WIDTH,
+    Parts,
     filled,
     inputs,
     mesh_of,
     products_of,
+    whole_gradients,
 )
 from tests.kernels.products import bits
 from tests.models import BF16, heard, seed_weights
@@ -46,12 +46,14 @@ on_each_recipe = on_each(RECIPES)
 FLOAT8_PLAN = {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()}
 
 
-def mlp(recipe: str | None) -> nn.Module:
-    """The largest element of each weight is in the part of the last rank."""
+def mlp(recipe: str | None, *, alike: bool = False, **options: object) -> nn.Module:
+    """The largest element of each weight is in the part of the last rank, but where parts are to be alike."""
     model = filled(MLP())
-    with torch.no_grad():
-        model.up.weight[-1, 0] = model.down.weight[-1, -1] = 3.0
-    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe)
+    if not alike:
+        with torch.no_grad():
+            model.up.weight[-1, 0] = 2 * model.up.weight.abs().max()
+            model.down.weight[-1, -1] = 2 * model.down.weight.abs().max()
+    return model if recipe is None else f8sub.convert_to_float8(model, recipe=recipe, **options)
 
 
 def two_dimensional(recipe: str, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -100,55 +102,64 @@ def test_gathered_codes_are_a_part_of_the_whole_weight_s(rank, world, recipe, me
     assert found == [[], [], []]
 
 
-def spread_products(rank: int, world: int, recipe: str, how: str) -> dict[str, torch.Tensor]:
+def spread_products(rank: int, world: int, recipe: str, how: str, alike: bool) -> dict[str, torch.Tensor]:
     if how == "with fully_shard":
-        model = two_dimensional(recipe, mesh_of(2, 2))
+        mesh = mesh_of(2, 2)
+        model = parallelize_module(mlp(recipe, alike=alike), mesh["tp"], PLAN)
+        model = fully_shard(model, mesh=mesh["dp"])
     elif how == "gathered in high precision":
         mesh = mesh_of(2, 2)
-        model = f8sub.convert_to_float8(mlp(None), recipe=recipe, float8_all_gather=False)
+        model = mlp(recipe, alike=alike, float8_all_gather=False)
         model = fully_shard(parallelize_module(model, mesh["tp"], PLAN), mesh=mesh["dp"])
     else:
         keep_x = "auto" if how == "alone" else "high_precision"
-        model = f8sub.convert_to_float8(mlp(None), recipe=recipe, keep_x=keep_x)
-        model = parallelize_module(model, mesh_of(2)["tp"], PLAN)
+        model = parallelize_module(mlp(recipe, alike=alike, keep_x=keep_x), mesh_of(2)["tp"], PLAN)
     return products_of(model, *inputs())
 
 
-@pytest.mark.parametrize("how", ["with fully_shard", "gathered in high precision", "alone", "x kept"])
-@on_each_recipe
-def test_products_are_the_unsharded_layer_s(ranks, recipe, how):
-    """dw bitwise; y and dx but for the order of a sum of float32 over ranks.
+HOWS = {"with fully_shard": 4, "gathered in high precision": 4, "alone": 2, "x kept": 2}
+"""Each with its number of ranks, of which two share a layer. All ranks are given the same batch, so that fully_shard's
+mean of gradients changes nothing."""
 
-    Where the weight's columns are re-scaled, a rank does so by the columns of its own part: they keep as much or more.
-    All ranks are given the same batch, so that fully_shard's mean of gradients changes nothing.
-    """
-    expected = products_of(mlp(recipe), *inputs())
-    row, col = f8sub.get_recipe(recipe).formats("w")
-    transposed = row.tile.is_transpose_of(col.tile)
-    assert why_not_derivable(row, col) is None
-    for found in ranks(2 if how in ("alone", "x kept") else 4, spread_products, recipe, how):
+
+@pytest.mark.parametrize("how", HOWS)
+@on_each_recipe
+def test_products_are_those_of_the_ranks_parts(ranks, recipe, how):
+    """Bitwise those of layers as large as a part; x of down and dy of up have another scale on each rank."""
+    parts = f8sub.convert_to_float8(Parts(mlp(None, alike=True), 2), recipe=recipe)
+    expected = whole_gradients(products_of(parts, *inputs()))
+    for found in ranks(HOWS[how], spread_products, recipe, how, True):
         assert found.keys() == expected.keys()
-        assert [name for name in found if "." in name and not torch.equal(found[name], expected[name])] == []
-        assert decibels(expected["y"], found["y"]) > 125
-        assert decibels(expected["dx"], found["dx"]) > (125 if transposed else 85)
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@on_each_recipe
+def test_a_weight_has_one_scale_however_it_is_held(ranks, recipe):
+    """The largest element of each weight is one rank's."""
+    first, *others = (ranks(world, spread_products, recipe, how, False)[0] for how, world in HOWS.items())
+    assert [[name for name in first if not torch.equal(first[name], other[name])] for other in others] == [
+        []
+    ] * 3
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_tokens_of_a_whole_weight(rank, world, recipe):
-    """Scales of all tokens are reduced; blocks of tokens are each rank's own."""
+    """Each rank's are multiplied as if there were no others; gradients are added."""
     mesh = mesh_of(world)
     layer = distribute_module(mlp(recipe).up, mesh)
     whole_x, whole_dy = inputs()
+    whole_dy = torch.cat([whole_dy] * (HIDDEN // WIDTH), 2)
     x, dy = (DTensor.from_local(t, mesh, [Replicate()]) for t in (whole_x, whole_dy))
     x = x.redistribute(placements=[Shard(1)]).detach().requires_grad_()
     y = layer(x)
     assert y.placements == (Shard(1),)
-    y.backward(torch.cat([dy] * (HIDDEN // WIDTH), 2).redistribute(placements=[Shard(1)]))
-    expected = products_of(mlp(recipe).up, whole_x, torch.cat([whole_dy] * (HIDDEN // WIDTH), 2))
-    assert torch.equal(y.detach().full_tensor(), expected["y"])
-    assert torch.equal(x.grad.full_tensor(), expected["dx"])
+    y.backward(dy.redistribute(placements=[Shard(1)]))
+    chunks = zip(whole_x.chunk(world, 1), whole_dy.chunk(world, 1), strict=True)
+    parts = [products_of(mlp(recipe).up, *chunk) for chunk in chunks]
+    assert torch.equal(y.detach().full_tensor(), torch.cat([part["y"] for part in parts], 1))
+    assert torch.equal(x.grad.full_tensor(), torch.cat([part["dx"] for part in parts], 1))
     for name, parameter in layer.named_parameters():
-        assert decibels(expected[name], parameter.grad.full_tensor()) > 125
+        assert torch.equal(parameter.grad.full_tensor(), sum(part[name] for part in parts))
 
 
 def used_before_it_is_distributed(rank: int, world: int, src_data_rank: int | None) -> tuple:
@@ -233,8 +244,6 @@ def test_codes_from_before_a_change_are_not_used(ranks, body, argument):
 def test_bytes_and_collectives_of_a_step(rank, world, recipe):
     codes = 2 * WIDTH * HIDDEN // 2
     biases = 4 * (HIDDEN // 2 + WIDTH)
-    # Over tensor-parallel ranks: y of down, dx of up. Where tiles reach over them also x of down and dy of up.
-    amaxes = 0 if recipe == "blockwise" else 2
     model = two_dimensional(recipe, mesh_of(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(2):
@@ -245,7 +254,8 @@ def test_bytes_and_collectives_of_a_step(rank, world, recipe):
             loss.backward()
             optimizer.step()
     assert gathered == codes + biases
-    assert (wire.calls["allreduce_"], wire.calls["all_reduce"]) == (1, 2 + amaxes)
+    # That of scales; and over tensor-parallel ranks y of down and dx of up.
+    assert (wire.calls["allreduce_"], wire.calls["all_reduce"]) == (1, 2)
 
 
 @pytest.mark.parametrize("world", [4])

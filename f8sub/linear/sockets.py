@@ -33,9 +33,6 @@ class LayerGuest:
     def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
         """The layers of a model were converted."""
 
-    def restored(self, model: torch.nn.Module) -> None:
-        """They are all an ``nn.Linear`` again."""
-
     def loaded(self, layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """The layer's entries of a state dict were loaded."""
 
@@ -67,6 +64,8 @@ class Placed(NamedTuple):
 
 
 guests: list[LayerGuest] = []
+forward_hooks: list[Callable[..., Any]] = []
+"""Hooks that features put on modules, which ``convert_from_float8`` takes off."""
 scaling: Callable[..., Sources]
 """The sources of a forward that begins now: of a layer, a recipe whose ``scaling`` is not None, and a weight's name."""
 placement: Callable[..., Placed]

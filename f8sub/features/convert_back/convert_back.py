@@ -9,7 +9,7 @@ from f8sub.convert.checks import is_converted, refuse_sharded
 from f8sub.convert.convert import check_ranks_hook, remove_hook, replace_parameter
 from f8sub.features.linear_subclasses.linear_subclasses import plain_class
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.sockets import guests
+from f8sub.linear.sockets import forward_hooks, guests
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.weight import Weight
 
@@ -25,7 +25,8 @@ def convert_from_float8(model: Model) -> Model:
     refuse_sharded(model)
     module: Any
     for module in model.modules():
-        remove_hook(check_ranks_hook, module)
+        for hook in (check_ranks_hook, *forward_hooks):
+            remove_hook(hook, module)
         if not is_converted(module):
             continue
         conversion: Conversion = module.converted
@@ -42,7 +43,5 @@ def convert_from_float8(model: Model) -> Model:
             for guest in guests:
                 guest.left(module)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
-    for guest in guests:
-        guest.restored(model)
     Conversion.forget(model)
     return model

@@ -294,11 +294,6 @@ class DelayedLayers(sockets.LayerGuest):
         if conversion.guest(_DelayedGuest).held():
             model.register_forward_pre_hook(functools.partial(_forward_hook, conversion))
 
-    @override
-    def restored(self, model: torch.nn.Module) -> None:
-        for module in model.modules():
-            remove_hook(_forward_hook, module)
-
 
 sockets.guests.append(DelayedLayers())
 
@@ -308,6 +303,9 @@ def _forward_hook(conversion: Conversion, module: torch.nn.Module, args: Any) ->
     for guest in () if torch.compiler.is_compiling() else conversion.guests:
         if type(guest) is _DelayedGuest and guest.saw_forward():
             remove_hook(_forward_hook, module)
+
+
+sockets.forward_hooks.append(_forward_hook)
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:

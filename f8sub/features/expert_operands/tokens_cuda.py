@@ -3,7 +3,6 @@
 All of them are bitwise equal to ``tokens.quantize``, so none is asked for by name.
 """
 
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,9 +54,11 @@ def quantize(
         # No tile knows of a group.
         made = quantize_cuda.quantize(x, rowwise, None).rowwise
         return (None if made is None else Tokens(made.data, made.scale_inv, rowwise, groups, False)), None
+    from f8sub.kernels.triton import prepared
+
     x, ends = x.contiguous(), groups.ends.contiguous()
     with support.device_of(x):
-        tensors = _prepared().run(
+        tensors = prepared.run(
             ("groups", rowwise, columnwise, multiple),
             (x, ends),
             lambda: launches(x, ends, rowwise, columnwise, multiple),
@@ -103,8 +104,9 @@ def launches(
         data = x.new_empty((x.shape[1], laid.rows), dtype=columnwise.dtype)
         col = Operand(data, empty_scale_inv(x, columnwise, laid, contracted=True), columnwise)
     where = (laid.first, laid.ends) if is_laid_out else None
-    made: Made = _launch().quantization(x, ends, row, col, edge, laid.rows, where)
-    return made
+    from f8sub.kernels.triton import grouped_launch
+
+    return grouped_launch.quantization(x, ends, row, col, edge, laid.rows, where)
 
 
 def _takes(
@@ -127,15 +129,3 @@ def _takes(
         and (is_square or start & (start - 1) == 0)
         and 0 < len(groups.ends) <= MOST_GROUPS
     )
-
-
-def _launch() -> ModuleType:
-    from f8sub.kernels.triton import grouped_launch
-
-    return grouped_launch
-
-
-def _prepared() -> ModuleType:
-    from f8sub.kernels.triton import prepared
-
-    return prepared

@@ -3,7 +3,6 @@
 All of them are bitwise equal to ``weights``, so none is asked for by name.
 """
 
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +28,10 @@ def quantize(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
     if tile.is_whole or (tile.rows == tile.cols and tile.rows % EDGE == 0):
         if not w[0].is_contiguous():
             w = w.contiguous()
+        from f8sub.kernels.triton import prepared
+
         with support.device_of(w):
-            made = _prepared().run((format, w.stride()), (w,), lambda: launches(w, format))
+            made = prepared.run((format, w.stride()), (w,), lambda: launches(w, format))
         return ExpertWeights(made[0], made[1], format)
     # No tile knows of an expert.
     flat = w.reshape(count * rows, cols)
@@ -52,9 +53,11 @@ def derive_columnwise(rowwise: ExpertWeights, format: Float8Format) -> ExpertWei
     codes, scale_inv, own = rowwise
     if not (support.takes(codes) and derives(rowwise, format)):
         return specification.derive_columnwise(rowwise, format)
+    from f8sub.kernels.triton import prepared
+
     given = rowwise._replace(scale_inv=scale_inv.contiguous())
     with support.device_of(codes):
-        made = _prepared().run(
+        made = prepared.run(
             (own, format), (codes, given.scale_inv), lambda: derivation_launches(given, format)
         )
     return ExpertWeights(made[0], made[1], format)
@@ -62,15 +65,17 @@ def derive_columnwise(rowwise: ExpertWeights, format: Float8Format) -> ExpertWei
 
 def launches(w: torch.Tensor, format: Float8Format) -> "Made":
     """How kernels make rowwise codes; they fill what is made here."""
-    made: Made = _launch().quantization(w, Operand(*empty_codes(w, format)))
-    return made
+    from f8sub.kernels.triton import expert_launch
+
+    return expert_launch.quantization(w, Operand(*empty_codes(w, format)))
 
 
 def derivation_launches(rowwise: ExpertWeights, format: Float8Format) -> "Made":
     """How kernels make columnwise codes; they fill what is made here."""
+    from f8sub.kernels.triton import expert_launch
+
     derived = Operand(*empty_codes(rowwise.data.transpose(1, 2), format))
-    made: Made = _launch().derivation(Operand(*rowwise), derived)
-    return made
+    return expert_launch.derivation(Operand(*rowwise), derived)
 
 
 def derives(rowwise: ExpertWeights, format: Float8Format) -> bool:
@@ -81,15 +86,3 @@ def derives(rowwise: ExpertWeights, format: Float8Format) -> bool:
     in_words = codes.shape[1] % 2 == codes.shape[2] % 2 == 0 and codes.data_ptr() % 2 == 0
     is_plain = own.is_plain and format.is_plain
     return is_plain and codes.is_contiguous() and in_words and (transposes or recasts)
-
-
-def _launch() -> ModuleType:
-    from f8sub.kernels.triton import expert_launch
-
-    return expert_launch
-
-
-def _prepared() -> ModuleType:
-    from f8sub.kernels.triton import prepared
-
-    return prepared

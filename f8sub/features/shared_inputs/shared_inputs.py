@@ -21,7 +21,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from f8sub.convert.convert import remove_hook
 from f8sub.features.autograd_state.autograd_state import saved_tensors_hook
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
@@ -114,12 +113,7 @@ class SharedInputs(sockets.LayerGuest):
                 for hooks in (module._forward_hooks, module._forward_hooks_always_called):
                     hooks[shared] = hooks.pop(own)  # type: ignore[assignment]
 
-    @override
-    def restored(self, model: torch.nn.Module) -> None:
-        for module in model.modules():
-            remove_hook(open_scope, module)
-            remove_hook(close_scope, module)
-
 
 sockets.guests.append(SharedInputs())
+sockets.forward_hooks += [open_scope, close_scope]
 sockets.cast = cast_or_share

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from f8sub.convert.convert import remove_hook
 from f8sub.convert.patterns import matches
@@ -158,13 +157,4 @@ def _in_graph(y: torch.Tensor, block: int) -> torch.Tensor:
     return dequantize(Operand(codes, powers, FORMAT), y.dtype).view(y.shape)
 
 
-class SwigluInputs(sockets.LayerGuest):
-    """What leaves layers as they were."""
-
-    @override
-    def restored(self, model: torch.nn.Module) -> None:
-        for module in model.modules():
-            remove_hook(_round, module)
-
-
-sockets.guests.append(SwigluInputs())
+sockets.forward_hooks.append(_round)

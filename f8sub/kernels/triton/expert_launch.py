@@ -6,17 +6,18 @@ from typing import Any
 import torch
 
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.triton import casts, in_turn, recasts
-from f8sub.kernels.triton.grouped_launch import AHEAD_BYTES, is_in_turn, over
+from f8sub.kernels.triton import casts, in_turn
+from f8sub.kernels.triton.grouped_launch import AHEAD_BYTES, is_in_turn
 from f8sub.kernels.triton.launch import (
-    CODE_LINES,
-    CODE_LINES_READ,
-    CODES,
     ELEMENTS,
     REGISTERS,
     SQUARE,
+    WARPS_4,
+    WARPS_8,
     cast_to,
     cdiv,
+    deriving,
+    over,
 )
 from f8sub.kernels.triton.launcher import Launch
 from f8sub.kernels.triton.prepared import Made
@@ -24,8 +25,6 @@ from f8sub.kernels.triton.support import TENSORWISE
 
 IN_TURN = 8192
 """Elements that one program of ``quantize_bands_in_turn`` reads."""
-
-_WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
 def quantization(w: torch.Tensor, made: Operand) -> Made:
@@ -49,8 +48,8 @@ def quantization(w: torch.Tensor, made: Operand) -> Made:
         "CAST": cast_to(format),
         "EDGE": edge,
     }
-    options = {**_WARPS_8, "maxnreg": REGISTERS}
-    launches = [_over_all(casts.quantize_squares, w.shape, arguments, SQUARE, options, (edge, edge))]
+    options = {**WARPS_8, "maxnreg": REGISTERS}
+    launches = [over(w, (edge, edge), casts.quantize_squares, arguments, options, SQUARE)]
     return Made(launches, made[:2], ())
 
 
@@ -71,37 +70,8 @@ def derivation(rowwise: Operand, derived: Operand) -> Made:
         derived: what is filled, (E, K, N), contiguous; its tiles are those of ``rowwise`` transposed, or both have one
             scale a row.
     """
-    codes, scale_inv, own = rowwise[:3]
-    format = derived.format
-    if own.tile.is_transpose_of(format.tile):
-        arguments: dict[str, Any] = {
-            "codes_ptr": codes.view(torch.uint16),
-            "scale_inv_ptr": scale_inv,
-            "out_ptr": derived.data.view(torch.uint16),
-            "out_scale_inv_ptr": derived.scale_inv,
-            "EDGE": None if own.tile.is_whole else own.tile.rows,
-        }
-        launches = [_over_all(recasts.transpose_codes, codes.shape, arguments, SQUARE, _WARPS_8)]
-        return Made(launches, derived[:2], ())
-    amax = torch.zeros(codes.shape[0] * codes.shape[2], dtype=torch.int32, device=codes.device)
-    arguments = {
-        "codes_ptr": codes.view(torch.uint8),
-        "scale_inv_ptr": scale_inv,
-        "SCALE_STRIDE": 1,
-        "SOURCE": CODES[own.dtype],
-        "col_ptr": derived.data.view(torch.uint16),
-        "col_scale_inv_ptr": derived.scale_inv,
-        "CAST": cast_to(format),
-    }
-    find = {**arguments, **CODE_LINES_READ, "col_amax_ptr": amax}
-    arguments["col_amax_ptr"] = amax.view(torch.float32)
-    tile = CODE_LINES
-    area = tile[0] * CODE_LINES_READ["STEPS"], tile[1]
-    launches = [
-        _over_all(recasts.amax_of_code_columns, codes.shape, find, tile, _WARPS_4, area),
-        _over_all(recasts.recast_by_lines, codes.shape, arguments, SQUARE, _WARPS_8),
-    ]
-    return Made(launches, derived[:2], (amax,))
+    launches, scratch = deriving(rowwise, derived)
+    return Made(launches, derived[:2], scratch)
 
 
 def _one_scale(w: torch.Tensor, made: Operand) -> Made:
@@ -119,8 +89,8 @@ def _one_scale(w: torch.Tensor, made: Operand) -> Made:
         "CAST": cast_to(made.format),
     }
     launches = [
-        Launch(casts.amax_of_bands, programs, {"x_ptr": w, "amax_ptr": bits, **block}, _WARPS_8),
-        Launch(casts.cast_bands, programs, {"x_ptr": w, **make, **block}, _WARPS_8),
+        Launch(casts.amax_of_bands, programs, {"x_ptr": w, "amax_ptr": bits, **block}, WARPS_8),
+        Launch(casts.cast_bands, programs, {"x_ptr": w, **make, **block}, WARPS_8),
     ]
     return Made(launches, made[:2], (bits,))
 
@@ -146,19 +116,5 @@ def _one_scale_in_turn(w: torch.Tensor, made: Operand) -> Made:
         "WHOLE": size % IN_TURN == 0,
     }
     programs = 2 * count * cdiv(size, IN_TURN)
-    launches = [Launch(in_turn.quantize_bands_in_turn, programs, arguments, _WARPS_4)]
+    launches = [Launch(in_turn.quantize_bands_in_turn, programs, arguments, WARPS_4)]
     return Made(launches, made[:2], (bits,))
-
-
-def _over_all(
-    kernel: Any,
-    shape: tuple[int, ...],
-    arguments: dict[str, Any],
-    tile: tuple[int, int],
-    options: dict[str, int],
-    area: tuple[int, int] | None = None,
-) -> Launch:
-    """A kernel that covers each of (E, N, K) experts by one program an area."""
-    count, rows, cols = shape
-    found = over(kernel, {**arguments, "M": rows, "N": cols}, tile, options, area)
-    return found._replace(programs=count * found.programs)

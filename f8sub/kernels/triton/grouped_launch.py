@@ -1,6 +1,5 @@
 """Which kernels run over groups of rows, with which arguments, and the codes they fill."""
 
-import functools
 from typing import Any
 
 import torch
@@ -13,15 +12,19 @@ from f8sub.kernels.triton.launch import (
     PAIRED_SQUARES,
     REGISTERS,
     SQUARE,
+    WARPS_4,
+    WARPS_8,
     cast_to,
     cdiv,
+    covering,
     is_paired,
+    operands,
+    shape_of,
 )
 from f8sub.kernels.triton.launcher import Launch
 from f8sub.kernels.triton.prepared import Made
 from f8sub.kernels.triton.strips import lay_out
 from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
-from f8sub.kernels.triton.tiles import Shape
 
 STRIP = MULTIPLE
 """Rows of a strip where codes of groups begin anywhere: as few as the fewest that columnwise codes are aligned to."""
@@ -47,9 +50,6 @@ TURN_BYTES, AHEAD_BYTES, LEAST_BYTES = 6 * 2**20, 5 * 2**20, 48 * 2**20
 An H100's L2 has 50 MiB, of which an SM is near to half. A group, what is read ahead, and as many bytes of codes fit.
 What is ahead are more programs than run at once, 600, so that who casts finds its group's amaxes done.
 """
-
-_shape = functools.cache(Shape)
-_WARPS_4, _WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
 def quantization(
@@ -94,7 +94,7 @@ def quantization(
         "LINES": len(x),
         "EDGE": edge,
         "CAST": cast_to(format),
-        **_pointers(row, col),
+        **operands(row, col),
     }
     launches, scratch = [_laying_out(filled, laid_out)], None
     if turns:
@@ -109,7 +109,7 @@ def quantization(
     elif tile == VECTOR:
         launches.append(_vectors(filled))
     elif tile == EXPONENT_VECTOR:
-        launches.append(over(grouped_casts.quantize_group_exponents, filled, CAST, _WARPS_4))
+        launches.append(covering(grouped_casts.quantize_group_exponents, filled, CAST, WARPS_4))
     else:
         launches.append(_squares(filled))
     results = [tensor for made in (row, col) if made is not None for tensor in (made.data, made.scale_inv)]
@@ -137,10 +137,10 @@ def _in_turn(filled: dict[str, Any], is_whole: bool) -> tuple[Launch, torch.Tens
         "row_amax_ptr": of_rows if rows else None,
         "col_amax_ptr": of_groups,
         # Strips are whole tiles.
-        "TILE": _shape(*CAST, x.shape[1] % CAST[1] == 0),
+        "TILE": shape_of(*CAST, x.shape[1] % CAST[1] == 0),
     }
     programs = 2 * filled["TURNS"] * (edge // CAST[0]) * cdiv(x.shape[1], CAST[1])
-    return Launch(kernel, programs, arguments, _WARPS_4), scratch
+    return Launch(kernel, programs, arguments, WARPS_4), scratch
 
 
 def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tensor] | None) -> Launch:
@@ -158,7 +158,7 @@ def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tens
         "GROUPS": held,
         "BLOCK": block,
     }
-    return Launch(lay_out, cdiv(strips, block), arguments, _WARPS_8)
+    return Launch(lay_out, cdiv(strips, block), arguments, WARPS_8)
 
 
 def _one_scale(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
@@ -166,8 +166,8 @@ def _one_scale(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
     bits = torch.zeros(count, dtype=torch.int32, device=x.device)
     make = {**filled, "amax_ptr": bits.view(torch.float32)}
     launches = [
-        over(grouped_casts.amax_of_groups, {**filled, "amax_ptr": bits}, AMAX, _WARPS_8),
-        over(grouped_casts.cast_groups_with_one, make, SQUARE, _WARPS_8),
+        covering(grouped_casts.amax_of_groups, {**filled, "amax_ptr": bits}, AMAX, WARPS_8),
+        covering(grouped_casts.cast_groups_with_one, make, SQUARE, WARPS_8),
     ]
     return launches, bits
 
@@ -185,17 +185,17 @@ def _lines(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
         find["row_amax_ptr"], make["row_amax_ptr"] = row_bits, row_bits.view(torch.float32)
     area = LINES[0] * LINES_READ["STEPS"], LINES[1]
     launches = [
-        over(grouped_casts.amax_of_group_lines, find, LINES, _WARPS_4, area),
-        over(grouped_casts.cast_group_lines, make, CAST, _WARPS_4),
+        covering(grouped_casts.amax_of_group_lines, find, LINES, WARPS_4, area),
+        covering(grouped_casts.cast_group_lines, make, CAST, WARPS_4),
     ]
     return launches, scratch
 
 
 def _vectors(filled: dict[str, Any]) -> Launch:
     if is_paired(filled["x_ptr"], EDGE, filled["M"]):
-        options = _WARPS_8 if filled["row_ptr"] is None else {**_WARPS_8, "maxnreg": PAIRED_REGISTERS}
-        return over(pairs.quantize_paired_vectors, filled, SQUARE, options)
-    return over(grouped_casts.quantize_group_vectors, filled, CAST, _WARPS_4, SQUARE)
+        options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
+        return covering(pairs.quantize_paired_vectors, filled, SQUARE, options)
+    return covering(grouped_casts.quantize_group_vectors, filled, CAST, WARPS_4, SQUARE)
 
 
 def _squares(filled: dict[str, Any]) -> Launch:
@@ -205,34 +205,8 @@ def _squares(filled: dict[str, Any]) -> Launch:
         and edge in PAIRED_SQUARES
         and is_paired(filled["x_ptr"], edge, filled["M"])
     ):
-        return over(pairs.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), _WARPS_8, (edge, edge))
-    options = {**_WARPS_8, "maxnreg": REGISTERS}
-    return over(grouped_casts.quantize_group_squares, filled, SQUARE, options, (edge, edge))
-
-
-def over(
-    kernel: Any,
-    arguments: dict[str, Any],
-    tile: tuple[int, int],
-    options: dict[str, int],
-    area: tuple[int, int] | None = None,
-) -> Launch:
-    """A kernel that covers rows as laid out by one program an area, which it reads in tiles."""
-    rows, cols = arguments["M"], arguments["N"]
-    down, along = area or tile
-    shape = _shape(*tile, rows % down == 0 and cols % along == 0)
-    return Launch(kernel, cdiv(rows, down) * cdiv(cols, along), {**arguments, "TILE": shape}, options)
-
-
-def _pointers(row: Operand | None, col: Operand | None) -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(("row_ptr", "row_scale_inv_ptr", "col_ptr", "col_scale_inv_ptr"))
-    if row is not None:
-        found.update(row_ptr=row.data.view(torch.uint8), row_scale_inv_ptr=_read(row.scale_inv))
-    if col is not None:
-        # Two rows' codes of a column are a word.
-        found.update(col_ptr=col.data.view(torch.uint16), col_scale_inv_ptr=_read(col.scale_inv))
-    return found
-
-
-def _read(scale_inv: torch.Tensor) -> torch.Tensor:
-    return scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
+        return covering(
+            pairs.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), WARPS_8, (edge, edge)
+        )
+    options = {**WARPS_8, "maxnreg": REGISTERS}
+    return covering(grouped_casts.quantize_group_squares, filled, SQUARE, options, (edge, edge))

@@ -69,7 +69,7 @@ _CASTS = {
     for dtype, codes in CODES.items()
     for power_of_2 in (False, True)
 }
-_shape = functools.cache(Shape)
+shape_of = functools.cache(Shape)
 WARPS_4, WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
@@ -121,7 +121,7 @@ def quantization(
         raise RuntimeError("asked to quantize for no usage")
     row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
     col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
-    filled = {"x_ptr": x, **_operands(row_operand, col_operand), "CAST": cast_to(format)}
+    filled = {"x_ptr": x, **operands(row_operand, col_operand), "CAST": cast_to(format)}
     largest, scratch = None, ()
     if format.tile.is_whole:
         launches, largest, scratch = _one_scale(x, filled, prior, amax)
@@ -144,23 +144,28 @@ def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
     The tiles of ``columnwise`` are those of ``rowwise`` transposed, for codes that ``transposition`` takes; or both
     have one scale a row, or one a vector. Of the former, scales are contiguous.
     """
+    col = _empty(rowwise.data, columnwise, *rowwise.data.shape[::-1])
+    launches, scratch = deriving(rowwise, col)
+    return Plan(launches, None, col, scratch=scratch)
+
+
+def deriving(rowwise: Operand, col: Operand) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
+    """The launches that fill ``col``, and scratch memory; of one matrix or of all experts'."""
     codes, scale_inv, format, _ = rowwise
-    col = _empty(codes, columnwise, *codes.shape[::-1])
-    if format.tile.is_transpose_of(columnwise.tile):
-        edge = columnwise.tile.cols
-        return Plan([transposition(codes, col.data, scale_inv, col.scale_inv, edge)], None, col)
+    if format.tile.is_transpose_of(col.format.tile):
+        return [transposition(codes, col.data, scale_inv, col.scale_inv, col.format.tile.cols)], ()
     arguments = {
         "codes_ptr": codes.view(torch.uint8),
         "scale_inv_ptr": scale_inv,
-        "SCALE_STRIDE": scale_inv.stride(0),
+        "SCALE_STRIDE": scale_inv.stride(-2),
         "SOURCE": CODES[format.dtype],
-        **_operands(None, col),
-        "CAST": cast_to(columnwise),
+        **operands(None, col),
+        "CAST": cast_to(col.format),
     }
     if format.tile == VECTOR:
         arguments["BLOCK_STRIDE"] = scale_inv.stride(1)
-        return Plan([over(codes, SQUARE, recasts.recast_by_vectors, arguments, WARPS_8)], None, col)
-    amax = torch.zeros(codes.shape[1], dtype=torch.int32, device=codes.device)
+        return [over(codes, SQUARE, recasts.recast_by_vectors, arguments, WARPS_8)], ()
+    amax = torch.zeros(codes.numel() // codes.shape[-2], dtype=torch.int32, device=codes.device)
     find = {**arguments, **CODE_LINES_READ, "col_amax_ptr": amax}
     arguments["col_amax_ptr"] = amax.view(torch.float32)
     area = CODE_LINES[0] * CODE_LINES_READ["STEPS"], CODE_LINES[1]
@@ -168,7 +173,7 @@ def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
         over(codes, area, recasts.amax_of_code_columns, find, WARPS_4, CODE_LINES),
         over(codes, SQUARE, recasts.recast_by_lines, arguments, WARPS_8),
     ]
-    return Plan(launches, None, col, scratch=(amax,))
+    return launches, (amax,)
 
 
 def transposition(
@@ -216,12 +221,25 @@ def over(
     options: dict[str, int],
     tile: tuple[int, int] | None = None,
 ) -> Launch:
-    """A kernel that covers ``x`` by one program an area, which it reads in tiles."""
-    rows, cols = x.shape
-    tile_rows, tile_cols = area if tile is None else tile
-    shape = _shape(tile_rows, tile_cols, rows % area[0] == 0 and cols % area[1] == 0)
-    programs = cdiv(rows, area[0]) * cdiv(cols, area[1])
-    return Launch(kernel, programs, {**arguments, "M": rows, "N": cols, "TILE": shape}, options)
+    """A kernel that covers (M, N), or each of (E, M, N), by one program an area, which it reads in tiles."""
+    rows, cols = x.shape[-2:]
+    sizes = {**arguments, "M": rows, "N": cols}
+    found = covering(kernel, sizes, area if tile is None else tile, options, area)
+    return found if x.dim() == 2 else found._replace(programs=len(x) * found.programs)
+
+
+def covering(
+    kernel: Any,
+    arguments: dict[str, Any],
+    tile: tuple[int, int],
+    options: dict[str, int],
+    area: tuple[int, int] | None = None,
+) -> Launch:
+    """``over`` of the (M, N) that the arguments tell."""
+    rows, cols = arguments["M"], arguments["N"]
+    down, along = area or tile
+    shape = shape_of(*tile, rows % down == 0 and cols % along == 0)
+    return Launch(kernel, cdiv(rows, down) * cdiv(cols, along), {**arguments, "TILE": shape}, options)
 
 
 def is_paired(x: torch.Tensor, edge: int, rows: int | None = None) -> bool:
@@ -236,15 +254,20 @@ def _empty(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> O
     return Operand(data, empty_scale_inv(like, format, rows, depth), format)
 
 
-def _operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
+def operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
+    """The arguments of what is filled."""
     found: dict[str, Any] = dict.fromkeys(("row_ptr", "row_scale_inv_ptr", "col_ptr", "col_scale_inv_ptr"))
     if row is not None:
-        found.update(row_ptr=row.data.view(torch.uint8), row_scale_inv_ptr=row.scale_inv)
+        found.update(row_ptr=row.data.view(torch.uint8), row_scale_inv_ptr=_read(row.scale_inv))
     if col is not None:
         # Two rows' codes of a column are a word, where no word holds codes of two columns.
-        words = torch.uint16 if col.data.shape[1] % 2 == 0 else torch.uint8
-        found.update(col_ptr=col.data.view(words), col_scale_inv_ptr=col.scale_inv)
+        words = torch.uint16 if col.data.shape[-1] % 2 == 0 else torch.uint8
+        found.update(col_ptr=col.data.view(words), col_scale_inv_ptr=_read(col.scale_inv))
     return found
+
+
+def _read(scale_inv: torch.Tensor) -> torch.Tensor:
+    return scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
 
 
 def _one_scale(

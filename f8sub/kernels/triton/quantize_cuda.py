@@ -4,12 +4,11 @@ All of them are bitwise equal to the reference, so none is asked for by name.
 """
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import cast
 
 import torch
 
-from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
+from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, present
 from f8sub.kernels import reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
@@ -52,20 +51,22 @@ def quantize(
         row = cast(Operand, quantize(x, formats[0], None, amax=amax).rowwise)
         col = None if columnwise is None else reference.transposed(row, columnwise, any_layout=True)
         return Quantized(None if rowwise is None else row, col)
+    from f8sub.kernels.triton import expert_launch, launch, prepared
+
     x = x.contiguous()
     with support.device_of(x):
         if prior is not None:
-            plan = _launch().quantization(x, rowwise, columnwise, prior, amax)
-            for launch in plan.launches:
-                launch.run()
+            plan = launch.quantization(x, rowwise, columnwise, prior, amax)
+            for one in plan.launches:
+                one.run()
             return Quantized(*plan[1:4])
-        tensors = _prepared().run(
+        tensors = prepared.run(
             (rowwise, columnwise),
             (x, amax),
             lambda: (
-                _expert_launch().quantization_in_bands(x, rowwise)
+                expert_launch.quantization_in_bands(x, present(rowwise))
                 if in_bands
-                else _launch().quantization(x, rowwise, columnwise, None, amax).made
+                else launch.quantization(x, rowwise, columnwise, None, amax).made
             ),
         )
     return Quantized(
@@ -77,8 +78,10 @@ def quantize(
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
     """Raise ``staged`` to as many amaxes, in place; one that is not finite sets its ``met`` to 1. Float32."""
     if amax.numel() == 1 and support.takes(amax):
+        from f8sub.kernels.triton import launch
+
         with support.device_of(amax):
-            _launch().staging(amax, staged, met).run()
+            launch.staging(amax, staged, met).run()
         return
     amax = amax.view_as(staged)
     finite = amax.isfinite()
@@ -100,10 +103,12 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
         return cast(Operand, quantize(values, None, columnwise).columnwise)
     if tiles[0].is_transpose_of(tiles[1]):
         rowwise = rowwise._replace(scale_inv=rowwise.scale_inv.contiguous())
+    from f8sub.kernels.triton import launch, prepared
+
     kind = rowwise.format, columnwise, rowwise.scale_inv.stride()
     with support.device_of(codes):
-        data, scale_inv = _prepared().run(
-            kind, (codes, rowwise.scale_inv), lambda: _launch().derivation(rowwise, columnwise).made
+        data, scale_inv = prepared.run(
+            kind, (codes, rowwise.scale_inv), lambda: launch.derivation(rowwise, columnwise).made
         )
     return Operand(data, scale_inv, columnwise)
 
@@ -112,9 +117,10 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
     """``torch.t_copy`` of float8 codes."""
     if not support.takes(codes) or not _is_transposed_by_words(codes):
         return torch.t_copy(codes)
+    from f8sub.kernels.triton import launch, prepared
+
     with support.device_of(codes):
-        out: torch.Tensor = _prepared().run("transposed", (codes,), lambda: _launch().transposed(codes))[0]
-    return out
+        return prepared.run("transposed", (codes,), lambda: launch.transposed(codes))[0]
 
 
 def cast_into(
@@ -137,8 +143,10 @@ def cast_into(
     """
     part = Part(x.contiguous(), format, through, offset, scale, out.stride(0))
     if takes(part) and out.stride(-1) == 1:
+        from f8sub.kernels.triton import part_launch
+
         with support.device_of(x):
-            _part_launch().part_cast(part, out[:, : x.shape[1]]).run()
+            part_launch.part_cast(part, out[:, : x.shape[1]]).run()
         return
     rounded = x.to(through)
     codes = reference.codes_as_stored(rounded, reference.spread(scale, format.tile, x.shape, offset), format)
@@ -170,34 +178,12 @@ def cast_together(
     }
     if len(taken) < 2:
         return None, list(range(len(parts)))
-    made = _part_launch().Parts(list(taken.values()), [offsets[number] for number in taken])
+    from f8sub.kernels.triton import part_launch
+
+    made = part_launch.Parts(list(taken.values()), [offsets[number] for number in taken])
     return made.run, [number for number in range(len(parts)) if number not in taken]
 
 
 def _is_transposed_by_words(codes: torch.Tensor) -> bool:
     begins_at_a_word = codes.data_ptr() % 2 == 0
     return codes.is_contiguous() and codes.shape[0] % 2 == codes.shape[1] % 2 == 0 and begins_at_a_word
-
-
-def _expert_launch() -> ModuleType:
-    from f8sub.kernels.triton import expert_launch
-
-    return expert_launch
-
-
-def _launch() -> ModuleType:
-    from f8sub.kernels.triton import launch
-
-    return launch
-
-
-def _part_launch() -> ModuleType:
-    from f8sub.kernels.triton import part_launch
-
-    return part_launch
-
-
-def _prepared() -> ModuleType:
-    from f8sub.kernels.triton import prepared
-
-    return prepared

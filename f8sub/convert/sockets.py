@@ -15,12 +15,7 @@ class Converter(Protocol):
 
     A converted module has ``converted``, ``fqn``, ``plan`` with its recipe, ``how`` for reports, and ``follow``, see
     ``Float8Linear``.
-
-    Attributes:
-        option: of ``convert_to_float8``, which turns it on.
     """
-
-    option: str
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise Float8ConfigError for values of the feature's options that there are not."""

@@ -10,6 +10,7 @@ from f8sub.features.defaults import defaults as defaults
 from f8sub.features.delayed import histories as histories
 from f8sub.features.experts import converter as converter
 from f8sub.features.foreign_calls import foreign_calls as foreign_calls
+from f8sub.features.fused_encoders import fused_encoders as fused_encoders
 from f8sub.features.hadamard import hadamard as hadamard
 from f8sub.features.host_quantizer import host_quantizer as host_quantizer
 from f8sub.features.keep_x import keep_x as keep_x

@@ -49,6 +49,10 @@ class Cell:
         self.replayed = self.shared = False
         self.copied: tuple[Cell, int, int, torch.Size] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Cell":
+        """Of no storage: torch's asynchronous checkpointing copies a tensor's attributes, not its storage alone."""
+        return Cell(None)
+
     def copies(self, source: "Cell", shape: torch.Size) -> bool:
         """Whether a view of ``shape`` was copied from ``source`` and neither storage changed since."""
         return self.copied == (source, source.epoch, self.epoch, shape)
@@ -244,7 +248,9 @@ class MasterWeight(Weight):
 def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """A view shares the storage, and so the cell: what is written through it is seen."""
     source: MasterWeight = args[0]
-    views = [type(source)(view, source.cell) for view in (out if isinstance(out, (list, tuple)) else [out])]
+    views = out if isinstance(out, (list, tuple)) else [out]
+    # ``to`` may return its argument.
+    views = [view if isinstance(view, MasterWeight) else type(source)(view, source.cell) for view in views]
     if source.copies_plainly:
         for view in views:
             view.copies_plainly = True

@@ -23,8 +23,6 @@ _OWN = ("plan", "fqn", "converted", "float8_all_gather", "seam", "weights")
 class ExpertsConverter(Converter):
     """Converts modules of experts whose seam is known."""
 
-    option = "experts"
-
     @override
     def check(self, options: Mapping[str, Any]) -> None:
         refuse_unknown_experts(options["experts"], options["tokens"])

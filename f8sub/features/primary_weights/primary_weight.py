@@ -256,10 +256,18 @@ class PrimaryWeight(Weight):
         written = [
             args[position] if position < len(args) else kwargs.get(name) for position, name in op.written
         ]
-        targets = {id(t) for t in pytree.tree_leaves(written) if isinstance(t, PrimaryWeight)}
-        args_in, kwargs_in = pytree.tree_map_only(
-            PrimaryWeight, lambda t: _master_view(t) if id(t) in targets else t.plain, (args, kwargs)
-        )
+        results = pytree.tree_leaves(written)
+        targets = {id(t): _master_view(t) for t in results if isinstance(t, PrimaryWeight)}
+        dtypes = {t.dtype: targets[id(t)].dtype for t in results if id(t) in targets}
+
+        def given(t: torch.Tensor) -> torch.Tensor:
+            if any(t is result for result in results):
+                return targets.get(id(t), t)
+            values = t.plain if isinstance(t, PrimaryWeight) else t
+            # Many operators take operands of one dtype alone: the weight's, for who calls them.
+            return values.to(dtypes.get(values.dtype, values.dtype))
+
+        args_in, kwargs_in = pytree.tree_map_only(torch.Tensor, given, (args, kwargs))
         out = func(*args_in, **kwargs_in)
         return written[0] if targets and isinstance(out, MasterWeight) else out
 
@@ -280,9 +288,7 @@ def primary_rowwise(
     """
     primary = weight.primary
     if primary.master is not None:
-        master: Any = primary.master
-        if master.dim() > 2:
-            master = master.flatten(0, -2)
+        master: Any = primary.master.flatten(0, -2)
         return rowwise_of(master, format, dtype, source, primary.dtype)
     kept: Operand | None = primary.codes.rowwise
     if kept is None or kept.format != format:
@@ -312,10 +318,8 @@ def _master_view(weight: PrimaryWeight) -> MasterWeight:
             f"{primary.fqn}: its high-precision values were dropped, so its float8 codes cannot be changed; load "
             "state dicts and initialize before drop_high_precision(model), or call restore_high_precision(model) first"
         )
-    view: Any = master.detach().as_strided(
-        weight.shape, weight.stride(), master.storage_offset() + weight.storage_offset()
-    )
-    return cast(MasterWeight, view)
+    offset = master.storage_offset() + weight.storage_offset()
+    return cast(MasterWeight, master.detach().as_strided(weight.shape, weight.stride(), offset))
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -340,9 +344,8 @@ def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target._slot.primary = source.primary
         if target._slot.primary is source.primary:
             return target
-        source = source.plain
     master = _master_view(target)
-    values = source.to(master.device)
+    values = (source.plain if isinstance(source, Weight) else source).to(master.device)
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(master.dtype)))
     return target
 

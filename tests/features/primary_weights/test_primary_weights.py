@@ -143,6 +143,35 @@ def test_dropping_warns_where_nothing_is_frozen():
         f8sub.drop_high_precision(model)
 
 
+WRITES = {
+    "copy_": lambda w, q: w.copy_(q),
+    "lerp_": lambda w, q: w.lerp_(q, 0.5),
+    "foreach": lambda w, q: torch._foreach_lerp_([w], [q], 0.25),
+    "addmm_": lambda w, q: w.addmm_(q, q),
+    "index_copy_": lambda w, q: w.index_copy_(0, torch.tensor([3]), q[:1]),
+    "index_add_": lambda w, q: w.index_add_(0, torch.tensor([3, 3]), q[:2]),
+    "scatter_": lambda w, q: w.scatter_(0, torch.ones(1, 64, dtype=torch.int64), q[:1]),
+    "masked": lambda w, q: w.__setitem__(q > 0, q[q > 0]),
+    "add_": lambda w, q: w.add_(q, alpha=0.5),
+}
+
+
+@pytest.mark.parametrize("from_a_converted_one", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_in_the_weight_s_dtype_reaches_the_master(write, from_a_converted_one):
+    """Also what is read of another converted model: as the same operator does in float32."""
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64).bfloat16()), primary_weights=True)
+    f8sub.optim.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    other = seed_weights(nn.Sequential(nn.Linear(64, 64).bfloat16()))
+    weight, values = model[0].weight, other[0].weight.detach().clone()
+    expected = weight.primary.master.plain.detach().clone()
+    given = f8sub.convert_to_float8(other)[0].weight if from_a_converted_one else values
+    with torch.no_grad():
+        WRITES[write](weight, given)
+        WRITES[write](expected, values.float())
+    assert torch.equal(weight.primary.master.plain, expected)
+
+
 @on_each_dtype
 def test_state_dicts_are_plain_and_load_before_and_after_the_optimizer(dtype):
     source = seed_weights(plain(dtype), seed=4).state_dict()

@@ -1,11 +1,13 @@
 """Checkpoints are plain tensors: other processes, other formats and plain models read them, bit for bit."""
 
 import copy
+import gc
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
@@ -120,6 +122,24 @@ def test_dcp_to_a_plain_model_and_back_is_bitwise(rank, world, recipe, tmp_path)
         for name, state in states.items()
     }
     assert differing == {"plain": [], "back": [], "broadcast": []}
+
+
+def test_an_asynchronous_checkpoint_is_of_the_step_that_it_began_at(rank, world, tmp_path):
+    """By torch's own stager, which copies attributes of tensors, too; copies are freed between the steps."""
+    model, group = shard(transformer("tensorwise")), dist.new_group(backend="gloo")
+    optimizer = stepped(model, rank)
+    for step in range(3):
+        expected = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+        saved = dcp.async_save(model.state_dict(), checkpoint_id=f"{tmp_path}/{step}", process_group=group)
+        train(model, rank, steps=1, optimizer=optimizer)
+        saved.result()
+        del saved
+        gc.collect()
+        found = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+        dcp.load(found, checkpoint_id=f"{tmp_path}/{step}")
+        assert [name for name in found if not torch.equal(found[name].to_local(), expected[name])] == []
+    dist.destroy_process_group(group)
+    assert not any(b"f8sub" in path.read_bytes() for path in tmp_path.glob("*/*"))
 
 
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16], ids=["fp32-masters", "bf16-masters"])

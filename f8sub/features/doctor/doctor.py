@@ -22,7 +22,7 @@ BLOCKS_ON_HOPPER = (12, 9)
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What ``doctor`` found. ``str()`` is a page of 80 columns.
+    """What ``doctor`` found.
 
     Attributes:
         version: of f8sub.

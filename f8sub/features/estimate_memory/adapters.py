@@ -25,14 +25,12 @@ class Adapters:
         learning: bytes of the parameters that learn.
         frozen: bytes of the others; one an element of weights that are codes alone.
         codes: names of the layers whose weights are codes alone.
-        bases: names of the layers whose weights are frozen.
         saved: bytes that adapters save for backward, for each token.
     """
 
     learning: int
     frozen: int
     codes: frozenset[str]
-    bases: frozenset[str]
     saved: float
 
 
@@ -47,8 +45,7 @@ def adapters_of(model: torch.nn.Module, shapes: Shapes) -> Adapters | None:
     held = sum(
         p.numel() * (1 if name.removesuffix(".weight") in codes else p.itemsize) for name, p in frozen.items()
     )
-    layers = frozenset(name.removesuffix(".weight") for name in frozen)
-    return Adapters(learning, held, codes, layers, _saved(model, shapes))
+    return Adapters(learning, held, codes, _saved(model, shapes))
 
 
 def _is_codes(parameter: torch.Tensor) -> bool:

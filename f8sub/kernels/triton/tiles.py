@@ -324,7 +324,7 @@ def store_scales_of_square(
 def store_scales_of_group_square(
     row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, at, EDGE: tl.constexpr
 ):
-    """As ``store_scales_of_square``; scales of groups lie alike for both usages, see ``groups.Codes``."""
+    """As ``store_scales_of_square``; scales of groups lie alike for both usages."""
     index = at.row // EDGE * tl.cdiv(at.N, EDGE) + at.col // EDGE
     if row_ptr is not None:
         tl.store(row_scale_inv_ptr + index, scale_inv)

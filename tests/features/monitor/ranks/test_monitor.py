@@ -69,14 +69,23 @@ def cut(rank: int, world: int, recipe: str) -> list:
 
 @pytest.mark.parametrize("recipe", long_but(("tensorwise",), ("tensorwise", "blockwise")))
 def test_tensor_parallel(ranks, recipe):
-    """Amaxes and scales are the whole matrices'; so are shares, since each rank has as many elements."""
+    """Shares are the whole matrices', since each rank has as many elements; so are scales, but of what is cut.
+
+    Of the parts of an x or a dy that is cut the one with the largest element has the whole's scale, and no other a
+    smaller one.
+    """
     found = ranks(2, cut, recipe)
     expected = ranks(1, cut, recipe)[0]
     assert found[0] == found[1]
     for row, whole in zip(found[0], expected, strict=True):
         assert (row.layer, row.role) == (whole.layer, whole.role)
-        assert (row.scale_min, row.scale_max) == (whole.scale_min, whole.scale_max), row.layer
-        assert row.sqnr == pytest.approx(whole.sqnr, abs=0.05)
+        assert row.scale_min == whole.scale_min, row.layer
+        if (row.layer, row.role) in (("0.down", "x"), ("0.up", "dy")):
+            assert row.scale_max >= whole.scale_max
+            assert whole.sqnr - 0.05 < row.sqnr < whole.sqnr + 1
+        else:
+            assert row.scale_max == whole.scale_max, row.layer
+            assert row.sqnr == pytest.approx(whole.sqnr, abs=0.05)
 
 
 @pytest.mark.parametrize("world", [1])

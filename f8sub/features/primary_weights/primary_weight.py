@@ -259,13 +259,13 @@ class PrimaryWeight(Weight):
         results = pytree.tree_leaves(written)
         targets = {id(t): _master_view(t) for t in results if isinstance(t, PrimaryWeight)}
         dtypes = {t.dtype: targets[id(t)].dtype for t in results if id(t) in targets}
+        kept = set(map(id, results))
 
         def given(t: torch.Tensor) -> torch.Tensor:
-            if any(t is result for result in results):
+            if id(t) in kept:
                 return targets.get(id(t), t)
             values = t.plain if isinstance(t, PrimaryWeight) else t
-            # Many operators take operands of one dtype alone: the weight's, for who calls them.
-            return values.to(dtypes.get(values.dtype, values.dtype))
+            return values.to(dtypes.get(values.dtype, values.dtype))  # many operators take one dtype alone
 
         args_in, kwargs_in = pytree.tree_map_only(torch.Tensor, given, (args, kwargs))
         out = func(*args_in, **kwargs_in)

@@ -7,8 +7,8 @@
 | whole     | whole     | whole     | whole     | whole     | whole     | whole                    |
 | whole     | of tokens | of tokens | of tokens | of tokens | Partial   | whole; its grad: Partial |
 
-GEMMs are of local matrices, and so are the scales of x and dy: no rank reads codes that another one cast, so nothing is
-reduced in a forward or backward, and a finer scale rounds no worse. Scales of w are those of the whole weight, whatever
+GEMMs are of local matrices, and so are the scales of x and dy: no rank reads codes that another one cast, so their
+amaxes are not reduced, and a finer scale rounds no worse. Scales of w are those of the whole weight, whatever
 the number of ranks, because it is gathered with them: where it is gathered in high precision and a tile reaches over
 ranks, one all-reduce makes them. The column scales that a re-encoded weight gets (see ``reference.derive_columnwise``)
 are of the rank's own part again.

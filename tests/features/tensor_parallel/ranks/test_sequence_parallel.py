@@ -247,7 +247,7 @@ def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
         if how == "sequence parallel":
             place = mesh["tp"].get_local_rank()
             tokens = slice(place * TOKENS // 2, (place + 1) * TOKENS // 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the first gradients have scales of parts
     f8sub.precompute_scales(model)
     for step in range(3):
         x, dy = ((1.0 + step) * t[:, tokens] for t in inputs())
@@ -262,7 +262,7 @@ def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
 def test_amax_histories_are_the_unsharded_model_s(ranks, how, world):
     expected = delayed_steps(0, 1, "unsharded")
     for found in ranks(world, delayed_steps, how):
-        torch.testing.assert_close(found, expected, rtol=0.03, atol=0)  # the first scales are of parts
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
 def test_what_cannot_be_sent_is_told_before_training(rank, world):

@@ -1,11 +1,13 @@
 """Which layers are converted: skip, filters, ties, subclasses and shapes, each with its reason."""
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import f8sub
 from f8sub.features.linear_subclasses.linear_subclasses import extensions
@@ -77,9 +79,23 @@ LEFT = {
         ["1"],
         {"0": ""},
     ),
+    **{
+        name: (
+            lambda change=change: nn.Sequential(change(nn.Linear(K, K)), nn.Linear(K, K)),
+            {},
+            ["1"],
+            {"0": "its weight is parametrized"},
+        )
+        for name, change in {
+            "pruned": functools.partial(prune.l1_unstructured, name="weight", amount=0.5),
+            "a weight norm in a hook": torch.nn.utils.weight_norm,
+            "a spectral norm in a hook": torch.nn.utils.spectral_norm,
+        }.items()
+    },
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", LEFT)
 def test_what_is_left_alone_and_why(case):
     make, options, expected, why = LEFT[case]

@@ -53,7 +53,8 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
             "nn.MultiheadAttention reads this weight itself and never calls the layer; for float8 write attention "
             "with nn.Linear layers and F.scaled_dot_product_attention"
         )
-    if torch.nn.utils.parametrize.is_parametrized(module):
+    # torch.nn.utils' older weight_norm, spectral_norm and prune make it in a hook before forward.
+    if torch.nn.utils.parametrize.is_parametrized(module) or "weight" not in module._parameters:
         return "its weight is parametrized"
     if "forward" in vars(module):
         return f"something replaced the forward of this {name}; convert first, then wrap its forward"

@@ -52,7 +52,6 @@ class Conversion:
         Conversion.made += 1
         self.options = options or {}
         self._records: Records = weakref.WeakKeyDictionary()
-        self._listed: tuple[int, list[WeightRecord]] = -1, []  # of so many modules
         self.changes = 0
         self.exchanges: dict[Ranks, Exchange] = {}
         self.guests: list[Guest] = [make(self) for make in makers]
@@ -84,13 +83,11 @@ class Conversion:
         """Enter the parameter ``name`` of a module, see ``WeightRecord.module``."""
         record = WeightRecord(self, module, name, fqn, format, gathered)
         self._records.setdefault(module, {})[name] = record
-        self._listed = -1, []
         return record
 
     def discard(self, module: torch.nn.Module) -> None:
         """Take a module's weights out."""
         self._records.pop(module, None)
-        self._listed = -1, []
 
     def owns(self, module: torch.nn.Module) -> bool:
         """Whether weights of ``module`` are among these."""
@@ -107,10 +104,7 @@ class Conversion:
     @property
     def records(self) -> list[WeightRecord]:
         """The weights of modules that are alive, in no order."""
-        modules = len(self._records)
-        if self._listed[0] != modules:
-            self._listed = modules, [each for of_one in self._records.values() for each in of_one.values()]
-        return self._listed[1]
+        return [record for of_module in self._records.values() for record in of_module.values()]
 
     def __iter__(self) -> Iterator[WeightRecord]:
         return iter(sorted(self.records, key=lambda record: record.fqn))
@@ -125,10 +119,11 @@ class Conversion:
         With ``asked`` a rank may have forgotten to call this, so nothing is begun together before all ranks came. Else
         this is before an all-gather, which no rank can forget.
         """
-        new = [(record, record.parameter) for record in self.records if not record.entered]
+        records = self.records
+        new = [(record, record.parameter) for record in records if not record.entered]
         if sharded := [(record, w) for record, w in new if is_dtensor(w) and sharded_dims(w)]:
             self._enter(sorted(sharded, key=lambda each: each[0].fqn), asked)
-        for record in self.records:
+        for record in records:
             if (shard := record.shard) is not None:
                 shard.follow(record)  # as one rank alone may have to, so nothing is communicated
 

@@ -153,12 +153,13 @@ class MasterWeight(Weight):
 
     @property
     def owns_storage(self) -> bool:
-        """False where plain tensors may write unseen: after ``p.data = t``, and while a state dict has views of it.
+        """False where plain tensors may write unseen: after ``p.data = t``, while a state dict has views of it, and in
+        memory that processes share.
 
         Nothing is cached then. When those views are gone the weight counts as changed, once.
         """
-        storage = self.cell.storage
-        if storage is None or self.untyped_storage()._cdata != storage.cdata:
+        storage, memory = self.cell.storage, self.untyped_storage()
+        if storage is None or memory._cdata != storage.cdata or (self.is_cpu and memory.is_shared()):
             return False
         if self.cell.shared:
             if tensors_in_storage(self) > 1 + (self._alias is not None):

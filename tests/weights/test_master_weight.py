@@ -107,6 +107,18 @@ def test_a_write_through_a_view_is_seen(view, of):
     assert torch.equal(after, fresh_output(model, "tensorwise", x))
 
 
+def test_what_another_process_writes_to_shared_memory_is_seen():
+    """Stood for by a tensor in that memory which knows of no weight."""
+    model, x = made(), x_of()
+    model.share_memory()
+    before = model(x).detach()
+    memory = model[0].weight.data.untyped_storage()
+    torch.empty(0).set_(memory, 0, (ROWS * COLS,)).mul_(2.0)
+    after = model(x)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, fresh_output(model, "tensorwise", x))
+
+
 def test_a_compiled_function_that_writes_is_seen(fresh_compiler):
     model, x = made(), x_of()
     model(x)

@@ -1,5 +1,7 @@
 """Weights are known by their records: through ties, moves, assignments and stacks, and in parts of a model."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,17 @@ def losses(model: nn.Module) -> list[float]:
         found.append(take_step(optimizer, model(gaussian((8, WIDTH), generator(step))).square().mean()))
         f8sub.precompute_scales(model)
     return found
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["let go", "kept"])
+def test_a_shallow_copy_of_a_layer_leaves_it_as_it_was(rank, world, kept):
+    expected = losses(fully_shard(converted(pair())))
+    model = converted(pair())
+    copies = [copy.copy(model[0])]
+    if not kept:
+        copies.clear()
+    assert losses(fully_shard(model)) == expected
+    assert len(copies) == kept
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])

@@ -127,7 +127,9 @@ class Float8Linear(torch.nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         record, local = self.enter_weight(), local_tensor(self.weight)
         # copy.copy has the weight of a layer that is still there.
-        if isinstance(local, MasterWeight) and (local.cell.record is None or local.cell.record.module is None):
+        if isinstance(local, MasterWeight) and (
+            local.cell.record is None or local.cell.record.module is None
+        ):
             local.cell.record = record
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -153,10 +153,9 @@ class MasterWeight(Weight):
 
     @property
     def owns_storage(self) -> bool:
-        """False where plain tensors may write unseen: after ``p.data = t``, while a state dict has views of it, and in
-        memory that processes share.
+        """False where plain tensors may write unseen: after ``p.data = t``, and while a state dict has views of it.
 
-        Nothing is cached then. When those views are gone the weight counts as changed, once.
+        And in memory that processes share. Nothing is cached then. When the views are gone it counts as changed, once.
         """
         storage, memory = self.cell.storage, self.untyped_storage()
         if storage is None or memory._cdata != storage.cdata or (self.is_cpu and memory.is_shared()):

@@ -126,11 +126,8 @@ class Float8Linear(torch.nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         record, local = self.enter_weight(), local_tensor(self.weight)
-        # copy.copy has the weight of a layer that is still there.
-        if isinstance(local, MasterWeight) and (
-            local.cell.record is None or local.cell.record.module is None
-        ):
-            local.cell.record = record
+        if isinstance(local, MasterWeight):
+            local.cell.take(record)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.converted.settle()

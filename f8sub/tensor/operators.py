@@ -32,7 +32,7 @@ def describe(func: Any) -> Operator:
     )
     if func.name().startswith("c10d::") and func.name().endswith("_"):
         written = ((0, func._schema.arguments[0].name),)  # which the schemas of collectives do not say
-    returned = [result.alias_info for result in func._schema.returns if result.alias_info is not None]
-    is_view = any(not alias.is_write for alias in returned)
+    returned = (result.alias_info for result in func._schema.returns)
+    is_view = any(alias is not None and not alias.is_write for alias in returned)
     _OPERATORS[id(func)] = Operator(func, written, is_view)
     return _OPERATORS[id(func)]

@@ -41,8 +41,7 @@ class Cell:
     __slots__ = "__weakref__", "cast", "copied", "epoch", "number", "record", "replayed", "shared", "storage"
 
     def __init__(self, storage: StorageWeakRef | None) -> None:
-        self.number = next(_numbers)
-        self.epoch = 0
+        self.number, self.epoch = next(_numbers), 0
         self.storage = storage
         self.cast: tuple[tuple[Any, ...], Operand] | None = None
         self.record: WeightRecord | None = None
@@ -52,6 +51,11 @@ class Cell:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Cell":
         """Of no storage: torch's asynchronous checkpointing copies a tensor's attributes, not its storage alone."""
         return Cell(None)
+
+    def take(self, record: WeightRecord) -> None:
+        """Be of a copied module's weight; a shallow copy shares the weight of a module that is still there."""
+        if self.record is None or self.record.module is None:
+            self.record = record
 
     def copies(self, source: "Cell", shape: torch.Size) -> bool:
         """Whether a view of ``shape`` was copied from ``source`` and neither storage changed since."""
@@ -287,8 +291,7 @@ _WRAPS: dict[str, _Wrap] = {
     **dict.fromkeys(("aten::empty_like", "aten::new_empty", "aten::new_zeros"), _wrap_copy),
     "spmd_types::replicate_to_varying": _wrap_copy,
     # In-place collectives of distribute_tensor.
-    "c10d::scatter_": _wrap_collective,
-    "c10d::broadcast_": _wrap_collective,
+    **dict.fromkeys(("c10d::scatter_", "c10d::broadcast_"), _wrap_collective),
     "aten::copy_": _note_copy,
 }
 

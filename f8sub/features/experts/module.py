@@ -144,7 +144,7 @@ class Float8Experts(torch.nn.Module):
         for name in self.weights:
             local = local_tensor(self._parameters[name])  # type: ignore[arg-type]
             if isinstance(local, MasterWeight):
-                local.cell.record = self.converted.record_of(self, name)
+                local.cell.take(self.converted.record_of(self, name))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name to be found by; that of what was converted has.

@@ -53,7 +53,7 @@ class Cell:
         return Cell(None)
 
     def take(self, record: WeightRecord) -> None:
-        """Be of a copied module's weight; a shallow copy shares the weight of a module that is still there."""
+        """Belong to a copied module, unless a module that is still there has this weight: a shallow copy shares it."""
         if self.record is None or self.record.module is None:
             self.record = record
 
@@ -157,9 +157,9 @@ class MasterWeight(Weight):
 
     @property
     def owns_storage(self) -> bool:
-        """False where plain tensors may write unseen: after ``p.data = t``, and while a state dict has views of it.
+        """False where others may write unseen: after ``p.data = t``, while a state dict has views, in shared memory.
 
-        And in memory that processes share. Nothing is cached then. When the views are gone it counts as changed, once.
+        Nothing is cached then. When a state dict's views are gone the weight counts as changed, once.
         """
         storage, memory = self.cell.storage, self.untyped_storage()
         if storage is None or memory._cdata != storage.cdata or (self.is_cpu and memory.is_shared()):

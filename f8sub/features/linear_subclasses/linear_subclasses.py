@@ -53,7 +53,7 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
             "nn.MultiheadAttention reads this weight itself and never calls the layer; for float8 write attention "
             "with nn.Linear layers and F.scaled_dot_product_attention"
         )
-    # torch.nn.utils' older weight_norm, spectral_norm and prune make it in a hook before forward.
+    # prune and the older weight_norm and spectral_norm of torch.nn.utils make the weight in a hook before forward.
     if torch.nn.utils.parametrize.is_parametrized(module) or "weight" not in module._parameters:
         return "its weight is parametrized"
     if "forward" in vars(module):

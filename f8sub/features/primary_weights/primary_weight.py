@@ -128,7 +128,7 @@ class PrimaryWeight(Weight):
         if self._slot.primary is None:
             raise Float8ConfigError(
                 f"zeros of shape {tuple(self.shape)} that were made with new_zeros from a float8 primary weight only "
-                "serve to copy that whole weight into, as FSDP2 does; call drop_high_precision after fully_shard"
+                "serve to copy that whole weight into; use torch.zeros, and drop_high_precision after fully_shard"
             )
         return self._slot.primary
 

@@ -226,6 +226,13 @@ def test_masters_that_are_dropped_after_training_change_nothing(rank, world, rec
     assert (len(set(losses)), wire.all_reduces) == (1, 0)
 
 
+def test_masters_that_are_dropped_before_sharding_are_refused(rank, world):
+    model = f8sub.convert_to_float8(Stack(32, 32), primary_weights=True)
+    f8sub.drop_high_precision(model.requires_grad_(False))
+    with pytest.raises(f8sub.Float8ConfigError, match="drop_high_precision after fully_shard"):
+        fully_shard(model)
+
+
 def test_codes_that_are_held_hold_no_other_weight(rank, world):
     """Model, conversion and another layer's shard are gone while codes of one layer are held."""
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 32, 32)), primary_weights=True)

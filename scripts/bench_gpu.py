@@ -68,7 +68,10 @@ def parsed() -> argparse.Namespace:
         "linear), experts x out x in x tokens (experts), tokens x blocks (others)",
     )
     made.add_argument(
-        "--only", nargs="+", default=[], help="variants of linear and slice, glob patterns; bf16 always runs"
+        "--only",
+        nargs="+",
+        default=[],
+        help="variants of linear, slice and experts, glob patterns; bf16 always runs",
     )
     made.add_argument("--rounds", type=int, default=10, help="in which variants take turns")
     made.add_argument(

@@ -40,6 +40,8 @@ HALF = {
 }
 """The same of another machine that day, 16 of the layers with selective checkpointing, by recipe and GPUs; of one GPU
 the mean of two runs."""
+SHARED = {"bf16": 8265, "tensorwise": 10708}
+"""The same of a third machine a day later, all layers, two ranks to each, two sequences for both."""
 MORE = {
     "float8 compute": ", all-gather in bf16",
     "+ gradients in e4m3": ", gradients in e4m3",
@@ -74,6 +76,11 @@ def whole_runs() -> dict[str, float]:
         arrived = of_half().of(count, way).tokens_per_second
         name = f"{count} GPU{'s' * (count > 1)}, {arm}, selective checkpointing, 16 layers"
         found[name] = arrived / speed - 1
+    shared = predicted("llama3-8b", 4, gpu="H200", tensor_parallel=2, tokens=16384)
+    for recipe, speed in SHARED.items():
+        arm, way = ("bf16", "bf16") if recipe == "bf16" else (f"f8sub {recipe}", GATHERS)
+        arrived = shared.of(4, way).tokens_per_second
+        found[f"4 GPUs, {arm}, selective checkpointing, TP 2, two sequences"] = arrived / speed - 1
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
 from scripts.bench.gpu import gemms, graphs, linears, monitors, quantizers, slices, variants
+from scripts.bench.gpu.expert_steps import Variant
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES
 from scripts.bench.gpu.session import Session
 
@@ -63,6 +64,16 @@ def test_every_group_has_figures_of_what_can_run_here(run_script):
     assert figures["slice"]["graphed"] == {}
     assert figures["slice"]["skipped"] == dict.fromkeys(graphed, "a CUDA graph needs a CUDA device")
     assert GRAPHED in printed
+
+
+def test_gathered_experts_step_with_codes():
+    """Those that FSDP2 gathered: the step casts no weight."""
+    experts = Variant("f8sub", recipe="rowwise", backend="auto", gathered=True).made((2, 64, 32), CPU)
+    assert len(list(experts.parameters())) == 3
+    for weight in experts.parameters():
+        codes = weight.__tensor_flatten__()[0]
+        assert weight.dtype == torch.bfloat16
+        assert torch.float8_e4m3fn in {getattr(weight, name).dtype for name in codes}
 
 
 def test_what_computes_something_wrong_is_not_timed():

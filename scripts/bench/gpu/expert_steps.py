@@ -2,6 +2,9 @@
 
 Every variant has the same weights, and casts them anew before each call, as after an optimizer's step. Steps are
 timed as Python launches them, and as a CUDA graph, in which the host has no part.
+
+A "gathered" variant is that of a rank of FSDP2: the weights of its step are the codes that FSDP2 gathered, once, before
+it is timed. Their casts are of shards, each rank's own part, and not in the step.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
 from f8sub.errors import Float8ConfigError
@@ -21,6 +25,7 @@ from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_products.products import GROUPED, GroupedPlan
 from f8sub.weights.master_weight import MasterWeight
 from scripts.bench.gpu.session import Session
+from scripts.bench.gpu.slices import process_group
 from scripts.bench.timing import (
     by_graph,
     by_launches,
@@ -30,6 +35,7 @@ from scripts.bench.timing import (
     peak_bytes,
     sqnr,
     summary,
+    wait,
 )
 
 LIES = ("balanced", "zipf")
@@ -108,19 +114,20 @@ def by_torchao(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Te
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the step; ``recipe`` and ``backend`` are f8sub's."""
+    """One way to run the step; ``recipe``, ``backend`` and ``gathered`` are f8sub's."""
 
     library: str
     compiled: bool = False
     recipe: str = ""
     backend: str = ""
+    gathered: bool = False
 
     @property
     def name(self) -> str:
         """Of its row."""
         by = f"by {self.backend}" if self.backend not in ("", "auto") else ""
         how = "compiled" if self.compiled else "eager"
-        return " ".join(filter(None, (self.library, self.recipe, by, how)))
+        return " ".join(filter(None, (self.library, self.recipe, by, "gathered" * self.gathered, how)))
 
     def why_not(self, device: torch.device) -> str | None:
         """Why it cannot be measured; None where it can."""
@@ -143,6 +150,14 @@ class Variant:
             f8sub.convert_to_float8(
                 model, self.recipe, experts=True, skip_defaults=False, backend=self.backend
             )
+        if self.gathered:
+            with process_group(
+                device
+            ):  # gone before anything is captured: NCCL has a thread that asks for events
+                fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+                f8sub.precompute_scales(model)
+                model.unshard()
+                wait(device)
         found: Any = model[0]
         return found
 
@@ -154,6 +169,11 @@ def variants() -> list[Variant]:
         *(Variant("bf16", compiled) for compiled in (False, True)),
         *(Variant("f8sub", False, recipe, backend) for recipe in RECIPES for backend in by),
         *(Variant("f8sub", True, recipe, "auto") for recipe in RECIPES),
+        *(
+            Variant("f8sub", compiled, recipe, "auto", True)
+            for recipe in RECIPES
+            for compiled in (False, True)
+        ),
         *(Variant("torchao", compiled, "rowwise") for compiled in (False, True)),
     ]
 

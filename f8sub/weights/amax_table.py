@@ -85,10 +85,9 @@ class AmaxTable:
             self._launches = shard_amaxes.amaxes(list(taken.values()), self.amax)
             self._look_for([shard for shard in matrices if shard not in taken])
             self._places = places
-        if self._launches:
-            with support.device_of(self.amax):
-                for launch in self._launches:
-                    launch.run()
+        with support.device_of(self.amax):
+            for launch in self._launches:
+                launch.run()
 
     def _look_for(self, shards: Sequence[Shard]) -> None:
         """Take the amaxes of these shards by torch's operators."""
@@ -112,7 +111,7 @@ class AmaxTable:
 
     def _write(self, shard: Shard, entries: Sequence[torch.Tensor], prior: PriorScale | None) -> None:
         """Make the scales of entries (amax, scale, scale_inv), by the rule of ``shard``."""
-        amax, scale, scale_inv = entries
+        (amax, scale, scale_inv), whole = entries, shard.scales.global_scale_inv
         if shard_amaxes.takes_amaxes(amax, shard.format, shard.dtype):
             with support.device_of(amax):
                 shard_amaxes.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()
@@ -121,12 +120,10 @@ class AmaxTable:
         rounded = amax.to(shard.dtype).float()
         made = scales_or_nan(rounded, shard.format, prior)
         scale.copy_(made.scale)
-        with _unsafe_preserve_version_counter(scale_inv):
-            scale_inv.copy_(made.scale_inv)
-        global_scale_inv = shard.scales.global_scale_inv
-        if global_scale_inv is not None and made.global_scale_inv is not None:
-            with _unsafe_preserve_version_counter(global_scale_inv):
-                global_scale_inv.copy_(made.global_scale_inv)
+        for entry, value in ((scale_inv, made.scale_inv), (whole, made.global_scale_inv)):
+            if entry is not None and value is not None:
+                with _unsafe_preserve_version_counter(entry):
+                    entry.copy_(value)
 
 
 class Findings:

@@ -134,7 +134,7 @@ class Conversion:
         if (shard := record.shard) is None:
             raise Float8ConfigError(
                 f"{record.fqn}: its weight is gathered but is not a sharded parameter of the layer "
-                f"({type(record.parameter).__name__}); assign weights before fully_shard"
+                f"({type(record.parameter).__name__}); assign before fully_shard. prune needs float8_all_gather=False"
             )
         return shard
 
@@ -205,9 +205,9 @@ class Conversion:
         master = local.cast_by_shard if isinstance(local, Weight) else None
         if master is None or (sent and not hasattr(local, "fsdp_pre_all_gather")):
             raise Float8ConfigError(
-                f"{record.fqn}: FSDP2 would gather its weight in high precision, because it is a "
-                f"{type(local).__name__} that took the converted weight's place; assign weights before "
-                "convert_to_float8, or copy into them"
+                f"{record.fqn}: FSDP2 would gather its weight in high precision, because a {type(local).__name__} took "
+                "the converted one's place; assign weights before convert_to_float8 or copy into them, load state "
+                "dicts and not pickled models, or convert with float8_all_gather=False"
             )
         if master.cell.record is None or master.cell.record.conversion is None:
             master.cell.record = record  # else of another module's weight that is tied to this one

@@ -226,12 +226,9 @@ class MasterWeight(Weight):
         op, wrap = _HANDLINGS.get(id(func)) or _handling_of(func)
         for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
-            if isinstance(value, MasterWeight):
-                value.mark_stale()
-            elif isinstance(value, (list, tuple)):
-                for tensor in pytree.tree_leaves(value):
-                    if isinstance(tensor, MasterWeight):
-                        tensor.mark_stale()
+            for tensor in pytree.tree_leaves(value) if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, MasterWeight):
+                    tensor.mark_stale()
         first = args[0] if args else None
         if len(types) == 1 and isinstance(first, MasterWeight):
             plainly = first._traced is None
@@ -282,6 +279,13 @@ def _wrap_collective(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
     return pytree.tree_map_only(torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out)
 
 
+def _count_versions(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """Have autograd see writes to a list, as it does those to a list of plain tensors."""
+    masters = [t for t in args[0] if isinstance(t, MasterWeight) and not t.is_inference()]
+    torch.autograd.graph.increment_version(masters)
+    return out
+
+
 _Wrap = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 """Makes an operator's result of its arguments and its plain result."""
 
@@ -300,8 +304,9 @@ _HANDLINGS: dict[int, tuple[Operator, _Wrap | None]] = {}
 
 
 def _handling_of(func: Any) -> tuple[Operator, _Wrap | None]:
-    op = describe(func)
-    _HANDLINGS[id(func)] = op, _WRAPS.get(func.name()) or (_wrap_views if op.is_view else None)
+    op, name = describe(func), func.name()
+    wrap = _count_versions if op.written and name.startswith("aten::_foreach") else _WRAPS.get(name)
+    _HANDLINGS[id(func)] = op, wrap or (_wrap_views if op.is_view else None)
     return _HANDLINGS[id(func)]
 
 

@@ -72,10 +72,8 @@ class Casts:
 
     def __init__(self, pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
         self.state = _state(pending, outs)
-        shards, parts = (
-            [each.shard for each in pending],
-            [each.shard.part_of(each.source) for each in pending],
-        )
+        shards = [each.shard for each in pending]
+        parts = [own.part_of(each.source) for own, each in zip(shards, pending, strict=True)]
         self._short = [n for n, own in enumerate(shards) if own.values.shape != own.wire.padded_shape]
         self._together, self._alone = quantize_cuda.cast_together(parts, outs)
 

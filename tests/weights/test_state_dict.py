@@ -15,11 +15,15 @@ from tests.layers import K, N, dy_of, x_of
 M = 8
 
 
-def made(primary: bool = False, seed: int = 1) -> nn.Sequential:
+def plain(seed: int = 1) -> nn.Sequential:
     layer = nn.Linear(K, N, bias=False)
     with torch.no_grad():
         layer.weight.copy_(gaussian((N, K), generator(seed)))
-    return f8sub.convert_to_float8(nn.Sequential(layer), primary_weights=primary)
+    return nn.Sequential(layer)
+
+
+def made(primary: bool = False, seed: int = 1) -> nn.Sequential:
+    return f8sub.convert_to_float8(plain(seed), primary_weights=primary)
 
 
 def fresh_output(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -43,6 +47,20 @@ WRITES = {
     "numpy": through_numpy,
     "storage": lambda w: torch.tensor([], dtype=w.dtype).set_(w.untyped_storage()).mul_(3),
 }
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+def test_backward_after_a_foreach_write_is_torchs_error(recipe, held):
+    """As of plain weights, whether or not a state dict keeps codes from being kept."""
+    for model in (plain(), f8sub.convert_to_float8(plain(), recipe)):
+        state = model.state_dict() if held else None
+        y = model(x_of(M, K).requires_grad_())
+        with torch.no_grad():
+            torch._foreach_mul_([model[0].weight], 3.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        del state
 
 
 def test_it_holds_plain_tensors_in_the_weights_memory():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils import prune
 
 import f8sub
 from tests.data_sets import gaussian, generator
@@ -78,6 +79,19 @@ def test_a_weight_that_two_conversions_gather_differently(rank, world):
     assert type(models[0].a[0].weight) is f8sub.Float8Tensor
     with pytest.raises(f8sub.Float8ConfigError, match="would gather its weight in high precision"):
         losses(models[1])
+
+
+def test_pruned_weights_are_gathered_in_high_precision_or_the_error_says_how(rank, world):
+    for in_float8 in (True, False):
+        model = converted(pair(), float8_all_gather=in_float8)
+        for layer in (each for each in model.modules() if isinstance(each, nn.Linear)):
+            prune.l1_unstructured(layer, "weight", 0.5)
+        fully_shard(model)
+        if in_float8:
+            with pytest.raises(f8sub.Float8ConfigError, match="prune needs float8_all_gather=False"):
+                losses(model)
+        else:
+            assert all(loss == loss for loss in losses(model))
 
 
 def test_a_model_that_comes_to_another_dtype_is_rounded_to_that(rank, world):

@@ -136,7 +136,17 @@ def test_a_page_fits_80_columns(capsys):
     assert main(["estimate", "llama3-70b", "--gpus", "8", "--checkpoint", "none"]) == 0
     assert "x: more than a GPU's memory" in capsys.readouterr().out
     assert main(["estimate", "llama3-8b", "--gpus", "8", "--recipe", "mxfp8"]) == 0
-    assert "mxfp8 has no native kernels on H100" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "mxfp8 has no native kernels on H100" in text
+    assert "h: a host" not in text
+
+
+def test_a_step_that_a_host_launches_no_faster_is_marked(capsys):
+    assert main(["estimate", "llama3-8b", "--gpus", "8", "--tokens", "2048"]) == 0
+    text = capsys.readouterr().out
+    assert "h: a host took 0.30 s to launch a step of bf16; give a GPU more tokens" in text
+    marked = [line for line in text.splitlines() if line.endswith("h")]
+    assert [line[2:9] for line in marked] == ["+ float", "+ one a", "  gradi", "+ gradi"]
 
 
 def test_json_has_every_way(capsys):
@@ -206,7 +216,7 @@ def test_what_is_refused(options, told):
 def test_numbers_of_small_models_stay_apart_from_names():
     text = str(f8sub.estimate_step(Transformer(), gpus=8))
     (line,) = [line for line in text.splitlines() if "a scale at a time" in line]
-    assert re.search(r"a scale at a time [\d,]{9,} \d\.\d\d$", line)
+    assert re.search(r"a scale at a time [\d,]{9,} \d\.\d\dh$", line)
 
 
 def test_a_model_without_blocks_is_refused():

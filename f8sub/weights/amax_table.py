@@ -111,7 +111,7 @@ class AmaxTable:
 
     def _write(self, shard: Shard, entries: Sequence[torch.Tensor], prior: PriorScale | None) -> None:
         """Make the scales of entries (amax, scale, scale_inv), by the rule of ``shard``."""
-        (amax, scale, scale_inv), whole = entries, shard.scales.global_scale_inv
+        (amax, scale, scale_inv), of_all = entries, shard.scales.global_scale_inv
         if shard_amaxes.takes_amaxes(amax, shard.format, shard.dtype):
             with support.device_of(amax):
                 shard_amaxes.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()
@@ -120,7 +120,7 @@ class AmaxTable:
         rounded = amax.to(shard.dtype).float()
         made = scales_or_nan(rounded, shard.format, prior)
         scale.copy_(made.scale)
-        for entry, value in ((scale_inv, made.scale_inv), (whole, made.global_scale_inv)):
+        for entry, value in ((scale_inv, made.scale_inv), (of_all, made.global_scale_inv)):
             if entry is not None and value is not None:
                 with _unsafe_preserve_version_counter(entry):
                     entry.copy_(value)

@@ -20,7 +20,7 @@ WHOLE_RUNS, SPEED_UPS, RATES = 0.06, 0.07, 0.07
 ERRORS = (
     f"How near it is: tokens/s of whole runs of a Llama 3 8B on one to four H200s within {WHOLE_RUNS:.0%}; published "
     f"speed-ups on 8 to 256 H100s within {SPEED_UPS:.0%}, their tokens/s within {RATES:.0%}. Gradients in e4m3 "
-    "gained less on two and four GPUs, and no run over several hosts was measured by f8sub."
+    "gained less than predicted on two and four GPUs, and no run over several hosts was measured by f8sub."
 )
 
 

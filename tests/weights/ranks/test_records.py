@@ -82,16 +82,15 @@ def test_a_weight_that_two_conversions_gather_differently(rank, world):
 
 
 def test_pruned_weights_are_gathered_in_high_precision_or_the_error_says_how(rank, world):
-    for in_float8 in (True, False):
+    def pruned(*, in_float8: bool) -> nn.Module:
         model = converted(pair(), float8_all_gather=in_float8)
-        for layer in (each for each in model.modules() if isinstance(each, nn.Linear)):
+        for layer in model:
             prune.l1_unstructured(layer, "weight", 0.5)
-        fully_shard(model)
-        if in_float8:
-            with pytest.raises(f8sub.Float8ConfigError, match="prune needs float8_all_gather=False"):
-                losses(model)
-        else:
-            assert all(loss == loss for loss in losses(model))
+        return model
+
+    with pytest.raises(f8sub.Float8ConfigError, match="prune needs float8_all_gather=False"):
+        losses(fully_shard(pruned(in_float8=True)))
+    assert losses(fully_shard(pruned(in_float8=False))) == losses(pruned(in_float8=False))
 
 
 def test_a_model_that_comes_to_another_dtype_is_rounded_to_that(rank, world):

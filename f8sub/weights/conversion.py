@@ -27,6 +27,7 @@ _SEEN = "float8_seen"
 
 Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
 Records = weakref.WeakKeyDictionary[torch.nn.Module, dict[str, WeightRecord]]
+Members = Sequence[tuple[WeightRecord, ShardLayout]]
 ParamDtypes = dict[tuple[torch.nn.Module, str], torch.dtype | None]
 G = TypeVar("G", bound=Guest)
 
@@ -52,6 +53,7 @@ class Conversion:
         Conversion.made += 1
         self.options = options or {}
         self._records: Records = weakref.WeakKeyDictionary()
+        self._listed: tuple[int, list[WeightRecord]] = 0, []  # the number of modules then, and their records
         self.changes = 0
         self.exchanges: dict[Ranks, Exchange] = {}
         self.guests: list[Guest] = [make(self) for make in makers]
@@ -83,6 +85,7 @@ class Conversion:
         """Enter the parameter ``name`` of a module, see ``WeightRecord.module``."""
         record = WeightRecord(self, module, name, fqn, format, gathered)
         self._records.setdefault(module, {})[name] = record
+        self._listed = 0, []
         return record
 
     def discard(self, module: torch.nn.Module) -> None:
@@ -104,7 +107,9 @@ class Conversion:
     @property
     def records(self) -> list[WeightRecord]:
         """The weights of modules that are alive, in no order."""
-        return [record for of_module in self._records.values() for record in of_module.values()]
+        if self._listed[0] != (alive := len(self._records)):
+            self._listed = alive, [each for names in self._records.values() for each in names.values()]
+        return self._listed[1]
 
     def __iter__(self) -> Iterator[WeightRecord]:
         return iter(sorted(self.records, key=lambda record: record.fqn))
@@ -173,13 +178,7 @@ class Conversion:
                 self.exchanges[ranks] = exchange
                 exchange.set_records(shared)
 
-    def _checked(
-        self,
-        members: Sequence[tuple[WeightRecord, ShardLayout]],
-        dtypes: ParamDtypes,
-        exchange: Exchange,
-        asked: bool,
-    ) -> bool:
+    def _checked(self, members: Members, dtypes: ParamDtypes, exchange: Exchange, asked: bool) -> bool:
         """Have guests check weights, on all ranks that hold them; False where ``asked`` and some rank did not come."""
         layout = exchange.layout
         ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)

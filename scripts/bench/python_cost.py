@@ -4,8 +4,8 @@ layer: one forward and backward of a 16x16 bf16 layer, f8sub and torchao tensorw
     matmuls cost nothing. Every call gets a fresh x and a weight that was changed in place since the last one, as in
     training, so nothing cached from an earlier step can be used.
 precompute: ``precompute_scales`` and torchao's ``precompute_float8_dynamic_scale_for_fsdp`` on the same 200 weights of
-    16x16, sharded by FSDP2 on two gloo ranks, in the same two processes. Every weight is changed in place before each
-    call, outside the measured time.
+    16x16, sharded by FSDP2 on two gloo ranks, in the same two processes. SGD steps before each call, outside the
+    measured time.
 
 Rounds take turns; times are of the process, not of the wall clock.
 
@@ -119,10 +119,17 @@ def sharded(convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return model
 
 
-def time_precompute(precompute: Callable[[nn.Module], None], model: nn.Module) -> float:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.to_local().add_(1e-3)
+def stepped(model: nn.Module) -> Callable[[], Any]:
+    """A step of an optimizer, which both libraries' scales come after."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return torch.optim.SGD(model.parameters(), lr=1e-3).step
+
+
+def time_precompute(
+    precompute: Callable[[nn.Module], None], model: nn.Module, step: Callable[[], Any]
+) -> float:
+    step()
     dist.barrier()
     start = time.process_time()
     precompute(model)
@@ -134,8 +141,11 @@ def of_precompute_on_a_rank(rounds: int) -> dict[str, list[float]]:
     ours = sharded(lambda model: f8sub.convert_to_float8(model, recipe="tensorwise"))
     theirs = sharded(lambda model: convert_to_float8_training(model, config=config))
     timers = {
-        "f8sub": functools.partial(time_precompute, f8sub.precompute_scales, ours),
-        "torchao": functools.partial(time_precompute, precompute_float8_dynamic_scale_for_fsdp, theirs),
+        name: functools.partial(time_precompute, precompute, model, stepped(model))
+        for name, precompute, model in (
+            ("f8sub", f8sub.precompute_scales, ours),
+            ("torchao", precompute_float8_dynamic_scale_for_fsdp, theirs),
+        )
     }
     for timer in timers.values():
         for _ in range(3):

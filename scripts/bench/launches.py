@@ -18,15 +18,16 @@ import torch
 import f8sub
 from f8sub.formats import Operand
 from f8sub.kernels import ops, scales
-from f8sub.kernels.triton import gemm_launch, launch, quantize_cuda, support, triton_mm
+from f8sub.kernels.triton import grouped_mm, launch, quantize_cuda, support, triton_mm
+from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.kernels.triton.launcher import Launch
 from scripts.bench import no_gpu
 from scripts.bench.timing import cpu_in_turns, summary
 from scripts.table import Table, finish, parser
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant")
-EDGE, MULTIPROCESSORS = 512, 132
-"""Of matrices so small that making room for one on the CPU costs what it does on a GPU; of an H200."""
+EDGE, MULTIPROCESSORS, GROUPS = 512, 132, 4
+"""Of matrices so small that making room for one on the CPU costs what it does on a GPU; of an H200; of experts."""
 
 
 def by_triton(launches: list[Launch]) -> None:
@@ -40,11 +41,13 @@ def by_us(launches: list[Launch]) -> None:
         each.run()
 
 
-def multiply(a: Operand, b: Operand) -> None:
-    shape = (*a.data.shape, b.data.shape[0])
-    config = triton_mm.default_config(shape, MULTIPROCESSORS)
-    launches, _ = gemm_launch.multiplication(a, b, torch.bfloat16, config, MULTIPROCESSORS)
-    by_us(launches)
+def multiply(a: Operand, b: Operand) -> torch.Tensor:
+    config = triton_mm.default_config((*a.data.shape, b.data.shape[0]), MULTIPROCESSORS)
+    return triton_mm.multiply(a, b, torch.bfloat16, config)
+
+
+def by_groups(a: Operand, b: Operand, rows: Rows) -> torch.Tensor:
+    return grouped_mm.by_rows(a, b, rows, torch.bfloat16, True)
 
 
 def cases() -> dict[str, Callable[[], object]]:
@@ -72,6 +75,12 @@ def cases() -> dict[str, Callable[[], object]]:
     )
     found["transpose codes"] = functools.partial(quantize_cuda.transpose, a.data)
     found["multiply, blockwise"] = functools.partial(multiply, a, b)
+    ends = torch.full((GROUPS,), EDGE // GROUPS, dtype=torch.int32).cumsum(0).int()
+    rows = Rows(ends - EDGE // GROUPS, ends, ends - EDGE // GROUPS, EDGE)
+    weights = Operand(
+        b.data.expand(GROUPS, -1, -1).contiguous(), b.scale_inv.expand(GROUPS, -1, -1).contiguous(), b.format
+    )
+    found["multiply by groups, blockwise"] = functools.partial(by_groups, a, weights, rows)
     return found
 
 
@@ -92,8 +101,9 @@ def main() -> None:
     no_gpu.install()
     support.takes = lambda x: x.numel() > 0
     support.device_of = contextlib.nullcontext
+    triton_mm.multiprocessors = grouped_mm.multiprocessors = lambda _: MULTIPROCESSORS
     runs = cases()
-    for run in runs.values():
+    for run in (*runs.values(), *runs.values()):  # what is launched again is kept from the second call on
         run()
     timers = {name: functools.partial(time_calls, run, given.calls) for name, run in runs.items()}
     figures = {name: summary(times, "us") for name, times in cpu_in_turns(timers, given.rounds).items()}

@@ -25,9 +25,9 @@ def _quantize_groups(
     found: list[torch.Tensor] = []
     for format, codes, contracted in zip((row, col), made, (False, True), strict=True):
         if format is not None and codes is not None:
-            promised = empty_scale_inv(x, format, codes.groups, contracted=contracted)
-            is_promised = codes.scale_inv.stride() == promised.stride()
-            scale_inv = codes.scale_inv if is_promised else promised.copy_(codes.scale_inv)
+            scale_inv = codes.scale_inv
+            if not codes.is_laid_out:
+                scale_inv = empty_scale_inv(x, format, codes.groups, contracted=contracted).copy_(scale_inv)
             found += [codes.data.contiguous(), scale_inv]
             if _start(format, contracted=contracted, multiple=multiple) > 1:
                 # Both usages of squares lie alike, and an operator may not return one tensor twice.

@@ -37,6 +37,13 @@ class Tokens(NamedTuple):
         """Of a tile along the tokens."""
         return self.format.tile.cols if self.contracted else self.format.tile.rows
 
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether ``scale_inv`` has the strides of ``empty_scale_inv``, even where a dimension is 1."""
+        if self.edge == ALL or self.contracted:
+            return self.scale_inv.stride() == (max(self.scale_inv.shape[1], 1), 1)
+        return block_scales.is_laid_out(Operand(self.data, self.scale_inv, self.format))
+
     def of_group(self, index: int, first: int, end: int) -> Operand:
         """What a Float8Linear of that expert holds."""
         edge = self.edge

@@ -31,7 +31,7 @@ def quantize(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
         from f8sub.kernels.triton import prepared
 
         with support.device_of(w):
-            made = prepared.run((format, w.stride()), (w,), lambda: launches(w, format))
+            made = prepared.run(format, (w,), lambda: launches(w, format))
         return ExpertWeights(made[0], made[1], format)
     # No tile knows of an expert.
     flat = w.reshape(count * rows, cols)

@@ -1,5 +1,6 @@
 """Groups, and tiles of products by them. No kernel is imported here: triton need not be installed."""
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ class Config:
         return f"{self.rows}x{self.cols}, {kind}, {self.stages} stages, groups of {self.group}"
 
 
+@functools.cache
 def default_config(depth: int | None, by_block: bool) -> Config:
     """Tiles of which nothing was measured.
 

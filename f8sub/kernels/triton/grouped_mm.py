@@ -1,5 +1,8 @@
 """Our own products by groups, for Hopper: rows with the matrix of their group, and sums over the rows of each."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand, Tile
@@ -42,15 +45,10 @@ def by_rows(
     experts, cols, depth = b.data.shape
     if 0 in (rows.total, experts):
         return a.data.new_zeros((rows.total, cols), dtype=out_dtype)
-    from f8sub.kernels.triton import grouped_gemm_launch as launch
+    from f8sub.kernels.triton.grouped_gemm_launch import product_by_rows
 
     config = config or default_config(-(-depth // BLOCK), _by_block(b))
-    with torch.cuda.device(a.data.device):
-        programs = multiprocessors(a.data.device)
-        launches, out = launch.product_by_rows(a, b, rows, out_dtype, fast_accum, config, programs)
-        for one in launches:
-            one.run()
-    return out
+    return _run(product_by_rows, a, b, rows, out_dtype, fast_accum, config)
 
 
 def over_rows(
@@ -65,15 +63,10 @@ def over_rows(
     experts = len(rows.ends)
     if 0 in (experts, a.data.shape[1]):
         return a.data.new_zeros((experts, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
-    from f8sub.kernels.triton import grouped_gemm_launch as launch
+    from f8sub.kernels.triton.grouped_gemm_launch import product_over_rows
 
     config = config or default_config(None, _by_block(b))
-    with torch.cuda.device(a.data.device):
-        programs = multiprocessors(a.data.device)
-        launches, out = launch.product_over_rows(a, b, rows, out_dtype, fast_accum, config, programs)
-        for one in launches:
-            one.run()
-    return out
+    return _run(product_over_rows, a, b, rows, out_dtype, fast_accum, config)
 
 
 def clear_past(out: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -87,6 +80,27 @@ def clear_past(out: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     with support.device_of(out):
         grouped_gemm_launch.clearing(out, ends, multiprocessors(out.device)).run()
     return out
+
+
+def _run(
+    product: Callable[..., Any],
+    a: Operand,
+    b: Operand,
+    rows: Rows,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    config: Config,
+) -> torch.Tensor:
+    from f8sub.kernels.triton.prepared import Made, run
+
+    def make() -> Made:
+        programs = multiprocessors(a.data.device)
+        launches, out = product(a, b, rows, out_dtype, fast_accum, config, programs)
+        return Made(launches, [out, launches[0].arguments["table_ptr"]], [])
+
+    kind = product, a.format, b.format, rows.total, out_dtype, fast_accum, config
+    with support.device_of(a.data):
+        return run(kind, (*a.tensors, *b.tensors, *rows[:3]), make)[0]
 
 
 def _by_block(b: Operand) -> bool:

@@ -19,7 +19,7 @@ class Made(NamedTuple):
 
     Attributes:
         launches: in order.
-        results: what they fill.
+        results: what they fill, also what one of them fills for the next.
         scratch: flat tensors that are zero before the first launch.
     """
 
@@ -28,26 +28,46 @@ class Made(NamedTuple):
     scratch: Sequence[torch.Tensor]
 
 
+class _Argument(NamedTuple):
+    """A tensor among a launch's arguments, or what a descriptor describes: which of a call's, and from where on."""
+
+    place: int
+    number: int
+    offset: int
+    descriptor: Any = None
+
+
 class _Prepared:
     """Compiled kernels, and which of a call's tensors is which of their arguments."""
 
-    def __init__(self, made: Made, given: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, made: Made, runners: list[tuple[Any, list[Any], list[_Argument]]]) -> None:
         self.device = made.results[0].device
         self.index = self.device.index or 0
         self.results = [(t.shape, t.stride(), t.dtype) for t in made.results]
         self.scratch = [(t.shape, t.dtype) for t in made.scratch]
+        self.runners = runners
+
+    @classmethod
+    def of(cls, made: Made, given: Sequence[torch.Tensor | None]) -> "_Prepared | None":
+        """None where a launch reads what ``make`` worked out of ``given``, such as a copy."""
         tensors = [*given, *made.results, *made.scratch]
-        self.runners = []
+        runners = []
         for launch in made.launches:
             values: list[Any] = [launch.arguments[name] for name in launch.kernel.arg_names]
-            places = []
+            arguments = []
             for place, value in enumerate(values):
-                if isinstance(value, torch.Tensor):
-                    places.append((place, *_found(value, tensors)))
+                descriptor = value if hasattr(value, "block_shape") else None
+                tensor = value if descriptor is None else value.base
+                if isinstance(tensor, torch.Tensor):
+                    found = _found(tensor, tensors)
+                    if found is None or (descriptor is not None and found[1:] != (0, tensor.dtype)):
+                        return None
+                    arguments.append(_Argument(place, *found[:2], descriptor))
                     values[place] = None
             if launch.compiled is None:
                 raise RuntimeError(f"{launch.kernel} was not compiled")
-            self.runners.append((launch.compiled[launch.programs, 1, 1], values, places))
+            runners.append((launch.compiled[launch.programs, 1, 1], values, arguments))
+        return cls(made, runners)
 
     def run(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         device = self.device
@@ -58,17 +78,21 @@ class _Prepared:
         scratch = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.scratch]
         tensors = [*given, *results, *scratch]
         stream = driver.active.get_current_stream(self.index)
-        for runner, values, places in self.runners:
-            arguments = values.copy()
-            for place, number, offset in places:
-                tensor = tensors[number]
-                arguments[place] = tensor[offset:] if offset and tensor is not None else tensor
-            runner(*arguments, stream=stream)
+        for runner, values, arguments in self.runners:
+            handed = values.copy()
+            for place, number, offset, descriptor in arguments:
+                tensor: Any = tensors[number]
+                if descriptor is not None:
+                    tensor = _of_another(descriptor, tensor)
+                elif offset:
+                    tensor = tensor[offset:]
+                handed[place] = tensor
+            runner(*handed, stream=stream)
         return results
 
 
 _known: dict[Hashable, _Prepared | None] = {}
-"""By kind; None where it came once. Tokens of experts come in another number each time, and are not worth it."""
+"""By kind; None where it came once, as tokens of experts may in another number each time, or reads copies."""
 
 
 def run(
@@ -77,8 +101,8 @@ def run(
     """The results of ``make``'s launches, on the current device, which is to be that of the tensors.
 
     Args:
-        kind: all that the launches follow from, besides the dtypes, shapes and alignment of ``given``.
-        given: what the launches read, contiguous, None where an operand is left out.
+        kind: all that the launches follow from, besides the dtypes, shapes, strides and alignment of ``given``.
+        given: what the launches read, None where an operand is left out.
         make: works out the launches, where this kind was not seen before. Their arguments are ``given``, results, and
             parts of scratch memory.
     """
@@ -95,20 +119,30 @@ def run(
         _known[key] = None
     # The interpreter compiles nothing.
     elif all(launch.compiled is not None for launch in made.launches):
-        _known[key] = _Prepared(made, given)
+        _known[key] = _Prepared.of(made, given)
     return made.results
 
 
 def _kind(tensor: torch.Tensor | None) -> Hashable:
     if tensor is None:
         return None
-    return tensor.shape, tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
 
 
-def _found(value: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> tuple[int, int]:
-    """The number of the tensor that an argument lies in, and at which of its elements it begins."""
+def _of_another(descriptor: Any, tensor: torch.Tensor | None) -> Any:
+    """A descriptor of a tensor that lies as its own does, which its class would check at each launch."""
+    made = object.__new__(type(descriptor))
+    made.__dict__.update(descriptor.__dict__)
+    made.base = tensor
+    return made
+
+
+def _found(
+    value: torch.Tensor, tensors: Sequence[torch.Tensor | None]
+) -> tuple[int, int, torch.dtype] | None:
+    """Which tensor an argument lies in: its number, at which element it begins, and its dtype. None of others."""
     address = value.data_ptr()
     for number, tensor in enumerate(tensors):
         if tensor is not None and 0 <= address - tensor.data_ptr() < tensor.nbytes:
-            return number, (address - tensor.data_ptr()) // tensor.element_size()
-    raise RuntimeError("an argument of a launch lies in none of the tensors that are given or made")
+            return number, (address - tensor.data_ptr()) // tensor.element_size(), tensor.dtype
+    return None

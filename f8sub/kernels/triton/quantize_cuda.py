@@ -105,7 +105,7 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
         rowwise = rowwise._replace(scale_inv=rowwise.scale_inv.contiguous())
     from f8sub.kernels.triton import launch, prepared
 
-    kind = rowwise.format, columnwise, rowwise.scale_inv.stride()
+    kind = rowwise.format, columnwise
     with support.device_of(codes):
         data, scale_inv = prepared.run(
             kind, (codes, rowwise.scale_inv), lambda: launch.derivation(rowwise, columnwise).made

@@ -10,7 +10,7 @@ import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels.gemm.block_scales import BLOCK, whole_blocks
-from f8sub.kernels.triton import gemm_table
+from f8sub.kernels.triton import gemm_table, support
 from f8sub.kernels.triton.gemm_table import Config
 
 CAPABILITY = (9, 0)
@@ -39,14 +39,15 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
 def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: Config) -> torch.Tensor:
     """``gemm_nt`` in given tiles."""
     from f8sub.kernels.triton import gemm_launch
+    from f8sub.kernels.triton.prepared import Made, run
 
-    # Triton launches on the current device.
-    with torch.cuda.device(a.data.device):
-        programs = multiprocessors(a.data.device)
-        launches, out = gemm_launch.multiplication(a, b, out_dtype, config, programs)
-        for launch in launches:
-            launch.run()
-    return out
+    def make() -> Made:
+        launches, out = gemm_launch.multiplication(a, b, out_dtype, config, multiprocessors(a.data.device))
+        parts = launches[0].arguments["out_ptr"]
+        return Made(launches, [out] if parts is out else [out, parts], [])
+
+    with support.device_of(a.data):
+        return run((a.format, b.format, out_dtype, config), (*a.tensors, *b.tensors), make)[0]
 
 
 def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:

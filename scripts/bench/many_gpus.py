@@ -3,10 +3,10 @@
     steps    the three steps of PyTorch's article on float8 and FSDP2, torchao beside them; communication beside which
              nothing runs, from a trace
     blocks   the same where NCCL_MAX_CTAS leaves a collective 8 or 16 thread blocks
-    recipes  every recipe with selective checkpointing and without, and gradients in float8
+    recipes  every recipe with selective checkpointing and without, and gradients in float8, torchao beside them
     layouts  FSDP, HSDP, tensor parallelism and a pipeline, each in bf16, too
     experts  4 layers of Qwen3-30B-A3B, sharded by FSDP and by expert parallelism, torchao beside it
-    weak     1, 2, 4, ... GPUs with as many tokens each
+    weak     1, 2, 4, ... GPUs with as many tokens each, torchao beside it
 
 A row is compared with bf16 on the same GPUs in the same layout: torchtitan's first weights depend on how many ranks
 shard them, and its batches on how many are data-parallel. Losses of step 1 are from before rounding has grown. A last
@@ -36,6 +36,7 @@ from scripts.bench.timing import machine, version_of
 from scripts.table import Table, progress, write_json
 
 OURS, PEER, BF16 = "f8sub tensorwise compiled", "torchao tensorwise compiled", "bf16 compiled"
+PEER_BY_ROW = "torchao rowwise compiled"
 RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "delayed")
 LIMITS = (8, 16)
 """Values of NCCL_MAX_CTAS: how many thread blocks a collective takes from the GEMMs beside it."""
@@ -85,7 +86,8 @@ def recipes(gpus: int) -> Iterator[Row]:
     """Recipes by checkpointing."""
     for mode in ("selective", "none"):
         checkpoint, base = (f"--activation_checkpoint.mode={mode}",), f"bf16, {mode}"
-        yield Row(base, BF16, gpus, checkpoint, base)
+        for name, arm in (("bf16", BF16), ("torchao", PEER), ("torchao rowwise", PEER_BY_ROW)):
+            yield Row(f"{name}, {mode}", arm, gpus, checkpoint, base)
         for recipe in RECIPES:
             more = (*checkpoint, f"--f8sub.recipe_name={recipe}")
             yield Row(f"{recipe}, {mode}", OURS, gpus, more, base)
@@ -126,7 +128,7 @@ def weak(gpus: int) -> Iterator[Row]:
     """As many tokens a GPU on 1, 2, 4, ... of them."""
     count = 1
     while count <= gpus:
-        for name, arm in (("bf16", BF16), ("tensorwise", OURS)):
+        for name, arm in (("bf16", BF16), ("tensorwise", OURS), ("torchao", PEER)):
             yield Row(f"{name}, {count} GPUs", arm, count, base=f"bf16, {count} GPUs")
         count *= 2
 

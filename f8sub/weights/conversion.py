@@ -53,7 +53,7 @@ class Conversion:
         Conversion.made += 1
         self.options = options or {}
         self._records: Records = weakref.WeakKeyDictionary()
-        self._listed: tuple[int, list[WeightRecord]] = 0, []  # the number of modules then, and their records
+        self._listed: tuple[int, Sequence[WeightRecord]] = 0, []
         self.changes = 0
         self.exchanges: dict[Ranks, Exchange] = {}
         self.guests: list[Guest] = [make(self) for make in makers]
@@ -105,8 +105,8 @@ class Conversion:
         return list(self._records[module])
 
     @property
-    def records(self) -> list[WeightRecord]:
-        """The weights of modules that are alive, in no order."""
+    def records(self) -> Sequence[WeightRecord]:
+        """The weights of modules that are alive, in no order; listed anew where one was added or is gone."""
         if self._listed[0] != (alive := len(self._records)):
             self._listed = alive, [each for names in self._records.values() for each in names.values()]
         return self._listed[1]

@@ -8,7 +8,7 @@ from f8sub import GemmSpec
 from f8sub.formats import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm, select
-from f8sub.kernels.triton import triton_mm
+from f8sub.kernels.triton import prepared, quantize_cuda, triton_mm
 from tests.budgets import excess
 from tests.data_sets import generator, on_each_dtype, row_outliers
 from tests.kernels.products import (
@@ -97,6 +97,20 @@ def test_our_kernels_make_many_tiles_one_after_the_other(our_pair):
     assert torch.equal(found, triton_mm.gemm_nt(a, b, torch.float32, False))
     right = reference.gemm_nt(a, b, torch.float32, False)
     assert (found - right).abs().max() < 2**-9 * right.abs().max()
+
+
+def test_launches_that_are_kept_multiply_other_operands(our_pair, monkeypatch):
+    """From the second call on; those that are worked out anew make the same bits."""
+    for lines in ((512, 384), (16, 384)):
+        shape = (lines[0], 640, lines[1])
+        for seed in range(4):
+            rng = torch.Generator("cuda").manual_seed(seed)
+            drawn = [torch.randn(count, 640, generator=rng, device="cuda") for count in lines]
+            a, b = (quantize_cuda.quantize(x, f, None)[0] for x, f in zip(drawn, our_pair, strict=True))
+            found = triton_mm.gemm_nt(a, b, torch.float32, False)
+            with monkeypatch.context() as anew:
+                anew.setattr(prepared, "_known", {})
+                assert torch.equal(found, triton_mm.gemm_nt(a, b, torch.float32, False)), shape
 
 
 @pytest.mark.parametrize("depth", [100, 512, 513, 656, 896])

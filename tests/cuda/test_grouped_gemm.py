@@ -5,7 +5,7 @@ import torch
 
 from f8sub.formats import ALL, Operand
 from f8sub.kernels import reference
-from f8sub.kernels.triton import grouped_mm
+from f8sub.kernels.triton import grouped_mm, prepared
 from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
 from tests.budgets import excess
 from tests.kernels.grouped import GROUPS, PAIRS, TAIL, ByRows, OverRows, rows_of
@@ -188,6 +188,22 @@ def test_rows_past_the_last_group_are_cleared():
             grouped_mm.clear_past(out, ends)
             assert out[:last].isnan().all()
             assert not out[last:].any()
+
+
+@pytest.mark.parametrize("pair", RECIPES_PAIRS)
+@pytest.mark.parametrize("kind", [ByRows, OverRows], ids=["by_rows", "over_rows"])
+def test_launches_that_are_kept_multiply_other_operands(pair, kind, monkeypatch):
+    """From the second call on; those that are worked out anew make the same bits."""
+    product = grouped_mm.by_rows if kind is ByRows else grouped_mm.over_rows
+    for seed in range(4):
+        a, b, rows = given_to(kind(PAIRS[pair], [130, 0, 119], 272, 400))
+        rng = torch.Generator("cuda").manual_seed(seed)
+        for codes in (a.data, b.data):
+            codes.view(torch.uint8).random_(0, 0x70, generator=rng)
+        found = product(a, b, rows, torch.float32, False)
+        with monkeypatch.context() as anew:
+            anew.setattr(prepared, "_known", {})
+            assert torch.equal(found, product(a, b, rows, torch.float32, False))
 
 
 def test_nothing_waits_and_a_graph_replays_other_groups():

@@ -1,5 +1,7 @@
 """Launches of what was compiled before: CUDA is handed what Triton's own launch hands it."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -199,7 +201,7 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
     from f8sub.kernels.triton import launcher, prepared
 
     found, known, results, run = [], [], [], prepared.run
-    worked_out, launch = [], launcher.Launch.run
+    worked_out, launch, kept = [], launcher.Launch.run, set()
     for _ in range(3):
         given = draw()
         _taken()
@@ -212,6 +214,7 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
         ):
             call(**given)
         known.append((len(prepared._known), len(worked_out)))
+        kept.update(map(weakref.ref, given.values()))
         made = [tensor for result in results for tensor in result]
         assert len({tensor.data_ptr() for tensor in made}) == len(made)
         named = given | {f"result {number}": tensor for number, tensor in enumerate(made)}
@@ -219,6 +222,10 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
     assert found[0] == found[1] == found[2]
     # The first two calls work launches out, the third does not.
     assert known[1] == known[2] == (known[0][0], 2 * known[0][1])
+    del given, named, made
+    worked_out.clear()
+    gc.collect()
+    assert not any(reference() is not None for reference in kept), "no tensor of a call lives on"
     return bool(found[0][1])
 
 
@@ -261,7 +268,7 @@ def by_column(scale: torch.Tensor) -> torch.Tensor:
     return scale.t().contiguous().t()
 
 
-def products(pair: str, kinds: str) -> None:
+def products(pair: str, kinds: tuple[str, ...]) -> None:
     """By our kernels for Hopper, of whole matrices, of few rows, and by groups; small ones are made in parts."""
     from f8sub.kernels.triton import grouped_mm, triton_mm
     from f8sub.kernels.triton.grouped_gemm_config import Rows
@@ -301,10 +308,14 @@ def products(pair: str, kinds: str) -> None:
                 lambda shape=shape: named(*operands(formats, shape)),
                 lambda config=config, **given: call(triton_mm.multiply, given, torch.bfloat16, config),
             )
-    counts = [130, 0, 119]  # and ``TAIL``: rows that the vectors of scales fill up
-    for case, product in ((grouped.ByRows, grouped_mm.by_rows), (grouped.OverRows, grouped_mm.over_rows)):
-        if product.__name__ not in kinds:
-            continue
+    counts = [
+        130,
+        0,
+        119,
+    ]  # with ``TAIL`` 256 rows: scales of 1x128 are copied where rows are no multiple of 16
+    for kind in kinds:
+        case = {"by_rows": grouped.ByRows, "over_rows": grouped.OverRows}[kind]
+        product = getattr(grouped_mm, kind)
         *_, rows = case(formats, counts, 256, 384).operands()
 
         def draw(case=case) -> dict[str, torch.Tensor]:
@@ -325,11 +336,11 @@ def products(pair: str, kinds: str) -> None:
 
 
 PRODUCTS = [
-    ("1x128 x 128x128", "by_rows"),
-    ("rowwise", "by_rows over_rows"),
-    ("1x128 x 1x128", "over_rows"),
-    ("tensorwise e5m2", "by_rows over_rows"),
-    ("256x256", "by_rows over_rows"),
+    ("1x128 x 128x128", ("by_rows",)),
+    ("rowwise", ("by_rows", "over_rows")),
+    ("1x128 x 1x128", ("over_rows",)),
+    ("tensorwise e5m2", ("by_rows", "over_rows")),
+    ("256x256", ("by_rows", "over_rows")),
 ]
 """Formats, and the products by groups that recipes have of them."""
 
@@ -339,8 +350,18 @@ def test_what_was_worked_out_multiplies_other_tensors(fresh_process, pair, kinds
     fresh_process(products, pair, kinds)
 
 
-def copied() -> None:
-    """Scales that lie row by row, which products copy, and codes that begin where nothing is loaded from."""
+def laid_out(a: Operand) -> Operand:
+    return a._replace(scale_inv=by_column(a.scale_inv))
+
+
+def odd(a: Operand) -> Operand:
+    """The same, whose codes begin where nothing is loaded from."""
+    flat = torch.empty(a.data.numel() + 1, dtype=torch.uint8)[1:].view(a.data.shape)
+    return a._replace(data=flat.copy_(a.data.view(torch.uint8)).view(a.data.dtype))
+
+
+def copied(codes: bool) -> None:
+    """Codes that begin where nothing is loaded from, or scales that lie row by row, which products copy."""
     from f8sub.kernels.triton import prepared, triton_mm
     from tests.kernels.products import operands
 
@@ -348,10 +369,10 @@ def copied() -> None:
     triton_mm.multiprocessors = lambda device: 132
     shape = 256, 384, 256
     config = triton_mm.default_config(shape, 132)
-    for _ in range(3):
-        a, b = operands((VECTORS, VECTORS), shape)
-        a = a._replace(scale_inv=a.scale_inv.contiguous(), data=odd(a.data))
-        triton_mm.multiply(a, b._replace(scale_inv=by_column(b.scale_inv)), torch.bfloat16, config)
+    for data in ("gaussian", "row_outliers", "gaussian"):
+        a, b = operands((VECTORS, VECTORS), shape, data)
+        a, b = odd(laid_out(a)) if codes else a._replace(scale_inv=a.scale_inv.contiguous()), laid_out(b)
+        triton_mm.multiply(a, b, torch.bfloat16, config)
         ((_, arguments),) = _taken()
         a_codes, b_codes, a_scale, b_scale = (x.base for x in arguments if hasattr(x, "block_shape"))
         assert torch.equal(a_codes.float(), a.data.float())
@@ -359,17 +380,34 @@ def copied() -> None:
         assert b_codes is b.data
         assert torch.equal(a_scale, a.scale_inv.t())
         assert torch.equal(b_scale, b.scale_inv.t())
-    assert list(prepared._known.values()) == [None]
+    assert not any(isinstance(known, prepared._Prepared) for known in prepared._known.values())
 
 
-def odd(codes: torch.Tensor) -> torch.Tensor:
-    """The same, from an odd address on."""
-    flat = torch.empty(codes.numel() + 1, dtype=torch.uint8)[1:].view(codes.shape)
-    return flat.copy_(codes.view(torch.uint8)).view(codes.dtype)
+@pytest.mark.parametrize("codes", [True, False], ids=["codes", "scales"])
+def test_products_of_copies_are_worked_out_each_time(fresh_process, codes):
+    fresh_process(copied, codes)
 
 
-def test_products_of_copies_are_worked_out_each_time(fresh_process):
-    fresh_process(copied)
+def squared() -> None:
+    """A product of a matrix with itself, then of two."""
+    from f8sub.kernels.triton import triton_mm
+    from tests.kernels.products import operands
+
+    interpreted.take_any_device()
+    triton_mm.multiprocessors = lambda device: 132
+    shape = 256, 256, 384
+    config = triton_mm.default_config((256, 384, 256), 132)
+    a, b = map(laid_out, operands((VECTORS, VECTORS), shape))
+    for right in (a, a, b, b, b, a):
+        triton_mm.multiply(a, right, torch.bfloat16, config)
+        ((_, arguments),) = _taken()
+        *codes, a_scale, b_scale = (x.base.data_ptr() for x in arguments if hasattr(x, "block_shape"))
+        assert codes == [a.data.data_ptr(), right.data.data_ptr()]
+        assert [a_scale, b_scale] == [a.scale_inv.data_ptr(), right.scale_inv.data_ptr()]
+
+
+def test_a_matrix_times_itself_is_another_kind(fresh_process):
+    fresh_process(squared)
 
 
 @pytest.mark.parametrize(

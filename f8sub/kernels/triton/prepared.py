@@ -29,12 +29,12 @@ class Made(NamedTuple):
 
 
 class _Argument(NamedTuple):
-    """A tensor among a launch's arguments, or what a descriptor describes: which of a call's, and from where on."""
+    """A tensor among a launch's arguments: which of a call's, and from where on; a descriptor without its tensor."""
 
     place: int
     number: int
     offset: int
-    descriptor: Any = None
+    descriptor: Any
 
 
 class _Prepared:
@@ -62,7 +62,8 @@ class _Prepared:
                     found = _found(tensor, tensors)
                     if found is None or (descriptor is not None and found[1:] != (0, tensor.dtype)):
                         return None
-                    arguments.append(_Argument(place, *found[:2], descriptor))
+                    kept = None if descriptor is None else _of_another(descriptor, None)
+                    arguments.append(_Argument(place, *found[:2], kept))
                     values[place] = None
             if launch.compiled is None:
                 raise RuntimeError(f"{launch.kernel} was not compiled")
@@ -91,8 +92,9 @@ class _Prepared:
         return results
 
 
-_known: dict[Hashable, _Prepared | None] = {}
-"""By kind; None where it came once, as tokens of experts may in another number each time, or reads copies."""
+_ONCE, _EACH_TIME = "once", "each time"
+_known: dict[Hashable, _Prepared | str] = {}
+"""By kind; a word where it came once, as each number of tokens of experts may, or where its launches read copies."""
 
 
 def run(
@@ -106,27 +108,28 @@ def run(
         make: works out the launches, where this kind was not seen before. Their arguments are ``given``, results, and
             parts of scratch memory.
     """
-    key = kind, *map(_kind, given)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in given]
+    key = kind, *map(_kind, given, addresses), *map(addresses.index, addresses)
     found = _known.get(key)
-    if found is not None:
+    if isinstance(found, _Prepared):
         return found.run(given)
     made = make()
     for launch in made.launches:
         launch.run()
-    if key not in _known:
+    if found is None:
         if len(_known) >= MOST:
             _known.clear()
-        _known[key] = None
+        _known[key] = _ONCE
     # The interpreter compiles nothing.
-    elif all(launch.compiled is not None for launch in made.launches):
-        _known[key] = _Prepared.of(made, given)
+    elif found is _ONCE and all(launch.compiled is not None for launch in made.launches):
+        _known[key] = _Prepared.of(made, given) or _EACH_TIME
     return made.results
 
 
-def _kind(tensor: torch.Tensor | None) -> Hashable:
-    if tensor is None:
+def _kind(tensor: torch.Tensor | None, address: int | None) -> Hashable:
+    if tensor is None or address is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
+    return tensor.shape, tensor.stride(), tensor.dtype, address % ALIGNMENT, tensor.get_device()
 
 
 def _of_another(descriptor: Any, tensor: torch.Tensor | None) -> Any:
@@ -142,7 +145,12 @@ def _found(
 ) -> tuple[int, int, torch.dtype] | None:
     """Which tensor an argument lies in: its number, at which element it begins, and its dtype. None of others."""
     address = value.data_ptr()
-    for number, tensor in enumerate(tensors):
-        if tensor is not None and 0 <= address - tensor.data_ptr() < tensor.nbytes:
-            return number, (address - tensor.data_ptr()) // tensor.element_size(), tensor.dtype
+    there = [(number, tensor) for number, tensor in enumerate(tensors) if tensor is not None]
+    for number, tensor in there:
+        if tensor.data_ptr() == address:
+            return number, 0, tensor.dtype
+    for number, tensor in there:
+        offset = address - tensor.data_ptr()
+        if tensor.dim() == 1 and 0 <= offset < tensor.nbytes:
+            return number, offset // tensor.element_size(), tensor.dtype
     return None

@@ -221,7 +221,8 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
         found.append(([(t.shape, t.stride(), t.dtype) for t in made], roles(named)))
     assert found[0] == found[1] == found[2]
     # The first two calls work launches out, the third does not.
-    assert known[1] == known[2] == (known[0][0], 2 * known[0][1])
+    assert known[1] == known[2]
+    assert known[1][1] == 2 * known[0][1]
     del given, named, made
     worked_out.clear()
     gc.collect()
@@ -380,12 +381,33 @@ def copied(codes: bool) -> None:
         assert b_codes is b.data
         assert torch.equal(a_scale, a.scale_inv.t())
         assert torch.equal(b_scale, b.scale_inv.t())
-    assert not any(isinstance(known, prepared._Prepared) for known in prepared._known.values())
+    assert list(prepared._known.values()) == [None]
 
 
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "scales"])
 def test_products_of_copies_are_worked_out_each_time(fresh_process, codes):
     fresh_process(copied, codes)
+
+
+def crowded() -> None:
+    """Three kinds that come again and again, between kinds that come once."""
+    from f8sub.kernels.triton import prepared, quantize_cuda
+
+    interpreted.take_any_device()
+    prepared.MOST = 3
+    again = [torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (128, 256, 384)]
+    for x in (*again, *again):
+        quantize_cuda.quantize(x, VECTORS, None)
+    kept = dict(prepared._known)
+    assert len(kept) == 3
+    for rows in range(16, 160, 16):
+        quantize_cuda.quantize(torch.zeros(rows, 256, dtype=torch.bfloat16), VECTORS, None)
+        assert len(prepared._once) <= prepared.MOST
+    assert prepared._known == kept
+
+
+def test_kinds_that_come_once_displace_none_that_is_kept(fresh_process):
+    fresh_process(crowded)
 
 
 def squared() -> None:

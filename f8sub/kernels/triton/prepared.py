@@ -92,9 +92,11 @@ class _Prepared:
         return results
 
 
-_ONCE, _EACH_TIME = "once", "each time"
-_known: dict[Hashable, _Prepared | str] = {}
-"""By kind; a word where it came once, as each number of tokens of experts may, or where its launches read copies."""
+_known: dict[Hashable, _Prepared | None] = {}
+"""By kind, from the second call on; None where launches read copies, and so are worked out each time."""
+
+_once: set[int] = set()
+"""Hashes of kinds that came once: tokens of experts may come in another number each time, and are not worth more."""
 
 
 def run(
@@ -110,19 +112,23 @@ def run(
     """
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in given]
     key = kind, *map(_kind, given, addresses), *map(addresses.index, addresses)
-    found = _known.get(key)
+    found = _known.get(key, key)
     if isinstance(found, _Prepared):
         return found.run(given)
     made = make()
     for launch in made.launches:
         launch.run()
     if found is None:
+        return made.results
+    if (seen := hash(key)) not in _once:
+        if len(_once) >= MOST:
+            _once.clear()
+        _once.add(seen)
+    # The interpreter compiles nothing.
+    elif all(launch.compiled is not None for launch in made.launches):
         if len(_known) >= MOST:
             _known.clear()
-        _known[key] = _ONCE
-    # The interpreter compiles nothing.
-    elif found is _ONCE and all(launch.compiled is not None for launch in made.launches):
-        _known[key] = _Prepared.of(made, given) or _EACH_TIME
+        _known[key] = _Prepared.of(made, given)
     return made.results
 
 

@@ -46,10 +46,6 @@ def multiply(a: Operand, b: Operand) -> torch.Tensor:
     return triton_mm.multiply(a, b, torch.bfloat16, config)
 
 
-def by_groups(a: Operand, b: Operand, rows: Rows) -> torch.Tensor:
-    return grouped_mm.by_rows(a, b, rows, torch.bfloat16, True)
-
-
 def cases() -> dict[str, Callable[[], object]]:
     """What is timed, by name."""
     found: dict[str, Callable[[], object]] = {}
@@ -80,7 +76,9 @@ def cases() -> dict[str, Callable[[], object]]:
     weights = Operand(
         b.data.expand(GROUPS, -1, -1).contiguous(), b.scale_inv.expand(GROUPS, -1, -1).contiguous(), b.format
     )
-    found["multiply by groups, blockwise"] = functools.partial(by_groups, a, weights, rows)
+    found["multiply by groups, blockwise"] = functools.partial(
+        grouped_mm.by_rows, a, weights, rows, torch.bfloat16, True
+    )
     return found
 
 

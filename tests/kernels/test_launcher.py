@@ -309,11 +309,8 @@ def products(pair: str, kinds: tuple[str, ...]) -> None:
                 lambda shape=shape: named(*operands(formats, shape)),
                 lambda config=config, **given: call(triton_mm.multiply, given, torch.bfloat16, config),
             )
-    counts = [
-        130,
-        0,
-        119,
-    ]  # with ``TAIL`` 256 rows: scales of 1x128 are copied where rows are no multiple of 16
+    # With ``TAIL`` 256 rows: scales of 1x128 are copied where rows are no multiple of 16.
+    counts = [130, 0, 119]
     for kind in kinds:
         case = {"by_rows": grouped.ByRows, "over_rows": grouped.OverRows}[kind]
         product = getattr(grouped_mm, kind)

@@ -82,24 +82,15 @@ def clear_past(out: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _run(
-    product: Callable[..., Any],
-    a: Operand,
-    b: Operand,
-    rows: Rows,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    config: Config,
-) -> torch.Tensor:
+def _run(product: Callable[..., Any], a: Operand, b: Operand, rows: Rows, *how: Any) -> torch.Tensor:
     from f8sub.kernels.triton.prepared import Made, run
 
     def make() -> Made:
-        programs = multiprocessors(a.data.device)
-        launches, out = product(a, b, rows, out_dtype, fast_accum, config, programs)
+        launches, out = product(a, b, rows, *how, multiprocessors(a.data.device))
         return Made(launches, [out, launches[0].arguments["table_ptr"]], [])
 
-    kind = product, a.format, b.format, rows.total, out_dtype, fast_accum, config
     with support.device_of(a.data):
+        kind = product, a.format, b.format, rows.total, *how
         return run(kind, (*a.tensors, *b.tensors, *rows[:3]), make)[0]
 
 

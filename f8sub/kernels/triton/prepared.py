@@ -112,7 +112,7 @@ def run(
     """
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in given]
     key = kind, *map(_kind, given, addresses), *map(addresses.index, addresses)
-    found = _known.get(key, key)
+    found = _known.get(key, key)  # None is an entry, too
     if isinstance(found, _Prepared):
         return found.run(given)
     made = make()

@@ -28,6 +28,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ import torch
 from scripts.bench.gpu import (
     checkpoints,
     expert_casts,
+    expert_steps,
     experts,
     gemms,
     linears,
@@ -56,6 +58,12 @@ GROUPS = {
     "slice": slices.group,
     "monitor": monitors.group,
 }
+
+
+def names_of(groups: Collection[str]) -> list[str]:
+    """Names of the variants of these groups: experts have some that no other group has."""
+    found = [variant.name for variant in variants.all_variants()] if set(groups) - {"experts"} else []
+    return found + [variant.name for variant in expert_steps.variants()] * ("experts" in groups)
 
 
 def parsed() -> argparse.Namespace:
@@ -89,7 +97,7 @@ def parsed() -> argparse.Namespace:
     if arguments.shapes and len(arguments.group) > 1:
         made.error("--shapes are those of one --group")
     try:
-        variants.chosen(arguments.only, torch.device("cpu"))
+        variants.match_each(arguments.only, names_of(arguments.group))
     except ValueError as error:
         made.error(str(error))
     return arguments

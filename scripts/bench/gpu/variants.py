@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,14 @@ def all_variants() -> list[Variant]:
     ]
 
 
+def match_each(only: Sequence[str], names: Iterable[str]) -> None:
+    """Raise ValueError for a pattern that matches no name."""
+    names = list(names)
+    for pattern in only:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"--only {pattern!r} matches none of {names}")
+
+
 def chosen(
     only: Sequence[str], device: torch.device, *, of_layers: bool = False
 ) -> tuple[list[Variant], dict[str, str]]:
@@ -154,10 +162,7 @@ def chosen(
     Raises:
         ValueError: a pattern that matches no name.
     """
-    names = [variant.name for variant in all_variants()]
-    for pattern in only:
-        if not fnmatch.filter(names, pattern):
-            raise ValueError(f"--only {pattern!r} matches none of {names}")
+    match_each(only, (variant.name for variant in all_variants()))
     candidates = [v for v in all_variants() if not (of_layers and (v.graphed or v.liger))]
     asked = [
         v for v in candidates if (any(fnmatch.fnmatch(v.name, p) for p in only) if only else v.is_default)

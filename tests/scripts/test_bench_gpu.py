@@ -1,5 +1,6 @@
 """The GPU benchmark runs to its end where there is no GPU, says so, and times nothing that is wrong."""
 
+import statistics
 import types
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
-from scripts.bench.gpu import gemms, graphs, linears, monitors, quantizers, slices, variants
+from scripts import bench_gpu
+from scripts.bench.gpu import expert_steps, gemms, graphs, linears, monitors, quantizers, slices, variants
 from scripts.bench.gpu.expert_steps import Variant
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES
 from scripts.bench.gpu.session import Session
@@ -64,6 +66,28 @@ def test_every_group_has_figures_of_what_can_run_here(run_script):
     assert figures["slice"]["graphed"] == {}
     assert figures["slice"]["skipped"] == dict.fromkeys(graphed, "a CUDA graph needs a CUDA device")
     assert GRAPHED in printed
+
+
+def test_patterns_name_what_the_asked_groups_have(run_script):
+    gathered = "f8sub rowwise gathered eager"
+    of_experts, of_steps = bench_gpu.names_of(["experts"]), bench_gpu.names_of(["slice"])
+    assert set(bench_gpu.names_of(["slice", "experts"])) == {*of_experts, *of_steps}
+    assert {gathered, GRAPHED} & set(of_experts) == {gathered}
+    assert {gathered, GRAPHED} & set(of_steps) == {GRAPHED}
+    refused = run_script("bench_gpu.py", "--group", "slice", "--only", "bf16*", gathered)
+    assert refused.returncode == 2
+    assert f"--only {gathered!r} matches none of ['bf16 compiled'" in refused.stderr
+
+
+def test_steps_are_compared_round_by_round():
+    """With the bf16 variant whose median is the least."""
+    given = {"bf16 eager": [4.0, 2.0, 4.0], "bf16 compiled": [3.0, 3.0, 3.0], "f8sub": [2.0, 1.5, 1.0]}
+    rows = {
+        name: {"median_ms": statistics.median(times), "rounds_ms": times} for name, times in given.items()
+    }
+    expert_steps.compare(rows)
+    assert [row["over_bf16"] for row in rows.values()] == [0.75, 1.0, 2.0]
+    assert rows["f8sub"]["over_bf16_quartiles"] == [1.5, 2.0, 3.0]
 
 
 def test_gathered_experts_step_with_codes():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,11 @@ COLUMNS = (
     ("spread", "{spread_ms:.3f}"),
     ("TFLOP/s", "{tflops:.0f}"),
     ("over bf16", "{over_bf16:.2f}x"),
+    ("by rounds", "{over_bf16_quartiles[0]:.2f} to {over_bf16_quartiles[2]:.2f}"),
     ("graph ms", "{graphed[median_ms]:.3f}"),
     ("spread", "{graphed[spread_ms]:.3f}"),
     ("over bf16", "{graphed[over_bf16]:.2f}x"),
+    ("by rounds", "{graphed[over_bf16_quartiles][0]:.2f} to {graphed[over_bf16_quartiles][2]:.2f}"),
     ("kernels", "{launches:d}"),
     ("peak MB", "{peak_bytes/1e6:.0f}"),
     ("y / dx / dw dB", "{sqnr_db[y]:.1f} / {sqnr_db[dx]:.1f} / {sqnr_db[dw]:.1f}"),
@@ -256,7 +259,7 @@ def measure(
     tflop = 9 * 2 * n * k * tokens / 1e12
     for name, times in in_turns(timers, session.rounds).items():
         row = summary(times)
-        rows[name] |= {**row, "tflops": tflop / row["median_ms"] * 1e3}
+        rows[name] |= {**row, "rounds_ms": times, "tflops": tflop / row["median_ms"] * 1e3}
     compare(rows)
     if device.type == "cuda":
         graphed = by_graphs(steps, sets, session, f"experts step {shape} {lie.name}")
@@ -271,13 +274,18 @@ def by_graphs(steps: dict[str, Step], sets: list[Any], session: Session, what: s
     for name, step in steps.items():
         with session.attempt(f"{what} {name}, a graph"):
             timers[name] = by_graph(step.anew, sets, pool)
-    found = {name: summary(times) for name, times in in_turns(timers, session.rounds).items()}
+    times = in_turns(timers, session.rounds)
+    found: dict[str, dict] = {name: {**summary(each), "rounds_ms": each} for name, each in times.items()}
     compare(found)
     return found
 
 
 def compare(rows: dict[str, dict]) -> None:
-    """Tell each how many times as fast as the fastest in bf16 it is."""
-    fastest = min((row["median_ms"] for name, row in rows.items() if name.startswith("bf16")), default=None)
+    """Tell each how many times as fast as the fastest in bf16 it is; and the quartiles of that, round by round."""
+    bf16 = [row for name, row in rows.items() if name.startswith("bf16")]
+    fastest = min(bf16, key=lambda row: row["median_ms"], default=None)
     for row in rows.values():
-        row["over_bf16"] = fastest and fastest / row["median_ms"]
+        row["over_bf16"] = fastest and fastest["median_ms"] / row["median_ms"]
+        if fastest:
+            pairs = zip(fastest["rounds_ms"], row["rounds_ms"], strict=True)
+            row["over_bf16_quartiles"] = statistics.quantiles((theirs / own for theirs, own in pairs), n=4)

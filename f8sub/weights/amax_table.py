@@ -107,7 +107,8 @@ class AmaxTable:
             prior = guests.side_by_side(priors, _SLOT, int(part.stop - part.start)) if priors else None
             self._write(shards[0], (self.amax[part], self._scale[part], self._scale_inv[part]), prior)
         for shard in self.shards:
-            shard.scales_written()
+            if shard.copies_scales:
+                shard.scales_written()
 
     def _write(self, shard: Shard, entries: Sequence[torch.Tensor], prior: PriorScale | None) -> None:
         """Make the scales of entries (amax, scale, scale_inv), by the rule of ``shard``."""

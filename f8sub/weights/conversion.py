@@ -39,6 +39,7 @@ class Conversion:
 
     Attributes:
         options: what features were asked for, by name.
+        unsharded: the weights without a shard, as of the last ``refresh``.
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
         exchanges: by ``group``, ``sharers`` and ``ranks`` of the weights' layouts.
     """
@@ -54,6 +55,7 @@ class Conversion:
         self.options = options or {}
         self._records: Records = weakref.WeakKeyDictionary()
         self._listed: tuple[int, Sequence[WeightRecord]] = 0, []
+        self.unsharded: list[WeightRecord] = []
         self.changes = 0
         self.exchanges: dict[Ranks, Exchange] = {}
         self.guests: list[Guest] = [make(self) for make in makers]
@@ -128,9 +130,8 @@ class Conversion:
         new = [(record, record.parameter) for record in records if not record.entered]
         if sharded := [(record, w) for record, w in new if is_dtensor(w) and sharded_dims(w)]:
             self._enter(sorted(sharded, key=lambda each: each[0].fqn), asked)
-        for record in records:
-            if (shard := record.shard) is not None:
-                shard.follow(record)  # as one rank alone may have to, so nothing is communicated
+        # One rank alone may have to follow, so nothing is communicated.
+        self.unsharded = [record for record in records if not record.follow()]
 
     def shard_of(self, record: WeightRecord) -> Shard:
         """The shard of a weight that is about to be gathered."""

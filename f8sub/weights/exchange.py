@@ -62,7 +62,7 @@ class Exchange:
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
         self._under_way: tuple[dist.Work | None, list[tuple[Region, torch.Tensor]]] | None = None
         self._changes_covered = -1
-        self._requested = self._warned = False
+        self._requested = self._warned = self._in_a_graph = False
         self._findings: list[Findings] = []
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
@@ -110,7 +110,7 @@ class Exchange:
             self._requested = not self.all_arrive(self.layout.sharers, *point)
         if not self._requested:
             self.reduce()
-        if any(shard.in_a_graph for shard in self.table.shards):
+        if self._in_a_graph:
             self.settle()  # the replay of a graph waits for no reduction that began outside of it
 
     def reduce(self, *, tell: bool = True) -> None:
@@ -240,4 +240,4 @@ class Exchange:
                 "precompute_scales(model), run the model once as it will be captured, and then capture it. After "
                 "each optimizer step call precompute_scales(model) before the replay"
             )
-        shard.in_a_graph = True
+        self._in_a_graph = True

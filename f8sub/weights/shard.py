@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.formats import Float8Format
+from f8sub.formats import E2M1, Float8Format
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.triton import quantize_cuda
@@ -42,9 +42,9 @@ class Shard:
     Attributes:
         sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for a guest.
         gathers: all-gathers of this weight so far; the same on every rank, because each is a collective.
+        copies_scales: whether ``scales_written`` has any to copy.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
         amax_of: the state of ``master`` that its amax was taken from.
-        in_a_graph: whether a CUDA graph recorded its casts.
         kept: what ``pending`` returned last; not under CPU offload, which makes a copy on a GPU for every gather.
         casts: those of the weights that it was gathered with last, if it was the first of them.
     """
@@ -72,7 +72,6 @@ class Shard:
         self._follows_dtype = dtype is None
         self._exchange = weakref.ref(exchange)
         self.amax_of: State | None = None
-        self.in_a_graph = False
         self.kept: PendingCodes | None = None
         self.casts: Casts | None = None
         self.sent_shape = layout.stacked(
@@ -112,14 +111,11 @@ class Shard:
         """Whether a change of the weight is always one of this shard; ``dcp.load`` writes to no empty one."""
         return self.master.numel() > 0
 
-    def follow(self, record: WeightRecord) -> None:
-        """Turn to the local tensor that the parameter holds now.
+    def follow(self, held: torch.Tensor) -> None:
+        """Turn to another local tensor, which the parameter holds now.
 
         FSDP2 pads a short shard anew, on that rank alone. A copy of what the scales were computed from is no change.
         """
-        held = getattr(record.parameter, "_local_tensor", None)  # None while it is unsharded
-        if held is self.master or held is None:
-            return
         local = master_of(held)
         if local is None or local.cell is self.master.cell:
             return
@@ -155,6 +151,7 @@ class Shard:
         part = self.layout.tiles_of_part(scale_inv, self.wire.table_tile)
         whole = part.shape == scale_inv.shape
         part = scale_inv if whole else part.clone(memory_format=torch.contiguous_format)
+        self.copies_scales = not whole
         of_all = torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None
         self.scales = TableScales(amax.view(shape), scale.view(shape), scale_inv, part, of_all)
 
@@ -207,7 +204,7 @@ class Shard:
             made = scales_or_nan(shard_amax(values, format.tile, offset), format)
             self.wire.scales_of(rows).copy_(made.scale_inv)
             scale = made.scale
-        elif beyond_range is not None and format.has_nan:
+        elif beyond_range is not None and format.dtype != E2M1:
             values = values.to(self.dtype)
             scaled = values.float() * reference.spread(scale, format.tile, values.shape, offset)
             values = values.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)

@@ -94,6 +94,14 @@ class WeightRecord:
         module = self._module()
         return None if module is None else module._parameters.get(self.name)
 
+    def follow(self) -> bool:
+        """Have the shard turn to what the parameter holds now, if that is sharded; False where there is no shard."""
+        shard = None if self._shard is None else self._shard()
+        held = getattr(self.parameter, "_local_tensor", None) if shard else None
+        if shard is not None and held is not None and held is not shard.master:
+            shard.follow(held)
+        return shard is not None
+
 
 class Weight(torch.Tensor):
     """A parameter's local tensor, on which FSDP2 finds the hooks if the weight is gathered as float8."""
@@ -212,7 +220,7 @@ def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor],
         if record.conversion is None:
             raise RuntimeError(f"{record.fqn}: its weight is gathered and its module is gone")
         shard = record.conversion.shard_of(record)
-    shard.follow(record)
+    record.follow()
     codes, ticket = shard.exchange.gather_input(shard, weight)
     return (codes,), (shard, ticket)
 

@@ -47,7 +47,7 @@ class DroppedShard(Shard):
         dropped.__class__ = cls
         if not isinstance(dropped, DroppedShard):
             raise RuntimeError(f"{shard.fqn}: a {type(shard).__name__} cannot hold codes alone")
-        dropped._shape = shape
+        dropped._shape, dropped.copies_scales = shape, True
         return dropped
 
     def pending(self, source: Weight) -> torch.Tensor:
@@ -61,6 +61,7 @@ class DroppedShard(Shard):
     def lay_out(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Take its entries of the table, with the scales of the codes in them from the beginning."""
         super().lay_out(amax, scale, scale_inv)
+        self.copies_scales = True
         self.scales_written()
 
     def scales_written(self) -> None:

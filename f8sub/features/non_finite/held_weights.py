@@ -38,7 +38,7 @@ class HeldWeights(Guest):
             Float8NumericsError: NaN or infinity in a weight; names the layers.
         """
         conversion = self._conversion()
-        records = [] if conversion is None else [r for r in conversion.records if r.shard is None]
+        records = [] if conversion is None else conversion.unsharded
         weights = (record.parameter for record in records)
         if records and not any(weight is not None and is_capturing(weight) for weight in weights):
             self._tell()

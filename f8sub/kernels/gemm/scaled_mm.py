@@ -42,11 +42,7 @@ def is_traceable(a: Operand, b: Operand) -> bool:
     """
     if _in_blocks(a.format, b.format):
         return False
-    return not _fills_up(a.data) or all(map(_is_settled, (*a.data.shape, b.data.shape[0])))
-
-
-def _fills_up(codes: torch.Tensor) -> bool:
-    return codes.is_cuda
+    return not a.data.is_cuda or all(map(_is_settled, (*a.data.shape, b.data.shape[0])))
 
 
 def _is_settled(size: int) -> bool:
@@ -72,7 +68,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
             return _gemm_nt_in_blocks(a, b, out_dtype)
         a_scale_inv = a_scale_inv.expand(left.shape[0], 1).contiguous()
         b_scale_inv = b_scale_inv.expand(right.shape[0], 1).contiguous().t()
-    if _fills_up(left):
+    if left.is_cuda:
         return _gemm_nt_cuda(left, right, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
     # t(), not mT: compiled code saves the float8 codes behind the one and casts x anew in backward behind the other.
     return torch._scaled_mm(

@@ -198,6 +198,11 @@ class Float8Format:
         )
 
     @property
+    def has_nan(self) -> bool:
+        """Whether a code can stand for NaN; e2m1's cannot."""
+        return self.dtype != E2M1
+
+    @property
     def codes_per_byte(self) -> int:
         """Elements in one byte of ``Operand.data``, side by side along K."""
         return 2 if self.dtype == E2M1 else 1

@@ -208,24 +208,18 @@ class WireFormat:
             all_gather(shards.view(-1), codes.view(-1), self.layout.group)
             torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
 
-    def scales_whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The scales of ``layout.shape`` as those of ``unsharded``'s codes: a view."""
-        if self.layout.folded is None:
-            return part
-        rows, cols = self.layout.folded
-        return part.view(self.format_whole.tile.scale_shape((part.shape[0] * rows, cols)))
-
-    def unsharded(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Views of the gathered bytes: the codes of ``layout.shape``, and their scales where the wire carries them."""
+    def unsharded(self, gathered: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views: the codes of ``layout.shape`` in the gathered bytes; their scales, ``scales`` where the wire has none."""
         rows, cols = self.layout.shape
         codes_end = cols // self.format.codes_per_byte
         width = self.padded_shape[1] if self.layout.dim == 0 else codes_end
         # Shard(1) arrives with the bytes already in the whole weight's order and only its shape lost.
         whole = gathered.view(-1)[: rows * width].view(rows, width)
         codes = whole[:, :codes_end].view(self.format.dtype)
-        if self.layout.folded is not None:
-            codes = codes.view(-1, self.layout.folded[1])
-        return codes, self.scales_of(whole) if self.carries_scales else None
+        if (folded := self.layout.folded) is not None:
+            codes = codes.view(-1, folded[1])
+            scales = scales.view(self.format_whole.tile.scale_shape((scales.shape[0] * folded[0], folded[1])))
+        return codes, self.scales_of(whole) if self.carries_scales else scales
 
 
 def bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.formats import E2M1, Float8Format
+from f8sub.formats import Float8Format
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.triton import quantize_cuda
@@ -204,7 +204,7 @@ class Shard:
             made = scales_or_nan(shard_amax(values, format.tile, offset), format)
             self.wire.scales_of(rows).copy_(made.scale_inv)
             scale = made.scale
-        elif beyond_range is not None and format.dtype != E2M1:
+        elif beyond_range is not None and format.has_nan:
             values = values.to(self.dtype)
             scaled = values.float() * reference.spread(scale, format.tile, values.shape, offset)
             values = values.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)

@@ -185,9 +185,8 @@ class Weight(torch.Tensor):
             self.was_gathered(shard)
         if out is not None:
             return None
-        codes, scale_inv = shard.wire.unsharded(gathered)
         scales = shard.scales
-        scale_inv = shard.wire.scales_whole(scales.part_scale_inv) if scale_inv is None else scale_inv
+        codes, scale_inv = shard.wire.unsharded(gathered, scales.part_scale_inv)
         rowwise = Operand(codes, scale_inv, shard.wire.format_whole, scales.global_scale_inv)
         return Float8Tensor(rowwise, None, param_dtype, shard.layout.leading), (gathered,)
 

@@ -209,7 +209,7 @@ class WireFormat:
             torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
 
     def unsharded(self, gathered: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views: the codes of ``layout.shape`` in the gathered bytes; their scales, ``scales`` where the wire has none."""
+        """Views: the gathered codes of ``layout.shape``; their scales, which are ``scales`` where the wire has none."""
         rows, cols = self.layout.shape
         codes_end = cols // self.format.codes_per_byte
         width = self.padded_shape[1] if self.layout.dim == 0 else codes_end

@@ -153,10 +153,7 @@ class MasterWeight(Weight):
     def state(self) -> State:
         """Another value in every other storage, and after every change."""
         cell = self.cell  # which eager operators mark; compiled code bumps the version only
-        try:
-            return cell.number, cell.epoch, self._version
-        except RuntimeError:  # of an inference tensor
-            return cell.number, cell.epoch, 0
+        return cell.number, cell.epoch, 0 if self.is_inference() else self._version
 
     @property
     def owns_storage(self) -> bool:

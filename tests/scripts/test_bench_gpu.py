@@ -74,6 +74,8 @@ def test_patterns_name_what_the_asked_groups_have(run_script):
     assert set(bench_gpu.names_of(["slice", "experts"])) == {*of_experts, *of_steps}
     assert {gathered, GRAPHED} & set(of_experts) == {gathered}
     assert {gathered, GRAPHED} & set(of_steps) == {GRAPHED}
+    chosen, _ = variants.chosen([gathered], CPU)  # by experts alone
+    assert {variant.library for variant in chosen} == {variants.BF16}
     refused = run_script("bench_gpu.py", "--group", "slice", "--only", "bf16*", gathered)
     assert refused.returncode == 2
     assert f"--only {gathered!r} matches none of ['bf16 compiled'" in refused.stderr

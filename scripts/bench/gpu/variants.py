@@ -158,11 +158,7 @@ def chosen(
     """Variants whose names match one of the patterns, bf16 ones to compare with, and of those left out the reasons.
 
     ``of_layers`` leaves out those that are of whole steps.
-
-    Raises:
-        ValueError: a pattern that matches no name.
     """
-    match_each(only, (variant.name for variant in all_variants()))
     candidates = [v for v in all_variants() if not (of_layers and (v.graphed or v.liger))]
     asked = [
         v for v in candidates if (any(fnmatch.fnmatch(v.name, p) for p in only) if only else v.is_default)

@@ -51,6 +51,9 @@ An H100's L2 has 50 MiB, of which an SM is near to half. A group, what is read a
 What is ahead are more programs than run at once, 600, so that who casts finds its group's amaxes done.
 """
 
+TURN_REGISTERS = 80
+"""Of a thread of ``quantize_groups_in_turn``: six programs on an SM for five, 2 to 7 % faster on an H200, no spills."""
+
 
 def quantization(
     x: torch.Tensor,
@@ -130,6 +133,7 @@ def _in_turn(filled: dict[str, Any], is_whole: bool) -> tuple[Launch, torch.Tens
     scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
     done, of_rows, of_groups = scratch.split(counts)
     kernel = in_turn.quantize_groups_in_turn if is_whole else in_turn.quantize_lines_in_turn
+    options = {**WARPS_4, "maxnreg": TURN_REGISTERS} if is_whole else WARPS_4
     arguments = {
         **filled,
         "done_ptr": done,
@@ -140,7 +144,7 @@ def _in_turn(filled: dict[str, Any], is_whole: bool) -> tuple[Launch, torch.Tens
         "TILE": shape_of(*CAST, x.shape[1] % CAST[1] == 0),
     }
     programs = 2 * filled["TURNS"] * (edge // CAST[0]) * cdiv(x.shape[1], CAST[1])
-    return Launch(kernel, programs, arguments, WARPS_4), scratch
+    return Launch(kernel, programs, arguments, options), scratch
 
 
 def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tensor] | None) -> Launch:

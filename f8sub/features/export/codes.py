@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError
+from f8sub.features.delayed_state.state import ScalingState
 from f8sub.features.experts.module import Float8Experts
 from f8sub.features.forwards.forwards import sources_of
-from f8sub.features.layouts.names import Pieces, pieces_of
+from f8sub.features.layouts.names import Pieces, pieces_of, without_wrappers
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
@@ -26,9 +26,6 @@ from f8sub.weights.weight import local_tensor
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Segments that ``torch.compile`` and checkpointing wrappers put into names."""
 
 
 class Part(NamedTuple):
@@ -66,18 +63,6 @@ class Part(NamedTuple):
         return self.name.rpartition(".")[0]
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model in a DistributedDataParallel, or in what ``torch.compile`` returned."""
-    while True:
-        inner = (
-            model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
-        )
-        # A wrapper that was sharded gathers what is in it.
-        if inner is None or is_fsdp_module(model):
-            return model
-        model = inner
-
-
 def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", list[Part]]]:
     """What FSDP2 gathers together, with the module that gathers it, in the model's order; ties once, by the first name.
 
@@ -91,8 +76,8 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", lis
         parent = fqn.rpartition(".")[0]
         above = owner.get(model.get_submodule(parent)) if fqn else None
         owner[module] = module if is_fsdp_module(module) else above
-        if fqn.startswith(layer):
-            continue  # what a recipe keeps in a float8 layer, which no engine reads
+        if fqn.startswith(layer) or isinstance(module, ScalingState):
+            continue  # what a recipe keeps of a float8 layer or of experts, which no engine reads
         if isinstance(module, Float8Linear):
             layer = f"{fqn}." if fqn else ""
         tensors = dict(module._parameters)
@@ -106,11 +91,19 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", lis
     yield from found.items()
 
 
-def without_wrappers(name: str) -> str:
-    """A name without the segments of wrappers."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def tied_layers(model: torch.nn.Module) -> list[str]:
+    """Names of linear layers in high precision whose weight goes by another name, such as a head's an embedding has.
+
+    Readers have a layer there, of which they have to know that it is not in float8.
+    """
+    named = {part.name for _, parts in blocks_of(model) for part in parts}
+    layers = [
+        Part(f"{without_wrappers(fqn)}.weight", module, "weight")
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.nn.Linear) and not isinstance(module, Float8Linear)
+    ]
+    pieces = names_of(model, [part for part in layers if part.name not in named])
+    return [piece.name.removesuffix(".weight") for of_layer in pieces.values() for piece in of_layer]
 
 
 def names_of(model: torch.nn.Module, parts: Iterable[Part]) -> Pieces:

@@ -2,28 +2,35 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.features.export.codes import Part, blocks_of, experts_of, names_of, operand_of, unwrapped
+from f8sub.features.export.codes import (
+    Part,
+    blocks_of,
+    experts_of,
+    names_of,
+    operand_of,
+    tied_layers,
+)
 from f8sub.features.layer_kinds.layer_kinds import kinds
-from f8sub.features.layouts import layouts
-from f8sub.features.layouts.names import Pieces
-from f8sub.formats import Float8Format, ScaleRule
+from f8sub.features.layouts import layouts, readers
+from f8sub.features.layouts.names import Pieces, unwrapped
+from f8sub.formats import Float8Format
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
-from f8sub.weights.weight import Weight, local_tensor
+from f8sub.weights.weight import Weight, local_tensor, master_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 Rename = Callable[[str], str]
 """From a tensor's name in a checkpoint of the model to the engine's."""
 
 Progress = Callable[[list[str]], Iterable[str]]
 """Given the names of parameters and buffers, it returns them again, to show how far a loop is: ``tqdm.tqdm``."""
-
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one parent that engines multiply as one. Source: vLLM's ``packed_modules_mapping`` of Llama and Qwen."""
 
 _COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -96,6 +103,7 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
                 others[layer] = None
             elif part.tensor.dim() == 3:  # experts, which readers know by their module's name
                 others[layer.rpartition(f".{piece.expert}.")[0] if piece.rows else part.fqn] = None
+    others |= dict.fromkeys(tied_layers(model))
     if not float8:
         raise Float8ConfigError(
             f"{type(model).__name__} has no layer whose forward multiplies in float8, so there are no codes to export; "
@@ -105,44 +113,8 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
         layout = layouts.natural_layout(float8)
     layouts.check(layout, float8)
     formats = {fqn: format for fqn, (format, _) in float8.items()}
-    _warn(formats, list(others))
-    if adapters := [part.name for part in parts if ".lora_" in part.name]:
-        warnings.warn(
-            f"{adapters[0]} and {len(adapters) - 1} more adapters are not merged, and engines read neither them nor "
-            "the names that PEFT gives the base: call f8sub.restore_high_precision(model), where its values were "
-            "dropped, and model.merge_and_unload()",
-            Float8Warning,
-            stacklevel=3,
-        )
+    readers.warn_of_engines(formats, list(others), [part.name for part in parts])
     return Exported(layout, formats, list(others), pieces)
-
-
-def _warn(formats: dict[str, Float8Format], others: list[str]) -> None:
-    floats = [
-        fqn
-        for fqn, f in formats.items()
-        if f.scale_rule is ScaleRule.FLOAT and f.tile.rows == f.tile.cols > 0
-    ]
-    if floats:
-        warnings.warn(
-            f"{floats[0]} and {len(floats) - 1} more layers have scales of blocks that are no powers of two. vLLM "
-            "(with DeepGEMM) and SGLang (on Blackwell) cast such weights anew, which doubles float8's error; train "
-            "with a recipe whose scales of blocks are powers of two, which stay as they are",
-            Float8Warning,
-            stacklevel=4,
-        )
-    parents = {fqn.rpartition(".")[0] for fqn in formats}
-    for parent, group in ((parent, group) for parent in sorted(parents) for group in _FUSED):
-        names = [f"{parent}.{leaf}" for leaf in group]
-        missing = [name for name in names if name in others]
-        if missing and any(name in formats for name in names):
-            warnings.warn(
-                f"{', '.join(missing)}: not in float8, while its siblings are; vLLM multiplies "
-                f"{', '.join(group)} as one layer and refuses such a checkpoint. Convert all of them, or none",
-                Float8Warning,
-                stacklevel=4,
-            )
-            return
 
 
 def float8_weights(
@@ -195,12 +167,14 @@ def stream(
         )
     names = _shown(progress or iter, [part.name for _, parts in blocks for part in parts])
     for gathers, parts in blocks:
+        left: dict[str, torch.Tensor] = {}
         if gathers is not None:
+            left = _left_in_high_precision(gathers, parts, exported, dtype)
             gathers.unshard()
         try:
             for part in parts:
                 next(names, None)
-                for name, tensor in _made(part, exported, dtype):
+                for name, tensor in _made(part, exported, dtype, left.pop(part.name, None)):
                     if (to := renamed(name, rename)) in given:
                         raise Float8ConfigError(f"rename gives {to!r} to two tensors, the second is {name}")
                     given.add(to)
@@ -219,10 +193,35 @@ def _shown(progress: Progress, names: list[str]) -> Iterator[str]:
         warnings.warn(f"progress raised {error!r}; the weights go on without it", Float8Warning, stacklevel=2)
 
 
+def _has_codes(part: Part, exported: Exported) -> bool:
+    """Whether codes of a part are exported; those of experts are where each has a name."""
+    return part.format is not None and (
+        part.tensor.dim() == 2 or exported.pieces[part.name][0].rows is not None
+    )
+
+
 @torch.no_grad()
-def _made(part: Part, exported: Exported, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _left_in_high_precision(
+    gathers: "FSDPModule", parts: list[Part], exported: Exported, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Whole values of what FSDP2 gathers as codes and is exported in high precision, by the part's name."""
+    left = [part for part in parts if part.format is not None and not _has_codes(part, exported)]
+    if left:
+        gathers.reshard()  # a forward may have left it unsharded
+    return {
+        part.name: _values(part.tensor, dtype)
+        for part in left
+        if master_of(local_tensor(part.tensor)) is not None
+    }
+
+
+@torch.no_grad()
+def _made(
+    part: Part, exported: Exported, dtype: torch.dtype | None, value: torch.Tensor | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a part; of ``value`` where that is what it is exported as."""
     pieces, layout = exported.pieces[part.name], exported.layout
-    if part.format is not None and (part.tensor.dim() == 2 or pieces[0].rows is not None):
+    if _has_codes(part, exported):
         of_expert = experts_of(part, dtype) if part.tensor.dim() == 3 else iter((operand_of(part, dtype),))
         for index, operand in enumerate(of_expert):
             tensors = layouts.tensors_of(operand, layout)
@@ -230,7 +229,7 @@ def _made(part: Part, exported: Exported, dtype: torch.dtype | None) -> Iterator
                 for leaf, tensor in layouts.rows_of(tensors, rows).items():
                     yield name.removesuffix("weight") + leaf, tensor
         return
-    value = _values(part.tensor)
+    value = _values(part.tensor) if value is None else value.to(part.tensor.dtype)
     # Buffers stay as forward reads them: neither autocast nor FSDP2 casts a router's bias.
     if value.is_floating_point() and part.attribute in part.module._parameters:
         value = value if dtype is None else value.to(dtype)
@@ -244,11 +243,12 @@ def _made(part: Part, exported: Exported, dtype: torch.dtype | None) -> Iterator
         yield piece.name, own.clone(memory_format=torch.contiguous_format)
 
 
-def _values(tensor: torch.Tensor) -> torch.Tensor:
+def _values(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole tensor in high precision, also where it was gathered as codes that are read otherwise."""
     local = local_tensor(tensor.detach())
     value = local.dequantize() if isinstance(local, Float8Tensor) else local
     value = value.plain if isinstance(value, Weight) else value
+    value = value if dtype is None else value.to(dtype)
     if not is_dtensor(tensor):
         return value
     return torch.distributed.tensor.DTensor.from_local(

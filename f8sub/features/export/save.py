@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.features.export.codes import unwrapped
 from f8sub.features.export.float8_weights import Exported, Progress, Rename, examined, stream
 from f8sub.features.gather_values.gather_values import gather_values
-from f8sub.features.layouts import layouts
+from f8sub.features.layouts import layouts, readers
+from f8sub.features.layouts.names import unwrapped
 from f8sub.torch_compat import is_fsdp_module
 
 SHARD_BYTES = 5_000_000_000
@@ -102,7 +102,9 @@ def warn_of_transformers(model: torch.nn.Module, exported: Exported) -> None:
             piece for several in exported.pieces.values() for piece in several if piece.expert is not None
         ]
         experts = {piece.name.removesuffix(".weight") for piece in pieces} & exported.formats.keys()
-        if (told := layouts.unread_by_transformers(exported.formats, sorted(experts))) is not None:
+        classes = {type(module).__name__ for module in model.modules()}
+        told = readers.unread_by_transformers(exported.formats, sorted(experts), classes)
+        if told is not None:
             warnings.warn(told, Float8Warning, stacklevel=3)
 
 

@@ -43,7 +43,7 @@ class Scheme(NamedTuple):
     inputs: dict[str, Any]
 
 
-_CHANNEL = Scheme(
+CHANNEL = Scheme(
     "float-quantized",
     {**_FLOAT8, "strategy": "channel", "dynamic": False},
     {**_FLOAT8, "strategy": "token", "dynamic": True},
@@ -69,7 +69,7 @@ def scheme_of(format: Float8Format) -> Scheme | None:
     if not format.is_plain:
         return None
     if format.tile.cols == ALL and format.tile.rows in (1, ALL):
-        return _CHANNEL
+        return CHANNEL
     return _BLOCK if _is_square(format) else None
 
 
@@ -126,27 +126,6 @@ def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]
             Float8Warning,
             stacklevel=5,
         )
-
-
-def unread_by_transformers(formats: Mapping[str, Float8Format], of_experts: Sequence[str]) -> str | None:
-    """What transformers 5.23 cannot read of a model in the layout of compressed-tensors; None where it reads all.
-
-    Source: ``CompressedTensorsDequantize`` of its integration, which multiplies experts' codes by their scales as they
-    are, and reads all layers by the first group.
-    """
-    if layers := [fqn for fqn in of_experts if scheme_of(formats[fqn]) is not _CHANNEL]:
-        return (
-            f"{layers[0]} and {len(layers) - 1} more experts have scales of blocks or groups: compressed-tensors holds "
-            "them, and transformers 5.23 fails to read them. It reads experts with scales of rows, and those of blocks "
-            "where layout='fp8' can be had"
-        )
-    schemes = {scheme.format + str(scheme.weights) for scheme in map(scheme_of, formats.values()) if scheme}
-    if len(schemes) > 1:
-        return (
-            f"these layers have {len(schemes)} formats, each a group of compressed-tensors: transformers 5.23 reads "
-            "them, but not with CompressedTensorsConfig(dequantize=True), as a CPU needs it"
-        )
-    return None
 
 
 def tensors_of(operand: Operand, layout: str) -> dict[str, torch.Tensor]:

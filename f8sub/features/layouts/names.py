@@ -13,9 +13,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from f8sub.torch_compat import is_fsdp_module
 
 _PARTS = 4
 """Parts that an expert's rows count as: every rule that is known splits them into halves."""
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Segments that ``torch.compile`` and checkpointing wrappers put into names."""
 
 
 class Piece(NamedTuple):
@@ -34,6 +40,25 @@ class Piece(NamedTuple):
 
 Shapes = Mapping[str, tuple[int, ...]]
 Pieces = dict[str, list[Piece]]
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model in a DistributedDataParallel, or in what ``torch.compile`` returned."""
+    while True:
+        inner = (
+            model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
+        )
+        # A wrapper that was sharded gathers what is in it.
+        if inner is None or is_fsdp_module(model):
+            return model
+        model = inner
+
+
+def without_wrappers(name: str) -> str:
+    """A name without the segments of wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def pieces_of(model: torch.nn.Module, shapes: Shapes, experts: Mapping[str, str]) -> Pieces:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
-from f8sub.features.export.codes import Part, blocks_of, names_of, unwrapped
+from f8sub.features.export.codes import Part, blocks_of, names_of
 from f8sub.features.export.float8_weights import Progress, Rename, renamed
 from f8sub.features.held_codes.experts import Held, held_experts, hold_experts, in_order
 from f8sub.features.held_codes.layers import are_powers_of_2, can_hold, check_not_gathered, hold, plan_for
-from f8sub.features.layouts.names import Piece
+from f8sub.features.layouts.names import Piece, unwrapped
 from f8sub.features.layouts.reading import Source, scale_of
 from f8sub.features.load.checkpoint import CONFIG, Checkpoint, some
 from f8sub.features.load.described import described_tile

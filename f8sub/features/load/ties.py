@@ -2,7 +2,7 @@
 
 import torch
 
-from f8sub.features.export.codes import without_wrappers
+from f8sub.features.layouts.names import without_wrappers
 
 
 def other_names(model: torch.nn.Module) -> dict[str, list[str]]:

@@ -1,6 +1,7 @@
 """Experts are exported as the layers that published checkpoints have, with the codes that forward multiplies."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,39 @@ def test_experts_that_transformers_cannot_read_are_a_warning(recipe, tmp_path):
         f8sub.save_float8(converted("qwen3_moe", recipe), out, layout="compressed-tensors", dtype=BF16)
     with pytest.raises(RuntimeError, match="during automatic conversion"):
         transformers.AutoModelForCausalLM.from_pretrained(out, dtype=BF16, quantization_config=reads)
+
+
+def test_histories_of_delayed_scaling_are_left_out():
+    names = [
+        {
+            name.removesuffix("_inv")
+            for name in f8sub.float8_state_dict(converted("qwen3_moe", recipe), dtype=BF16)[0]
+        }
+        for recipe in ("delayed", "tensorwise")
+    ]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(("recipe", "is_told"), [("rowwise", True), ("blockwise", False)])
+def test_experts_of_llama_4_that_transformers_begins_anew_are_a_warning(recipe, is_told, tmp_path):
+    """When it reads them, this test fails, and the warning goes."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=128, intermediate_size_mlp=128, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=32, num_local_experts=2, pad_token_id=0,
+    )  # fmt: skip
+    model = f8sub.convert_to_float8(transformers.Llama4ForCausalLM(config).to(BF16), recipe=recipe)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        f8sub.save_float8(model, tmp_path / "out", dtype=BF16)
+    assert [str(each.message)[:17] for each in told if each.category is f8sub.Float8Warning] == (
+        ["Llama4TextExperts"] if is_told else []
+    )
+    reads = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if is_told else {}
+    loaded = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "out", dtype=BF16, **reads)
+    found = loaded.model.layers[0].feed_forward.experts
+    assert hasattr(found, "down_proj") is not is_told
+    if not is_told:
+        assert torch.equal(found.down_proj, model.model.layers[0].feed_forward.experts.down_proj)
 
 
 def test_experts_that_checkpoints_keep_in_one_tensor_stay_in_high_precision():

@@ -85,6 +85,18 @@ def test_ties_are_written_once_and_read_back(tmp_path):
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.detach().to(BF16))
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_a_head_that_is_tied_to_the_embedding_is_named_and_read_in_high_precision(recipe, tmp_path):
+    """A reader has a linear layer there, and would look for its scales."""
+    model = trained(recipe, tie_word_embeddings=True)
+    f8sub.save_float8(model, tmp_path / "out", dtype=BF16)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config.get("ignore", config.get("modules_to_not_convert")) == ["lm_head"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=BF16)
+    assert [name for name in loaded.state_dict() if "lm_head" in name] == ["lm_head.weight"]
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.detach().to(BF16))
+
+
 def test_a_state_dict_has_what_the_file_has(tmp_path):
     model = trained("delayed")
     assert any("scaling_states" in name for name in model.state_dict())

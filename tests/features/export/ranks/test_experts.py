@@ -1,5 +1,6 @@
 """Experts that FSDP2 or expert parallelism shards are exported to the bytes of the unsharded model, on every rank."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import f8sub
-from tests.features.experts.models import OwnExperts
+from tests.features.experts.models import OwnExperts, of_transformers
 from tests.selection import long_but
 from tests.wire import Wire
 
@@ -114,6 +115,25 @@ def test_each_rank_reads_its_own_experts(rank, world, tmp_path, way, experts):
         found = found.full_tensor() if isinstance(found, DTensor) else found
         wrong += [name] * (not torch.equal(found.detach().clone(), expected.detach().clone()))
     assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", [None, BF16])
+@pytest.mark.parametrize("stays_unsharded", [True, False])
+def test_experts_that_checkpoints_keep_in_one_tensor_have_their_values(rank, world, dtype, stays_unsharded):
+    """Not those of the codes that FSDP2 gathers for training, and that a forward may have left there."""
+    plain = of_transformers("gpt_oss")
+    model = f8sub.convert_to_float8(copy.deepcopy(plain), "rowwise", experts=True)
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=not stays_unsharded)
+    fully_shard(model, mp_policy=policy)
+    f8sub.precompute_scales(model)
+    with torch.no_grad():
+        model(torch.arange(16)[None])
+    state, _ = f8sub.float8_state_dict(model, dtype=dtype)
+    for leaf in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{leaf}"
+        assert torch.equal(state[name], plain.get_parameter(name).detach().to(BF16)), name
 
 
 def test_one_byte_an_element_is_gathered(rank, world):

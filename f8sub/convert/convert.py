@@ -102,7 +102,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
             another recipe, tied layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot
             take, or, when ``strict``, nothing to convert.
     """
-    sockets.check_call(recipe, unknown, inspect.signature(convert_to_float8).parameters)
+    sockets.check_call(model, recipe, unknown, inspect.signature(convert_to_float8).parameters)
     if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
         raise Float8ConfigError(
             f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"

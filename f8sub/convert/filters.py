@@ -113,8 +113,9 @@ class Selection:
             for parameter in module.parameters(recurse=False):
                 owners[id(parameter)].append(fqn)
         float8 = {fqn for fqn, reason in found.items() if reason in IN_FLOAT8}
-        for fqn in [fqn for fqn, reason in found.items() if reason is None]:
-            if apart := [owner for owner in owners[id(linears[fqn].weight)] if owner not in float8]:
+        for fqn in [fqn for fqn, reason in found.items() if reason in (None, by_default.get(fqn))]:
+            could = float8 if found[fqn] is None else linears  # those left by default could be converted
+            if apart := [owner for owner in owners[id(linears[fqn].weight)] if owner not in could]:
                 found[fqn] = f"its weight is tied to {apart[-1]}, which stays in high precision"
         return found
 

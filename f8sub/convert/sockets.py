@@ -63,8 +63,8 @@ EXPERTS: bool | str = False
 layer_keep_x: Callable[[Any], Any]
 """The option ``keep_x`` as ``LayerChoices``; raises an error for one that there is not."""
 
-check_call: Callable[[Any, Mapping[str, Any], Iterable[str]], None]
-"""Raises an error for a recipe that is none, or for unknown keywords; the third argument are the known ones."""
+check_call: Callable[[Any, Any, Mapping[str, Any], Iterable[str]], None]
+"""Raises an error for a model or a recipe that is none, and for unknown keywords; the last argument has known ones."""
 
 why_not_class: Callable[[torch.nn.Linear], str | None]
 """Why a linear layer's class cannot become a float8 one; None where it can."""

@@ -187,7 +187,11 @@ class MasterWeight(Weight):
             return self._traced
         made_from = (self.untyped_storage()._cdata, int(self.storage_offset()), self.shape, self.stride())
         if self._alias is None or self._alias[0] != made_from:
-            self._alias = made_from, torch._C._from_dlpack(torch._C._to_dlpack(self.plain))
+            # Of the whole storage, because fake tensors compare offsets, and DLPack's tensors have none.
+            plain = self.plain
+            whole = plain.new_empty(0).set_(plain.untyped_storage())
+            memory = torch._C._from_dlpack(torch._C._to_dlpack(whole)).untyped_storage()
+            self._alias = made_from, whole.new_empty(0).set_(memory, *made_from[1:])
         return self._alias[1]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from f8sub.formats import Float8Format
+from f8sub.formats import Float8Format, present
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.triton import quantize_cuda
@@ -62,10 +62,8 @@ class Shard:
         *,
         sent: bool,
     ) -> None:
-        if record.format is None:
-            raise RuntimeError(f"{record.fqn}: a weight that no GEMM reads in float8 has no codes")
         self.fqn, self.master, self.layout, self.prior, self.sent = record.fqn, master, layout, prior, sent
-        self.wire = WireFormat(record.format, layout, record.fqn)
+        self.wire = WireFormat(present(record.format), layout, record.fqn)
         self.format = self.wire.format
         self.gathers = 0
         self.dtype = dtype or (master.dtype if record.parameter is None else record.parameter.dtype)

@@ -168,9 +168,13 @@ def test_nothing_to_convert_is_an_error():
     with pytest.raises(f8sub.Float8ConfigError, match=without):
         f8sub.convert_to_float8(nn.Sequential(nn.Conv2d(3, 16, 3)))
     model = mlp()
-    with pytest.warns(f8sub.Float8Warning, match="nothing to convert"):
+    with pytest.warns(
+        f8sub.Float8Warning, match=r"nothing to convert.*Loosen skip, filter_fqns or filter_fn$"
+    ):
         assert f8sub.convert_to_float8(model, skip=("*",), strict=False) is model
     assert type(model.up) is nn.Linear
+    with pytest.raises(f8sub.Float8ConfigError, match=r"takes a model, a torch\.nn\.Module, got None"):
+        f8sub.convert_to_float8(None)
 
 
 def test_converting_twice_is_a_warning_and_changes_nothing():

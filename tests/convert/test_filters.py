@@ -61,6 +61,8 @@ LEFT = {
         head: (lambda head=head: TiedModel(head), {"skip_defaults": False}, ["up"], {head: TO_THE_EMBEDDING})
         for head in ("lm_head", "output")
     },
+    # What skip_defaults=False does not convert is not left by default.
+    "tied by default": (lambda: TiedModel("lm_head"), {}, ["up"], {"lm_head": TO_THE_EMBEDDING}),
     "tied": (
         tied_to_the_first,
         {"skip": "first"},

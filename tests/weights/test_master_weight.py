@@ -223,6 +223,28 @@ def test_what_torch_compile_traces_has_the_strides_of_the_weight():
     assert weight._inner.stride() == (1, 32)
 
 
+def test_a_weight_that_is_a_later_part_of_a_storage_is_compiled():
+    """As of a fused tensor of a checkpoint, or where ``vector_to_parameters`` laid weights side by side."""
+    parts = gaussian((2 * COLS, COLS), generator(5)).chunk(2)
+    layers = [nn.Linear(COLS, COLS, bias=False) for _ in parts]
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight = nn.Parameter(part)
+    model = f8sub.convert_to_float8(nn.Sequential(*layers), recipe="rowwise")
+    dy = gaussian((8, COLS), generator(6))
+
+    def step(run: nn.Module) -> list[torch.Tensor]:
+        model.zero_grad()
+        y = run(x_of())
+        y.backward(dy)
+        return [y.detach(), *(layer.weight.grad.clone() for layer in layers)]
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for factor in (1, -2):
+        with torch.no_grad():
+            layers[1].weight.mul_(factor)
+        assert all(map(torch.equal, step(compiled), step(model)))
+
+
 def test_deepcopy_keeps_gradients_ties_and_requires_grad():
     model = nn.Sequential(nn.Linear(COLS, COLS), nn.Linear(COLS, COLS))
     model[1].weight = model[0].weight

@@ -7,9 +7,11 @@ it keeps replicas of the layers. Otherwise they are this rank alone.
 """
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -168,6 +170,8 @@ class _DelayedGuest(Guest):
                 exchange.settle()
 
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
+        if _makes_optimizer_state():
+            return
         # What was loaded in place before this step does not cover it.
         for _, state in self.held():
             state.notice_writes()
@@ -306,6 +310,17 @@ def _forward_hook(conversion: Conversion, module: torch.nn.Module, args: Any) ->
 
 
 sockets.forward_hooks.append(_forward_hook)
+
+
+def _makes_optimizer_state() -> bool:
+    """Whether a step of torch's own ended, at rates of 0: a state dict is taken of a new optimizer, or loaded into it.
+
+    Histories that were loaded before are those of the last step that trained.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:

@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from f8sub.convert import sockets
 from f8sub.errors import Float8ConfigError
 from f8sub.recipe import Recipe, recipe_names
@@ -23,10 +25,11 @@ MEANT = {
 """Options of other libraries' calls, and what stands for each in f8sub's."""
 
 
-def refuse_foreign(recipe: Any, unknown: Mapping[str, Any], options: Iterable[str]) -> None:
+def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options: Iterable[str]) -> None:
     """Raise a ``Float8ConfigError`` that says what stands here for the arguments of another library's call.
 
     Args:
+        model: what was given as one.
         recipe: what was given as one, torchao's filter function or config for instance.
         unknown: keywords that ``convert_to_float8`` does not have.
         options: those that it has.
@@ -36,6 +39,10 @@ def refuse_foreign(recipe: Any, unknown: Mapping[str, Any], options: Iterable[st
         advice = f"use {meant}; " if meant else ""
         raise Float8ConfigError(
             f"convert_to_float8 has no option {name!r}, got {name}={_shown(value)}: {advice}f8sub's call is {CALL}"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise Float8ConfigError(
+            f"convert_to_float8 takes a model, a torch.nn.Module, got {_shown(model)}: f8sub's call is {CALL}"
         )
     if isinstance(recipe, str | Recipe | Mapping):
         return

@@ -146,7 +146,9 @@ def _unread(name: object, error: Exception) -> Float8ConfigError:
 def _of_transformers(config: Any, name: str) -> torch.nn.Module:
     transformers = _imported("transformers", f"{name!r}")
     named = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
-    autos = (transformers.AutoModelForCausalLM, transformers.AutoModel)
+    autos = [transformers.AutoModelForCausalLM, transformers.AutoModel]
+    if getattr(config, "is_encoder_decoder", False):
+        autos = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq, *autos]
     builders = [cls._from_config for cls in named if cls is not None] + [auto.from_config for auto in autos]
     problem: Exception | None = None
     with torch.device("meta"):

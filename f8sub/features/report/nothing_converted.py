@@ -21,8 +21,8 @@ ADVICE = {
 """What to do where no layer was converted, by words of the reasons."""
 
 
-def why_nothing(model: torch.nn.Module) -> str:
-    """Why no layer of a model was converted, and what to do."""
+def why_nothing(model: torch.nn.Module, strict: bool) -> str:
+    """Why no layer of a model was converted, and what to do; ``strict`` where that is an error."""
     classes = {other.detail.partition(":")[0]: other.reason for other in other_weights(model)}
     whys = [f"{name} ({reason})" if reason else name for name, reason in classes.items()]
     others = f"; nor does f8sub convert its {', '.join(whys)}" if whys else ""
@@ -33,15 +33,18 @@ def why_nothing(model: torch.nn.Module) -> str:
             count += 1
             reasons[getattr(module, SKIP_REASON)][kind_of(fqn or "(root)")].append(fqn or "(root)")
     if not count:
-        return f"the model has no nn.Linear layer{others}. Pass strict=False if that is as it should be"
+        return f"the model has no nn.Linear layer{others}" + (
+            ". Pass strict=False if that is as it should be" if strict else ""
+        )
     listed = "; ".join(
         f"{', '.join(map(name_of, kinds.values()))}: {reason}" for reason, kinds in reasons.items()
     )
     advice = [
         what for what, words in ADVICE.items() if any(word in reason for reason in reasons for word in words)
     ]
-    do = ", ".join([*advice, "or pass strict=False"]).removeprefix("or ")
-    return f"0 of {count} linear layers ({listed}){others}. {do[0].upper()}{do[1:]}"
+    do = ", ".join([*advice, *["or pass strict=False"] * strict]).removeprefix("or ")
+    found = f"0 of {count} linear layers ({listed}){others}"
+    return f"{found}. {do[0].upper()}{do[1:]}" if do else found
 
 
 def nothing_converted(model: torch.nn.Module, strict: bool) -> None:
@@ -53,7 +56,7 @@ def nothing_converted(model: torch.nn.Module, strict: bool) -> None:
             stacklevel=4,
         )
         return
-    message = f"convert_to_float8 found nothing to convert: {why_nothing(model)}"
+    message = f"convert_to_float8 found nothing to convert: {why_nothing(model, strict)}"
     if strict:
         raise Float8ConfigError(message)
     Conversion.see(model)

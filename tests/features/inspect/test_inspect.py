@@ -240,10 +240,19 @@ def test_a_config_of_torchtitan(config):
     assert any(group.reason is None for group in f8sub.estimate(model).groups)
 
 
-def test_a_model_type_of_transformers():
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("llama", "LlamaForCausalLM"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("whisper", "WhisperForConditionalGeneration"),
+        ("bert", "BertLMHeadModel"),
+    ],
+)
+def test_a_model_type_of_transformers(kind, expected):
     pytest.importorskip("transformers")
-    model = load("llama")
-    assert type(model).__name__ == "LlamaForCausalLM"
+    model = load(kind)
+    assert type(model).__name__ == expected
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

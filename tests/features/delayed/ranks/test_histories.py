@@ -7,7 +7,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
@@ -200,3 +205,17 @@ def test_a_run_goes_on_from_what_was_loaded_in_place(rank, world, all_gather, co
     resumed = (resumed, train(model, rank, 2)[0], states_of(model))
     expected = (expected, train(trained, rank, 2)[0], states_of(trained))
     assert equal(resumed, expected)
+
+
+@pytest.mark.parametrize("all_gather", [True, False])
+def test_an_optimizer_that_is_loaded_after_the_model_rolls_nothing(rank, world, all_gather):
+    """Torch steps a new optimizer, at a rate of 0, so that there is a state to load into."""
+    trained, model, other = (shard(model_of(all_gather)) for _ in range(3))
+    train(trained, rank, 3)
+    set_model_state_dict(model, copy.deepcopy(get_model_state_dict(trained)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved = copy.deepcopy(get_optimizer_state_dict(other, torch.optim.AdamW(other.parameters())))
+    set_optimizer_state_dict(model, optimizer, saved)
+    f8sub.precompute_scales(model)
+    assert equal(states_of(model), states_of(trained))
+    assert equal(train(model, rank, 2)[0], train(trained, rank, 2)[0])

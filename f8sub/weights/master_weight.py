@@ -188,8 +188,7 @@ class MasterWeight(Weight):
         made_from = (self.untyped_storage()._cdata, int(self.storage_offset()), self.shape, self.stride())
         if self._alias is None or self._alias[0] != made_from:
             # Of the whole storage, because fake tensors compare offsets, and DLPack's tensors have none.
-            plain = self.plain
-            whole = plain.new_empty(0).set_(plain.untyped_storage())
+            whole = self.plain.new_empty(0).set_(self.untyped_storage())
             memory = torch._C._from_dlpack(torch._C._to_dlpack(whole)).untyped_storage()
             self._alias = made_from, whole.new_empty(0).set_(memory, *made_from[1:])
         return self._alias[1]

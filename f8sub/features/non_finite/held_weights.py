@@ -15,6 +15,9 @@ from f8sub.weights.guests import Guest, makers
 from f8sub.weights.master_weight import MasterWeight, State
 from f8sub.weights.weight import WeightRecord, local_tensor, master_of
 
+FEW = 2048
+"""Elements up to which a CPU has an amax sooner by ``_foreach_norm``, at 2.8 ns each; ``aminmax`` takes 5 us more."""
+
 
 class HeldWeights(Guest):
     """What a rank holds whole, alone or as a replica of DDP's; or its part of a weight gathered in high precision.
@@ -92,9 +95,15 @@ def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     filled = [row for row, weight in enumerate(plain) if weight.numel()]
     amaxes = torch.zeros(len(plain), dtype=torch.float32, device=plain[0].device)
     if filled:
-        norms = torch._foreach_norm([plain[row] for row in filled], torch.inf)
+        norms = _largest_of_each([plain[row] for row in filled])
         amaxes.index_copy_(0, sent_to(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))
     return amaxes
+
+
+def _largest_of_each(weights: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if weights[0].is_cpu and sum(weight.numel() for weight in weights) > FEW * len(weights):
+        return [torch.maximum(high, -low) for low, high in map(torch.aminmax, weights)]
+    return torch._foreach_norm(weights, torch.inf)
 
 
 makers.append(HeldWeights)

@@ -54,6 +54,21 @@ def test_a_bad_element_of_a_weight_that_is_not_sharded(recipe, value, primary):
     assert torch.equal(model(x), y)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rows", [2, held_weights.FEW // 32])
+def test_amaxes_of_few_and_of_many_elements(rows, value, dtype):
+    weights = [gaussian((rows + i, 64), generator(i)).to(dtype) for i in range(3)]
+    weights[1][-1, 5] = value
+    weights.insert(1, torch.empty(0, 64, dtype=dtype))
+    found = held_weights.weight_amaxes(weights)
+    expected = [
+        each.double().abs().max() if each.numel() else torch.zeros((), dtype=torch.double) for each in weights
+    ]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), torch.stack(expected), rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_weight_that_does_not_change_is_looked_at_once(monkeypatch):
     looked = []
     amaxes = held_weights.weight_amaxes

@@ -186,7 +186,7 @@ def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(rank, world):
 def test_a_run_goes_on_from_what_was_loaded_in_place(rank, world, all_gather, compiled):
     """A run that goes on from another's state as ``dcp.load`` does it: the tensors of a state dict are written to.
 
-    Torch steps the optimizer once before that, with gradients of zeros, so that it has a state to write to.
+    The optimizer steps once before that, with gradients of zeros, so that it has a state to write to.
     """
     trained, model = shard(model_of(all_gather)), shard(model_of(all_gather))
     train(trained, rank, 2)
@@ -196,7 +196,10 @@ def test_a_run_goes_on_from_what_was_loaded_in_place(rank, world, all_gather, co
         train(model, rank, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loaded = model.state_dict()
-    get_optimizer_state_dict(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
     with torch.no_grad():
         for name, value in loaded.items():
             value.copy_(saved[name])

@@ -19,7 +19,7 @@ from f8sub.weights.shard import Shard
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launcher import Launch
 
-_FEW = 8192  # elements: a CPU has amaxes of larger weights later by ``_foreach_norm``, at 2.8 ns each, than by others
+_FEW = 8192  # elements; on a CPU ``_foreach_norm`` takes 2.8 ns for each, and larger weights are faster one by one
 
 _SLOT = 4
 """A weight's part of the table begins at a multiple of 16 bytes: cuBLASLt reads no scale that lies elsewhere."""

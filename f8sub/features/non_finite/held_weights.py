@@ -16,7 +16,7 @@ from f8sub.weights.master_weight import MasterWeight, State
 from f8sub.weights.weight import WeightRecord, local_tensor, master_of
 
 FEW = 2048
-"""Elements up to which a CPU has an amax sooner by ``_foreach_norm``, at 2.8 ns each; ``aminmax`` takes 5 us more."""
+"""Elements of a weight up to which ``_foreach_norm``, 2.8 ns each on a CPU, is faster than ``aminmax``, 5 us in all."""
 
 
 class HeldWeights(Guest):

@@ -211,14 +211,11 @@ def test_experts_that_transformers_cannot_read_are_a_warning(recipe, tmp_path):
 
 
 def test_histories_of_delayed_scaling_are_left_out():
-    names = [
-        {
-            name.removesuffix("_inv")
-            for name in f8sub.float8_state_dict(converted("qwen3_moe", recipe), dtype=BF16)[0]
-        }
+    found, expected = (
+        f8sub.float8_state_dict(converted("qwen3_moe", recipe), dtype=BF16)[0]
         for recipe in ("delayed", "tensorwise")
-    ]
-    assert names[0] == names[1]
+    )
+    assert found.keys() == expected.keys()
 
 
 @pytest.mark.parametrize(("recipe", "is_told"), [("rowwise", True), ("blockwise", False)])

@@ -138,7 +138,7 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
 
     format, groups = GROUP_FORMATS[name], groups_of(COUNTS[kind])
     limits = {"LEAST_BYTES": 0, "TURN_BYTES": 2**30}
-    for ahead in (1, 3 * 128 * 144 * 2, 2**30):
+    for ahead in (1, 3 * 128 * 256 * 2, 2**30):
         with (
             mock.patch.multiple(grouped_launch, **limits, AHEAD_BYTES=ahead),
             mock.patch.object(expert_launch, "AHEAD_BYTES", ahead),
@@ -146,7 +146,7 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
             launched() as names,
         ):
             for usages in ("both", "column"):
-                x = spoiled(make("lognormal", (groups.rows, 144), 5, torch.bfloat16), groups)
+                x = spoiled(make("lognormal", (groups.rows, 256), 5, torch.bfloat16), groups)
                 x[0, 3] = INF
                 names.clear()
                 check(x, groups, format, usages, 128, device)
@@ -159,3 +159,21 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
                 assert_same_bytes("codes", found.data, right.data.contiguous())
                 assert_same_bytes("scales", found.scale_inv, right.scale_inv.contiguous())
                 assert names[-1] == "quantize_bands_in_turn"
+
+
+@pytest.mark.parametrize(("dtype", "cols"), [(torch.float16, 256), (torch.bfloat16, 144)])
+@interpreted
+def test_matrices_without_tiles_of_pairs_take_two_launches(dtype, cols, device):
+    from unittest import mock
+
+    from f8sub.kernels.triton import grouped_launch, prepared
+
+    groups = groups_of(COUNTS["ragged"])
+    with (
+        mock.patch.multiple(grouped_launch, LEAST_BYTES=0, TURN_BYTES=2**30),
+        mock.patch.dict(prepared._known, clear=True),
+        launched() as names,
+    ):
+        x = spoiled(make("lognormal", (groups.rows, cols), 5, dtype), groups)
+        check(x, groups, GROUP_FORMATS["tensorwise"], "both", 128, device)
+    assert names == ["lay_out", "amax_of_groups", "cast_groups_with_one"]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from f8sub.formats import MULTIPLE, Operand
-from f8sub.kernels.triton import grouped_casts, in_turn, pairs
+from f8sub.kernels.triton import grouped_casts, in_turn, paired_casts
 from f8sub.kernels.triton.launch import (
     PAIRED_REGISTERS,
     PAIRED_SQUARE_COLS,
@@ -51,11 +51,8 @@ An H100's L2 has 50 MiB, of which an SM is near to half. A group, what is read a
 What is ahead are more programs than run at once, 600, so that who casts finds its group's amaxes done.
 """
 
-TURN_REGISTERS = 80
-"""Of a thread of ``quantize_groups_in_turn``: six programs on an SM for five, 2 to 7 % faster on an H200, no spills.
-
-For columns alone the kernel needs fewer registers if no number is given.
-"""
+TURN_REGISTERS = 72
+"""Of a thread of casts in turn: seven programs on an SM. For columns alone they need fewer if no number is given."""
 
 
 def quantization(
@@ -85,7 +82,7 @@ def quantization(
     strips += -strips % WHOLE_STRIPS
     is_laid_out = col is not None and edge % CAST[0] == 0
     is_of_groups = is_laid_out and (tile.is_whole or tile == ROWWISE)
-    turns = rows // edge if is_of_groups and is_in_turn(x, len(ends)) else 0
+    turns = rows // edge if is_of_groups and is_in_turn(x, len(ends)) and is_paired(x, EDGE, rows) else 0
     table = torch.empty(3 * (strips + turns), dtype=torch.int32, device=x.device)
     filled = {
         "x_ptr": x,
@@ -136,18 +133,16 @@ def _in_turn(filled: dict[str, Any], is_whole: bool) -> tuple[Launch, torch.Tens
     scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
     done, of_rows, of_groups = scratch.split(counts)
     kernel = in_turn.quantize_groups_in_turn if is_whole else in_turn.quantize_lines_in_turn
-    is_limited = is_whole and filled["row_ptr"] is not None
-    options = {**WARPS_4, "maxnreg": TURN_REGISTERS} if is_limited else WARPS_4
+    options = WARPS_4 if filled["row_ptr"] is None else {**WARPS_4, "maxnreg": TURN_REGISTERS}
     arguments = {
         **filled,
         "done_ptr": done,
         "amax_ptr": of_groups,
         "row_amax_ptr": of_rows if rows else None,
         "col_amax_ptr": of_groups,
-        # Strips are whole tiles.
-        "TILE": shape_of(*CAST, x.shape[1] % CAST[1] == 0),
+        "TILE": shape_of(*CAST, True),
     }
-    programs = 2 * filled["TURNS"] * (edge // CAST[0]) * cdiv(x.shape[1], CAST[1])
+    programs = 2 * filled["TURNS"] * (edge // CAST[0]) * (x.shape[1] // CAST[1])
     return Launch(kernel, programs, arguments, options), scratch
 
 
@@ -202,7 +197,7 @@ def _lines(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
 def _vectors(filled: dict[str, Any]) -> Launch:
     if is_paired(filled["x_ptr"], EDGE, filled["M"]):
         options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
-        return covering(pairs.quantize_paired_vectors, filled, SQUARE, options)
+        return covering(paired_casts.quantize_paired_vectors, filled, SQUARE, options)
     return covering(grouped_casts.quantize_group_vectors, filled, CAST, WARPS_4, SQUARE)
 
 
@@ -214,7 +209,7 @@ def _squares(filled: dict[str, Any]) -> Launch:
         and is_paired(filled["x_ptr"], edge, filled["M"])
     ):
         return covering(
-            pairs.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), WARPS_8, (edge, edge)
+            paired_casts.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), WARPS_8, (edge, edge)
         )
     options = {**WARPS_8, "maxnreg": REGISTERS}
     return covering(grouped_casts.quantize_group_squares, filled, SQUARE, options, (edge, edge))

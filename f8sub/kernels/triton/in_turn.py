@@ -11,21 +11,37 @@ smaller numbers and wait for nothing. For strips see ``strips``.
 import triton
 import triton.language as tl
 
-from f8sub.kernels.triton.grouped_casts import load_halves, load_lines, store_lines
-from f8sub.kernels.triton.strips import group_of, lines_of
+from f8sub.kernels.triton.pairs import (
+    amax_bits_at,
+    codes_of_columns,
+    codes_of_rows,
+    finite_pair,
+    high,
+    last,
+    last_of_tile,
+    later,
+    later_of_each,
+    load_pairs,
+    low,
+    one_by_one,
+    order,
+    store_column_words,
+    store_inverses,
+    store_pairs_with_one,
+    store_row_codes,
+)
+from f8sub.kernels.triton.strips import group_of
 from f8sub.kernels.triton.tiles import (
     EXPONENT_BITS,
-    amax_bits,
+    At,
     codes,
     finite_or_nan,
     inverse,
     load,
     magnitude_bits,
-    place,
     scale_from_amax,
     scaled,
     store,
-    store_columns,
     store_zero_columns,
 )
 
@@ -72,6 +88,17 @@ def _is_first_of_group(strips_ptr, STRIPS, row, group, EDGE: tl.constexpr):
     return (row % EDGE == 0) & (before != group)
 
 
+@triton.jit
+def _rows_of_strip(strips_ptr, STRIPS, strip, row, EDGE: tl.constexpr):
+    # The row of x that one as laid out is, and where its group ends there.
+    return tl.load(strips_ptr + strip) + row % EDGE, tl.load(strips_ptr + STRIPS + strip)
+
+
+@triton.jit
+def _bits_one_by_one(halves):
+    return one_by_one(amax_bits_at(low(halves)), amax_bits_at(high(halves)))
+
+
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_lines_in_turn(
     x_ptr, ends_ptr, strips_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
@@ -80,46 +107,51 @@ def quantize_lines_in_turn(
 ):  # fmt: skip
     """``grouped_casts.amax_of_group_lines`` and ``cast_group_lines``, in turn."""
     strip, casts, parts, row, col = _turn(turns_ptr, N, EDGE, TILE)
-    ROWS: tl.constexpr = TILE.ROWS
-    j = col + tl.arange(0, TILE.COLS)
     group = group_of(strips_ptr, STRIPS, row, EDGE)
+    line, stop = _rows_of_strip(strips_ptr, STRIPS, strip, row, EDGE)
+    source, at = At(line, col, M, N), At(row, col, M, N)
     if casts:
-        at = place(row // ROWS * tl.cdiv(N, TILE.COLS) + col // TILE.COLS, M, N, ROWS, TILE.COLS)
         if group >= COUNT:
             store_zero_columns(col_ptr, at, TILE)
         else:
-            line, stop = lines_of(strips_ptr, STRIPS, row, 2, ROWS, EDGE)
-            even, odd = load_halves(x_ptr, line, stop, col, N, TILE, "evict_first")
+            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_first")
             _wait(done_ptr + group, tl.load(turns_ptr + 2 * TURNS + strip) * parts)
+            even, odd = finite_pair(even), finite_pair(odd)
             if row_ptr is not None:
-                even_scale = scale_from_amax(_amax(row_amax_ptr + line, line < stop), CAST)
-                odd_scale = scale_from_amax(_amax(row_amax_ptr + line + 1, line + 1 < stop), CAST)
-                store_lines(row_ptr, even, even_scale[:, None], line, line < stop, col, N, CAST, TILE)
-                store_lines(row_ptr, odd, odd_scale[:, None], line + 1, line + 1 < stop, col, N, CAST, TILE)
-                even_inverse, odd_inverse = (
-                    inverse(even_scale, CAST.POWER_OF_2), inverse(odd_scale, CAST.POWER_OF_2),
-                )  # fmt: skip
-                tl.store(row_scale_inv_ptr + line, even_inverse, mask=(col == 0) & (line < stop))
-                tl.store(row_scale_inv_ptr + line + 1, odd_inverse, mask=(col == 0) & (line + 1 < stop))
-            scale = scale_from_amax(_amax(col_amax_ptr + group * N + j, j < N), CAST)
-            store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
+                first = line + 2 * tl.arange(0, TILE.ROWS // 2)
+                even_scale = scale_from_amax(_amax(row_amax_ptr + first, first < stop), CAST)
+                odd_scale = scale_from_amax(_amax(row_amax_ptr + first + 1, first + 1 < stop), CAST)
+                even_codes = codes_of_rows(even, even_scale[:, None], CAST)
+                odd_codes = codes_of_rows(odd, odd_scale[:, None], CAST)
+                store_row_codes(row_ptr, even_codes, odd_codes, stop, source, True, False, TILE)
+                count = tl.where(col == 0, stop - line, 0)
+                store_inverses(
+                    row_scale_inv_ptr + line, even_scale, odd_scale, count, False, CAST.POWER_OF_2
+                )
+            j = group * N + col + 2 * tl.arange(0, TILE.COLS // 2)
+            left_scale = scale_from_amax(_amax(col_amax_ptr + j, True), CAST)
+            right_scale = scale_from_amax(_amax(col_amax_ptr + j + 1, True), CAST)
+            words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
+            store_column_words(col_ptr, words, at, TILE)
             is_first = _is_first_of_group(strips_ptr, STRIPS, row, group, EDGE)
-            scale_inv = inverse(scale, CAST.POWER_OF_2)
-            tl.store(col_scale_inv_ptr + group * N + j, scale_inv, mask=(j < N) & is_first)
+            count = tl.where(is_first, TILE.COLS, 0)
+            scales = col_scale_inv_ptr + group * N + col
+            store_inverses(scales, left_scale, right_scale, count, False, CAST.POWER_OF_2)
     else:
+        j = col + tl.arange(0, TILE.COLS)
         if group < COUNT:
-            line, stop = lines_of(strips_ptr, STRIPS, row, 1, ROWS, EDGE)
-            x = tl.abs(load_lines(x_ptr, line, line < stop, col, N, TILE, "evict_last"))
+            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_last")
+            even, odd = order(even), order(odd)
             if row_amax_ptr is not None:
-                of_rows = amax_bits(tl.max(x, 1))
-                tl.atomic_max(row_amax_ptr + line, of_rows, mask=line < stop, sem="relaxed")
-            of_columns = amax_bits(tl.max(x, 0))
-            tl.atomic_max(col_amax_ptr + group * N + j, of_columns, mask=j < N, sem="relaxed")
+                lines = line + tl.arange(0, TILE.ROWS)
+                of_rows = _bits_one_by_one(last(later_of_each(even, odd), 1))
+                tl.atomic_max(row_amax_ptr + lines, of_rows, mask=lines < stop, sem="relaxed")
+            of_columns = _bits_one_by_one(last(later(even, odd), 0))
+            tl.atomic_max(col_amax_ptr + group * N + j, of_columns, sem="relaxed")
             _mark_done(done_ptr + group)
         for one in range(strip, COUNT, TURNS):
             if (row % EDGE == 0) & _is_empty(ends_ptr, one, LINES):
-                ones = tl.full((TILE.COLS,), 1.0, tl.float32)
-                tl.store(col_scale_inv_ptr + one * N + j, ones, mask=j < N)
+                tl.store(col_scale_inv_ptr + one * N + j, tl.full((TILE.COLS,), 1.0, tl.float32))
 
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
@@ -130,21 +162,17 @@ def quantize_groups_in_turn(
 ):  # fmt: skip
     """``grouped_casts.amax_of_groups`` and ``cast_groups_with_one``, in turn."""
     strip, casts, parts, row, col = _turn(turns_ptr, N, EDGE, TILE)
-    ROWS: tl.constexpr = TILE.ROWS
     group = group_of(strips_ptr, STRIPS, row, EDGE)
+    line, stop = _rows_of_strip(strips_ptr, STRIPS, strip, row, EDGE)
+    source, at = At(line, col, M, N), At(row, col, M, N)
     if casts:
-        at = place(row // ROWS * tl.cdiv(N, TILE.COLS) + col // TILE.COLS, M, N, ROWS, TILE.COLS)
         if group >= COUNT:
             store_zero_columns(col_ptr, at, TILE)
         else:
-            line, stop = lines_of(strips_ptr, STRIPS, row, 2, ROWS, EDGE)
-            even, odd = load_halves(x_ptr, line, stop, col, N, TILE, "evict_first")
+            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_first")
             _wait(done_ptr + group, tl.load(turns_ptr + 2 * TURNS + strip) * parts)
             scale = scale_from_amax(_amax(amax_ptr + group, True), CAST)
-            if row_ptr is not None:
-                store_lines(row_ptr, even, scale, line, line < stop, col, N, CAST, TILE)
-                store_lines(row_ptr, odd, scale, line + 1, line + 1 < stop, col, N, CAST, TILE)
-            store_columns(col_ptr, even, odd, scale, at, CAST, TILE, False)
+            store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, stop, source, at, CAST, False, TILE)
             is_first = (col == 0) & _is_first_of_group(strips_ptr, STRIPS, row, group, EDGE)
             scale_inv = inverse(scale, CAST.POWER_OF_2)
             if row_ptr is not None:
@@ -152,9 +180,9 @@ def quantize_groups_in_turn(
             tl.store(col_scale_inv_ptr + group, scale_inv, mask=is_first)
     else:
         if group < COUNT:
-            line, stop = lines_of(strips_ptr, STRIPS, row, 1, ROWS, EDGE)
-            bits = magnitude_bits(load_lines(x_ptr, line, line < stop, col, N, TILE, "evict_last"))
-            tl.atomic_max(amax_ptr + group, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
+            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_last")
+            bits = amax_bits_at(last_of_tile(order(even), order(odd)))
+            tl.atomic_max(amax_ptr + group, bits, sem="relaxed")
             _mark_done(done_ptr + group)
         for one in range(strip, COUNT, TURNS):
             is_empty = (row % EDGE == 0) & (col == 0) & _is_empty(ends_ptr, one, LINES)

@@ -9,7 +9,7 @@ import triton.language as tl
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import casts, pairs, recasts, support
+from f8sub.kernels.triton import casts, paired_casts, recasts, support
 from f8sub.kernels.triton.launcher import Launch
 from f8sub.kernels.triton.prepared import Made
 from f8sub.kernels.triton.support import EDGE, ROWWISE, VECTOR
@@ -303,7 +303,7 @@ def _one_scale(
         "COVERS": prior is not None and prior.covers,
     }
     paired = prior is not None and filled["col_ptr"] is not None and is_paired(x, EDGE)
-    kernel = pairs.cast_pairs_with_prior if paired else casts.cast_with_one
+    kernel = paired_casts.cast_pairs_with_prior if paired else casts.cast_with_one
     launches.append(over(x, SQUARE, kernel, arguments, WARPS_8))
     scratch = () if bits is None or prior is not None else (bits,)
     return launches, None if largest is None else largest.view(torch.float32), scratch
@@ -341,7 +341,7 @@ def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
         return rows_only._replace(programs=min(rows_only.programs, AT_A_TIME))
     if is_paired(x, EDGE):
         options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
-        return over(x, SQUARE, pairs.quantize_paired_vectors, filled, options)
+        return over(x, SQUARE, paired_casts.quantize_paired_vectors, filled, options)
     tile, options = (CROSSING_ROWS, EDGE), {"num_warps": CROSSING_WARPS}
     return over(x, SQUARE, casts.quantize_crossing_vectors, filled, options, tile)
 
@@ -350,6 +350,6 @@ def _squares(x: torch.Tensor, filled: dict[str, Any], edge: int) -> Launch:
     filled |= {"EDGE": edge, "STRIDE": None, "strips_ptr": None, "STRIPS": None}
     if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and is_paired(x, edge):
         tile = edge, PAIRED_SQUARE_COLS
-        return over(x, (edge, edge), pairs.quantize_paired_squares, filled, WARPS_8, tile)
+        return over(x, (edge, edge), paired_casts.quantize_paired_squares, filled, WARPS_8, tile)
     options = {**WARPS_8, "maxnreg": REGISTERS}
     return over(x, (edge, edge), casts.quantize_squares, filled, options, SQUARE)

@@ -24,6 +24,7 @@ from f8sub.features.expert_operands.quantize import (
     quantize_experts,
 )
 from f8sub.features.expert_operands.weights import ExpertWeights
+from f8sub.features.expert_products.products import GROUPED
 from scripts.bench import formats
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host
@@ -52,7 +53,7 @@ OF_WEIGHTS = {"tensorwise": (5.0, 2.0), "rowwise": (3.0, 3.0), "128x128": (3.0, 
 
 FORMATS = ("tensorwise", "rowwise", "1x128", "256x256")
 READ_TWICE = ("tensorwise", "rowwise")
-MULTIPLE = 16
+MULTIPLE = GROUPED["triton"].multiple
 
 COLUMNS = (
     ("bytes/element", "{bytes_an_element:.0f}"),

@@ -137,11 +137,10 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
     from f8sub.kernels.triton import expert_launch, grouped_launch, prepared
 
     format, groups = GROUP_FORMATS[name], groups_of(COUNTS[kind])
-    limits = {"LEAST_BYTES": 0, "TURN_BYTES": 2**30}
     for ahead in (1, 3 * 128 * 256 * 2, 2**30):
         with (
-            mock.patch.multiple(grouped_launch, **limits, AHEAD_BYTES=ahead),
-            mock.patch.object(expert_launch, "AHEAD_BYTES", ahead),
+            mock.patch.multiple(grouped_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
+            mock.patch.multiple(expert_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
             mock.patch.dict(prepared._known, clear=True),
             launched() as names,
         ):
@@ -170,7 +169,7 @@ def test_matrices_without_tiles_of_pairs_take_two_launches(dtype, cols, device):
 
     groups = groups_of(COUNTS["ragged"])
     with (
-        mock.patch.multiple(grouped_launch, LEAST_BYTES=0, TURN_BYTES=2**30),
+        mock.patch.object(grouped_launch, "LEAST_BYTES", 0),
         mock.patch.dict(prepared._known, clear=True),
         launched() as names,
     ):

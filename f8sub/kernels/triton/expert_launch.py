@@ -7,7 +7,7 @@ import torch
 
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.triton import casts, in_turn
-from f8sub.kernels.triton.grouped_launch import AHEAD_BYTES, is_in_turn
+from f8sub.kernels.triton.grouped_launch import AHEAD_BYTES, LEAST_BYTES
 from f8sub.kernels.triton.launch import (
     ELEMENTS,
     REGISTERS,
@@ -25,6 +25,9 @@ from f8sub.kernels.triton.support import TENSORWISE
 
 IN_TURN = 8192
 """Elements that one program of ``quantize_bands_in_turn`` reads."""
+
+TURN_BYTES = 6 * 2**20
+"""Of the largest weights of an expert that are cast in turn, in stacks of ``LEAST_BYTES`` or more."""
 
 
 def quantization(w: torch.Tensor, made: Operand) -> Made:
@@ -78,7 +81,7 @@ def _one_scale(w: torch.Tensor, made: Operand) -> Made:
     count, rows, cols = w.shape
     size = rows * cols
     bits = torch.zeros(count, dtype=torch.int32, device=w.device)
-    if is_in_turn(w, count):
+    if LEAST_BYTES <= w.nbytes <= TURN_BYTES * count:
         return _one_scale_in_turn(w, made)
     block = {"SIZE": size, "STRIDE": w.stride(0), "BLOCK": ELEMENTS, "WHOLE": size % ELEMENTS == 0}
     programs = count * cdiv(size, ELEMENTS)

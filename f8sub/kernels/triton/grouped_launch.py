@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from f8sub.formats import MULTIPLE, Operand
+from f8sub.formats import MULTIPLE, Operand, Tile
 from f8sub.kernels.triton import grouped_casts, in_turn, paired_casts
 from f8sub.kernels.triton.launch import (
     PAIRED_REGISTERS,
@@ -23,7 +23,7 @@ from f8sub.kernels.triton.launch import (
 )
 from f8sub.kernels.triton.launcher import Launch
 from f8sub.kernels.triton.prepared import Made
-from f8sub.kernels.triton.strips import lay_out
+from f8sub.kernels.triton.strips import RECORD, lay_out
 from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
 
 STRIP = MULTIPLE
@@ -32,8 +32,8 @@ STRIP = MULTIPLE
 WHOLE_STRIPS = 16
 """Tables have a multiple of so many strips, so that every tile of up to 256 rows has all of its strips in there."""
 
-CELLS = 8192
-"""Strips times groups that a program of ``lay_out`` compares: 32 registers of each of its threads."""
+CELLS = 2048
+"""Strips times groups that a program of ``lay_out`` compares: 8 registers of each of its threads."""
 
 AMAX = 64, 256
 """Tiles of ``amax_of_groups``."""
@@ -44,15 +44,18 @@ LINES, LINES_READ = (STRIP, 256), {"STEPS": 32, "STAGES": 5}
 CAST = 64, EDGE
 """Tiles of the kernels that cast with scales of lines: fewer rows, fewer tiles that are of two groups."""
 
-TURN_BYTES, AHEAD_BYTES, LEAST_BYTES = 6 * 2**20, 5 * 2**20, 48 * 2**20
-"""Casts are in turn where groups have no more bytes than the first on average, so many ahead, of so large a matrix.
+AHEAD_BYTES, LEAST_BYTES = 5 * 2**20, 48 * 2**20
+"""Casts in turn read so many bytes ahead; those of a smaller matrix than the second are by themselves.
 
-An H100's L2 has 50 MiB, of which an SM is near to half. A group, what is read ahead, and as many bytes of codes fit.
-What is ahead are more programs than run at once, 600, so that who casts finds its group's amaxes done.
+What was read of a group, what is read ahead, and as many bytes of codes are in L2, of whose 50 MiB on an H100 an SM is
+near to half. Of a matrix that is there as a whole nothing is gained.
 """
 
-TURN_REGISTERS = 72
-"""Of a thread of casts in turn: seven programs on an SM. For columns alone they need fewer if no number is given."""
+TURN_REGISTERS = 128
+"""Of a thread of casts in turn, whose tiles are squares: four programs of 4 warps on an SM.
+
+Tiles of half as many rows are up to 18 % slower on an H200.
+"""
 
 
 def quantization(
@@ -80,17 +83,25 @@ def quantization(
     tile = format.tile
     strips = -(-rows // edge)
     strips += -strips % WHOLE_STRIPS
-    is_laid_out = col is not None and edge % CAST[0] == 0
-    is_of_groups = is_laid_out and (tile.is_whole or tile == ROWWISE)
-    turns = rows // edge if is_of_groups and is_in_turn(x, len(ends)) and is_paired(x, EDGE, rows) else 0
-    table = torch.empty(3 * (strips + turns), dtype=torch.int32, device=x.device)
+    is_of_groups = col is not None and edge % EDGE == 0 and (tile.is_whole or tile == ROWWISE)
+    turns = rows // edge if is_of_groups and x.nbytes >= LEAST_BYTES and is_paired(x, EDGE, rows) else 0
+    zeros = _zeros(x, len(ends), tile, row is not None, turns > 0)
+    counts = [3 * strips, 2 * RECORD.value * turns, *zeros]
+    table = torch.empty(sum(counts), dtype=torch.int32, device=x.device)
+    of_strips, of_turns, done, of_rows, of_groups = table.split(counts)
     filled = {
         "x_ptr": x,
         "ends_ptr": ends,
-        "strips_ptr": table,
-        "turns_ptr": table[3 * strips :] if turns else None,
+        "strips_ptr": of_strips,
+        "turns_ptr": of_turns if turns else None,
+        "zeros_ptr": table[sum(counts[:2]) :] if sum(zeros) else None,
+        "done_ptr": done,
+        "amax_ptr": of_groups,
+        "row_amax_ptr": of_rows if len(of_rows) else None,
+        "col_amax_ptr": of_groups,
         "STRIPS": strips,
         "TURNS": turns,
+        "ZEROS": sum(zeros),
         "COUNT": len(ends),
         "M": rows,
         "N": x.shape[1],
@@ -99,16 +110,13 @@ def quantization(
         "CAST": cast_to(format),
         **operands(row, col),
     }
-    launches, scratch = [_laying_out(filled, laid_out)], None
+    launches = [_laying_out(filled, laid_out)]
     if turns:
-        one, scratch = _in_turn(filled, tile.is_whole)
-        launches.append(one)
+        launches.append(_in_turn(filled, tile.is_whole))
     elif tile.is_whole:
-        made, scratch = _one_scale(filled)
-        launches += made
+        launches += _one_scale(filled)
     elif tile == ROWWISE:
-        made, scratch = _lines(filled)
-        launches += made
+        launches += _lines(filled)
     elif tile == VECTOR:
         launches.append(_vectors(filled))
     elif tile == EXPONENT_VECTOR:
@@ -116,34 +124,29 @@ def quantization(
     else:
         launches.append(_squares(filled))
     results = [tensor for made in (row, col) if made is not None for tensor in (made.data, made.scale_inv)]
-    return Made(launches, [*results, *(laid_out or ()), table], () if scratch is None else (scratch,))
+    return Made(launches, [*results, *(laid_out or ()), table], ())
 
 
-def is_in_turn(x: torch.Tensor, count: int) -> bool:
-    """Whether so many groups of a matrix are so small that L2 holds what was read of one until it is cast."""
-    return LEAST_BYTES <= x.nbytes <= TURN_BYTES * count
+def _zeros(x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_turn: bool) -> list[int]:
+    """How many numbers are zero before a cast: those that count what is done, amaxes of rows, and of groups.
+
+    Each kind begins at a multiple of 16 bytes.
+    """
+    if tile.is_whole:
+        found = count * in_turn, 0, count
+    elif tile == ROWWISE:
+        found = count * in_turn, len(x) * has_rows, count * x.shape[1]
+    else:
+        found = 0, 0, 0
+    return [number + -number % 4 for number in found]
 
 
-def _in_turn(filled: dict[str, Any], is_whole: bool) -> tuple[Launch, torch.Tensor]:
-    """Amaxes and casts in one launch, and its scratch memory."""
-    x, count, edge = filled["x_ptr"], filled["COUNT"], filled["EDGE"]
-    rows, cols = (0, 1) if is_whole else (0 if filled["row_ptr"] is None else len(x), x.shape[1])
-    # One allocation; each part begins at a multiple of 16 bytes.
-    counts = [count + -count % 4, rows + -rows % 4, count * cols]
-    scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
-    done, of_rows, of_groups = scratch.split(counts)
+def _in_turn(filled: dict[str, Any], is_whole: bool) -> Launch:
+    """Amaxes and casts in one launch."""
     kernel = in_turn.quantize_groups_in_turn if is_whole else in_turn.quantize_lines_in_turn
-    options = WARPS_4 if filled["row_ptr"] is None else {**WARPS_4, "maxnreg": TURN_REGISTERS}
-    arguments = {
-        **filled,
-        "done_ptr": done,
-        "amax_ptr": of_groups,
-        "row_amax_ptr": of_rows if rows else None,
-        "col_amax_ptr": of_groups,
-        "TILE": shape_of(*CAST, True),
-    }
-    programs = 2 * filled["TURNS"] * (edge // CAST[0]) * (x.shape[1] // CAST[1])
-    return Launch(kernel, programs, arguments, options), scratch
+    programs = 2 * filled["TURNS"] * (filled["EDGE"] // EDGE) * (filled["N"] // EDGE)
+    options = {**WARPS_4, "maxnreg": TURN_REGISTERS}
+    return Launch(kernel, programs, {**filled, "TILE": shape_of(*SQUARE, True)}, options)
 
 
 def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tensor] | None) -> Launch:
@@ -164,34 +167,23 @@ def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tens
     return Launch(lay_out, cdiv(strips, block), arguments, WARPS_8)
 
 
-def _one_scale(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
-    x, count = filled["x_ptr"], filled["COUNT"]
-    bits = torch.zeros(count, dtype=torch.int32, device=x.device)
-    make = {**filled, "amax_ptr": bits.view(torch.float32)}
-    launches = [
-        covering(grouped_casts.amax_of_groups, {**filled, "amax_ptr": bits}, AMAX, WARPS_8),
+def _one_scale(filled: dict[str, Any]) -> list[Launch]:
+    make = {**filled, "amax_ptr": filled["amax_ptr"].view(torch.float32)}
+    return [
+        covering(grouped_casts.amax_of_groups, filled, AMAX, WARPS_8),
         covering(grouped_casts.cast_groups_with_one, make, SQUARE, WARPS_8),
     ]
-    return launches, bits
 
 
-def _lines(filled: dict[str, Any]) -> tuple[list[Launch], torch.Tensor]:
-    x = filled["x_ptr"]
-    # One allocation; the amaxes of the columns begin at a multiple of 16 bytes.
-    rows = 0 if filled["row_ptr"] is None else len(x) + -len(x) % 4
-    counts = [rows, filled["COUNT"] * x.shape[1]]
-    scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
-    row_bits, col_bits = scratch.split(counts)
-    find = {**filled, **LINES_READ, "row_amax_ptr": None, "col_amax_ptr": col_bits}
-    make = {**filled, "row_amax_ptr": None, "col_amax_ptr": col_bits.view(torch.float32)}
-    if rows:
-        find["row_amax_ptr"], make["row_amax_ptr"] = row_bits, row_bits.view(torch.float32)
+def _lines(filled: dict[str, Any]) -> list[Launch]:
+    find, make = {**filled, **LINES_READ}, dict(filled)
+    for name in ("row_amax_ptr", "col_amax_ptr"):
+        make[name] = None if filled[name] is None else filled[name].view(torch.float32)
     area = LINES[0] * LINES_READ["STEPS"], LINES[1]
-    launches = [
+    return [
         covering(grouped_casts.amax_of_group_lines, find, LINES, WARPS_4, area),
         covering(grouped_casts.cast_group_lines, make, CAST, WARPS_4),
     ]
-    return launches, scratch
 
 
 def _vectors(filled: dict[str, Any]) -> Launch:

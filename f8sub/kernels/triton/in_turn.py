@@ -30,7 +30,7 @@ from f8sub.kernels.triton.pairs import (
     store_pairs_with_one,
     store_row_codes,
 )
-from f8sub.kernels.triton.strips import group_of
+from f8sub.kernels.triton.strips import load_turn
 from f8sub.kernels.triton.tiles import (
     EXPONENT_BITS,
     At,
@@ -66,14 +66,11 @@ def _amax(pointers, mask):
 
 
 @triton.jit
-def _turn(turns_ptr, N, EDGE: tl.constexpr, TILE: tl.constexpr):
-    # The strip, whether it is cast, how many programs a strip has, and the tile of this one.
-    tiles = tl.cdiv(N, TILE.COLS)
-    parts = tiles * (EDGE // TILE.ROWS)
-    turn = tl.load(turns_ptr + tl.program_id(0) // parts)
-    part = tl.program_id(0) % parts
-    strip = turn // 2
-    return strip, turn % 2 == 1, parts, strip * EDGE + part // tiles * TILE.ROWS, part % tiles * TILE.COLS
+def _part(N, EDGE: tl.constexpr, TILE: tl.constexpr):
+    # How many programs a strip has, and where in it the tile of this one begins.
+    tiles = N // TILE.COLS
+    part = tl.program_id(0) % (tiles * (EDGE // TILE.ROWS))
+    return tiles * (EDGE // TILE.ROWS), part // tiles * TILE.ROWS, part % tiles * TILE.COLS
 
 
 @triton.jit
@@ -83,60 +80,47 @@ def _is_empty(ends_ptr, group, LINES):
 
 
 @triton.jit
-def _is_first_of_group(strips_ptr, STRIPS, row, group, EDGE: tl.constexpr):
-    before = tl.load(strips_ptr + 2 * STRIPS + row // EDGE - 1, mask=row >= EDGE, other=-1)
-    return (row % EDGE == 0) & (before != group)
-
-
-@triton.jit
-def _rows_of_strip(strips_ptr, STRIPS, strip, row, EDGE: tl.constexpr):
-    # The row of x that one as laid out is, and where its group ends there.
-    return tl.load(strips_ptr + strip) + row % EDGE, tl.load(strips_ptr + STRIPS + strip)
-
-
-@triton.jit
 def _bits_one_by_one(halves):
     return one_by_one(amax_bits_at(low(halves)), amax_bits_at(high(halves)))
 
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_lines_in_turn(
-    x_ptr, ends_ptr, strips_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
-    col_ptr, col_scale_inv_ptr, COUNT, STRIPS, TURNS, LINES, M, N,
+    x_ptr, ends_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
+    col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``grouped_casts.amax_of_group_lines`` and ``cast_group_lines``, in turn."""
-    strip, casts, parts, row, col = _turn(turns_ptr, N, EDGE, TILE)
-    group = group_of(strips_ptr, STRIPS, row, EDGE)
-    line, stop = _rows_of_strip(strips_ptr, STRIPS, strip, row, EDGE)
-    source, at = At(line, col, M, N), At(row, col, M, N)
+    parts, down, col = _part(N, EDGE, TILE)
+    strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
+    line += down
+    source, at = At(line, col, M, N), At(strip * EDGE + down, col, M, N)
     if casts:
         if group >= COUNT:
             store_zero_columns(col_ptr, at, TILE)
         else:
             even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_first")
-            _wait(done_ptr + group, tl.load(turns_ptr + 2 * TURNS + strip) * parts)
+            _wait(done_ptr + group, count * parts)
             even, odd = finite_pair(even), finite_pair(odd)
             if row_ptr is not None:
-                first = line + 2 * tl.arange(0, TILE.ROWS // 2)
-                even_scale = scale_from_amax(_amax(row_amax_ptr + first, first < stop), CAST)
-                odd_scale = scale_from_amax(_amax(row_amax_ptr + first + 1, first + 1 < stop), CAST)
+                i = line + 2 * tl.arange(0, TILE.ROWS // 2)
+                even_scale = scale_from_amax(_amax(row_amax_ptr + i, i < stop), CAST)
+                odd_scale = scale_from_amax(_amax(row_amax_ptr + i + 1, i + 1 < stop), CAST)
                 even_codes = codes_of_rows(even, even_scale[:, None], CAST)
                 odd_codes = codes_of_rows(odd, odd_scale[:, None], CAST)
                 store_row_codes(row_ptr, even_codes, odd_codes, stop, source, True, False, TILE)
-                count = tl.where(col == 0, stop - line, 0)
+                lines = tl.where(col == 0, stop - line, 0)
                 store_inverses(
-                    row_scale_inv_ptr + line, even_scale, odd_scale, count, False, CAST.POWER_OF_2
+                    row_scale_inv_ptr + line, even_scale, odd_scale, lines, False, CAST.POWER_OF_2
                 )
             j = group * N + col + 2 * tl.arange(0, TILE.COLS // 2)
             left_scale = scale_from_amax(_amax(col_amax_ptr + j, True), CAST)
             right_scale = scale_from_amax(_amax(col_amax_ptr + j + 1, True), CAST)
             words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
             store_column_words(col_ptr, words, at, TILE)
-            is_first = _is_first_of_group(strips_ptr, STRIPS, row, group, EDGE)
-            count = tl.where(is_first, TILE.COLS, 0)
             scales = col_scale_inv_ptr + group * N + col
-            store_inverses(scales, left_scale, right_scale, count, False, CAST.POWER_OF_2)
+            lines = tl.where((strip == first) & (down == 0), TILE.COLS, 0)
+            store_inverses(scales, left_scale, right_scale, lines, False, CAST.POWER_OF_2)
     else:
         j = col + tl.arange(0, TILE.COLS)
         if group < COUNT:
@@ -150,30 +134,30 @@ def quantize_lines_in_turn(
             tl.atomic_max(col_amax_ptr + group * N + j, of_columns, sem="relaxed")
             _mark_done(done_ptr + group)
         for one in range(strip, COUNT, TURNS):
-            if (row % EDGE == 0) & _is_empty(ends_ptr, one, LINES):
+            if (down == 0) & _is_empty(ends_ptr, one, LINES):
                 tl.store(col_scale_inv_ptr + one * N + j, tl.full((TILE.COLS,), 1.0, tl.float32))
 
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_groups_in_turn(
-    x_ptr, ends_ptr, strips_ptr, turns_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
-    col_scale_inv_ptr, COUNT, STRIPS, TURNS, LINES, M, N,
+    x_ptr, ends_ptr, turns_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
+    col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``grouped_casts.amax_of_groups`` and ``cast_groups_with_one``, in turn."""
-    strip, casts, parts, row, col = _turn(turns_ptr, N, EDGE, TILE)
-    group = group_of(strips_ptr, STRIPS, row, EDGE)
-    line, stop = _rows_of_strip(strips_ptr, STRIPS, strip, row, EDGE)
-    source, at = At(line, col, M, N), At(row, col, M, N)
+    parts, down, col = _part(N, EDGE, TILE)
+    strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
+    line += down
+    source, at = At(line, col, M, N), At(strip * EDGE + down, col, M, N)
     if casts:
         if group >= COUNT:
             store_zero_columns(col_ptr, at, TILE)
         else:
             even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_first")
-            _wait(done_ptr + group, tl.load(turns_ptr + 2 * TURNS + strip) * parts)
+            _wait(done_ptr + group, count * parts)
             scale = scale_from_amax(_amax(amax_ptr + group, True), CAST)
             store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, stop, source, at, CAST, False, TILE)
-            is_first = (col == 0) & _is_first_of_group(strips_ptr, STRIPS, row, group, EDGE)
+            is_first = (strip == first) & (down == 0) & (col == 0)
             scale_inv = inverse(scale, CAST.POWER_OF_2)
             if row_ptr is not None:
                 tl.store(row_scale_inv_ptr + group, scale_inv, mask=is_first)
@@ -185,7 +169,7 @@ def quantize_groups_in_turn(
             tl.atomic_max(amax_ptr + group, bits, sem="relaxed")
             _mark_done(done_ptr + group)
         for one in range(strip, COUNT, TURNS):
-            is_empty = (row % EDGE == 0) & (col == 0) & _is_empty(ends_ptr, one, LINES)
+            is_empty = (down == 0) & (col == 0) & _is_empty(ends_ptr, one, LINES)
             if row_ptr is not None:
                 tl.store(row_scale_inv_ptr + one, 1.0, mask=is_empty)
             tl.store(col_scale_inv_ptr + one, 1.0, mask=is_empty)

@@ -11,34 +11,58 @@ import triton
 import triton.language as tl
 
 
+RECORD = tl.constexpr(8)
+"""Numbers of a turn, of which six are used: what a program has to know comes by loads that do not wait for each other."""
+
+AT_ONCE = tl.constexpr(1024)
+"""Zeros that a program of ``lay_out`` writes at a time: 16 bytes a thread."""
+
+
 @triton.jit
-def _order_turns(turns_ptr, TURNS, strip, begin, stop, start, is_found, AHEAD, EDGE: tl.constexpr):
-    """Write the order of turns, which is twice TURNS, and the number of each group's strips after it.
+def _store_turns(turns_ptr, place, mask, strip, is_cast, line, stop, group, first, end):
+    record = turns_ptr + RECORD * place
+    tl.store(record, 2 * strip + is_cast, mask=mask)
+    tl.store(record + 1, line, mask=mask)
+    tl.store(record + 2, stop, mask=mask)
+    tl.store(record + 3, group, mask=mask)
+    tl.store(record + 4, first, mask=mask)
+    tl.store(record + 5, end - first, mask=mask)
 
-    Of strips: their numbers, the first one of their group, where it ends and begins in x, and whether there is one; a
-    strip of no group is by itself. A turn is twice a strip, one more where it is cast. A group's strips are cast AHEAD
-    strips after its last one was read.
+
+@triton.jit
+def load_turn(turns_ptr, place):
+    """Of a turn: its strip, whether that is cast, the strip's row of x, where its group ends there, and which it is.
+
+    And the first strip of that group, and how many it has.
     """
-    first = tl.where(is_found, begin, strip)
-    count = tl.where(is_found, tl.cdiv(stop - start, EDGE), 1)
-    end = tl.minimum(first + count, TURNS)
-    is_strip = strip < TURNS
-    tl.store(turns_ptr + 2 * TURNS + strip, end - first, mask=is_strip)
-    tl.store(turns_ptr + strip + tl.minimum(end + AHEAD, TURNS), 2 * strip + 1, mask=is_strip)
-    tl.store(turns_ptr + strip, 2 * strip, mask=is_strip & (strip < AHEAD))
-    later = strip + AHEAD
-    tl.store(turns_ptr + later + first, 2 * later, mask=is_strip & (later < TURNS))
+    record = turns_ptr + RECORD * place
+    turn, line, stop = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    group, first, count = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
+    return turn // 2, turn % 2 == 1, line, stop, group, first, count
 
 
-@triton.jit(do_not_specialize=["ROWS", "TURNS"])
+@triton.jit
+def _first_of_group(after, is_group, COUNT, strip):
+    # The first strip of a strip's group; a strip of no group is by itself.
+    is_over = (after[None, :] <= strip[:, None]) & is_group[None, :]
+    is_found = tl.sum(is_over.to(tl.int32), 1) < COUNT
+    return tl.where(is_found, tl.max(tl.where(is_over, after[None, :], 0), 1), strip)
+
+
+@triton.jit(do_not_specialize=["ROWS", "TURNS", "ZEROS"])
 def lay_out(
-    ends_ptr, strips_ptr, turns_ptr, first_ptr, laid_ends_ptr, COUNT, ROWS, STRIPS, TURNS, AHEAD,
+    ends_ptr, strips_ptr, turns_ptr, zeros_ptr, first_ptr, laid_ends_ptr, COUNT, ROWS, STRIPS, TURNS, ZEROS, AHEAD,
     EDGE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The table of strips; unless pointers are None where groups are laid out, and turns. BLOCK strips a program.
+    """The table of strips; unless pointers are None turns, ZEROS zeros, and where groups are laid out.
 
-    GROUPS is at least COUNT. The group of a strip is the number of groups that end before it.
+    BLOCK strips a program. GROUPS is at least COUNT. The group of a strip is the number of groups that end before it.
     """
+    if zeros_ptr is not None:
+        offsets = tl.arange(0, AT_ONCE)
+        for begin in range(tl.program_id(0) * AT_ONCE, ZEROS, tl.num_programs(0) * AT_ONCE):
+            inside = offsets < ZEROS - begin
+            tl.store(zeros_ptr + begin + offsets, tl.zeros((AT_ONCE,), tl.int32), mask=inside)
     group = tl.arange(0, GROUPS)
     is_group = group < COUNT
     ends = tl.minimum(tl.load(ends_ptr + group, mask=is_group, other=0), ROWS)
@@ -63,7 +87,16 @@ def lay_out(
     tl.store(strips_ptr + STRIPS + strip, stop, mask=is_strip)
     tl.store(strips_ptr + 2 * STRIPS + strip, found, mask=is_strip)
     if turns_ptr is not None:
-        _order_turns(turns_ptr, TURNS, strip, begin, stop, start, is_found, AHEAD, EDGE)
+        # A group's strips are cast AHEAD strips after its last one was read.
+        of_group = tl.where(is_found, begin, strip)
+        end = tl.minimum(of_group + tl.where(is_found, tl.cdiv(stop - start, EDGE), 1), TURNS)
+        casts_before = _first_of_group(after, is_group, COUNT, strip - AHEAD)
+        read_at = tl.where(strip < AHEAD, strip, strip + casts_before)
+        cast_at = strip + tl.minimum(end + AHEAD, TURNS)
+        line = start + (strip - begin) * EDGE
+        is_turn = strip < TURNS
+        _store_turns(turns_ptr, read_at, is_turn, strip, 0, line, stop, found, of_group, end)
+        _store_turns(turns_ptr, cast_at, is_turn, strip, 1, line, stop, found, of_group, end)
 
 
 @triton.jit

@@ -110,9 +110,7 @@ def quantize_lines_in_turn(
                 odd_codes = codes_of_rows(odd, odd_scale[:, None], CAST)
                 store_row_codes(row_ptr, even_codes, odd_codes, stop, source, True, False, TILE)
                 lines = tl.where(col == 0, stop - line, 0)
-                store_inverses(
-                    row_scale_inv_ptr + line, even_scale, odd_scale, lines, False, CAST.POWER_OF_2
-                )
+                store_inverses(row_scale_inv_ptr + line, even_scale, odd_scale, lines, False, CAST.POWER_OF_2)
             j = group * N + col + 2 * tl.arange(0, TILE.COLS // 2)
             left_scale = scale_from_amax(_amax(col_amax_ptr + j, True), CAST)
             right_scale = scale_from_amax(_amax(col_amax_ptr + j + 1, True), CAST)

@@ -62,11 +62,13 @@ def order(pair):
 
 @triton.jit
 def low(halves):
+    """The halves on the left, sign-extended."""
     return (halves << 16) >> 16
 
 
 @triton.jit
 def high(halves):
+    """The halves on the right, sign-extended."""
     return halves >> 16
 
 
@@ -108,6 +110,7 @@ def later_of_each(a, b):
 
 @triton.jit
 def last_of_tile(even, odd):
+    """The latest half of all, on either side."""
     both = later(even, odd)
     halves = last(tl.reshape(both, (both.shape[0] * both.shape[1],)), 0)
     return tl.maximum(low(halves), high(halves))
@@ -121,6 +124,7 @@ def amax_bits_at(half):
 
 @triton.jit
 def scale_at(half, CAST: tl.constexpr):
+    """The scale of the amax that stands at half an ``order``."""
     return scale_from_amax(amax_bits_at(half).to(tl.float32, bitcast=True), CAST)
 
 
@@ -198,7 +202,7 @@ def rows_of_columns(words):
 
 @triton.jit
 def load_pairs(x_ptr, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr):
-    """The halves of a tile of a matrix that begins at a whole word; KEEP tells the caches what to do with what was read.
+    """Even and odd rows of a tile of a matrix that begins at a whole word; KEEP is for the caches.
 
     Unless WHOLE, rows from ``stop`` on are zeros.
     """
@@ -210,7 +214,9 @@ def load_pairs(x_ptr, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: t
 
 
 @triton.jit
-def store_row_codes(row_ptr, even, odd, stop, at, BY_8: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr):
+def store_row_codes(
+    row_ptr, even, odd, stop, at, BY_8: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr
+):
     """Of both halves; a thread stores 8 codes at a time where BY_8, else 16. Unless WHOLE, no rows from ``stop`` on."""
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
     if BY_8:

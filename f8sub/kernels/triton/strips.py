@@ -10,9 +10,8 @@ laid out, ``at.M`` their number.
 import triton
 import triton.language as tl
 
-
 RECORD = tl.constexpr(8)
-"""Numbers of a turn, of which six are used: what a program has to know comes by loads that do not wait for each other."""
+"""Numbers of a turn, of which six are used. Their loads do not wait for each other."""
 
 AT_ONCE = tl.constexpr(1024)
 """Zeros that a program of ``lay_out`` writes at a time: 16 bytes a thread."""

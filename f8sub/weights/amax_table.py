@@ -9,9 +9,9 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.errors import Float8NumericsError, Float8Warning
+from f8sub.host_copy import HostCopy, sent_to
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import shard_amaxes, support
-from f8sub.tensor.host_copy import HostCopy, sent_to
 from f8sub.weights import guests
 from f8sub.weights.guests import Guest, Region
 from f8sub.weights.shard import Shard
@@ -67,8 +67,7 @@ class AmaxTable:
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
             where: slice | torch.Tensor = slice(0, -1, _SLOT)
             if len(whole) * _SLOT != len(self.amax) - 1:
-                positions = [int(shard.scales.amax.storage_offset()) for shard in whole]
-                where = sent_to(self.amax.device, positions)
+                where = sent_to(self.amax.device, [int(s.scales.amax.storage_offset()) for s in whole])
             self.amax[where] = torch.stack(amaxes).float()
         for shard in self._apart:
             shard.write_amax()

@@ -26,9 +26,9 @@ from f8sub.features.delayed_state.state import OPERANDS, ScalingState, W
 from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
 from f8sub.features.non_finite.skipped_steps import SkippedSteps
 from f8sub.features.replicas.replicas import Replicas, running_ddp
+from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale
 from f8sub.linear import sockets
-from f8sub.tensor.host_copy import HostCopy
 from f8sub.torch_compat import is_capturing, no_dispatch_modes
 from f8sub.weights import guests
 from f8sub.weights.conversion import Conversion

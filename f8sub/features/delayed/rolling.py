@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from f8sub.features.delayed_state.state import OPERANDS, ScalingState, W, roll, sizes_of
+from f8sub.host_copy import sent_to
 from f8sub.kernels.scales import PriorScale
-from f8sub.tensor.host_copy import sent_to
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import WeightRecord
 

@@ -15,6 +15,7 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.features.delayed_recipe.delayed import DelayedScaling
 from f8sub.formats import Float8Format
+from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import (
     PriorScale,
     ReduceAmax,
@@ -25,7 +26,6 @@ from f8sub.kernels.scales import (
 )
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.recipe import OperandName, Recipe
-from f8sub.tensor.host_copy import HostCopy
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
 """The columns of every buffer."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from f8sub.features.gradient_codes.layout import ALIGNMENT, BLOCK, Chunk, Layout
+from f8sub.host_copy import sent_to
 
 if TYPE_CHECKING:
     from f8sub.features.gradient_codes.wire import Source
@@ -88,18 +89,13 @@ def _tables(
         counts.append(ranks * -(-chunk.blocks // blocks))
     numbers = torch.arange(len(rows), dtype=torch.int32, device="cpu")
     of_program = numbers.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
-    return _table(tuple(rows), place), _sent(of_program, place[0])
+    return _table(tuple(rows), place), sent_to(place[0], of_program)
 
 
 @functools.lru_cache(maxsize=1024)
 def _table(numbers: tuple[Any, ...], place: Place) -> torch.Tensor:
-    return _sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), place[0])
+    return sent_to(place[0], numbers)
 
 
 def _place_of(out: torch.Tensor) -> Place:
     return out.device, torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
-
-
-def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On ``device``; the host does not wait for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

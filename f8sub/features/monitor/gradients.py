@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from f8sub.features.operand_statistics.statistics import GRADIENT, Statistics, decibels
-from f8sub.tensor.host_copy import HostCopy
+from f8sub.host_copy import HostCopy
 
 Squares = Callable[[], torch.Tensor | None]
 

@@ -22,8 +22,8 @@ from f8sub.features.monitor.sample import RESULTS, ROLES, Sample, probes
 from f8sub.features.monitor.writers import Writer
 from f8sub.features.operand_statistics.advice import advice_for
 from f8sub.features.operand_statistics.statistics import Statistics
+from f8sub.host_copy import HostCopy
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.tensor.host_copy import HostCopy
 
 
 class Monitor:

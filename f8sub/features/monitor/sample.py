@@ -18,6 +18,7 @@ from f8sub.features.operand_statistics.statistics import (
     statistics_of,
 )
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, Tile
+from f8sub.host_copy import sent_to
 from f8sub.kernels import reference
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, LayerSource
@@ -26,7 +27,6 @@ from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
 from f8sub.linear.saved_input import Call
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.host_copy import sent_to
 from f8sub.torch_compat import autocast_dtype, is_dtensor
 from f8sub.weights.weight import Weight, master_of
 

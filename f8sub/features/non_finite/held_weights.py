@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from f8sub.errors import Float8NumericsError
-from f8sub.tensor.host_copy import HostCopy, sent_to
+from f8sub.host_copy import HostCopy, sent_to
 from f8sub.torch_compat import is_capturing
 from f8sub.weights.amax_table import bad_weights
 from f8sub.weights.conversion import Conversion

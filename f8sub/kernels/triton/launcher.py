@@ -4,7 +4,6 @@ Triton binds, types and hashes every argument at every launch, which is most of 
 (scripts/bench/launches.py). So what it compiled for arguments of some kind is kept here and launched by itself.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,16 +75,6 @@ class Launch(NamedTuple):
             if len(_compiled) >= MOST:
                 _compiled.clear()
             _compiled[key] = compiled
-
-
-def sent(values: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Whole numbers on ``device``, int64 if they were in no tensor; the host does not wait for them."""
-    there = torch.as_tensor(
-        values, dtype=None if isinstance(values, torch.Tensor) else torch.int64, device="cpu"
-    )
-    if device.type != "cuda":
-        return there.to(device)
-    return there.pin_memory().to(device, non_blocking=True)
 
 
 def _kind(value: Any) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from f8sub.formats import ALL, Float8Format
+from f8sub.host_copy import sent_to
 from f8sub.kernels.triton import casts, launch, support
-from f8sub.kernels.triton.launcher import Launch, sent
+from f8sub.kernels.triton.launcher import Launch
 from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.support import ALIGNMENT, EDGE
 from f8sub.kernels.triton.tiles import Shape
@@ -85,8 +86,8 @@ def _of_many(placed: Sequence[tuple[Part, int]], aligned: bool, whole: bool) -> 
     counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
     of_program = torch.arange(len(placed), dtype=torch.int32, device="cpu").repeat_interleave(counts)
     arguments = {
-        "parts_ptr": sent(rows, device),
-        "part_of_program_ptr": sent(of_program, device),
+        "parts_ptr": sent_to(device, rows),
+        "part_of_program_ptr": sent_to(device, of_program),
         "ELEMENT": launch.INPUTS[part.x.dtype],
         "ALIGNED": aligned,
         "TILE": Shape(*PART, whole),

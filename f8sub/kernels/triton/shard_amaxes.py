@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from f8sub.formats import ALL, HIGH_PRECISION, Float8Format, Tile
+from f8sub.host_copy import sent_to
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import support
 from f8sub.kernels.triton.support import EDGE
@@ -124,8 +125,8 @@ def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Laun
     indices = torch.arange(len(matrices), dtype=torch.int32, device="cpu")
     of_program = indices.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
     arguments = {
-        "matrices_ptr": launcher.sent(rows, device),
-        "matrix_of_program_ptr": launcher.sent(of_program, device),
+        "matrices_ptr": sent_to(device, rows),
+        "matrix_of_program_ptr": sent_to(device, of_program),
         "amax_ptr": table.view(torch.int32),
         "BLOCK": BLOCK,
         "SPAN": SPAN,

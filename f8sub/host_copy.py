@@ -8,11 +8,12 @@ import torch
 from f8sub.torch_compat import no_dispatch_modes
 
 
-def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int]) -> torch.Tensor:
-    """A tensor of the values on ``device``, bool or int64."""
-    dtype = torch.bool if all(isinstance(value, bool) for value in values) else torch.int64
-    there = torch.tensor(values, dtype=dtype, device="cpu")
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
+def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """The values on ``device``, bool or int64 if they were in no tensor."""
+    if not isinstance(values, torch.Tensor):
+        dtype = torch.bool if all(isinstance(value, bool) for value in values) else torch.int64
+        values = torch.tensor(values, dtype=dtype, device="cpu")
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class HostCopy:

@@ -1,5 +1,7 @@
 """Triton's quantizers of groups of rows, interpreted on the CPU, equal the reference bitwise."""
 
+import random
+
 import pytest
 import torch
 
@@ -158,6 +160,44 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
                 assert_same_bytes("codes", found.data, right.data.contiguous())
                 assert_same_bytes("scales", found.scale_inv, right.scale_inv.contiguous())
                 assert names[-1] == "quantize_bands_in_turn"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5, 1000])
+@interpreted
+def test_who_casts_waits_only_for_turns_before_its_own(ahead, device):
+    """Every strip is read once and cast once, after all of its group were read; and a turn knows where its strip is."""
+    from unittest import mock
+
+    from f8sub.kernels.triton import grouped_launch
+
+    rng, edge = random.Random(ahead), 128
+    for _ in range(6):
+        counts = [rng.choice((0, 1, 127, 128, 129, rng.randrange(900))) for _ in range(rng.randrange(1, 9))]
+        groups, format = groups_of(counts), GROUP_FORMATS["tensorwise"]
+        x = torch.empty(groups.rows, edge, dtype=torch.bfloat16, device=device)
+        limits = {"LEAST_BYTES": 0, "AHEAD_BYTES": ahead * edge * edge * 2}
+        with mock.patch.multiple(grouped_launch, **limits):
+            made = tokens_cuda.launches(x, groups.ends.to(device), format, format, edge)
+        made.results[-1].fill_(-1)
+        made.launches[0].run()
+        given = made.launches[0].arguments
+        strips = [(group, row) for group, count in enumerate(counts) for row in range(0, count, edge)]
+        last = given["TURNS"]
+        turns = given["turns_ptr"].view(-1, 8)[: 2 * last].tolist()
+        assert sorted(turn[0] for turn in turns) == list(range(2 * last))
+        place = {turn[0]: number for number, turn in enumerate(turns)}
+        for turn, line, stop, group, first, count, *_ in turns:
+            strip = turn // 2
+            if strip >= len(strips):
+                assert (group, stop, first, count) == (len(counts), 0, strip, 1)
+                continue
+            begin = sum(counts[:group])
+            of_group = [number for number, (other, _) in enumerate(strips) if other == group]
+            assert (group, line, stop) == (strips[strip][0], begin + strips[strip][1], begin + counts[group])
+            assert (first, count) == (of_group[0], len(of_group))
+            assert place[2 * strip + 1] > max(place[2 * other] for other in of_group)
+        assert given["zeros_ptr"].numel() == given["ZEROS"] > 0
+        assert not given["zeros_ptr"].any()
 
 
 @pytest.mark.parametrize(("dtype", "cols"), [(torch.float16, 256), (torch.bfloat16, 144)])

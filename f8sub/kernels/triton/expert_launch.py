@@ -80,9 +80,9 @@ def derivation(rowwise: Operand, derived: Operand) -> Made:
 def _one_scale(w: torch.Tensor, made: Operand) -> Made:
     count, rows, cols = w.shape
     size = rows * cols
-    bits = torch.zeros(count, dtype=torch.int32, device=w.device)
     if LEAST_BYTES <= w.nbytes <= TURN_BYTES * count:
         return _one_scale_in_turn(w, made)
+    bits = torch.zeros(count, dtype=torch.int32, device=w.device)
     block = {"SIZE": size, "STRIDE": w.stride(0), "BLOCK": ELEMENTS, "WHOLE": size % ELEMENTS == 0}
     programs = count * cdiv(size, ELEMENTS)
     make = {

@@ -52,7 +52,7 @@ near to half. Of a matrix that is there as a whole nothing is gained.
 """
 
 TURN_REGISTERS = 128
-"""Of a thread of casts in turn, whose tiles are squares: four programs of 4 warps on an SM.
+"""Of a thread that casts tokens in turn, by tiles that are squares: four programs of 4 warps on an SM.
 
 Tiles of half as many rows are up to 18 % slower on an H200.
 """

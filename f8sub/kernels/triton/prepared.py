@@ -107,8 +107,8 @@ def run(
     Args:
         kind: all that the launches follow from, besides the dtypes, shapes, strides and alignment of ``given``.
         given: what the launches read, None where an operand is left out.
-        make: works out the launches, where this kind was not seen before. Their arguments are ``given``, results, and
-            parts of scratch memory.
+        make: works out the launches, where this kind was not seen before. Their arguments are ``given``, results,
+            scratch memory, and parts of flat ones.
     """
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in given]
     key = kind, *map(_kind, given, addresses), *map(addresses.index, addresses)

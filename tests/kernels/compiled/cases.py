@@ -161,7 +161,8 @@ def cases_of_groups() -> Iterator[Case]:
             if not (way[2] == "row" and format in OF_ROWS):
                 yield from launches(name, *way)
         if format in ("tensorwise", "rowwise"):
-            yield from launches(f"{name} by 128", "bf16", WHOLE, "both")
+            for usages in ("both", "column"):
+                yield from launches(f"{name} by 128", "bf16", WHOLE, usages)
     for format in ("tensorwise", "128x128", "256x256"):
         yield from launches(OF_EXPERTS + format, "bf16", WHOLE, "row")
     for format in ("tensorwise", "128x128", "rowwise"):

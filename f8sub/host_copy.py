@@ -9,7 +9,7 @@ from f8sub.torch_compat import no_dispatch_modes
 
 
 def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """The values on ``device``, bool or int64 if they were in no tensor; a tensor is one on the CPU."""
+    """The values on ``device``, bool or int64 if they are no tensor. A tensor of values is on the CPU."""
     if not isinstance(values, torch.Tensor):
         dtype = torch.bool if all(isinstance(value, bool) for value in values) else torch.int64
         values = torch.tensor(values, dtype=dtype, device="cpu")

@@ -27,7 +27,7 @@ IN_TURN = 8192
 """Elements that one program of ``quantize_bands_in_turn`` reads."""
 
 TURN_BYTES = 6 * 2**20
-"""Of the largest weights of an expert that are cast in turn, in stacks of ``LEAST_BYTES`` or more."""
+"""The most that an expert's weight has if it is cast in turn; all of them together have at least ``LEAST_BYTES``."""
 
 
 def quantization(w: torch.Tensor, made: Operand) -> Made:

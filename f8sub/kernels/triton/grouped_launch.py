@@ -45,10 +45,10 @@ CAST = 64, EDGE
 """Tiles of the kernels that cast with scales of lines: fewer rows, fewer tiles that are of two groups."""
 
 AHEAD_BYTES, LEAST_BYTES = 5 * 2**20, 48 * 2**20
-"""Casts in turn read so many bytes ahead; those of a smaller matrix than the second are by themselves.
+"""Casts in turn read so many bytes ahead. They are for matrices that have at least so many bytes as the second number.
 
-What was read of a group, what is read ahead, and as many bytes of codes are in L2, of whose 50 MiB on an H100 an SM is
-near to half. Of a matrix that is there as a whole nothing is gained.
+L2 has 50 MiB on an H100, and an SM is near to half of them. They hold what was read of a group, what was read ahead,
+and as many bytes of codes. A smaller matrix is in L2 as a whole when two launches read it.
 """
 
 TURN_REGISTERS = 128

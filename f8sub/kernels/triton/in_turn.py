@@ -1,11 +1,11 @@
-"""Casts with scales of whole groups, of which memory is read once: some groups' amaxes are found while others are cast.
+"""Casts with scales of whole groups by one launch: some groups' amaxes are found while others are cast.
 
 [Note] Turns. An element is read for its group's amax, and again to be cast. Where groups are small, what was read for
 amaxes a moment ago is still in L2 when it is cast. So one launch does both. Its programs have numbers in the order of
 turns: those that read a strip of rows for amaxes, and, so many strips later that they mostly are done with its group,
 those that cast one. ``done`` counts of each group the programs that found amaxes, and who casts waits for all of them.
 GPUs start programs in the order of their numbers, which CUB's scans rely on, too; and those that are waited for have
-smaller numbers and wait for nothing. For strips see ``strips``.
+smaller numbers and wait for nothing. For strips see ``strips``; tokens are read as ``pairs``.
 """
 
 import triton

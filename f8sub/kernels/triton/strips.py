@@ -41,11 +41,10 @@ def load_turn(turns_ptr, place):
 
 
 @triton.jit
-def _first_of_group(after, is_group, COUNT, strip):
-    # The first strip of a strip's group; a strip of no group is by itself.
+def _group_at(after, is_group, strip):
+    # How many groups end before a strip, and with which strip the next one begins.
     is_over = (after[None, :] <= strip[:, None]) & is_group[None, :]
-    is_found = tl.sum(is_over.to(tl.int32), 1) < COUNT
-    return tl.where(is_found, tl.max(tl.where(is_over, after[None, :], 0), 1), strip)
+    return tl.sum(is_over.to(tl.int32), 1), tl.max(tl.where(is_over, after[None, :], 0), 1)
 
 
 @triton.jit(do_not_specialize=["ROWS", "TURNS", "ZEROS"])
@@ -75,9 +74,7 @@ def lay_out(
         tl.store(first_ptr + group, laid_first, mask=writes)
         tl.store(laid_ends_ptr + group, laid_first + count, mask=writes)
     strip = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_over = (after[None, :] <= strip[:, None]) & is_group[None, :]
-    found = tl.sum(is_over.to(tl.int32), 1)
-    begin = tl.max(tl.where(is_over, after[None, :], 0), 1)
+    found, begin = _group_at(after, is_group, strip)
     is_found = found < COUNT
     stop = tl.minimum(tl.load(ends_ptr + found, mask=is_found, other=0), ROWS)
     start = tl.minimum(tl.load(ends_ptr + found - 1, mask=is_found & (found > 0), other=0), ROWS)
@@ -86,11 +83,12 @@ def lay_out(
     tl.store(strips_ptr + STRIPS + strip, stop, mask=is_strip)
     tl.store(strips_ptr + 2 * STRIPS + strip, found, mask=is_strip)
     if turns_ptr is not None:
-        # A group's strips are cast AHEAD strips after its last one was read.
+        # A group's strips are cast AHEAD strips after its last one was read; a strip of no group is by itself.
         of_group = tl.where(is_found, begin, strip)
         end = tl.minimum(of_group + tl.where(is_found, tl.cdiv(stop - start, EDGE), 1), TURNS)
-        casts_before = _first_of_group(after, is_group, COUNT, strip - AHEAD)
-        read_at = tl.where(strip < AHEAD, strip, strip + casts_before)
+        before, casts = _group_at(after, is_group, strip - AHEAD)
+        casts = tl.where(before < COUNT, casts, strip - AHEAD)
+        read_at = tl.where(strip < AHEAD, strip, strip + casts)
         cast_at = strip + tl.minimum(end + AHEAD, TURNS)
         line = start + (strip - begin) * EDGE
         is_turn = strip < TURNS

@@ -62,7 +62,8 @@ class Exchange:
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
         self._under_way: tuple[dist.Work | None, list[tuple[Region, torch.Tensor]]] | None = None
         self._changes_covered = -1
-        self._requested = self._warned = self._in_a_graph = False
+        self._requested = self._warned = False
+        self._written: torch.cuda.Event | None = None
         self._findings: list[Findings] = []
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
@@ -98,6 +99,15 @@ class Exchange:
     def regions_due(self) -> bool:  # noqa: D102
         return any(region.due for region in self.table.regions.values())
 
+    @property
+    def settles_at_once(self) -> bool:
+        """Whether ``request`` leaves nothing under way: on GPUs, where the current stream waits and the host does not.
+
+        A CUDA graph may be captured next, as torchtitan 0.3 does after its first step, and a capture cannot wait for a
+        collective that began outside of it. Nor can a replay.
+        """
+        return self.layout.device != "cpu"
+
     def request(self) -> None:
         """Reduce now, on every rank that calls this, unless one of them does not."""
         if not self.gathers:
@@ -110,8 +120,8 @@ class Exchange:
             self._requested = not self.all_arrive(self.layout.sharers, *point)
         if not self._requested:
             self.reduce()
-        if self._in_a_graph:
-            self.settle()  # the replay of a graph waits for no reduction that began outside of it
+        if self.settles_at_once:
+            self.settle()
 
     def reduce(self, *, tell: bool = True) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
@@ -153,6 +163,8 @@ class Exchange:
             # Guests first: they may decide the scales of the weights.
             told = [(region, region.read(out, self.table.amax)) for region, out in regions]
             self.table.write_scales()
+            if self.table.amax.is_cuda:
+                self._written = torch.cuda.current_stream(self.table.amax.device).record_event()
             self._findings = [*self._findings[-1:], Findings(self.table, told)]
         self.generation += 1
         self._requests = 0
@@ -178,6 +190,10 @@ class Exchange:
                 warnings.warn(_MISSED, Float8Warning, stacklevel=1)
             self.reduce()
         self.settle()
+        if self._written is not None:
+            # FSDP2 gathers on streams of its own, which may wait for an optimizer's step alone.
+            torch.cuda.current_stream(self.table.amax.device).wait_event(self._written)
+            self._written = None
         stale = self._stale(shard)
         if stale and len(self.layout.sharers) == 1:
             self.reduce()
@@ -238,6 +254,6 @@ class Exchange:
             raise Float8ConfigError(
                 f"{shard.fqn}: a CUDA graph is captured while the scales of the weights are not in place yet; call "
                 "precompute_scales(model), run the model once as it will be captured, and then capture it. After "
-                "each optimizer step call precompute_scales(model) before the replay"
+                "each optimizer step call precompute_scales(model) before the replay. In torchtitan leave "
+                "precompute_float8_dynamic_scale_for_fsdp on, or give --training.disable_cuda_graphs"
             )
-        self._in_a_graph = True

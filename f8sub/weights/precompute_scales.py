@@ -20,8 +20,9 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
     """Compute the scales of all float8-gathered weights from the weights as they are now.
 
     Call it once after ``fully_shard`` and after every ``optimizer.step()``. It begins one all-reduce for each process
-    group that shards weights, and does not wait: that ends before the next all-gather. Without it training is right
-    too, and the next all-gather waits. Weights that are not sharded are looked at for NaN and infinity alone.
+    group that shards weights, and the host does not wait for it. On a GPU the current stream does, so that a CUDA graph
+    may be captured or replayed next; on a CPU the all-reduce ends before the next all-gather. Without the call training
+    is right too, and the next all-gather waits. Weights that are not sharded are looked at for NaN and infinity alone.
 
     Args:
         model: the converted model, or the parts of it that this rank holds. The scales of all layers of one

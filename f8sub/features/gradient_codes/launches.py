@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from f8sub.errors import Float8ConfigError
 from f8sub.features.gradient_codes.layout import ALIGNMENT, BLOCK, Chunk, Layout
 from f8sub.host_copy import sent_to
+from f8sub.torch_compat import is_capturing
 
 if TYPE_CHECKING:
     from f8sub.features.gradient_codes.wire import Source
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 PACKED, TILE, ADDED = 64, 16, 16
 """Blocks that a program casts, how many at a time, and that it adds; the fastest on an H100 (bench/gradients.py)."""
+
+_in_graphs: dict[int, torch.Tensor] = {}
+"""Tables that CUDA graphs read, by their addresses: kept for good, some kilobytes for each FSDP2 module."""
 
 Place = tuple[torch.device, int]
 """A device and its current stream, on which a table is written before the first kernel that reads it."""
@@ -35,7 +40,7 @@ def pack(sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Ten
     for (dtype, aligned), numbers in kinds.items():
         chosen = tuple((layout.chunks[n], sources[n].stride, sources[n].length) for n in numbers)
         addresses = tuple(sources[n].data.data_ptr() for n in numbers)
-        arguments = {"sources_ptr": _table(addresses, _place_of(out)), "ELEMENT": launch.INPUTS[dtype]}
+        arguments = {"sources_ptr": _addresses(addresses, out), "ELEMENT": launch.INPUTS[dtype]}
         arguments |= {"RANKS": out.shape[0], "HOSTS": hosts, "TILE": TILE}
         made.append(_launch(kernels.pack_chunks, chosen, layout, out, aligned, arguments))
     return made
@@ -70,7 +75,9 @@ def _launch(
 
     packs = "sources_ptr" in arguments
     blocks, ranks, warps = (PACKED if aligned else TILE, out.shape[0], 4) if packs else (ADDED, 1, 2)
-    table, of_program = _tables(chosen, blocks, ranks, _place_of(out))
+    tables = table, of_program = _tables(chosen, blocks, ranks, _place_of(out))
+    if is_capturing(out):
+        _in_graphs.update((each.data_ptr(), each) for each in tables)
     arguments |= {"chunks_ptr": table, "chunk_of_program_ptr": of_program, "out_ptr": out}
     arguments |= {"row_bytes": layout.row_bytes, "CODES": layout.codes, "ALIGNED": aligned}
     arguments |= {"BLOCKS": blocks, "BLOCK": BLOCK}
@@ -81,7 +88,17 @@ def _launch(
 def _tables(
     chosen: tuple[tuple[Chunk, int, int], ...], blocks: int, ranks: int, place: Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels are told of chunks, strides and lengths, and the chunk of each program."""
+    """What the kernels are told of chunks, strides and lengths, and the chunk of each program.
+
+    Raises:
+        Float8ConfigError: it is new, and a CUDA graph is captured, whose replays would read host memory that is freed.
+    """
+    if place[0].type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Float8ConfigError(
+            "a CUDA graph is captured with gradients that reduce_gradients_in_float8 has not reduced before: run "
+            "forward and backward once as they will be captured, with the same batch size and the same parameters, "
+            "and then capture them"
+        )
     rows: list[tuple[int, ...]] = []
     counts: list[int] = []
     for chunk, stride, length in chosen:
@@ -90,6 +107,18 @@ def _tables(
     numbers = torch.arange(len(rows), dtype=torch.int32, device="cpu")
     of_program = numbers.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
     return _table(tuple(rows), place), sent_to(place[0], of_program)
+
+
+def _addresses(numbers: tuple[int, ...], out: torch.Tensor) -> torch.Tensor:
+    """Addresses as a kernel reads them, int64. A CUDA graph writes them itself, from the arguments of a kernel.
+
+    Its gradients have addresses that no step before had, and a copy from host memory would be replayed from there.
+    """
+    if not is_capturing(out):
+        return _table(numbers, _place_of(out))
+    table = torch.zeros(len(numbers), dtype=torch.int64, device=out.device)
+    torch._foreach_add_(list(table.unbind()), list(numbers))
+    return table
 
 
 @functools.lru_cache(maxsize=1024)

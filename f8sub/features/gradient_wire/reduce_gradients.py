@@ -41,12 +41,14 @@ def reduce_gradients_in_float8(
         ranks_per_host: how many ranks that follow one another share a host; None asks the hosts for their names.
         measure: compare each ``measure_every``-th reduction of a module, the first one too, with torch's in float32,
             whose bytes and memory it takes besides; ``decibels`` of what is returned tells, and ``f8sub.Monitor``.
-        measure_every: reductions of a module from one that is measured to the next.
+        measure_every: reductions of a module from one that is measured to the next. Those that a CUDA graph replays
+            are neither counted nor measured, see ``GradientReduction.measure_next``.
 
     Raises:
         Float8ConfigError: the model has no FSDP2 module; a module has a reduce-scatter of its own, or parameters on
             several meshes; its ranks on several hosts cannot take two hops, and ``flat`` does not ask for one; a GPU
-            has no Triton kernels. In backward: a CUDA graph is captured, or FSDP2 reduces in a way that is not known.
+            has no Triton kernels. In backward: a CUDA graph is captured of gradients that were not reduced before, or
+            FSDP2 reduces in a way that is not known.
         Float8RankMismatchError: ranks of a shard group have different options.
     """
     if measure_every < 1 or (ranks_per_host is not None and ranks_per_host < 1):
@@ -90,6 +92,11 @@ class GradientReduction:
         """
         measured = {fqn: comm.measured for fqn, (_, comm) in self._reduced.items()}
         return {fqn: float(10 * (m[0] / m[1]).log10()) for fqn, m in measured.items() if m is not None}
+
+    def measure_next(self) -> None:
+        """Measure the next reduction of every module, where ``measure`` was asked for; in a step that is launched."""
+        for _, comm in self._reduced.values():
+            comm.measure_next = True
 
     def remove(self) -> None:
         """Have FSDP2 reduce gradients as before."""

@@ -6,6 +6,7 @@ dispatches to it and becomes the cast, so no flat copy of the gradients in high 
 those of each call, because gradients that a backward pass does not make are not in its list.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,6 +85,7 @@ class Float8ReduceScatter:
     Attributes:
         before: the one that this one replaced.
         measured: float64, (2,): the squares of the last measured sum and of its error, over all ranks; None before.
+        measure_next: measure the next reduction that no CUDA graph records, whichever it is, if any are measured.
     """
 
     def __init__(self, before: Any, hops: Hops | None, measure_every: int) -> None:
@@ -91,22 +93,18 @@ class Float8ReduceScatter:
         self._input: list[Packed] = []
         self._calls = 0
         self.measured: torch.Tensor | None = None
+        self.measure_next = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        """The input; once it is filled, the output."""
-        if self._input:
-            self._input = []
+        """The input; once it is filled, the output. One that was filled in a pass that failed is forgotten."""
+        filled, self._input = self._input, []
+        if filled and math.prod(size) == filled[0].layout.numel:
             return torch.empty(*size, dtype=dtype, device=device)
         like = torch.empty(*size, dtype=dtype, device="meta")
         return GradientBuffer.of(self, self._input, like, torch.device(device))
 
     def pack(self, gradients: Sequence[torch.Tensor], ranks: int) -> Packed:
         """What this rank sends."""
-        if is_capturing(gradients[0]):
-            raise Float8ConfigError(
-                "a CUDA graph is captured, and reduce_gradients_in_float8 sends the addresses of gradients to the GPU, "
-                "which a replay would not: remove() it first, or run backward outside of the graph"
-            )
         layout = layout_of(tuple(chunk_size(g.shape, ranks) for g in gradients), codes=self._hops is None)
         sources = [
             Source(gradient.detach().contiguous().view(-1), chunk.size, gradient.numel())
@@ -115,7 +113,11 @@ class Float8ReduceScatter:
         hosts = 1 if self._hops is None else self._hops.across.size()
         wire = pack(sources, layout, ranks, hosts)
         exact = None
-        if self._measure_every and self._calls % self._measure_every == 0:
+        # A replay is not counted, and what one measured would be told once.
+        if is_capturing(wire):
+            return Packed(layout, wire, None)
+        if self._measure_every and (self._calls % self._measure_every == 0 or self.measure_next):
+            self.measure_next = False
             exact = torch.empty(ranks * layout.numel, dtype=torch.float32, device=wire.device)
             torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=exact.view(ranks, -1))
         self._calls += 1

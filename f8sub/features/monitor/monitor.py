@@ -9,13 +9,14 @@ import fnmatch
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.monitor import writers
 from f8sub.features.monitor.gradients import GradientRows, rows_of
 from f8sub.features.monitor.sample import RESULTS, ROLES, Sample, probes
@@ -42,6 +43,9 @@ class Monitor:
     Losses and gradients of eager code are the same with and without, bitwise; a sampled step of compiled code runs
     eagerly. Of several forwards in one step the first is measured, and none under ``no_grad``. All ranks sample the
     same steps, and each has the statistics of all ranks together.
+
+    The replay of a CUDA graph calls no hook, so a step that is sampled has to be launched: ``sampling`` says which one.
+    A sample that saw no forward has no rows, and the first one is a ``Float8Warning``.
 
     Args:
         model: converted; plain, compiled, or under DDP, FSDP2 or tensor parallelism.
@@ -104,6 +108,7 @@ class Monitor:
         self._writers = [writers.lasting(w) if callable(w) else writers.jsonl(w) for w in several]
         self._step, self._in_step = -1, False
         self._sample: Sample | None = None
+        self._warned = False
         self._gradients = GradientRows(model)
         self._pending: list[tuple[int, HostCopy, Callable[[torch.Tensor], list[Statistics]]]] = []
         self.rows: list[Statistics] = []
@@ -141,6 +146,11 @@ class Monitor:
             self._end(failed=True)
 
         return detach
+
+    @property
+    def sampling(self) -> bool:
+        """Whether the step that runs now, or runs next, is sampled; the same on all ranks."""
+        return self._sample is not None
 
     def worst(self, count: int = 8) -> str:
         """The operands with the lowest median-row SQNR in the last sample, with advice; a table.
@@ -194,11 +204,23 @@ class Monitor:
         if sample is not None:
             sample.close()
             if not failed:
+                self._check(sample)
                 copy = HostCopy(sample.reduced(self.group))
                 self._pending.append((self._step, copy, sample.statistics))
         if not failed and (gradients := self._gradients.new()) is not None:
             names, copy = gradients
             self._pending.append((self._step, copy, functools.partial(rows_of, self._step, names)))
+
+    def _check(self, sample: Sample) -> None:
+        if sample.saw_nothing and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Monitor sampled step {self._step} and saw no forward of its layers, so the step has no rows. "
+                "Was it the replay of a CUDA graph, which calls no hook? Launch the steps in which monitor.sampling is "
+                "True",
+                Float8Warning,
+                stacklevel=4,
+            )
 
     def _read(self, *, wait: bool) -> None:
         while self._pending and (wait or self._pending[0][1].there):

@@ -93,10 +93,16 @@ class Sample:
         for probe in probes:
             self._exits.callback(probe.begin(self))
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))
+        self._called = False
         self._calls: dict[str, Call] = {}
         self._seen: set[str] = set()  # backward meets the last of several forwards first
         self._last_x: _Noted | None = None
         self._same: dict[int, int] = {}
+
+    @property
+    def saw_nothing(self) -> bool:
+        """Whether no layer was called, not even under ``no_grad``."""
+        return not (self._called or self._formats)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -128,6 +134,7 @@ class Sample:
         return found
 
     def _before(self, name: str, layer: Float8Linear, args: Any, kwargs: dict[str, Any]) -> None:
+        self._called = True
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name in self._calls:
             return
         with torch.no_grad():

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from f8sub.features.gradient_wire.reduce_gradients import reduce_gradients_in_float8
-from f8sub.features.torchtitan_hooks.numerics import WANTED
+from f8sub.features.torchtitan_hooks.numerics import REDUCTIONS, WANTED
 
 
 def reduce_from_first_forward(model: torch.nn.Module) -> None:
@@ -26,4 +26,4 @@ def _reduce(model: torch.nn.Module, args: Any) -> None:
             del model._forward_pre_hooks[key]
     if dist.is_initialized() and dist.get_world_size() > 1:
         every, _ = getattr(model, WANTED, (0, ""))
-        reduce_gradients_in_float8(model, measure=every > 0, measure_every=max(1, every))
+        REDUCTIONS[model] = reduce_gradients_in_float8(model, measure=every > 0, measure_every=max(1, every))

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.features.gather_values.gather_values import gather_values
+from f8sub.features.gradient_wire.reduce_gradients import GradientReduction
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.monitor.writers import jsonl
 from f8sub.features.operand_statistics.statistics import Statistics
+from f8sub.features.torchtitan_hooks.graphs import launch_next
 from f8sub.linear.float8_linear import Float8Linear
 
 WANTED = "float8_monitor"
@@ -23,6 +25,13 @@ FILE = "numerics.jsonl"
 
 _begun: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[Monitor, _File]]" = weakref.WeakKeyDictionary()
 """The monitors of parts whose first step runs: an optimizer's first step settles whose statistics go together."""
+
+
+_stepped: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+"""Parts whose first step ended."""
+
+REDUCTIONS: "weakref.WeakKeyDictionary[torch.nn.Module, GradientReduction]" = weakref.WeakKeyDictionary()
+"""The float8 reductions of a part's gradients, which are measured in the steps that are sampled."""
 
 
 class _File:
@@ -73,6 +82,20 @@ def _attach(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             file.path = file.path.with_name(f"{file.path.stem}.{ranks[0]}{file.path.suffix}")
         monitor.group = group
         monitor.attach(optimizer)
+        optimizer.register_step_post_hook(functools.partial(_launch_samples, monitor, part))
+
+
+def _launch_samples(monitor: Monitor, part: torch.nn.Module, *step: Any) -> None:
+    """Optimizer step post-hook, after the monitor's own: no graph is replayed in a step that is sampled.
+
+    Nor is one captured in the second step: the first one is sampled and runs compiled blocks eagerly, so the second one
+    compiles them, and what Triton tunes then cannot be captured.
+    """
+    if monitor.sampling or part not in _stepped:
+        launch_next()
+    _stepped.add(part)
+    if monitor.sampling and part in REDUCTIONS:
+        REDUCTIONS[part].measure_next()
 
 
 def _ranks_of_the_same_layers(

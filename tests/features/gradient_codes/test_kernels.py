@@ -100,3 +100,26 @@ def test_a_row_of_the_wire():
     wider = layout_of((1000, 7, 0, 128), codes=False)
     assert [chunk.code_at for chunk in wider.chunks] == [0, 2000, 2016, 2016]
     assert wider.row_bytes == 2016 + 256
+
+
+def launches_of_a_graph() -> None:
+    """While a graph is captured: addresses are written by the graph itself, and tables of launches before are kept."""
+    of = [gaussian((64, 32), generator(1)), gaussian((3, 5), generator(2))]
+    layout = layout_of(tuple(chunk_size(g.shape, 2) for g in of))
+    out = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
+    launched = launches.pack(sources(of, layout), layout, 1, out)
+    with mock.patch.object(launches, "is_capturing", return_value=True):
+        moved = [g.clone() for g in of]
+        captured = launches.pack(sources(moved, layout), layout, 1, out)
+    for a, b in zip(launched, captured, strict=True):
+        assert a.arguments["sources_ptr"] is not b.arguments["sources_ptr"]
+        for name in ("chunks_ptr", "chunk_of_program_ptr"):
+            assert a.arguments[name] is b.arguments[name]
+            assert launches._in_graphs[a.arguments[name].data_ptr()] is a.arguments[name]
+    found = [number for one in captured for number in one.arguments["sources_ptr"].tolist()]
+    assert found == [g.data_ptr() for g in moved]
+
+
+@needs_triton
+def test_a_graph_writes_the_addresses_of_its_own_gradients(interpreter):
+    interpreter(launches_of_a_graph)

@@ -386,3 +386,28 @@ def test_results_on_request_are_cast_for_the_statistics_alone(recipe):
             10 * (found.double().square().sum() / error).log10().item(), abs=1e-3
         )
     assert len(alone.rows) == 3
+
+
+def test_a_sampled_step_without_a_forward_is_told(tmp_path):
+    """As of a CUDA graph that is replayed: it calls no hook. Once, and ``sampling`` says which steps to launch."""
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)), skip_defaults=False)
+    optimizer, steps, sampled = torch.optim.SGD(model.parameters()), [], []
+    monitor = f8sub.Monitor(model, 2, to=lambda step, rows: steps.append((step, len(rows))))
+    detach = monitor.attach(optimizer)
+
+    def step(launched: bool) -> None:
+        sampled.append(monitor.sampling)
+        if launched:
+            model(gaussian((16, 64), generator(1))).square().sum().backward()
+        optimizer.step()
+
+    step(True)
+    step(False)
+    with pytest.warns(f8sub.Float8Warning, match="step 2 and saw no forward.*monitor.sampling"):
+        step(False)
+    for launched in (False, False, False, True):
+        step(launched)
+    detach()
+    monitor.flush()
+    assert sampled == [True, False, True, False, True, False, True]
+    assert steps == [(0, 3), (2, 0), (4, 0), (6, 3)]

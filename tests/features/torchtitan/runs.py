@@ -10,7 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from f8sub.features.delayed.layers import states_of
+from f8sub.features.monitor.sample import Sample
+from f8sub.weights.exchange import Exchange
 from tests.features.torchtitan import gloo
 
 
@@ -32,6 +36,44 @@ def trainer_of(rank: int, arguments: list[str], folder: Path) -> Any:
 
 def train(rank: int, world: int, arguments: list[str], folder: Path, count: bool = False) -> dict[str, Any]:
     return gloo.train(trainer_of(rank, arguments, folder), count=count)
+
+
+class Graphs:
+    """torchtitan 0.3's wrapper for CUDA graphs, imitated on a CPU: what it captures and replays runs each time.
+
+    It launches ``_warmup_remaining`` calls, captures the next and replays that from then on. A replay calls no hook.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._warmup_remaining, self.kinds = 1, []
+        self._run = run
+
+    def __call__(self, *args: Any) -> Any:
+        if self._warmup_remaining:
+            self._warmup_remaining -= 1
+            self.kinds.append("launched")
+            return self._run(*args)
+        self.kinds.append("replayed" if "captured" in self.kinds else "captured")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, module in list(sys.modules.items()):
+                if name.startswith("f8sub.") and hasattr(module, "is_capturing"):
+                    patch.setattr(module, "is_capturing", lambda tensor: True)
+            if self.kinds[-1] == "replayed":
+                for name in ("_note", "_note_weight", "_note_dy", "_note_gradients"):
+                    patch.setattr(Sample, name, lambda *args: None)
+            return self._run(*args)
+
+
+def train_graphed(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
+    """As ``train``, in the order of calls that torchtitan has by default on a GPU; and ``kinds`` of its calls."""
+    from torchtitan.distributed import cudagraph
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "settles_at_once", True)
+        trainer = trainer_of(rank, [*arguments, "training.disable_cuda_graphs=false"], folder)
+        graphs = trainer.fwd_bwd_fn = Graphs(trainer.fwd_bwd_fn)
+        patch.setattr(cudagraph._manager, "_wrappers", [graphs])
+        return gloo.train(trainer) | {"kinds": graphs.kinds}
 
 
 def ages(rank: int, world: int, arguments: list[str], folder: Path) -> list[int]:

@@ -1,6 +1,9 @@
 """Training configs that run on CPUs: ``--module tests.features.torchtitan.configs --config bf16``."""
 
+import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,7 +107,7 @@ def peer() -> Trainer.Config:
 def f8sub(**options: Any) -> Trainer.Config:
     """The converter, by the backend that is fast on every CPU."""
     config = llama3.llama3_debugmodel()
-    converter = titan.Float8Converter.Config(emulate=True, **options)
+    converter = titan.Float8Converter.Config(**{"emulate": True} | options)
     config.model_spec = model_registry("debugmodel", converters=[converter])
     return on_cpu(config)
 
@@ -128,14 +131,14 @@ def moe() -> Trainer.Config:
 
 def f8sub_moe(**options: Any) -> Trainer.Config:
     config = qwen3.qwen3_moe_debug()
-    converter = titan.Float8Converter.Config(emulate=True, **options)
+    converter = titan.Float8Converter.Config(**{"emulate": True} | options)
     config.model_spec = qwen3.model_registry("debugmodel_moe", converters=[converter])
     return of_few_experts(config)
 
 
 def f8sub_chunked(**options: Any) -> Trainer.Config:
     config = chunked()
-    titan.float8(config.model_spec.model, emulate=True, **options)
+    titan.float8(config.model_spec.model, **{"emulate": True} | options)
     return config
 
 
@@ -155,4 +158,24 @@ def f8sub_full_ac(**options: Any) -> Trainer.Config:
 def f8sub_selective_ac(**options: Any) -> Trainer.Config:
     config = f8sub(**options)
     config.activation_checkpoint = SelectiveAC.Config()
+    return config
+
+
+def configured(arguments: list[str], folder: Path) -> Any:
+    """A config of this module, with options as of the command line, which takes seconds to parse.
+
+    They are the config's name and, after a colon, its arguments; then ``section.field=value``. Values are JSON.
+    """
+    (name, _, given), *options = arguments[0].partition(":"), *arguments[1:]
+    config = globals()[name](**json.loads(given or "{}"))
+    config.hf_assets_path, config.dataloader.dataset_path = str(folder / "tokenizer"), str(folder / "data")
+    config.dump_folder = str(folder)
+    for option in options:
+        path, _, value = option.partition("=")
+        *sections, field = path.split(".")
+        section = functools.reduce(getattr, sections, config)
+        getattr(section, field)  # of that name
+        setattr(section, field, json.loads(value))
+    if config.parallelism.context_parallel_degree > 1:
+        with_sequence_parallel_attention(config)
     return config

@@ -5,8 +5,6 @@ environment, which is set first.
 Importing this changes what torchtitan believes the device to be: nothing imports it but ranks.
 """
 
-import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +28,10 @@ from tests.features.torchtitan import configs  # noqa: E402
 torchtitan.trainer.time = gloo.without_sleep(torchtitan.trainer.time)
 
 
-def configured(arguments: list[str], folder: Path) -> Any:
-    """A config of ``configs``, with options as of the command line, which takes seconds to parse.
-
-    They are the config's name and, after a colon, its arguments; then ``section.field=value``. Values are JSON.
-    """
-    (name, _, given), *options = arguments[0].partition(":"), *arguments[1:]
-    config = getattr(configs, name)(**json.loads(given or "{}"))
-    config.hf_assets_path, config.dataloader.dataset_path = str(folder / "tokenizer"), str(folder / "data")
-    config.dump_folder = str(folder)
-    for option in options:
-        path, _, value = option.partition("=")
-        *sections, field = path.split(".")
-        section = functools.reduce(getattr, sections, config)
-        getattr(section, field)  # of that name
-        setattr(section, field, json.loads(value))
-    if config.parallelism.context_parallel_degree > 1:
-        configs.with_sequence_parallel_attention(config)
-    return config
-
-
 def trainer_of(rank: int, arguments: list[str], folder: Path) -> Any:
     gloo.as_rank(rank, folder)
     init_logger()
-    return configured(arguments, folder).build()
+    return configs.configured(arguments, folder).build()
 
 
 if __name__ == "__main__":

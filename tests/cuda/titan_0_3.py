@@ -1,0 +1,47 @@
+"""torchtitan 0.3 on GPUs and NCCL: bodies of ranks, and what torch before 2.14 lacks that it imports.
+
+Importing this imports torchtitan; nothing here imports it but ranks and their nursery.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+if not hasattr(
+    torch.distributed.fsdp, "DataParallelMeshDims"
+):  # a type of spmd_types, which partial_dtensor is not
+
+    class DataParallelMeshDims:
+        """A name to import."""
+
+    torch.distributed.fsdp.DataParallelMeshDims = DataParallelMeshDims
+if not hasattr(dist, "set_timeout"):
+    dist.set_timeout = lambda timeout, group=None: _set_pg_timeout(timeout, group)
+
+import torchtitan.trainer
+from torchtitan.distributed import cudagraph
+from torchtitan.tools.logging import init_logger
+
+from tests.features.torchtitan import configs, gloo
+
+torchtitan.trainer.time = gloo.without_sleep(torchtitan.trainer.time)
+
+
+def train(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
+    """As ``gloo.train``, by the GPU's backends; and ``captured``: for each of torchtitan's graphs, whether it is one."""
+    gloo.as_rank(rank, folder)
+    os.environ["LOCAL_RANK"] = str(rank)
+    init_logger()
+    trainer = configs.configured(arguments, folder).build()
+    close, captured = trainer.close, []
+
+    def closed() -> None:
+        captured.extend(wrapper._graph is not None for wrapper in cudagraph._manager._wrappers)
+        close()
+
+    trainer.close = closed
+    return gloo.train(trainer) | {"captured": captured}

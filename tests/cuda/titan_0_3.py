@@ -32,7 +32,7 @@ torchtitan.trainer.time = gloo.without_sleep(torchtitan.trainer.time)
 
 
 def train(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
-    """As ``gloo.train``, by the GPU's backends; and ``captured``: for each of torchtitan's graphs, whether it is one."""
+    """As ``gloo.train``, on GPUs; and ``captured``: of each of torchtitan's graphs, whether it was captured."""
     gloo.as_rank(rank, folder)
     os.environ["LOCAL_RANK"] = str(rank)
     init_logger()

@@ -16,7 +16,7 @@ OLDEST = (8, 9)
 
 TITANS = {
     "0.2": ("titan_on_gpus", ("torchtitan.train", "f8sub.titan")),
-    "0.3": ("titan_0_3_on_gpus", ("tests.cuda.titan_0_3",)),
+    "0.3": ("titan_0_3_on_gpus", ()),  # importing it starts CUDA, after which no rank can be forked
 }
 """For each version of torchtitan the fixture that asks for it, and what its nursery imports."""
 

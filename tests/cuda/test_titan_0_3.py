@@ -3,6 +3,7 @@
 Losses are bitwise those of the same run with ``--training.disable_cuda_graphs``.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable
@@ -23,6 +24,8 @@ CASES = [
     *((2, recipe, gradients, "") for recipe in RECIPES for gradients in (False, True)),
     *((2, recipe, True, COMPILED) for recipe in ("tensorwise", "rowwise", "delayed")),
 ]
+WATCHED = [(1, ""), (2, ""), (2, COMPILED)]
+GRADIENTS = {"reduce_gradients_in_float8": True}
 pytestmark = pytest.mark.usefixtures("titan_0_3_on_gpus")
 
 
@@ -32,50 +35,79 @@ def on(world: int, *values: Any) -> Any:
     return pytest.param(world, *values, marks=[few])
 
 
-def config(**options: object) -> str:
+def job(arm: str, how: str, graphs: bool) -> str:
+    return f"{arm} {how} {COMMON} training.disable_cuda_graphs={str(not graphs).lower()}"
+
+
+def f8sub(**options: object) -> str:
     return f"f8sub:{json.dumps({'emulate': False, **options}, separators=(',', ':'))}"
 
 
-@pytest.fixture(scope="session")
-def assets(titan_0_3_on_gpus: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("titan")
-    titan_0_3_on_gpus(1, gloo.make_assets, folder)
-    return folder
+def compared(recipe: str, gradients: bool, how: str) -> list[str]:
+    """The jobs launched and as a graph, and bf16's."""
+    arm = f8sub(recipe_name=recipe, reduce_gradients_in_float8=gradients)
+    return [job(arm, how, False), job(arm, how, True), job("bf16", how, True)]
+
+
+def watched(world: int, how: str) -> list[str]:
+    """Jobs as graphs without and with a monitor, whose file is in the working directory."""
+    file, more = f"{world}-{'compiled' if how else 'eager'}.jsonl", f"{how} training.steps=8"
+    plain = job(f8sub(**GRADIENTS), more, True)
+    return [plain, job(f8sub(monitor_every=3, monitor_file=file, **GRADIENTS), more, True)]
 
 
 @pytest.fixture(scope="session")
-def train(titan_0_3_on_gpus: Callable[..., list[Any]], assets: Path) -> Callable[..., dict[str, Any]]:
-    """``train(world, arguments, graphs)``: what the body ``train`` returns; the same run is made once."""
-    from tests.cuda import titan_0_3
+def folder(titan_0_3_on_gpus: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer and a data set; the working directory of the jobs."""
+    made = tmp_path_factory.mktemp("titan")
+    titan_0_3_on_gpus(1, gloo.make_assets, made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def train(titan_0_3_on_gpus: Callable[..., list[Any]], folder: Path) -> Callable[[int, str], dict[str, Any]]:
+    """What ``titan_0_3.train`` returns of a job. All jobs of so many ranks run in the same ones: imports take long."""
 
     @functools.cache
-    def run(world: int, arguments: str, graphs: bool) -> dict[str, Any]:
-        disabled = f"training.disable_cuda_graphs={str(not graphs).lower()}"
-        words = f"{arguments} {COMMON} {disabled}".split()
-        return titan_0_3_on_gpus(world, titan_0_3.train, words, assets)[0]
+    def of_world(world: int) -> dict[str, Any]:
+        jobs = [each for n, *case in CASES if n == world for each in compared(*case)]
+        jobs += [each for n, how in WATCHED if n == world for each in watched(n, how)]
+        jobs = list(dict.fromkeys(jobs))
+        found = titan_0_3_on_gpus(world, train_each, jobs, folder, timeout=540.0)[0]
+        return dict(zip(jobs, found, strict=False))
+
+    def run(world: int, job: str) -> dict[str, Any]:
+        found = of_world(world).get(job, "it did not run: a job before it failed")
+        assert isinstance(found, dict), found
+        return found
 
     return run
 
 
+def train_each(rank: int, world: int, jobs: list[str], folder: Path) -> list[dict[str, Any] | str]:
+    """As ``titan_0_3.train_each``, which a rank imports."""
+    from tests.cuda import titan_0_3
+
+    with contextlib.chdir(folder):
+        return titan_0_3.train_each(rank, world, jobs, folder)
+
+
 @pytest.mark.parametrize(("world", "recipe", "gradients", "how"), [on(*case) for case in CASES])
 def test_losses_are_those_of_launched_steps(train, world, recipe, gradients, how):
-    job = f"{config(recipe_name=recipe, reduce_gradients_in_float8=gradients)} {how}"
-    launched, graphed = (train(world, job, graphs) for graphs in (False, True))
+    launched, graphed, bf16 = (train(world, each) for each in compared(recipe, gradients, how))
     assert (launched["captured"], graphed["captured"]) == ([], [True])
     assert graphed["losses"] == launched["losses"]
-    bf16 = train(world, f"bf16 {how}", True)
     assert last(graphed["losses"]) != last(bf16["losses"])
     assert abs(last(graphed["losses"]) - last(bf16["losses"])) < 4e-3
 
 
-@pytest.mark.parametrize(("world", "how"), [on(1, ""), on(2, ""), on(2, COMPILED)])
-def test_a_monitor_samples_steps_that_are_launched(train, tmp_path, world, how):
-    file, more = tmp_path / "numerics.jsonl", {"reduce_gradients_in_float8": True}
-    job = f"{config(monitor_every=3, monitor_file=str(file), **more)} {how} training.steps=8"
-    plain, watched = train(world, f"{config(**more)} {how} training.steps=8", True), train(world, job, True)
-    assert watched["captured"] == [True]
+@pytest.mark.parametrize(("world", "how"), [on(*case) for case in WATCHED])
+def test_a_monitor_samples_steps_that_are_launched(train, folder, world, how):
+    plain, seen = (train(world, each) for each in watched(world, how))
+    assert seen["captured"] == [True]
     if not how:  # sampled steps of compiled blocks run eagerly
-        assert watched["losses"] == plain["losses"]
+        assert seen["losses"] == plain["losses"]
+    file = folder / f"{world}-{'compiled' if how else 'eager'}.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     measured = ("x", "w", "dy", "gradient") if world > 1 else ("x", "w", "dy")
     assert {(row["step"], row["role"]) for row in rows} == {(s, r) for s in (1, 4, 7) for r in measured}

@@ -1,9 +1,10 @@
 """torchtitan 0.3 on GPUs and NCCL: bodies of ranks, and what torch before 2.14 lacks that it imports.
 
-Importing this imports torchtitan; nothing here imports it but ranks and their nursery.
+Importing this imports torchtitan, which starts CUDA: nothing imports it but ranks, which run job after job.
 """
 
 import os
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,23 @@ from tests.features.torchtitan import configs, gloo
 torchtitan.trainer.time = gloo.without_sleep(torchtitan.trainer.time)
 
 
-def train(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
-    """As ``gloo.train``, on GPUs; and ``captured``: of each of torchtitan's graphs, whether it was captured."""
+def train_each(rank: int, world: int, jobs: list[str], folder: Path) -> list[dict[str, Any] | str]:
+    """Of each job what ``train`` returns, or the error that it ended with; none runs after one that failed."""
     gloo.as_rank(rank, folder)
     os.environ["LOCAL_RANK"] = str(rank)
     init_logger()
+    found: list[dict[str, Any] | str] = []
+    for job in jobs:
+        try:
+            found.append(train(job.split(), folder))
+        except Exception:
+            found.append(f"{job}: {traceback.format_exc()}")
+            break
+    return found
+
+
+def train(arguments: list[str], folder: Path) -> dict[str, Any]:
+    """As ``gloo.train``; and ``captured``: of each of torchtitan's graphs, whether it was captured."""
     trainer = configs.configured(arguments, folder).build()
     close, captured = trainer.close, []
 

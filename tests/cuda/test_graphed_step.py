@@ -76,9 +76,14 @@ def test_a_whole_step(recipe, compiled):
     assert whole_steps(recipe, compiled, graphed=True) == launched
 
 
-def sharded_steps(recipe: str | None, graphed: bool) -> list[float]:
-    """Losses where forward and backward are replays, all but the first two, and the rest of the step is launched."""
+def sharded_steps(recipe: str | None, graphed: bool, gradients: bool = False) -> list[float]:
+    """Losses where forward and backward are replays, all but the first two, and the rest of the step is launched.
+
+    With ``gradients`` those are reduced in float8. The graph is captured right after ``precompute_scales``.
+    """
     model, batch = shard(transformer(recipe, spread=2.0).cuda(), BF16), Batch()
+    if gradients:
+        f8sub.reduce_gradients_in_float8(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     graph, stream, losses = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
     precompute(model)
@@ -101,18 +106,26 @@ def sharded_steps(recipe: str | None, graphed: bool) -> list[float]:
     return losses
 
 
-def sharded(rank: int, world: int, recipe: str) -> tuple[list[float], list[float]] | str:
+def sharded(rank: int, world: int, recipe: str, gradients: bool) -> tuple[list[float], list[float]] | str:
     """Losses with launches and with replays; or why FSDP2 itself cannot be captured."""
     try:
         sharded_steps(None, graphed=True)
     except RuntimeError as error:
         return f"FSDP2 of torch {torch.__version__} in bf16: {error}"
-    return sharded_steps(recipe, graphed=False), sharded_steps(recipe, graphed=True)
+    return sharded_steps(recipe, False, gradients), sharded_steps(recipe, True, gradients)
 
 
-@pytest.mark.parametrize("recipe", CURRENT, ids=CURRENT)
-def test_forward_and_backward_under_fsdp2(ranks, recipe):
-    found = ranks(1, sharded, recipe, gpus=True, timeout=240)[0]
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.parametrize(
+    ("world", "gradients"),
+    [(1, False), pytest.param(2, False, marks=two), pytest.param(2, True, marks=two)],
+    ids=["one", "two", "two-float8-gradients"],
+)
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES)
+def test_forward_and_backward_under_fsdp2(ranks, recipe, world, gradients):
+    found = ranks(world, sharded, recipe, gradients, gpus=True, timeout=240)[0]
     if isinstance(found, str):
         pytest.skip(found)
     launched, replayed = found

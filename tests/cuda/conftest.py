@@ -14,12 +14,6 @@ from tests.ranks import Nursery
 HERE = Path(__file__).parent
 OLDEST = (8, 9)
 
-TITANS = {
-    "0.2": ("titan_on_gpus", ("torchtitan.train", "f8sub.titan")),
-    "0.3": ("titan_0_3_on_gpus", ()),  # importing it starts CUDA, after which no rank can be forked
-}
-"""For each version of torchtitan the fixture that asks for it, and what its nursery imports."""
-
 _titan = pytest.StashKey[Nursery]()
 
 
@@ -35,10 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A nursery of its own, warm with torchtitan, which takes seconds to import."""
-    fixture, modules = TITANS.get(runs.installed() or "", ("", ()))
-    wanted = any(fixture in getattr(item, "fixturenames", ()) for item in session.items)
-    if wanted and torch.cuda.device_count():
-        nursery = session.config.stash[_titan] = Nursery.start(*modules)
+    wanted = any("titan_on_gpus" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and torch.cuda.device_count() and runs.installed() == "0.2":
+        nursery = session.config.stash[_titan] = Nursery.start("torchtitan.train", "f8sub.titan")
         session.config.add_cleanup(nursery.stop)
 
 
@@ -52,16 +45,6 @@ def float8_tensor_cores() -> None:
 @pytest.fixture(scope="session")
 def titan_on_gpus(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``titan_on_gpus(world, body, *args)``: as ``ranks``, a GPU each, in processes that have torchtitan 0.2."""
-    return _of_version("0.2", request)
-
-
-@pytest.fixture(scope="session")
-def titan_0_3_on_gpus(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """The same with torchtitan 0.3."""
-    return _of_version("0.3", request)
-
-
-def _of_version(version: str, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    if runs.installed() != version or _titan not in request.config.stash:
-        pytest.skip(f"of torchtitan {version}, here is {runs.installed()}")
+    if _titan not in request.config.stash:
+        pytest.skip(f"of torchtitan 0.2, here is {runs.installed()}")
     return functools.partial(request.config.stash[_titan].run, gpus=True, timeout=240.0)

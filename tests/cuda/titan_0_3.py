@@ -1,9 +1,12 @@
-"""torchtitan 0.3 on GPUs and NCCL: bodies of ranks, and what torch before 2.14 lacks that it imports.
+"""torchtitan 0.3 on GPUs and NCCL: ``torchrun -m tests.cuda.titan_0_3 FOLDER`` trains each job of FOLDER/jobs.json.
 
-Importing this imports torchtitan, which starts CUDA: nothing imports it but ranks, which run job after job.
+What torch before 2.14 lacks that torchtitan imports is put in its place.
 """
 
+import json
 import os
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +30,10 @@ import torchtitan.trainer
 from torchtitan.distributed import cudagraph
 from torchtitan.tools.logging import init_logger
 
+import f8sub
 from tests.features.torchtitan import configs, gloo
 
 torchtitan.trainer.time = gloo.without_sleep(torchtitan.trainer.time)
-
-
-def train_each(rank: int, world: int, jobs: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Of each job what ``train`` returns."""
-    gloo.as_rank(rank, folder)
-    os.environ["LOCAL_RANK"] = str(rank)
-    init_logger()
-    found = []
-    for job in jobs:
-        try:
-            found.append(train(job.split(), folder))
-        except Exception as error:
-            raise RuntimeError(f"after {len(found)} jobs that ended well: {job}") from error
-    return found
 
 
 def train(arguments: list[str], folder: Path) -> dict[str, Any]:
@@ -57,4 +47,23 @@ def train(arguments: list[str], folder: Path) -> dict[str, Any]:
         close()
 
     trainer.close = closed
-    return gloo.train(trainer) | {"captured": captured}
+    found = gloo.train(trainer)
+    return {"losses": list(found["losses"].values()), "captured": captured}
+
+
+def main(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    gloo.as_rank(rank, folder)
+    os.environ["LOCAL_RANK"] = str(rank)
+    init_logger()
+    jobs = json.loads((folder / "jobs.json").read_text())
+    warnings.simplefilter("error", f8sub.Float8Warning)
+    warnings.filterwarnings("ignore", ".*no native float8 GEMM")
+    os.chdir(folder)
+    found = {job: train(job.split(), folder) for job in jobs}
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -266,6 +266,16 @@ def _look_for_scales(states: Sequence[ScalingState]) -> None:
         state.is_known = copy.there and copy.item()
 
 
+def learn_scales(states: Sequence[ScalingState]) -> None:
+    """Wait until the host knows of the last roll whether all scales are made; for states that rolled together.
+
+    Compiled code is compiled anew for that, and a CUDA graph captures no compilation.
+    """
+    for state in states:
+        copy = _scales_made.get(state)
+        state.is_known = state.is_known or (copy is not None and bool(copy.item()))
+
+
 def _all_made(states: Sequence[ScalingState]) -> torch.Tensor:
     scales = [state.scale for state in states]
     if any(state.members is not None for state in states):

@@ -9,7 +9,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.delayed_state.state import ScalingState, learn_scales
 from f8sub.features.precompute_hook.hook import register_precompute_hook
+from f8sub.features.torchtitan_hooks.graphs import launch_next
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import fsdp_params, is_dtensor
 from f8sub.weights.layout import sharded_dims
@@ -42,7 +44,24 @@ def attach(
     check_weights(model_parts)
     check_compiled(model_parts)
     register_precompute_hook(optimizers, model_parts)
+    states = [module for part in model_parts for module in part.modules() if isinstance(module, ScalingState)]
+    if states:
+        _compile_before_capture(optimizers, states)
     _attached.add(optimizers)
+
+
+def _compile_before_capture(optimizers: torch.optim.Optimizer, states: Sequence[ScalingState]) -> None:
+    """Have the second step launched, for which blocks with amax histories are compiled once more.
+
+    From the first step on all of their scales are made. torchtitan captures the second step otherwise.
+    """
+
+    def after_first_step(*step: Any) -> None:
+        handle.remove()
+        learn_scales(states)
+        launch_next()
+
+    handle = optimizers.register_step_post_hook(after_first_step)
 
 
 def check_at_first_forward(model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from f8sub.features.delayed.layers import states_of
 from f8sub.features.monitor.sample import Sample
@@ -41,7 +42,8 @@ def train(rank: int, world: int, arguments: list[str], folder: Path, count: bool
 class Graphs:
     """torchtitan 0.3's wrapper for CUDA graphs, imitated on a CPU: what it captures and replays runs each time.
 
-    It launches ``_warmup_remaining`` calls, captures the next and replays that from then on. A replay calls no hook.
+    It launches ``_warmup_remaining`` calls, captures the next and replays that from then on. A replay calls no hook,
+    and nothing is compiled in a capture.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -61,7 +63,8 @@ class Graphs:
             if self.kinds[-1] == "replayed":
                 for name in ("_note", "_note_weight", "_note_dy", "_note_gradients"):
                     patch.setattr(Sample, name, lambda *args: None)
-            return self._run(*args)
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return self._run(*args)
 
 
 def train_graphed(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:

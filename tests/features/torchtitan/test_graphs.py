@@ -7,6 +7,7 @@ import pytest
 import f8sub
 from tests.features.torchtitan import runs
 from tests.ranks import RankFailure
+from tests.selection import long_but
 
 pytestmark = [
     pytest.mark.usefixtures("any_titan"),
@@ -14,8 +15,10 @@ pytestmark = [
         runs.installed() == "0.2", reason="of torchtitan 0.3, here is 0.2: another row of the versions has it"
     ),
 ]
-QUICK = ("tensorwise", "delayed")
-RECIPES = [pytest.param(r, marks=[] if r in QUICK else pytest.mark.long) for r in f8sub.recipe_names()]
+RECIPES = long_but(("tensorwise", "delayed"), f8sub.recipe_names())
+
+
+COMPILED = 'compile.enable=true compile.backend="aot_eager"'
 
 
 def config(**options: object) -> str:
@@ -31,19 +34,36 @@ def graphed(titan, assets, world: int, arguments: str) -> dict[str, object]:
 def test_losses_are_those_of_launched_steps(titan, train, assets, recipe, gradients):
     job = config(recipe_name=recipe, reduce_gradients_in_float8=gradients)
     found = graphed(titan, assets, 2, job)
-    assert found["kinds"] == ["launched", "captured", "replayed", "replayed", "replayed"]
+    assert found["kinds"] == kinds(recipe)
     assert found["losses"] == train(2, job)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+def kinds(recipe: str) -> list[str]:
+    """Those of five steps: compiled blocks with amax histories are compiled once more for the second."""
+    launched = 1 if f8sub.get_recipe(recipe).delayed is None else 2
+    return ["launched"] * launched + ["captured"] + ["replayed"] * (4 - launched)
+
+
+@pytest.mark.parametrize("recipe", long_but(("delayed",), f8sub.recipe_names()))
+def test_nothing_is_compiled_in_a_capture(titan, train, assets, recipe):
+    job = f"{config(recipe_name=recipe)} {COMPILED}"
+    found = graphed(titan, assets, 2, job)
+    assert found["kinds"] == kinds(recipe)
+    assert found["losses"] == train(2, job)
+
+
+@pytest.mark.parametrize("world", long_but((2,), (1, 2)))
 def test_a_monitor_samples_steps_that_are_launched(titan, train, assets, tmp_path, world):
-    """And misses none: rows of operands, and of gradients where those are reduced and measured."""
+    """And misses none: rows of operands, and of gradients where those are reduced and measured.
+
+    Sampled steps run eagerly, so that compiled blocks are compiled in the second one.
+    """
     file = tmp_path / "numerics.jsonl"
     gradients = {"reduce_gradients_in_float8": True}
-    job = config(monitor_every=3, monitor_file=str(file), **gradients)
+    job = f"{config(monitor_every=3, monitor_file=str(file), **gradients)} {COMPILED}"
     found = graphed(titan, assets, world, job)
     assert found["kinds"] == ["launched", "launched", "captured", "launched", "replayed"]
-    assert found["losses"] == train(world, config(**gradients))
+    assert found["losses"] == train(world, f"{config(**gradients)} {COMPILED}")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     seen = {(row["step"], row["role"]) for row in rows}
     measured = ("x", "w", "dy", "gradient") if world > 1 else ("x", "w", "dy")

@@ -34,13 +34,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checkpoint import CheckpointError, Checkpoints
-from compare import compare
-from data import PackedSequences, load_tokenizer
-from documents import DataError
-from metrics import Metrics, peak_memory_gib
-from model import build_model
-from settings import Settings, SettingsError, as_dict, parse
+from f8sub_pretrain.checkpoint import CheckpointError, Checkpoints
+from f8sub_pretrain.compare import compare
+from f8sub_pretrain.data import PackedSequences, load_tokenizer
+from f8sub_pretrain.documents import DataError
+from f8sub_pretrain.metrics import Metrics, peak_memory_gib
+from f8sub_pretrain.model import build_model
+from f8sub_pretrain.settings import Settings, SettingsError, as_dict, parse
+from f8sub_pretrain.traffic import count_traffic
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -50,7 +51,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from traffic import count_traffic
 
 import f8sub
 

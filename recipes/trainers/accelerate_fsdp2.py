@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from example import BLOCK, Tokens, build_model
+from f8sub_example import BLOCK, Tokens, build_model
 from torch.utils.data import DataLoader
 
 import f8sub

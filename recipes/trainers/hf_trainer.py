@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from example import BLOCK, Tokens, build_model
+from f8sub_example import BLOCK, Tokens, build_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import f8sub

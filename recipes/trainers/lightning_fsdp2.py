@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning
 import torch
-from example import Tokens, build_model
+from f8sub_example import Tokens, build_model
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader

@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from example import Tokens, build_model
+from f8sub_example import Tokens, build_model
 
 import f8sub
 

@@ -24,7 +24,7 @@ RECIPES = ("tensorwise", "rowwise")
 
 def install(recipe: str, emulated: bool) -> None:
     """Have recipes/pretrain.py, whose folder is on the path, build torchao's layers into its Llama."""
-    import model as trainers
+    from f8sub_pretrain import model as trainers
     from torchao.float8 import (
         Float8LinearConfig,
         convert_to_float8_training,

@@ -19,9 +19,9 @@ from f8sub.linear.saved_input import KEEP_X
 from scripts.table import ROOT, provenance, write_between_markers
 from scripts.tables.byte_lab import TOKENS, plan_for_the_device
 
-sys.path.append(str(ROOT / "recipes"))
+sys.path.insert(0, str(ROOT / "recipes"))
 
-from model import SIZES
+from f8sub_pretrain.model import SIZES
 
 
 def main() -> None:

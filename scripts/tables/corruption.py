@@ -1,6 +1,6 @@
 """What loading makes of damaged checkpoints: 10,000 random damages, uniform over all bytes of all of their files.
 
-A checkpoint of recipes/checkpoint.py, its manifest included, is damaged at a byte drawn from all bytes of all files, in
+A checkpoint of recipes/pretrain.py, its manifest included, is damaged at a byte drawn from all bytes of all files, in
 one of the ways below, and loaded. A clear refusal (CheckpointError) and a load that is right to the bit (the byte did
 not matter: the manifest's step) are fine; anything else is a failure of this script. Beside it, single bits flipped in
 the same tensors as torch.save, safetensors and torch.distributed.checkpoint hold them, without a manifest.
@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 import f8sub
 from scripts.table import ROOT, Table, finish, parser
 
-sys.path.append(str(ROOT / "recipes"))
+sys.path.insert(0, str(ROOT / "recipes"))
 
-from checkpoint import CheckpointError, Checkpoints
+from f8sub_pretrain.checkpoint import CheckpointError, Checkpoints
 
 Damage = Callable[[bytearray, int, random.Random], None]
 Tensors = dict[str, torch.Tensor]
@@ -187,8 +187,8 @@ def of_formats(folder: Path, count: int, seed: int) -> dict[str, dict[str, int]]
 
 def table(damages: dict[str, dict[str, int]], flips: dict[str, dict[str, int]]) -> Table:
     columns = ["", "damages", REFUSED, RIGHT, WRONG]
-    rows = {f"recipes/checkpoint.py, {name}": outcomes for name, outcomes in damages.items()}
-    rows["recipes/checkpoint.py, all of these"] = dict(sum(map(Counter, damages.values()), Counter()))
+    rows = {f"recipes/pretrain.py, {name}": outcomes for name, outcomes in damages.items()}
+    rows["recipes/pretrain.py, all of these"] = dict(sum(map(Counter, damages.values()), Counter()))
     rows |= {f"{name} alone, one bit flipped": outcomes for name, outcomes in flips.items()}
     lines = [
         [name, f"{sum(found.values()):,}", *(f"{found.get(outcome, 0):,}" for outcome in columns[2:])]

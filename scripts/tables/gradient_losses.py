@@ -35,7 +35,7 @@ from f8sub.features.gradient_codes.layout import chunk_size, layout_of
 from scripts.loss_compare import CONFIDENCE, student_t_quantile
 from scripts.table import ROOT, Table, parser, processor, write_between_markers
 
-sys.path.append(str(ROOT / "recipes"))
+sys.path.insert(0, str(ROOT / "recipes"))
 
 DATA = Path(__file__).with_suffix(".json")
 RANKS, SEQUENCES, LENGTH = 8, 2, 128
@@ -135,7 +135,7 @@ class Text:
     """Bytes of the standard library's sources: the last twentieth is held out."""
 
     def __init__(self) -> None:
-        from documents import open_source
+        from f8sub_pretrain.documents import open_source
 
         source = open_source("stdlib", "text")
         text = "\0".join(t for index in range(len(source)) for t in source.documents(index))

@@ -42,8 +42,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import f8sub
 from scripts.table import ROOT, Table, finish, parser
 
-sys.path.append(str(ROOT / "recipes"))
-from traffic import count_traffic
+sys.path.insert(0, str(ROOT / "recipes"))
+from f8sub_pretrain.traffic import count_traffic
 
 WIDTH, HIDDEN, BLOCKS, TOKENS = 512, 1408, 2, 64
 BF16, SEPARATE, COMBINED = ARMS = ("bf16", "float8, separate all-reduces", "float8, one all-reduce")

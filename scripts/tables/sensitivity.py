@@ -19,11 +19,11 @@ import f8sub
 from f8sub.kernels.gemm.select import Plan
 from scripts.table import ROOT, Table, finish, parser
 
-sys.path.append(str(ROOT / "recipes"))
+sys.path.insert(0, str(ROOT / "recipes"))
 
-from data import ByteTokenizer
-from documents import open_source
-from model import SIZES
+from f8sub_pretrain.data import ByteTokenizer
+from f8sub_pretrain.documents import open_source
+from f8sub_pretrain.model import SIZES
 
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
 LENGTH, BATCH = 256, 4

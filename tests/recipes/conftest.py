@@ -3,5 +3,6 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "recipes"))
-sys.path.append(str(Path(__file__).parents[2] / "recipes" / "trainers"))
+RECIPES = Path(__file__).parents[2] / "recipes"
+# In front, as a script's own folder is: what is installed may have modules of these names.
+sys.path[:0] = [str(RECIPES), str(RECIPES / "trainers")]

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from f8sub_pretrain.settings import Settings, parse
 from pretrain import StopRequest, Trainer
-from settings import Settings, parse
 from torch.distributed.device_mesh import init_device_mesh
 
 QUICK = (

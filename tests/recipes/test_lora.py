@@ -6,7 +6,7 @@ import lora
 import peft
 import pytest
 import torch
-from example import Tokens, build_model
+from f8sub_example import Tokens, build_model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import default_collate
 

@@ -8,10 +8,10 @@ import shutil
 import threading
 from pathlib import Path
 
-import checkpoint
 import pytest
 import torch
-from checkpoint import CheckpointError, Checkpoints
+from f8sub_pretrain import checkpoint
+from f8sub_pretrain.checkpoint import CheckpointError, Checkpoints
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from data import ByteTokenizer, PackedSequences, load_tokenizer
-from documents import DataError, open_source
+from f8sub_pretrain.data import ByteTokenizer, PackedSequences, load_tokenizer
+from f8sub_pretrain.documents import DataError, open_source
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

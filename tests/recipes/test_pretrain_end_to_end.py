@@ -10,8 +10,8 @@ import sys
 import time
 
 import pytest
-from checkpoint import MANIFEST
-from compare import commands, compare, show, summarize
+from f8sub_pretrain.checkpoint import MANIFEST
+from f8sub_pretrain.compare import commands, compare, show, summarize
 
 from tests import namespaces
 from tests.namespaces import ROOT

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from metrics import read_metrics
+from f8sub_pretrain.metrics import read_metrics
+from f8sub_pretrain.settings import SettingsError, parse
 from safetensors.torch import load_file
-from settings import SettingsError, parse
 from transformers import AutoConfig
 
 import f8sub

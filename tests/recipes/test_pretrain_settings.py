@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from settings import Settings, SettingsError, parse
+from f8sub_pretrain.settings import Settings, SettingsError, parse
 
 ROOT = Path(__file__).parents[2]
 

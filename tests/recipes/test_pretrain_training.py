@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from checkpoint import CheckpointError
-from model import SIZES
+from f8sub_pretrain.checkpoint import CheckpointError
+from f8sub_pretrain.model import SIZES
+from f8sub_pretrain.settings import parse
+from f8sub_pretrain.traffic import count_traffic
 from pretrain import learning_rate
-from settings import parse
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from traffic import count_traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub

@@ -67,7 +67,7 @@ def test_arms_differ_in_precision_alone():
 @pytest.mark.parametrize("size", loss_compare.SIZES)
 def test_every_size_is_one_of_the_trainers(size, monkeypatch):
     monkeypatch.syspath_prepend(str(loss_compare.TRAINER.parent))
-    from settings import parse
+    from f8sub_pretrain.settings import parse
 
     found = parse(loss_compare.settings(Run("rowwise", 1), 10, size))
     assert found.model.size == size

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from checkpoint import Checkpoints
+from f8sub_pretrain.checkpoint import Checkpoints
 
 from scripts.tables import corruption
 

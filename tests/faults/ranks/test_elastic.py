@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint import Checkpoints
+from f8sub_pretrain.checkpoint import Checkpoints
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -4,7 +4,7 @@ import pretrain
 import pytest
 import torch
 import torch.distributed as dist
-from settings import parse
+from f8sub_pretrain.settings import parse
 
 import f8sub
 from f8sub.weights import agreement

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from documents import DataError, open_source
-from settings import Settings
+
+from f8sub_pretrain.documents import DataError, open_source
+from f8sub_pretrain.settings import Settings
 
 Tokens = npt.NDArray[np.int64]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from settings import Settings
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import f8sub
+from f8sub_pretrain.settings import Settings
 
 SIZES: dict[str, dict[str, Any]] = {
     "debug": {

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from metrics import read_metrics
-from model import SIZES
 from rich.console import Console
 from rich.table import Table
-from settings import Settings
 
 import f8sub
+from f8sub_pretrain.metrics import read_metrics
+from f8sub_pretrain.model import SIZES
+from f8sub_pretrain.settings import Settings
 
 _FINAL_STEPS = 10
 """A run's final loss is the mean over so many last steps."""

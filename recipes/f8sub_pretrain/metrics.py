@@ -21,10 +21,10 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from settings import Settings
 
 from f8sub.features.monitor import writers
 from f8sub.features.operand_statistics.statistics import GRADIENT, Statistics
+from f8sub_pretrain.settings import Settings
 
 
 class Metrics:

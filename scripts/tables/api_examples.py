@@ -36,6 +36,17 @@ torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config llama3_
 torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config llama3_8b \\
     --override.imports f8sub.titan.float8 f8sub.titan.precompute_scales
 ```""",
+    "titan_Float8Transform": """\
+```py
+from torchtitan.config.transform import apply_transforms
+from torchtitan_recipes.models.llama3 import llama3_8b
+
+from f8sub import titan
+
+
+def llama3_8b_rowwise():  # a recipe, for --module and --config
+    return apply_transforms(llama3_8b(), [titan.Float8Transform(recipe_name="rowwise")])
+```""",
     "titan_configs": """\
 ```sh
 torchrun --nproc_per_node=8 -m torchtitan.train --module f8sub.titan --config llama3_8b_f8sub

@@ -1,5 +1,6 @@
 """Which classes of linear layers are converted, and to which."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from f8sub.convert import sockets
 from f8sub.linear.float8_linear import Float8Linear
 
-extensions: set[type[torch.nn.Linear]] = set()
-"""Those whose forward is nn.Linear's, or calls it through ``super()``, and whose weight nothing else reads."""
+extensions: dict[type[torch.nn.Linear], Mapping[str, Any]] = {}
+"""Those whose forward is nn.Linear's, or calls it through ``super()``, and whose weight nothing else reads.
+
+With methods that their float8 classes have besides, such as one by which another forward comes to the product."""
 
 
 _made: dict[type[torch.nn.Linear], type[Float8Linear]] = {torch.nn.Linear: Float8Linear}
@@ -22,7 +25,7 @@ def float8_class(cls: type[torch.nn.Linear]) -> type[Float8Linear]:
     float8, and everything else of ``cls`` stays.
     """
     if cls not in _made:
-        members = {"__module__": cls.__module__, "__reduce_ex__": _reduce}
+        members = {"__module__": cls.__module__, "__reduce_ex__": _reduce, **extensions.get(cls, {})}
         _made[cls] = type(f"Float8{cls.__name__}", (cls, Float8Linear), members)
     return _made[cls]
 
@@ -56,6 +59,8 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
     # prune and the older weight_norm and spectral_norm of torch.nn.utils make the weight in a hook before forward.
     if torch.nn.utils.parametrize.is_parametrized(module) or "weight" not in module._parameters:
         return "its weight is parametrized"
+    if module.weight.dim() != 2:
+        return f"its weight is of shape {tuple(module.weight.shape)}, several projections in one"
     if "forward" in vars(module):
         return f"something replaced the forward of this {name}; convert first, then wrap its forward"
     if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import json
 import logging
 import traceback
@@ -85,7 +86,11 @@ def _of_titan(name: str) -> Callable[[], Any]:
     if not config:
         raise Float8ConfigError(f"a config of torchtitan is {TITAN}MODULE/CONFIG, got {name!r}")
     _imported("torchtitan", f"{TITAN}{name}")
-    return _function(f"torchtitan.models.{module}.config_registry:{config}")
+    registry = f"torchtitan.models.{module}.config_registry"
+    recipes = f"torchtitan_recipes.models.{module}"  # after 0.3
+    with contextlib.suppress(ModuleNotFoundError):
+        registry = recipes if importlib.util.find_spec(recipes) else registry
+    return _function(f"{registry}:{config}")
 
 
 def _of_function(function: Callable[[], Any], name: str) -> torch.nn.Module:
@@ -99,7 +104,9 @@ def _of_function(function: Callable[[], Any], name: str) -> torch.nn.Module:
                 f"({at.filename}:{at.lineno})"
             ) from error
         if not isinstance(made, torch.nn.Module):
-            config: Any = getattr(getattr(made, "model_spec", None), "model", None)
+            config: Any = getattr(
+                getattr(made, "model_spec", made), "model", None
+            )  # after 0.3 the trainer's own
             made = config.build() if hasattr(config, "build") else made
     if not isinstance(made, torch.nn.Module):
         raise Float8ConfigError(

@@ -51,7 +51,7 @@ class Float8ModelConverter:
         Raises:
             Float8ConfigError: as of ``f8sub.features.torchtitan.options.convert``.
         """
-        convert(model, self.options, ())
+        convert(model, self.options, {})
         logger.info(f"f8sub: {conversion_report(model).summary}")
 
     def post_optimizer_hook(self, model: torch.nn.Module | list[torch.nn.Module]) -> None:

@@ -1,6 +1,6 @@
 """What torchtitan's users ask for, and the one conversion of their model; of any version of torchtitan."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -165,13 +165,15 @@ def _dtype_or_itself(value: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else value
 
 
-def convert(model: Model, options: Options, linear_classes: Iterable[type[torch.nn.Linear]]) -> Model:
+def convert(
+    model: Model, options: Options, linear_classes: Mapping[type[torch.nn.Linear], Mapping[str, Any]]
+) -> Model:
     """Convert a model that torchtitan just built, in place, before any parallelism.
 
     Args:
         model: on meta.
         options: what was asked for.
-        linear_classes: torchtitan's own subclasses of nn.Linear, which call nn.Linear's forward or inherit it.
+        linear_classes: torchtitan's own subclasses of nn.Linear, see ``linear_subclasses.extensions``.
 
     Raises:
         Float8ConfigError: nothing is left to convert, or a string of ``filter_fqns`` is in no layer's name.

@@ -6,7 +6,8 @@ from typing import Any
 
 from f8sub.errors import Float8ConfigError
 
-_MODULE = "torchtitan.distributed.cudagraph"
+_MODULES = ("torchtitan.distributed.cudagraph", "torchtitan.distributed.cuda_graph")
+"""Of 0.3, and after."""
 
 
 def launch_next() -> None:
@@ -24,14 +25,14 @@ def launch_next() -> None:
 
 def _wrappers() -> list[Any]:
     """The graphs of this process; none where it was told to make none, or knows none."""
-    module = sys.modules.get(_MODULE)
+    module = next((sys.modules[name] for name in _MODULES if name in sys.modules), None)
     if module is None:
         return []
     found = getattr(getattr(module, "_manager", None), "_wrappers", None)
     if not isinstance(found, list) or not all(hasattr(wrapper, "_warmup_remaining") for wrapper in found):
         raise Float8ConfigError(
             f"torchtitan {importlib.metadata.version('torchtitan')} makes CUDA graphs in a way that f8sub does not "
-            f"know ({_MODULE}; 0.3.0 is known), so a monitor's sampled steps cannot be launched: give "
+            f"know ({module.__name__}; 0.3.0 is known), so a monitor's sampled steps cannot be launched: give "
             "--training.disable_cuda_graphs, or leave monitor_every out"
         )
     return found

@@ -38,8 +38,8 @@ def attach(
         return
     if not any(hasattr(part, PRECOMPUTE) for part in model_parts):
         raise Float8ConfigError(
-            "scales are to be precomputed and the model has no float8 layers: convert it too, with "
-            "f8sub.titan.float8 among --override.imports, or Float8Converter among the converters"
+            "scales are to be precomputed and the model has no float8 layers: convert it too, with the override "
+            "f8sub.titan.float8, or by what f8sub.titan has in code"
         )
     check_weights(model_parts)
     check_compiled(model_parts)

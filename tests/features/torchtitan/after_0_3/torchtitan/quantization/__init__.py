@@ -1,0 +1,1 @@
+"""In torchtitan, layers in its own float8, MXFP8 and NVFP4."""

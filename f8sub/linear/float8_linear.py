@@ -89,7 +89,7 @@ class Float8Linear(torch.nn.Linear):
         if torch.is_grad_enabled():
             y = apply(Float8Matmul, x, weight, bias, call, self.keep_x, adds_bias)
         else:
-            y, _, _ = fprop(x, weight, bias if adds_bias else None, call, None)
+            y, *_ = fprop(x, weight, bias if adds_bias else None, call, None)
         if sockets.context_plan is not None:
             sockets.remember(self, plan, y)
         return y if whole is None else whole(y)
@@ -190,9 +190,13 @@ class Float8Matmul(torch.autograd.Function):
         adds_bias: bool,
     ) -> torch.Tensor:
         wanted = keep_x if ctx.needs_input_grad[1] else None
-        y, saved, ctx.kept = fprop(x, w, bias if adds_bias else None, call, wanted)
-        ctx.save_for_backward(w, *saved)
-        ctx.call, ctx.w_row = call, None
+        y, w_row, saved, ctx.kept = fprop(x, w, bias if adds_bias else None, call, wanted)
+        of_w: tuple[torch.Tensor, ...] = ()
+        if torch.compiler.is_compiling() and isinstance(w_row, Operand) and not isinstance(w, Float8Tensor):
+            # For a partitioner to save or to make again: until torch 2.14 it knows a cast that backward repeats.
+            of_w = w_row.tensors
+        ctx.save_for_backward(w, *of_w, *saved)
+        ctx.call, ctx.w_row, ctx.of_w = call, None, len(of_w)
         plan, dtype, sources = call
         if isinstance(w, MasterWeight) and not sources.distributed:
             ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype)
@@ -209,6 +213,9 @@ class Float8Matmul(torch.autograd.Function):
         recipe = plan.recipe
         need_dx, need_dw, need_dbias = ctx.needs_input_grad[:3]
         w, *saved = ctx.saved_tensors
+        w_row = ctx.w_row
+        if ctx.of_w:
+            w_row, saved = Operand.of(present(recipe.fprop.b), *saved[: ctx.of_w]), saved[ctx.of_w :]
         matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
         rowwise, columnwise = recipe.dgrad.a if need_dx else None, recipe.wgrad.a if need_dw else None
         dy_row, dy_col, amax = quantize(matrix, rowwise, columnwise, sources.dy, plan.any_layout)
@@ -217,7 +224,7 @@ class Float8Matmul(torch.autograd.Function):
         after = small_part_of(matrix, dy_row or dy_col if amax is None else None)
         dx = dw = dbias = None
         if need_dx:
-            w_col = weight_columnwise(w, ctx.w_row, ctx.call, after)
+            w_col = weight_columnwise(w, w_row, ctx.call, after)
             dx = gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
             del dy_row, w_col  # as large as what wgrad needs now; of an output projection a byte a logit
@@ -231,18 +238,19 @@ class Float8Matmul(torch.autograd.Function):
 
 def fprop(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: Call, keep_x: str | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Kept]:
-    """``y`` with x's leading dims, and what ``cast_x`` saves of x."""
+) -> tuple[torch.Tensor, GemmInput, tuple[torch.Tensor, ...], Kept]:
+    """``y`` with x's leading dims, what it read of w, and what ``cast_x`` saves of x."""
     plan, dtype, _ = call
     x_row, saved, kept = cast_x(x, call, keep_x)
-    y = gemm(plan.fprop, plan.recipe.fprop, x_row, weight_rowwise(w, call), dtype)
+    w_row = weight_rowwise(w, call)
+    y = gemm(plan.fprop, plan.recipe.fprop, x_row, w_row, dtype)
     if bias is not None:
         y = y + bias.to(dtype)
     if x.dim() != 2 or torch.compiler.is_compiling():
         # Not a view to autograd: FSDP2 warns about modules that return views, and torch 2.11 compiles an
         # autograd.Function that returns one, or what .to() did not change, to one without gradients.
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    return y, saved, kept
+    return y, w_row, saved, kept
 
 
 def gemm(

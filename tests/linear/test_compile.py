@@ -121,6 +121,25 @@ def test_no_copy_of_the_weight_is_saved_for_backward(recipe, mode):
     assert saved.tensors
 
 
+def test_backward_finds_no_amax_of_the_weight_again():
+    """Of the last layer, too: torch 2.15 does not merge what forward alone needs with what backward does."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    counts = []
+
+    def seen(graph, inputs):
+        counts.append(len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.amax.default)))
+        return make_boxed_func(graph.forward)
+
+    model = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, N))), recipe="tensorwise")
+    partition = min_cut_rematerialization_partition
+    model.compile(backend=aot_autograd(fw_compiler=seen, bw_compiler=seen, partition_fn=partition))
+    x = gaussian((M, K), generator(1)).requires_grad_()
+    model(x).backward(gaussian((M, N), generator(2)))
+    assert counts == [2, 1]  # of x and w; of dy
+
+
 @on_each_recipe
 def test_x_is_saved_in_float8_once_for_siblings(recipe):
     """Common subexpressions are merged: gate and up save one byte an element of x between them.

@@ -97,13 +97,32 @@ def param_dtypes(
     """
     found: dict[tuple[torch.nn.Module, str], torch.dtype | None] = {}
     asked = set(modules)
-    for group, param in fsdp_params():
+    for _, param in fsdp_params():
         info = param._module_info
         owners = [(info.module, info.param_name)]
         owners += zip(info.shared_modules, info.shared_param_names, strict=True)
         ours = [owner for owner in owners if owner[0] in asked]
-        found.update(dict.fromkeys(ours, group.mp_policy.param_dtype))
+        # The policy is the parameter's: since torch 2.15 those of one group may have several.
+        found.update(dict.fromkeys(ours, param.mp_policy.param_dtype))
     return found
+
+
+def reduce_dtype(group: Any) -> torch.dtype:
+    """The dtype that FSDP2 reduces the gradients of a group in, if all of them are there.
+
+    Where the policy has no ``reduce_dtype`` it is ``param_dtype`` until torch 2.14. From 2.15 on it is what the
+    parameters' ``grad_dtype`` promote to, which is the sharded parameter's own dtype unless it was set.
+    """
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad] or group.fsdp_params
+    found = []
+    for param in trained:
+        policy, sharded = param.mp_policy, param.sharded_param
+        computed = policy.param_dtype or sharded.dtype
+        if hasattr(type(param), "unsharded_grad_dtype"):
+            computed = sharded.grad_dtype or computed  # None: whatever backward makes
+        found.append(policy.reduce_dtype or computed)
+    promoted: torch.dtype = functools.reduce(torch.promote_types, found)
+    return promoted
 
 
 def fsdp_params() -> Iterator[tuple[Any, Any]]:

@@ -1,12 +1,13 @@
 """How torch and its FSDP2 reduce gradients."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
-from f8sub.torch_compat import param_groups
+from f8sub.torch_compat import param_groups, reduce_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -16,6 +17,12 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.Proces
     """Sums by ``dist.reduce_scatter_single``, which torch before 2.13 calls ``reduce_scatter_tensor``."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     getattr(dist, name)(output, input, group=group)
+
+
+def chunk_cat(gradients: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) -> None:
+    """FSDP2's copy of gradients into the memory of a reduction; since torch 2.15 they may be of several dtypes."""
+    name = "chunk_cat_mixed_dtype" if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype") else "chunk_cat"
+    getattr(torch.ops.fsdp, name)(gradients, dim=0, num_chunks=ranks, out=out)
 
 
 def factor_of(op: Any, ranks: int) -> float:
@@ -60,9 +67,7 @@ def reductions(module: "FSDPModule") -> list[Reduction]:
         Reduction(
             group,
             getattr(group.mesh_info, "shard_process_group", None),
-            group.mp_policy.reduce_dtype
-            or group.mp_policy.param_dtype
-            or group.fsdp_params[0].sharded_param.dtype,
+            reduce_dtype(group),
             group.device,
             group._reduce_scatter_comm,
             type(group._reduce_scatter_comm).__name__ == "DefaultReduceScatter",

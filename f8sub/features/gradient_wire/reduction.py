@@ -17,7 +17,7 @@ import torch.distributed as dist
 from f8sub.errors import Float8ConfigError
 from f8sub.features.gradient_codes.layout import Chunk, Layout, chunk_size, layout_of
 from f8sub.features.gradient_codes.wire import Source, add, pack
-from f8sub.features.gradient_wire.fsdp import factor_of, reduce_scatter
+from f8sub.features.gradient_wire.fsdp import chunk_cat, factor_of, reduce_scatter
 from f8sub.torch_compat import is_capturing
 
 
@@ -119,7 +119,7 @@ class Float8ReduceScatter:
         if self._measure_every and (self._calls % self._measure_every == 0 or self.measure_next):
             self.measure_next = False
             exact = torch.empty(ranks * layout.numel, dtype=torch.float32, device=wire.device)
-            torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=exact.view(ranks, -1))
+            chunk_cat(gradients, ranks, exact.view(ranks, -1))
         self._calls += 1
         return Packed(layout, wire, exact)
 

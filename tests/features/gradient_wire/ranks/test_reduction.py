@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.torch_version import TorchVersion
 
 import f8sub
 from f8sub.features.gradient_codes.layout import Layout
@@ -61,9 +62,17 @@ def test_bytes_and_collectives(rank, world):
     assert {name for name in calls if not name.startswith("_allgather")} == {"alltoall_base_"}
 
 
+class Allocated(MemTracker):
+    """The tracker counts what a wrapper's storage would have, and FSDP2's flat buffer of gradients has no memory."""
+
+    def _track(self, reftype, t):
+        if not isinstance(t, reduction.GradientBuffer):
+            super()._track(reftype, t)
+
+
 @pytest.mark.parametrize("world", [2])
 def test_peak_of_memory(rank, world):
-    """One byte an element of a module below torch's reduction in bfloat16, as kernels write, which make no copies."""
+    """Two bytes an element of a module below torch's reduction in bfloat16, as kernels write, which make no copies."""
     width = 512
 
     def peak(reduce_dtype: torch.dtype, coded: bool) -> int:
@@ -80,7 +89,7 @@ def test_peak_of_memory(rank, world):
             5
         ):  # gloo's threads drop what they sent when they come to it, now and then after the next layer
             model.zero_grad()
-            tracker = MemTracker()
+            tracker = Allocated()
             tracker.track_external(model)
             with tracker:
                 model(x).backward(cotangent)
@@ -95,7 +104,7 @@ def test_peak_of_memory(rank, world):
         patch.setattr(reduction, "add", lambda received, layout, factor, out: out.zero_())
         float32, bfloat16 = (peak(dtype, False) for dtype in (torch.float32, torch.bfloat16))
         coded = peak(torch.float32, True)
-    assert 0.95 * width**2 <= bfloat16 - coded <= width**2
+    assert 1.95 * width**2 <= bfloat16 - coded <= 2 * width**2
     assert coded < bfloat16 < float32
 
 
@@ -126,12 +135,15 @@ def bfloat16(rank: int, world: int) -> None:
 
 
 def halves(rank: int, world: int) -> None:
-    """FSDP2 divides float16 before and after its sum; here both divide the sum."""
+    """FSDP2 divides float16 before and after its sum; here both divide the sum. Since torch 2.15 float16 comes in."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     model = sharded(network(), policy)
     with pytest.warns(f8sub.Float8Warning, match="rounded"):
         found = reduced(rank, model)
-    right = [oracle.summed(each, factor=0.25).half().float() for each in own_gradients(world)]
+    own = own_gradients(world)
+    if torch.__version__ >= TorchVersion("2.15"):
+        own = [[gradient.half() for gradient in each] for each in own]
+    right = [oracle.summed(each, factor=0.25).half().float() for each in own]
     for ours, theirs in zip(found, right, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-10, atol=2**-20)
 

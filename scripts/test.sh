@@ -6,6 +6,8 @@
 #   ./scripts/test.sh --quick          # does f8sub work on this machine? 1 minute
 #   ./scripts/test.sh tests/weights -k x  # one pytest process with these arguments
 #
+# VENV and CONSTRAINTS name another environment, see setup_env.sh; ./scripts/test_versions.sh has a table of such.
+#
 # Without arguments for pytest, two pytest processes run side by side and take about as long: "ranks" runs the tests that
 # fork ranks or start training jobs, and those of linear layers and of docs/, "one" all others. The first stand in folders
 # named ranks, in tests/recipes and in torchtitan's folder.
@@ -23,7 +25,7 @@ for argument in "$@"; do
 done
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
-python=.venv/bin/python
+python=${VENV:-.venv}/bin/python
 if [ -n "$quick" ]; then
     ./scripts/setup_env.sh dev
     exec $python -m pytest -q tests/test_this_machine.py "${arguments[@]}"

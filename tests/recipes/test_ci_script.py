@@ -10,13 +10,15 @@ ROOT = Path(__file__).parents[2]
 CLOSING = "5 passed, 0 failed, 3 skipped"
 
 
-def run(folder, output, status=0, lint_status=0):
+def run(folder, output, status=0, lint_status=0, newest_status=0):
     """``.ci/run`` over a test script that prints ``output`` and a lint script."""
     (folder / ".ci").mkdir()
     (folder / "scripts").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
     (folder / "output").write_text(f"{output}\n{CLOSING}\n")
+    newest = "#!/bin/sh\necho \"versions: $*\"\necho '2 passed, 0 failed, 1 skipped'\n"
     scripts = {
+        "test_versions.sh": newest + f"exit {newest_status}\n",
         "lint.sh": f"#!/bin/sh\necho linted\nexit {lint_status}\n",
         "test.sh": f'#!/bin/sh\necho "arguments: $*"\ncat output\nexit {status}\n',
     }
@@ -34,7 +36,8 @@ def test_it_runs_everything_and_ends_with_the_closing_line(tmp_path):
     assert "Skipped: 3 tests" in done.stdout
     assert "     2 needs a CUDA device" in done.stdout
     assert "     1 only on Windows" in done.stdout
-    assert done.stdout.splitlines()[-1] == CLOSING
+    assert "versions: torch2.15" in done.stdout
+    assert done.stdout.splitlines()[-1] == "7 passed, 0 failed, 4 skipped"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_a_skip_that_hides_a_missing_install_fails_it(tmp_path, reason):
     assert f"These skips hide something that is not installed:\n1 {reason}" in done.stdout
 
 
-@pytest.mark.parametrize("statuses", [{"status": 3}, {"lint_status": 2}], ids=str)
+@pytest.mark.parametrize("statuses", [{"status": 3}, {"lint_status": 2}, {"newest_status": 4}], ids=str)
 def test_a_failing_test_run_fails_it_and_so_does_lint_after_the_tests(tmp_path, statuses):
     done = run(tmp_path, "", **statuses)
     assert [done.returncode] == list(statuses.values())

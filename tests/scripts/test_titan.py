@@ -13,7 +13,7 @@ SMALL = ("--flavor", "debugmodel", "--tokens", "128", "--sequences", "2")
 SHORT = ("--steps", "6", "--skip", "2", "--window", "2")
 of_0_2 = pytest.mark.skipif(
     runs.installed() != "0.2",
-    reason=f"of torchtitan 0.2, here is {runs.installed()}: scripts/test_torchtitan.sh has both",
+    reason=f"of torchtitan 0.2, here is {runs.installed()}: scripts/test_versions.sh has a row of each",
 )
 
 

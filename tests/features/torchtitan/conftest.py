@@ -42,7 +42,9 @@ def titan_0_2(any_titan: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 def _of_version(version: str, ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     if runs.installed() != version:
-        pytest.skip(f"of titan {version}, here is {runs.installed()}: scripts/test_torchtitan.sh has both")
+        pytest.skip(
+            f"of titan {version}, here is {runs.installed()}: scripts/test_versions.sh has a row of each"
+        )
     return ranks
 
 

@@ -12,7 +12,8 @@ from tests.selection import long_but
 pytestmark = [
     pytest.mark.usefixtures("any_titan"),
     pytest.mark.skipif(
-        runs.installed() == "0.2", reason="of torchtitan 0.3, here is 0.2: another row of the versions has it"
+        runs.installed() == "0.2",
+        reason="of torchtitan 0.3, here is 0.2: scripts/test_versions.sh has a row of each",
     ),
 ]
 RECIPES = long_but(("tensorwise", "delayed"), f8sub.recipe_names())

@@ -22,7 +22,8 @@ from tests.ranks import RankFailure
 pytestmark = pytest.mark.usefixtures("any_titan")
 long = pytest.mark.long
 of_0_3 = pytest.mark.skipif(
-    runs.installed() == "0.2", reason="of torchtitan 0.3, here is 0.2: scripts/test_torchtitan.sh has both"
+    runs.installed() == "0.2",
+    reason="of torchtitan 0.3, here is 0.2: scripts/test_versions.sh has a row of each",
 )
 
 FROM_THE_COMMAND_LINE = "override.imports=" + json.dumps(
@@ -60,7 +61,7 @@ MESHES = {
 """World size and options of each way to shard."""
 
 WITHOUT_PIPELINES = (
-    "titan 0.3 has pipelines and spmd_types from torch 2.14: scripts/test_torchtitan.sh has it"
+    "titan 0.3 has pipelines and spmd_types from torch 2.14: scripts/test_versions.sh torch2.14 has it"
 )
 of_torch_2_14 = pytest.mark.skipif(torch.__version__ < TorchVersion("2.14"), reason=WITHOUT_PIPELINES)
 
@@ -247,7 +248,8 @@ alone_in_0_2 = functools.partial(alone, titan="titan_0_2")
 GRADIENTS = 'f8sub:{"reduce_gradients_in_float8":true}'
 EP = "parallelism.expert_parallel_degree=2"
 of_0_2 = pytest.mark.skipif(
-    runs.installed() == "0.3", reason="of torchtitan 0.2, here is 0.3: scripts/test_torchtitan.sh has both"
+    runs.installed() == "0.3",
+    reason="of torchtitan 0.2, here is 0.3: scripts/test_versions.sh has a row of each",
 )
 
 

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# The tests with other versions of torch, Triton, torchtitan and the rest than those of constraints.txt, each row in an
+# environment of its own:
+#
+#   ./scripts/test_versions.sh                  # lists the rows
+#   ./scripts/test_versions.sh torch2.15        # makes the row's environment, once, and runs what the row is for
+#   ./scripts/test_versions.sh torch2.15 tests/weights -k x   # runs pytest there with these arguments
+#   ./scripts/test_versions.sh all
+#
+# Environments are made in .venv-versions: 1 GB with the torch of constraints.txt, 6 GB with another, which comes for
+# CUDA. The row "newest" asks the index what is newest when it runs, and prints it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# Row, a file of constraints and what takes the place of its lines, and what is run: the default suite, and the long
+# tests of these files; where there is no suite, all of their tests.
+of_0_2="tests/features/torchtitan/test_training.py tests/features/torchtitan/test_job_config.py tests/scripts/test_titan.py"
+rows="
+torchtitan0.2 | constraints.txt        | torchtitan==0.2.2                             |       | $of_0_2
+torch2.11     | constraints.txt        | torch==2.11.0 triton==3.6.0 torchtitan==0.2.2 | suite | $of_0_2 tests/features/checkpointing tests/features/swiglu_input
+torch2.14     | constraints.txt        | torch==2.14.1 triton==3.8.0                   | suite | tests/features/torchtitan
+torch2.15     | constraints-newest.txt |                                               | suite | tests/features/torchtitan
+newest        | constraints-newest.txt | torch triton torchtitan transformers accelerate peft lightning torchao | suite |
+"
+
+row_of() { awk -F'|' -v row="$1" '{ name = $1; gsub(/ /, "", name); if (name == row) print }' <<<"$rows"; }
+field() { cut -d'|' -f"$1" <<<"$2" | sed -E 's/^ +| +$//g'; }
+
+latest() {  # a package's newest release on the index, as in torch==2.15.0
+    local found
+    found=$("$python" -m pip index versions "$1" 2>/dev/null | sed -nE '1s/.*\((.*)\)/\1/p')
+    [ -n "$found" ] || { echo "test_versions.sh: the index has no $1" >&2; return 1; }
+    echo "$1==$found"
+}
+
+run() {  # row, arguments of pytest
+    local name=$1 row base versions suite long pins='' package
+    row=$(row_of "$name")
+    shift
+    base=$(field 2 "$row") versions=$(field 3 "$row") suite=$(field 4 "$row") long=$(field 5 "$row")
+    python=$(command -v python3.11 || command -v python3)
+    for package in $versions; do
+        case $package in *==*) pins+="$package " ;; *) pins+="$(latest "$package") " ;; esac
+    done
+    mkdir -p .venv-versions
+    export VENV=.venv-versions/$name CONSTRAINTS=.venv-versions/$name.txt
+    local replaced
+    replaced=$(tr ' ' '\n' <<<"$pins" | sed -nE 's/==.*//p' | paste -sd'|')
+    { grep -vE "^(${replaced:-none})==" "$base"; tr ' ' '\n' <<<"$pins"; } >"$CONSTRAINTS"
+    echo "== $name: $base $pins"
+    if [ $# -gt 0 ]; then
+        ./scripts/test.sh --all "$@"
+        return
+    fi
+    local status=0
+    [ -z "$suite" ] || ./scripts/test.sh || status=$?
+    # shellcheck disable=SC2086  # several paths
+    [ -z "$long" ] || ./scripts/test.sh --all $long -m "${suite:+long}" || status=$?
+    return $status
+}
+
+which=${1:-}
+if [ -z "$which" ]; then
+    echo "Rows:"
+    sed '/^$/d; s/^/  /' <<<"$rows"
+    exit
+fi
+shift
+if [ "$which" = all ]; then
+    names=$(cut -d'|' -f1 <<<"$rows")
+else
+    names=$which
+fi
+status=0
+for name in $names; do
+    if [ -z "$(row_of "$name")" ]; then
+        echo "test_versions.sh: no row $name. Rows: $(cut -d'|' -f1 <<<"$rows" | xargs)" >&2
+        exit 2
+    fi
+    run "$name" "$@" || status=$?
+done
+exit "$status"

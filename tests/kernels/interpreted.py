@@ -96,12 +96,13 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def repair() -> None:
-    """Make the interpreter of Triton 3.6 and 3.7 compute as the hardware does.
+    """Make the interpreter of Triton 3.6 to 3.9 compute as the hardware does.
 
     Its casts to float8 and bfloat16 lose the carry of a rounded mantissa or do not round; its maximum and minimum,
-    which the hardware takes of numbers alone, are NaN where one of two is; a fused multiplication and addition is
-    rounded twice; CUDA's library it has not. 3.6 does not know numpy 2.4, which makes no number of an array of one
-    dimension.
+    which the hardware takes of numbers alone, are NaN where one of two is, before 3.9; a fused multiplication and
+    addition is rounded twice; CUDA's library it has not. 3.6 does not know numpy 2.4, which makes no number of an array
+    of one dimension. What two numbers are compared to has the dtype of the numbers once it is spread over a block, and
+    3.9 refuses such a mask, which to its compiler is an int1.
     """
     import triton.language as tl
     from triton.language.extra import libdevice
@@ -138,3 +139,6 @@ def repair() -> None:
     )
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    interpreter.InterpreterBuilder.create_splat = lambda self, kind, number: interpreter.TensorHandle(
+        np.full(kind.shape, number.data.reshape(-1)[0], number.data.dtype), number.dtype.scalar
+    )
